@@ -1,0 +1,47 @@
+# Everything runs from .venv/, which the first target that needs it makes. A second run starts in seconds.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# A torch that is already there (a GPU machine's image) is used; else the pinned CPU build is installed.
+HAS_TORCH = $(shell $(PYTHON) -c 'import torch' 2>/dev/null && echo yes)
+HAS_GPU = $(shell command -v nvidia-smi 2>/dev/null)
+TORCH ?= torch==2.13.0
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+CONSTRAINTS = $(if $(HAS_GPU),,--constraint constraints.txt)
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check lint types bench clean
+
+help: ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+$(STAMP): pyproject.toml constraints.txt Makefile
+	@echo "setting up $(VENV) (once)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(if $(HAS_TORCH),--system-site-packages) $(VENV)
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) $(CONSTRAINTS) '$(TORCH)'
+	@$(PIP) $(CONSTRAINTS) --editable '.[serve,bench,dev]'
+	@touch $@
+
+demo: $(STAMP) ## serve prompts across a prefill and a decode process (ARGS="--requests 32 ...")
+	@$(BIN)/pagewire demo $(ARGS)
+
+test: $(STAMP) ## run all tests (ARGS="-k name ...")
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: lint types ## lint and types: what every commit must pass
+
+lint: $(STAMP) ## ruff: rules and format
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(STAMP) ## pyright, strict on kvcache/ and transfer/
+	@$(BIN)/pyright
+
+bench: $(STAMP) ## measure the host cost of the manager and the rate of a pull (ARGS="--quick")
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+clean: ## remove the environment and every cache
+	@rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

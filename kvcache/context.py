@@ -1,0 +1,223 @@
+"""Request contexts: the tokens of one request, and how far each has come."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.errors import InvalidRequestError, SequenceTooLongError
+from kvcache.types import RequestID, Retention
+
+if TYPE_CHECKING:
+    from kvcache.hashing import PrefixHasher
+
+_NEW_CAPACITY = 64
+
+
+class Context(Protocol):
+    """What the manager reads and writes of a request. Any object of this shape serves.
+
+    Of the optional attributes `cache_salt` (str), `retention` (`Retention`) and `prefix_hasher` (where the manager
+    keeps the request's page hashes, so that a request that waits or is preempted is hashed once) an object may have any.
+    """
+
+    @property
+    def request_id(self) -> RequestID:
+        """What names the request."""
+        ...
+
+    @property
+    def tokens(self) -> NDArray[np.integer]:
+        """Every known token, `[end_idx]`."""
+        ...
+
+    @property
+    def start_idx(self) -> int:
+        """Tokens whose KV is in the cache."""
+        ...
+
+    @property
+    def active_idx(self) -> int:
+        """End of the tokens to run now; a chunk ends before `end_idx`."""
+        ...
+
+    @property
+    def end_idx(self) -> int:
+        """Tokens known."""
+        ...
+
+    @property
+    def active_length(self) -> int:
+        """Tokens to run now."""
+        ...
+
+    @property
+    def current_length(self) -> int:
+        """Tokens known: equal to `end_idx`."""
+        ...
+
+    def update(self, token: int) -> None:
+        """Take up the token that the model made of the active tokens."""
+        ...
+
+    def set_token_indices(
+        self, start_idx: int | None = None, active_idx: int | None = None, end_idx: int | None = None
+    ) -> None:
+        """Move the indices that are given."""
+        ...
+
+
+class TextContext:
+    """One request: its tokens, and which of them are cached, run now, or wait for a later chunk.
+
+        0 ........ start_idx ........ active_idx ........ end_idx
+          cached             run now              later chunks
+
+    Args:
+        tokens: the prompt, 1-D, each from 0 to 2**31 - 1.
+        max_length: most tokens that the request may ever have, the generated ones counted.
+        request_id: made up where none is given.
+        cache_salt: requests with different salts never share a page.
+        retention: what the client knows about the future of these pages.
+
+    Raises:
+        InvalidRequestError: (a ValueError) no tokens, not 1-D, not integers, or out of range.
+        SequenceTooLongError: (a RuntimeError) more tokens than `max_length`.
+    """
+
+    __slots__ = ("_active", "_buffer", "_end", "_start", "cache_salt", "max_length", "prefix_hasher", "request_id", "retention")
+
+    def __init__(
+        self,
+        tokens: Sequence[int] | NDArray[np.integer],
+        max_length: int,
+        request_id: RequestID | str | None = None,
+        cache_salt: str | None = None,
+        retention: Retention | None = None,
+    ) -> None:
+        self.request_id = RequestID(uuid.uuid4().hex if request_id is None else request_id)
+        self.max_length = max_length
+        self.cache_salt = cache_salt
+        self.retention = retention
+        self.prefix_hasher: PrefixHasher | None = None
+        self._buffer = checked_tokens(self.request_id, tokens)
+        count = len(self._buffer)
+        if count > max_length:
+            raise SequenceTooLongError(f"request {self.request_id!r}: {count} tokens, max_length is {max_length}")
+        self._start, self._active, self._end = 0, count, count
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """Every known token, int32 `[end_idx]`; a view, valid until the next `update`."""
+        return self._buffer[: self._end]
+
+    @property
+    def start_idx(self) -> int:
+        """Tokens whose KV is in the cache."""
+        return self._start
+
+    @property
+    def active_idx(self) -> int:
+        """End of the tokens to run now; a chunk ends before `end_idx`."""
+        return self._active
+
+    @property
+    def end_idx(self) -> int:
+        """Tokens known."""
+        return self._end
+
+    @property
+    def active_length(self) -> int:
+        """Tokens to run now."""
+        return self._active - self._start
+
+    @property
+    def current_length(self) -> int:
+        """Tokens known: equal to `end_idx`."""
+        return self._end
+
+    def update(self, token: int) -> None:
+        """Take up what the model made of the active tokens.
+
+        After the chunk that ends the known tokens, `token` is appended. After an earlier chunk the model's output means
+        nothing: `token` is dropped, and the rest of the known tokens becomes active.
+
+        Raises:
+            InvalidRequestError: the token is out of range.
+            SequenceTooLongError: the request has `max_length` tokens already.
+        """
+        if self._active < self._end:
+            self._start, self._active = self._active, self._end
+            return
+        if not 0 <= token < 1 << 31:
+            raise InvalidRequestError(f"request {self.request_id!r}: token {token} is not within 0 to 2**31 - 1")
+        if self._end >= self.max_length:
+            raise SequenceTooLongError(
+                f"request {self.request_id!r}: token {self._end + 1} is past its max_length {self.max_length}"
+            )
+        if self._end == len(self._buffer):
+            self._grow()
+        self._buffer[self._end] = token
+        self._start = self._active
+        self._end += 1
+        self._active = self._end
+
+    def set_token_indices(
+        self, start_idx: int | None = None, active_idx: int | None = None, end_idx: int | None = None
+    ) -> None:
+        """Move the indices that are given; `end_idx` may only drop tokens from the end.
+
+        Raises:
+            InvalidRequestError: not `0 <= start_idx < active_idx <= end_idx <= tokens known`; nothing is moved.
+        """
+        start = self._start if start_idx is None else start_idx
+        end = self._end if end_idx is None else end_idx
+        active = self._active if active_idx is None else active_idx
+        if not 0 <= start < active <= end <= self._end:
+            raise InvalidRequestError(
+                f"request {self.request_id!r}: start {start}, active {active}, end {end} "
+                f"are not ordered within its {self._end} tokens"
+            )
+        if end < self._end:
+            self.prefix_hasher = None  # its pages may cover the tokens that go
+        self._start, self._active, self._end = start, active, end
+
+    def reset(self) -> None:
+        """Forget what is cached: every known token runs again (preemption by recompute)."""
+        self._start, self._active = 0, self._end
+
+    def __repr__(self) -> str:
+        return f"TextContext({self.request_id!r}, start={self._start}, active={self._active}, end={self._end})"
+
+    def _grow(self) -> None:
+        room = min(self.max_length, max(_NEW_CAPACITY, 2 * self._end))
+        grown = np.zeros(room, np.int32)
+        grown[: self._end] = self._buffer
+        self._buffer = grown
+
+
+def checked_tokens(request_id: str, tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int32]:
+    """A private int32 copy of `tokens`.
+
+    Raises:
+        InvalidRequestError: no tokens, not 1-D, not integers, or out of range.
+    """
+    try:
+        array = np.asarray(tokens)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequestError(f"request {request_id!r}: its tokens are no list of integers: {error}") from error
+    if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
+        raise InvalidRequestError(
+            f"request {request_id!r}: tokens of shape {array.shape} and dtype {array.dtype}: "
+            "a non-empty list of integers is needed"
+        )
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high >= 1 << 31:
+        raise InvalidRequestError(
+            f"request {request_id!r}: token {low if low < 0 else high} is not within 0 to 2**31 - 1"
+        )
+    return array.astype(np.int32, copy=True)

@@ -1,0 +1,139 @@
+"""`KVCacheParams`: what a KV cache is made of, with every check on it in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from kvcache.errors import InvalidParamsError
+
+HashAlgorithm = Literal["sha256", "xxh3_128"]
+PageOrder = Literal["head,layer,side,token,dim", "layer,side,head,token,dim", "layer,side,token,head,dim"]
+
+MAX_DEVICES = 1 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheParams:
+    """Shape, placement and policy of a KV cache.
+
+    `n_devices` is `data_parallel_degree × tp`; devices are listed replica by replica. Heads are split over the `tp`
+    shards of a replica; where there are fewer heads than shards, each head is held by several shards.
+
+    Attributes:
+        dtype: element type of keys and values.
+        n_kv_heads: key/value heads of the whole model.
+        head_dim: elements of one head of one token (for MLA: latent plus rope part).
+        enable_prefix_caching: keep the pages of finished requests and reuse them by content.
+        enable_kvcache_swapping_to_host: keep evicted pages in host memory.
+        host_kvcache_swap_space_gb: size of that host memory, in units of 2**30 bytes.
+        page_size: tokens per page; None leaves the choice to the manager's argument of the same name.
+        n_devices: devices of all replicas together.
+        is_mla: one latent side in place of keys and values.
+        data_parallel_degree: number of replicas, each with a pool and an index of its own.
+        hash_algorithm: digest of the prefix chain; `xxh3_128` is faster, but collisions in it can be crafted.
+        page_order: order of the bytes of one page, outermost first (see `kvcache.layout`).
+
+    Raises:
+        InvalidParamsError: (a ValueError) on the first value that cannot work, with the limit it broke.
+    """
+
+    dtype: torch.dtype
+    n_kv_heads: int
+    head_dim: int
+    enable_prefix_caching: bool = False
+    enable_kvcache_swapping_to_host: bool = False
+    host_kvcache_swap_space_gb: float | None = None
+    page_size: int | None = None
+    n_devices: int = 1
+    is_mla: bool = False
+    data_parallel_degree: int = 1
+    hash_algorithm: HashAlgorithm = "sha256"
+    page_order: PageOrder = "head,layer,side,token,dim"
+
+    def __post_init__(self) -> None:
+        _check(isinstance(self.dtype, torch.dtype), f"dtype is {self.dtype!r}: a torch.dtype is needed")
+        _positive("n_kv_heads", self.n_kv_heads)
+        _positive("head_dim", self.head_dim)
+        _positive("n_devices", self.n_devices, MAX_DEVICES)
+        _positive("data_parallel_degree", self.data_parallel_degree)
+        if self.page_size is not None:
+            _positive("page_size", self.page_size)
+        _check(
+            self.n_devices % self.data_parallel_degree == 0,
+            f"n_devices is {self.n_devices}: not a multiple of data_parallel_degree {self.data_parallel_degree}",
+        )
+        tp = self.tensor_parallel_degree
+        _check(
+            self.n_kv_heads % tp == 0 or tp % self.n_kv_heads == 0,
+            f"n_kv_heads is {self.n_kv_heads}: {tp} shards can neither split these heads evenly nor share them evenly",
+        )
+        _choice("hash_algorithm", self.hash_algorithm, get_args(HashAlgorithm))
+        _choice("page_order", self.page_order, get_args(PageOrder))
+        if self.enable_kvcache_swapping_to_host:
+            _check(self.enable_prefix_caching, "enable_kvcache_swapping_to_host needs enable_prefix_caching")
+            space = self.host_kvcache_swap_space_gb
+            _check(
+                space is not None and space > 0,
+                f"host_kvcache_swap_space_gb is {space}: swapping to the host needs a size above 0",
+            )
+
+    @property
+    def tensor_parallel_degree(self) -> int:
+        """Shards of one replica."""
+        return self.n_devices // self.data_parallel_degree
+
+    @property
+    def n_kv_heads_per_device(self) -> int:
+        """Heads that one shard holds."""
+        return max(1, self.n_kv_heads // self.tensor_parallel_degree)
+
+    @property
+    def sides(self) -> int:
+        """2 for keys and values, 1 for MLA's latent."""
+        return 1 if self.is_mla else 2
+
+    def heads_of_shard(self, shard: int) -> range:
+        """The model's heads that shard `shard` of a replica holds."""
+        tp, count = self.tensor_parallel_degree, self.n_kv_heads_per_device
+        first = shard * self.n_kv_heads // tp
+        return range(first, first + count)
+
+    def bytes_per_token(self, num_layers: int) -> int:
+        """Bytes of one token's KV on all shards of one replica together."""
+        per_shard = self.sides * num_layers * self.n_kv_heads_per_device * self.head_dim * self.dtype.itemsize
+        return per_shard * self.tensor_parallel_degree
+
+
+def resolve_page_size(params: KVCacheParams, page_size: int | None, default: int = 128) -> int:
+    """Page size in tokens: of the params, else the argument, else `default`.
+
+    Raises:
+        InvalidParamsError: both are given, and differ (the argument's default counts as not given).
+    """
+    if page_size is None:
+        page_size = default
+    _positive("page_size", page_size)
+    if params.page_size is None or params.page_size == page_size:
+        return page_size
+    _check(
+        page_size == default,
+        f"page_size is {page_size} in the call and {params.page_size} in the params: give one of them",
+    )
+    return params.page_size
+
+
+def _check(holds: bool, message: str) -> None:
+    if not holds:
+        raise InvalidParamsError(message)
+
+
+def _positive(name: str, value: object, limit: int = (1 << 31) - 1) -> None:
+    fits = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= limit
+    _check(fits, f"{name} is {value!r}: an integer from 1 to {limit} is needed")
+
+
+def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    _check(value in choices, f"{name} is {value!r}: one of {', '.join(choices)} is needed")
