@@ -1,0 +1,29 @@
+"""Errors of the adapters. They belong to the one tree under `kvcache.errors.KVCacheError`."""
+
+from __future__ import annotations
+
+from kvcache.errors import KVCacheError
+
+
+class AdapterError(KVCacheError):
+    """Base of what the adapters raise on purpose."""
+
+
+class MissingExtraError(AdapterError, ImportError):
+    """A package of the optional extra `serve` is not installed."""
+
+
+class ModelLoadError(AdapterError, ValueError):
+    """A model directory that cannot be loaded whole."""
+
+
+class UnsupportedModelError(AdapterError, ValueError):
+    """A model whose attention needs something that the paged attention does not compute."""
+
+
+class PromptsError(AdapterError, ValueError):
+    """A prompts file that cannot be read, or a prompt that can never be served."""
+
+
+class WorkerError(AdapterError, RuntimeError):
+    """A prefill or decode process did not start, died, or stopped answering."""

@@ -1,0 +1,225 @@
+"""Attention over pages in plain torch, in the shape that the attention interface of `transformers` calls.
+
+A forward pass runs one packed row: the new tokens of every request of the batch, one request after the other. The model
+knows nothing of pages. Its attention layers call `paged_attention_forward`, and a keyword argument of the model call,
+`paged_batch`, tells that function where each token lies.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from scheduler_adapters.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvcache.types import RaggedKVCacheInputs
+
+NULL_PAGE = 0
+# Arguments with which some models change the scores. Ignoring one would give wrong tokens without a word.
+_UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Requests with the same number of new tokens: computed at once, padded to the longest context.
+
+    Attributes:
+        rows: int64 `[requests, queries]`, where the queries stand in the packed row.
+        pages: int64 `[requests, keys]`, page of each key; padding names the null page.
+        offsets: int64 `[requests, keys]`, token within that page.
+        mask: bool `[requests, 1, queries, keys]`, True where a query sees a key.
+    """
+
+    rows: torch.Tensor
+    pages: torch.Tensor
+    offsets: torch.Tensor
+    mask: torch.Tensor
+
+
+class PagedBatch:
+    """Where the tokens of one forward pass lie in the pages: made once per pass, read by every layer.
+
+    Args:
+        inputs: of one replica, one entry per shard, as `PagedKVCacheManager.fetch` gives them. The shards' tables are
+            equal; each shard holds its own range of heads. All must be on the model's device.
+        starts: of each request, the tokens that are cached already.
+        counts: of each request, the new tokens in the packed row.
+    """
+
+    def __init__(self, inputs: Sequence[RaggedKVCacheInputs], starts: Sequence[int], counts: Sequence[int]) -> None:
+        self._pools = [shard.blocks for shard in inputs]
+        self._table = inputs[0].lookup_table.long()
+        self._page_size = self._pools[0].shape[3]
+        device = self._table.device
+        self._starts = torch.tensor(starts, device=device)
+        self._counts = torch.tensor(counts, device=device)
+        self._first_rows = self._counts.cumsum(0) - self._counts
+        requests = torch.arange(len(counts), device=device).repeat_interleave(self._counts)
+        self.positions = torch.arange(len(requests), device=device) + (self._starts - self._first_rows)[requests]
+        self.last_rows = self._first_rows + self._counts - 1
+        self._write_pages = self._table[requests, self.positions // self._page_size]
+        self._write_offsets = self.positions % self._page_size
+        self._by_count: dict[int, list[int]] = defaultdict(list)
+        for request, count in enumerate(counts):
+            self._by_count[count].append(request)
+        self._groups: dict[int | None, list[_Group]] = {}
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Put the new keys and values, each `[tokens, kv_heads, head_dim]`, into the pages of `layer`."""
+        self._check_shape(layer, key, value)
+        for pool, heads in self._shards(key.shape[1]):
+            for side, states in enumerate((key, value)):
+                pool[:, side, layer][self._write_pages, self._write_offsets] = states[:, heads.start : heads.stop]
+
+    def attend(self, layer: int, query: torch.Tensor, kv_heads: int, scale: float, window: int | None) -> torch.Tensor:
+        """Attention of `query`, `[tokens, heads, head_dim]`, over what the pages of `layer` hold; same shape."""
+        output = torch.empty_like(query)
+        for group in self._groups_of(window):
+            key, value = (self._read(layer, side, group, kv_heads) for side in (0, 1))
+            output[group.rows] = _grouped_attention(query[group.rows], key, value, group.mask, scale)
+        return output
+
+    def _read(self, layer: int, side: int, group: _Group, kv_heads: int) -> torch.Tensor:
+        """Keys or values of a group, `[requests, kv_heads, keys, head_dim]`."""
+        parts, seen = [], 0
+        for pool, heads in self._shards(kv_heads):
+            if heads.stop > seen:  # with more shards than heads, several hold the same one
+                parts.append(pool[:, side, layer][group.pages, group.offsets])
+                seen = heads.stop
+        states = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        return states.transpose(1, 2)
+
+    def _shards(self, kv_heads: int) -> list[tuple[torch.Tensor, range]]:
+        firsts = [shard * kv_heads // len(self._pools) for shard in range(len(self._pools))]
+        return [(pool, range(first, first + pool.shape[4])) for pool, first in zip(self._pools, firsts, strict=True)]
+
+    def _groups_of(self, window: int | None) -> list[_Group]:
+        if window not in self._groups:
+            self._groups[window] = [self._group(count, window) for count in self._by_count]
+        return self._groups[window]
+
+    def _group(self, count: int, window: int | None) -> _Group:
+        device = self._table.device
+        requests = torch.tensor(self._by_count[count], device=device)
+        starts = self._starts[requests]
+        ends = starts + count
+        # Only what the first query of a request can still see is read.
+        firsts = torch.zeros_like(starts) if window is None else (starts - window + 1).clamp(min=0)
+        longest = int((ends - firsts).max())
+        keys = firsts[:, None] + torch.arange(longest, device=device)
+        exists = keys < ends[:, None]
+        columns = keys.minimum(ends[:, None] - 1) // self._page_size
+        # Padding reads the null page, which holds zeros: a stale page may hold values that even a mask lets through.
+        pages = self._table[requests].gather(1, columns).where(exists, NULL_PAGE)
+        steps = torch.arange(count, device=device)
+        distance = (starts[:, None] + steps)[:, :, None] - keys[:, None, :]
+        mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        rows = self._first_rows[requests][:, None] + steps
+        return _Group(rows, pages, keys % self._page_size, mask[:, None])
+
+    def _check_shape(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        _, sides, layers, _, heads, dim = self._pools[0].shape
+        held = self._shards(key.shape[1])[-1][1].stop
+        fits = sides == 2 and layer < layers and held == key.shape[1] and key.shape[2] == value.shape[2] == dim
+        if not fits:
+            raise UnsupportedModelError(
+                f"layer {layer} has {key.shape[1]} heads of {key.shape[2]} (keys) and {value.shape[2]} (values) "
+                f"elements; the pages hold {sides} sides, {layers} layers and {heads} heads of {dim} on each of "
+                f"{len(self._pools)} shards"
+            )
+
+
+def paged_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    paged_batch: PagedBatch | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """What an attention layer of `transformers` calls: keep the new keys and values, attend over all cached ones.
+
+    Args:
+        module: the attention layer; its `layer_idx` names the layer of the pages.
+        query: `[1, heads, tokens, head_dim]`: the packed row.
+        key: `[1, kv_heads, tokens, head_dim]`.
+        value: as `key`.
+        attention_mask: always None: who sees whom follows from the tables.
+        scaling: factor on the scores; None means `head_dim ** -0.5`.
+        sliding_window: keys that a query sees, its own included; None means all.
+        paged_batch: the tables, passed as a keyword argument of the model call.
+        kwargs: anything else the layer passes on; what would change the result is refused.
+
+    Returns:
+        The output, `[1, tokens, heads, head_dim]`, and None for the weights.
+
+    Raises:
+        UnsupportedModelError: the layer asks for something that is not computed here.
+    """
+    if paged_batch is None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} was called without paged_batch: the model passes on no keyword arguments"
+        )
+    _refuse_unsupported(module, query, attention_mask, sliding_window, kwargs)
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    paged_batch.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    output = paged_batch.attend(layer, query[0].transpose(0, 1), key.shape[1], scale, sliding_window)
+    return output[None], None
+
+
+def no_attention_mask(*_args: Any, **_kwargs: Any) -> None:
+    """The mask function that goes with `paged_attention_forward`: the tables say who sees whom."""
+
+
+def _grouped_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """SDPA in which the query heads that share a key/value head are stacked as more queries.
+
+    So keys and values are never repeated. Shapes: query and result `[b, q, heads, dim]`, key and value
+    `[b, kv_heads, k, dim]`, mask `[b, 1, q, k]`.
+    """
+    batch, queries, heads, dim = query.shape
+    kv_heads = key.shape[1]
+    share = heads // kv_heads
+    stacked = query.view(batch, queries, kv_heads, share, dim).permute(0, 2, 3, 1, 4)
+    stacked = stacked.reshape(batch, kv_heads, share * queries, dim)
+    output = scaled_dot_product_attention(stacked, key, value, attn_mask=mask.repeat(1, 1, share, 1), scale=scale)
+    return output.view(batch, kv_heads, share, queries, dim).permute(0, 3, 1, 2, 4).reshape(query.shape)
+
+
+def _refuse_unsupported(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    sliding_window: int | None,
+    kwargs: dict[str, Any],
+) -> None:
+    name = type(module).__name__
+    for argument in _UNSUPPORTED_ARGUMENTS:
+        if kwargs.get(argument) is not None:
+            raise UnsupportedModelError(f"{name} passes {argument} to attention: not supported over pages")
+    is_causal = kwargs.get("is_causal")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise UnsupportedModelError(f"{name} is not causal: only decoder self-attention runs over pages")
+    if attention_mask is not None or query.shape[0] != 1:
+        raise UnsupportedModelError(
+            f"{name} got {'a mask' if attention_mask is not None else f'{query.shape[0]} rows'}: "
+            "the paged attention takes one packed row and no mask"
+        )
+    if kwargs.get("dropout"):
+        raise UnsupportedModelError(f"{name} has dropout {kwargs['dropout']}: call model.eval() first")
+    layer_types = getattr(getattr(module, "config", None), "layer_types", None)
+    if layer_types and layer_types[int(module.layer_idx)] == "sliding_attention" and sliding_window is None:  # type: ignore[arg-type]
+        raise UnsupportedModelError(f"{name} is a sliding-window layer but does not tell attention its window")

@@ -1,0 +1,104 @@
+"""Small random models, and a hand-made pool of pages for runners that need no manager."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvcache.types import RaggedKVCacheInputs
+from scheduler_adapters.hf import load_model, own_attention
+
+SIZES = {
+    "vocab_size": 259,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.2,
+}
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _few_threads():
+    torch.set_num_threads(1)
+
+
+def _make_model(kind, **changes):
+    """A random model of another architecture, built as `from_pretrained` would leave it."""
+    import transformers
+
+    config_class, sizes = {
+        "llama": (transformers.LlamaConfig, {}),
+        "qwen3": (transformers.Qwen3Config, {}),
+        "mistral": (transformers.MistralConfig, {"sliding_window": 24}),
+        "gemma2": (transformers.Gemma2Config, {}),
+    }[kind]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        config = config_class(**{**SIZES, **sizes, **changes})
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def make_model():
+    return _make_model
+
+
+@pytest.fixture(scope="session")
+def model_dirs(tmp_path_factory):
+    """Directories saved by `save_pretrained`, by architecture."""
+    root = tmp_path_factory.mktemp("models")
+    for kind in ("qwen3", "mistral"):
+        _make_model(kind).save_pretrained(root / kind)
+    return root
+
+
+@pytest.fixture(scope="session")
+def tiny_model():
+    """The demo's own model."""
+    return load_model(None)
+
+
+class _HandPool:
+    """A pool and tables made by hand: requests get pages in a shuffled order, heads are split over `tp` shards."""
+
+    def __init__(self, model, lengths, page_size=16, tp=1, seed=0):
+        config = model.config
+        heads, dim, layers = config.num_key_value_heads, config.head_dim, config.num_hidden_layers
+        counts = [-(-length // page_size) for length in lengths]
+        order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed)) + 1
+        self.table = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
+        for row, pages in enumerate(order.split(counts)):
+            self.table[row, : len(pages)] = pages
+        held = max(1, heads // tp)
+        # The bytes of a page lie head-major, as in the real pool, and start as garbage, except in the null page.
+        shape = (len(order) + 1, held, layers, 2, page_size, dim)
+        self.blocks = [torch.full(shape, 1e4).permute(0, 3, 2, 4, 1, 5) for _ in range(tp)]
+        for pool in self.blocks:
+            pool[0] = 0
+
+    def inputs(self, contexts):
+        starts = torch.tensor([c.start_idx for c in contexts], dtype=torch.int32)
+        longest = max(c.active_length for c in contexts), max(c.active_idx for c in contexts)
+        table = self.table[: len(contexts)]
+        return [RaggedKVCacheInputs(b, starts, table, torch.tensor([longest], dtype=torch.int32)) for b in self.blocks]
+
+
+@pytest.fixture
+def hand_pool():
+    return _HandPool
+
+
+@pytest.fixture
+def own_logits():
+    return _own_logits
+
+
+def _own_logits(model, tokens):
+    """The model's own logits after the last of `tokens`, with its own attention."""
+    ids = torch.tensor([list(tokens)])
+    with own_attention(model), torch.inference_mode():
+        return model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, -1]
