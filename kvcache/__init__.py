@@ -1,1 +1,54 @@
 """A paged KV cache: pages, block tables, a prefix index, and the manager that a serving loop drives."""
+
+from kvcache.batch import Batch
+from kvcache.block_table import BlockTable
+from kvcache.context import Context, TextContext
+from kvcache.errors import (
+    AlreadyClaimedError,
+    BlockTableMismatchError,
+    InvalidParamsError,
+    InvalidRequestError,
+    InvariantError,
+    KVCacheError,
+    NoFreeRowError,
+    NotReservedError,
+    PoolTooSmallError,
+    PromptTooLongError,
+    SequenceTooLongError,
+    UnknownRequestError,
+)
+from kvcache.inputs import RaggedKVCacheInputSymbols
+from kvcache.layout import PageLayout
+from kvcache.manager import PagedKVCacheManager
+from kvcache.metrics import KVCacheMetrics
+from kvcache.params import KVCacheParams
+from kvcache.replica import PendingImport
+from kvcache.types import RaggedKVCacheInputs, RequestID, Retention
+
+__all__ = [
+    "AlreadyClaimedError",
+    "Batch",
+    "BlockTable",
+    "BlockTableMismatchError",
+    "Context",
+    "InvalidParamsError",
+    "InvalidRequestError",
+    "InvariantError",
+    "KVCacheError",
+    "KVCacheMetrics",
+    "KVCacheParams",
+    "NoFreeRowError",
+    "NotReservedError",
+    "PageLayout",
+    "PagedKVCacheManager",
+    "PendingImport",
+    "PoolTooSmallError",
+    "PromptTooLongError",
+    "RaggedKVCacheInputSymbols",
+    "RaggedKVCacheInputs",
+    "RequestID",
+    "Retention",
+    "SequenceTooLongError",
+    "TextContext",
+    "UnknownRequestError",
+]

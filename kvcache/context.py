@@ -21,8 +21,8 @@ _NEW_CAPACITY = 64
 class Context(Protocol):
     """What the manager reads and writes of a request. Any object of this shape serves.
 
-    Of the optional attributes `cache_salt` (str), `retention` (`Retention`) and `prefix_hasher` (where the manager
-    keeps the request's page hashes, so that a request that waits or is preempted is hashed once) an object may have any.
+    An object may have any of these optional attributes too: `cache_salt` (str), `retention` (`Retention`), and
+    `prefix_hasher`, None at first, where the manager keeps the page hashes of a request that waits or is preempted.
     """
 
     @property
@@ -89,17 +89,27 @@ class TextContext:
         SequenceTooLongError: (a RuntimeError) more tokens than `max_length`.
     """
 
-    __slots__ = ("_active", "_buffer", "_end", "_start", "cache_salt", "max_length", "prefix_hasher", "request_id", "retention")
+    __slots__ = (
+        "_active",
+        "_buffer",
+        "_end",
+        "_start",
+        "cache_salt",
+        "max_length",
+        "prefix_hasher",
+        "request_id",
+        "retention",
+    )
 
     def __init__(
         self,
         tokens: Sequence[int] | NDArray[np.integer],
         max_length: int,
-        request_id: RequestID | str | None = None,
+        request_id: RequestID | None = None,
         cache_salt: str | None = None,
         retention: Retention | None = None,
     ) -> None:
-        self.request_id = RequestID(uuid.uuid4().hex if request_id is None else request_id)
+        self.request_id: RequestID = uuid.uuid4().hex if request_id is None else request_id
         self.max_length = max_length
         self.cache_salt = cache_salt
         self.retention = retention

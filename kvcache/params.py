@@ -54,7 +54,7 @@ class KVCacheParams:
     page_order: PageOrder = "head,layer,side,token,dim"
 
     def __post_init__(self) -> None:
-        _check(isinstance(self.dtype, torch.dtype), f"dtype is {self.dtype!r}: a torch.dtype is needed")
+        _check(type(self.dtype) is torch.dtype, f"dtype is {self.dtype!r}: a torch.dtype is needed")
         _positive("n_kv_heads", self.n_kv_heads)
         _positive("head_dim", self.head_dim)
         _positive("n_devices", self.n_devices, MAX_DEVICES)

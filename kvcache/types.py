@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, NewType
+from typing import NamedTuple
 
 import msgspec
 import torch
 
-RequestID = NewType("RequestID", str)
-"""What names a request. Any non-empty string; unique among the claimed requests of one manager."""
+RequestID = str
+"""What names a request: any string, unique among the claimed requests of one manager."""
 
 
 class RaggedKVCacheInputs(NamedTuple):

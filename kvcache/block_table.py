@@ -1,0 +1,122 @@
+"""The block tables of the running requests, and `BlockTable`, what one looks like outside this process."""
+
+from __future__ import annotations
+
+import heapq
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvcache.errors import NoFreeRowError
+from kvcache.index import NO_PAGE
+from kvcache.types import RequestID
+
+Pages = NDArray[np.int32]
+Rows = NDArray[np.int64]
+
+
+class BlockTable(msgspec.Struct, frozen=True, tag="block_table/1", omit_defaults=True):
+    """Where the KV of one request lies: the contract between a manager, a transfer, and another manager.
+
+    The page ids mean something only to the manager that made the table, and only while it holds them for the request.
+
+    Attributes:
+        request_id: the request, as the maker of the table calls it.
+        replica_idx: the maker's replica that holds the pages.
+        num_tokens: tokens whose KV the pages hold; the last page may be partly filled.
+        page_size: tokens of a page.
+        groups: per group of layers the page ids in logical order.
+        fingerprint: names the geometry of the pages on all shards (`kvcache.layout.replica_fingerprint`).
+        hash_algorithm: of `digests`.
+        digests: one after another, the digests of the full pages; empty where prefix caching is off.
+    """
+
+    request_id: str
+    replica_idx: int
+    num_tokens: int
+    page_size: int
+    groups: tuple[tuple[int, ...], ...]
+    fingerprint: str
+    hash_algorithm: str = ""
+    digests: bytes = b""
+
+
+class BlockRows:
+    """One row per running request: its page ids, and how far it has come. Unused entries name the null page.
+
+    Attributes:
+        table: int32 `[rows, columns]`, page ids in logical order.
+        tensor: the same memory as a torch tensor, pinned where the pages are on a GPU.
+        changed: bool `[rows]`, set where a row changed; who copies rows elsewhere clears it.
+        num_pages: pages of each row.
+        committed: pages of each row, from the first on, that are published.
+        cached: tokens of each row with KV, as of its last `step`.
+        prompt: tokens that each row's request had when it was first reserved, -1 before.
+        counted: tokens of each row that the metrics have seen.
+    """
+
+    __slots__ = (
+        "_free",
+        "cached",
+        "changed",
+        "committed",
+        "counted",
+        "num_pages",
+        "prompt",
+        "request_ids",
+        "row_of",
+        "table",
+        "tensor",
+    )
+
+    def __init__(self, rows: int, columns: int, *, pinned: bool) -> None:
+        self.tensor = torch.zeros((rows, columns), dtype=torch.int32, pin_memory=pinned)
+        self.table: Pages = self.tensor.numpy()
+        self.changed = np.zeros(rows, np.bool_)
+        self.num_pages = np.zeros(rows, np.int64)
+        self.committed = np.zeros(rows, np.int64)
+        self.cached = np.zeros(rows, np.int64)
+        self.prompt = np.full(rows, -1, np.int64)
+        self.counted = np.zeros(rows, np.int64)
+        self.request_ids: list[RequestID | None] = [None] * rows
+        self.row_of: dict[RequestID, int] = {}
+        self._free = list(range(rows))  # a heap: the lowest row first, so that a batch is often one run of rows
+
+    def claim(self, request_id: RequestID) -> int:
+        """Bind a free row to the request.
+
+        Raises:
+            NoFreeRowError: (a ValueError) every row is bound.
+        """
+        if not self._free:
+            raise NoFreeRowError(f"request {request_id!r}: all {len(self.request_ids)} rows of the replica are claimed")
+        row = heapq.heappop(self._free)
+        self.request_ids[row] = request_id
+        self.row_of[request_id] = row
+        return row
+
+    def pages(self, row: int) -> Pages:
+        """The page ids of a row, a view."""
+        return self.table[row, : self.num_pages[row]]
+
+    def write(self, row: int, first: int, pages: Pages) -> None:
+        """Put `pages` at the logical pages from `first` on; a row only grows."""
+        end = first + len(pages)
+        self.table[row, first:end] = pages
+        self.num_pages[row] = max(self.num_pages[row], end)
+        self.changed[row] = True
+
+    def unbind(self, row: int) -> None:
+        """Clear the row and give it back."""
+        request_id = self.request_ids[row]
+        assert request_id is not None  # noqa: S101 - our own callers look the row up by its request
+        self.table[row, : self.num_pages[row]] = NO_PAGE
+        self.changed[row] = True
+        for counts in (self.num_pages, self.committed, self.cached, self.counted):
+            counts[row] = 0
+        self.prompt[row] = -1
+        self.request_ids[row] = None
+        del self.row_of[request_id]
+        heapq.heappush(self._free, row)

@@ -1,0 +1,44 @@
+"""Recounts a replica from scratch and names the first place where its books do not agree."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvcache.errors import InvariantError
+from kvcache.replica import Replica
+
+
+def check_replica(replica: Replica) -> None:
+    """Raise `InvariantError` at the first discrepancy: rows, then holders, writers and free pages, then the index.
+
+    Holders are counted by walking the rows, writers by walking the open imports, free pages by difference.
+    """
+    pool, rows = replica.pool, replica.rows
+    holders = np.zeros(pool.num_pages + 1, np.int64)
+    writers = np.zeros(pool.num_pages + 1, np.int64)
+    for request_id, row in rows.row_of.items():
+        if rows.request_ids[row] != request_id:
+            raise InvariantError(f"request {request_id!r}: its row {row} names {rows.request_ids[row]!r}")
+        _check_row(replica, row)
+        np.add.at(holders, rows.pages(row), 1)
+    for row, request_id in enumerate(rows.request_ids):
+        if request_id is None and (rows.num_pages[row] or rows.table[row].any()):
+            raise InvariantError(f"row {row} is free, but names {rows.num_pages[row]} pages")
+    for pending in replica.imports:
+        np.add.at(writers, pending.dst_pages, 1)
+    pool.check(holders, writers)
+
+
+def _check_row(replica: Replica, row: int) -> None:
+    pool, rows = replica.pool, replica.rows
+    request_id, pages, committed = rows.request_ids[row], rows.pages(row), int(rows.committed[row])
+    if len(np.unique(pages)) != len(pages):
+        raise InvariantError(f"request {request_id!r}: names a page twice")
+    if pages.size and not (pages.min() >= 1 and pages.max() <= pool.num_pages):
+        raise InvariantError(f"request {request_id!r}: names a page that is not within 1 to {pool.num_pages}")
+    if rows.table[row, len(pages) :].any():
+        raise InvariantError(f"request {request_id!r}: names pages past its {len(pages)}")
+    if committed > len(pages) or not pool.index.published[pages[:committed]].all():
+        raise InvariantError(f"request {request_id!r}: not all of its {committed} committed pages are published")
+    if pool.index.published[pages[committed:]].any():
+        raise InvariantError(f"request {request_id!r}: a page past its {committed} committed ones is published")

@@ -1,0 +1,138 @@
+"""`PrefixIndex`: page digest → page, for a whole prompt in a few numpy operations.
+
+A hash table with chained buckets whose links are arrays over page ids: no Python object per page, and a removal frees
+its place at once. Open addressing was rejected: its tombstones ask for a rebuild of the whole table now and then.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.errors import InvariantError
+
+Pages = NDArray[np.int32]
+Digests = NDArray[np.uint64]
+
+NO_PAGE = 0  # the null page is never published
+
+
+class PrefixIndex:
+    """Published pages by digest. Every hit compares the whole digest.
+
+    Args:
+        num_pages: page ids are 1 to `num_pages`.
+        digest_words: 64-bit words of a digest.
+    """
+
+    __slots__ = ("_bucket_mask", "_chosen", "_digests", "_heads", "_next", "generation", "published")
+
+    def __init__(self, num_pages: int, digest_words: int) -> None:
+        buckets = 1 << max(3, (num_pages - 1).bit_length())
+        self._bucket_mask = np.uint64(buckets - 1)
+        self._heads = np.zeros(buckets, np.int32)
+        self._chosen = np.zeros(buckets, np.int32)  # scratch of _one_per_bucket: saves a sort per removal
+        self._next = np.zeros(num_pages + 1, np.int32)
+        self._digests = np.zeros((num_pages + 1, digest_words), np.uint64)
+        self.published = np.zeros(num_pages + 1, np.bool_)
+        self.generation = 0
+        """Counts the changes: a match made at the same generation still stands."""
+
+    def find(self, digests: Digests) -> Pages:
+        """The published page of each digest, `NO_PAGE` where there is none. int32 `[len(digests)]`."""
+        current = self._heads[self._buckets(digests)]
+        found = np.zeros(len(digests), np.int32)
+        pending = np.arange(len(digests))
+        while True:
+            linked = np.flatnonzero(current)
+            if not linked.size:
+                return found
+            pending, current = pending[linked], current[linked]
+            equal = (self._digests[current] == digests[pending]).all(axis=1)
+            found[pending[equal]] = current[equal]
+            pending, current = pending[~equal], self._next[current[~equal]]
+
+    def match(self, digests: Digests) -> Pages:
+        """The pages of the longest run of digests, from the first on, that are all published."""
+        pages = self.find(digests)
+        missing = np.flatnonzero(pages == NO_PAGE)
+        return pages[: missing[0]] if missing.size else pages
+
+    def publish(self, pages: Pages, digests: Digests) -> Pages:
+        """Make `pages` findable by `digests`; returns the page that each digest now stands for.
+
+        That is another page where its content was published before: the caller shares that one. `digests` are distinct.
+        """
+        winners = self.find(digests)
+        new = np.flatnonzero(winners == NO_PAGE)
+        winners[new] = pages[new]
+        self._insert(pages[new], digests[new])
+        return winners
+
+    def withdraw(self, pages: Pages) -> None:
+        """Remove published `pages`, all distinct."""
+        if not pages.size:
+            return
+        self.published[pages] = False
+        self.generation += 1
+        buckets = self._buckets(self._digests[pages])
+        while pages.size:
+            # Two removals in one chain would each rewrite a link that the other has read: one a bucket and round.
+            now = self._one_per_bucket(buckets)
+            self._unlink(pages[now], buckets[now])
+            pages, buckets = pages[~now], buckets[~now]
+
+    def digests_of(self, pages: Pages) -> Digests:
+        """Digests that published `pages` are found by, uint64 `[len(pages), words]`."""
+        return self._digests[pages]
+
+    def check(self) -> None:
+        """Raise `InvariantError` unless every published page, and no other, is found by its digest."""
+        linked = np.flatnonzero(self.published).astype(np.int32)
+        found = self.find(self._digests[linked])
+        for page in linked[found != linked][:1]:
+            raise InvariantError(f"page {page} is published, but its digest finds page {found[linked == page][0]}")
+        steps = 0
+        current = self._heads[self._heads != NO_PAGE]
+        while current.size:
+            steps += current.size
+            current = self._next[current]
+            current = current[current != NO_PAGE]
+            if steps > len(linked):
+                break
+        if steps != len(linked):
+            raise InvariantError(f"{len(linked)} pages are published, but the chains link {steps}")
+
+    def _insert(self, pages: Pages, digests: Digests) -> None:
+        if not pages.size:
+            return
+        self._digests[pages] = digests
+        self.published[pages] = True
+        self.generation += 1
+        buckets = self._buckets(digests)
+        while pages.size:
+            heads = self._heads[buckets]
+            self._heads[buckets] = pages
+            # Where several pages go to one bucket one of them was written: it links to the old head, the rest go again.
+            placed = self._heads[buckets] == pages
+            self._next[pages[placed]] = heads[placed]
+            pages, buckets = pages[~placed], buckets[~placed]
+
+    def _unlink(self, pages: Pages, buckets: NDArray[np.uint64]) -> None:
+        before, current = np.zeros(len(pages), np.int32), self._heads[buckets]
+        while pages.size:
+            here = current == pages
+            if not current.all():
+                raise InvariantError(f"page {pages[current == NO_PAGE][0]} is not in the chain of its digest")
+            after, first = self._next[current], before == NO_PAGE
+            self._heads[buckets[here & first]] = after[here & first]
+            self._next[before[here & ~first]] = after[here & ~first]
+            pages, buckets, before, current = pages[~here], buckets[~here], current[~here], after[~here]
+
+    def _one_per_bucket(self, buckets: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        order = np.arange(len(buckets), dtype=np.int32)
+        self._chosen[buckets] = order
+        return self._chosen[buckets] == order
+
+    def _buckets(self, digests: Digests) -> NDArray[np.uint64]:
+        return digests[:, 0] & self._bucket_mask

@@ -1,0 +1,479 @@
+"""`PagedKVCacheManager`: what a serving loop drives."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvcache import imports, inputs, sizing
+from kvcache.batch import Batch
+from kvcache.block_table import BlockTable
+from kvcache.check import check_replica
+from kvcache.claims import Claims
+from kvcache.context import Context
+from kvcache.errors import InvalidParamsError, InvalidRequestError
+from kvcache.inputs import BatchState, RaggedKVCacheInputSymbols
+from kvcache.layout import PageLayout, replica_fingerprint, shard_layout
+from kvcache.metrics import KVCacheMetrics
+from kvcache.params import KVCacheParams, resolve_page_size
+from kvcache.placement import PlacedReplica
+from kvcache.replica import PendingImport, Replica
+from kvcache.reset_endpoint import ResetEndpoint
+from kvcache.routing import Router
+from kvcache.sizing import CacheSizing
+from kvcache.types import RaggedKVCacheInputs, RequestID
+
+_log = logging.getLogger("pagewire")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _checked(
+    method: Callable[Concatenate[PagedKVCacheManager, _P], _R],
+) -> Callable[Concatenate[PagedKVCacheManager, _P], _R]:
+    """Run `check` before and after the call where runtime checks are on."""
+
+    @functools.wraps(method)
+    def run(self: PagedKVCacheManager, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not self.enable_runtime_checks:
+            return method(self, *args, **kwargs)
+        self.check()
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self.check()
+
+    return run
+
+
+class PagedKVCacheManager(CacheSizing):
+    """A paged KV cache over data-parallel replicas of tensor-parallel shards.
+
+    The life of a request: `external_claim`, then for each step `maybe_reserve`, `fetch`, the model, `context.update`,
+    `step`; at the end `release`. Not thread-safe: one serving loop owns it. Every error leaves it as it was.
+
+    Args:
+        params: shape and placement of the cache.
+        max_batch_size: requests that may be claimed at a time, split evenly over the replicas.
+        max_seq_len: most tokens of a request.
+        num_layers: layers that contribute KV.
+        devices: torch devices or their names, `params.n_devices` of them, replica by replica.
+        session: orders device work: a CUDA stream, or an object with one as `stream`; None means the current one.
+        available_cache_memory: bytes for pages over all devices.
+        zmq_endpoint_base: with prefix caching, opens a socket at `<base>-reset_prefix_cache` that `fetch` looks at.
+        page_size: tokens of a page; `params.page_size`, where given, wins over the default.
+        enable_runtime_checks: run `check` before and after every call that changes something (slow).
+
+    Raises:
+        InvalidParamsError: (a ValueError) an argument that cannot work.
+        PoolTooSmallError: (a RuntimeError) the budget does not hold a page, or a device not its share.
+    """
+
+    def __init__(
+        self,
+        params: KVCacheParams,
+        max_batch_size: int,
+        max_seq_len: int,
+        num_layers: int,
+        devices: Sequence[torch.device | str],
+        session: Any = None,
+        available_cache_memory: int | None = None,
+        zmq_endpoint_base: str | None = None,
+        page_size: int = 128,
+        enable_runtime_checks: bool = False,
+    ) -> None:
+        self._reset_endpoint: ResetEndpoint | None = None
+        if available_cache_memory is None:
+            raise InvalidParamsError("available_cache_memory is not given: a number of bytes is needed")
+        sizing.check_sizes(params, max_batch_size, max_seq_len, num_layers, len(devices))
+        self.params = params
+        self.page_size = resolve_page_size(params, page_size)
+        self.max_seq_len = max_seq_len
+        self.num_layers = num_layers
+        self.num_replicas = params.data_parallel_degree
+        self.enable_prefix_caching = params.enable_prefix_caching
+        self.enable_kvcache_swapping_to_host = params.enable_kvcache_swapping_to_host
+        self.enable_runtime_checks = enable_runtime_checks
+        tp = params.tensor_parallel_degree
+        placed = [torch.device(device) for device in devices]
+        self.devices_per_replica = [placed[first : first + tp] for first in range(0, len(placed), tp)]
+        self.layouts: list[PageLayout] = [
+            shard_layout(params, num_layers, self.page_size, shard) for shard in range(tp)
+        ]
+        self.fingerprint = replica_fingerprint(self.layouts)
+        pages = sizing.pages_per_replica(params, num_layers, self.page_size, available_cache_memory)
+        self._max_rows = max_batch_size // self.num_replicas
+        self._warn_of_what_falls_short(pages)
+        stream = getattr(session, "stream", session)
+        self._placed = [
+            PlacedReplica(self._new_replica(pages, group), self.layouts, group, stream)
+            for group in self.devices_per_replica
+        ]
+        self._replicas: list[Replica] = [place.replica for place in self._placed]
+        self._router = Router(self.num_replicas)
+        self._metrics_before = KVCacheMetrics()
+        self._claims = Claims(self._replicas)
+        if zmq_endpoint_base is not None and params.enable_prefix_caching:
+            self._reset_endpoint = ResetEndpoint(zmq_endpoint_base)
+
+    # ---- claiming
+
+    @_checked
+    def external_claim(self, request_id: RequestID, replica_idx: int | None = None) -> None:
+        """Bind a row of a replica to the request; takes no pages. With one replica `replica_idx` may be left out.
+
+        Raises:
+            AlreadyClaimedError: (a ValueError) naming the replica.
+            InvalidRequestError: (a ValueError) no such replica, or none given where there are several.
+            NoFreeRowError: (a ValueError) every row of the replica is claimed.
+        """
+        self._claims.claim(request_id, replica_idx)
+
+    @contextmanager
+    def claim(self, context: Context, replica_idx: int | None = None) -> Generator[int]:
+        """Claim for the length of a `with` block, then release; gives the replica, the recommended one if not named."""
+        if replica_idx is None:
+            replica_idx = self.get_or_recommend_replica(context)
+        self.external_claim(context.request_id, replica_idx)
+        try:
+            yield replica_idx
+        finally:
+            if self.contains(context.request_id):
+                self.release(context.request_id)
+
+    def contains(self, request_id: RequestID) -> bool:
+        """Whether the request is claimed."""
+        return request_id in self._claims
+
+    def get_replica(self, context: Context) -> int:
+        """The replica that the request is claimed on.
+
+        Raises:
+            UnknownRequestError: (a KeyError) not claimed.
+        """
+        return self._claims.locate(context.request_id, "get_replica")[1]
+
+    def get_or_recommend_replica(self, context: Context) -> int:
+        """The request's replica, or the one to claim it on: fewest pages to compute, weighed against recent load."""
+        if context.request_id in self._claims:
+            return self.get_replica(context)
+        needed = -(-context.current_length // self.page_size)
+        missing = [needed - len(replica.match(context)[1]) for replica in self._replicas]
+        return self._router.recommend(missing, [len(replica.rows.row_of) for replica in self._replicas])
+
+    @_checked
+    def release(self, request_id: RequestID) -> None:
+        """Give back the request's row and pages. With prefix caching its full pages stay findable while there is room.
+
+        Raises:
+            UnknownRequestError: (a KeyError) not claimed, or released before.
+        """
+        self._claims.release(request_id)
+
+    # ---- a step of the serving loop
+
+    @_checked
+    def maybe_reserve(self, data: Context, num_steps: int = 1) -> bool:
+        """Give the request pages for all its known tokens and `num_steps` steps; cached ones where they match.
+
+        On a prefix hit the context's `start_idx` moves to the end of the hit. False: too few pages, nothing changed;
+        the same call may work once others have released theirs.
+
+        Raises:
+            UnknownRequestError: (a KeyError) not claimed.
+            PromptTooLongError: (a RuntimeError) the whole pool is too small for it.
+            SequenceTooLongError: (a RuntimeError) longer than `max_seq_len`.
+            InvalidRequestError: (a ValueError) `num_steps` below 1.
+            NotReservedError: (a RuntimeError) an import of its pages is pending.
+        """
+        _check_steps(num_steps)
+        _, replica_idx, row = self._claims.locate(data.request_id, "maybe_reserve")
+        return self._reserve(replica_idx, row, data, num_steps)
+
+    @_checked
+    def reserve_batch(self, batch: Sequence[Context], num_steps: int = 1) -> NDArray[np.bool_]:
+        """`maybe_reserve` for each request in turn: bool `[len(batch)]`. A refused one takes nothing from the others.
+
+        Raises:
+            Those of `maybe_reserve`, before any request is touched.
+        """
+        _check_steps(num_steps)
+        placed = self._claims.each(batch, "reserve_batch")
+        for replica_idx, row, context in placed:
+            self._replicas[replica_idx].refuse_pending(row, "reserve_batch")
+            self._replicas[replica_idx].pages_needed(context, num_steps)
+        return np.array([self._reserve(*where, num_steps) for where in placed], np.bool_)
+
+    def batch(self, contexts: Sequence[Context]) -> Batch:
+        """Look the requests up once; the result is accepted wherever a sequence of contexts is.
+
+        Raises:
+            UnknownRequestError: (a KeyError) one is not claimed.
+            InvalidRequestError: (a ValueError) one is named twice.
+        """
+        return Batch(contexts, *self._claims.bind(contexts, "batch"))
+
+    @_checked
+    def fetch(self, batch: Sequence[Context], num_steps: int = 1) -> list[RaggedKVCacheInputs]:
+        """What the model reads to run the batch: one entry per device, replica by replica. Allocates nothing.
+
+        Each replica sees its own requests, in batch order.
+
+        Raises:
+            UnknownRequestError: (a KeyError) a request is not claimed.
+            InvalidRequestError: (a ValueError) a request is named twice, or `num_steps` is below 1.
+            NotReservedError: (a RuntimeError) a request has too few pages: call `maybe_reserve` first.
+            SequenceTooLongError: (a RuntimeError) longer than `max_seq_len`.
+        """
+        if self._reset_endpoint is not None and self._reset_endpoint.asked():
+            self.reset_prefix_cache()
+        replicas, rows = self._claims.bind(batch, "fetch")
+        _check_steps(num_steps)
+        spans = [(context.start_idx, context.active_idx, context.current_length) for context in batch]
+        starts, actives, ends = np.array(spans, np.int64).reshape(-1, 3).T
+        lengths = ends + (num_steps - 1)
+        whose = [replicas == replica_idx for replica_idx in range(self.num_replicas)]
+        for replica, mine in zip(self._replicas, whose, strict=True):
+            replica.refuse_short(rows[mine], lengths[mine])
+        fetched: list[RaggedKVCacheInputs] = []
+        for place, mine in zip(self._placed, whose, strict=True):
+            state = BatchState(rows[mine], starts[mine], actives[mine], lengths[mine])
+            place.replica.count_fetch(state.rows, state.actives, state.starts)
+            fetched += place.inputs(state, num_steps)
+        return fetched
+
+    @_checked
+    def step(self, batch: Sequence[Context]) -> None:
+        """Publish every page that is full of computed tokens. Call it after `context.update`.
+
+        A request's page ids may change: content that was published before is shared, and the duplicate freed.
+
+        Raises:
+            UnknownRequestError: (a KeyError) a request is not claimed.
+            InvalidRequestError: (a ValueError) a request is named twice.
+            NotReservedError: (a RuntimeError) a request computed more tokens than it has pages for.
+        """
+        placed = self._claims.each(batch, "step")
+        for replica_idx, row, context in placed:
+            self._replicas[replica_idx].check_step(row, context)
+        for replica_idx, row, context in placed:
+            self._replicas[replica_idx].step(row, context)
+
+    def increment_cache_lengths(
+        self, kv_cache_inputs: Sequence[RaggedKVCacheInputs], prev_model_inputs: Any
+    ) -> Sequence[RaggedKVCacheInputs]:
+        """The inputs of the next of several steps; a list is changed in place and returned. See `inputs`.
+
+        Raises:
+            InvalidRequestError: (a ValueError) row offsets or splits do not fit; nothing is changed.
+        """
+        advanced = inputs.increment_cache_lengths(kv_cache_inputs, prev_model_inputs, replicas=self.num_replicas)
+        if isinstance(kv_cache_inputs, list):
+            kv_cache_inputs[:] = advanced
+            return kv_cache_inputs
+        return advanced
+
+    def get_data_parallel_splits(self, context_batch: Sequence[Context]) -> torch.Tensor:
+        """Where each replica's requests end in the batch: int64 `[num_replicas + 1]`, cumulative, from 0, on the host.
+
+        Raises:
+            InvalidRequestError: (a ValueError) the batch is not ordered by replica.
+        """
+        replicas, _ = self._claims.bind(context_batch, "get_data_parallel_splits")
+        if (np.diff(replicas) < 0).any():
+            raise InvalidRequestError(f"the batch is not ordered by replica: {replicas.tolist()}")
+        counts = np.bincount(replicas, minlength=self.num_replicas)
+        return torch.as_tensor(np.concatenate(([0], np.cumsum(counts))).astype(np.int64))
+
+    # ---- pages from and for another manager
+
+    def block_table(self, request_id: RequestID) -> BlockTable:
+        """The pages of what the request had computed by its last `step`. Good while the request stays claimed.
+
+        Raises:
+            UnknownRequestError: (a KeyError) not claimed.
+            InvalidRequestError: (a ValueError) nothing computed yet.
+        """
+        replica, replica_idx, _ = self._claims.locate(request_id, "block_table")
+        return imports.export_table(replica, replica_idx, request_id, self.fingerprint)
+
+    @_checked
+    def import_block_table(self, context: Context, table: BlockTable, num_steps: int = 1) -> PendingImport | None:
+        """Reserve the claimed request's pages and say which to copy from the maker of `table`. None: too few pages.
+
+        Pages that are cached here are shared and not copied. The request can run after `commit_import`; after
+        `cancel_import` it holds its pages and computes its tokens itself, or is released.
+
+        Raises:
+            UnknownRequestError: (a KeyError) not claimed.
+            BlockTableMismatchError: (a ValueError) other tokens, page size, layout, or a malformed table.
+            InvalidRequestError: (a ValueError) the request has pages already.
+            PromptTooLongError, SequenceTooLongError: (RuntimeErrors) as `maybe_reserve`.
+        """
+        _check_steps(num_steps)
+        replica, replica_idx, _ = self._claims.locate(context.request_id, "import_block_table")
+        imports.check_table(replica, context, table, self.fingerprint)
+        return imports.begin_import(replica, replica_idx, context, table, num_steps)
+
+    @_checked
+    def commit_import(self, context: Context, pending: PendingImport) -> None:
+        """Every page has been copied: the tokens count as cached, the full pages are published.
+
+        Raises:
+            UnknownRequestError: (a KeyError) released meanwhile: `cancel_import`.
+            InvalidRequestError: (a ValueError) the import is closed, or another request's.
+        """
+        replica, _, _ = self._claims.locate(context.request_id, "commit_import")
+        imports.finish_import(replica, context, pending)
+
+    @_checked
+    def cancel_import(self, pending: PendingImport) -> None:
+        """The copy failed or was given up, and nothing writes to its pages any more. Safe twice.
+
+        Until this call its pages are not handed out to anybody, also where the request was released.
+        """
+        if not pending.closed:
+            self._replicas[pending.replica_idx].close_import(pending)
+
+    # ---- what is where
+
+    def get_req_blocks(self, request_id: RequestID) -> list[int]:
+        """The request's page ids in logical order, shared ones included.
+
+        Raises:
+            UnknownRequestError: (a KeyError) not claimed.
+        """
+        replica, _, row = self._claims.locate(request_id, "get_req_blocks")
+        return replica.rows.pages(row).tolist()
+
+    @property
+    def total_num_pages(self) -> int:
+        """Pages of all replicas; the null page of each is not counted."""
+        return sum(replica.pool.num_pages for replica in self._replicas)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Pages of all replicas that a reservation can take; cached pages that nobody holds count."""
+        return sum(replica.pool.free_count for replica in self._replicas)
+
+    @property
+    def free_blocks_pct(self) -> float:
+        """Free share of the pages, 0.0 to 1.0, mean over the replicas."""
+        return sum(replica.pool.free_count / replica.pool.num_pages for replica in self._replicas) / self.num_replicas
+
+    @property
+    def used_blocks_pct(self) -> float:
+        """Used share of the pages, 0.0 to 1.0, mean over the replicas."""
+        return 1.0 - self.free_blocks_pct
+
+    @property
+    def total_num_host_pages(self) -> int:
+        """Pages of the host tier: 0 while there is none."""
+        return 0
+
+    @property
+    def host_committed_block_pct(self) -> float:
+        """Share of the host pages that are published: 0.0 while there is no host tier."""
+        return 0.0
+
+    @property
+    def device_tensors(self) -> list[list[torch.Tensor]]:
+        """The page tensors, `[replica][shard]`: what a transfer engine registers, of `total pages + 1` pages each."""
+        return [place.blocks for place in self._placed]
+
+    @property
+    def metrics(self) -> KVCacheMetrics:
+        """What was done since the manager was made or `reset_metrics`, over all replicas."""
+        return self._metrics_ever() - self._metrics_before
+
+    def reset_metrics(self) -> None:
+        """Start counting from zero."""
+        self._metrics_before = self._metrics_ever()
+
+    @_checked
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached page that nobody holds. Pages in use stay findable."""
+        for replica in self._replicas:
+            replica.pool.forget_idle()
+
+    def check(self) -> None:
+        """Recount everything.
+
+        Raises:
+            InvariantError: (a RuntimeError) naming the first discrepancy.
+        """
+        for replica in self._replicas:
+            check_replica(replica)
+        self._claims.check()
+
+    def close(self) -> None:
+        """Close the reset socket. Safe twice."""
+        if self._reset_endpoint is not None:
+            self._reset_endpoint.close()
+            self._reset_endpoint = None
+
+    def input_symbols(
+        self, devices: Sequence[torch.device | str] | None = None, num_layers: int | None = None
+    ) -> list[RaggedKVCacheInputSymbols]:
+        """The shapes of `fetch`'s entries as meta tensors with named dynamic dimensions, for `torch.export`.
+
+        `devices` and `num_layers`, where given, stand in for the manager's own.
+
+        Raises:
+            InvalidParamsError: (a ValueError) another number of devices than the params say.
+        """
+        if devices is not None:
+            sizing.check_devices(self.params, len(devices))
+        layers = self.num_layers if num_layers is None else num_layers
+        layouts = [shard_layout(self.params, layers, self.page_size, shard) for shard in range(len(self.layouts))]
+        symbols: list[RaggedKVCacheInputSymbols] = []
+        for place, replica in enumerate(self._replicas):
+            prefix = f"replica_{place}_" if self.num_replicas > 1 else ""
+            symbols += inputs.input_symbols(layouts, replica.pool.num_pages + 1, prefix)
+        return symbols
+
+    # ---- inside
+
+    def _reserve(self, replica_idx: int, row: int, context: Context, num_steps: int) -> bool:
+        replica = self._replicas[replica_idx]
+        first_time = replica.rows.prompt[row] < 0
+        new_pages = replica.reserve(row, context, num_steps)
+        if new_pages is not None and first_time:
+            self._router.admitted(replica_idx, new_pages)
+        return new_pages is not None
+
+    def _metrics_ever(self) -> KVCacheMetrics:
+        return sum((replica.metrics for replica in self._replicas), KVCacheMetrics())
+
+    def _new_replica(self, pages: int, devices: Sequence[torch.device]) -> Replica:
+        return Replica(
+            num_pages=pages,
+            page_size=self.page_size,
+            rows=self._max_rows,
+            max_seq_len=self.max_seq_len,
+            caching=self.enable_prefix_caching,
+            hash_algorithm=self.params.hash_algorithm,
+            pinned=any(device.type == "cuda" for device in devices),
+        )
+
+    def _warn_of_what_falls_short(self, pages: int) -> None:
+        if pages < self._max_rows:
+            _log.warning("%d pages a replica for up to %d requests", pages, self._max_rows)
+        if pages * self.page_size < self.max_seq_len:
+            _log.warning(
+                "a request of max_seq_len %d cannot run: %d pages of %d tokens", self.max_seq_len, pages, self.page_size
+            )
+        if self.enable_kvcache_swapping_to_host:
+            _log.warning("there is no host tier yet: evicted pages are dropped, not kept in host memory")
+
+
+def _check_steps(num_steps: int) -> None:
+    if num_steps < 1:
+        raise InvalidRequestError(f"num_steps is {num_steps}: at least 1 is needed")

@@ -1,0 +1,51 @@
+"""A replica on its devices: the pools of its shards, and the tables that each device reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvcache.inputs import BatchState, DeviceTables, build_inputs
+from kvcache.layout import PageLayout
+from kvcache.replica import Replica
+from kvcache.storage import allocate_blocks
+from kvcache.types import RaggedKVCacheInputs
+
+
+class PlacedReplica:
+    """A replica, its page tensors, and its lookup tables.
+
+    Attributes:
+        replica: state and rules, free of devices.
+        blocks: per shard the pool, `[pages + 1, sides, layers, page_size, heads, head_dim]`.
+    """
+
+    def __init__(
+        self, replica: Replica, layouts: Sequence[PageLayout], devices: Sequence[torch.device], stream: Any
+    ) -> None:
+        self.replica = replica
+        self._stream = stream
+        pages = replica.pool.num_pages + 1  # page 0, the null page, comes on top of the budget
+        self.blocks = [allocate_blocks(layout, pages, device) for layout, device in zip(layouts, devices, strict=True)]
+        with self._on_stream():
+            per_device = {device: DeviceTables(replica.rows, device) for device in devices}
+        self._tables = [per_device[device] for device in devices]
+        self._mirrored = [table for device, table in per_device.items() if device.type != "cpu"]
+
+    def inputs(self, state: BatchState, num_steps: int) -> list[RaggedKVCacheInputs]:
+        """What the model reads for this batch, one entry per shard."""
+        rows = self.replica.rows
+        with self._on_stream():
+            if self._mirrored:
+                changed = np.flatnonzero(rows.changed)
+                for table in self._mirrored:
+                    table.upload_changes(changed)
+                rows.changed[changed] = False
+            return build_inputs(self.blocks, self._tables, state, self.replica.page_size, num_steps)
+
+    def _on_stream(self) -> Any:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -1,0 +1,47 @@
+"""A socket on which another process asks for the prefix cache to be dropped (new weights, say)."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import zmq
+
+from kvcache.errors import InvalidParamsError
+
+MAX_MESSAGE_BYTES = 1 << 10
+_MESSAGES_A_CALL = 64
+
+
+class ResetEndpoint:
+    """A PULL socket at `<base>-reset_prefix_cache`; any message asks for one reset.
+
+    Raises:
+        InvalidParamsError: (a ValueError) the address cannot be bound.
+    """
+
+    def __init__(self, endpoint_base: str) -> None:
+        self.address = f"{endpoint_base}-reset_prefix_cache"
+        context = cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
+        self._socket: zmq.Socket[bytes] = context.socket(zmq.PULL)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        try:
+            self._socket.bind(self.address)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise InvalidParamsError(
+                f"zmq_endpoint_base {endpoint_base!r}: cannot bind {self.address}: {error}"
+            ) from error
+
+    def asked(self) -> bool:
+        """Whether a reset was asked for. Never waits; takes up at most `_MESSAGES_A_CALL` messages."""
+        for taken in range(_MESSAGES_A_CALL):
+            try:
+                self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return taken > 0
+        return True
+
+    def close(self) -> None:
+        """Close the socket. Safe twice."""
+        self._socket.close()

@@ -1,0 +1,50 @@
+"""Allocates the page tensors of one shard."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import torch
+
+from kvcache.errors import PoolTooSmallError
+from kvcache.layout import PageLayout, as_blocks
+
+HUGE_PAGE_BYTES = 2 << 20
+
+
+def allocate_blocks(layout: PageLayout, num_pages: int, device: torch.device) -> torch.Tensor:
+    """Zeroed pages of one shard, `[num_pages, sides, layers, page_size, heads, head_dim]`, strided by `layout`.
+
+    On the CPU the memory is private, anonymous and in huge pages, touched here: a transfer that meets an untouched or
+    4 KiB page runs at a fraction of the rate (measured: 0.4 to 8 GB/s in place of 15).
+
+    Raises:
+        PoolTooSmallError: (a RuntimeError) the device has not that much memory.
+    """
+    elements = num_pages * layout.page_elements
+    dtype: torch.dtype = getattr(torch, layout.dtype)
+    try:
+        if device.type == "cpu":
+            flat = _huge_pages(elements * layout.itemsize).view(dtype)[:elements]
+        else:
+            flat = torch.zeros(elements, dtype=dtype, device=device)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise PoolTooSmallError(
+            f"{device} cannot hold {num_pages} pages of {layout.page_bytes} bytes: {error}"
+        ) from error
+    return as_blocks(flat, layout, num_pages)
+
+
+def _huge_pages(num_bytes: int) -> torch.Tensor:
+    """`num_bytes`, rounded up to huge pages, of zeroed memory as uint8. The tensor keeps the mapping alive."""
+    size = -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    # Private on purpose: shared mappings get no huge pages. One huge page more, so that the start can be aligned.
+    mapping = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    memory = np.frombuffer(mapping, np.uint8)
+    skip = -memory.ctypes.data % HUGE_PAGE_BYTES
+    memory = memory[skip : skip + size]
+    memory[:: mmap.PAGESIZE] = 0
+    return torch.as_tensor(memory)
