@@ -1,0 +1,332 @@
+"""A small continuous-batching loop over the cache manager: how a scheduler is meant to drive it.
+
+Each `step` does five things, in this order:
+
+    reserve   pages for what every running request adds; short of pages, the newest request is preempted
+    admit     waiting requests, oldest first, while rows and pages last
+    plan      who runs how many tokens: one for each that decodes, the rest of the budget for prompts
+    run       fetch, model, update, step
+    finish    release what ended; report tokens
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+from kvcache.context import TextContext
+from kvcache.errors import (
+    AlreadyClaimedError,
+    InvalidRequestError,
+    NoFreeRowError,
+    PromptTooLongError,
+    SequenceTooLongError,
+    UnknownRequestError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvcache.context import Context
+    from kvcache.manager import PagedKVCacheManager
+    from kvcache.types import RaggedKVCacheInputs
+
+FinishReason = Literal["eos", "length", "error"]
+
+
+class ModelRunner(Protocol):
+    """What the loop needs of a model."""
+
+    eos_token_ids: frozenset[int]
+
+    def run(self, batch: Sequence[Context], inputs: Sequence[RaggedKVCacheInputs]) -> list[int]:
+        """The next token of each request of one replica, given that replica's shards."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a client asks for.
+
+    Attributes:
+        request_id: unique among the requests that the loop knows.
+        prompt: tokens, at least one.
+        max_new_tokens: most tokens to generate, at least one.
+        hold_pages: at its end the request keeps its pages until `free` is called: somebody else still reads them.
+        cache_salt: requests with different salts never share a page.
+    """
+
+    request_id: str
+    prompt: Sequence[int]
+    max_new_tokens: int
+    hold_pages: bool = False
+    cache_salt: str | None = None
+
+
+class Output(NamedTuple):
+    """One token of one request, or its end, or both.
+
+    Attributes:
+        request_id: whose.
+        token: the new token; None where the request failed.
+        finished: why it ended; None while it goes on.
+        error: what failed, where `finished` is "error".
+    """
+
+    request_id: str
+    token: int | None
+    finished: FinishReason | None
+    error: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A request on its way. The context knows how far it has come."""
+
+    request: Request
+    context: TextContext
+    replica: int = 0
+
+
+class ServingLoop:
+    """Serves requests from one manager with one model. Not thread-safe: one thread calls it.
+
+    Args:
+        manager: holds the pages. Others may hold pages of it too (pulls, handed-over requests).
+        runner: the model.
+        token_budget: most tokens of one step, but at least one for each running request that decodes.
+    """
+
+    def __init__(self, manager: PagedKVCacheManager, runner: ModelRunner, token_budget: int = 512) -> None:
+        if token_budget < 1:
+            raise InvalidRequestError(f"token_budget is {token_budget}: at least 1 is needed")
+        self.manager = manager
+        self.runner = runner
+        self.token_budget = token_budget
+        self.preemptions = 0
+        self._waiting: deque[_Entry] = deque()
+        self._running: list[_Entry] = []  # oldest first
+        self._held: set[str] = set()
+        self._wait_for_pages = False
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self._waiting or self._running)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold pages and run."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold no page yet, or were preempted."""
+        return len(self._waiting)
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            PromptTooLongError: it can never fit, however long it waits.
+            InvalidRequestError: no prompt, bad tokens, or a `max_new_tokens` below 1.
+            AlreadyClaimedError: the loop knows a request of that id.
+        """
+        self._waiting.append(_Entry(request, self.context_for(request)))
+
+    def adopt(self, request: Request, context: TextContext) -> None:
+        """Let a request join whose pages are reserved and filled already: it was prefilled elsewhere.
+
+        `context` is claimed, and its next token to run is the last one known.
+        """
+        self._check_new(request.request_id)
+        self._running.append(_Entry(request, context, self.manager.get_replica(context)))
+
+    def context_for(self, request: Request) -> TextContext:
+        """The context of a new request, checked against the cache. Raises as `add` does."""
+        self._check_new(request.request_id)
+        if request.max_new_tokens < 1:
+            raise InvalidRequestError(
+                f"request {request.request_id!r}: max_new_tokens is {request.max_new_tokens}: at least 1 is needed"
+            )
+        total = len(request.prompt) + request.max_new_tokens
+        context = TextContext(request.prompt, total, request.request_id, request.cache_salt)
+        # The last token is never fed back, so it needs no room.
+        capacity = self.manager.total_num_pages // self.manager.num_replicas * self.manager.page_size
+        if total - 1 > capacity:
+            raise PromptTooLongError(
+                f"request {request.request_id!r}: {len(request.prompt)} prompt tokens and {request.max_new_tokens} "
+                f"new ones do not fit into a cache of {capacity} tokens"
+            )
+        return context
+
+    def free(self, request_id: str) -> None:
+        """Give back the pages of an ended request that had `hold_pages`.
+
+        Raises:
+            UnknownRequestError: it holds none (any more).
+        """
+        if request_id not in self._held:
+            raise UnknownRequestError(f"request {request_id!r} holds no pages after its end")
+        self._held.remove(request_id)
+        self._release(request_id)
+
+    def abort(self, request_id: str) -> bool:
+        """Forget a request, wherever it is; False where the loop does not know it."""
+        if request_id in self._held:
+            self.free(request_id)
+            return True
+        for entry in self._waiting:
+            if entry.request.request_id == request_id:
+                self._waiting.remove(entry)
+                return True
+        for entry in self._running:
+            if entry.request.request_id == request_id:
+                self._running.remove(entry)
+                self._release(request_id)
+                return True
+        return False
+
+    def step(self) -> list[Output]:
+        """Run the model once, where anything can run. What came of it, in the order of age."""
+        outputs = self._reserve_running()
+        outputs += self._admit()
+        counts = plan_chunks([e.context.end_idx - e.context.start_idx for e in self._running], self.token_budget)
+        batch = [(entry, count) for entry, count in zip(self._running, counts, strict=True) if count]
+        return outputs + (self._run(batch) if batch else [])
+
+    def _reserve_running(self) -> list[Output]:
+        """Pages for every running request. The oldest come first: they never give way to a newer one."""
+        outputs: list[Output] = []
+        for entry in list(self._running):
+            while entry in self._running:
+                try:
+                    if self.manager.maybe_reserve(entry.context):
+                        break
+                except SequenceTooLongError as error:
+                    outputs.append(self._fail(entry, error))
+                    break
+                self._preempt(next(e for e in reversed(self._running) if e.replica == entry.replica))
+        return outputs
+
+    def _preempt(self, entry: _Entry) -> None:
+        """Take the pages of a running request away. It runs again from its first token, before all that wait.
+
+        Nothing is admitted until a request has ended: whoever was admitted in its stead would be the next to go.
+        """
+        self._running.remove(entry)
+        self.manager.release(entry.context.request_id)
+        entry.context.reset()
+        self._waiting.appendleft(entry)
+        self._wait_for_pages = True
+        self.preemptions += 1
+
+    def _admit(self) -> list[Output]:
+        outputs: list[Output] = []
+        if not self._running:
+            self._wait_for_pages = False
+        while self._waiting and not self._wait_for_pages:
+            entry = self._waiting[0]
+            try:
+                admitted = self._claim(entry)
+            except SequenceTooLongError as error:
+                outputs.append(self._fail(entry, error))
+                continue
+            if not admitted:
+                break
+            self._running.append(self._waiting.popleft())
+        return outputs
+
+    def _claim(self, entry: _Entry) -> bool:
+        """A row and pages for a waiting request; False, and nothing taken, where one is short."""
+        context = entry.context
+        entry.replica = self.manager.get_or_recommend_replica(context)
+        try:
+            self.manager.external_claim(context.request_id, entry.replica)
+        except NoFreeRowError:
+            return False
+        reserved = False
+        try:
+            reserved = self.manager.maybe_reserve(context)
+        finally:
+            if not reserved:
+                self.manager.release(context.request_id)
+        return reserved
+
+    def _run(self, batch: list[tuple[_Entry, int]]) -> list[Output]:
+        """Run `count` tokens of each entry. Only a chunk that ends the known tokens yields one."""
+        batch = sorted(batch, key=lambda pair: pair[0].replica)  # fetch sorts by replica; stable, so age stays
+        for entry, count in batch:
+            entry.context.set_token_indices(active_idx=entry.context.start_idx + count)
+        entries = [entry for entry, _ in batch]
+        yields = [entry.context.active_idx == entry.context.end_idx for entry in entries]
+        tokens = self._next_tokens(entries)
+        for entry, token in zip(entries, tokens, strict=True):
+            entry.context.update(token)
+        self.manager.step([entry.context for entry in entries])
+        return [self._output(entry, token) for entry, token, yes in zip(entries, tokens, yields, strict=True) if yes]
+
+    def _next_tokens(self, entries: list[_Entry]) -> list[int]:
+        inputs = self.manager.fetch([entry.context for entry in entries])
+        replicas = self.manager.num_replicas
+        shards = len(inputs) // replicas
+        tokens: list[int] = []
+        for replica in range(replicas):
+            contexts = [entry.context for entry in entries if entry.replica == replica]
+            if contexts:
+                tokens += self.runner.run(contexts, inputs[replica * shards : (replica + 1) * shards])
+        return tokens
+
+    def _output(self, entry: _Entry, token: int) -> Output:
+        request = entry.request
+        reason = finish_reason(request, entry.context.current_length, token, self.runner.eos_token_ids)
+        if reason:
+            self._running.remove(entry)
+            if request.hold_pages:
+                self._held.add(request.request_id)
+            else:
+                self._release(request.request_id)
+        return Output(request.request_id, token, reason)
+
+    def _fail(self, entry: _Entry, error: Exception) -> Output:
+        self.abort(entry.request.request_id)
+        return Output(entry.request.request_id, None, "error", str(error))
+
+    def _release(self, request_id: str) -> None:
+        self.manager.release(request_id)
+        self._wait_for_pages = False
+
+    def _check_new(self, request_id: str) -> None:
+        known = (entry.request.request_id for entry in (*self._waiting, *self._running))
+        if request_id in self._held or request_id in known:
+            raise AlreadyClaimedError(f"request {request_id!r} is known to the loop already")
+
+
+def plan_chunks(pending: Sequence[int], budget: int) -> list[int]:
+    """How many tokens each running request runs in one step.
+
+    Args:
+        pending: tokens of each request whose keys and values are not cached yet, oldest first. 1 means: it decodes.
+        budget: most tokens of the step. Decodes always run; prompts share what they leave, and get at least one
+            token, so that a prompt behind any number of decodes still gets on.
+
+    Returns:
+        A count for each request, 0 to `pending`.
+    """
+    left = max(1, budget - sum(count == 1 for count in pending))
+    counts = []
+    for count in pending:
+        run = count if count == 1 else min(count, left)
+        left -= 0 if count == 1 else run
+        counts.append(run)
+    return counts
+
+
+def finish_reason(
+    request: Request, length: int, token: int, eos_token_ids: frozenset[int]
+) -> Literal["eos", "length"] | None:
+    """Why a request of now `length` tokens ends with `token`, or None where it goes on."""
+    if token in eos_token_ids:
+        return "eos"
+    return "length" if length - len(request.prompt) >= request.max_new_tokens else None

@@ -1,0 +1,284 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kvcache.errors import AlreadyClaimedError, InvalidRequestError, PromptTooLongError, UnknownRequestError
+from kvcache.manager import PagedKVCacheManager
+from scheduler_adapters.hf import HFRunner, kv_params_of, num_layers_of, reference_tokens
+from scheduler_adapters.loop import Output, Request, ServingLoop, finish_reason, plan_chunks
+from scheduler_adapters.tiny import ByteTokenizer
+
+HEAD = "Pages are fixed blocks of tokens, and a table says which of them a request owns. " * 2
+TEXTS = (HEAD + "Why?", "x", HEAD + "Who frees them, and when?", "Another text altogether: " * 5, HEAD + "Why?")
+PROMPTS = [ByteTokenizer().encode(text) for text in TEXTS]
+NEW = 16
+
+
+@pytest.fixture(scope="module")
+def model(make_model: Callable[..., Any]) -> Any:
+    return make_model("llama")
+
+
+@pytest.fixture(scope="module")
+def expected(model: Any) -> list[list[int]]:
+    return [reference_tokens(model, prompt, NEW) for prompt in PROMPTS]
+
+
+def new_manager(
+    model: Any, pages: int, page_size: int = 16, rows: int = 8, **params: Any
+) -> PagedKVCacheManager:
+    cache = kv_params_of(model.config, page_size=page_size, **params)
+    layers = num_layers_of(model.config)
+    memory = pages * page_size * cache.bytes_per_token(layers) * cache.data_parallel_degree
+    return PagedKVCacheManager(
+        cache, rows, 4096, layers, ["cpu"] * cache.n_devices, available_cache_memory=memory, enable_runtime_checks=True
+    )
+
+
+def new_loop(model: Any, pages: int = 200, budget: int = 64, **manager: Any) -> ServingLoop:
+    return ServingLoop(new_manager(model, pages, **manager), HFRunner(model), token_budget=budget)
+
+
+def serve(loop: ServingLoop, requests: list[Request], limit: int = 2000) -> dict[str, list[Output]]:
+    for request in requests:
+        loop.add(request)
+    outputs: dict[str, list[Output]] = {request.request_id: [] for request in requests}
+    for _ in range(limit):
+        if not loop.has_work:
+            return outputs
+        for output in loop.step():
+            outputs[output.request_id].append(output)
+    raise AssertionError(f"not done after {limit} steps: {loop.num_running} running, {loop.num_waiting} waiting")
+
+
+def requests_of(prompts: list[list[int]], new: int = NEW, **fields: Any) -> list[Request]:
+    return [Request(f"r{i}", prompt, new, **fields) for i, prompt in enumerate(prompts)]
+
+
+def tokens_of(outputs: dict[str, list[Output]]) -> list[list[int | None]]:
+    return [[output.token for output in whole] for whole in outputs.values()]
+
+
+def assert_nothing_held(loop: ServingLoop) -> None:
+    loop.manager.check()
+    assert loop.manager.num_free_blocks == loop.manager.total_num_pages
+
+
+@pytest.mark.parametrize(
+    ("page_size", "budget", "params"),
+    [
+        (16, 64, {}),
+        (128, 512, {}),
+        (16, 7, {}),
+        (16, 1, {}),
+        (8, 64, {"n_devices": 2}),
+        (16, 64, {"n_devices": 4, "data_parallel_degree": 2}),
+        (16, 64, {"enable_prefix_caching": False}),
+    ],
+)
+def test_every_request_gets_the_models_own_tokens(
+    model: Any, expected: list[list[int]], page_size: int, budget: int, params: dict[str, Any]
+) -> None:
+    loop = new_loop(model, page_size=page_size, budget=budget, **params)
+    outputs = serve(loop, requests_of(PROMPTS))
+    assert tokens_of(outputs) == expected
+    for whole in outputs.values():
+        assert [output.finished for output in whole[:-1]] == [None] * (len(whole) - 1)
+        assert whole[-1].finished in {"eos", "length"}
+    assert_nothing_held(loop)
+
+
+def test_a_tiny_pool_preempts_and_still_gives_equal_tokens(model: Any, expected: list[list[int]]) -> None:
+    longest = max(len(prompt) for prompt in PROMPTS) + NEW - 1
+    loop = new_loop(model, pages=-(-longest // 4), page_size=4, enable_prefix_caching=False)
+    prompts = [PROMPTS[1], PROMPTS[3][:60], PROMPTS[1], PROMPTS[3][:80], PROMPTS[0]]
+    wanted = [reference_tokens(model, prompt, 40) for prompt in prompts[:4]]
+    outputs = serve(loop, requests_of(prompts[:4], new=40))
+    assert loop.preemptions > 0
+    assert tokens_of(outputs) == wanted
+    assert_nothing_held(loop)
+    outputs = serve(loop, requests_of(PROMPTS))
+    assert tokens_of(outputs) == expected
+    assert_nothing_held(loop)
+
+
+def test_the_oldest_request_is_never_preempted(model: Any) -> None:
+    loop = new_loop(model, pages=12, page_size=4, enable_prefix_caching=False)
+    outputs: list[Output] = []
+    for request in requests_of([[5] * 10, [6] * 10, [7] * 10], new=30):
+        loop.add(request)
+    while loop.has_work:
+        outputs += loop.step()
+    ends = [output.request_id for output in outputs if output.finished]
+    assert loop.preemptions > 0
+    assert ends == ["r0", "r1", "r2"]
+
+
+def test_shared_heads_are_computed_once(model: Any, expected: list[list[int]]) -> None:
+    loop = new_loop(model)
+    serve(loop, requests_of(PROMPTS[:1]))
+    before = loop.manager.metrics
+    outputs = serve(loop, requests_of([PROMPTS[2]]))
+    assert tokens_of(outputs) == [expected[2]]
+    after = loop.manager.metrics
+    shared = len(ByteTokenizer().encode(HEAD)) // 16 * 16
+    assert after.cache_tokens - before.cache_tokens == shared
+    assert after.prompt_tokens - before.prompt_tokens == len(PROMPTS[2])
+
+
+def test_other_salts_share_nothing(model: Any) -> None:
+    loop = new_loop(model)
+    serve(loop, [Request("a", PROMPTS[0], 2, cache_salt="one")])
+    serve(loop, [Request("b", PROMPTS[0], 2, cache_salt="two")])
+    assert loop.manager.metrics.cache_tokens == 0
+
+
+def test_a_prompt_that_can_never_fit_is_refused_by_name_and_the_others_run(
+    model: Any, expected: list[list[int]]
+) -> None:
+    loop = new_loop(model, pages=20)
+    loop.add(Request("small", PROMPTS[1], NEW))
+    with pytest.raises(PromptTooLongError, match=r"'giant'.*400 prompt tokens.*cache of 320"):
+        loop.add(Request("giant", [1] * 400, NEW))
+    outputs: list[Output] = []
+    while loop.has_work:
+        outputs += loop.step()
+    assert [output.token for output in outputs] == expected[1]
+    assert_nothing_held(loop)
+
+
+def test_a_request_past_the_sequence_limit_fails_alone(model: Any, expected: list[list[int]]) -> None:
+    loop = new_loop(model, pages=600)  # room for 9,600 tokens, sequences of at most 4,096
+    outputs = serve(loop, [Request("long", [1] * 4200, 2), Request("short", PROMPTS[1], NEW)])
+    assert [(o.token, o.finished) for o in outputs["long"]] == [(None, "error")]
+    assert "long" in outputs["long"][0].error
+    assert "4096" in outputs["long"][0].error
+    assert [output.token for output in outputs["short"]] == expected[1]
+    assert_nothing_held(loop)
+
+
+@pytest.mark.parametrize(
+    "request_", [Request("r", [], 1), Request("r", [1], 0), Request("r", [-1], 1), Request("r", [1 << 40], 1)]
+)
+def test_bad_requests_are_refused_at_the_door(model: Any, request_: Request) -> None:
+    loop = new_loop(model)
+    with pytest.raises(InvalidRequestError, match="'r'"):
+        loop.add(request_)
+    assert not loop.has_work
+
+
+def test_an_id_is_used_once_at_a_time(model: Any) -> None:
+    loop = new_loop(model)
+    loop.add(Request("r", [1, 2], 2, hold_pages=True))
+    for _ in range(4):  # while it waits, runs, and holds its pages
+        with pytest.raises(AlreadyClaimedError, match="'r'"):
+            loop.add(Request("r", [1, 2], 2))
+        loop.step()
+    loop.free("r")
+    loop.add(Request("r", [1, 2], 2))
+
+
+def test_held_pages_stay_until_freed_and_requests_wait_for_them(model: Any) -> None:
+    loop = new_loop(model, pages=4)
+    outputs = serve(loop, [Request("held", [1] * 50, 1, hold_pages=True)])
+    assert [output.finished for output in outputs["held"]] == ["length"]
+    assert loop.manager.block_table("held").num_tokens == 50
+    loop.add(Request("next", [2] * 30, 1))
+    assert loop.step() == loop.step() == []
+    assert loop.num_waiting == 1
+    loop.free("held")
+    with pytest.raises(UnknownRequestError, match="'held'"):
+        loop.free("held")
+    assert [output.request_id for output in loop.step()] == ["next"]
+    assert_nothing_held(loop)
+
+
+def test_abort_takes_a_request_out_of_every_state(model: Any) -> None:
+    loop = new_loop(model, rows=2)
+    for request in requests_of(PROMPTS[:3]):
+        loop.add(request)
+    loop.add(Request("held", [1, 2, 3], 1, hold_pages=True))
+    loop.step()
+    assert (loop.num_running, loop.num_waiting) == (2, 2)
+    assert loop.abort("r0")
+    assert loop.abort("r2")
+    while loop.has_work:
+        assert all(output.request_id in {"r1", "held"} for output in loop.step())
+    assert loop.abort("held")
+    assert not loop.abort("held")
+    assert_nothing_held(loop)
+
+
+def test_an_end_token_ends_the_request_with_that_token(model: Any, expected: list[list[int]]) -> None:
+    runner = HFRunner(model)
+    runner.eos_token_ids = frozenset({expected[0][5]})
+    first = expected[0].index(expected[0][5])
+    loop = ServingLoop(new_manager(model, 100), runner)
+    outputs = serve(loop, requests_of(PROMPTS[:1]))
+    assert tokens_of(outputs) == [expected[0][: first + 1]]
+    assert outputs["r0"][-1].finished == "eos"
+    assert_nothing_held(loop)
+
+
+def test_an_adopted_request_goes_on_where_another_manager_stopped(model: Any, expected: list[list[int]]) -> None:
+    source, target = new_loop(model), new_loop(model)
+    request = Request("r", PROMPTS[0], NEW)
+    serve(source, [Request("r", PROMPTS[0], 1, hold_pages=True)])
+    context = target.context_for(request)
+    context.update(0)  # stands for nothing yet: replaced below by the token that prefill made
+    context = target.context_for(Request("r", [*PROMPTS[0], expected[0][0]], NEW - 1))
+    target.manager.external_claim("r")
+    pending = target.manager.import_block_table(context, source.manager.block_table("r"))
+    assert pending is not None
+    for there, here in zip(pending.src_pages, pending.dst_pages, strict=True):
+        blocks = [loop.manager.device_tensors[0][0] for loop in (target, source)]
+        blocks[0][int(here)] = blocks[1][int(there)]
+    target.manager.commit_import(context, pending)
+    target.adopt(request, context)
+    tokens = [expected[0][0]]
+    while target.has_work:
+        tokens += [int(output.token or 0) for output in target.step()]
+    assert tokens == expected[0]
+    source.free("r")
+    assert_nothing_held(source)
+    assert_nothing_held(target)
+
+
+def test_a_budget_below_one_is_refused(model: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="token_budget is 0"):
+        new_loop(model, budget=0)
+
+
+@pytest.mark.parametrize(
+    ("pending", "budget", "counts"),
+    [
+        ([], 8, []),
+        ([1, 1, 1], 2, [1, 1, 1]),
+        ([10, 1, 10], 8, [7, 1, 0]),
+        ([3, 1, 10], 8, [3, 1, 4]),
+        ([1, 10], 1, [1, 1]),
+        ([10, 10], 100, [10, 10]),
+    ],
+)
+def test_the_plan_runs_decodes_first_and_prompts_by_age(pending: list[int], budget: int, counts: list[int]) -> None:
+    assert plan_chunks(pending, budget) == counts
+
+
+def test_why_a_request_ends() -> None:
+    request = Request("r", [1, 2], 3)
+    assert finish_reason(request, 3, 9, frozenset({9})) == "eos"
+    assert finish_reason(request, 4, 8, frozenset({9})) is None
+    assert finish_reason(request, 5, 8, frozenset({9})) == "length"
+
+
+def test_the_pages_are_gone_from_a_batch_that_a_poisoned_page_would_spoil(
+    model: Any, expected: list[list[int]]
+) -> None:
+    loop = new_loop(model, enable_prefix_caching=False)
+    serve(loop, requests_of(PROMPTS[:2]))
+    for blocks in loop.manager.device_tensors[0]:
+        blocks[1:] = float("nan")  # what a reused page may hold: anything
+    assert tokens_of(serve(loop, requests_of(PROMPTS))) == expected
+    assert not any(torch.any(blocks[0]) for blocks in loop.manager.device_tensors[0])
