@@ -1,0 +1,76 @@
+"""What can go wrong between engines. Each error also is the built-in that code for the documented API catches.
+
+An error of a call means that the call did nothing, and that the engine and its other peers work on.
+"""
+
+from __future__ import annotations
+
+from kvcache.errors import KVCacheError
+
+
+class TransferError(KVCacheError, RuntimeError):
+    """Base of every error of this package."""
+
+
+class InvalidEngineError(TransferError, ValueError):
+    """Tensors or sizes that no engine can be built over."""
+
+
+class InvalidTransferError(TransferError, ValueError):
+    """Pages, replicas or a request that do not fit the two engines they name."""
+
+
+class MetadataError(TransferError, ValueError):
+    """Metadata that is damaged, of another version, or does not fit our engine. NIXL has seen none of it."""
+
+
+class SettingsMismatchError(MetadataError):
+    """The peer's UCX or NIXL settings differ from ours. Connecting all the same crashes the source process."""
+
+
+class AlreadyConnectedError(TransferError, ValueError):
+    """An engine of this name is connected, or its earlier connection is still draining."""
+
+
+class UnknownPeerError(TransferError, KeyError, ValueError):
+    """No engine of this name is connected."""
+
+
+class UnknownTransferError(TransferError, KeyError, ValueError):
+    """The transfer was cleaned up or given up, or this engine never started it."""
+
+
+class TransferIncompleteError(TransferError, ValueError):
+    """The transfer still moves bytes, so it cannot be cleaned up."""
+
+
+class TransferTimeoutError(TransferError, TimeoutError):
+    """The transfer did not end in time. It was given up; its local pages are in quarantine until it has ended."""
+
+
+class AgentError(TransferError):
+    """NIXL refused a call or failed in it.
+
+    Attributes:
+        peer_lost: NIXL says that the other process is gone, so the connection to it is dead as well.
+    """
+
+    def __init__(self, message: str, *, peer_lost: bool = False) -> None:
+        super().__init__(message)
+        self.peer_lost = peer_lost
+
+
+class TransferFailedError(TransferError):
+    """NIXL ended a transfer with an error. None of its destination pages may be used."""
+
+
+class PeerFailedError(TransferFailedError, ConnectionError):
+    """The peer is gone. Its transfers fail, other peers go on; `disconnect` it before its successor connects."""
+
+
+class EngineClosedError(TransferError):
+    """The engine was cleaned up."""
+
+
+class NoFreePortError(TransferError):
+    """Every port that was tried is taken."""

@@ -1,0 +1,218 @@
+"""What engines tell each other: the wire structs, their encoding, and every check that needs no second engine.
+
+NIXL's own bytes can crash the process that loads them when a bit of them is wrong. So each struct that carries them
+carries a digest too, and `check_metadata` looks at everything before NIXL sees any of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from enum import Enum
+from typing import TypeVar
+
+import msgspec
+
+from transfer.errors import InvalidTransferError, MetadataError
+
+WIRE_VERSION = 1
+"""Version of the structs below. Raised with each change that an older reader would misread."""
+
+_ADDRESS_LIMIT = 1 << 63
+_MAX_PAGES = (1 << 31) - 1  # NIXL takes int32 indices and cuts larger ones silently
+
+
+class MemoryType(Enum):
+    """Where the bytes of a tensor live. The values are NIXL's names."""
+
+    DRAM = "DRAM"
+    VRAM = "VRAM"
+
+
+class TensorAgentMetadata(
+    msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="agent_metadata"
+):
+    """One tensor of an engine, as a peer needs to know it. Safe to send between processes.
+
+    Attributes:
+        agent_name: name of the NIXL agent; holds the incarnation, so it is never used a second time.
+        metadata: NIXL's own description of the agent, opaque.
+        base_addr: address of the first byte of page 0 in the owner's address space.
+        device_id: index of the device; 0 for host memory.
+        region_bytes: bytes of the tensor: pages times bytes per page.
+        digest: over all other fields; `sealed` fills it in.
+    """
+
+    agent_name: str
+    metadata: bytes
+    base_addr: int
+    device_id: int
+    region_bytes: int = 0
+    digest: bytes = b""
+
+
+class KVTransferEngineMetadata(
+    msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="engine_metadata"
+):
+    """One engine with all its replicas, as a peer needs to know it. Safe to send between threads and processes.
+
+    Attributes:
+        name: name of the engine. A restarted engine may have its predecessor's name.
+        total_num_pages: pages of each tensor.
+        bytes_per_page: bytes of a page of one tensor.
+        memory_type: memory of all tensors.
+        hostname: machine that the engine runs on.
+        agents_meta: `[replica][tp_shard]`.
+        incarnation: random, new with each engine object.
+        settings: the effective settings that two processes must agree on, and the version of NIXL.
+        settings_fingerprint: digest of `settings`.
+        version: `WIRE_VERSION` of the sender. 0 means that no engine made this, and is refused.
+        digest: over all other fields; `sealed` fills it in.
+    """
+
+    name: str
+    total_num_pages: int
+    bytes_per_page: int
+    memory_type: MemoryType
+    hostname: str
+    agents_meta: list[list[TensorAgentMetadata]]
+    incarnation: str = ""
+    settings: dict[str, str] = {}
+    settings_fingerprint: str = ""
+    version: int = 0
+    digest: bytes = b""
+
+
+class TransferReqData(
+    msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="transfer_request"
+):
+    """One transfer between two engines, as both sides name it. Safe to send between threads and processes.
+
+    Attributes:
+        dst_name: engine whose pages are written.
+        src_name: engine whose pages are read.
+        transfer_name: unique, 32 hexadecimal digits; also the text of the notification.
+        transfer_ids: one per shard of the replica; meaningful to the engine that started the transfer.
+        src_idxs: pages of the source, paired with `dst_idxs`. The same pages in every shard.
+        dst_idxs: pages of the destination.
+        src_replica_idx: replica of the source.
+        dst_replica_idx: replica of the destination.
+        is_read: the destination started the transfer with a READ; else the source did with a WRITE.
+        version: `WIRE_VERSION` of the sender; 0 where no engine made this.
+    """
+
+    dst_name: str
+    src_name: str
+    transfer_name: str
+    transfer_ids: list[int]
+    src_idxs: list[int]
+    dst_idxs: list[int]
+    src_replica_idx: int
+    dst_replica_idx: int
+    is_read: bool = False
+    version: int = 0
+
+    @property
+    def initiator(self) -> str:
+        """Name of the engine that started the transfer."""
+        return self.dst_name if self.is_read else self.src_name
+
+
+_Sealed = TypeVar("_Sealed", TensorAgentMetadata, KVTransferEngineMetadata)
+
+
+def _digest(struct: TensorAgentMetadata | KVTransferEngineMetadata) -> bytes:
+    blank = msgspec.structs.replace(struct, digest=b"")
+    return hashlib.blake2b(msgspec.msgpack.encode(blank), digest_size=16).digest()
+
+
+def sealed(struct: _Sealed) -> _Sealed:
+    """Returns `struct` with its digest filled in."""
+    return msgspec.structs.replace(struct, digest=_digest(struct))
+
+
+def encode(struct: KVTransferEngineMetadata | TransferReqData) -> bytes:
+    """Returns the msgpack bytes of `struct`."""
+    return msgspec.msgpack.encode(struct)
+
+
+def decode_metadata(data: bytes) -> KVTransferEngineMetadata:
+    """Returns the engine metadata that `encode` made `data` of, fully checked.
+
+    Raises:
+        MetadataError: the bytes are cut, changed or of another kind or version, or `check_metadata` finds a fault.
+    """
+    try:
+        metadata = msgspec.msgpack.decode(data, type=KVTransferEngineMetadata)
+    except msgspec.DecodeError as error:
+        raise MetadataError(f"{len(data)} bytes are no engine metadata: {error}") from error
+    _check(metadata)
+    return metadata
+
+
+def decode_request(data: bytes) -> TransferReqData:
+    """Returns the transfer request that `encode` made `data` of.
+
+    Raises:
+        InvalidTransferError: the bytes are cut or changed, or of another kind or version.
+    """
+    try:
+        request = msgspec.msgpack.decode(data, type=TransferReqData)
+    except msgspec.DecodeError as error:
+        raise InvalidTransferError(f"{len(data)} bytes are no transfer request: {error}") from error
+    if request.version not in (0, WIRE_VERSION):
+        raise InvalidTransferError(
+            f"transfer {request.transfer_name!r} has wire version {request.version}, this engine speaks {WIRE_VERSION}"
+        )
+    return request
+
+
+def check_metadata(metadata: KVTransferEngineMetadata) -> KVTransferEngineMetadata:
+    """Checks all that can be known of a peer's metadata without NIXL, and returns a private copy.
+
+    Raises:
+        MetadataError: a field has the wrong type, the version or a digest is wrong, or the geometry does not add up.
+    """
+    if not isinstance(metadata, KVTransferEngineMetadata):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may be untyped
+        raise MetadataError(f"expected KVTransferEngineMetadata, got {type(metadata).__name__}")
+    try:
+        data = msgspec.msgpack.encode(metadata)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise MetadataError(f"metadata of engine {metadata.name!r} cannot be encoded: {error}") from error
+    # The round trip checks the type of every field, and cuts the tie to lists that the caller may change later.
+    return decode_metadata(data)
+
+
+def _check(metadata: KVTransferEngineMetadata) -> None:
+    engine = f"metadata of engine {metadata.name!r}"
+    if metadata.version != WIRE_VERSION:
+        raise MetadataError(f"{engine} is of wire version {metadata.version}, this engine speaks {WIRE_VERSION}")
+    if metadata.digest != _digest(metadata):
+        raise MetadataError(f"{engine} was changed on its way: its digest does not match")
+    if not metadata.name or not metadata.incarnation or not metadata.settings_fingerprint:
+        raise MetadataError(f"{engine} lacks a name, an incarnation or a settings fingerprint")
+    if not 0 < metadata.total_num_pages <= _MAX_PAGES:
+        raise MetadataError(f"{engine} has {metadata.total_num_pages} pages, the range is 1 to {_MAX_PAGES}")
+    if metadata.bytes_per_page <= 0:
+        raise MetadataError(f"{engine} has pages of {metadata.bytes_per_page} bytes")
+    replicas = metadata.agents_meta
+    if not replicas or not replicas[0] or any(len(replica) != len(replicas[0]) for replica in replicas):
+        raise MetadataError(f"{engine} has shard counts {[len(r) for r in replicas]}: they must be equal, at least 1")
+    agents = [agent for replica in replicas for agent in replica]
+    if len({agent.agent_name for agent in agents}) != len(agents):
+        raise MetadataError(f"{engine} uses one agent name twice")
+    for agent in agents:
+        _check_agent(engine, agent, metadata.total_num_pages * metadata.bytes_per_page)
+
+
+def _check_agent(engine: str, agent: TensorAgentMetadata, region_bytes: int) -> None:
+    where = f"{engine}, agent {agent.agent_name!r}"
+    if agent.digest != _digest(agent):
+        raise MetadataError(f"{where}, was changed on its way: its digest does not match")
+    if not agent.agent_name or not agent.metadata:
+        raise MetadataError(f"{where}, lacks its name or NIXL's metadata")
+    if agent.region_bytes != region_bytes:
+        raise MetadataError(f"{where}, has {agent.region_bytes} bytes where its pages take {region_bytes}")
+    if not 0 < agent.base_addr < agent.base_addr + region_bytes <= _ADDRESS_LIMIT:
+        raise MetadataError(f"{where}, has {region_bytes} bytes at {agent.base_addr:#x}, outside of any address space")
+    if agent.device_id < 0:
+        raise MetadataError(f"{where}, has device {agent.device_id}")
