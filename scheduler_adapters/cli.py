@@ -1,0 +1,79 @@
+"""The command `pagewire`."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from typing import NoReturn
+
+from kvcache.errors import KVCacheError
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, where argparse would print the usage too."""
+        print(f"{self.prog}: error: {message}", file=sys.stderr)  # noqa: T201  (the command line's own output)
+        sys.exit(2)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = _Parser(prog="pagewire", description="A paged KV cache manager with disaggregated transfer built in.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    demo = commands.add_parser(
+        "demo",
+        help="serve prompts across a prefill and a decode process",
+        description="Serve prompts across a prefill and a decode process that pulls pages by NIXL READs. "
+        "Exit status: 0 if every output equals the model's own greedy output (rounding ties excepted, they are counted) "
+        "and no page is left held; 1 if not; 2 if something does not work.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    text = argparse.SUPPRESS  # no "(default: None)" behind what has none
+    demo.add_argument(
+        "--model",
+        metavar="DIR",
+        default=text,
+        help="a directory saved by transformers; without it, a small random Llama",
+    )
+    demo.add_argument(
+        "--prompts", metavar="FILE", default=text, help='one prompt to a line, or JSON lines with a "prompt"'
+    )
+    demo.add_argument(
+        "--requests", metavar="N", type=int, default=text, help="prompts to serve; without it, the whole file, or 32"
+    )
+    demo.add_argument("--page-size", metavar="P", type=int, default=16, help="tokens of a page")
+    demo.add_argument("--json", metavar="FILE", default=text, help="write the figures there too")
+    demo.add_argument(
+        "--max-new-tokens", metavar="N", type=int, default=32, help="most tokens to generate for a prompt"
+    )
+    demo.add_argument(
+        "--cache-mb", metavar="MB", type=float, default=64.0, help="memory for pages in each process, in 2**20 bytes"
+    )
+    demo.add_argument("--concurrency", metavar="N", type=int, default=8, help="most requests on their way at a time")
+    demo.add_argument("--token-budget", metavar="N", type=int, default=512, help="most tokens of one step of a process")
+    demo.add_argument("--tp", metavar="N", type=int, default=1, help="shards that the heads are split over")
+    demo.add_argument("--device", default="cpu", help="torch device of the model and its pages")
+    demo.add_argument("--seed", metavar="N", type=int, default=0, help="of the small Llama's weights")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; its exit status. Errors are one line on standard error."""
+    options = vars(build_parser().parse_args(argv))
+    command = options.pop("command")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that child processes are ended
+    try:
+        from scheduler_adapters.demo import DemoOptions, run_demo  # noqa: PLC0415  (torch takes a second to import)
+
+        return run_demo(DemoOptions(**options))
+    except KVCacheError as error:
+        print(f"pagewire {command}: error: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    except KeyboardInterrupt:
+        print(f"pagewire {command}: interrupted", file=sys.stderr)  # noqa: T201
+        return 128 + signal.SIGINT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

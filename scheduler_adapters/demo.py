@@ -1,0 +1,258 @@
+"""`pagewire demo`: serve prompts across a prefill and a decode process, and compare with the model's own output."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvcache.errors import InvalidParamsError, PoolTooSmallError
+from kvcache.manager import PagedKVCacheManager
+from scheduler_adapters import messages as msg
+from scheduler_adapters.errors import AdapterError, PromptsError, WorkerError
+from scheduler_adapters.prompts import default_prompts, read_prompts, take
+from scheduler_adapters.report import Figures, Reporter
+from scheduler_adapters.workers import Workers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import PreTrainedModel
+
+DEFAULT_REQUESTS = 32
+_STALL_S = 120.0  # nothing new for this long: something hangs
+_SETTLE_S = 5.0  # for the last notifications to come in
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions:
+    """What the command line says; see `cli`."""
+
+    model: str | None = None
+    prompts: str | None = None
+    requests: int | None = None
+    page_size: int = 16
+    json: str | None = None
+    max_new_tokens: int = 32
+    cache_mb: float = 64.0
+    concurrency: int = 8
+    token_budget: int = 512
+    tp: int = 1
+    device: str = "cpu"
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class Served:
+    """One prompt and what became of it. Times are of `time.perf_counter`, in seconds."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    tokens: list[int] = field(default_factory=list)
+    submitted: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+    finished: bool = False
+    error: str = ""
+
+
+def run_demo(options: DemoOptions) -> int:
+    """Run the demo; 0 where every output is the model's own and no page is left held, else 1.
+
+    Raises:
+        KVCacheError: an option, a file or a process that does not work, in one sentence. No process is left.
+    """
+    from scheduler_adapters.hf import load_model  # noqa: PLC0415  (heavy, and of an optional extra)
+
+    reporter = Reporter()
+    _check_options(options)
+    texts = read_prompts(options.prompts) if options.prompts else None
+    reporter.line(f"model: {options.model or 'a small random Llama over bytes'}")
+    model = load_model(options.model, options.seed).to(options.device)
+    served = _requests(options, model, texts)
+    settings = _worker_settings(options, model, served)
+    reporter.line("starting a prefill and a decode process")
+    with Workers(**settings) as workers:
+        reporter.line("  " + ", ".join(f"{role}: pid {pid}" for role, pid in workers.pids.items()))
+        with reporter.phase("serving", len(served)) as show:
+            serve(workers, served, options, show)
+        stats = settled_stats(workers)
+    notes, ties, equal = _compare(options, model, served, reporter)
+    figures = _figures(served, stats, equal=equal, ties=ties)
+    where = f"prefill to decode over NIXL, pages of {options.page_size} tokens" + (
+        f", {options.tp} shards" if options.tp > 1 else ""
+    )
+    reporter.table(figures, where, notes + _leaks(stats))
+    if options.json:
+        Path(options.json).write_bytes(msgspec.json.encode(figures) + b"\n")
+    return 0 if figures.tokens_equal and not figures.leaked_pages else 1
+
+
+def serve(workers: Workers, served: list[Served], options: DemoOptions, show: Callable[[int, str], None]) -> None:
+    """Submit every request, at most `concurrency` at a time, and collect the tokens.
+
+    Raises:
+        WorkerError: a process died, or nothing came for two minutes.
+    """
+    by_id = {one.request_id: one for one in served}
+    waiting = list(reversed(served))
+    running = done = 0
+    heard = time.monotonic()
+    while done < len(served):
+        while waiting and running < options.concurrency:
+            one = waiting.pop()
+            one.submitted = time.perf_counter()
+            submit = msg.Submit(request_id=one.request_id, prompt=one.prompt, max_new_tokens=options.max_new_tokens)
+            workers.send("decode", submit)
+            running += 1
+        for message in workers.receive(0.1):
+            heard = time.monotonic()
+            if isinstance(message, msg.Tokens) and _take(by_id[message.request_id], message):
+                running, done = running - 1, done + 1
+        show(done, f"{running} on their way")
+        if time.monotonic() - heard > _STALL_S:
+            raise WorkerError(f"no token within {_STALL_S:.0f} s; {running} requests are on their way")
+
+
+def settled_stats(workers: Workers) -> dict[msg.Role, msg.Stats]:
+    """The counters once nothing is held any more, or as they are after five seconds.
+
+    The last notification may still be on its way to prefill when the last token is here.
+    """
+    deadline = time.monotonic() + _SETTLE_S
+    while True:
+        stats = workers.stats()
+        if not any(one.pages_held or one.open_requests for one in stats.values()) or time.monotonic() > deadline:
+            return stats
+        time.sleep(0.01)
+
+
+def _check_options(options: DemoOptions) -> None:
+    for name in ("requests", "max_new_tokens", "concurrency", "token_budget", "tp", "page_size"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise InvalidParamsError(f"--{name.replace('_', '-')} is {value}: at least 1 is needed")
+    if not options.cache_mb > 0:
+        raise InvalidParamsError(f"--cache-mb is {options.cache_mb}: more than 0 is needed")
+    if options.json and not Path(options.json).absolute().parent.is_dir():
+        raise AdapterError(f"--json {options.json!r}: its directory does not exist")
+
+
+def _requests(options: DemoOptions, model: PreTrainedModel, texts: list[str] | None) -> list[Served]:
+    from scheduler_adapters.hf import load_tokenizer  # noqa: PLC0415  (heavy, and of an optional extra)
+
+    tokenizer = load_tokenizer(options.model, model.config.get_text_config().vocab_size)
+    if texts is None:
+        texts = default_prompts(options.requests or DEFAULT_REQUESTS)
+    served = []
+    for number, text in enumerate(take(texts, options.requests)):
+        tokens = tuple(tokenizer.encode(text))
+        if not tokens:
+            raise PromptsError(f"prompt {number + 1} has no tokens: {text[:40]!r}")
+        served.append(Served(f"prompt-{number + 1}", tokens))
+    return served
+
+
+def _worker_settings(options: DemoOptions, model: PreTrainedModel, served: list[Served]) -> dict[str, object]:
+    """What both processes are told, checked: it fits the memory, and every prompt fits the cache."""
+    from scheduler_adapters.hf import kv_params_of, num_layers_of  # noqa: PLC0415  (heavy, and of an optional extra)
+
+    params = kv_params_of(model.config, page_size=options.page_size, n_devices=options.tp)
+    layers = num_layers_of(model.config)
+    memory = int(options.cache_mb * (1 << 20))
+    capacity = PagedKVCacheManager.max_supported_sequence_length(params, layers, memory)
+    if not capacity:
+        page_bytes = params.bytes_per_token(layers) * options.page_size
+        raise PoolTooSmallError(
+            f"--page-size {options.page_size}: a page takes {page_bytes:,} bytes, the cache has {memory:,}"
+        )
+    longest = max(served, key=lambda one: len(one.prompt))
+    needed = len(longest.prompt) + options.max_new_tokens
+    if needed - 1 > capacity:
+        raise PromptsError(
+            f"{longest.request_id} has {len(longest.prompt):,} tokens and may get {options.max_new_tokens} more: "
+            f"the cache holds {capacity:,} (--cache-mb {options.cache_mb:g})"
+        )
+    return {
+        "model": options.model,
+        "seed": options.seed,
+        "page_size": options.page_size,
+        "cache_bytes": memory,
+        "max_seq_len": needed,
+        "max_requests": options.concurrency,
+        "token_budget": options.token_budget,
+        "tp": options.tp,
+        "device": options.device,
+        "threads": 1,
+    }
+
+
+def _take(one: Served, message: msg.Tokens) -> bool:
+    """Book what came for a request; whether it has ended."""
+    now = time.perf_counter()
+    if message.tokens:
+        one.first = one.first or now
+        one.last = now
+        one.tokens += message.tokens
+    one.error = message.error
+    one.finished = message.finished is not None
+    return one.finished
+
+
+def _compare(
+    options: DemoOptions, model: PreTrainedModel, served: list[Served], reporter: Reporter
+) -> tuple[list[str], int, bool]:
+    """Compare each output with the model's own: what to say about those that differ, ties, and whether all are equal."""
+    from scheduler_adapters.hf import is_rounding_tie, reference_tokens  # noqa: PLC0415  (heavy, and of an extra)
+
+    notes, ties, equal = [], 0, True
+    with reporter.phase("checking against generate", len(served)) as show:
+        for number, one in enumerate(served):
+            theirs = reference_tokens(model, one.prompt, options.max_new_tokens)
+            if one.error:
+                equal = False
+                notes.append(f"{one.request_id}: failed: {one.error}")
+            elif one.tokens != theirs and is_rounding_tie(model, one.prompt, one.tokens, theirs):
+                ties += 1
+                notes.append(f"{one.request_id}: a rounding tie: {_difference(one.tokens, theirs)}")
+            elif one.tokens != theirs:
+                equal = False
+                notes.append(f"{one.request_id}: differs: {_difference(one.tokens, theirs)}")
+            show(number + 1, "")
+    return notes, ties, equal
+
+
+def _difference(ours: list[int], theirs: list[int]) -> str:
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    for position, (mine, other) in pairs:
+        if mine != other:
+            return f"token {position} is {mine}, the model's own is {other}"
+    return f"{len(ours)} tokens, the model's own are {len(theirs)}"
+
+
+def _figures(served: list[Served], stats: dict[msg.Role, msg.Stats], *, equal: bool, ties: int) -> Figures:
+    prefill, decode = stats["prefill"], stats["decode"]
+    first = [one.first - one.submitted for one in served if one.tokens]
+    further = [(one.last - one.first) / (len(one.tokens) - 1) for one in served if len(one.tokens) > 1]
+    return Figures(
+        requests=len(served),
+        tokens_equal=equal,
+        ties=ties,
+        prompt_tokens=prefill.prompt_tokens,
+        cached_tokens=prefill.cached_tokens,
+        hit_rate=prefill.cached_tokens / prefill.prompt_tokens if prefill.prompt_tokens else 0.0,
+        pages_pulled=decode.pages_pulled,
+        bytes_pulled=decode.bytes_pulled,
+        gbps=decode.bytes_pulled / decode.pull_seconds / 1e9 if decode.pull_seconds else 0.0,
+        ttft_ms_p50=statistics.median(first) * 1e3 if first else 0.0,
+        tpot_ms_p50=statistics.median(further) * 1e3 if further else 0.0,
+        leaked_pages=prefill.pages_held + decode.pages_held,
+    )
+
+
+def _leaks(stats: dict[msg.Role, msg.Stats]) -> list[str]:
+    return [f"{role}: {one.pages_held} pages are still held" for role, one in stats.items() if one.pages_held]

@@ -1,0 +1,120 @@
+"""What the demo shows: progress while it works, and a table at the end. Plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from scheduler_adapters.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_BAR_WIDTH = 32
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of a run, as `--json` writes them.
+
+    Attributes:
+        requests: prompts served.
+        tokens_equal: every output is the model's own, rounding ties excepted.
+        ties: outputs whose first difference is a rounding tie.
+        prompt_tokens: of all prompts.
+        cached_tokens: prompt tokens that prefill found in its prefix cache.
+        hit_rate: cached over prompt tokens, 0 to 1.
+        pages_pulled: pages that decode read from prefill.
+        bytes_pulled: their bytes.
+        gbps: bytes over the time in which at least one READ was in flight, in units of 1e9 bytes per second.
+        ttft_ms_p50: median time from submission to the first token, in milliseconds.
+        tpot_ms_p50: median over the requests of the mean time per further token, in milliseconds.
+        leaked_pages: pages still held in either process after the last request.
+    """
+
+    requests: int
+    tokens_equal: bool
+    ties: int
+    prompt_tokens: int
+    cached_tokens: int
+    hit_rate: float
+    pages_pulled: int
+    bytes_pulled: int
+    gbps: float
+    ttft_ms_p50: float
+    tpot_ms_p50: float
+    leaked_pages: int
+
+
+class Reporter:
+    """Writes to standard output.
+
+    Raises:
+        MissingExtraError: `rich` is not installed.
+    """
+
+    def __init__(self) -> None:
+        try:
+            from rich.console import Console  # noqa: PLC0415  (of an optional extra)
+        except ImportError as error:
+            raise MissingExtraError(
+                f"the demo needs the extra 'serve' (pip install 'pagewire[serve]'): {error}"
+            ) from error
+        self._console = Console(file=sys.stdout, highlight=False)
+
+    def line(self, text: str) -> None:
+        """Print one line."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    @contextmanager
+    def phase(self, title: str, total: int) -> Iterator[Callable[[int, str], None]]:
+        """Show how far a phase is. Yields a function that takes the number done, and a remark."""
+        if not self._console.is_terminal:
+            self.line(f"{title} ...")
+            yield lambda _done, _remark: None
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(_BAR_WIDTH),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[remark]}", style="dim"),
+        )
+        with Progress(*columns, console=self._console) as progress:
+            task = progress.add_task(title, total=total, remark="")
+            yield lambda done, remark: progress.update(task, completed=done, remark=remark)
+
+    def table(self, figures: Figures, where: str, notes: list[str]) -> None:
+        """Print the table of a run, and below it what was not as it should be."""
+        from rich import box  # noqa: PLC0415  (of an optional extra)
+        from rich.table import Table  # noqa: PLC0415
+
+        table = Table(box=box.SIMPLE_HEAD, title=where, title_justify="left", show_header=False, pad_edge=False)
+        table.add_column()
+        table.add_column(justify="right")
+        for name, value in _rows(figures):
+            table.add_row(name, value)
+        self._console.print(table)
+        for note in notes:
+            self.line(note)
+
+
+def _rows(figures: Figures) -> list[tuple[str, str]]:
+    ties = f", {figures.ties} by a rounding tie" if figures.ties else ""
+    return [
+        ("requests", f"{figures.requests:,}"),
+        ("prompt tokens", f"{figures.prompt_tokens:,}"),
+        ("cached tokens", f"{figures.cached_tokens:,}"),
+        ("hit rate", f"{figures.hit_rate:.1%}"),
+        ("pages pulled", f"{figures.pages_pulled:,}"),
+        ("bytes pulled", f"{figures.bytes_pulled:,}"),
+        ("GB/s while pulling", f"{figures.gbps:.2f}"),
+        ("time to first token, p50", f"{figures.ttft_ms_p50:.1f} ms"),
+        ("time per token, p50", f"{figures.tpot_ms_p50:.2f} ms"),
+        ("pages left held", f"{figures.leaked_pages:,}"),
+        ("equal to the model's own generate", f"{'yes' if figures.tokens_equal else 'NO'}{ties}"),
+    ]
