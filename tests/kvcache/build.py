@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvcache import KVCacheParams, PagedKVCacheManager
+
+
+def manager_of(
+    pages: int = 64,
+    *,
+    page_size: int = 4,
+    rows: int = 8,
+    max_seq_len: int = 256,
+    layers: int = 1,
+    dp: int = 1,
+    tp: int = 1,
+    heads: int | None = None,
+    head_dim: int = 2,
+    caching: bool = True,
+    checks: bool = True,
+    dtype: torch.dtype = torch.float32,
+    params: dict[str, Any] | None = None,
+    **options: Any,
+) -> PagedKVCacheManager:
+    """A manager on the CPU with `pages` pages a replica."""
+    made = KVCacheParams(
+        dtype=dtype,
+        n_kv_heads=tp if heads is None else heads,
+        head_dim=head_dim,
+        enable_prefix_caching=caching,
+        page_size=page_size,
+        n_devices=dp * tp,
+        data_parallel_degree=dp,
+        **(params or {}),
+    )
+    return PagedKVCacheManager(
+        made,
+        max_batch_size=rows * dp,
+        max_seq_len=max_seq_len,
+        num_layers=layers,
+        devices=["cpu"] * (dp * tp),
+        available_cache_memory=made.bytes_per_token(layers) * page_size * pages * dp,
+        enable_runtime_checks=checks,
+        **options,
+    )

@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvcache import PagedKVCacheManager
+from tests.kvcache.build import manager_of
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., PagedKVCacheManager]]:
+    """Makes managers, and closes and checks them at the end."""
+    made: list[PagedKVCacheManager] = []
+
+    def build(*args: Any, **kwargs: Any) -> PagedKVCacheManager:
+        made.append(manager_of(*args, **kwargs))
+        return made[-1]
+
+    yield build
+    for manager in made:
+        manager.check()
+        manager.close()

@@ -1,0 +1,689 @@
+"""Each public method against the documented semantics, and against what we do differently on purpose."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache import (
+    AlreadyClaimedError,
+    InvalidParamsError,
+    InvalidRequestError,
+    KVCacheError,
+    KVCacheMetrics,
+    KVCacheParams,
+    NoFreeRowError,
+    NotReservedError,
+    PagedKVCacheManager,
+    PoolTooSmallError,
+    PromptTooLongError,
+    SequenceTooLongError,
+    TextContext,
+    UnknownRequestError,
+)
+
+
+def claimed(manager: PagedKVCacheManager, tokens: Any, replica: int | None = None, **options: Any) -> TextContext:
+    context = TextContext(tokens, 4096, **options)
+    manager.external_claim(context.request_id, replica)
+    return context
+
+
+def run(manager: PagedKVCacheManager, contexts: list[TextContext], token: int = 7) -> None:
+    """One step of a serving loop without a model."""
+    for context in contexts:
+        assert manager.maybe_reserve(context)
+    manager.fetch(contexts)
+    for context in contexts:
+        context.update(token)
+    manager.step(contexts)
+
+
+# ---- the worked example of the documentation: 1,000 tokens, pages of 128, ten steps
+
+
+@pytest.fixture
+def worked(make: Any) -> tuple[PagedKVCacheManager, TextContext]:
+    manager = make(16, page_size=128, max_seq_len=2048)
+    context = claimed(manager, range(1000))
+    assert manager.maybe_reserve(context, num_steps=10)
+    return manager, context
+
+
+def test_fetch_gives_lengths_and_table_of_the_worked_example(worked: Any) -> None:
+    manager, context = worked
+    (entry,) = manager.fetch([context], num_steps=10)
+    assert entry.cache_lengths.tolist() == [0]
+    assert entry.cache_lengths.dtype == entry.lookup_table.dtype == entry.max_lengths.dtype == torch.int32
+    assert entry.lookup_table.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]]  # ceil(1009 / 128) pages, neighbours
+    assert entry.max_lengths.tolist() == [[1000, 1000], *([1, 1000 + step] for step in range(1, 10))]
+    assert entry.blocks is manager.device_tensors[0][0]
+    assert entry.blocks.shape == (17, 2, 1, 128, 1, 2)
+
+
+def test_ten_updates_then_a_step_commit_the_full_pages(worked: Any) -> None:
+    manager, context = worked
+    for token in range(10):
+        context.update(token)
+    assert (context.start_idx, context.active_idx, context.end_idx) == (1009, 1010, 1010)
+    manager.step([context])
+    again = claimed(manager, range(1000))
+    assert manager.maybe_reserve(again)
+    assert again.start_idx == 7 * 128
+    assert manager.get_req_blocks(again.request_id)[:7] == manager.get_req_blocks(context.request_id)[:7]
+
+
+def test_increment_cache_lengths_moves_on_by_what_ran(worked: Any) -> None:
+    manager, context = worked
+    entries = manager.fetch([context], num_steps=3)
+    table = entries[0].lookup_table
+    first = manager.increment_cache_lengths(entries, SimpleNamespace(input_row_offsets=torch.tensor([0, 1000])))
+    assert first is entries
+    assert first[0].cache_lengths.tolist() == [1000]
+    assert first[0].max_lengths.tolist() == [[1, 1001], [1, 1002]]
+    assert first[0].lookup_table is table
+    for _ in range(2):
+        manager.increment_cache_lengths(entries, SimpleNamespace(input_row_offsets=[torch.tensor([0, 1])]))
+    assert entries[0].cache_lengths.tolist() == [1002]
+    assert entries[0].max_lengths.shape == (0, 2)
+
+
+# ---- claiming
+
+
+def test_a_claim_takes_a_row_and_no_page(make: Any) -> None:
+    manager = make(8, rows=2)
+    assert manager.external_claim("a") is None
+    assert manager.contains("a")
+    assert not manager.contains("b")
+    assert manager.num_free_blocks == 8
+    assert manager.get_req_blocks("a") == []
+    with pytest.raises(AlreadyClaimedError, match="'a'.*replica 0"):
+        manager.external_claim("a")
+    manager.external_claim("b")
+    with pytest.raises(NoFreeRowError, match="'c'.*2 rows"):
+        manager.external_claim("c")
+    manager.release("a")
+    manager.external_claim("c")
+
+
+def test_several_replicas_want_to_be_named(make: Any) -> None:
+    manager = make(8, dp=2)
+    for bad in (None, 2, -1):
+        with pytest.raises(InvalidRequestError, match=rf"'a'.*{bad}.*2 replicas"):
+            manager.external_claim("a", bad)
+    assert not manager.contains("a")
+    with pytest.raises(AlreadyClaimedError, match="replica 1"):
+        for _ in range(2):
+            manager.external_claim("a", replica_idx=1)
+
+
+@pytest.mark.parametrize("call", ["maybe_reserve", "get_replica", "release", "get_req_blocks", "block_table"])
+def test_an_unclaimed_request_is_a_key_error_that_names_it(make: Any, call: str) -> None:
+    manager, context = make(8), TextContext([1], 8, "ghost")
+    argument = context if call in ("maybe_reserve", "get_replica") else "ghost"
+    with pytest.raises(KeyError, match=f"'ghost': {call}") as caught:
+        getattr(manager, call)(argument)
+    assert isinstance(caught.value, (KVCacheError, UnknownRequestError))
+
+
+@pytest.mark.parametrize("call", ["fetch", "step", "reserve_batch", "batch", "get_data_parallel_splits"])
+def test_a_batch_with_an_unclaimed_or_repeated_request_is_refused(make: Any, call: str) -> None:
+    manager = make(8)
+    known = claimed(manager, [1, 2, 3])
+    with pytest.raises(UnknownRequestError, match="ghost"):
+        getattr(manager, call)([known, TextContext([1], 8, "ghost")])
+    with pytest.raises(InvalidRequestError, match="named twice"):
+        getattr(manager, call)([known, known])
+    assert manager.num_free_blocks == 8
+
+
+def test_claim_as_a_context_manager_releases_at_the_end(make: Any) -> None:
+    manager, context = make(8), TextContext(range(9), 64)
+    with manager.claim(context) as replica:
+        assert replica == manager.get_replica(context) == 0
+        assert manager.maybe_reserve(context)
+        assert manager.num_free_blocks == 5
+    assert not manager.contains(context.request_id)
+    assert manager.num_free_blocks == 8
+    with pytest.raises(ZeroDivisionError), manager.claim(context):
+        raise ZeroDivisionError
+    assert not manager.contains(context.request_id)
+
+
+# ---- reserving
+
+
+def test_a_failed_reserve_after_a_hit_changes_nothing_and_works_later(make: Any) -> None:
+    # In the documented version this leaves start_idx advanced and pages held, and the retry asserts.
+    manager = make(8, page_size=4)
+    run(manager, [owner := claimed(manager, range(16))])
+    manager.release(owner.request_id)
+    hog = claimed(manager, range(100, 112))
+    assert manager.maybe_reserve(hog)
+    late = claimed(manager, [*range(16), *range(50, 58)])
+    free, metrics = manager.num_free_blocks, manager.metrics
+    assert not manager.maybe_reserve(late)
+    assert (late.start_idx, late.active_idx, late.end_idx) == (0, 24, 24)
+    assert manager.get_req_blocks(late.request_id) == []
+    assert (manager.num_free_blocks, manager.metrics) == (free, metrics)
+    assert not manager.maybe_reserve(late)
+    manager.release(hog.request_id)
+    assert manager.maybe_reserve(late)
+    assert late.start_idx == 16
+    manager.release(late.request_id)
+    assert manager.num_free_blocks == 8
+
+
+def test_the_pages_of_a_hit_that_are_free_do_not_count_twice(make: Any) -> None:
+    manager = make(7, page_size=4)
+    run(manager, [owner := claimed(manager, range(16))])
+    manager.release(owner.request_id)
+    assert manager.maybe_reserve(claimed(manager, [99]))
+    # 4 of the 6 free pages hold the prefix: 3 new ones are one too many.
+    assert not manager.maybe_reserve(long := claimed(manager, range(28)))
+    manager.release(long.request_id)
+    assert manager.maybe_reserve(fits := claimed(manager, range(24)))
+    assert fits.start_idx == 16
+    assert manager.num_free_blocks == 0
+
+
+def test_a_prompt_larger_than_the_pool_is_told_so_before_anything_is_touched(make: Any) -> None:
+    manager = make(4, page_size=4)
+    context = claimed(manager, range(17), request_id="big")
+    with pytest.raises(PromptTooLongError, match="'big': 17 tokens need 5 pages, the pool has 4") as caught:
+        manager.maybe_reserve(context)
+    assert isinstance(caught.value, RuntimeError)
+    assert manager.num_free_blocks == 4
+    assert context.start_idx == 0
+
+
+def test_a_sequence_past_max_seq_len_is_an_error_that_names_both(make: Any) -> None:
+    manager = make(64, page_size=4, max_seq_len=20)
+    context = claimed(manager, range(20), request_id="long")
+    assert manager.maybe_reserve(context)
+    with pytest.raises(SequenceTooLongError, match="'long': 21 tokens.*max_seq_len is 20"):
+        manager.maybe_reserve(context, num_steps=2)
+    with pytest.raises(SequenceTooLongError, match="'long': 21 tokens.*max_seq_len is 20"):
+        manager.fetch([context], num_steps=2)
+
+
+@pytest.mark.parametrize(("tokens", "steps", "pages"), [(1, 1, 1), (4, 1, 1), (4, 2, 2), (5, 1, 2), (5, 4, 2), (5, 5, 3)])
+def test_pages_are_reserved_for_every_step_but_the_last_token(make: Any, tokens: int, steps: int, pages: int) -> None:
+    manager = make(8, page_size=4)
+    context = claimed(manager, range(tokens))
+    assert manager.maybe_reserve(context, num_steps=steps)
+    assert len(manager.get_req_blocks(context.request_id)) == pages
+    assert manager.maybe_reserve(context, num_steps=steps)
+    assert len(manager.get_req_blocks(context.request_id)) == pages
+
+
+def test_steps_below_one_are_refused(make: Any) -> None:
+    manager = make(8)
+    context = claimed(manager, [1])
+    for call in (manager.maybe_reserve, lambda c, n: manager.fetch([c], n), lambda c, n: manager.reserve_batch([c], n)):
+        with pytest.raises(InvalidRequestError, match="num_steps is 0"):
+            call(context, 0)
+
+
+def test_reserve_batch_gives_each_its_answer(make: Any) -> None:
+    manager = make(5, page_size=4)
+    contexts = [claimed(manager, range(start, start + 8)) for start in (0, 100, 200)]
+    assert manager.reserve_batch(contexts).tolist() == [True, True, False]
+    assert manager.reserve_batch(manager.batch(contexts[:2])).tolist() == [True, True]
+    too_long = claimed(manager, range(21))
+    before = manager.num_free_blocks
+    manager.release(contexts[0].request_id)
+    with pytest.raises(PromptTooLongError):
+        manager.reserve_batch([contexts[2], too_long])
+    assert manager.num_free_blocks == before + 2  # the one before it in the batch took nothing
+
+
+# ---- prefix caching
+
+
+def test_a_full_hit_is_impossible(make: Any) -> None:
+    manager = make(32, page_size=4)
+    run(manager, [owner := claimed(manager, range(28))])
+    manager.release(owner.request_id)
+    same = claimed(manager, range(28))
+    assert manager.maybe_reserve(same)
+    assert same.start_idx == 24  # exactly 7 pages: 6 are hit, the last token has to run
+
+
+def test_two_that_compute_the_same_page_share_it_after_step(make: Any) -> None:
+    manager = make(32, page_size=128, max_seq_len=2048)
+    twins = [claimed(manager, range(1000)) for _ in range(2)]
+    for twin in twins:
+        assert manager.maybe_reserve(twin)
+    first, second = (manager.get_req_blocks(twin.request_id) for twin in twins)
+    assert not set(first) & set(second)
+    assert manager.num_free_blocks == 16
+    manager.fetch(twins)
+    for twin in twins:
+        twin.update(7)
+    manager.step(twins)
+    first, second = (manager.get_req_blocks(twin.request_id) for twin in twins)
+    assert first[:7] == second[:7]
+    assert first[7] != second[7]
+    assert manager.num_free_blocks == 32 - 9
+
+
+def test_generated_tokens_are_found_by_the_next_turn(make: Any) -> None:
+    manager = make(32, page_size=4)
+    turn = claimed(manager, range(6))
+    for token in range(100, 107):
+        run(manager, [turn], token)
+    manager.release(turn.request_id)
+    following = claimed(manager, [*range(6), *range(100, 107), 50, 51])
+    assert manager.maybe_reserve(following)
+    assert following.start_idx == 12  # 12 of the 13 tokens have KV: three full pages
+
+
+def test_salts_keep_requests_apart(make: Any) -> None:
+    manager = make(32, page_size=4)
+    run(manager, [claimed(manager, range(9), cache_salt="a")])
+    for salt, start in (("b", 0), (None, 0), ("", 0), ("a", 8)):
+        context = claimed(manager, range(9), cache_salt=salt)
+        assert manager.maybe_reserve(context)
+        assert context.start_idx == start, salt
+
+
+def test_a_chunk_picks_up_what_another_request_committed_meanwhile(make: Any) -> None:
+    manager = make(32, page_size=4)
+    slow = claimed(manager, range(20))
+    assert manager.maybe_reserve(slow)
+    slow.set_token_indices(active_idx=5)
+    run(manager, [slow])
+    assert (slow.start_idx, slow.active_idx) == (5, 20)
+    quick = claimed(manager, range(20))
+    run(manager, [quick])
+    free = manager.num_free_blocks
+    assert manager.maybe_reserve(slow)
+    assert slow.start_idx == 16
+    assert manager.get_req_blocks(slow.request_id)[:4] == manager.get_req_blocks(quick.request_id)[:4]
+    assert manager.num_free_blocks == free + 3  # its own copies of pages 1 to 3 came back
+
+
+def test_a_hit_past_the_chunk_moves_the_chunk(make: Any) -> None:
+    manager = make(32, page_size=4)
+    run(manager, [claimed(manager, range(20))])
+    context = claimed(manager, range(20))
+    context.set_token_indices(active_idx=2)
+    assert manager.maybe_reserve(context)
+    assert (context.start_idx, context.active_idx) == (16, 18)
+
+
+def test_without_caching_nothing_is_kept(make: Any) -> None:
+    manager = make(8, page_size=4, caching=False)
+    run(manager, [owner := claimed(manager, range(8))])
+    manager.release(owner.request_id)
+    again = claimed(manager, range(8))
+    assert manager.maybe_reserve(again)
+    assert again.start_idx == 0
+    assert manager.metrics.cache_tokens == 0
+
+
+def test_a_reset_request_that_kept_its_pages_finds_them_again(make: Any) -> None:
+    manager = make(8, page_size=4)
+    run(manager, [context := claimed(manager, range(10))])
+    context.reset()
+    assert manager.maybe_reserve(context)
+    assert context.start_idx == 8
+    assert manager.metrics.cache_tokens == 0  # no prompt token was saved: these ran here
+
+
+def test_pages_that_were_never_committed_go_before_useful_ones(make: Any) -> None:
+    manager = make(8, page_size=4)
+    run(manager, [useful := claimed(manager, range(12))])
+    manager.release(useful.request_id)
+    partial = claimed(manager, range(50, 53))
+    run(manager, [partial])
+    manager.release(partial.request_id)
+    assert manager.maybe_reserve(other := claimed(manager, range(200, 220)))
+    assert manager.metrics.evictions == 0
+    manager.release(other.request_id)
+    again = claimed(manager, range(12))
+    assert manager.maybe_reserve(again)
+    assert again.start_idx == 8
+
+
+def test_the_tail_of_a_prefix_is_evicted_first(make: Any) -> None:
+    manager = make(8, page_size=4)
+    run(manager, [old := claimed(manager, range(32))])
+    manager.release(old.request_id)
+    assert manager.maybe_reserve(new := claimed(manager, range(100, 108)))
+    assert manager.metrics.evictions == 2
+    manager.release(new.request_id)
+    again = claimed(manager, range(32))
+    assert manager.maybe_reserve(again)
+    assert again.start_idx == 24
+
+
+def test_least_recently_used_goes_first_and_a_hit_renews(make: Any) -> None:
+    manager = make(6, page_size=4)
+    for start in (0, 100, 200):
+        run(manager, [one := claimed(manager, range(start, start + 8))])
+        manager.release(one.request_id)
+    run(manager, [again := claimed(manager, range(8))])
+    manager.release(again.request_id)
+    run(manager, [claimed(manager, range(300, 308))])  # takes the pages of 100
+    for start, hit in ((0, 4), (200, 4), (100, 0)):
+        probe = TextContext(range(start, start + 8), 64)
+        with manager.claim(probe):
+            assert manager.maybe_reserve(probe)
+            assert probe.start_idx == hit, start
+
+
+def test_reset_prefix_cache_forgets_only_what_nobody_holds(make: Any) -> None:
+    manager = make(32, page_size=4)
+    run(manager, [held := claimed(manager, range(9))])
+    run(manager, [gone := claimed(manager, range(100, 109))])
+    manager.release(gone.request_id)
+    manager.reset_prefix_cache()
+    for tokens, start in ((range(9), 8), (range(100, 109), 0)):
+        context = claimed(manager, tokens)
+        assert manager.maybe_reserve(context)
+        assert context.start_idx == start
+    assert manager.contains(held.request_id)
+
+
+# ---- fetch
+
+
+def test_fetch_never_allocates(make: Any) -> None:
+    manager = make(8, page_size=4)
+    context = claimed(manager, range(4), request_id="short")
+    with pytest.raises(NotReservedError, match="'short': 4 tokens.*hold 0.*maybe_reserve"):
+        manager.fetch([context])
+    assert manager.maybe_reserve(context)
+    manager.fetch([context])
+    with pytest.raises(NotReservedError, match="'short': 5 tokens.*hold 4"):
+        manager.fetch([context], num_steps=2)
+    assert manager.num_free_blocks == 7
+
+
+def test_unused_entries_name_the_null_page(make: Any) -> None:
+    manager = make(8, page_size=4)
+    long, short = claimed(manager, range(9)), claimed(manager, range(50, 52))
+    assert manager.reserve_batch([long, short]).all()
+    (entry,) = manager.fetch([long, short])
+    assert entry.lookup_table.tolist() == [[1, 2, 3], [4, 0, 0]]
+    assert not entry.blocks[0].any()
+
+
+def test_a_batch_in_any_order_gets_its_own_rows(make: Any) -> None:
+    manager = make(32, page_size=4)
+    contexts = [claimed(manager, range(start, start + 5)) for start in (0, 10, 20, 30)]
+    assert manager.reserve_batch(contexts).all()
+    for order in ([0, 1, 2, 3], [3, 1], [2], [1, 2, 3], [3, 2, 1, 0]):
+        (entry,) = manager.fetch([contexts[at] for at in order])
+        wanted = [manager.get_req_blocks(contexts[at].request_id) for at in order]
+        assert entry.lookup_table.tolist() == wanted
+
+
+def test_rows_in_claim_order_are_a_view_of_the_block_table(make: Any) -> None:
+    manager = make(32, page_size=4)
+    contexts = [claimed(manager, range(start, start + 5)) for start in (0, 10)]
+    assert manager.reserve_batch(contexts).all()
+    first, second = manager.fetch(contexts)[0], manager.fetch(contexts)[0]
+    assert first.lookup_table.data_ptr() == second.lookup_table.data_ptr()
+
+
+def test_an_empty_batch_and_an_empty_replica(make: Any) -> None:
+    manager = make(8, page_size=4, dp=2)
+    context = claimed(manager, range(5), 1)
+    assert manager.maybe_reserve(context)
+    empty, full = manager.fetch([context])
+    assert empty.lookup_table.shape == (0, 0)
+    assert empty.cache_lengths.shape == (0,)
+    assert empty.max_lengths.tolist() == [[0, 0]]
+    assert full.max_lengths.tolist() == [[5, 5]]
+    assert [len(entry.cache_lengths) for entry in manager.fetch([])] == [0, 0]
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 1), (1, 2), (2, 2), (2, 4)])
+def test_entries_are_replica_major_and_shards_share_a_table(make: Any, dp: int, tp: int) -> None:
+    manager = make(16, page_size=4, dp=dp, tp=tp, heads=4)
+    contexts = [claimed(manager, range(at, at + 6), at % dp) for at in range(5)]
+    assert manager.reserve_batch(contexts).all()
+    entries = manager.fetch(contexts)
+    assert len(entries) == dp * tp
+    for replica in range(dp):
+        wanted = [manager.get_req_blocks(context.request_id) for context in contexts[replica::dp]]
+        for shard in range(tp):
+            entry = entries[replica * tp + shard]
+            assert entry.lookup_table.tolist() == wanted
+            assert entry.blocks.shape == (17, 2, 1, 4, 4 // tp, 2)
+            assert entry.blocks is manager.device_tensors[replica][shard]
+    pools = {entry.blocks.data_ptr() for entry in entries}
+    assert len(pools) == dp * tp
+
+
+def test_pages_are_head_major_runs(make: Any) -> None:
+    manager = make(4, page_size=8, layers=3, heads=2, head_dim=5)
+    blocks = manager.device_tensors[0][0]
+    assert blocks.shape == (5, 2, 3, 8, 2, 5)
+    assert blocks.permute(0, 4, 2, 1, 3, 5).is_contiguous()  # page, head, layer, side, token, dim
+
+
+def test_mla_has_one_side(make: Any) -> None:
+    manager = make(4, page_size=4, heads=1, tp=2, params={"is_mla": True})
+    assert [tuple(blocks.shape) for blocks in manager.device_tensors[0]] == [(5, 1, 1, 4, 1, 2)] * 2
+    assert manager.total_num_pages == 4
+
+
+# ---- step and release
+
+
+def test_step_refuses_tokens_that_have_no_page_before_touching_any_request(make: Any) -> None:
+    manager = make(8, page_size=4)
+    fine, wrong = claimed(manager, range(4)), claimed(manager, range(50, 54), request_id="wrong")
+    assert manager.maybe_reserve(fine)
+    fine.update(1)
+    wrong.update(1)
+    with pytest.raises(NotReservedError, match="'wrong': 4 tokens computed.*hold 0"):
+        manager.step([fine, wrong])
+    with pytest.raises(InvalidRequestError):
+        manager.block_table(fine.request_id)  # its step did not happen
+
+
+def test_release_gives_everything_back_once(make: Any) -> None:
+    manager = make(8, page_size=4)
+    run(manager, [context := claimed(manager, range(9))])
+    manager.release(context.request_id)
+    assert manager.num_free_blocks == 8
+    with pytest.raises(UnknownRequestError, match="release"):
+        manager.release(context.request_id)
+
+
+# ---- replicas
+
+
+def test_recommendation_is_the_own_replica_else_the_least_claimed(make: Any) -> None:
+    manager = make(32, page_size=4, dp=3)
+    first = claimed(manager, range(5), 2)
+    assert manager.get_or_recommend_replica(first) == 2
+    fresh = TextContext(range(50, 55), 64)
+    assert manager.get_or_recommend_replica(fresh) == 0
+    manager.external_claim("x", 0)
+    assert manager.get_or_recommend_replica(fresh) == 1
+
+
+def test_recommendation_follows_a_cached_prefix(make: Any) -> None:
+    manager = make(64, page_size=4, dp=2)
+    run(manager, [owner := claimed(manager, range(80), 1)])
+    manager.release(owner.request_id)
+    assert manager.get_or_recommend_replica(TextContext(range(90), 128)) == 1
+    assert manager.get_or_recommend_replica(TextContext(range(200, 290), 512)) == 0
+
+
+def test_data_parallel_splits_are_cumulative_and_want_order(make: Any) -> None:
+    manager = make(16, dp=2)
+    one, two, three = (claimed(manager, [1, 2], replica) for replica in (0, 1, 1))
+    splits = manager.get_data_parallel_splits([one, two, three])
+    assert splits.dtype == torch.int64
+    assert splits.tolist() == [0, 1, 3]
+    assert manager.get_data_parallel_splits([]).tolist() == [0, 0, 0]
+    with pytest.raises(InvalidRequestError, match="not ordered by replica"):
+        manager.get_data_parallel_splits([two, one])
+
+
+def test_increment_splits_the_offsets_over_replicas_and_refuses_what_does_not_fit(make: Any) -> None:
+    manager = make(16, page_size=4, dp=2, tp=2, heads=2)
+    contexts = [claimed(manager, range(count), replica) for count, replica in ((3, 0), (5, 1), (2, 1))]
+    assert manager.reserve_batch(contexts, 2).all()
+    entries = manager.fetch(contexts, 2)
+    before = list(entries)
+    ran = SimpleNamespace(input_row_offsets=torch.tensor([0, 3, 8, 10]), data_parallel_splits=[0, 1, 3])
+    for offsets, splits in (([0, 3, 8], [0, 1, 2]), ([0, 3, 8, 10], [0, 1]), ([0, 3, 8, 10], [0, 2, 3])):
+        bad = SimpleNamespace(input_row_offsets=torch.tensor(offsets), data_parallel_splits=splits)
+        with pytest.raises(InvalidRequestError):
+            manager.increment_cache_lengths(entries, bad)
+        assert entries == before
+    manager.increment_cache_lengths(entries, ran)
+    assert [entry.cache_lengths.tolist() for entry in entries] == [[3], [3], [5, 2], [5, 2]]
+
+
+# ---- counters
+
+
+def test_metrics_count_each_prompt_token_once(make: Any) -> None:
+    manager = make(64, page_size=4)
+    context = claimed(manager, range(20))
+    assert manager.maybe_reserve(context)
+    for end in (8, 15):
+        context.set_token_indices(active_idx=end)
+        run(manager, [context])
+    for _ in range(5):
+        run(manager, [context])
+    assert manager.metrics == KVCacheMetrics(input_tokens=20)
+    run(manager, [claimed(manager, range(20))])
+    assert (manager.metrics.input_tokens, manager.metrics.cache_tokens) == (24, 16)
+    assert manager.metrics.prompt_tokens == 40
+    assert manager.metrics.cache_hit_rate == pytest.approx(0.4)
+    manager.reset_metrics()
+    assert manager.metrics == KVCacheMetrics()
+    assert manager.metrics.cache_hit_rate == 0.0
+
+
+def test_shares_are_fractions_over_replicas(make: Any) -> None:
+    manager = make(8, page_size=4, dp=2)
+    assert manager.total_num_pages == 16
+    assert manager.maybe_reserve(claimed(manager, range(16), 0))
+    assert manager.num_free_blocks == 12
+    assert manager.free_blocks_pct == pytest.approx(0.75)
+    assert manager.used_blocks_pct == pytest.approx(0.25)
+    assert (manager.total_num_host_pages, manager.host_committed_block_pct) == (0, 0.0)
+
+
+# ---- construction
+
+
+def test_attributes(make: Any) -> None:
+    manager = make(8, page_size=4, dp=2, tp=2)
+    assert manager.page_size == 4
+    assert manager.num_replicas == 2
+    assert manager.enable_prefix_caching
+    assert not manager.enable_kvcache_swapping_to_host
+    assert manager.devices_per_replica == [[torch.device("cpu")] * 2] * 2
+
+
+def params(**changes: Any) -> KVCacheParams:
+    return KVCacheParams(**{"dtype": torch.float32, "n_kv_heads": 1, "head_dim": 2, **changes})
+
+
+def test_page_size_of_params_wins_over_the_default_but_two_choices_clash() -> None:
+    build = {"max_batch_size": 1, "max_seq_len": 64, "num_layers": 1, "devices": ["cpu"], "available_cache_memory": 1 << 16}
+    assert PagedKVCacheManager(params(), **build).page_size == 128
+    assert PagedKVCacheManager(params(), **build, page_size=32).page_size == 32
+    assert PagedKVCacheManager(params(page_size=16), **build).page_size == 16
+    assert PagedKVCacheManager(params(page_size=16), **build, page_size=16).page_size == 16
+    with pytest.raises(InvalidParamsError, match="32 in the call and 16 in the params"):
+        PagedKVCacheManager(params(page_size=16), **build, page_size=32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_batch_size": 0}, "max_batch_size is 0"),
+        ({"max_seq_len": 0}, "max_seq_len is 0"),
+        ({"num_layers": 0}, "num_layers is 0"),
+        ({"devices": ["cpu", "cpu"]}, "2 devices given, params.n_devices is 1"),
+        ({"available_cache_memory": None}, "available_cache_memory"),
+        ({"available_cache_memory": 2047}, "2047 bytes.*one page takes 2048"),
+    ],
+)
+def test_sizes_that_cannot_work(changes: dict[str, Any], message: str) -> None:
+    good = {"max_batch_size": 1, "max_seq_len": 64, "num_layers": 1, "devices": ["cpu"], "available_cache_memory": 1 << 16}
+    with pytest.raises((InvalidParamsError, PoolTooSmallError), match=message):
+        PagedKVCacheManager(params(), **{**good, **changes})
+
+
+def test_what_falls_short_is_said(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    make(2, page_size=4, rows=8, max_seq_len=256, params={"enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": 1})
+    assert "2 pages a replica for up to 8 requests" in caplog.text
+    assert "max_seq_len 256 cannot run" in caplog.text
+    assert "no host tier" in caplog.text
+
+
+def test_any_context_of_the_shape_serves(make: Any) -> None:
+    class Own:
+        """A scheduler's own context: no hasher, no salt."""
+
+        def __init__(self, tokens: list[int]) -> None:
+            self.request_id = f"own-{id(self)}"
+            self.tokens = np.array(tokens, np.int64)
+            self.start_idx, self.active_idx = 0, len(tokens)
+
+        @property
+        def end_idx(self) -> int:
+            return len(self.tokens)
+
+        current_length = end_idx
+
+        @property
+        def active_length(self) -> int:
+            return self.active_idx - self.start_idx
+
+        def update(self, token: int) -> None:
+            self.tokens = np.append(self.tokens, token)
+            self.start_idx, self.active_idx = self.active_idx, len(self.tokens)
+
+        def set_token_indices(self, start_idx: int | None = None, active_idx: int | None = None, end_idx: int | None = None) -> None:
+            assert end_idx is None
+            self.start_idx = self.start_idx if start_idx is None else start_idx
+            self.active_idx = self.active_idx if active_idx is None else active_idx
+
+    manager = make(32, page_size=4)
+    first, second = Own(list(range(10))), Own(list(range(10)))
+    for own in (first, second):
+        manager.external_claim(own.request_id)
+        for _ in range(6):
+            run(manager, [own])  # type: ignore[list-item]
+    assert second.start_idx == first.start_idx == 15
+    assert manager.get_req_blocks(first.request_id)[:3] == manager.get_req_blocks(second.request_id)[:3]
+    assert manager.metrics.cache_tokens == 8
+    shipped = claimed(manager, range(10))
+    assert manager.maybe_reserve(shipped)
+    assert shipped.start_idx == 8  # the same digests, whoever carries them
+
+
+def test_a_context_that_refuses_its_new_start_leaves_the_pages_alone(make: Any) -> None:
+    class Stubborn(TextContext):
+        def set_token_indices(self, *_: Any, **__: Any) -> None:
+            raise ZeroDivisionError
+
+    manager = make(32, page_size=4)
+    run(manager, [claimed(manager, range(10))])
+    free = manager.num_free_blocks
+    stubborn = Stubborn(range(10), 64)
+    manager.external_claim(stubborn.request_id)
+    with pytest.raises(ZeroDivisionError):
+        manager.maybe_reserve(stubborn)
+    assert manager.num_free_blocks == free
+    assert manager.get_req_blocks(stubborn.request_id) == []
