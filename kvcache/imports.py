@@ -132,5 +132,6 @@ def finish_import(replica: Replica, context: Context, pending: PendingImport) ->
     context.set_token_indices(start_idx=cached, active_idx=context.end_idx)
     replica.close_import(pending)
     rows = replica.rows
-    rows.counted[row] = max(int(rows.counted[row]), cached)  # they ran elsewhere
+    # The prompt ran elsewhere: what follows are generated tokens, and none of them counts as input here.
+    rows.prompt[row] = rows.counted[row] = cached
     replica.step(row, context)

@@ -29,7 +29,7 @@ def allocate_blocks(layout: PageLayout, num_pages: int, device: torch.device) ->
             flat = _huge_pages(elements * layout.itemsize).view(dtype)[:elements]
         else:
             flat = torch.zeros(elements, dtype=dtype, device=device)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, OverflowError, ValueError, RuntimeError) as error:
         raise PoolTooSmallError(
             f"{device} cannot hold {num_pages} pages of {layout.page_bytes} bytes: {error}"
         ) from error

@@ -38,7 +38,9 @@ class ModelReplica:
     def content(self, tokens: list[int], salt: str | None, page: int) -> Content:
         return (salt, *tokens[: (page + 1) * self.page_size])
 
-    def reserve(self, name: str, tokens: list[int], salt: str | None, start: int, active: int, steps: int) -> int | None:
+    def reserve(
+        self, name: str, tokens: list[int], salt: str | None, start: int, active: int, steps: int
+    ) -> int | None:
         """The new start, or None where it does not fit."""
         held = self.requests[name]
         needed = -(-(len(tokens) + steps - 1) // self.page_size)

@@ -115,7 +115,7 @@ class AgainstModel(RuleBasedStateMachine):
             # Two requests share a page in the manager exactly where they share one in the model.
             for mine, theirs in zip(pages, held, strict=True):
                 assert names.setdefault((replica, mine), theirs) == theirs
-        assert len(set(names.values())) == len({theirs for theirs in names.values()})
+        assert len({(replica, theirs) for (replica, _), theirs in names.items()}) == len(names)
 
     def teardown(self) -> None:
         for request_id in list(self.live):

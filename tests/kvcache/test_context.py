@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcache import InvalidRequestError, Retention, SequenceTooLongError, TextContext
+
+
+def indices(context: TextContext) -> tuple[int, int, int]:
+    return context.start_idx, context.active_idx, context.end_idx
+
+
+def test_a_prompt_of_a_thousand_and_ten_updates() -> None:
+    context = TextContext(range(1000), 2000)
+    assert indices(context) == (0, 1000, 1000)
+    for token in range(10):
+        context.update(token)
+    assert indices(context) == (1009, 1010, 1010)
+    assert (context.active_length, context.current_length) == (1, 1010)
+    assert context.tokens.tolist() == [*range(1000), *range(10)]
+
+
+def test_a_chunk_that_is_not_the_last_appends_nothing() -> None:
+    context = TextContext(range(10), 20)
+    context.set_token_indices(active_idx=4)
+    context.update(99)
+    assert indices(context) == (4, 10, 10)
+    context.update(99)
+    assert indices(context) == (10, 11, 11)
+    assert context.tokens.tolist() == [*range(10), 99]
+
+
+def test_reset_runs_every_known_token_again() -> None:
+    context = TextContext(range(5), 20)
+    context.update(7)
+    context.reset()
+    assert indices(context) == (0, 6, 6)
+
+
+@pytest.mark.parametrize(
+    "tokens", [[], [[1, 2]], [1.5], ["a"], [-1], [1 << 31], None, [1, [2]], np.zeros(0, np.int64), [1 << 70]]
+)
+def test_tokens_that_are_none(tokens: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="request 'bad'"):
+        TextContext(tokens, 8, "bad")
+
+
+def test_limits_are_named() -> None:
+    with pytest.raises(SequenceTooLongError, match="'a': 9 tokens, max_length is 8"):
+        TextContext(range(9), 8, "a")
+    context = TextContext(range(7), 8, "a")
+    context.update(1)
+    with pytest.raises(SequenceTooLongError, match="'a': token 9 is past its max_length 8"):
+        context.update(1)
+    assert indices(context) == (7, 8, 8)
+    with pytest.raises(InvalidRequestError, match="token -1"):
+        TextContext([1], 8, "a").update(-1)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"start_idx": -1}, {"start_idx": 5}, {"active_idx": 6}, {"active_idx": 0}, {"end_idx": 6}, {"end_idx": 4}]
+)
+def test_indices_out_of_order_move_nothing(bad: dict[str, int]) -> None:
+    context = TextContext(range(5), 8)
+    with pytest.raises(InvalidRequestError, match="not ordered within its 5 tokens"):
+        context.set_token_indices(**bad)
+    assert indices(context) == (0, 5, 5)
+
+
+def test_dropped_tokens_are_not_remembered_by_their_hashes() -> None:
+    context = TextContext(range(5), 8)
+    context.prefix_hasher = object()  # type: ignore[assignment]
+    context.set_token_indices(active_idx=3, end_idx=3)
+    assert context.prefix_hasher is None
+    assert context.tokens.tolist() == [0, 1, 2]
+
+
+def test_the_prompt_is_copied_and_ids_are_made() -> None:
+    prompt = np.arange(3)
+    one, two = TextContext(prompt, 8), TextContext(prompt, 8, retention=Retention(session_continues=True))
+    prompt[:] = 9
+    assert one.tokens.tolist() == [0, 1, 2]
+    assert one.request_id != two.request_id
+    assert two.retention == Retention(session_continues=True)
+    assert one.request_id in repr(one)

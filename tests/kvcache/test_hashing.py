@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import hashlib
+import itertools
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from kvcache import TextContext
+from kvcache.hashing import DIGEST_BYTES, PrefixHasher, hasher_of
+from kvcache.params import HashAlgorithm
+
+ALGORITHMS: tuple[HashAlgorithm, ...] = ("sha256", "xxh3_128")
+
+
+def tokens(count: int) -> np.ndarray:
+    return np.arange(count, dtype=np.int32) * 7919 % 50021
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_extending_equals_hashing_at_once(algorithm: HashAlgorithm) -> None:
+    whole = PrefixHasher(algorithm, 4, None).digests(tokens(40), 0, 10)
+    assert whole.shape == (10, DIGEST_BYTES[algorithm] // 8)
+    grown = PrefixHasher(algorithm, 4, None)
+    for pages in (1, 1, 3, 7, 10):
+        assert (grown.digests(tokens(pages * 4 + 1), 0, pages) == whole[:pages]).all()
+    assert (grown.digests(tokens(40), 3, 6) == whole[3:6]).all()
+    assert len(np.unique(whole, axis=0)) == 10
+
+
+def test_sha256_digests_are_whole_and_cover_the_prefix() -> None:
+    hasher = PrefixHasher("sha256", 4, "salt")
+    fields = (b"sha256", b"4", b"=salt")
+    seed = b"pagewire/1" + b"".join(struct.pack("<I", len(field)) + field for field in fields)
+    for page in range(3):
+        wanted = hashlib.sha256(seed + tokens((page + 1) * 4).tobytes()).digest()
+        assert hasher.digests(tokens(12), page, page + 1).tobytes() == wanted
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_anything_that_differs_makes_every_later_digest_differ(algorithm: HashAlgorithm) -> None:
+    base = PrefixHasher(algorithm, 4, None).digests(tokens(24), 0, 6)
+    for place in range(24):
+        changed = tokens(24)
+        changed[place] += 1
+        other = PrefixHasher(algorithm, 4, None).digests(changed, 0, 6)
+        assert (other == base).all(axis=1).tolist() == [page < place // 4 for page in range(6)]
+
+
+def test_no_two_choices_of_salt_and_page_size_agree() -> None:
+    found = [
+        PrefixHasher(algorithm, size, salt).digests(tokens(24), 0, 1).tobytes()
+        for algorithm, size, salt in itertools.product(ALGORITHMS, (4, 8, 16), (None, "", "a", "4", "=a", "a\0"))
+    ]
+    assert len(set(found)) == len(found)
+
+
+def test_digests_are_the_same_in_another_process_and_for_any_integer_dtype() -> None:
+    code = (
+        "import numpy as np; from kvcache.hashing import PrefixHasher;"
+        "t = np.arange(40, dtype=np.int64) * 7919 % 50021;"
+        "print(PrefixHasher('sha256', 4, 's').digests(t, 0, 10).tobytes().hex())"
+    )
+    there = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)  # noqa: S603
+    assert there.stdout.strip() == PrefixHasher("sha256", 4, "s").digests(tokens(40), 0, 10).tobytes().hex()
+
+
+def test_a_context_carries_its_hasher_as_long_as_it_fits() -> None:
+    context = TextContext(range(8), 16, cache_salt="a")
+    kept = hasher_of(context, "sha256", 4)
+    assert hasher_of(context, "sha256", 4) is kept
+    assert hasher_of(context, "sha256", 8) is not kept
+    assert hasher_of(context, "xxh3_128", 8).algorithm == "xxh3_128"
+    context.cache_salt = "b"
+    assert hasher_of(context, "xxh3_128", 8).salt == "b"

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvcache import InvalidParamsError, KVCacheParams
+from kvcache.params import resolve_page_size
+
+
+def params(**changes: Any) -> KVCacheParams:
+    return KVCacheParams(**{"dtype": torch.bfloat16, "n_kv_heads": 8, "head_dim": 64, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "bfloat16"}, "dtype is 'bfloat16'"),
+        ({"n_kv_heads": 0}, "n_kv_heads is 0"),
+        ({"head_dim": -1}, "head_dim is -1"),
+        ({"head_dim": 1.5}, "head_dim is 1.5"),
+        ({"n_devices": True}, "n_devices is True"),
+        ({"n_devices": 1 << 11}, "n_devices is 2048: an integer from 1 to 1024"),
+        ({"page_size": 0}, "page_size is 0"),
+        ({"n_devices": 3, "data_parallel_degree": 2}, "n_devices is 3: not a multiple of data_parallel_degree 2"),
+        ({"n_devices": 3}, "n_kv_heads is 8: 3 shards"),
+        ({"hash_algorithm": "md5"}, "hash_algorithm is 'md5': one of sha256, xxh3_128"),
+        ({"page_order": "dim,token"}, "page_order is 'dim,token'"),
+        ({"enable_kvcache_swapping_to_host": True}, "needs enable_prefix_caching"),
+        (
+            {"enable_kvcache_swapping_to_host": True, "enable_prefix_caching": True, "host_kvcache_swap_space_gb": 0},
+            "host_kvcache_swap_space_gb is 0",
+        ),
+    ],
+)
+def test_what_cannot_work_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        params(**changes)
+    assert isinstance(caught.value, InvalidParamsError)
+
+
+@pytest.mark.parametrize(
+    ("heads", "tp", "shards"),
+    [
+        (8, 1, [range(8)]),
+        (8, 2, [range(4), range(4, 8)]),
+        (2, 4, [range(1), range(1), range(1, 2), range(1, 2)]),
+        (1, 3, [range(1)] * 3),
+    ],
+)
+def test_heads_are_split_or_shared(heads: int, tp: int, shards: list[range]) -> None:
+    made = params(n_kv_heads=heads, n_devices=tp)
+    assert [made.heads_of_shard(shard) for shard in range(tp)] == shards
+    assert made.n_kv_heads_per_device == len(shards[0])
+
+
+def test_bytes_count_all_shards_of_a_replica() -> None:
+    assert params().bytes_per_token(10) == 2 * 10 * 8 * 64 * 2
+    assert params(n_devices=4).bytes_per_token(10) == 2 * 10 * 8 * 64 * 2
+    assert params(n_devices=4, data_parallel_degree=2).bytes_per_token(10) == 2 * 10 * 8 * 64 * 2
+    assert params(n_kv_heads=1, n_devices=4, is_mla=True).bytes_per_token(10) == 10 * 4 * 64 * 2
+
+
+def test_page_size_comes_from_the_params_then_the_call_then_the_default() -> None:
+    assert resolve_page_size(params(), None) == 128
+    assert resolve_page_size(params(page_size=16), None) == 16
+    assert resolve_page_size(params(), 32) == 32
+    with pytest.raises(InvalidParamsError, match="page_size is 0"):
+        resolve_page_size(params(), 0)

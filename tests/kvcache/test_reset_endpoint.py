@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from kvcache import InvalidParamsError, TextContext
+
+
+def test_a_message_makes_the_next_fetch_forget(make: Any, tmp_path: Path) -> None:
+    base = f"ipc://{tmp_path}/pw"
+    manager = make(16, page_size=4, zmq_endpoint_base=base)
+    owner = TextContext(range(9), 64)
+    with manager.claim(owner):
+        assert manager.maybe_reserve(owner)
+        owner.update(1)
+        manager.step([owner])
+    with zmq.Context() as context, context.socket(zmq.PUSH) as push:
+        push.connect(f"{base}-reset_prefix_cache")
+        for _ in range(3):
+            push.send(b"anything")
+        probe = TextContext(range(9), 64)
+        assert manager.get_or_recommend_replica(probe) == 0
+        deadline = time.monotonic() + 5
+        while manager._replicas[0].pool.idle.count and time.monotonic() < deadline:
+            manager.fetch([])
+    assert manager._replicas[0].pool.idle.count == 0
+    manager.external_claim(probe.request_id)
+    assert manager.maybe_reserve(probe)
+    assert probe.start_idx == 0
+
+
+def test_an_address_that_cannot_be_bound_is_named(make: Any) -> None:
+    with pytest.raises(InvalidParamsError, match="zmq_endpoint_base 'ipc:///no/such/folder/x'"):
+        make(4, zmq_endpoint_base="ipc:///no/such/folder/x")
+
+
+def test_closing_twice_is_fine_and_frees_the_address(make: Any, tmp_path: Path) -> None:
+    for _ in range(2):
+        manager = make(4, zmq_endpoint_base=f"ipc://{tmp_path}/pw")
+        manager.close()
+        manager.close()
+
+
+def test_without_caching_no_socket_is_opened(make: Any) -> None:
+    make(4, caching=False, zmq_endpoint_base="ipc:///no/such/folder/x")

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvcache import InvalidParamsError, KVCacheParams, PagedKVCacheManager
+
+
+def params(**changes: Any) -> KVCacheParams:
+    return KVCacheParams(**{"dtype": torch.float16, "n_kv_heads": 4, "head_dim": 8, "page_size": 16, **changes})
+
+
+PAGE = 2 * 3 * 4 * 8 * 2 * 16  # bytes of a page of 3 layers
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_pages_follow_from_the_budget_of_each_replica(dp: int, tp: int) -> None:
+    made = params(n_devices=dp * tp, data_parallel_degree=dp)
+    manager = PagedKVCacheManager(made, 8, 64, 3, ["cpu"] * (dp * tp), available_cache_memory=PAGE * 7 * dp + PAGE - 1)
+    assert manager.total_num_pages == 7 * dp
+    shard = manager.device_tensors[0][0]
+    assert shard.shape[0] == 8  # and the null page
+    assert sum(tensor.nbytes for tensor in manager.device_tensors[0]) == 8 * PAGE
+
+
+def test_longest_sequence_is_per_replica_and_whole_pages() -> None:
+    longest = PagedKVCacheManager.max_supported_sequence_length
+    assert longest(params(), 3, PAGE * 7 + PAGE // 2) == 7 * 16
+    assert longest(params(n_devices=2, data_parallel_degree=2), 3, PAGE * 7) == 3 * 16
+    assert longest(params(n_devices=2), 3, PAGE * 7) == 7 * 16
+    assert longest(params(), 3, PAGE - 1) == 0
+
+
+def test_estimate_is_the_budget_or_what_full_requests_take() -> None:
+    estimate = PagedKVCacheManager.estimated_memory_size
+    two = params(n_devices=2, data_parallel_degree=2)
+    assert estimate(params(), 4, 33, 3, 1 << 40, ["cpu"]) == 4 * 3 * PAGE
+    assert estimate(params(), 4, 33, 3, 1000, ["cpu"]) == 1000
+    assert estimate(two, 4, 33, 3, 1 << 40, ["cpu"] * 2) == 4 * 3 * PAGE  # not twice: the batch is split
+    assert estimate(two, 5, 33, 3, 1 << 40, ["cpu"] * 2) == 6 * 3 * PAGE
+    with pytest.raises(InvalidParamsError, match="1 devices given"):
+        estimate(two, 4, 33, 3, 1 << 40, ["cpu"])
+
+
+def test_batch_size_derives_from_the_budget() -> None:
+    infer = PagedKVCacheManager.infer_optimal_batch_size
+    assert infer(params(), 33, 3, PAGE * 3 * 5 + PAGE, ["cpu"]) == 5
+    assert infer(params(), 33, 3, PAGE, ["cpu"]) == 1
+    assert infer(params(), 33, 3, 1 << 50, ["cpu"]) == 512
+    assert infer(params(n_devices=2, data_parallel_degree=2), 33, 3, PAGE * 3 * 5, ["cpu"] * 2) == 4
