@@ -25,7 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
         "demo",
         help="serve prompts across a prefill and a decode process",
         description="Serve prompts across a prefill and a decode process that pulls pages by NIXL READs. "
-        "Exit status: 0 if every output equals the model's own greedy output (rounding ties excepted, they are counted) "
+        "Exit status: 0 if every output equals the model's own greedy output (rounding ties are counted beside) "
         "and no page is left held; 1 if not; 2 if something does not work.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

@@ -16,6 +16,7 @@ from scheduler_adapters import messages as msg
 from scheduler_adapters.errors import AdapterError, PromptsError, WorkerError
 from scheduler_adapters.prompts import default_prompts, read_prompts, take
 from scheduler_adapters.report import Figures, Reporter
+from scheduler_adapters.worker import WorkerConfig
 from scheduler_adapters.workers import Workers
 
 if TYPE_CHECKING:
@@ -74,9 +75,9 @@ def run_demo(options: DemoOptions) -> int:
     reporter.line(f"model: {options.model or 'a small random Llama over bytes'}")
     model = load_model(options.model, options.seed).to(options.device)
     served = _requests(options, model, texts)
-    settings = _worker_settings(options, model, served)
+    config = _worker_config(options, model, served)
     reporter.line("starting a prefill and a decode process")
-    with Workers(**settings) as workers:
+    with Workers(config) as workers:
         reporter.line("  " + ", ".join(f"{role}: pid {pid}" for role, pid in workers.pids.items()))
         with reporter.phase("serving", len(served)) as show:
             serve(workers, served, options, show)
@@ -157,7 +158,7 @@ def _requests(options: DemoOptions, model: PreTrainedModel, texts: list[str] | N
     return served
 
 
-def _worker_settings(options: DemoOptions, model: PreTrainedModel, served: list[Served]) -> dict[str, object]:
+def _worker_config(options: DemoOptions, model: PreTrainedModel, served: list[Served]) -> WorkerConfig:
     """What both processes are told, checked: it fits the memory, and every prompt fits the cache."""
     from scheduler_adapters.hf import kv_params_of, num_layers_of  # noqa: PLC0415  (heavy, and of an optional extra)
 
@@ -177,18 +178,17 @@ def _worker_settings(options: DemoOptions, model: PreTrainedModel, served: list[
             f"{longest.request_id} has {len(longest.prompt):,} tokens and may get {options.max_new_tokens} more: "
             f"the cache holds {capacity:,} (--cache-mb {options.cache_mb:g})"
         )
-    return {
-        "model": options.model,
-        "seed": options.seed,
-        "page_size": options.page_size,
-        "cache_bytes": memory,
-        "max_seq_len": needed,
-        "max_requests": options.concurrency,
-        "token_budget": options.token_budget,
-        "tp": options.tp,
-        "device": options.device,
-        "threads": 1,
-    }
+    return WorkerConfig(
+        model=options.model,
+        seed=options.seed,
+        page_size=options.page_size,
+        cache_bytes=memory,
+        max_seq_len=needed,
+        max_requests=options.concurrency,
+        token_budget=options.token_budget,
+        tp=options.tp,
+        device=options.device,
+    )
 
 
 def _take(one: Served, message: msg.Tokens) -> bool:
@@ -206,7 +206,7 @@ def _take(one: Served, message: msg.Tokens) -> bool:
 def _compare(
     options: DemoOptions, model: PreTrainedModel, served: list[Served], reporter: Reporter
 ) -> tuple[list[str], int, bool]:
-    """Compare each output with the model's own: what to say about those that differ, ties, and whether all are equal."""
+    """Compare each output with the model's own: what to say of those that differ, ties, whether all are equal."""
     from scheduler_adapters.hf import is_rounding_tie, reference_tokens  # noqa: PLC0415  (heavy, and of an extra)
 
     notes, ties, equal = [], 0, True

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from kvcache.context import TextContext
-from kvcache.errors import KVCacheError, NoFreeRowError
+from kvcache.errors import AlreadyClaimedError, KVCacheError, NoFreeRowError
 from scheduler_adapters import messages as msg
 from scheduler_adapters.errors import WorkerError
 from scheduler_adapters.loop import Output, Request, ServingLoop, finish_reason
@@ -158,6 +158,7 @@ class DecodeServer:
         self._prefill = prefill
         self._front = front
         self._source: KVTransferEngineMetadata | None = None
+        self._open: set[str] = set()
         self._prefilling: dict[str, Request] = {}
         self._arrived: deque[_Arrival] = deque()
         self._pulling: dict[str, _Arrival] = {}
@@ -173,17 +174,19 @@ class DecodeServer:
     @property
     def open_requests(self) -> int:
         """Requests on their way."""
-        waiting = len(self._prefilling) + len(self._arrived) + len(self._pulling)
-        return waiting + self._loop.num_running + self._loop.num_waiting
+        return len(self._open)
 
     def submit(self, message: msg.Submit) -> None:
         """Have a prompt prefilled. What can never fit fails at once, and alone."""
         request = Request(message.request_id, message.prompt, message.max_new_tokens, cache_salt=message.cache_salt)
         try:
+            if request.request_id in self._open:
+                raise AlreadyClaimedError(f"request {request.request_id!r} is on its way already")
             self._loop.context_for(request)
         except KVCacheError as error:
-            self._fail(request.request_id, error)
+            self._front.send(msg.encode(msg.Tokens(request_id=request.request_id, finished="error", error=str(error))))
             return
+        self._open.add(request.request_id)
         self._prefilling[request.request_id] = request
         self._send(msg.Prefill(request_id=request.request_id, prompt=message.prompt, cache_salt=message.cache_salt))
 
@@ -319,10 +322,9 @@ class DecodeServer:
         self._send(msg.Done(request_id=request_id))
         self._tell(request_id, (), "error", error)
 
-    def _fail(self, request_id: str, error: KVCacheError) -> None:
-        self._tell(request_id, (), "error", str(error))
-
     def _tell(self, request_id: str, tokens: tuple[int, ...], finished: str | None, error: str = "") -> None:
+        if finished:
+            self._open.discard(request_id)
         message = msg.Tokens(request_id=request_id, tokens=tokens, finished=finished, error=error)
         self._front.send(msg.encode(message))
 

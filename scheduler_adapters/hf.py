@@ -19,7 +19,7 @@ from scheduler_adapters.paged_attention import PagedBatch, no_attention_mask, pa
 from scheduler_adapters.tiny import ByteTokenizer, tiny_llama
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Generator, Sequence
 
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -189,7 +189,7 @@ def eos_token_ids_of(model: PreTrainedModel) -> frozenset[int]:
 
 
 @contextmanager
-def own_attention(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+def own_attention(model: PreTrainedModel) -> Generator[PreTrainedModel]:
     """The model with its own attention (SDPA); afterwards what it had before."""
     before = model.config._attn_implementation  # noqa: SLF001  (the library has no public getter)
     _set_attention(model, _OWN_ATTENTION)
@@ -243,7 +243,7 @@ def _register() -> None:
     transformers.AttentionMaskInterface.register(ATTENTION, no_attention_mask)
 
 
-def _set_attention(model: PreTrainedModel, name: str) -> None:
+def _set_attention(model: PreTrainedModel, name: str | None) -> None:
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:  # noqa: SLF001  (set_attn_implementation only logs a refusal)
         raise UnsupportedModelError(f"{type(model).__name__} does not use the attention interface of transformers")

@@ -23,13 +23,13 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
     """Base of all messages; the name of the class is the tag."""
 
 
-class Hello(Message, tag=True):
+class Hello(Message, frozen=True, kw_only=True, tag=True):
     """The first message in each direction between decode and prefill: who is there, and its transfer engine."""
 
     engine: KVTransferEngineMetadata
 
 
-class Submit(Message, tag=True):
+class Submit(Message, frozen=True, kw_only=True, tag=True):
     """Front to decode: serve this prompt."""
 
     request_id: str
@@ -38,7 +38,7 @@ class Submit(Message, tag=True):
     cache_salt: str | None = None
 
 
-class Tokens(Message, tag=True):
+class Tokens(Message, frozen=True, kw_only=True, tag=True):
     """Decode to front: new tokens of a request, its end, or its failure."""
 
     request_id: str
@@ -47,7 +47,7 @@ class Tokens(Message, tag=True):
     error: str = ""
 
 
-class Prefill(Message, tag=True):
+class Prefill(Message, frozen=True, kw_only=True, tag=True):
     """Decode to prefill: compute this prompt and keep its pages until told."""
 
     request_id: str
@@ -55,7 +55,7 @@ class Prefill(Message, tag=True):
     cache_salt: str | None = None
 
 
-class Prefilled(Message, tag=True):
+class Prefilled(Message, frozen=True, kw_only=True, tag=True):
     """Prefill to decode: the first token, and where the keys and values of the prompt lie."""
 
     request_id: str
@@ -63,44 +63,44 @@ class Prefilled(Message, tag=True):
     table: BlockTable
 
 
-class PrefillFailed(Message, tag=True):
+class PrefillFailed(Message, frozen=True, kw_only=True, tag=True):
     """Prefill to decode: it will not come. Nothing is held."""
 
     request_id: str
     error: str
 
 
-class Pulling(Message, tag=True):
+class Pulling(Message, frozen=True, kw_only=True, tag=True):
     """Decode to prefill: this READ is posted. The pages may go when its notification has come."""
 
     request_id: str
     transfer: TransferReqData
 
 
-class Done(Message, tag=True):
+class Done(Message, frozen=True, kw_only=True, tag=True):
     """Decode to prefill: nothing reads the pages of this request, and nothing will."""
 
     request_id: str
 
 
-class Ready(Message, tag=True):
+class Ready(Message, frozen=True, kw_only=True, tag=True):
     """Worker to front: set up, and connected to the other worker."""
 
     role: Role
 
 
-class Fatal(Message, tag=True):
+class Fatal(Message, frozen=True, kw_only=True, tag=True):
     """Worker to front: this process ends because of this error."""
 
     role: Role
     error: str
 
 
-class Ask(Message, tag=True):
+class Ask(Message, frozen=True, kw_only=True, tag=True):
     """Front to worker: send `Stats`."""
 
 
-class Stats(Message, tag=True):
+class Stats(Message, frozen=True, kw_only=True, tag=True):
     """Worker to front: its counters now.
 
     Attributes:
@@ -128,7 +128,7 @@ class Stats(Message, tag=True):
     pull_seconds: float = 0.0
 
 
-class Stop(Message, tag=True):
+class Stop(Message, frozen=True, kw_only=True, tag=True):
     """Front to worker: end."""
 
 

@@ -32,14 +32,14 @@ class _Group:
 
     Attributes:
         rows: int64 `[requests, queries]`, where the queries stand in the packed row.
-        pages: int64 `[requests, keys]`, page of each key; padding names the null page.
-        offsets: int64 `[requests, keys]`, token within that page.
+        pages: int64 `[requests, pages]`, the pages to read; padding names the null page.
+        stale: two int64 `[n]`, request and key, of the keys behind a request's last token in its last page.
         mask: bool `[requests, 1, queries, keys]`, True where a query sees a key.
     """
 
     rows: torch.Tensor
     pages: torch.Tensor
-    offsets: torch.Tensor
+    stale: tuple[torch.Tensor, ...]
     mask: torch.Tensor
 
 
@@ -91,10 +91,14 @@ class PagedBatch:
         parts, seen = [], 0
         for pool, heads in self._shards(kv_heads):
             if heads.stop > seen:  # with more shards than heads, several hold the same one
-                parts.append(pool[:, side, layer][group.pages, group.offsets])
+                tiles = pool[:, side, layer].transpose(1, 2)  # [pages, heads, tokens, dim]
+                local = torch.arange(tiles.shape[1], device=tiles.device)
+                parts.append(tiles[group.pages[:, None], local[None, :, None]])  # [requests, heads, pages, tokens, dim]
                 seen = heads.stop
-        states = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-        return states.transpose(1, 2)
+        states = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).flatten(2, 3)
+        # What an earlier owner left behind the last token may be anything: a NaN gets through any mask.
+        states[group.stale[0], :, group.stale[1]] = 0
+        return states
 
     def _shards(self, kv_heads: int) -> list[tuple[torch.Tensor, range]]:
         firsts = [shard * kv_heads // len(self._pools) for shard in range(len(self._pools))]
@@ -110,19 +114,20 @@ class PagedBatch:
         requests = torch.tensor(self._by_count[count], device=device)
         starts = self._starts[requests]
         ends = starts + count
-        # Only what the first query of a request can still see is read.
-        firsts = torch.zeros_like(starts) if window is None else (starts - window + 1).clamp(min=0)
-        longest = int((ends - firsts).max())
-        keys = firsts[:, None] + torch.arange(longest, device=device)
-        exists = keys < ends[:, None]
-        columns = keys.minimum(ends[:, None] - 1) // self._page_size
-        # Padding reads the null page, which holds zeros: a stale page may hold values that even a mask lets through.
-        pages = self._table[requests].gather(1, columns).where(exists, NULL_PAGE)
+        # Only pages that the first query of a request can still see are read.
+        first_keys = torch.zeros_like(starts) if window is None else (starts - window + 1).clamp(min=0)
+        first_pages, end_pages = first_keys // self._page_size, -(-ends // self._page_size)
+        columns = first_pages[:, None] + torch.arange(int((end_pages - first_pages).max()), device=device)
+        exists = columns < end_pages[:, None]
+        pages = self._table[requests].gather(1, columns.where(exists, 0)).where(exists, NULL_PAGE)
+        offsets = torch.arange(self._page_size, device=device)
+        keys = (columns[:, :, None] * self._page_size + offsets).flatten(1)
+        stale = (keys >= ends[:, None]) & exists.repeat_interleave(self._page_size, dim=1)
         steps = torch.arange(count, device=device)
         distance = (starts[:, None] + steps)[:, :, None] - keys[:, None, :]
         mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
         rows = self._first_rows[requests][:, None] + steps
-        return _Group(rows, pages, keys % self._page_size, mask[:, None])
+        return _Group(rows, pages, stale.nonzero(as_tuple=True), mask[:, None])
 
     def _check_shape(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         _, sides, layers, _, heads, dim = self._pools[0].shape

@@ -11,7 +11,7 @@ import msgspec
 from scheduler_adapters.errors import MissingExtraError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator
 
 _BAR_WIDTH = 32
 
@@ -69,7 +69,7 @@ class Reporter:
         self._console.print(text, markup=False, soft_wrap=True)
 
     @contextmanager
-    def phase(self, title: str, total: int) -> Iterator[Callable[[int, str], None]]:
+    def phase(self, title: str, total: int) -> Generator[Callable[[int, str], None]]:
         """Show how far a phase is. Yields a function that takes the number done, and a remark."""
         if not self._console.is_terminal:
             self.line(f"{title} ...")

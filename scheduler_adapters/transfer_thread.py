@@ -133,6 +133,7 @@ class TransferThread:
         def post() -> None:
             job = _Job(request_id, None, replicas[1], frozenset(pages[1]))
             self._jobs.append(job)
+            self._busy.update(True)
             try:
                 job.transfer = self._engine.initiate_read_transfer(remote, *pages, *replicas)
             except TransferError as error:

@@ -38,9 +38,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What one process is told.
 
     Attributes:
-        role: which server it runs.
-        front: endpoint of the parent, to connect to.
-        prefill: endpoint of the prefill server: it binds there, decode connects.
         model: model directory; None for the small Llama.
         seed: of the small Llama.
         page_size: tokens of a page.
@@ -51,11 +48,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         tp: shards that the heads are split over, all on `device`.
         device: torch device of the model and its pages.
         threads: of torch.
+        role: which server it runs.
+        front: endpoint of the parent, to connect to.
+        prefill: endpoint of the prefill server: it binds there, decode connects.
     """
 
-    role: msg.Role
-    front: str
-    prefill: str
     model: str | None
     seed: int
     page_size: int
@@ -65,7 +62,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     token_budget: int
     tp: int
     device: str
-    threads: int
+    threads: int = 1
+    role: msg.Role = "prefill"
+    front: str = ""
+    prefill: str = ""
 
 
 def die_with_parent() -> None:
@@ -77,7 +77,8 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def watch() -> None:
-        while sys.stdin.buffer.read(1):
+        # Not through sys.stdin: its lock, held by a reading thread, would abort an orderly exit.
+        while os.read(sys.stdin.fileno(), 1):
             pass
         os._exit(3)
 

@@ -14,29 +14,32 @@ import msgspec
 import zmq
 
 from scheduler_adapters import messages as msg
+from scheduler_adapters.disagg import received
 from scheduler_adapters.errors import WorkerError
-from scheduler_adapters.worker import WorkerConfig
 
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from scheduler_adapters.worker import WorkerConfig
+
 ROLES: tuple[msg.Role, msg.Role] = ("prefill", "decode")
 _START_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 10.0
+_LAST_WORDS_S = 0.2
 
 
 class Workers:
     """A prefill and a decode process, from `__enter__` to `__exit__`.
 
     Args:
-        settings: fields of `WorkerConfig`, all but `role`, `front` and `prefill`.
+        config: for both; `role`, `front` and `prefill` are filled in.
 
     Raises:
         WorkerError: from any method, when a process has died or does not answer. `__exit__` ends both then.
     """
 
-    def __init__(self, **settings: object) -> None:
-        self._settings = settings
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
         self._processes: dict[msg.Role, subprocess.Popen[bytes]] = {}
         self._logs: dict[msg.Role, IO[bytes]] = {}
         self._directory = tempfile.TemporaryDirectory(prefix="pagewire-")
@@ -54,11 +57,13 @@ class Workers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            for role in ROLES:
-                self.send(role, msg.Stop())
-            self._wait_for_exit(_STOP_TIMEOUT_S)
-        self._stop()
+        try:
+            if kind is None:
+                for role in ROLES:
+                    self.send(role, msg.Stop())
+                self._wait_for_exit(_STOP_TIMEOUT_S)
+        finally:
+            self._stop()
 
     @property
     def pids(self) -> dict[msg.Role, int]:
@@ -66,8 +71,16 @@ class Workers:
         return {role: process.pid for role, process in self._processes.items()}
 
     def send(self, role: msg.Role, message: msg.AnyMessage) -> None:
-        """Queue a message to one process."""
-        self._socket.send_multipart([role.encode(), msg.encode(message)])
+        """Queue a message to one process.
+
+        Raises:
+            WorkerError: it is gone.
+        """
+        try:
+            self._socket.send_multipart([role.encode(), msg.encode(message)])
+        except zmq.ZMQError as error:  # ROUTER_MANDATORY: there is no such peer any more
+            self._check_alive()
+            raise WorkerError(f"the {role} process cannot be reached: {error}") from error
 
     def receive(self, timeout_s: float) -> list[msg.AnyMessage]:
         """What the processes have sent, waiting up to `timeout_s` for the first of it.
@@ -75,15 +88,9 @@ class Workers:
         Raises:
             WorkerError: a process has ended, or says why it is about to.
         """
-        messages: list[msg.AnyMessage] = []
-        self._socket.poll(int(timeout_s * 1000))
-        while self._socket.poll(0):
-            _, data = self._socket.recv_multipart()
-            message = msg.decode(data)
-            if isinstance(message, msg.Fatal):
-                raise WorkerError(f"the {message.role} process failed: {message.error}")
-            messages.append(message)
-        if not messages:
+        messages = self._received(timeout_s)
+        if any(process.poll() is not None for process in self._processes.values()):
+            self._received(_LAST_WORDS_S)  # its own account of the end may still be under way
             self._check_alive()
         return messages
 
@@ -98,14 +105,28 @@ class Workers:
             self._check_deadline(deadline, set(found), timeout_s)
         return found
 
+    def _received(self, timeout_s: float) -> list[msg.AnyMessage]:
+        messages: list[msg.AnyMessage] = []
+        self._socket.poll(int(timeout_s * 1000))
+        for _, data in received(self._socket):
+            message = msg.decode(data)
+            if isinstance(message, msg.Fatal):
+                raise WorkerError(f"the {message.role} process failed: {message.error}")
+            messages.append(message)
+        return messages
+
     def _start(self) -> None:
         directory = Path(self._directory.name)
         front = f"ipc://{directory}/front"
-        self._socket.bind(front)
+        try:
+            self._socket.bind(front)
+        except zmq.ZMQError as error:
+            raise WorkerError(f"no socket can be made at {front!r}: {error}") from error
         # Without MANDATORY a message to a process that is not connected yet would vanish.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         for role in ROLES:
-            config = WorkerConfig(role=role, front=front, prefill=f"ipc://{directory}/prefill", **self._settings)
+            prefill = f"ipc://{directory}/prefill"
+            config = msgspec.structs.replace(self._config, role=role, front=front, prefill=prefill)
             self._processes[role] = self._spawn(role, msgspec.json.encode(config))
         ready: set[msg.Role] = set()
         deadline = time.monotonic() + _START_TIMEOUT_S
@@ -120,6 +141,7 @@ class Workers:
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
+            # Our own search path: the child finds what we found, however we were started.
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             start_new_session=True,  # Ctrl-C is ours to handle
         )

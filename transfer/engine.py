@@ -376,17 +376,20 @@ class KVTransferEngine:
         """Lets go of the pages that transfers started by `peer` hold. Only where its process is known to be gone."""
         self._open()[1].release_quarantine(peer)
 
-    def cleanup(self) -> None:
+    def cleanup(self, drain_s: float = 2.0) -> None:
         """Gives everything back to NIXL, and destroys its agents. Safe twice, and after a failed constructor.
 
-        Copies in flight are over when it returns. Peers' transfers from and to this engine fail.
+        No byte moves for this engine when it returns. Peers' transfers from and to it fail.
+
+        Args:
+            drain_s: seconds that transfers in flight are given to end. One that is cut off over TCP can crash the peer.
 
         Raises:
             AgentError: NIXL failed to give something back. All the rest was given back before this is raised.
         """
         peers, transfers, agents = self._peers, self._transfers, self.tensor_agents
         self._peers, self._transfers, self.tensor_agents = None, None, []
-        busy = transfers.close() if transfers else []
+        busy = transfers.close(drain_s) if transfers else []
         if peers:
             peers.close()
         refused: list[AgentError] = []

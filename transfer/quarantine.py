@@ -59,6 +59,11 @@ class Quarantine:
                 self._parked.remove(posting)
                 self.release(posting.request.transfer_name)
 
+    @property
+    def has_parked(self) -> bool:
+        """Whether a transfer of ours is in flight that nobody waits for."""
+        return bool(self._parked)
+
     def moves_over(self, connection: Connection) -> bool:
         """Tells whether a parked transfer still uses a connection."""
         return any(posting.connection is connection for posting in self._parked)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -207,8 +208,25 @@ class Transfers:
             self.quarantine.release(transfer_name)
             self.inbox.end(peer, transfer_name)
 
-    def close(self) -> list[TensorAgent]:
-        """Gives all handles back. Returns the agents with a copy in flight: they must be destroyed now."""
+    def _drain_all(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while any(posting.in_flight for posting in self.postings.values()) or self.quarantine.has_parked:
+            if time.monotonic() >= deadline:
+                return
+            for posting in self.postings.values():
+                with suppress(AgentError):
+                    posting.poll()
+            with suppress(AgentError):
+                self.poll()
+            time.sleep(0.5e-3)
+
+    def close(self, drain_s: float) -> list[TensorAgent]:
+        """Gives all handles back, those in flight after `drain_s` seconds.
+
+        Returns:
+            The agents with a copy still in flight: they must be destroyed now.
+        """
+        self._drain_all(drain_s)
         busy: list[TensorAgent] = []
         for posting in {*self.postings.values(), *self.quarantine.empty()}:
             with suppress(AgentError):

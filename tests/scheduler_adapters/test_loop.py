@@ -26,9 +26,7 @@ def expected(model: Any) -> list[list[int]]:
     return [reference_tokens(model, prompt, NEW) for prompt in PROMPTS]
 
 
-def new_manager(
-    model: Any, pages: int, page_size: int = 16, rows: int = 8, **params: Any
-) -> PagedKVCacheManager:
+def new_manager(model: Any, pages: int, page_size: int = 16, rows: int = 8, **params: Any) -> PagedKVCacheManager:
     cache = kv_params_of(model.config, page_size=page_size, **params)
     layers = num_layers_of(model.config)
     memory = pages * page_size * cache.bytes_per_token(layers) * cache.data_parallel_degree

@@ -1,0 +1,148 @@
+"""Engines in this process, and workers: real processes that are always reaped."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transfer import KVTransferEngine
+
+ROOT = Path(__file__).resolve().parents[2]
+QUIET = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
+TRANSPORTS = {"shm": {}, "tcp": {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}}
+
+os.environ.update(QUIET)  # this process's own agents: faults are provoked on purpose, and each prints lines
+
+
+class RaisedError(Exception):
+    """A worker's call raised. `kinds` holds the names of the error's class and of its bases."""
+
+    def __init__(self, kinds: list[str], message: str, trace: str) -> None:
+        super().__init__(message, trace)
+        self.kinds, self.message = kinds, message
+
+    def __str__(self) -> str:
+        return f"{self.kinds[0]}: {self.message}"
+
+
+class Worker:
+    """A child process that runs `worker.py`. Each call has a deadline."""
+
+    Raised = RaisedError
+
+    def __init__(self, env: dict[str, str]) -> None:
+        clean = {key: value for key, value in os.environ.items() if not key.startswith(("UCX_", "NIXL_"))}
+        clean |= QUIET | env | {"PYTHONPATH": str(ROOT)}
+        self.conn, theirs = multiprocessing.Pipe()
+        command = [sys.executable, str(Path(__file__).parent / "worker.py"), str(theirs.fileno()), str(os.getpid())]
+        self.process = subprocess.Popen(command, env=clean, pass_fds=[theirs.fileno()])  # noqa: S603 -- our own script
+        theirs.close()
+        self.busy = True
+
+    def send(self, name: str, *args: object) -> None:
+        if self.busy:
+            self.wait(60)
+        self.conn.send((name, args))
+        self.busy = True
+
+    def wait(self, timeout: float = 30) -> object:
+        assert self.conn.poll(timeout), f"worker {self.process.pid} did not answer within {timeout} s"
+        kind, value = self.conn.recv()
+        self.busy = False
+        if kind == "raised":
+            raise RaisedError(*value)
+        return value
+
+    def __call__(self, name: str, *args: object) -> object:
+        self.send(name, *args)
+        return self.wait()
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+        if number == signal.SIGKILL:
+            self.process.wait(10)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            try:
+                self.send("quit")
+                self.wait(10)
+                self.process.wait(10)
+            except (OSError, EOFError, AssertionError, RaisedError, subprocess.TimeoutExpired):
+                self.process.kill()
+        self.process.wait(10)
+        self.conn.close()
+
+
+@pytest.fixture(scope="module")
+def hire():
+    """Returns `hire(env)`, which starts a worker. All are gone when the module's tests are."""
+    workers = []
+
+    def start(env: dict[str, str] | None = None) -> Worker:
+        workers.append(Worker(env or {}))
+        return workers[-1]
+
+    yield start
+    for worker in workers:
+        worker.close()
+
+
+@pytest.fixture
+def make_engine():
+    """Returns `make(name, dp, tp, pages, bytes_per_page)`: an engine over random bytes, cleaned up after the test."""
+    from transfer import KVTransferEngine
+
+    engines = []
+
+    def make(name: str, dp: int = 1, tp: int = 1, pages: int = 8, bytes_per_page: int = 1024) -> KVTransferEngine:
+        tensors = [
+            [torch.randint(0, 256, (pages, bytes_per_page), dtype=torch.uint8) for _ in range(tp)] for _ in range(dp)
+        ]
+        engines.append(KVTransferEngine(name, tensors, total_num_pages=pages))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.cleanup()
+
+
+@pytest.fixture
+def pair(make_engine: Callable[..., KVTransferEngine]):
+    """Two engines of one replica with two shards, `left` of 8 and `right` of 6 pages, connected to each other."""
+    left, right = make_engine("left", tp=2), make_engine("right", tp=2, pages=6)
+    left.connect(right.metadata)
+    right.connect(left.metadata)
+    return left, right
+
+
+@pytest.fixture
+def until():
+    """Returns `until(condition, seconds)`, which waits for a condition or fails."""
+
+    def wait(condition: Callable[[], object], seconds: float = 20.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"nothing happened within {seconds} s"
+            time.sleep(0.0005)
+
+    return wait
+
+
+@pytest.fixture
+def transports():
+    """Environment of a worker by the name of its transport."""
+    return TRANSPORTS
