@@ -1,10 +1,11 @@
 """Small random models, and a hand-made pool of pages for runners that need no manager."""
 
-from __future__ import annotations
+from typing import Any
 
 import pytest
 import torch
 
+from kvcache.context import TextContext
 from kvcache.types import RaggedKVCacheInputs
 from scheduler_adapters.hf import load_model, own_attention
 
@@ -22,11 +23,11 @@ SIZES = {
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _few_threads():
+def _few_threads() -> None:
     torch.set_num_threads(1)
 
 
-def _make_model(kind, **changes):
+def _make_model(kind: str, **changes: Any) -> Any:
     """A random model of another architecture, built as `from_pretrained` would leave it."""
     import transformers
 
@@ -43,12 +44,12 @@ def _make_model(kind, **changes):
 
 
 @pytest.fixture(scope="session")
-def make_model():
+def make_model() -> Any:
     return _make_model
 
 
 @pytest.fixture(scope="session")
-def model_dirs(tmp_path_factory):
+def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Directories saved by `save_pretrained`, by architecture."""
     root = tmp_path_factory.mktemp("models")
     for kind in ("qwen3", "mistral"):
@@ -57,7 +58,7 @@ def model_dirs(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def tiny_model():
+def tiny_model() -> Any:
     """The demo's own model."""
     return load_model(None)
 
@@ -65,7 +66,7 @@ def tiny_model():
 class _HandPool:
     """A pool and tables made by hand: requests get pages in a shuffled order, heads are split over `tp` shards."""
 
-    def __init__(self, model, lengths, page_size=16, tp=1, seed=0):
+    def __init__(self, model: Any, lengths: list[int], page_size: int = 16, tp: int = 1, seed: int = 0) -> None:
         config = model.config
         heads, dim, layers = config.num_key_value_heads, config.head_dim, config.num_hidden_layers
         counts = [-(-length // page_size) for length in lengths]
@@ -80,7 +81,7 @@ class _HandPool:
         for pool in self.blocks:
             pool[0] = 0
 
-    def inputs(self, contexts):
+    def inputs(self, contexts: list[TextContext]) -> Any:
         starts = torch.tensor([c.start_idx for c in contexts], dtype=torch.int32)
         longest = max(c.active_length for c in contexts), max(c.active_idx for c in contexts)
         table = self.table[: len(contexts)]
@@ -88,16 +89,16 @@ class _HandPool:
 
 
 @pytest.fixture
-def hand_pool():
+def hand_pool() -> Any:
     return _HandPool
 
 
 @pytest.fixture
-def own_logits():
+def own_logits() -> Any:
     return _own_logits
 
 
-def _own_logits(model, tokens):
+def _own_logits(model: Any, tokens: Any) -> Any:
     """The model's own logits after the last of `tokens`, with its own attention."""
     ids = torch.tensor([list(tokens)])
     with own_attention(model), torch.inference_mode():

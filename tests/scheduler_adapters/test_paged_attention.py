@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +16,11 @@ class Layer(torch.nn.Module):
     is_causal = True
 
 
-def packed(tokens, heads):
+def packed(tokens: int, heads: int) -> Any:
     return torch.randn(1, heads, tokens, DIM)
 
 
-def dense(query, key, value, window):
+def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None) -> Any:
     """The formula, one head and one query at a time."""
     output = torch.zeros_like(query[0]).transpose(0, 1)
     count, length = query.shape[2], key.shape[2]
@@ -34,7 +35,7 @@ def dense(query, key, value, window):
     return output
 
 
-def pools(pages, page_size, tp):
+def pools(pages: int, page_size: int, tp: int) -> Any:
     shape = (pages + 1, KV_HEADS // tp if tp <= KV_HEADS else 1, 2, 2, page_size, DIM)
     made = [torch.full(shape, float("nan")).permute(0, 3, 2, 4, 1, 5) for _ in range(tp)]
     for pool in made:
@@ -44,7 +45,7 @@ def pools(pages, page_size, tp):
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("window", [None, 3])
-def test_ragged_chunks_equal_the_formula_and_ignore_stale_pages(tp, window):
+def test_ragged_chunks_equal_the_formula_and_ignore_stale_pages(tp: int, window: int | None) -> Any:
     torch.manual_seed(0)
     lengths, page_size = [7, 1, 5], 4
     table = torch.tensor([[3, 1], [5, 0], [2, 6]], dtype=torch.int32)
@@ -58,7 +59,7 @@ def test_ragged_chunks_equal_the_formula_and_ignore_stale_pages(tp, window):
         taken, begun = [counts[i] for i in rows], [starts[i] for i in rows]
         batch = PagedBatch(inputs, begun, taken)
 
-        def pack(states, rows=rows, counts=counts, starts=tuple(starts)):
+        def pack(states: Any, rows: Any = rows, counts: Any = counts, starts: Any = tuple(starts)) -> Any:
             return torch.cat([states[i][:, :, starts[i] : starts[i] + counts[i]] for i in rows], dim=2)
 
         output, weights = paged_attention_forward(
@@ -76,7 +77,7 @@ def test_ragged_chunks_equal_the_formula_and_ignore_stale_pages(tp, window):
         assert pool[:, :, 0].isnan()[1:].all(), "another layer was written"
 
 
-def test_what_a_token_writes_lies_where_the_table_says():
+def test_what_a_token_writes_lies_where_the_table_says() -> None:
     blocks = pools(2, 4, 1)[0]
     table = torch.tensor([[2, 1]], dtype=torch.int32)
     batch = PagedBatch([RaggedKVCacheInputs(blocks, table[:, 0], table, table)], [3], [2])
@@ -89,7 +90,7 @@ def test_what_a_token_writes_lies_where_the_table_says():
     assert batch.last_rows.tolist() == [1]
 
 
-def one_token_call(module=None, kv_heads=KV_HEADS, **arguments):
+def one_token_call(module: Any = None, kv_heads: int = KV_HEADS, **arguments: Any) -> Any:
     blocks = pools(1, 4, 1)
     table = torch.tensor([[1]], dtype=torch.int32)
     batch = PagedBatch([RaggedKVCacheInputs(b, table[:, 0], table, table) for b in blocks], [0], [1])
@@ -112,12 +113,12 @@ def one_token_call(module=None, kv_heads=KV_HEADS, **arguments):
         ({"kv_heads": 4}, "4 heads of 8"),
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(arguments, named):
+def test_what_is_not_computed_is_refused_by_name(arguments: Any, named: str) -> None:
     with pytest.raises(UnsupportedModelError, match=named):
         one_token_call(**arguments)
 
 
-def test_a_sliding_layer_that_hides_its_window_is_refused():
+def test_a_sliding_layer_that_hides_its_window_is_refused() -> None:
     layer = Layer()
     layer.config = type("Config", (), {"layer_types": ["full_attention", "sliding_attention"]})()
     one_token_call(layer, sliding_window=8)
