@@ -143,7 +143,7 @@ def decode_metadata(data: bytes) -> KVTransferEngineMetadata:
     """
     try:
         metadata = msgspec.msgpack.decode(data, type=KVTransferEngineMetadata)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MetadataError(f"{len(data)} bytes are no engine metadata: {error}") from error
     _check(metadata)
     return metadata
@@ -157,7 +157,7 @@ def decode_request(data: bytes) -> TransferReqData:
     """
     try:
         request = msgspec.msgpack.decode(data, type=TransferReqData)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidTransferError(f"{len(data)} bytes are no transfer request: {error}") from error
     if request.version not in (0, WIRE_VERSION):
         raise InvalidTransferError(
