@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 import numpy as np
 
-from transfer.errors import AgentError
+from transfer.errors import AgentError, InvalidEngineError
 from transfer.metadata import MemoryType, TensorAgentMetadata, sealed
 
 if TYPE_CHECKING:
@@ -198,10 +198,15 @@ class TensorAgent:
             memory_type: DRAM for a tensor on the CPU, VRAM for one on a GPU.
 
         Raises:
+            InvalidEngineError: the pages do not make up the tensor.
             AgentError: nixl is missing, or refuses the settings, the memory or its type.
         """
         os.environ.update(effective_settings(memory_type))
         doing = f"making NIXL agent {agent_name!r}"
+        if tensor.numel() != total_num_pages * elts_per_page:
+            raise InvalidEngineError(
+                f"{doing}: {total_num_pages} pages of {elts_per_page} elements are not the tensor's {tensor.numel()}"
+            )
         try:
             api = _api()
         except ImportError as error:

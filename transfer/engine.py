@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import socket
-import time
 import uuid
 from typing import TYPE_CHECKING
 
@@ -22,8 +21,6 @@ from transfer.errors import (
     EngineClosedError,
     InvalidEngineError,
     InvalidTransferError,
-    TransferFailedError,
-    TransferTimeoutError,
 )
 from transfer.metadata import WIRE_VERSION, KVTransferEngineMetadata, MemoryType, TransferReqData, sealed
 from transfer.peers import Peers
@@ -36,8 +33,6 @@ if TYPE_CHECKING:
     from typing import Self
 
     import torch
-
-_PAUSE_S = (20e-6, 1e-3)  # a small transfer ends within the first pause; a stuck one is looked at each millisecond
 
 
 class KVTransferEngine:
@@ -340,28 +335,9 @@ class KVTransferEngine:
             TransferTimeoutError: it did not end within `timeout_s` seconds. It is given up, its local pages are in
                 quarantine, and the peer is among `suspect_peers`.
             TransferFailedError: as `is_complete` raises it, like the other errors there.
+            InvalidTransferError: `timeout_s` is negative or no number, or the request is not of this engine.
         """
-        _, transfers = self._open()
-        deadline, pause = time.monotonic() + timeout_s, _PAUSE_S[0]
-        try:
-            while not transfers.is_complete(transfer_req):
-                if time.monotonic() >= deadline:
-                    transfers.give_up(transfer_req)
-                    transfers.suspects.add(peer := self._other(transfer_req))
-                    raise TransferTimeoutError(
-                        f"engine {self.name!r}: transfer {transfer_req.transfer_name} with peer {peer!r} did not end "
-                        f"within {timeout_s} s; {len(transfer_req.dst_idxs)} pages are in quarantine until it has"
-                    )
-                transfers.poll()
-                time.sleep(pause)
-                pause = min(2 * pause, _PAUSE_S[1])
-        except TransferFailedError:
-            transfers.clean_up(transfer_req)
-            raise
-        transfers.clean_up(transfer_req)
-
-    def _other(self, request: TransferReqData) -> str:
-        return request.dst_name if request.src_name == self.name else request.src_name
+        self._open()[1].wait(transfer_req, timeout_s)
 
     def quarantined_pages(self, replica_idx: int) -> frozenset[int]:
         """Returns the pages of one replica that a transfer which was given up or failed may still read or write.

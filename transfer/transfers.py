@@ -13,6 +13,7 @@ from transfer.errors import (
     PeerFailedError,
     TransferFailedError,
     TransferIncompleteError,
+    TransferTimeoutError,
     UnknownPeerError,
     UnknownTransferError,
 )
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from transfer.connection import Connection
     from transfer.peers import Peers
     from transfer.posting import Posting
+
+_FIRST_PAUSE_S = 20e-6  # most small transfers end within it
+_LAST_PAUSE_S = 1e-3  # a stuck one is looked at each millisecond: 2 % of a core
 
 
 class Transfers:
@@ -107,6 +111,11 @@ class Transfers:
             return True
         if request.transfer_name in self.quarantine or self.inbox.has_ended(request.transfer_name):
             raise UnknownTransferError(f"{self._here}: transfer {request.transfer_name} was cleaned up or given up")
+        if (reason := self._peers.failed().get(request.initiator)) is not None:
+            raise PeerFailedError(
+                f"{self._here}: transfer {request.transfer_name} cannot end, peer {request.initiator!r} was lost: "
+                f"{reason}"
+            )
         if request.initiator not in self._peers.metadata:
             raise UnknownPeerError(
                 f"{self._here} is not connected to engine {request.initiator!r}, which started transfer "
@@ -131,6 +140,32 @@ class Transfers:
         self.quarantine.park(posting)
         return failure
 
+    def wait(self, request: TransferReqData, timeout_s: float) -> None:
+        """Waits for the end of a transfer and forgets it. Raises as `KVTransferEngine.sync_and_release` does."""
+        if not timeout_s >= 0:  # also refuses NaN, which no clock ever reaches
+            raise InvalidTransferError(f"{self._here}: timeout_s is {timeout_s}, it must be 0 or more")
+        deadline, pause = time.monotonic() + timeout_s, _FIRST_PAUSE_S
+        try:
+            while not self.is_complete(request):
+                if time.monotonic() >= deadline:
+                    raise self._timed_out(request, timeout_s)
+                self.poll()
+                time.sleep(pause)
+                pause = min(2 * pause, _LAST_PAUSE_S)
+        except TransferFailedError:
+            self.clean_up(request)
+            raise
+        self.clean_up(request)
+
+    def _timed_out(self, request: TransferReqData, timeout_s: float) -> TransferTimeoutError:
+        self.give_up(request)
+        peer = request.dst_name if request.src_name == self._name else request.src_name
+        self.suspects.add(peer)
+        return TransferTimeoutError(
+            f"{self._here}: transfer {request.transfer_name} with peer {peer!r} did not end within {timeout_s} s; "
+            "its pages here are in quarantine until it has"
+        )
+
     def clean_up(self, request: TransferReqData) -> None:
         """Forgets a transfer that has ended. Raises as `KVTransferEngine.cleanup_transfer` does."""
         if self._is_ours(request):
@@ -139,10 +174,11 @@ class Transfers:
                 raise TransferIncompleteError(f"{self._here}: transfer {request.transfer_name} has not ended yet")
             del self.postings[request.transfer_name]
             return
-        if not self._has_arrived(request):
-            raise TransferIncompleteError(
-                f"{self._here}: transfer {request.transfer_name} of {request.initiator!r} has not ended yet"
-            )
+        with suppress(PeerFailedError):  # a dead peer's transfer is over
+            if not self._has_arrived(request):
+                raise TransferIncompleteError(
+                    f"{self._here}: transfer {request.transfer_name} of {request.initiator!r} has not ended yet"
+                )
         self.inbox.end(request.initiator, request.transfer_name)
 
     def give_up(self, request: TransferReqData) -> None:
@@ -157,7 +193,7 @@ class Transfers:
         replica = self._passive_replica(request)
         pages = request.src_idxs if request.is_read else request.dst_idxs
         held = page_indices(f"{self._here}: transfer {request.transfer_name}", pages, self._total_num_pages)
-        with suppress(UnknownPeerError):  # a peer that is not connected may be writing all the same
+        with suppress(UnknownPeerError, PeerFailedError):  # a peer that is not connected may be writing all the same
             if self._has_arrived(request):
                 self.inbox.end(request.initiator, request.transfer_name)
                 return

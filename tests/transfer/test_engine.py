@@ -524,6 +524,32 @@ def test_quarantine_of_a_dead_writer_ends_at_the_callers_word(pair: Any):
     works(left, right)
 
 
+@pytest.mark.parametrize("timeout", [-1, float("nan")])
+def test_a_time_out_that_is_none_is_refused(pair: Any, timeout: float):
+    left, right = pair
+    request = pull(left, right)
+    with pytest.raises(InvalidTransferError, match="timeout_s is"):
+        left.sync_and_release(request, timeout)
+    finish(left, right, request)
+
+
+def test_a_lost_peer_ends_its_own_transfers(pair: Any, monkeypatch: pytest.MonkeyPatch):
+    left, right = pair
+    request = unstarted("left", "right", [5])
+    assert not right.is_complete(request)
+
+    def lost(*_: Any) -> None:
+        raise AgentError("gone", peer_lost=True)
+
+    monkeypatch.setattr(right.tensor_agents[0][0], "post", lost)
+    with pytest.raises(PeerFailedError, match="peer 'left' is gone: gone"):
+        right.initiate_read_transfer(left.metadata, [0], [0], 0, 0)
+    with pytest.raises(PeerFailedError, match="cannot end, peer 'left' was lost"):
+        right.sync_and_release(request)
+    with pytest.raises(UnknownTransferError):
+        right.cleanup_transfer(request)
+
+
 def test_abandoning_what_has_ended_holds_nothing(pair: Any, until: Any):
     left, right = pair
     request = pull(left, right)
