@@ -62,7 +62,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command; its exit status. Errors are one line on standard error."""
     options = vars(build_parser().parse_args(argv))
     command = options.pop("command")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that child processes are ended
+    # As an exception SIGTERM ends the child processes too.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         from scheduler_adapters.demo import DemoOptions, run_demo  # noqa: PLC0415  (torch takes a second to import)
 
@@ -73,6 +74,8 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"pagewire {command}: interrupted", file=sys.stderr)  # noqa: T201
         return 128 + signal.SIGINT
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ class PrefillServer:
         for output in self._loop.step():
             self._hand_over(output)
             busy = True
-        return busy or self._loop.has_work
+        return busy or self._loop.num_running > 0
 
     def stats(self) -> msg.Stats:
         """Counters now."""
@@ -205,7 +205,7 @@ class DecodeServer:
             tokens = () if output.token is None else (output.token,)
             self._tell(output.request_id, tokens, output.finished, output.error)
             busy = True
-        return busy or self._loop.has_work
+        return busy or self._loop.num_running > 0
 
     def stats(self) -> msg.Stats:
         """Counters now."""
@@ -232,6 +232,8 @@ class DecodeServer:
             case msg.PrefillFailed(request_id=request_id, error=error) if request_id in self._prefilling:
                 del self._prefilling[request_id]
                 self._tell(request_id, (), "error", error)
+            case msg.Prefilled(request_id=request_id):
+                self._send(msg.Done(request_id=request_id))  # nobody waits for it: its pages must not be kept
             case _:
                 pass  # of a request that is over
 
