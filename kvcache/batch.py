@@ -1,32 +1,133 @@
-"""`Batch`: the requests of a step, looked up once."""
+"""`Batch`: the requests of a step, looked up once and moved together; `Gathered`: the same for one call."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import overload
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.context import Context
-from kvcache.errors import InvalidRequestError
+from kvcache.context import Context, TextContext
+from kvcache.errors import InvalidRequestError, SequenceTooLongError
+from kvcache.hashing import PrefixHasher, page_rows
+
+Ints = NDArray[np.int64]
+HasherOf = Callable[[int, int, Context], PrefixHasher]
+"""Replica, row and context → the hasher of the request."""
 
 
-class Batch(Sequence[Context]):
-    """Contexts with their replicas and rows bound. Made by `PagedKVCacheManager.batch`; good until one is released.
+class BatchState(NamedTuple):
+    """The requests of one replica in a batch.
 
     Attributes:
-        contexts: the requests, in the order given.
-        replicas: int64 `[len]`, the replica of each.
-        rows: int64 `[len]`, the row of each in its replica's block table.
+        rows: rows of the block table: int64 `[batch]`, or a slice.
+        starts: tokens cached, int64 `[batch]`.
+        actives: end of the tokens to run, int64 `[batch]`.
+        ends: tokens known, int64 `[batch]`.
+        longest_run: most tokens that one of them runs.
+        longest_context: highest of `actives`.
+        longest: highest of `ends`.
     """
 
-    __slots__ = ("contexts", "replicas", "rows")
+    rows: Ints | slice
+    starts: Ints
+    actives: Ints
+    ends: Ints
+    longest_run: int
+    longest_context: int
+    longest: int
 
-    def __init__(self, contexts: Sequence[Context], replicas: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
-        self.contexts = tuple(contexts)
+
+_STEPS_KEPT = 256  # updates that a batch holds before it hands them to the contexts
+
+
+class Gathered:
+    """What one call needs of its requests, as arrays `[len]`.
+
+    Attributes:
+        contexts: the requests, in batch order.
+        replicas: the replica of each.
+        rows: the row of each in its replica's block table.
+        run: the rows as a slice, where they are one run of one replica; arrays of rows are read without a copy then.
+        starts: tokens cached.
+        actives: end of the tokens to run.
+        ends: tokens known.
+        slack: tokens that every request can surely grow by on its pages; -1 if not known.
+        due: tokens that every request can surely compute before one fills a page; 0 if not known.
+    """
+
+    __slots__ = ("actives", "contexts", "due", "ends", "replicas", "rows", "run", "slack", "starts")
+
+    def __init__(self, contexts: Sequence[Context], replicas: Ints, rows: Ints) -> None:
+        self.contexts: Sequence[Context] = contexts
         self.replicas = replicas
         self.rows = rows
+        self.run: slice | None = None
+        count = len(rows)
+        if count and rows[-1] - rows[0] == count - 1 and (np.diff(rows) == 1).all() and (replicas == replicas[0]).all():
+            self.run = slice(int(rows[0]), int(rows[0]) + count)
+        self.gather()
+
+    def gather(self) -> None:
+        """Read the indices of every context."""
+        contexts, count = self.contexts, len(self.contexts)
+        self.starts: Ints = np.fromiter([context.start_idx for context in contexts], np.int64, count)
+        self.actives: Ints = np.fromiter([context.active_idx for context in contexts], np.int64, count)
+        self.ends: Ints = np.fromiter([context.current_length for context in contexts], np.int64, count)
+        self.slack, self.due = -1, 0
+
+    def part(self, mine: Ints | None) -> BatchState:
+        """The state of the requests at the places `mine`; None: all, which are of one replica."""
+        if mine is None:
+            rows = self.rows if self.run is None else self.run
+            starts, actives, ends = self.starts, self.actives, self.ends
+        else:
+            rows, starts, actives, ends = self.rows[mine], self.starts[mine], self.actives[mine], self.ends[mine]
+        if not len(starts):
+            return BatchState(rows, starts, actives, ends, 0, 0, 0)
+        return BatchState(
+            rows, starts, actives, ends, int((actives - starts).max()), int(actives.max()), int(ends.max())
+        )
+
+    def digests(self, places: Ints, firsts: Ints, lasts: Ints, hasher_of: HasherOf) -> NDArray[np.uint64]:
+        """Of each context at `places` the digests of its pages `firsts` to `lasts`, one after another."""
+        found = [
+            hasher_of(int(self.replicas[place]), int(self.rows[place]), context).digests(context.tokens, first, last)
+            for place, first, last in zip(places.tolist(), firsts.tolist(), lasts.tolist(), strict=True)
+            for context in (self.contexts[place],)
+        ]
+        return np.concatenate(found)
+
+
+class Batch(Gathered, Sequence[Context]):
+    """Contexts with their rows bound, moved together by `update`. Made by `PagedKVCacheManager.batch`.
+
+    The indices live in arrays here; a `TextContext` catches up when somebody reads it, and leaves when somebody else
+    moves it (the batch reads it anew then). Good until one of its requests is released.
+    """
+
+    __slots__ = (
+        "_count",
+        "_hashers",
+        "_log",
+        "_longest",
+        "_page_size",
+        "_seen",
+        "_stale",
+        "_together",
+        "_updated",
+        "_updates_left",
+        "checked_at",
+    )
+
+    def __init__(self, contexts: Sequence[Context], replicas: Ints, rows: Ints, page_size: int) -> None:
+        self._page_size = page_size
+        # The last tokens of each context: a page's worth from before, then those of the updates.
+        self._log = np.zeros((len(contexts), page_size + _STEPS_KEPT), np.int32)
+        self._hashers: list[PrefixHasher | None] = [None] * len(contexts)
+        self.checked_at = -1  # how many releases there had been when the claims were last compared
+        super().__init__(tuple(contexts), replicas, rows)
 
     @overload
     def __getitem__(self, index: int) -> Context: ...
@@ -41,17 +142,129 @@ class Batch(Sequence[Context]):
     def __iter__(self) -> Iterator[Context]:
         return iter(self.contexts)
 
+    def gather(self) -> None:
+        """Read every context, and lead those that can follow."""
+        super().gather()
+        self._count = self._page_size
+        self._seen = [self._count] * len(self.contexts)
+        self._hashers = [None] * len(self.contexts)
+        self._updated = False
+        own = [context for context in self.contexts if isinstance(context, TextContext)]
+        self._together = len(own) == len(self.contexts) and bool((self.actives == self.ends).all())
+        if self._together and own:
+            self._longest = int(self.ends.max())
+            self._updates_left = min(
+                context.max_length - end for context, end in zip(own, self.ends.tolist(), strict=True)
+            )
+            for place, context in enumerate(own):
+                last = context.tokens[-self._page_size :]
+                self._log[place, self._page_size - len(last) : self._page_size] = last
+                context.follow(self, place)
+        self._stale = False  # after all have followed: a context that follows anew leaves this same batch first
+
+    def part(self, mine: Ints | None) -> BatchState:
+        """The state of the requests at the places `mine`; None: all, which are of one replica."""
+        if mine is not None or not self._updated:
+            return super().part(mine)
+        # One token each: what `max` would find is known.
+        rows = self.rows if self.run is None else self.run
+        return BatchState(rows, self.starts, self.actives, self.ends, 1, self._longest, self._longest)
+
+    def refresh(self) -> None:
+        """Read the contexts anew if one was moved by somebody else."""
+        if self._stale or not self._together:
+            self.gather()
+
     def update(self, tokens: Sequence[int] | NDArray[np.integer]) -> None:
-        """Give each request its next token, int `[len]`.
+        """Give each request its next token, int `[len]`, as `TextContext.update` does.
 
         Raises:
-            InvalidRequestError: (a ValueError) not one integer a request; no request is touched.
+            InvalidRequestError: (a ValueError) not one integer from 0 to 2**31 - 1 a request; nothing is touched.
+            SequenceTooLongError: (a RuntimeError) a request has its `max_length` already; nothing is touched.
         """
+        array = self._checked(tokens)
+        self.refresh()
+        if not self._together:
+            for context, token in zip(self.contexts, array.tolist(), strict=True):
+                context.update(token)
+            self.gather()
+            return
+        if not self.contexts:
+            return
+        if not self._updates_left:
+            self._refuse_longest()
+        if self._count == self._log.shape[1]:
+            self._hand_over()
+        self._log[:, self._count] = array
+        self._count += 1
+        self._updated = True
+        self._longest += 1
+        self._updates_left -= 1
+        self.slack -= 1
+        self.due -= 1
+        self.ends += 1
+        self.actives = self.ends
+        self.starts = self.ends - 1
+
+    def digests(self, places: Ints, firsts: Ints, lasts: Ints, hasher_of: HasherOf) -> NDArray[np.uint64]:
+        """Of each context at `places` the digests of its pages `firsts` to `lasts`, one after another."""
+        columns = self._count - self.ends[places] + firsts * self._page_size
+        if not self._together or (lasts - firsts != 1).any() or (columns < 0).any():
+            return super().digests(places, firsts, lasts, hasher_of)
+        # The usual step: one page each, its tokens all in the log. No context has to catch up.
+        tokens = self._log[places[:, None], columns[:, None] + np.arange(self._page_size)]
+        at, hashers = places.tolist(), self._hashers
+        found: list[bytes] = []
+        for place, first, row in zip(at, firsts.tolist(), page_rows(tokens, self._page_size), strict=True):
+            hasher = hashers[place]
+            if hasher is None:
+                hasher = hasher_of(int(self.replicas[place]), int(self.rows[place]), self.contexts[place])
+                hashers[place] = hasher
+            if hasher.pages == first:
+                found.append(hasher.extend_by_page(row))
+            else:
+                found.append(hasher.digests(self.contexts[place].tokens, first, first + 1).tobytes())
+        return np.frombuffer(b"".join(found), np.uint64).reshape(len(found), -1)
+
+    def catch_up(self, place: int) -> None:
+        """Bring the context at `place` up to date."""
+        seen, context = self._seen[place], self.contexts[place]
+        if seen != self._count and isinstance(context, TextContext):
+            self._seen[place] = self._count
+            tokens = self._log[place, seen : self._count]
+            context.append(tokens, int(self.starts[place]), int(self.actives[place]))
+
+    def lose(self, place: int) -> None:
+        """Bring the context at `place` up to date; it moves by itself from now on."""
+        self.catch_up(place)
+        self._stale = True
+
+    def _refuse_longest(self) -> None:
+        for context, end in zip(self.contexts, self.ends.tolist(), strict=True):
+            if isinstance(context, TextContext) and end >= context.max_length:
+                raise SequenceTooLongError(
+                    f"request {context.request_id!r}: token {end + 1} is past its max_length {context.max_length}"
+                )
+
+    def _hand_over(self) -> None:
+        """Every context catches up, and the log starts anew with its last page's worth."""
+        for place in range(len(self.contexts)):
+            self.catch_up(place)
+        self._log[:, : self._page_size] = self._log[:, self._count - self._page_size :].copy()
+        self._count = self._page_size
+        self._seen = [self._count] * len(self.contexts)
+
+    def _checked(self, tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.integer]:
         array = np.asarray(tokens)
         if array.shape != (len(self.contexts),) or (array.size and array.dtype.kind not in "iu"):
             raise InvalidRequestError(
                 f"batch of {len(self.contexts)} requests: tokens of shape {array.shape} and dtype {array.dtype}, "
                 "one integer each is needed"
             )
-        for context, token in zip(self.contexts, array.tolist(), strict=True):
-            context.update(token)
+        # As unsigned, a negative token is a huge one: one pass finds both.
+        if array.size and array.view(f"u{array.itemsize}").max() >= 1 << 31:
+            at = int(np.flatnonzero((array < 0) | (array >= 1 << 31))[0])
+            raise InvalidRequestError(
+                f"request {self.contexts[at].request_id!r}: token {array[at]} is not within 0 to 2**31 - 1"
+            )
+        return array

@@ -55,23 +55,34 @@ class BlockRows:
         cached: tokens of each row with KV, as of its last `step`.
         prompt: tokens that each row's request had when it was first reserved, -1 before.
         counted: tokens of each row that the metrics have seen.
+        capacity: tokens that the pages of each row hold; -1 while they may not be used (an import is pending).
+        room: the same as a list, for calls of one request.
+        commit_at: computed tokens at which the next page of each row is full.
     """
 
     __slots__ = (
         "_free",
+        "_max_seq_len",
+        "_page_size",
         "cached",
+        "capacity",
         "changed",
+        "commit_at",
         "committed",
         "counted",
         "num_pages",
         "prompt",
         "request_ids",
+        "room",
         "row_of",
         "table",
         "tensor",
     )
 
-    def __init__(self, rows: int, columns: int, *, pinned: bool) -> None:
+    def __init__(self, rows: int, max_seq_len: int, page_size: int, *, pinned: bool) -> None:
+        self._page_size = page_size
+        self._max_seq_len = max_seq_len
+        columns = -(-max_seq_len // page_size)
         self.tensor = torch.zeros((rows, columns), dtype=torch.int32, pin_memory=pinned)
         self.table: Pages = self.tensor.numpy()
         self.changed = np.zeros(rows, np.bool_)
@@ -80,6 +91,9 @@ class BlockRows:
         self.cached = np.zeros(rows, np.int64)
         self.prompt = np.full(rows, -1, np.int64)
         self.counted = np.zeros(rows, np.int64)
+        self.capacity = np.zeros(rows, np.int64)
+        self.room = [0] * rows
+        self.commit_at = np.full(rows, page_size, np.int64)
         self.request_ids: list[RequestID | None] = [None] * rows
         self.row_of: dict[RequestID, int] = {}
         self._free = list(range(rows))  # a heap: the lowest row first, so that a batch is often one run of rows
@@ -105,8 +119,30 @@ class BlockRows:
         """Put `pages` at the logical pages from `first` on; a row only grows."""
         end = first + len(pages)
         self.table[row, first:end] = pages
-        self.num_pages[row] = max(self.num_pages[row], end)
+        if end > self.num_pages[row]:
+            self.num_pages[row] = end
+            self.measure(row)
         self.changed[row] = True
+
+    def append(self, rows: Rows, pages: Pages) -> None:
+        """Put one more page at the end of each of `rows`, distinct."""
+        self.table[rows, self.num_pages[rows]] = pages
+        self.num_pages[rows] += 1
+        self.changed[rows] = True
+        capacity = np.minimum(self.num_pages[rows] * self._page_size, self._max_seq_len)
+        self.capacity[rows] = capacity
+        for row, tokens in zip(rows.tolist(), capacity.tolist(), strict=True):
+            self.room[row] = tokens
+
+    def commit(self, rows: Rows | int, pages: Rows | int) -> None:
+        """The first `pages` pages of `rows` are published."""
+        self.committed[rows] = pages
+        self.commit_at[rows] = (pages + 1) * self._page_size
+
+    def measure(self, row: int, *, usable: bool = True) -> None:
+        """Bring the row's `capacity` up to date."""
+        tokens = min(int(self.num_pages[row]) * self._page_size, self._max_seq_len) if usable else -1
+        self.capacity[row] = self.room[row] = tokens
 
     def unbind(self, row: int) -> None:
         """Clear the row and give it back."""
@@ -114,9 +150,11 @@ class BlockRows:
         assert request_id is not None  # noqa: S101 - our own callers look the row up by its request
         self.table[row, : self.num_pages[row]] = NO_PAGE
         self.changed[row] = True
-        for counts in (self.num_pages, self.committed, self.cached, self.counted):
+        for counts in (self.num_pages, self.cached, self.counted):
             counts[row] = 0
         self.prompt[row] = -1
+        self.commit(row, 0)
+        self.measure(row)
         self.request_ids[row] = None
         del self.row_of[request_id]
         heapq.heappush(self._free, row)

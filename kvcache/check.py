@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
 import numpy as np
 
 from kvcache.errors import InvariantError
 from kvcache.replica import Replica
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def checked_around(method: Callable[_P, _R], check: Callable[[], None]) -> Callable[_P, _R]:
+    """`method` with `check` run before and after it, also after an error."""
+
+    @functools.wraps(method)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        check()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            check()
+
+    return run
 
 
 def check_replica(replica: Replica) -> None:

@@ -5,41 +5,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvcache.batch import Batch
+from kvcache.batch import Batch, Gathered, Ints
 from kvcache.context import Context
 from kvcache.errors import AlreadyClaimedError, InvalidRequestError, InvariantError, UnknownRequestError
 from kvcache.replica import Replica
 from kvcache.types import RequestID
 
-Bound = tuple[NDArray[np.int64], NDArray[np.int64]]
-
 
 class Claims:
-    """Request id → (replica, row), over all replicas."""
+    """Request id → place; a place is a row of a replica: `replica × rows_per_replica + row`."""
 
-    def __init__(self, replicas: Sequence[Replica]) -> None:
+    def __init__(self, replicas: Sequence[Replica], rows_per_replica: int, page_size: int) -> None:
         self._replicas = replicas
-        self._where: dict[RequestID, tuple[int, int]] = {}
-
-    def __contains__(self, request_id: RequestID) -> bool:
-        return request_id in self._where
+        self._rows_per_replica = rows_per_replica
+        self._page_size = page_size
+        self._releases = 0
+        self.places: dict[RequestID, int] = {}
 
     def claim(self, request_id: RequestID, replica_idx: int | None) -> None:
         """Bind a row of the replica. Raises as `PagedKVCacheManager.external_claim`."""
-        if request_id in self._where:
-            raise AlreadyClaimedError(
-                f"request {request_id!r}: claimed on replica {self._where[request_id][0]} already"
-            )
         count = len(self._replicas)
+        if request_id in self.places:
+            _, holder, _ = self.locate(request_id, "external_claim")
+            raise AlreadyClaimedError(f"request {request_id!r}: claimed on replica {holder} already")
         if replica_idx is None and count == 1:
             replica_idx = 0
         if replica_idx is None or not 0 <= replica_idx < count:
             raise InvalidRequestError(
                 f"request {request_id!r}: replica_idx is {replica_idx}, one of the {count} replicas is needed"
             )
-        self._where[request_id] = (replica_idx, self._replicas[replica_idx].rows.claim(request_id))
+        row = self._replicas[replica_idx].rows.claim(request_id)
+        self.places[request_id] = replica_idx * self._rows_per_replica + row
 
     def locate(self, request_id: RequestID, call: str) -> tuple[Replica, int, int]:
         """The request's replica, that replica's index, and its row.
@@ -47,11 +44,14 @@ class Claims:
         Raises:
             UnknownRequestError: (a KeyError) not claimed.
         """
-        replica_idx, row = self._place(request_id, call)
+        try:
+            replica_idx, row = divmod(self.places[request_id], self._rows_per_replica)
+        except KeyError:
+            raise _unknown(request_id, call) from None
         return self._replicas[replica_idx], replica_idx, row
 
-    def bind(self, batch: Sequence[Context], call: str) -> Bound:
-        """Replica and row of each request: int64 `[len(batch)]` each.
+    def gather(self, batch: Sequence[Context], call: str) -> Gathered:
+        """The requests of a call as arrays; a `Batch` is that already.
 
         Raises:
             UnknownRequestError: (a KeyError) one is not claimed.
@@ -59,49 +59,59 @@ class Claims:
         """
         if isinstance(batch, Batch):
             self._refuse_stale(batch, call)
-            return batch.replicas, batch.rows
-        found = [self._place(context.request_id, call) for context in batch]
-        if len(set(found)) != len(found):
-            twice = next(at for at, where in enumerate(found) if where in found[:at])
-            raise InvalidRequestError(f"request {batch[twice].request_id!r}: named twice in one {call}")
-        bound = np.array(found, np.int64).reshape(-1, 2)
-        return bound[:, 0], bound[:, 1]
+            batch.refresh()
+            return batch
+        return Gathered(batch, *self._bind(batch, call))
 
-    def each(self, batch: Sequence[Context], call: str) -> list[tuple[int, int, Context]]:
-        """Replica, row and context of each request. Raises as `bind`."""
-        replicas, rows = self.bind(batch, call)
-        return list(zip(replicas.tolist(), rows.tolist(), batch, strict=True))
+    def batch(self, contexts: Sequence[Context]) -> Batch:
+        """Raises as `gather`."""
+        return Batch(contexts, *self._bind(contexts, "batch"), self._page_size)
 
     def release(self, request_id: RequestID) -> None:
         """Give back the request's row and pages. Raises as `PagedKVCacheManager.release`."""
-        replica_idx, row = self._place(request_id, "release")
-        self._replicas[replica_idx].release(row)
-        del self._where[request_id]
+        replica, _, row = self.locate(request_id, "release")
+        replica.release(row)
+        del self.places[request_id]
+        self._releases += 1
 
     def check(self) -> None:
         """Raise `InvariantError` unless these are the rows that the replicas have bound."""
         rows = {
-            request_id: (replica_idx, row)
+            request_id: replica_idx * self._rows_per_replica + row
             for replica_idx, replica in enumerate(self._replicas)
             for request_id, row in replica.rows.row_of.items()
         }
-        if rows != self._where:
-            odd = min(request_id for request_id, _ in rows.items() ^ self._where.items())
+        if rows != self.places:
+            odd = min(request_id for request_id, _ in rows.items() ^ self.places.items())
             raise InvariantError(
-                f"request {odd!r}: claimed at {self._where.get(odd)}, but the replicas have {rows.get(odd)}"
+                f"request {odd!r}: claimed at place {self.places.get(odd)}, but the replicas have {rows.get(odd)}"
             )
 
-    def _place(self, request_id: RequestID, call: str) -> tuple[int, int]:
+    def _bind(self, batch: Sequence[Context], call: str) -> tuple[Ints, Ints]:
+        places = self.places
         try:
-            return self._where[request_id]
-        except KeyError:
-            raise UnknownRequestError(
-                f"request {request_id!r}: {call} of a request that is not claimed (or was released)"
-            ) from None
+            found = [places[context.request_id] for context in batch]
+        except KeyError as error:
+            raise _unknown(error.args[0], call) from None
+        if len(set(found)) != len(found):
+            twice = next(at for at, place in enumerate(found) if place in found[:at])
+            raise InvalidRequestError(f"request {batch[twice].request_id!r}: named twice in one {call}")
+        bound = np.fromiter(found, np.int64, len(found))
+        if len(self._replicas) == 1:
+            return np.zeros_like(bound), bound
+        return bound // self._rows_per_replica, bound % self._rows_per_replica
 
     def _refuse_stale(self, batch: Batch, call: str) -> None:
-        for context, replica_idx, row in zip(batch, batch.replicas.tolist(), batch.rows.tolist(), strict=True):
-            if self._place(context.request_id, call) != (replica_idx, row):
+        if batch.checked_at == self._releases:
+            return
+        wanted = batch.replicas * self._rows_per_replica + batch.rows
+        for context, place in zip(batch, wanted.tolist(), strict=True):
+            if self.places.get(context.request_id) != place:
                 raise InvalidRequestError(
-                    f"request {context.request_id!r}: claimed anew since the batch was made; make a new one"
+                    f"request {context.request_id!r}: {call} of a batch that was made before its release; make a new one"
                 )
+        batch.checked_at = self._releases
+
+
+def _unknown(request_id: RequestID, call: str) -> UnknownRequestError:
+    return UnknownRequestError(f"request {request_id!r}: {call} of a request that is not claimed (or was released)")

@@ -93,6 +93,8 @@ class TextContext:
         "_active",
         "_buffer",
         "_end",
+        "_follows",
+        "_place",
         "_start",
         "cache_salt",
         "max_length",
@@ -119,35 +121,49 @@ class TextContext:
         if count > max_length:
             raise SequenceTooLongError(f"request {self.request_id!r}: {count} tokens, max_length is {max_length}")
         self._start, self._active, self._end = 0, count, count
+        self._follows: Leader | None = None
+        self._place = 0
 
     @property
     def tokens(self) -> NDArray[np.int32]:
         """Every known token, int32 `[end_idx]`; a view, valid until the next `update`."""
+        if self._follows is not None:
+            self._follows.catch_up(self._place)
         return self._buffer[: self._end]
 
     @property
     def start_idx(self) -> int:
         """Tokens whose KV is in the cache."""
+        if self._follows is not None:
+            self._follows.catch_up(self._place)
         return self._start
 
     @property
     def active_idx(self) -> int:
         """End of the tokens to run now; a chunk ends before `end_idx`."""
+        if self._follows is not None:
+            self._follows.catch_up(self._place)
         return self._active
 
     @property
     def end_idx(self) -> int:
         """Tokens known."""
+        if self._follows is not None:
+            self._follows.catch_up(self._place)
         return self._end
 
     @property
     def active_length(self) -> int:
         """Tokens to run now."""
+        if self._follows is not None:
+            self._follows.catch_up(self._place)
         return self._active - self._start
 
     @property
     def current_length(self) -> int:
         """Tokens known: equal to `end_idx`."""
+        if self._follows is not None:
+            self._follows.catch_up(self._place)
         return self._end
 
     def update(self, token: int) -> None:
@@ -160,6 +176,7 @@ class TextContext:
             InvalidRequestError: the token is out of range.
             SequenceTooLongError: the request has `max_length` tokens already.
         """
+        self.leave()
         if self._active < self._end:
             self._start, self._active = self._active, self._end
             return
@@ -170,7 +187,7 @@ class TextContext:
                 f"request {self.request_id!r}: token {self._end + 1} is past its max_length {self.max_length}"
             )
         if self._end == len(self._buffer):
-            self._grow()
+            self._grow(1)
         self._buffer[self._end] = token
         self._start = self._active
         self._end += 1
@@ -184,6 +201,7 @@ class TextContext:
         Raises:
             InvalidRequestError: not `0 <= start_idx < active_idx <= end_idx <= tokens known`; nothing is moved.
         """
+        self.leave()
         start = self._start if start_idx is None else start_idx
         end = self._end if end_idx is None else end_idx
         active = self._active if active_idx is None else active_idx
@@ -198,16 +216,48 @@ class TextContext:
 
     def reset(self) -> None:
         """Forget what is cached: every known token runs again (preemption by recompute)."""
+        self.leave()
         self._start, self._active = 0, self._end
 
-    def __repr__(self) -> str:
-        return f"TextContext({self.request_id!r}, start={self._start}, active={self._active}, end={self._end})"
+    def follow(self, leader: Leader, place: int) -> None:
+        """Let `leader` move this context, at its place `place`, until `leave`. Another leader loses it."""
+        self.leave()
+        self._follows, self._place = leader, place
 
-    def _grow(self) -> None:
-        room = min(self.max_length, max(_NEW_CAPACITY, 2 * self._end))
+    def leave(self) -> None:
+        """Catch up with the leader, if any, and be moved by one's own calls again."""
+        leader, self._follows = self._follows, None
+        if leader is not None:
+            leader.lose(self._place)
+
+    def append(self, tokens: NDArray[np.int32], start: int, active: int) -> None:
+        """Take up what the leader did: `tokens` at the end, and the indices as they are now."""
+        end = self._end + len(tokens)
+        if end > len(self._buffer):
+            self._grow(len(tokens))
+        self._buffer[self._end : end] = tokens
+        self._start, self._active, self._end = start, active, end
+
+    def __repr__(self) -> str:
+        return f"TextContext({self.request_id!r}, start={self.start_idx}, active={self.active_idx}, end={self.end_idx})"
+
+    def _grow(self, count: int) -> None:
+        room = min(self.max_length, max(_NEW_CAPACITY, 2 * self._end, self._end + count))
         grown = np.zeros(room, np.int32)
-        grown[: self._end] = self._buffer
+        grown[: self._end] = self._buffer[: self._end]
         self._buffer = grown
+
+
+class Leader(Protocol):
+    """What moves many contexts at once, and lets each catch up when somebody looks at it: a `Batch`."""
+
+    def catch_up(self, place: int) -> None:
+        """Bring the context at `place` up to date."""
+        ...
+
+    def lose(self, place: int) -> None:
+        """Bring the context at `place` up to date and move it no more."""
+        ...
 
 
 def checked_tokens(request_id: str, tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int32]:

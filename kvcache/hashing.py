@@ -28,7 +28,7 @@ class PrefixHasher:
     process: the digests may be compared across hosts. With `xxh3_128` collisions can be crafted; with sha256 not.
     """
 
-    __slots__ = ("_digests", "_running", "_seed", "algorithm", "page_size", "salt")
+    __slots__ = ("_digests", "_running", "algorithm", "page_size", "pages", "salt")
 
     def __init__(self, algorithm: HashAlgorithm, page_size: int, salt: str | None) -> None:
         self.algorithm: HashAlgorithm = algorithm
@@ -36,9 +36,11 @@ class PrefixHasher:
         self.salt = salt
         # Each field with its length, so that no two choices of fields give the same bytes.
         fields = (algorithm.encode(), str(page_size).encode(), b"" if salt is None else b"=" + salt.encode())
-        self._seed = b"pagewire/1" + b"".join(struct.pack("<I", len(field)) + field for field in fields)
-        self._running: Any = hashlib.sha256(self._seed) if algorithm == "sha256" else xxhash.xxh3_128(self._seed)
+        seed = b"pagewire/1" + b"".join(struct.pack("<I", len(field)) + field for field in fields)
+        self._running: Any = hashlib.sha256(seed) if algorithm == "sha256" else xxhash.xxh3_128(seed)
         self._digests = bytearray()
+        self.pages = 0
+        """Pages hashed so far."""
 
     def digests(self, tokens: NDArray[np.integer[Any]], first: int, last: int) -> NDArray[np.uint64]:
         """Digests of the pages `first` to `last` (excluded) as uint64 `[pages, DIGEST_BYTES / 8]`.
@@ -46,21 +48,34 @@ class PrefixHasher:
         `tokens` are all tokens of the request so far, at least `last * page_size` of them.
         """
         width = DIGEST_BYTES[self.algorithm]
-        known = len(self._digests) // width
+        known = self.pages
         if known < last:
             self._extend(tokens[known * self.page_size : last * self.page_size])
         wanted = bytes(self._digests[first * width : last * width])
         return np.frombuffer(wanted, np.uint64).reshape(last - first, width // 8)
 
+    def extend_by_page(self, row: bytes) -> bytes:
+        """The digest of the next page, whose tokens are `row` (little-endian int32)."""
+        self._running.update(row)
+        digest: bytes = self._running.digest()
+        self._digests += digest
+        self.pages += 1
+        return digest
+
     def _extend(self, tokens: NDArray[np.integer[Any]]) -> None:
         update, digest = self._running.update, self._running.digest
-        # Rows of raw bytes become bytes objects in one call: half the cost of slicing a memoryview page by page.
-        rows = np.ascontiguousarray(tokens, _TOKEN).view(f"V{self.page_size * _TOKEN.itemsize}")
         found: list[bytes] = []
-        for row in rows.tolist():
+        for row in page_rows(tokens, self.page_size):
             update(row)
             found.append(digest())
         self._digests += b"".join(found)
+        self.pages += len(found)
+
+
+def page_rows(tokens: NDArray[np.integer[Any]], page_size: int) -> list[bytes]:
+    """The bytes of each page of `tokens`, a whole number of pages, as they are hashed."""
+    # A view of raw bytes becomes bytes objects in one call: half the cost of slicing a memoryview page by page.
+    return np.ascontiguousarray(tokens, _TOKEN).reshape(-1).view(f"V{page_size * _TOKEN.itemsize}").tolist()
 
 
 def hasher_of(context: Context, algorithm: HashAlgorithm, page_size: int) -> PrefixHasher:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import functools
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvcache.block_table import BlockTable
 from kvcache.context import Context
 from kvcache.errors import BlockTableMismatchError, InvalidRequestError
 from kvcache.hashing import DIGEST_BYTES, hasher_of
-from kvcache.replica import PendingImport, Replica
+from kvcache.replica import Ints, PendingImport, Replica
 from kvcache.types import RequestID
 
 
@@ -134,4 +135,9 @@ def finish_import(replica: Replica, context: Context, pending: PendingImport) ->
     rows = replica.rows
     # The prompt ran elsewhere: what follows are generated tokens, and none of them counts as input here.
     rows.prompt[row] = rows.counted[row] = cached
-    replica.step(row, context)
+    digests_of = functools.partial(_digests, replica, row, context)
+    replica.step(np.array([row]), np.array([cached]), digests_of)
+
+
+def _digests(replica: Replica, row: int, context: Context, _at: Ints, firsts: Ints, lasts: Ints) -> NDArray[np.uint64]:
+    return replica.hasher(row, context).digests(context.tokens, int(firsts[0]), int(lasts[0]))

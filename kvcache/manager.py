@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from kvcache import imports, inputs, sizing
-from kvcache.batch import Batch
+from kvcache.batch import Batch, Gathered, HasherOf, Ints
 from kvcache.block_table import BlockTable
-from kvcache.check import check_replica
+from kvcache.check import check_replica, checked_around
 from kvcache.claims import Claims
 from kvcache.context import Context
 from kvcache.errors import InvalidParamsError, InvalidRequestError
-from kvcache.inputs import BatchState, RaggedKVCacheInputSymbols
+from kvcache.hashing import PrefixHasher
+from kvcache.inputs import RaggedKVCacheInputSymbols
 from kvcache.layout import PageLayout, replica_fingerprint, shard_layout
 from kvcache.metrics import KVCacheMetrics
 from kvcache.params import KVCacheParams, resolve_page_size
@@ -31,26 +32,18 @@ from kvcache.sizing import CacheSizing
 from kvcache.types import RaggedKVCacheInputs, RequestID
 
 _log = logging.getLogger("pagewire")
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-
-def _checked(
-    method: Callable[Concatenate[PagedKVCacheManager, _P], _R],
-) -> Callable[Concatenate[PagedKVCacheManager, _P], _R]:
-    """Run `check` before and after the call where runtime checks are on."""
-
-    @functools.wraps(method)
-    def run(self: PagedKVCacheManager, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if not self.enable_runtime_checks:
-            return method(self, *args, **kwargs)
-        self.check()
-        try:
-            return method(self, *args, **kwargs)
-        finally:
-            self.check()
-
-    return run
+_CHANGES_SOMETHING = (
+    "external_claim",
+    "release",
+    "maybe_reserve",
+    "reserve_batch",
+    "fetch",
+    "step",
+    "import_block_table",
+    "commit_import",
+    "cancel_import",
+    "reset_prefix_cache",
+)
 
 
 class PagedKVCacheManager(CacheSizing):
@@ -119,13 +112,15 @@ class PagedKVCacheManager(CacheSizing):
         self._replicas: list[Replica] = [place.replica for place in self._placed]
         self._router = Router(self.num_replicas)
         self._metrics_before = KVCacheMetrics()
-        self._claims = Claims(self._replicas)
+        self._claims = Claims(self._replicas, self._max_rows, self.page_size)
         if zmq_endpoint_base is not None and params.enable_prefix_caching:
             self._reset_endpoint = ResetEndpoint(zmq_endpoint_base)
+        if enable_runtime_checks:  # on this object alone: without them a call costs nothing more
+            for name in _CHANGES_SOMETHING:
+                setattr(self, name, checked_around(getattr(self, name), self.check))
 
     # ---- claiming
 
-    @_checked
     def external_claim(self, request_id: RequestID, replica_idx: int | None = None) -> None:
         """Bind a row of a replica to the request; takes no pages. With one replica `replica_idx` may be left out.
 
@@ -150,7 +145,7 @@ class PagedKVCacheManager(CacheSizing):
 
     def contains(self, request_id: RequestID) -> bool:
         """Whether the request is claimed."""
-        return request_id in self._claims
+        return request_id in self._claims.places
 
     def get_replica(self, context: Context) -> int:
         """The replica that the request is claimed on.
@@ -162,13 +157,12 @@ class PagedKVCacheManager(CacheSizing):
 
     def get_or_recommend_replica(self, context: Context) -> int:
         """The request's replica, or the one to claim it on: fewest pages to compute, weighed against recent load."""
-        if context.request_id in self._claims:
+        if context.request_id in self._claims.places:
             return self.get_replica(context)
         needed = -(-context.current_length // self.page_size)
         missing = [needed - len(replica.match(context)[1]) for replica in self._replicas]
         return self._router.recommend(missing, [len(replica.rows.row_of) for replica in self._replicas])
 
-    @_checked
     def release(self, request_id: RequestID) -> None:
         """Give back the request's row and pages. With prefix caching its full pages stay findable while there is room.
 
@@ -179,7 +173,6 @@ class PagedKVCacheManager(CacheSizing):
 
     # ---- a step of the serving loop
 
-    @_checked
     def maybe_reserve(self, data: Context, num_steps: int = 1) -> bool:
         """Give the request pages for all its known tokens and `num_steps` steps; cached ones where they match.
 
@@ -193,11 +186,13 @@ class PagedKVCacheManager(CacheSizing):
             InvalidRequestError: (a ValueError) `num_steps` below 1.
             NotReservedError: (a RuntimeError) an import of its pages is pending.
         """
+        replica, replica_idx, row = self._claims.locate(data.request_id, "maybe_reserve")
+        # A decode step that stays on its page: 15 of 16 calls end here.
+        if data.active_length == 1 and 0 < num_steps <= replica.rows.room[row] - data.current_length + 1:
+            return True
         _check_steps(num_steps)
-        _, replica_idx, row = self._claims.locate(data.request_id, "maybe_reserve")
         return self._reserve(replica_idx, row, data, num_steps)
 
-    @_checked
     def reserve_batch(self, batch: Sequence[Context], num_steps: int = 1) -> NDArray[np.bool_]:
         """`maybe_reserve` for each request in turn: bool `[len(batch)]`. A refused one takes nothing from the others.
 
@@ -205,7 +200,12 @@ class PagedKVCacheManager(CacheSizing):
             Those of `maybe_reserve`, before any request is touched.
         """
         _check_steps(num_steps)
-        placed = self._claims.each(batch, "reserve_batch")
+        gathered = self._claims.gather(batch, "reserve_batch")
+        if gathered.slack >= num_steps - 1:
+            return np.ones(len(gathered.contexts), np.bool_)
+        if bool((gathered.actives - gathered.starts == 1).all()) and self._reserve_decoding(gathered, num_steps):
+            return np.ones(len(gathered.contexts), np.bool_)
+        placed = list(zip(gathered.replicas.tolist(), gathered.rows.tolist(), gathered.contexts, strict=True))
         for replica_idx, row, context in placed:
             self._replicas[replica_idx].refuse_pending(row, "reserve_batch")
             self._replicas[replica_idx].pages_needed(context, num_steps)
@@ -218,9 +218,8 @@ class PagedKVCacheManager(CacheSizing):
             UnknownRequestError: (a KeyError) one is not claimed.
             InvalidRequestError: (a ValueError) one is named twice.
         """
-        return Batch(contexts, *self._claims.bind(contexts, "batch"))
+        return self._claims.batch(contexts)
 
-    @_checked
     def fetch(self, batch: Sequence[Context], num_steps: int = 1) -> list[RaggedKVCacheInputs]:
         """What the model reads to run the batch: one entry per device, replica by replica. Allocates nothing.
 
@@ -234,22 +233,18 @@ class PagedKVCacheManager(CacheSizing):
         """
         if self._reset_endpoint is not None and self._reset_endpoint.asked():
             self.reset_prefix_cache()
-        replicas, rows = self._claims.bind(batch, "fetch")
         _check_steps(num_steps)
-        spans = [(context.start_idx, context.active_idx, context.current_length) for context in batch]
-        starts, actives, ends = np.array(spans, np.int64).reshape(-1, 3).T
-        lengths = ends + (num_steps - 1)
-        whose = [replicas == replica_idx for replica_idx in range(self.num_replicas)]
-        for replica, mine in zip(self._replicas, whose, strict=True):
-            replica.refuse_short(rows[mine], lengths[mine])
+        gathered = self._claims.gather(batch, "fetch")
+        states = [gathered.part(mine) for mine in self._split(gathered)]
+        if gathered.slack < num_steps - 1:
+            for replica, state in zip(self._replicas, states, strict=True):
+                replica.refuse_short(state.rows, state.ends + (num_steps - 1))
         fetched: list[RaggedKVCacheInputs] = []
-        for place, mine in zip(self._placed, whose, strict=True):
-            state = BatchState(rows[mine], starts[mine], actives[mine], lengths[mine])
-            place.replica.count_fetch(state.rows, state.actives, state.starts)
+        for place, state in zip(self._placed, states, strict=True):
+            place.replica.count_run(state.rows, state.actives, state.starts)
             fetched += place.inputs(state, num_steps)
         return fetched
 
-    @_checked
     def step(self, batch: Sequence[Context]) -> None:
         """Publish every page that is full of computed tokens. Call it after `context.update`.
 
@@ -260,11 +255,21 @@ class PagedKVCacheManager(CacheSizing):
             InvalidRequestError: (a ValueError) a request is named twice.
             NotReservedError: (a RuntimeError) a request computed more tokens than it has pages for.
         """
-        placed = self._claims.each(batch, "step")
-        for replica_idx, row, context in placed:
-            self._replicas[replica_idx].check_step(row, context)
-        for replica_idx, row, context in placed:
-            self._replicas[replica_idx].step(row, context)
+        gathered = self._claims.gather(batch, "step")
+        parts = self._split(gathered)
+        states = [gathered.part(mine) for mine in parts]
+        if gathered.due > 0 and gathered.slack >= -1:  # no page is full, none was run past
+            for replica, state in zip(self._replicas, states, strict=True):
+                replica.note_computed(state.rows, state.starts)
+            return
+        for replica, state in zip(self._replicas, states, strict=True):
+            replica.refuse_step(state.rows, state.starts)
+        for replica, state, mine in zip(self._replicas, states, parts, strict=True):
+            digests_of = functools.partial(_digests, gathered, mine, self._hasher_of)
+            replica.step(state.rows, state.starts, digests_of)
+        gathered.due = min(
+            replica.due(state.rows, state.starts) for replica, state in zip(self._replicas, states, strict=True)
+        )
 
     def increment_cache_lengths(
         self, kv_cache_inputs: Sequence[RaggedKVCacheInputs], prev_model_inputs: Any
@@ -286,7 +291,7 @@ class PagedKVCacheManager(CacheSizing):
         Raises:
             InvalidRequestError: (a ValueError) the batch is not ordered by replica.
         """
-        replicas, _ = self._claims.bind(context_batch, "get_data_parallel_splits")
+        replicas = self._claims.gather(context_batch, "get_data_parallel_splits").replicas
         if (np.diff(replicas) < 0).any():
             raise InvalidRequestError(f"the batch is not ordered by replica: {replicas.tolist()}")
         counts = np.bincount(replicas, minlength=self.num_replicas)
@@ -304,7 +309,6 @@ class PagedKVCacheManager(CacheSizing):
         replica, replica_idx, _ = self._claims.locate(request_id, "block_table")
         return imports.export_table(replica, replica_idx, request_id, self.fingerprint)
 
-    @_checked
     def import_block_table(self, context: Context, table: BlockTable, num_steps: int = 1) -> PendingImport | None:
         """Reserve the claimed request's pages and say which to copy from the maker of `table`. None: too few pages.
 
@@ -322,7 +326,6 @@ class PagedKVCacheManager(CacheSizing):
         imports.check_table(replica, context, table, self.fingerprint)
         return imports.begin_import(replica, replica_idx, context, table, num_steps)
 
-    @_checked
     def commit_import(self, context: Context, pending: PendingImport) -> None:
         """Every page has been copied: the tokens count as cached, the full pages are published.
 
@@ -333,7 +336,6 @@ class PagedKVCacheManager(CacheSizing):
         replica, _, _ = self._claims.locate(context.request_id, "commit_import")
         imports.finish_import(replica, context, pending)
 
-    @_checked
     def cancel_import(self, pending: PendingImport) -> None:
         """The copy failed or was given up, and nothing writes to its pages any more. Safe twice.
 
@@ -397,7 +399,6 @@ class PagedKVCacheManager(CacheSizing):
         """Start counting from zero."""
         self._metrics_before = self._metrics_ever()
 
-    @_checked
     def reset_prefix_cache(self) -> None:
         """Forget every cached page that nobody holds. Pages in use stay findable."""
         for replica in self._replicas:
@@ -441,6 +442,26 @@ class PagedKVCacheManager(CacheSizing):
 
     # ---- inside
 
+    def _split(self, gathered: Gathered) -> list[Ints | None]:
+        """Of each replica the places of its requests in the batch; None for all of them."""
+        if self.num_replicas == 1:
+            return [None]
+        return [np.flatnonzero(gathered.replicas == replica) for replica in range(self.num_replicas)]
+
+    def _reserve_decoding(self, gathered: Gathered, num_steps: int) -> bool:
+        """Pages for a batch of one token each; False where a replica wants a closer look at each request."""
+        states = [gathered.part(mine) for mine in self._split(gathered)]
+        for replica, state in zip(self._replicas, states, strict=True):
+            if not replica.reserve_decoding(state.rows, state.ends + (num_steps - 1)):
+                return False
+        gathered.slack = min(
+            replica.slack(state.rows, state.ends) for replica, state in zip(self._replicas, states, strict=True)
+        )
+        return True
+
+    def _hasher_of(self, replica_idx: int, row: int, context: Context) -> PrefixHasher:
+        return self._replicas[replica_idx].hasher(row, context)
+
     def _reserve(self, replica_idx: int, row: int, context: Context, num_steps: int) -> bool:
         replica = self._replicas[replica_idx]
         first_time = replica.rows.prompt[row] < 0
@@ -477,3 +498,9 @@ class PagedKVCacheManager(CacheSizing):
 def _check_steps(num_steps: int) -> None:
     if num_steps < 1:
         raise InvalidRequestError(f"num_steps is {num_steps}: at least 1 is needed")
+
+
+def _digests(
+    gathered: Gathered, mine: Ints | None, hasher_of: HasherOf, at: Ints, firsts: Ints, lasts: Ints
+) -> NDArray[np.uint64]:
+    return gathered.digests(at if mine is None else mine[at], firsts, lasts, hasher_of)

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvcache.inputs import BatchState, DeviceTables, build_inputs
+from kvcache.batch import BatchState
+from kvcache.inputs import DeviceTables, build_inputs
 from kvcache.layout import PageLayout
 from kvcache.replica import Replica
 from kvcache.storage import allocate_blocks

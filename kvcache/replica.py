@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,12 @@ from kvcache.params import HashAlgorithm
 from kvcache.types import RequestID
 
 Pages = NDArray[np.int32]
+Ints = NDArray[np.int64]
+Rows = Ints | slice
+"""Rows of a block table: an array, or a slice where they are one run."""
+DigestsOf = Callable[[Ints, Ints, Ints], NDArray[np.uint64]]
+
+_NEVER = 1 << 62
 
 
 @dataclass(eq=False, slots=True)
@@ -45,6 +52,11 @@ class PendingImport:
     src_pages: Pages
     dst_pages: Pages
     closed: bool = False
+
+
+def as_rows(rows: Rows) -> Ints:
+    """The rows as an array."""
+    return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +102,11 @@ class Replica:
         self.caching = caching
         self.hash_algorithm: HashAlgorithm = hash_algorithm
         self.pool = PagePool(num_pages, DIGEST_BYTES[hash_algorithm] // 8)
-        self.rows = BlockRows(rows, -(-max_seq_len // page_size), pinned=pinned)
+        self.rows = BlockRows(rows, max_seq_len, page_size, pinned=pinned)
         self.imports: list[PendingImport] = []
         self._importing: dict[int, PendingImport] = {}
         self._hashers: dict[int, PrefixHasher] = {}  # by row, of the contexts that cannot carry their own
+        self._uncounted: set[int] = set()  # rows whose prompt the metrics have not seen to its end
         self._input_tokens = 0
         self._cache_tokens = 0
 
@@ -124,11 +137,12 @@ class Replica:
         rows = self.rows
         if rows.prompt[row] < 0:
             rows.prompt[row] = context.end_idx
+            self._uncounted.add(row)
         if plan.hits.size:
             self.pool.hold(plan.hits)
             self.pool.release(plan.replaced)
             rows.write(row, plan.first, plan.hits)
-            rows.committed[row] = plan.first + len(plan.hits)
+            rows.commit(row, plan.first + len(plan.hits))
         if plan.new:
             rows.write(row, int(rows.num_pages[row]), self.pool.allocate(plan.new))
         return plan.new
@@ -163,50 +177,103 @@ class Replica:
         last = (context.current_length - 1) // self.page_size
         if not self.caching or last <= first:
             return first, np.zeros(0, np.int32)
-        digests = self._hasher(row, context).digests(context.tokens, first, last)
+        digests = self.hasher(row, context).digests(context.tokens, first, last)
         # Most lookups of a new prompt end within its first pages.
         head = self.pool.index.match(digests[:4])
         if len(head) < 4:
             return first, head
         return first, self.pool.index.match(digests)
 
-    def check_step(self, row: int, context: Context) -> None:
-        """Raise unless `step` may commit what the context says was computed.
+    def reserve_decoding(self, rows: Rows, lengths: Ints) -> bool:
+        """Give each of `rows`, which have one token to run, pages for `lengths` tokens: all of them or none.
+
+        False also where the answer takes a closer look: `reserve` each of them then.
+        """
+        state = self.rows
+        short = np.flatnonzero(state.capacity[rows] < lengths)
+        if not short.size:
+            return True
+        lacking = as_rows(rows)[short]
+        missing = -(-lengths[short] // self.page_size) - state.num_pages[lacking]
+        # One page each is a decode step's need. Other needs, a full pool, pending imports: one request at a time.
+        if (missing != 1).any() or len(lacking) > self.pool.free_count or (state.prompt[lacking] < 0).any():
+            return False
+        if self._importing or lengths.max() > self.max_seq_len:
+            return False
+        state.append(lacking, self.pool.allocate(len(lacking)))
+        return True
+
+    def slack(self, rows: Rows, ends: Ints) -> int:
+        """Tokens that every request of `rows` can grow by on the pages it has."""
+        return int((self.rows.capacity[rows] - ends).min()) if len(ends) else _NEVER
+
+    def due(self, rows: Rows, starts: Ints) -> int:
+        """Tokens that every request of `rows` can compute before one of them fills a page."""
+        return int((self.rows.commit_at[rows] - starts).min()) if self.caching and len(starts) else _NEVER
+
+    def refuse_step(self, rows: Rows, computed: Ints) -> None:
+        """Raise unless `step` may commit `computed` tokens of each row.
 
         Raises:
             NotReservedError: more tokens computed than the row has pages for, or an import pending.
         """
-        self.refuse_pending(row, "step")
-        room = int(self.rows.num_pages[row]) * self.page_size
-        if context.start_idx > room:
-            raise NotReservedError(
-                f"request {context.request_id!r}: {context.start_idx} tokens computed, "
-                f"its reserved pages hold {room}: call maybe_reserve before the model runs"
-            )
-
-    def step(self, row: int, context: Context) -> None:
-        """Publish the row's full pages of computed tokens; content published before is shared instead."""
-        rows, computed = self.rows, context.start_idx
-        rows.cached[row] = computed
-        self._count(row, computed)
-        first, last = int(rows.committed[row]), computed // self.page_size
-        if not self.caching or last <= first:
+        room = self.rows.capacity[rows]
+        if not (computed > room).any():
             return
-        digests = self._hasher(row, context).digests(context.tokens, first, last)
-        own = rows.table[row, first:last].copy()
-        kept = self.pool.index.publish(own, digests)
-        duplicate = kept != own
-        if duplicate.any():
-            # The row names the pages to keep before the duplicates are freed: it never names a free page.
-            self.pool.hold(kept[duplicate])
-            rows.write(row, first, kept)
-            self.pool.release(own[duplicate])
-        rows.committed[row] = last
+        at = int(np.flatnonzero(computed > room)[0])
+        row = int(as_rows(rows)[at])
+        self.refuse_pending(row, "step")
+        raise NotReservedError(
+            f"request {self.rows.request_ids[row]!r}: {computed[at]} tokens computed, "
+            f"its reserved pages hold {room[at]}: call maybe_reserve before the model runs"
+        )
+
+    def step(self, rows: Rows, computed: Ints, digests_of: DigestsOf) -> None:
+        """Publish each row's full pages of computed tokens; content published before is shared instead.
+
+        `digests_of(at, firsts, lasts)` gives, of the requests at `at` in `rows`, the digests of these pages.
+        """
+        state = self.rows
+        self.note_computed(rows, computed)
+        at = np.flatnonzero(computed >= state.commit_at[rows]) if self.caching else ()
+        if not len(at):
+            return
+        filled = as_rows(rows)[at]
+        firsts, lasts = state.committed[filled], computed[at] // self.page_size
+        digests = digests_of(at, firsts, lasts)
+        counts = lasts - firsts
+        flat_rows, columns = filled, firsts
+        if not (counts == 1).all():
+            flat_rows = np.repeat(filled, counts)
+            columns = np.arange(len(flat_rows)) + np.repeat(firsts - np.cumsum(counts) + counts, counts)
+        if len(filled) == 1 or len(set(digests[:, 0].tolist())) == len(digests):
+            self._publish(flat_rows, columns, digests)
+        else:  # the same new content twice in one step: the second finds the first
+            for row in filled:
+                mine = flat_rows == row
+                self._publish(flat_rows[mine], columns[mine], digests[mine])
+        state.commit(filled, lasts)
+
+    def note_computed(self, rows: Rows, computed: Ints) -> None:
+        """The model computed this many tokens of each row."""
+        self.rows.cached[rows] = computed
+        self.count_run(rows, computed, 0)
+
+    def hasher(self, row: int | None, context: Context) -> PrefixHasher:
+        """The hasher of the request: on its context, or kept here for a context that cannot carry one."""
+        kept = None if row is None else self._hashers.get(row)
+        if kept is not None:
+            return kept
+        hasher = hasher_of(context, self.hash_algorithm, self.page_size)
+        if row is not None and getattr(context, "prefix_hasher", None) is not hasher:
+            self._hashers[row] = hasher
+        return hasher
 
     def release(self, row: int) -> None:
         """Give back the row and its pages; those of a pending import stay with the transfer until it is closed."""
         self._importing.pop(row, None)
         self._hashers.pop(row, None)
+        self._uncounted.discard(row)
         pages = self.rows.pages(row).copy()
         self.rows.unbind(row)
         self.pool.release(pages)
@@ -214,6 +281,7 @@ class Replica:
     def begin_import(self, row: int, pending: PendingImport) -> None:
         """The destination pages belong to a transfer from now on."""
         self.pool.add_writer(pending.dst_pages)
+        self.rows.measure(row, usable=False)
         self._importing[row] = pending
         self.imports.append(pending)
 
@@ -224,6 +292,7 @@ class Replica:
         row = self.rows.row_of.get(pending.request_id)
         if row is not None and self._importing.get(row) is pending:
             del self._importing[row]
+            self.rows.measure(row)
         self.pool.drop_writer(pending.dst_pages)
 
     def import_of(self, row: int) -> PendingImport | None:
@@ -238,28 +307,33 @@ class Replica:
                 "commit_import or cancel_import first"
             )
 
-    def refuse_short(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
+    def refuse_short(self, rows: Rows, lengths: Ints) -> None:
         """Raise unless each of `rows` may run with pages for `lengths` tokens.
 
         Raises:
             SequenceTooLongError: past `max_seq_len`.
             NotReservedError: too few pages, or an import pending.
         """
-        for row in rows.tolist() if self._importing else ():
-            self.refuse_pending(row, "fetch")
-        room = self.rows.num_pages[rows] * self.page_size
-        for at in np.flatnonzero(lengths > room)[:1]:
-            text = f"request {self.rows.request_ids[rows[at]]!r}: {lengths[at]} tokens"
-            if lengths[at] > self.max_seq_len:
-                raise SequenceTooLongError(f"{text}, max_seq_len is {self.max_seq_len}")
-            raise NotReservedError(f"{text}, its reserved pages hold {room[at]}: call maybe_reserve first")
+        room = self.rows.capacity[rows]
+        if not (lengths > room).any():
+            return
+        at = int(np.flatnonzero(lengths > room)[0])
+        row = int(as_rows(rows)[at])
+        self.refuse_pending(row, "fetch")
+        text = f"request {self.rows.request_ids[row]!r}: {lengths[at]} tokens"
+        if lengths[at] > self.max_seq_len:
+            raise SequenceTooLongError(f"{text}, max_seq_len is {self.max_seq_len}")
+        raise NotReservedError(f"{text}, its reserved pages hold {room[at]}: call maybe_reserve first")
 
-    def count_fetch(self, rows: NDArray[np.int64], ends: NDArray[np.int64], starts: NDArray[np.int64]) -> None:
-        """Tokens from `starts` to `ends` of `rows` are about to run: count those of the prompt not counted before."""
+    def count_run(self, rows: Rows, ends: Ints, starts: Ints | int) -> None:
+        """Tokens from `starts` to `ends` of `rows` run, or ran: count those of the prompt not counted before."""
+        if not self._uncounted:
+            return
         state = self.rows
-        seen = np.maximum(state.counted[rows], starts)
-        self._input_tokens += int(np.maximum(np.minimum(ends, state.prompt[rows]) - seen, 0).sum())
-        state.counted[rows] = np.maximum(seen, ends)
+        seen, prompts = np.maximum(state.counted[rows], starts), state.prompt[rows]
+        self._input_tokens += int(np.maximum(np.minimum(ends, prompts) - seen, 0).sum())
+        state.counted[rows] = counted = np.maximum(seen, ends)
+        self._uncounted.difference_update(as_rows(rows)[counted >= prompts].tolist())
 
     def _plan(self, row: int, context: Context, needed: int) -> _Plan:
         none, rows = np.zeros(0, np.int32), self.rows
@@ -282,21 +356,18 @@ class Replica:
             raise InvalidRequestError(
                 f"request {context.request_id!r}: set_token_indices({cached}) left start_idx at {context.start_idx}"
             )
-        self._cache_tokens += max(0, cached - max(before, int(self.rows.counted[row])))
+        prompt = context.end_idx if self.rows.prompt[row] < 0 else int(self.rows.prompt[row])
+        self._cache_tokens += max(0, min(cached, prompt) - max(before, int(self.rows.counted[row])))
         self.rows.counted[row] = max(cached, int(self.rows.counted[row]))
 
-    def _count(self, row: int, computed: int) -> None:
-        rows = self.rows
-        seen = int(rows.counted[row])
-        if computed > seen:
-            self._input_tokens += max(0, min(computed, int(rows.prompt[row])) - seen)
-            rows.counted[row] = computed
-
-    def _hasher(self, row: int | None, context: Context) -> PrefixHasher:
-        kept = None if row is None else self._hashers.get(row)
-        if kept is not None:
-            return kept
-        hasher = hasher_of(context, self.hash_algorithm, self.page_size)
-        if row is not None and getattr(context, "prefix_hasher", None) is not hasher:
-            self._hashers[row] = hasher
-        return hasher
+    def _publish(self, rows: Ints, columns: Ints, digests: NDArray[np.uint64]) -> None:
+        """Publish the pages at `rows`, `columns`; `digests` are distinct."""
+        own = self.rows.table[rows, columns]
+        kept = self.pool.index.publish(own, digests)
+        duplicate = kept != own
+        if duplicate.any():
+            # The rows name the pages to keep before the duplicates are freed: they never name a free page.
+            self.pool.hold(kept[duplicate])
+            self.rows.table[rows[duplicate], columns[duplicate]] = kept[duplicate]
+            self.rows.changed[rows] = True
+            self.pool.release(own[duplicate])

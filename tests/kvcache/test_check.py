@@ -60,7 +60,7 @@ BREAKS: dict[str, tuple[Callable[[PagedKVCacheManager, Replica], Any], str]] = {
     "entries past the end": (lambda m, r: set_entry(r.rows.table, (r.rows.row_of["one"], 9), 4), "pages past its"),
     "a free row that names pages": (lambda m, r: set_entry(r.rows.table, (7, 0), 4), "row 7 is free"),
     "a row of another request": (lambda m, r: set_entry(r.rows.request_ids, r.rows.row_of["one"], "x"), "names 'x'"),
-    "a claim without a row": (lambda m, r: m._claims._where.update(ghost=(0, 3)), "'ghost': claimed at"),
+    "a claim without a row": (lambda m, r: m._claims.places.update(ghost=3), "'ghost': claimed at place"),
     "idle stamps lost": (lambda m, r: set_entry(r.pool.idle._stamp, slice(None), -1), "of the states|idle order"),
 }
 

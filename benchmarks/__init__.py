@@ -1,0 +1,1 @@
+"""One question a file; `python -m benchmarks` runs them all."""
