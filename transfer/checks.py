@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,8 @@ from transfer.metadata import MemoryType
 
 MAX_PAGES = (1 << 31) - 1
 """NIXL takes int32 indices, and cuts larger ones silently."""
+
+Indices: TypeAlias = npt.NDArray[np.int32]
 
 _MEMORY_OF = {"cpu": MemoryType.DRAM, "cuda": MemoryType.VRAM}
 
@@ -94,7 +96,7 @@ def _all_indices(values: Sequence[Any]) -> bool:
     return {int}.issuperset(map(type, values)) or all(map(is_index, values))
 
 
-def page_indices(label: str, idxs: Sequence[int] | npt.NDArray[Any], total_num_pages: int) -> npt.NDArray[np.int32]:
+def page_indices(label: str, idxs: Sequence[int] | npt.NDArray[Any], total_num_pages: int) -> Indices:
     """Returns a list of pages as int32 `[pages]`, each of them in range.
 
     Args:
@@ -124,17 +126,22 @@ def page_indices(label: str, idxs: Sequence[int] | npt.NDArray[Any], total_num_p
     return values.astype(np.int32)
 
 
-def check_pairs(label: str, src: npt.NDArray[np.int32], dst: npt.NDArray[np.int32]) -> None:
-    """Checks that pages pair up and that no destination is written twice.
+def sorted_pairs(label: str, src: Indices, dst: Indices) -> tuple[Indices, Indices]:
+    """Returns the pairs of source and destination pages in the order of their destinations.
+
+    Pairs that follow each other on both sides are then neighbours, which NIXL merges into one copy.
 
     Raises:
-        InvalidTransferError: says which count or which page is wrong.
+        InvalidTransferError: the counts differ, or a destination is named more than once.
     """
     if src.size != dst.size:
         raise InvalidTransferError(f"{label}: {src.size} source pages for {dst.size} destination pages")
-    pages, counts = np.unique(dst, return_counts=True)
-    if pages.size != dst.size:
-        raise InvalidTransferError(f"{label}: destination page {int(pages[counts > 1][0])} is named more than once")
+    order = np.argsort(dst)
+    src, dst = src[order], dst[order]
+    twice = dst[1:] == dst[:-1]
+    if twice.any():
+        raise InvalidTransferError(f"{label}: destination page {dst[1:][twice][0]} is named more than once")
+    return src, dst
 
 
 def check_replica(label: str, replica_idx: int, dp: int) -> None:

@@ -8,14 +8,13 @@ are reported by `quarantined_pages` until then. Nothing else tells when they may
 from __future__ import annotations
 
 import itertools
+import secrets
 import socket
 import uuid
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from transfer.agent import TensorAgent, agreed_settings, fingerprint_of
-from transfer.checks import check_pairs, check_replica, check_tensors, page_indices
+from transfer.checks import check_replica, check_tensors, page_indices, sorted_pairs
 from transfer.errors import (
     AgentError,
     EngineClosedError,
@@ -263,11 +262,11 @@ class KVTransferEngine:
         check_replica(f"{pair}: dst_replica_idx", dst_replica_idx, len(destination.agents_meta))
         src = page_indices(f"{pair}: src_idxs", src_idxs, source.total_num_pages)
         dst = page_indices(f"{pair}: dst_idxs", dst_idxs, destination.total_num_pages)
-        check_pairs(pair, src, dst)
+        sorted_src, sorted_dst = sorted_pairs(pair, src, dst)
         request = TransferReqData(
             dst_name=destination.name,
             src_name=source.name,
-            transfer_name=uuid.uuid4().hex,
+            transfer_name=secrets.token_hex(16),
             transfer_ids=[next(self._ids) for _ in range(self.tp)],
             src_idxs=src.tolist(),
             dst_idxs=dst.tolist(),
@@ -279,9 +278,8 @@ class KVTransferEngine:
         posting = Posting(request, connection)
         if held := self.quarantined_pages(posting.local_replica).intersection(posting.local_pages):
             raise InvalidTransferError(f"{pair}: pages {sorted(held)[:8]} of {self.name!r} are in quarantine")
-        order = np.argsort(dst)  # pairs that follow each other on both sides become neighbours, which NIXL merges
-        local, there = (dst, src) if is_read else (src, dst)
-        transfers.start(posting, local[order], there[order])
+        local, there = (sorted_dst, sorted_src) if is_read else (sorted_src, sorted_dst)
+        transfers.start(posting, local, there)
         return request
 
     def is_complete(self, transfer_req: TransferReqData) -> bool:

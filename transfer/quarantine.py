@@ -75,6 +75,8 @@ class Quarantine:
 
     def pages(self, replica: int) -> frozenset[int]:
         """Returns every page of one replica that is held."""
+        if not self._held:
+            return frozenset()
         return frozenset[int]().union(*(held.pages for held in self._held.values() if held.replica == replica))
 
     def empty(self) -> list[Posting]:

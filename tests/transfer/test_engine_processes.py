@@ -265,3 +265,32 @@ def test_disconnect_in_flight_drains_before_the_same_peer_returns(hire: Any, unt
     left.expected[0][0][4] = right.expected[0][0][1]
     slow("request", "cleanup_transfer", request)
     move(left, right, "read", np.random.default_rng(0), 9)
+
+
+@pytest.mark.slow
+def test_a_dead_reader_leaves_its_source_alive(hire: Any):
+    source, mortal, witness = hire(), hire(), hire()
+    left = Side(source, "left", 1, 1, 256, seed=1, size=1 << 20)
+    right = Side(mortal, "right", 1, 1, 256, seed=2, size=1 << 20)
+    third = Side(witness, "third", 1, 1, 16, seed=3, size=1 << 20)
+    join(left, right)
+    join(left, third)
+    first = mortal("start", "read", "left", [0], [0], 0, 0)
+    mortal("request", "sync_and_release", first, 20.0)
+    request = mortal(
+        "start", "read", "left", list(range(256)), np.random.default_rng(0).permutation(256).tolist(), 0, 0
+    )
+    mortal.signal(signal.SIGKILL)
+    assert not source("request", "is_complete", request)
+    with pytest.raises(source.Raised, match=r"did not end within 0\.05 s"):
+        source("request", "sync_and_release", request, 0.05)
+    assert source("call", "quarantined_pages", 0) == set(range(256))
+    source("call", "disconnect", "right")
+    source("call", "release_quarantine", "right")
+    assert source("call", "quarantined_pages", 0) == set()
+    pulled = witness("start", "read", "left", [7], [9], 0, 0)
+    witness("request", "sync_and_release", pulled, 20.0)
+    source("request", "sync_and_release", pulled, 20.0)
+    third.expected[0][0][9] = left.expected[0][0][7]
+    third.check()
+    left.check()
