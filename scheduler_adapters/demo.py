@@ -73,7 +73,7 @@ def run_demo(options: DemoOptions) -> int:
     _check_options(options)
     texts = read_prompts(options.prompts) if options.prompts else None
     reporter.line(f"model: {options.model or 'a small random Llama over bytes'}")
-    model = load_model(options.model, options.seed).to(options.device)
+    model = load_model(options.model, options.seed, options.device)
     served = _requests(options, model, texts)
     config = _worker_config(options, model, served)
     reporter.line("starting a prefill and a decode process")
@@ -89,7 +89,7 @@ def run_demo(options: DemoOptions) -> int:
     )
     reporter.table(figures, where, notes + _leaks(stats))
     if options.json:
-        Path(options.json).write_bytes(msgspec.json.encode(figures) + b"\n")
+        _write(options.json, figures)
     return 0 if figures.tokens_equal and not figures.leaked_pages else 1
 
 
@@ -132,6 +132,13 @@ def settled_stats(workers: Workers) -> dict[msg.Role, msg.Stats]:
         time.sleep(0.01)
 
 
+def _write(path: str, figures: Figures) -> None:
+    try:
+        Path(path).write_bytes(msgspec.json.encode(figures) + b"\n")
+    except OSError as error:
+        raise AdapterError(f"--json {path!r} cannot be written: {error.strerror}") from error
+
+
 def _check_options(options: DemoOptions) -> None:
     for name in ("requests", "max_new_tokens", "concurrency", "token_budget", "tp", "page_size"):
         value = getattr(options, name)
@@ -146,21 +153,24 @@ def _check_options(options: DemoOptions) -> None:
 def _requests(options: DemoOptions, model: PreTrainedModel, texts: list[str] | None) -> list[Served]:
     from scheduler_adapters.hf import load_tokenizer  # noqa: PLC0415  (heavy, and of an optional extra)
 
-    tokenizer = load_tokenizer(options.model, model.config.get_text_config().vocab_size)
+    vocab_size = model.config.get_text_config().vocab_size
+    tokenizer = load_tokenizer(options.model, vocab_size)
     if texts is None:
         texts = default_prompts(options.requests or DEFAULT_REQUESTS)
     served = []
     for number, text in enumerate(take(texts, options.requests)):
         tokens = tuple(tokenizer.encode(text))
         if not tokens:
-            raise PromptsError(f"prompt {number + 1} has no tokens: {text[:40]!r}")
+            raise PromptsError(f"prompt-{number + 1} has no tokens: {text[:40]!r}")
+        if max(tokens) >= vocab_size:
+            raise PromptsError(f"prompt-{number + 1} has the token {max(tokens)}, the model's vocabulary {vocab_size}")
         served.append(Served(f"prompt-{number + 1}", tokens))
     return served
 
 
 def _worker_config(options: DemoOptions, model: PreTrainedModel, served: list[Served]) -> WorkerConfig:
     """What both processes are told, checked: it fits the memory, and every prompt fits the cache."""
-    from scheduler_adapters.hf import kv_params_of, num_layers_of  # noqa: PLC0415  (heavy, and of an optional extra)
+    from scheduler_adapters.hf import kv_params_of, max_positions_of, num_layers_of  # noqa: PLC0415  (heavy, and of an optional extra)
 
     params = kv_params_of(model.config, page_size=options.page_size, n_devices=options.tp)
     layers = num_layers_of(model.config)
@@ -177,6 +187,12 @@ def _worker_config(options: DemoOptions, model: PreTrainedModel, served: list[Se
         raise PromptsError(
             f"{longest.request_id} has {len(longest.prompt):,} tokens and may get {options.max_new_tokens} more: "
             f"the cache holds {capacity:,} (--cache-mb {options.cache_mb:g})"
+        )
+    positions = max_positions_of(model.config)
+    if positions and needed > positions:
+        raise PromptsError(
+            f"{longest.request_id} has {len(longest.prompt):,} tokens and may get {options.max_new_tokens} more: "
+            f"the model has positions for {positions:,}"
         )
     return WorkerConfig(
         model=options.model,

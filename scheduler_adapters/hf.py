@@ -99,7 +99,7 @@ class HFRunner:
             raise UnsupportedModelError(f"the model is on {self.model.device}, some of its pages on {elsewhere[0]}")
 
 
-def load_model(path: str | Path | None, seed: int = 0) -> PreTrainedModel:
+def load_model(path: str | Path | None, seed: int = 0, device: str = "cpu") -> PreTrainedModel:
     """The model of a directory as `save_pretrained` writes it, in float32; the small Llama of `seed` for None.
 
     Nothing is downloaded. What greedy decoding depends on besides the logits (a repetition penalty and the like) is
@@ -107,7 +107,7 @@ def load_model(path: str | Path | None, seed: int = 0) -> PreTrainedModel:
 
     Raises:
         MissingExtraError: `transformers` is not installed.
-        ModelLoadError: no such directory, no model in it, weights that are missing or of another shape.
+        ModelLoadError: no such directory or device, no model in it, weights that are missing or of another shape.
     """
     transformers = _transformers()
     model = tiny_llama(seed) if path is None else _load_directory(Path(path))
@@ -116,7 +116,10 @@ def load_model(path: str | Path | None, seed: int = 0) -> PreTrainedModel:
     model.generation_config = transformers.GenerationConfig(
         do_sample=False, eos_token_id=eos or None, pad_token_id=eos[0] if pad is None and eos else pad
     )
-    return model.eval()
+    try:
+        return model.eval().to(device)
+    except (RuntimeError, AssertionError) as error:  # of torch, for a name that is none, or a device that is not there
+        raise ModelLoadError(f"the model cannot be put on device {device!r}: {_line(error)}") from error
 
 
 def load_tokenizer(path: str | Path | None, vocab_size: int) -> Tokenizer:
@@ -178,6 +181,11 @@ def check_supported(config: PretrainedConfig) -> None:
     for name in ("kv_lora_rank", "num_kv_shared_layers"):
         if getattr(text, name, None):
             raise UnsupportedModelError(f"{config.model_type}: {name} is set: not supported over pages")
+
+
+def max_positions_of(config: PretrainedConfig) -> int | None:
+    """Tokens of the longest sequence that a model was made for; None where it does not say."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def eos_token_ids_of(model: PreTrainedModel) -> frozenset[int]:

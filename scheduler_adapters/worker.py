@@ -101,7 +101,7 @@ def serve(config: WorkerConfig, context: zmq.Context[zmq.Socket[bytes]], front: 
     """Set everything up, say `Ready`, and serve until told to stop."""
     from scheduler_adapters.hf import HFRunner, kv_params_of, load_model, num_layers_of  # noqa: PLC0415  (heavy)
 
-    model = load_model(config.model, config.seed).to(config.device)
+    model = load_model(config.model, config.seed, config.device)
     params = kv_params_of(model.config, page_size=config.page_size, n_devices=config.tp)
     manager = build_manager(config, params, num_layers_of(model.config))
     loop = ServingLoop(manager, HFRunner(model), config.token_budget)

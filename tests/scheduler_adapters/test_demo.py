@@ -112,6 +112,8 @@ def test_a_wrong_token_is_found_and_shown(
         (["--requests", "-1"], "--requests is -1"),
         (["--cache-mb", "0"], "--cache-mb is 0"),
         (["--tp", "3"], "n_kv_heads is 2"),
+        (["--device", "nonsense"], "cannot be put on device 'nonsense'"),
+        (["--max-new-tokens", "70000", "--cache-mb", "10000"], "the model has positions for 65,536"),
         (["--json", "{tmp}/none/o.json"], "its directory does not exist"),
         (["--page-size", "x"], "invalid int value: 'x'"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),

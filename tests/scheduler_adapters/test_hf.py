@@ -127,6 +127,26 @@ def test_a_saved_directory_loads_in_float32_with_the_byte_tokenizer(
     assert isinstance(tokenizer, ByteTokenizer)
 
 
+def test_a_tokenizer_beside_the_model_is_used(tmp_path: Path) -> None:
+    import tokenizers
+    import transformers
+
+    words = tokenizers.models.WordLevel({"<unk>": 0, "pages": 1, "flow": 2}, unk_token="<unk>")  # noqa: S106
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(tmp_path)  # noqa: S106
+    loaded = load_tokenizer(tmp_path, 3)
+    assert loaded.encode("flow pages what") == [2, 1, 0]
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelLoadError, match="tokenizer cannot be read"):
+        load_tokenizer(tmp_path, 3)
+
+
+def test_a_device_that_is_not_there_is_named() -> None:
+    with pytest.raises(ModelLoadError, match="'nonsense'"):
+        load_model(None, device="nonsense")
+
+
 def test_a_penalty_in_the_saved_settings_changes_no_greedy_token(
     make_model: Callable[..., Any], tmp_path: Path
 ) -> None:
