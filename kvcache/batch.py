@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.context import Context, TextContext
 from kvcache.errors import InvalidRequestError, SequenceTooLongError
-from kvcache.hashing import PrefixHasher, page_rows
+from kvcache.hashing import PrefixHasher, next_digests, page_rows
 
 Ints = NDArray[np.int64]
 HasherOf = Callable[[int, int, Context], PrefixHasher]
@@ -59,7 +59,7 @@ class Gathered:
 
     __slots__ = ("actives", "contexts", "due", "ends", "replicas", "rows", "run", "slack", "starts")
 
-    def __init__(self, contexts: Sequence[Context], replicas: Ints, rows: Ints) -> None:
+    def __init__(self, contexts: Sequence[Context], replicas: Ints, rows: Ints, *, starts_only: bool = False) -> None:
         self.contexts: Sequence[Context] = contexts
         self.replicas = replicas
         self.rows = rows
@@ -67,15 +67,23 @@ class Gathered:
         count = len(rows)
         if count and rows[-1] - rows[0] == count - 1 and (np.diff(rows) == 1).all() and (replicas == replicas[0]).all():
             self.run = slice(int(rows[0]), int(rows[0]) + count)
-        self.gather()
+        self.gather(starts_only=starts_only)
 
-    def gather(self) -> None:
-        """Read the indices of every context."""
+    def gather(self, *, starts_only: bool = False) -> None:
+        """Read the indices of every context; `starts_only`: `actives` and `ends` are not asked for."""
         contexts, count = self.contexts, len(self.contexts)
         self.starts: Ints = np.fromiter([context.start_idx for context in contexts], np.int64, count)
+        self.slack, self.due = -1, 0
+        if starts_only:
+            return
         self.actives: Ints = np.fromiter([context.active_idx for context in contexts], np.int64, count)
         self.ends: Ints = np.fromiter([context.current_length for context in contexts], np.int64, count)
-        self.slack, self.due = -1, 0
+
+    def computed(self, mine: Ints | None) -> tuple[Ints | slice, Ints]:
+        """Rows and cached tokens of the requests at the places `mine`; None: all, which are of one replica."""
+        if mine is None:
+            return (self.rows if self.run is None else self.run), self.starts
+        return self.rows[mine], self.starts[mine]
 
     def part(self, mine: Ints | None) -> BatchState:
         """The state of the requests at the places `mine`; None: all, which are of one replica."""
@@ -92,12 +100,41 @@ class Gathered:
 
     def digests(self, places: Ints, firsts: Ints, lasts: Ints, hasher_of: HasherOf) -> NDArray[np.uint64]:
         """Of each context at `places` the digests of its pages `firsts` to `lasts`, one after another."""
-        found = [
-            hasher_of(int(self.replicas[place]), int(self.rows[place]), context).digests(context.tokens, first, last)
-            for place, first, last in zip(places.tolist(), firsts.tolist(), lasts.tolist(), strict=True)
-            for context in (self.contexts[place],)
+        at, pages = places.tolist(), list(zip(firsts.tolist(), lasts.tolist(), strict=True))
+        hashers = self.hashers(at, hasher_of)
+        if any(last - first != 1 for first, last in pages):
+            return np.concatenate(
+                [
+                    hasher.digests(self.tokens(place), first, last)
+                    for place, hasher, (first, last) in zip(at, hashers, pages, strict=True)
+                ]
+            )
+        size = hashers[0].page_size
+        rows = [
+            page_rows(self.tokens(place)[first * size : last * size], size)[0]
+            for place, (first, last) in zip(at, pages, strict=True)
         ]
-        return np.concatenate(found)
+        return self.digest_pages(at, firsts.tolist(), rows, hasher_of)
+
+    def digest_pages(
+        self, at: list[int], firsts: list[int], rows: list[bytes], hasher_of: HasherOf
+    ) -> NDArray[np.uint64]:
+        """Of each context at the places `at` the digest of its page `firsts`, whose bytes are `rows`."""
+        hashers = self.hashers(at, hasher_of)
+
+        def from_the_context(nth: int) -> bytes:
+            return hashers[nth].digests(self.tokens(at[nth]), firsts[nth], firsts[nth] + 1).tobytes()
+
+        return next_digests(hashers, firsts, rows, from_the_context)
+
+    def tokens(self, place: int) -> NDArray[np.integer[Any]]:
+        """The known tokens of the context at `place`."""
+        context: Context = self.contexts[place]
+        return context.tokens
+
+    def hashers(self, at: list[int], hasher_of: HasherOf) -> list[PrefixHasher]:
+        """The hashers of the contexts at the places `at`."""
+        return [hasher_of(int(self.replicas[place]), int(self.rows[place]), self.contexts[place]) for place in at]
 
 
 class Batch(Gathered, Sequence[Context]):
@@ -125,7 +162,7 @@ class Batch(Gathered, Sequence[Context]):
         self._page_size = page_size
         # The last tokens of each context: a page's worth from before, then those of the updates.
         self._log = np.zeros((len(contexts), page_size + _STEPS_KEPT), np.int32)
-        self._hashers: list[PrefixHasher | None] = [None] * len(contexts)
+        self._hashers: dict[int, PrefixHasher] = {}  # by place
         self.checked_at = -1  # how many releases there had been when the claims were last compared
         super().__init__(tuple(contexts), replicas, rows)
 
@@ -142,12 +179,12 @@ class Batch(Gathered, Sequence[Context]):
     def __iter__(self) -> Iterator[Context]:
         return iter(self.contexts)
 
-    def gather(self) -> None:
+    def gather(self, *, starts_only: bool = False) -> None:
         """Read every context, and lead those that can follow."""
-        super().gather()
+        super().gather(starts_only=starts_only)
         self._count = self._page_size
         self._seen = [self._count] * len(self.contexts)
-        self._hashers = [None] * len(self.contexts)
+        self._hashers = {}
         self._updated = False
         own = [context for context in self.contexts if isinstance(context, TextContext)]
         self._together = len(own) == len(self.contexts) and bool((self.actives == self.ends).all())
@@ -213,18 +250,15 @@ class Batch(Gathered, Sequence[Context]):
             return super().digests(places, firsts, lasts, hasher_of)
         # The usual step: one page each, its tokens all in the log. No context has to catch up.
         tokens = self._log[places[:, None], columns[:, None] + np.arange(self._page_size)]
-        at, hashers = places.tolist(), self._hashers
-        found: list[bytes] = []
-        for place, first, row in zip(at, firsts.tolist(), page_rows(tokens, self._page_size), strict=True):
-            hasher = hashers[place]
-            if hasher is None:
-                hasher = hasher_of(int(self.replicas[place]), int(self.rows[place]), self.contexts[place])
-                hashers[place] = hasher
-            if hasher.pages == first:
-                found.append(hasher.extend_by_page(row))
-            else:
-                found.append(hasher.digests(self.contexts[place].tokens, first, first + 1).tobytes())
-        return np.frombuffer(b"".join(found), np.uint64).reshape(len(found), -1)
+        return self.digest_pages(places.tolist(), firsts.tolist(), page_rows(tokens, self._page_size), hasher_of)
+
+    def hashers(self, at: list[int], hasher_of: HasherOf) -> list[PrefixHasher]:
+        """The hashers of the contexts at the places `at`, looked up once."""
+        kept = self._hashers
+        for place in at:
+            if place not in kept:
+                kept[place] = super().hashers([place], hasher_of)[0]
+        return [kept[place] for place in at]
 
     def catch_up(self, place: int) -> None:
         """Bring the context at `place` up to date."""

@@ -46,6 +46,9 @@ class BlockTable(msgspec.Struct, frozen=True, tag="block_table/1", omit_defaults
 class BlockRows:
     """One row per running request: its page ids, and how far it has come. Unused entries name the null page.
 
+    `room` is a list that the rows of all replicas share: `capacity` once more, at `first_place + row`, for calls of one
+    request, which a list answers in a quarter of the time.
+
     Attributes:
         table: int32 `[rows, columns]`, page ids in logical order.
         tensor: the same memory as a torch tensor, pinned where the pages are on a GPU.
@@ -56,14 +59,15 @@ class BlockRows:
         prompt: tokens that each row's request had when it was first reserved, -1 before.
         counted: tokens of each row that the metrics have seen.
         capacity: tokens that the pages of each row hold; -1 while they may not be used (an import is pending).
-        room: the same as a list, for calls of one request.
         commit_at: computed tokens at which the next page of each row is full.
     """
 
     __slots__ = (
+        "_first_place",
         "_free",
         "_max_seq_len",
         "_page_size",
+        "_room",
         "cached",
         "capacity",
         "changed",
@@ -73,13 +77,14 @@ class BlockRows:
         "num_pages",
         "prompt",
         "request_ids",
-        "room",
         "row_of",
         "table",
         "tensor",
     )
 
-    def __init__(self, rows: int, max_seq_len: int, page_size: int, *, pinned: bool) -> None:
+    def __init__(
+        self, rows: int, max_seq_len: int, page_size: int, *, pinned: bool, room: list[int], first_place: int
+    ) -> None:
         self._page_size = page_size
         self._max_seq_len = max_seq_len
         columns = -(-max_seq_len // page_size)
@@ -92,7 +97,8 @@ class BlockRows:
         self.prompt = np.full(rows, -1, np.int64)
         self.counted = np.zeros(rows, np.int64)
         self.capacity = np.zeros(rows, np.int64)
-        self.room = [0] * rows
+        self._room = room
+        self._first_place = first_place
         self.commit_at = np.full(rows, page_size, np.int64)
         self.request_ids: list[RequestID | None] = [None] * rows
         self.row_of: dict[RequestID, int] = {}
@@ -131,8 +137,9 @@ class BlockRows:
         self.changed[rows] = True
         capacity = np.minimum(self.num_pages[rows] * self._page_size, self._max_seq_len)
         self.capacity[rows] = capacity
-        for row, tokens in zip(rows.tolist(), capacity.tolist(), strict=True):
-            self.room[row] = tokens
+        room = self._room
+        for place, tokens in zip((rows + self._first_place).tolist(), capacity.tolist(), strict=True):
+            room[place] = tokens
 
     def commit(self, rows: Rows | int, pages: Rows | int) -> None:
         """The first `pages` pages of `rows` are published."""
@@ -142,7 +149,7 @@ class BlockRows:
     def measure(self, row: int, *, usable: bool = True) -> None:
         """Bring the row's `capacity` up to date."""
         tokens = min(int(self.num_pages[row]) * self._page_size, self._max_seq_len) if usable else -1
-        self.capacity[row] = self.room[row] = tokens
+        self.capacity[row] = self._room[self._first_place + row] = tokens
 
     def unbind(self, row: int) -> None:
         """Clear the row and give it back."""

@@ -11,7 +11,6 @@ import numpy as np
 from kvcache.errors import InvariantError
 from kvcache.replica import Replica
 
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

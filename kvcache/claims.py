@@ -61,7 +61,7 @@ class Claims:
             self._refuse_stale(batch, call)
             batch.refresh()
             return batch
-        return Gathered(batch, *self._bind(batch, call))
+        return Gathered(batch, *self._bind(batch, call), starts_only=call == "step")
 
     def batch(self, contexts: Sequence[Context]) -> Batch:
         """Raises as `gather`."""
@@ -108,7 +108,7 @@ class Claims:
         for context, place in zip(batch, wanted.tolist(), strict=True):
             if self.places.get(context.request_id) != place:
                 raise InvalidRequestError(
-                    f"request {context.request_id!r}: {call} of a batch that was made before its release; make a new one"
+                    f"request {context.request_id!r}: {call} of a batch made before its release; make a new one"
                 )
         batch.checked_at = self._releases
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,7 @@ class Context(Protocol):
         ...
 
     @property
-    def tokens(self) -> NDArray[np.integer]:
+    def tokens(self) -> NDArray[np.integer[Any]]:
         """Every known token, `[end_idx]`."""
         ...
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ class PrefixHasher:
     process: the digests may be compared across hosts. With `xxh3_128` collisions can be crafted; with sha256 not.
     """
 
-    __slots__ = ("_digests", "_running", "algorithm", "page_size", "pages", "salt")
+    __slots__ = ("algorithm", "known", "page_size", "running", "salt", "width")
 
     def __init__(self, algorithm: HashAlgorithm, page_size: int, salt: str | None) -> None:
         self.algorithm: HashAlgorithm = algorithm
@@ -37,45 +38,58 @@ class PrefixHasher:
         # Each field with its length, so that no two choices of fields give the same bytes.
         fields = (algorithm.encode(), str(page_size).encode(), b"" if salt is None else b"=" + salt.encode())
         seed = b"pagewire/1" + b"".join(struct.pack("<I", len(field)) + field for field in fields)
-        self._running: Any = hashlib.sha256(seed) if algorithm == "sha256" else xxhash.xxh3_128(seed)
-        self._digests = bytearray()
-        self.pages = 0
-        """Pages hashed so far."""
+        self.running: Any = hashlib.sha256(seed) if algorithm == "sha256" else xxhash.xxh3_128(seed)
+        """The running hash, after the pages whose digests are known."""
+        self.known = bytearray()
+        """Those digests, one after another."""
+        self.width = DIGEST_BYTES[algorithm]
+        """Bytes of one digest."""
 
     def digests(self, tokens: NDArray[np.integer[Any]], first: int, last: int) -> NDArray[np.uint64]:
         """Digests of the pages `first` to `last` (excluded) as uint64 `[pages, DIGEST_BYTES / 8]`.
 
         `tokens` are all tokens of the request so far, at least `last * page_size` of them.
         """
-        width = DIGEST_BYTES[self.algorithm]
-        known = self.pages
+        width = self.width
+        known = len(self.known) // width
         if known < last:
             self._extend(tokens[known * self.page_size : last * self.page_size])
-        wanted = bytes(self._digests[first * width : last * width])
+        wanted = bytes(self.known[first * width : last * width])
         return np.frombuffer(wanted, np.uint64).reshape(last - first, width // 8)
 
-    def extend_by_page(self, row: bytes) -> bytes:
-        """The digest of the next page, whose tokens are `row` (little-endian int32)."""
-        self._running.update(row)
-        digest: bytes = self._running.digest()
-        self._digests += digest
-        self.pages += 1
-        return digest
-
     def _extend(self, tokens: NDArray[np.integer[Any]]) -> None:
-        update, digest = self._running.update, self._running.digest
+        update, digest = self.running.update, self.running.digest
         found: list[bytes] = []
         for row in page_rows(tokens, self.page_size):
             update(row)
             found.append(digest())
-        self._digests += b"".join(found)
-        self.pages += len(found)
+        self.known += b"".join(found)
 
 
 def page_rows(tokens: NDArray[np.integer[Any]], page_size: int) -> list[bytes]:
     """The bytes of each page of `tokens`, a whole number of pages, as they are hashed."""
     # A view of raw bytes becomes bytes objects in one call: half the cost of slicing a memoryview page by page.
     return np.ascontiguousarray(tokens, _TOKEN).reshape(-1).view(f"V{page_size * _TOKEN.itemsize}").tolist()
+
+
+def next_digests(
+    hashers: Sequence[PrefixHasher], firsts: Sequence[int], rows: Sequence[bytes], slow: Callable[[int], bytes]
+) -> NDArray[np.uint64]:
+    """The digest of one page of each request: page `firsts`, whose bytes are `rows`. uint64 `[requests, words]`.
+
+    `slow(at)` gives it where pages before that one are not hashed yet.
+    """
+    found: list[bytes] = []
+    for at, (hasher, first, row) in enumerate(zip(hashers, firsts, rows, strict=True)):
+        known = hasher.known
+        if len(known) != first * hasher.width:
+            found.append(slow(at))
+            continue
+        hasher.running.update(row)
+        digest: bytes = hasher.running.digest()
+        known += digest
+        found.append(digest)
+    return np.frombuffer(b"".join(found), np.uint64).reshape(len(found), -1)
 
 
 def hasher_of(context: Context, algorithm: HashAlgorithm, page_size: int) -> PrefixHasher:

@@ -25,7 +25,7 @@ class PrefixIndex:
         digest_words: 64-bit words of a digest.
     """
 
-    __slots__ = ("_bucket_mask", "_chosen", "_digests", "_heads", "_next", "generation", "published")
+    __slots__ = ("_bucket_mask", "_chosen", "_digests", "_heads", "_next", "_words", "generation", "published")
 
     def __init__(self, num_pages: int, digest_words: int) -> None:
         buckets = 1 << max(3, (num_pages - 1).bit_length())
@@ -34,23 +34,14 @@ class PrefixIndex:
         self._chosen = np.zeros(buckets, np.int32)  # scratch of _one_per_bucket: saves a sort per removal
         self._next = np.zeros(num_pages + 1, np.int32)
         self._digests = np.zeros((num_pages + 1, digest_words), np.uint64)
+        self._words = self._digests[:, 0]  # enough to tell two digests apart, nearly always
         self.published = np.zeros(num_pages + 1, np.bool_)
         self.generation = 0
         """Counts the changes: a match made at the same generation still stands."""
 
     def find(self, digests: Digests) -> Pages:
         """The published page of each digest, `NO_PAGE` where there is none. int32 `[len(digests)]`."""
-        current = self._heads[self._buckets(digests)]
-        found = np.zeros(len(digests), np.int32)
-        pending = np.arange(len(digests))
-        while True:
-            linked = np.flatnonzero(current)
-            if not linked.size:
-                return found
-            pending, current = pending[linked], current[linked]
-            equal = (self._digests[current] == digests[pending]).all(axis=1)
-            found[pending[equal]] = current[equal]
-            pending, current = pending[~equal], self._next[current[~equal]]
+        return self._find(digests, self._buckets(digests))
 
     def match(self, digests: Digests) -> Pages:
         """The pages of the longest run of digests, from the first on, that are all published."""
@@ -63,10 +54,14 @@ class PrefixIndex:
 
         That is another page where its content was published before: the caller shares that one. `digests` are distinct.
         """
-        winners = self.find(digests)
-        new = np.flatnonzero(winners == NO_PAGE)
-        winners[new] = pages[new]
-        self._insert(pages[new], digests[new])
+        buckets = self._buckets(digests)
+        winners = self._find(digests, buckets)
+        missing = winners == NO_PAGE
+        if missing.all():
+            self._insert(pages, digests, buckets)
+            return pages
+        winners[missing] = pages[missing]
+        self._insert(pages[missing], digests[missing], buckets[missing])
         return winners
 
     def withdraw(self, pages: Pages) -> None:
@@ -103,18 +98,46 @@ class PrefixIndex:
         if steps != len(linked):
             raise InvariantError(f"{len(linked)} pages are published, but the chains link {steps}")
 
-    def _insert(self, pages: Pages, digests: Digests) -> None:
+    def _find(self, digests: Digests, buckets: NDArray[np.uint64]) -> Pages:
+        found = np.zeros(len(digests), np.int32)
+        wanted, places, current = digests[:, 0], None, self._heads[buckets]
+        while current.any():
+            equal = self._words[current] == wanted
+            if equal.any():
+                hits = np.flatnonzero(equal)
+                found[hits if places is None else places[hits]] = current[hits]
+                current[hits] = NO_PAGE
+            current = self._next[current]
+            if places is None:  # few digests are behind others in their bucket: go on with those
+                places = np.flatnonzero(current)
+                current, wanted = current[places], wanted[places]
+        hits = np.flatnonzero(found)
+        if hits.size and self._digests[found[hits]].tobytes() != digests[hits].tobytes():
+            self._find_exactly(found, digests, buckets)
+        return found
+
+    def _find_exactly(self, found: Pages, digests: Digests, buckets: NDArray[np.uint64]) -> None:
+        """Two digests share their first word: compare whole digests along the chains, one by one."""
+        for at in np.flatnonzero(found):
+            page = self._heads[buckets[at]]
+            while page != NO_PAGE and not np.array_equal(self._digests[page], digests[at]):
+                page = self._next[page]
+            found[at] = page
+
+    def _insert(self, pages: Pages, digests: Digests, buckets: NDArray[np.uint64]) -> None:
         if not pages.size:
             return
         self._digests[pages] = digests
         self.published[pages] = True
         self.generation += 1
-        buckets = self._buckets(digests)
         while pages.size:
             heads = self._heads[buckets]
             self._heads[buckets] = pages
             # Where several pages go to one bucket one of them was written: it links to the old head, the rest go again.
             placed = self._heads[buckets] == pages
+            if placed.all():
+                self._next[pages] = heads
+                return
             self._next[pages[placed]] = heads[placed]
             pages, buckets = pages[~placed], buckets[~placed]
 

@@ -16,7 +16,7 @@ from kvcache.layout import PageLayout
 from kvcache.replica import Rows
 from kvcache.types import RaggedKVCacheInputs
 
-from_numpy = cast("Callable[[NDArray[Any]], torch.Tensor]", torch.from_numpy)
+from_numpy = cast("Callable[[NDArray[Any]], torch.Tensor]", torch.from_numpy)  # pyright: ignore[reportUnknownMemberType]
 """torch's own, which has no types; it costs a third of `torch.as_tensor`."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -13,21 +12,20 @@ import torch
 from numpy.typing import NDArray
 
 from kvcache import imports, inputs, sizing
-from kvcache.batch import Batch, Gathered, HasherOf, Ints
+from kvcache.batch import Batch
 from kvcache.block_table import BlockTable
 from kvcache.check import check_replica, checked_around
 from kvcache.claims import Claims
 from kvcache.context import Context
 from kvcache.errors import InvalidParamsError, InvalidRequestError
-from kvcache.hashing import PrefixHasher
 from kvcache.inputs import RaggedKVCacheInputSymbols
 from kvcache.layout import PageLayout, replica_fingerprint, shard_layout
 from kvcache.metrics import KVCacheMetrics
 from kvcache.params import KVCacheParams, resolve_page_size
 from kvcache.placement import PlacedReplica
 from kvcache.replica import PendingImport, Replica
+from kvcache.replicas import Replicas
 from kvcache.reset_endpoint import ResetEndpoint
-from kvcache.routing import Router
 from kvcache.sizing import CacheSizing
 from kvcache.types import RaggedKVCacheInputs, RequestID
 
@@ -95,8 +93,8 @@ class PagedKVCacheManager(CacheSizing):
         self.enable_kvcache_swapping_to_host = params.enable_kvcache_swapping_to_host
         self.enable_runtime_checks = enable_runtime_checks
         tp = params.tensor_parallel_degree
-        placed = [torch.device(device) for device in devices]
-        self.devices_per_replica = [placed[first : first + tp] for first in range(0, len(placed), tp)]
+        every = [torch.device(device) for device in devices]
+        self.devices_per_replica = [every[first : first + tp] for first in range(0, len(every), tp)]
         self.layouts: list[PageLayout] = [
             shard_layout(params, num_layers, self.page_size, shard) for shard in range(tp)
         ]
@@ -105,14 +103,16 @@ class PagedKVCacheManager(CacheSizing):
         self._max_rows = max_batch_size // self.num_replicas
         self._warn_of_what_falls_short(pages)
         stream = getattr(session, "stream", session)
-        self._placed = [
-            PlacedReplica(self._new_replica(pages, group), self.layouts, group, stream)
-            for group in self.devices_per_replica
+        # Tokens that the pages of each place (a row of a replica) hold; place -1, nobody's, holds none.
+        self._room = [0] * (self._max_rows * self.num_replicas + 1)
+        placed = [
+            PlacedReplica(self._new_replica(pages, group, place * self._max_rows), self.layouts, group, stream)
+            for place, group in enumerate(self.devices_per_replica)
         ]
-        self._replicas: list[Replica] = [place.replica for place in self._placed]
-        self._router = Router(self.num_replicas)
+        self._replicas = Replicas(placed)
         self._metrics_before = KVCacheMetrics()
-        self._claims = Claims(self._replicas, self._max_rows, self.page_size)
+        self._claims = Claims(self._replicas.each, self._max_rows, self.page_size)
+        self._places = self._claims.places
         if zmq_endpoint_base is not None and params.enable_prefix_caching:
             self._reset_endpoint = ResetEndpoint(zmq_endpoint_base)
         if enable_runtime_checks:  # on this object alone: without them a call costs nothing more
@@ -159,9 +159,7 @@ class PagedKVCacheManager(CacheSizing):
         """The request's replica, or the one to claim it on: fewest pages to compute, weighed against recent load."""
         if context.request_id in self._claims.places:
             return self.get_replica(context)
-        needed = -(-context.current_length // self.page_size)
-        missing = [needed - len(replica.match(context)[1]) for replica in self._replicas]
-        return self._router.recommend(missing, [len(replica.rows.row_of) for replica in self._replicas])
+        return self._replicas.recommend(context)
 
     def release(self, request_id: RequestID) -> None:
         """Give back the request's row and pages. With prefix caching its full pages stay findable while there is room.
@@ -186,12 +184,13 @@ class PagedKVCacheManager(CacheSizing):
             InvalidRequestError: (a ValueError) `num_steps` below 1.
             NotReservedError: (a RuntimeError) an import of its pages is pending.
         """
-        replica, replica_idx, row = self._claims.locate(data.request_id, "maybe_reserve")
         # A decode step that stays on its page: 15 of 16 calls end here.
-        if data.active_length == 1 and 0 < num_steps <= replica.rows.room[row] - data.current_length + 1:
+        place = self._places.get(data.request_id, -1)
+        if data.active_length == 1 and 0 < num_steps <= self._room[place] - data.current_length + 1:
             return True
+        _, replica_idx, row = self._claims.locate(data.request_id, "maybe_reserve")
         _check_steps(num_steps)
-        return self._reserve(replica_idx, row, data, num_steps)
+        return self._replicas.reserve(replica_idx, row, data, num_steps)
 
     def reserve_batch(self, batch: Sequence[Context], num_steps: int = 1) -> NDArray[np.bool_]:
         """`maybe_reserve` for each request in turn: bool `[len(batch)]`. A refused one takes nothing from the others.
@@ -200,16 +199,7 @@ class PagedKVCacheManager(CacheSizing):
             Those of `maybe_reserve`, before any request is touched.
         """
         _check_steps(num_steps)
-        gathered = self._claims.gather(batch, "reserve_batch")
-        if gathered.slack >= num_steps - 1:
-            return np.ones(len(gathered.contexts), np.bool_)
-        if bool((gathered.actives - gathered.starts == 1).all()) and self._reserve_decoding(gathered, num_steps):
-            return np.ones(len(gathered.contexts), np.bool_)
-        placed = list(zip(gathered.replicas.tolist(), gathered.rows.tolist(), gathered.contexts, strict=True))
-        for replica_idx, row, context in placed:
-            self._replicas[replica_idx].refuse_pending(row, "reserve_batch")
-            self._replicas[replica_idx].pages_needed(context, num_steps)
-        return np.array([self._reserve(*where, num_steps) for where in placed], np.bool_)
+        return self._replicas.reserve_batch(self._claims.gather(batch, "reserve_batch"), num_steps)
 
     def batch(self, contexts: Sequence[Context]) -> Batch:
         """Look the requests up once; the result is accepted wherever a sequence of contexts is.
@@ -234,16 +224,7 @@ class PagedKVCacheManager(CacheSizing):
         if self._reset_endpoint is not None and self._reset_endpoint.asked():
             self.reset_prefix_cache()
         _check_steps(num_steps)
-        gathered = self._claims.gather(batch, "fetch")
-        states = [gathered.part(mine) for mine in self._split(gathered)]
-        if gathered.slack < num_steps - 1:
-            for replica, state in zip(self._replicas, states, strict=True):
-                replica.refuse_short(state.rows, state.ends + (num_steps - 1))
-        fetched: list[RaggedKVCacheInputs] = []
-        for place, state in zip(self._placed, states, strict=True):
-            place.replica.count_run(state.rows, state.actives, state.starts)
-            fetched += place.inputs(state, num_steps)
-        return fetched
+        return self._replicas.fetch(self._claims.gather(batch, "fetch"), num_steps)
 
     def step(self, batch: Sequence[Context]) -> None:
         """Publish every page that is full of computed tokens. Call it after `context.update`.
@@ -255,21 +236,7 @@ class PagedKVCacheManager(CacheSizing):
             InvalidRequestError: (a ValueError) a request is named twice.
             NotReservedError: (a RuntimeError) a request computed more tokens than it has pages for.
         """
-        gathered = self._claims.gather(batch, "step")
-        parts = self._split(gathered)
-        states = [gathered.part(mine) for mine in parts]
-        if gathered.due > 0 and gathered.slack >= -1:  # no page is full, none was run past
-            for replica, state in zip(self._replicas, states, strict=True):
-                replica.note_computed(state.rows, state.starts)
-            return
-        for replica, state in zip(self._replicas, states, strict=True):
-            replica.refuse_step(state.rows, state.starts)
-        for replica, state, mine in zip(self._replicas, states, parts, strict=True):
-            digests_of = functools.partial(_digests, gathered, mine, self._hasher_of)
-            replica.step(state.rows, state.starts, digests_of)
-        gathered.due = min(
-            replica.due(state.rows, state.starts) for replica, state in zip(self._replicas, states, strict=True)
-        )
+        self._replicas.step(self._claims.gather(batch, "step"))
 
     def increment_cache_lengths(
         self, kv_cache_inputs: Sequence[RaggedKVCacheInputs], prev_model_inputs: Any
@@ -342,7 +309,7 @@ class PagedKVCacheManager(CacheSizing):
         Until this call its pages are not handed out to anybody, also where the request was released.
         """
         if not pending.closed:
-            self._replicas[pending.replica_idx].close_import(pending)
+            self._replicas.each[pending.replica_idx].close_import(pending)
 
     # ---- what is where
 
@@ -358,17 +325,19 @@ class PagedKVCacheManager(CacheSizing):
     @property
     def total_num_pages(self) -> int:
         """Pages of all replicas; the null page of each is not counted."""
-        return sum(replica.pool.num_pages for replica in self._replicas)
+        return sum(replica.pool.num_pages for replica in self._replicas.each)
 
     @property
     def num_free_blocks(self) -> int:
         """Pages of all replicas that a reservation can take; cached pages that nobody holds count."""
-        return sum(replica.pool.free_count for replica in self._replicas)
+        return sum(replica.pool.free_count for replica in self._replicas.each)
 
     @property
     def free_blocks_pct(self) -> float:
         """Free share of the pages, 0.0 to 1.0, mean over the replicas."""
-        return sum(replica.pool.free_count / replica.pool.num_pages for replica in self._replicas) / self.num_replicas
+        return (
+            sum(replica.pool.free_count / replica.pool.num_pages for replica in self._replicas.each) / self.num_replicas
+        )
 
     @property
     def used_blocks_pct(self) -> float:
@@ -388,20 +357,20 @@ class PagedKVCacheManager(CacheSizing):
     @property
     def device_tensors(self) -> list[list[torch.Tensor]]:
         """The page tensors, `[replica][shard]`: what a transfer engine registers, of `total pages + 1` pages each."""
-        return [place.blocks for place in self._placed]
+        return [place.blocks for place in self._replicas.placed]
 
     @property
     def metrics(self) -> KVCacheMetrics:
         """What was done since the manager was made or `reset_metrics`, over all replicas."""
-        return self._metrics_ever() - self._metrics_before
+        return self._replicas.metrics - self._metrics_before
 
     def reset_metrics(self) -> None:
         """Start counting from zero."""
-        self._metrics_before = self._metrics_ever()
+        self._metrics_before = self._replicas.metrics
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached page that nobody holds. Pages in use stay findable."""
-        for replica in self._replicas:
+        for replica in self._replicas.each:
             replica.pool.forget_idle()
 
     def check(self) -> None:
@@ -410,7 +379,7 @@ class PagedKVCacheManager(CacheSizing):
         Raises:
             InvariantError: (a RuntimeError) naming the first discrepancy.
         """
-        for replica in self._replicas:
+        for replica in self._replicas.each:
             check_replica(replica)
         self._claims.check()
 
@@ -435,46 +404,17 @@ class PagedKVCacheManager(CacheSizing):
         layers = self.num_layers if num_layers is None else num_layers
         layouts = [shard_layout(self.params, layers, self.page_size, shard) for shard in range(len(self.layouts))]
         symbols: list[RaggedKVCacheInputSymbols] = []
-        for place, replica in enumerate(self._replicas):
+        for place, replica in enumerate(self._replicas.each):
             prefix = f"replica_{place}_" if self.num_replicas > 1 else ""
             symbols += inputs.input_symbols(layouts, replica.pool.num_pages + 1, prefix)
         return symbols
 
     # ---- inside
 
-    def _split(self, gathered: Gathered) -> list[Ints | None]:
-        """Of each replica the places of its requests in the batch; None for all of them."""
-        if self.num_replicas == 1:
-            return [None]
-        return [np.flatnonzero(gathered.replicas == replica) for replica in range(self.num_replicas)]
-
-    def _reserve_decoding(self, gathered: Gathered, num_steps: int) -> bool:
-        """Pages for a batch of one token each; False where a replica wants a closer look at each request."""
-        states = [gathered.part(mine) for mine in self._split(gathered)]
-        for replica, state in zip(self._replicas, states, strict=True):
-            if not replica.reserve_decoding(state.rows, state.ends + (num_steps - 1)):
-                return False
-        gathered.slack = min(
-            replica.slack(state.rows, state.ends) for replica, state in zip(self._replicas, states, strict=True)
-        )
-        return True
-
-    def _hasher_of(self, replica_idx: int, row: int, context: Context) -> PrefixHasher:
-        return self._replicas[replica_idx].hasher(row, context)
-
-    def _reserve(self, replica_idx: int, row: int, context: Context, num_steps: int) -> bool:
-        replica = self._replicas[replica_idx]
-        first_time = replica.rows.prompt[row] < 0
-        new_pages = replica.reserve(row, context, num_steps)
-        if new_pages is not None and first_time:
-            self._router.admitted(replica_idx, new_pages)
-        return new_pages is not None
-
-    def _metrics_ever(self) -> KVCacheMetrics:
-        return sum((replica.metrics for replica in self._replicas), KVCacheMetrics())
-
-    def _new_replica(self, pages: int, devices: Sequence[torch.device]) -> Replica:
+    def _new_replica(self, pages: int, devices: Sequence[torch.device], first_place: int) -> Replica:
         return Replica(
+            room=self._room,
+            first_place=first_place,
             num_pages=pages,
             page_size=self.page_size,
             rows=self._max_rows,
@@ -498,9 +438,3 @@ class PagedKVCacheManager(CacheSizing):
 def _check_steps(num_steps: int) -> None:
     if num_steps < 1:
         raise InvalidRequestError(f"num_steps is {num_steps}: at least 1 is needed")
-
-
-def _digests(
-    gathered: Gathered, mine: Ints | None, hasher_of: HasherOf, at: Ints, firsts: Ints, lasts: Ints
-) -> NDArray[np.uint64]:
-    return gathered.digests(at if mine is None else mine[at], firsts, lasts, hasher_of)

@@ -56,7 +56,7 @@ class PendingImport:
 
 def as_rows(rows: Rows) -> Ints:
     """The rows as an array."""
-    return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+    return np.arange(rows.start, rows.stop, dtype=np.int64) if isinstance(rows, slice) else rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,8 @@ class Replica:
         caching: keep and find pages by content.
         hash_algorithm: of the index.
         pinned: keep the block table in pinned memory.
+        room: where the rows' `room` is kept, from `first_place` on.
+        first_place: the place of row 0 among the rows of all replicas.
     """
 
     def __init__(
@@ -96,13 +98,15 @@ class Replica:
         caching: bool,
         hash_algorithm: HashAlgorithm,
         pinned: bool,
+        room: list[int],
+        first_place: int,
     ) -> None:
         self.page_size = page_size
         self.max_seq_len = max_seq_len
         self.caching = caching
         self.hash_algorithm: HashAlgorithm = hash_algorithm
         self.pool = PagePool(num_pages, DIGEST_BYTES[hash_algorithm] // 8)
-        self.rows = BlockRows(rows, max_seq_len, page_size, pinned=pinned)
+        self.rows = BlockRows(rows, max_seq_len, page_size, pinned=pinned, room=room, first_place=first_place)
         self.imports: list[PendingImport] = []
         self._importing: dict[int, PendingImport] = {}
         self._hashers: dict[int, PrefixHasher] = {}  # by row, of the contexts that cannot carry their own
@@ -235,8 +239,10 @@ class Replica:
         """
         state = self.rows
         self.note_computed(rows, computed)
-        at = np.flatnonzero(computed >= state.commit_at[rows]) if self.caching else ()
-        if not len(at):
+        if not self.caching:
+            return
+        at = np.flatnonzero(computed >= state.commit_at[rows])
+        if not at.size:
             return
         filled = as_rows(rows)[at]
         firsts, lasts = state.committed[filled], computed[at] // self.page_size

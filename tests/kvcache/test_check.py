@@ -27,7 +27,7 @@ def busy(manager: PagedKVCacheManager) -> Replica:
     receiver = TextContext([*range(50, 59), 1], 64, "in")
     manager.external_claim("in")
     assert manager.import_block_table(receiver, table) is not None
-    return manager._replicas[0]
+    return manager._replicas.each[0]
 
 
 def set_entry(array: Any, at: Any, value: int) -> None:

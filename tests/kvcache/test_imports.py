@@ -224,6 +224,6 @@ def test_block_table_before_a_step_is_refused(make: Any) -> None:
 
 def test_exported_digests_are_those_of_the_published_pages(make: Any) -> None:
     manager, table = prefilled(make, caching=True)
-    replica = manager._replicas[0]
+    replica = manager._replicas.each[0]
     published = replica.pool.index.find(np.frombuffer(table.digests, np.uint64).reshape(-1, 4))
     assert published.tolist() == list(table.groups[0][:4])

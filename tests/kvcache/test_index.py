@@ -53,6 +53,16 @@ def test_a_hit_compares_the_whole_digest(words: int) -> None:
             assert index.find(other).tolist() == [NO_PAGE]
 
 
+def test_digests_that_share_their_first_word_are_told_apart() -> None:
+    index = PrefixIndex(50, 4)
+    everything = digests(*range(6), bucket=3)
+    assert len(np.unique(everything[:, 0])) == 1
+    index.publish(pages(1, 2), everything[:2])
+    assert index.find(everything).tolist() == [1, 2, 0, 0, 0, 0]
+    assert index.publish(pages(3, 4, 5, 6), everything[2:]).tolist() == [3, 4, 5, 6]
+    assert index.find(everything[::-1]).tolist() == [6, 5, 4, 3, 2, 1]
+
+
 def test_one_crowded_bucket_can_be_filled_and_emptied_in_any_order() -> None:
     index = PrefixIndex(50, 4)
     rng = np.random.default_rng(0)

@@ -31,7 +31,11 @@ def test_symbols_export_a_graph_that_runs_on_what_fetch_gives(make: Any) -> None
     (entry,) = manager.fetch([context], 3)
     dynamic = {str(symbol) for symbol in program.range_constraints}
     assert len(dynamic) == 4  # pages, batch, columns, steps
-    assert move_to_device_pass(program, "cpu").module()(entry).tolist() == ReadsTheCache()(entry).tolist() == [3 * 2 * 2 * 2 * 4 * 2 * 2 * 4 + 9 + 10 + 11]
+    assert (
+        move_to_device_pass(program, "cpu").module()(entry).tolist()
+        == ReadsTheCache()(entry).tolist()
+        == [3 * 2 * 2 * 2 * 4 * 2 * 2 * 4 + 9 + 10 + 11]
+    )
 
 
 def test_names_of_the_dimensions_and_their_prefix(make: Any) -> None:

@@ -25,9 +25,9 @@ def test_a_message_makes_the_next_fetch_forget(make: Any, tmp_path: Path) -> Non
         probe = TextContext(range(9), 64)
         assert manager.get_or_recommend_replica(probe) == 0
         deadline = time.monotonic() + 5
-        while manager._replicas[0].pool.idle.count and time.monotonic() < deadline:
+        while manager._replicas.each[0].pool.idle.count and time.monotonic() < deadline:
             manager.fetch([])
-    assert manager._replicas[0].pool.idle.count == 0
+    assert manager._replicas.each[0].pool.idle.count == 0
     manager.external_claim(probe.request_id)
     assert manager.maybe_reserve(probe)
     assert probe.start_idx == 0

@@ -1,0 +1,120 @@
+"""What a call on a batch does on each replica."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.batch import Batch, Gathered, Ints
+from kvcache.context import Context
+from kvcache.hashing import PrefixHasher
+from kvcache.metrics import KVCacheMetrics
+from kvcache.placement import PlacedReplica
+from kvcache.replica import Replica
+from kvcache.routing import Router
+from kvcache.types import RaggedKVCacheInputs
+
+
+class Replicas:
+    """All replicas of a manager.
+
+    Attributes:
+        placed: each with its devices.
+        each: each without them.
+    """
+
+    def __init__(self, placed: Sequence[PlacedReplica]) -> None:
+        self.placed = placed
+        self.each: list[Replica] = [place.replica for place in placed]
+        self._router = Router(len(placed))
+
+    @property
+    def metrics(self) -> KVCacheMetrics:
+        """Counters over all replicas, since they were made."""
+        return sum((replica.metrics for replica in self.each), KVCacheMetrics())
+
+    def recommend(self, context: Context) -> int:
+        """The replica that a new request is best claimed on."""
+        needed = -(-context.current_length // self.each[0].page_size)
+        missing = [needed - len(replica.match(context)[1]) for replica in self.each]
+        return self._router.recommend(missing, [len(replica.rows.row_of) for replica in self.each])
+
+    def reserve(self, replica_idx: int, row: int, context: Context, num_steps: int) -> bool:
+        """Pages for one request; False: too few, nothing changed."""
+        replica = self.each[replica_idx]
+        first_time = replica.rows.prompt[row] < 0
+        new_pages = replica.reserve(row, context, num_steps)
+        if new_pages is not None and first_time:
+            self._router.admitted(replica_idx, new_pages)
+        return new_pages is not None
+
+    def reserve_batch(self, gathered: Gathered, num_steps: int) -> NDArray[np.bool_]:
+        """`reserve` for each request: bool `[batch]`. Raises before any request is touched."""
+        if gathered.slack >= num_steps - 1 or self._reserve_decoding(gathered, num_steps):
+            return np.ones(len(gathered.contexts), np.bool_)
+        places: list[tuple[int, int]] = list(zip(gathered.replicas.tolist(), gathered.rows.tolist(), strict=True))
+        for (replica_idx, row), context in zip(places, gathered.contexts, strict=True):
+            self.each[replica_idx].refuse_pending(row, "reserve_batch")
+            self.each[replica_idx].pages_needed(context, num_steps)
+        reserved = [
+            self.reserve(replica_idx, row, context, num_steps)
+            for (replica_idx, row), context in zip(places, gathered.contexts, strict=True)
+        ]
+        return np.array(reserved, np.bool_)
+
+    def fetch(self, gathered: Gathered, num_steps: int) -> list[RaggedKVCacheInputs]:
+        """What the model reads, shard by shard and replica by replica. Raises before anything is counted."""
+        states = [gathered.part(mine) for mine in self._split(gathered)]
+        if gathered.slack < num_steps - 1:
+            for replica, state in zip(self.each, states, strict=True):
+                replica.refuse_short(state.rows, state.ends + (num_steps - 1))
+        fetched: list[RaggedKVCacheInputs] = []
+        for place, state in zip(self.placed, states, strict=True):
+            place.replica.count_run(state.rows, state.actives, state.starts)
+            fetched += place.inputs(state, num_steps)
+        return fetched
+
+    def step(self, gathered: Gathered) -> None:
+        """Publish what is full of computed tokens. Raises before anything is published."""
+        parts = self._split(gathered)
+        states = [gathered.computed(mine) for mine in parts]
+        if gathered.due > 0 and gathered.slack >= -1:  # no page is full, and none was run past
+            for replica, (rows, computed) in zip(self.each, states, strict=True):
+                replica.note_computed(rows, computed)
+            return
+        for replica, (rows, computed) in zip(self.each, states, strict=True):
+            replica.refuse_step(rows, computed)
+        for replica, (rows, computed), mine in zip(self.each, states, parts, strict=True):
+            replica.step(rows, computed, functools.partial(self._digests, gathered, mine))
+        if isinstance(gathered, Batch):
+            gathered.due = min(replica.due(*state) for replica, state in zip(self.each, states, strict=True))
+
+    def _reserve_decoding(self, gathered: Gathered, num_steps: int) -> bool:
+        """Pages for a batch of one token each; False where it takes a closer look at each request."""
+        if not (gathered.actives - gathered.starts == 1).all():
+            return False
+        states = [gathered.part(mine) for mine in self._split(gathered)]
+        for replica, state in zip(self.each, states, strict=True):
+            if not replica.reserve_decoding(state.rows, state.ends + (num_steps - 1)):
+                return False
+        gathered.slack = min(
+            replica.slack(state.rows, state.ends) for replica, state in zip(self.each, states, strict=True)
+        )
+        return True
+
+    def _split(self, gathered: Gathered) -> list[Ints | None]:
+        """Of each replica the places of its requests in the batch; None for all of them."""
+        if len(self.each) == 1:
+            return [None]
+        return [np.flatnonzero(gathered.replicas == replica) for replica in range(len(self.each))]
+
+    def _digests(
+        self, gathered: Gathered, mine: Ints | None, at: Ints, firsts: Ints, lasts: Ints
+    ) -> NDArray[np.uint64]:
+        return gathered.digests(at if mine is None else mine[at], firsts, lasts, self._hasher_of)
+
+    def _hasher_of(self, replica_idx: int, row: int, context: Context) -> PrefixHasher:
+        return self.each[replica_idx].hasher(row, context)
