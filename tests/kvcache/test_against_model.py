@@ -43,10 +43,21 @@ class AgainstModel(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.live if names is None else names)))
         return self.live[name], self.models[self.manager.get_replica(self.live[name])]
 
+    def model_reserve(self, context: TextContext, steps: int) -> int | None:
+        model = self.models[self.manager.get_replica(context)]
+        # Without caching nothing is looked up, as if there were but one token to run.
+        active = context.active_idx if self.caching else context.start_idx + 1
+        tokens = context.tokens.tolist()
+        return model.reserve(context.request_id, tokens, context.cache_salt, context.start_idx, active, steps)
+
+    def model_step(self, context: TextContext) -> None:
+        model = self.models[self.manager.get_replica(context)]
+        model.step(context.request_id, context.tokens.tolist(), context.cache_salt, context.start_idx)
+
     @precondition(lambda self: self.live)
     @rule(data=st.data(), steps=st.integers(1, 4))
     def reserve(self, data: st.DataObject, steps: int) -> None:
-        context, model = self.pick(data)
+        context, _ = self.pick(data)
         before = (context.start_idx, context.active_idx)
         length = context.current_length + steps - 1
         if -(-length // PAGE_SIZE) > PAGES:
@@ -55,12 +66,7 @@ class AgainstModel(RuleBasedStateMachine):
             except PromptTooLongError:
                 return
             raise AssertionError(f"{length} tokens in {PAGES} pages")
-        if not self.caching:
-            model.page_of.clear()
-        active = context.active_idx if self.caching else context.start_idx + 1
-        wanted = model.reserve(
-            context.request_id, context.tokens.tolist(), context.cache_salt, context.start_idx, active, steps
-        )
+        wanted = self.model_reserve(context, steps)
         assert self.manager.maybe_reserve(context, steps) == (wanted is not None)
         if wanted is None:
             assert (context.start_idx, context.active_idx) == before
@@ -72,7 +78,7 @@ class AgainstModel(RuleBasedStateMachine):
     @precondition(lambda self: self.reserved)
     @rule(data=st.data(), token=st.integers(1, 2), chunk=st.integers(1, 9))
     def run(self, data: st.DataObject, token: int, chunk: int) -> None:
-        context, model = self.pick(data, self.reserved)
+        context, _ = self.pick(data, self.reserved)
         if context.current_length == LONGEST:
             return
         if context.active_length > chunk:
@@ -81,9 +87,36 @@ class AgainstModel(RuleBasedStateMachine):
         context.update(token)
         self.manager.step([context])
         if self.caching:
-            model.step(context.request_id, context.tokens.tolist(), context.cache_salt, context.start_idx)
+            self.model_step(context)
         if len(self.manager.get_req_blocks(context.request_id)) * PAGE_SIZE < context.current_length:
             self.reserved.discard(context.request_id)
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data(), steps=st.integers(1, 8))
+    def run_batch(self, data: st.DataObject, steps: int) -> None:
+        """Several steps of a `Batch` over the requests that have one token to run."""
+        ready = [self.live[name] for name in sorted(self.reserved) if self.live[name].active_length == 1]
+        if not ready:
+            return
+        batch = self.manager.batch(ready)
+        for _ in range(steps):
+            if max(batch.ends) == LONGEST or max(-(-int(end) // PAGE_SIZE) for end in batch.ends) > PAGES:
+                break
+            wanted = [self.model_reserve(context, 1) is not None for context in ready]
+            assert self.manager.reserve_batch(batch).tolist() == wanted
+            if not all(wanted):
+                break
+            self.manager.fetch(batch)
+            batch.update(data.draw(st.lists(st.integers(1, 2), min_size=len(ready), max_size=len(ready))))
+            self.manager.step(batch)
+            for context in ready if self.caching else ():
+                self.model_step(context)
+            self.same_books()
+        self.reserved = {
+            name
+            for name in self.reserved
+            if len(self.manager.get_req_blocks(name)) * PAGE_SIZE >= self.live[name].current_length
+        }
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
