@@ -246,10 +246,11 @@ class Batch(Gathered, Sequence[Context]):
     def digests(self, places: Ints, firsts: Ints, lasts: Ints, hasher_of: HasherOf) -> NDArray[np.uint64]:
         """Of each context at `places` the digests of its pages `firsts` to `lasts`, one after another."""
         columns = self._count - self.ends[places] + firsts * self._page_size
-        if not self._together or (lasts - firsts != 1).any() or (columns < 0).any():
+        column = int(columns[0])
+        if not self._together or column < 0 or (columns != column).any() or (lasts - firsts != 1).any():
             return super().digests(places, firsts, lasts, hasher_of)
-        # The usual step: one page each, its tokens all in the log. No context has to catch up.
-        tokens = self._log[places[:, None], columns[:, None] + np.arange(self._page_size)]
+        # The usual step: one page each, all of them full at this token. No context has to catch up.
+        tokens = self._log[:, column : column + self._page_size][places]
         return self.digest_pages(places.tolist(), firsts.tolist(), page_rows(tokens, self._page_size), hasher_of)
 
     def hashers(self, at: list[int], hasher_of: HasherOf) -> list[PrefixHasher]:

@@ -141,6 +141,13 @@ class BlockRows:
         for place, tokens in zip((rows + self._first_place).tolist(), capacity.tolist(), strict=True):
             room[place] = tokens
 
+    def append_one(self, row: int, page: int) -> None:
+        """`append` for one row."""
+        self.table[row, self.num_pages[row]] = page
+        self.num_pages[row] += 1
+        self.changed[row] = True
+        self.measure(row)
+
     def commit(self, rows: Rows | int, pages: Rows | int) -> None:
         """The first `pages` pages of `rows` are published."""
         self.committed[rows] = pages

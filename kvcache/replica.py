@@ -131,6 +131,12 @@ class Replica:
         """
         self.refuse_pending(row, "maybe_reserve")
         needed = self.pages_needed(context, num_steps)
+        if context.active_length == 1 and needed == self.rows.num_pages[row] + 1:  # a decode step onto a new page
+            if not self.pool.free_count:
+                return None
+            self._note_prompt(row, context)
+            self.rows.append_one(row, self.pool.allocate_one())
+            return 1
         plan = self._plan(row, context, needed)
         taken = self.pool.would_be_taken(plan.hits) + plan.new
         if taken > self.pool.free_count + self.pool.would_be_freed(plan.replaced):
@@ -139,9 +145,7 @@ class Replica:
             # First, as a context of the caller's own may refuse: then no page has moved yet.
             self._advance(row, context, plan.cached)
         rows = self.rows
-        if rows.prompt[row] < 0:
-            rows.prompt[row] = context.end_idx
-            self._uncounted.add(row)
+        self._note_prompt(row, context)
         if plan.hits.size:
             self.pool.hold(plan.hits)
             self.pool.release(plan.replaced)
@@ -340,6 +344,12 @@ class Replica:
         self._input_tokens += int(np.maximum(np.minimum(ends, prompts) - seen, 0).sum())
         state.counted[rows] = counted = np.maximum(seen, ends)
         self._uncounted.difference_update(as_rows(rows)[counted >= prompts].tolist())
+
+    def _note_prompt(self, row: int, context: Context) -> None:
+        """What the request knows when it is first reserved is its prompt."""
+        if self.rows.prompt[row] < 0:
+            self.rows.prompt[row] = context.end_idx
+            self._uncounted.add(row)
 
     def _plan(self, row: int, context: Context, needed: int) -> _Plan:
         none, rows = np.zeros(0, np.int32), self.rows

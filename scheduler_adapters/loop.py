@@ -108,7 +108,6 @@ class ServingLoop:
         self._waiting: deque[_Entry] = deque()
         self._running: list[_Entry] = []  # oldest first
         self._held: set[str] = set()
-        self._wait_for_pages = False
 
     @property
     def has_work(self) -> bool:
@@ -170,7 +169,7 @@ class ServingLoop:
         if request_id not in self._held:
             raise UnknownRequestError(f"request {request_id!r} holds no pages after its end")
         self._held.remove(request_id)
-        self._release(request_id)
+        self.manager.release(request_id)
 
     def abort(self, request_id: str) -> bool:
         """Forget a request, wherever it is; False where the loop does not know it."""
@@ -184,7 +183,7 @@ class ServingLoop:
         for entry in self._running:
             if entry.request.request_id == request_id:
                 self._running.remove(entry)
-                self._release(request_id)
+                self.manager.release(request_id)
                 return True
         return False
 
@@ -213,20 +212,18 @@ class ServingLoop:
     def _preempt(self, entry: _Entry) -> None:
         """Take the pages of a running request away. It runs again from its first token, before all that wait.
 
-        Nothing is admitted until a request has ended: whoever was admitted in its stead would be the next to go.
+        It does not come straight back, to be preempted again: it needs all the pages that it gave back, and an older
+        request has taken some of them.
         """
         self._running.remove(entry)
         self.manager.release(entry.context.request_id)
         entry.context.reset()
         self._waiting.appendleft(entry)
-        self._wait_for_pages = True
         self.preemptions += 1
 
     def _admit(self) -> list[Output]:
         outputs: list[Output] = []
-        if not self._running:
-            self._wait_for_pages = False
-        while self._waiting and not self._wait_for_pages:
+        while self._waiting:
             entry = self._waiting[0]
             try:
                 admitted = self._claim(entry)
@@ -286,16 +283,12 @@ class ServingLoop:
             if request.hold_pages:
                 self._held.add(request.request_id)
             else:
-                self._release(request.request_id)
+                self.manager.release(request.request_id)
         return Output(request.request_id, token, reason)
 
     def _fail(self, entry: _Entry, error: Exception) -> Output:
         self.abort(entry.request.request_id)
         return Output(entry.request.request_id, None, "error", str(error))
-
-    def _release(self, request_id: str) -> None:
-        self.manager.release(request_id)
-        self._wait_for_pages = False
 
     def _check_new(self, request_id: str) -> None:
         known = (entry.request.request_id for entry in (*self._waiting, *self._running))

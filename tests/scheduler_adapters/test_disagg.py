@@ -150,10 +150,11 @@ def test_a_prompt_that_is_cached_in_full_pages_needs_no_read(start: Callable[...
 
 @pytest.mark.parametrize("pages", [(100, 18), (18, 100), (18, 18)])
 def test_pools_for_one_request_at_a_time_serve_them_all(
-    start: Callable[..., Service], expected: list[list[int]], pages: tuple[int, int]
+    start: Callable[..., Service], model: Any, pages: tuple[int, int]
 ) -> None:
     service = start(pages)
-    assert service.serve(PROMPTS) == expected
+    prompts = [[number, *PROMPTS[0]] for number in range(4)]  # their first tokens differ: no page is shared
+    assert service.serve(prompts) == [reference_tokens(model, prompt, NEW) for prompt in prompts]
     service.assert_nothing_held()
 
 
@@ -162,6 +163,7 @@ def test_decode_recomputes_what_it_preempted(start: Callable[..., Service], mode
     prompts = [[7] * 60, [8] * 60, [9] * 30]
     assert service.serve(prompts, 60) == [reference_tokens(model, prompt, 60) for prompt in prompts]
     assert service.decode.stats().preemptions > 0
+    assert list(service.ended) == ["r0", "r1", "r2"]  # what was preempted comes before what has just arrived
     service.assert_nothing_held()
 
 

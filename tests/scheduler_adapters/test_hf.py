@@ -18,7 +18,7 @@ from scheduler_adapters.hf import (
     own_attention,
     reference_tokens,
 )
-from scheduler_adapters.tiny import ByteTokenizer
+from scheduler_adapters.tiny import PAD, ByteTokenizer
 
 TEXTS = ("a page of text, " * 6, "x", "Where do the keys and values of a token lie? " * 2)
 PROMPTS = [ByteTokenizer().encode(text) for text in TEXTS]
@@ -74,6 +74,16 @@ def test_logits_equal_the_models_own_to_rounding(
     logits = HFRunner(model).logits(contexts, hand_pool(model, [c.max_length for c in contexts]).inputs(contexts))
     for row, prompt in zip(logits, PROMPTS, strict=True):
         torch.testing.assert_close(row, own_logits(model, prompt), atol=1e-4, rtol=1e-4)
+
+
+def test_the_reference_sees_padding_tokens_of_the_prompt(tiny_model: Any, own_logits: Callable[..., Any]) -> None:
+    pad = tiny_model.generation_config.pad_token_id
+    tokens = [pad, *PROMPTS[2][:20], pad, pad, 70]
+    expected = []
+    for _ in range(4):
+        expected.append(int(own_logits(tiny_model, tokens + expected).argmax()))
+    assert pad == PAD
+    assert reference_tokens(tiny_model, tokens, 4) == expected
 
 
 def test_another_request_of_the_batch_changes_no_token(

@@ -43,7 +43,7 @@ def pools(pages: int, page_size: int, tp: int) -> Any:
     return made
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("window", [None, 3])
 def test_ragged_chunks_equal_the_formula_and_ignore_stale_pages(tp: int, window: int | None) -> Any:
     torch.manual_seed(0)

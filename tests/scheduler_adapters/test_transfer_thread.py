@@ -1,6 +1,7 @@
 import time
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 import torch
 
@@ -84,10 +85,13 @@ def test_unwatch_forgets_a_pull_that_came_to_nothing(ends: tuple[End, End]) -> N
     wait_for(lambda: len(reader.thread.events) == 2, "the pull")
     posted = reader.thread.events[0]
     assert isinstance(posted, Posted)
+    never = msgspec.structs.replace(posted.transfer, transfer_name="f" * 32)
+    for request_id, transfer in (("r", never), ("stays", never), ("other", posted.transfer)):
+        source.thread.watch(request_id, transfer)
     source.thread.unwatch("r")
-    source.thread.watch("other", posted.transfer)
     wait_for(lambda: source.thread.events, "the notification")
     assert [event.request_id for event in source.thread.events] == ["other"]
+    assert source.thread.call(lambda _: [job.request_id for job in source.thread._jobs]) == ["stays"]
 
 
 def test_call_gives_back_results_and_errors(ends: tuple[End, End]) -> None:
