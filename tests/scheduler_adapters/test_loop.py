@@ -114,6 +114,19 @@ def test_the_oldest_request_is_never_preempted(model: Any) -> None:
     assert ends == ["r0", "r1", "r2"]
 
 
+def test_a_preempted_request_comes_before_those_that_wait(model: Any) -> None:
+    loop = new_loop(model, pages=12, page_size=4, rows=2, enable_prefix_caching=False)
+    for request in [*requests_of([[5] * 10, [6] * 10], new=30), Request("r2", [7] * 4, 3)]:
+        loop.add(request)
+    outputs: list[Output] = []
+    while loop.has_work:
+        outputs += loop.step()
+    assert loop.preemptions > 0
+    first_of_r2 = next(i for i, output in enumerate(outputs) if output.request_id == "r2")
+    end_of_r0 = next(i for i, output in enumerate(outputs) if output.request_id == "r0" and output.finished)
+    assert first_of_r2 > end_of_r0
+
+
 def test_shared_heads_are_computed_once(model: Any, expected: list[list[int]]) -> None:
     loop = new_loop(model)
     serve(loop, requests_of(PROMPTS[:1]))
