@@ -1,88 +1,138 @@
-"""What does it cost to take up one prompt: hash, look up, reserve; cold in a fresh pool, cold while evicting, warm?"""
+"""What does it cost to take up one prompt: hash it, look it up, reserve its pages?
+
+cold: nobody has seen the prompt, and pages are there that hold nothing. evicting: nobody has seen it, and each page is
+taken from an idle cached one. warm: every full page is found. publish: `step` after the prompt was computed.
+The pool is new, or full (`pools.age`). Each sample is a new context: the hash is in the figure.
+"""
 
 from __future__ import annotations
 
-from itertools import count
+from collections.abc import Callable
 
-import numpy as np
-
-from benchmarks.frame import Row, best_of, manager_of, options, pin, report
+from benchmarks.frame import POOL_SIZES, Row, options, pin, report, samples, summary
+from benchmarks.pools import Prompts, age, claimed, compute, expect, manager_of, reserve
 from kvcache import PagedKVCacheManager, TextContext
 
-LONGEST = 1 << 17
+
+class Bench:
+    """A manager, one request at a time, and what is measured of it."""
+
+    def __init__(self, manager: PagedKVCacheManager, length: int, repeats: int) -> None:
+        self.manager = manager
+        self.length = length
+        self.repeats = repeats
+        self.prompts = Prompts()
+        self._open: TextContext | None = None
+
+    def close(self) -> None:
+        """Release the request of the sample before."""
+        if self._open is not None:
+            self.manager.release(self._open.request_id)
+            self._open = None
+
+    def unseen(self) -> TextContext:
+        """A prompt that nobody has seen. That of the sample before was not published: its pages hold nothing."""
+        self.close()
+        self._open = self.prompts.claimed(self.manager, self.length)
+        return self._open
+
+    def published(self) -> TextContext:
+        """As `unseen`, but the prompt of the sample before is published, so that its pages stay cached."""
+        if self._open is not None:
+            compute(self.manager, self._open)
+        return self.unseen()
+
+    def sampled(self, prepare: Callable[[], TextContext], hit: int) -> Row:
+        """Time `maybe_reserve`, and see to it that each call found `hit` tokens."""
+        last: list[TextContext] = []
+
+        def prepared() -> TextContext:
+            expect(not last or last[0].start_idx == hit, f"every prompt hits {hit} tokens")
+            last[:] = [prepare()]
+            return last[0]
+
+        row = summary(samples(self.repeats, prepared, self.manager.maybe_reserve))
+        prepared()
+        self.close()
+        return row
+
+    def cold(self) -> Row:
+        """Pages that hold nothing."""
+        reserve(self.manager, self.unseen())  # its pages, evicted ones if the pool is full, are what all samples take
+        before = self.manager.metrics.evictions
+        row = self.sampled(self.unseen, 0)
+        expect(self.manager.metrics.evictions == before, "nothing is evicted")
+        return row
+
+    def evicting(self) -> Row:
+        """Each page an evicted one."""
+        reserve(self.manager, self.published())  # takes up what holds nothing
+        before = self.manager.metrics.evictions
+        row = self.sampled(self.published, 0)
+        pages = (self.repeats - 1) * (self.length // self.manager.page_size)
+        expect(self.manager.metrics.evictions - before >= pages, "every page is evicted")
+        return row
+
+    def warm(self) -> Row:
+        """Every full page found, but the one that the last token is in."""
+        tokens = self.prompts.tokens(self.length)
+        self.close()
+        self._open = claimed(self.manager, tokens)
+        reserve(self.manager, self._open)
+        compute(self.manager, self._open)
+
+        def again() -> TextContext:
+            self.close()
+            self._open = claimed(self.manager, tokens)
+            return self._open
+
+        size = self.manager.page_size
+        return self.sampled(again, (self.length - 1) // size * size)
+
+    def publish(self) -> Row:
+        """`step` once the whole prompt is computed."""
+
+        def computed() -> TextContext:
+            context = self.unseen()
+            reserve(self.manager, context)
+            context.update(1)
+            return context
+
+        row = summary(samples(self.repeats, computed, lambda context: self.manager.step([context])))
+        self.close()
+        return row
 
 
-def cold(manager: PagedKVCacheManager, length: int, seed: int) -> TextContext:
-    """A claimed request with a prompt that nobody has seen."""
-    context = TextContext(np.random.default_rng(seed).integers(0, 50_000, length), LONGEST)
-    manager.external_claim(context.request_id)
-    return context
-
-
-def compute(manager: PagedKVCacheManager, context: TextContext) -> None:
-    context.update(1)
-    manager.step([context])
-
-
-def measure(pages: int, page_size: int, length: int, algorithm: str, repeats: int) -> list[Row]:
-    manager, seeds = manager_of(pages, page_size=page_size, algorithm=algorithm), count()
-    open_requests: list[TextContext] = []
-
-    def drop() -> None:
-        for context in open_requests:
-            manager.release(context.request_id)
-        open_requests.clear()
-
-    def fresh() -> TextContext:
-        drop()
-        open_requests.append(cold(manager, length, next(seeds)))
-        return open_requests[0]
-
-    def warm() -> TextContext:
-        drop()
-        known = cold(manager, length, 1 << 40)
-        manager.maybe_reserve(known)
-        compute(manager, known)
-        manager.release(known.request_id)
-        open_requests.append(cold(manager, length, 1 << 40))
-        return open_requests[0]
-
+def measure(pages: int, page_size: int, length: int, algorithm: str, repeats: int, pools: tuple[str, ...]) -> list[Row]:
+    """The rows of one prompt length on one pool."""
+    manager = manager_of(pages, page_size=page_size, algorithm=algorithm)
+    bench = Bench(manager, length, repeats)
+    shape = {"pages": pages, "page": page_size, "prompt": length, "hash": algorithm}
     rows: list[Row] = []
-    shape = {"page": page_size, "prompt": length, "hash": algorithm, "pool": pages}
-    rows.append({**shape, "case": "cold", **best_of(repeats, fresh, manager.maybe_reserve)})
-    rows.append({**shape, "case": "warm", **best_of(repeats, warm, manager.maybe_reserve)})
-    drop()
-    while manager.metrics.evictions == 0:  # fill the pool with published pages
-        compute(manager, filler := _reserved(manager, length, next(seeds)))
-        manager.release(filler.request_id)
-
-    def evicting() -> TextContext:
-        for context in open_requests:
-            compute(manager, context)
-        return fresh()
-
-    rows.append({**shape, "case": "cold, evicting", **best_of(repeats, evicting, manager.maybe_reserve)})
+    for pool in pools:
+        if pool == "full":
+            age(manager, bench.prompts)
+        cases = {"cold": bench.cold, "warm": bench.warm, "publish": bench.publish}
+        if pool == "full":
+            cases["evicting"] = bench.evicting
+        rows += [{**shape, "pool": pool, "case": case, **run()} for case, run in cases.items()]
     return rows
 
 
-def _reserved(manager: PagedKVCacheManager, length: int, seed: int) -> TextContext:
-    context = cold(manager, length, seed)
-    manager.maybe_reserve(context)
-    return context
-
-
 def main() -> None:
+    """Run and report."""
     chosen = options(__doc__)
     pin()
-    repeats = 15 if chosen.quick else 40
+    repeats = 15 if chosen.quick else 60
+    lengths = (4096, 32_768) if chosen.quick else (256, 1024, 4096, 16_384, 32_768, 65_536, 130_000)
+    sizes = POOL_SIZES[:2] if chosen.quick else POOL_SIZES
     rows = [
         row
         for algorithm in ("sha256", "xxh3_128")
-        for page, length in ((16, 4096), (16, 32768), (128, 32768))
-        for row in measure(1 << 14, page, length, algorithm, repeats)
+        for page, length in [*((16, length) for length in lengths), (128, 4096), (128, 32_768)]
+        for row in measure(1 << 17, page, length, algorithm, repeats, ("new",))
     ]
-    for pages in (10_000, 100_000) if chosen.quick else (10_000, 100_000, 1_000_000, 4_000_000):
-        rows += measure(pages, 16, 4096, "sha256", repeats)
+    rows += [row for pages in sizes for row in measure(pages, 16, 4096, "sha256", repeats, ("full",))]
     report("admission", rows, chosen)
 
 

@@ -1,24 +1,34 @@
-"""What does one decode step cost the host: reserve, fetch, update and step for every running request?"""
+"""What does one decode step cost the host: reserve, fetch, update and step for every running request?
+
+The requests are spread evenly over their last pages, so that each step `batch / page` of them cross a page. With few
+requests most steps cross none: `page_mean` is the mean over a page's worth of steps, where each crosses once.
+"""
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Callable
+
 import numpy as np
 
-from benchmarks.frame import Row, best_of, manager_of, options, pin, report
+from benchmarks.frame import WARM_UP, Row, options, pin, report, samples, summary
+from benchmarks.pools import Prompts, age, claimed, expect, manager_of, reserve
 from kvcache import PagedKVCacheManager, TextContext
 
 PROMPT = 1024
+LONGEST = 4096
 
 
-def running(batch: int, page_size: int) -> tuple[PagedKVCacheManager, list[TextContext]]:
-    """A manager with `batch` requests whose prompts are computed, spread evenly over their last pages."""
-    pages = batch * (-(-(PROMPT + page_size) // page_size) + 40)
-    manager = manager_of(pages, page_size=page_size, rows=batch, max_seq_len=4096)
-    rng = np.random.default_rng(0)
-    contexts = [TextContext(rng.integers(0, 50_000, PROMPT + at % page_size), 4096) for at in range(batch)]
+def running(batch: int, page_size: int, steps: int, *, full: bool) -> tuple[PagedKVCacheManager, list[TextContext]]:
+    """A manager and its running requests, prompts computed, with pages for `steps` more, evicted ones if `full`."""
+    pages = max(batch, 64) * -(-(PROMPT + page_size + steps + 1) // page_size) + 1
+    manager = manager_of(pages, page_size=page_size, rows=max(batch, 64), max_seq_len=LONGEST)
+    prompts = Prompts()
+    if full:
+        age(manager, prompts)
+    contexts = [claimed(manager, prompts.tokens(PROMPT + at % page_size)) for at in range(batch)]
     for context in contexts:
-        manager.external_claim(context.request_id)
-        assert manager.maybe_reserve(context)
+        reserve(manager, context)
     manager.fetch(contexts)
     for context in contexts:
         context.update(1)
@@ -27,6 +37,7 @@ def running(batch: int, page_size: int) -> tuple[PagedKVCacheManager, list[TextC
 
 
 def by_calls(manager: PagedKVCacheManager, contexts: list[TextContext]) -> None:
+    """One step through the plain calls, as code written for MAX 25.7 makes them."""
     for context in contexts:
         manager.maybe_reserve(context)
     manager.fetch(contexts)
@@ -35,27 +46,46 @@ def by_calls(manager: PagedKVCacheManager, contexts: list[TextContext]) -> None:
     manager.step(contexts)
 
 
-def measure(batch: int, page_size: int, repeats: int) -> list[Row]:
-    manager, contexts = running(batch, page_size)
-    plain = best_of(repeats, lambda: None, lambda _: by_calls(manager, contexts))
-    bound, tokens = manager.batch(contexts), np.ones(batch, np.int32)
+def bound(manager: PagedKVCacheManager, contexts: list[TextContext]) -> Callable[[], None]:
+    """One step through a `Batch`."""
+    batch, tokens = manager.batch(contexts), np.ones(len(contexts), np.int32)
 
-    def step(_: None) -> None:
-        manager.reserve_batch(bound)
-        manager.fetch(bound)
-        bound.update(tokens)
-        manager.step(bound)
+    def step() -> None:
+        manager.reserve_batch(batch)
+        manager.fetch(batch)
+        batch.update(tokens)
+        manager.step(batch)
 
-    batched = best_of(repeats, lambda: None, step)
-    shape = {"page": page_size, "batch": batch}
-    return [{**shape, "calls": "Batch", **batched}, {**shape, "calls": "per request", **plain}]
+    return step
+
+
+def measure(batch: int, page_size: int, repeats: int, *, full: bool = False) -> list[Row]:
+    """The rows of one batch size: by `Batch` and by plain calls, each on requests of its own."""
+    repeats = -(-repeats // page_size) * page_size  # whole pages, so that every request crosses as often
+    rows: list[Row] = []
+    for calls in ("Batch", "per request"):
+        manager, contexts = running(batch, page_size, repeats + WARM_UP, full=full)
+        step = bound(manager, contexts) if calls == "Batch" else lambda m=manager, c=contexts: by_calls(m, c)
+        free, evicted = manager.num_free_blocks, manager.metrics.evictions
+        times = samples(repeats, lambda: None, lambda _, step=step: step())
+        crossed = free - manager.num_free_blocks
+        expect(crossed >= batch * repeats // page_size, "every request crosses a page every page_size steps")
+        expect(contexts[0].end_idx == PROMPT + 1 + repeats + WARM_UP, "every request got a token a step")
+        expect(not full or manager.metrics.evictions - evicted >= crossed - 1, "every new page is evicted")
+        windows = [statistics.mean(times[at : at + page_size]) for at in range(0, repeats, page_size)]
+        shape = {"page": page_size, "batch": batch, "pool": "full" if full else "new", "calls": calls}
+        rows.append({**shape, **summary(times), "page_mean": round(statistics.median(windows), 2)})
+    return rows
 
 
 def main() -> None:
+    """Run and report."""
     chosen = options(__doc__)
     pin()
-    batches = [1, 64, 1024] if chosen.quick else [1, 16, 64, 256, 1024]
-    rows = [row for page in (16, 128) for batch in batches for row in measure(batch, page, 30 if chosen.quick else 100)]
+    batches = [1, 64, 1024] if chosen.quick else [1, 4, 16, 64, 256, 1024]
+    repeats = 32 if chosen.quick else 128
+    rows = [row for page in (16, 128) for batch in batches for row in measure(batch, page, repeats)]
+    rows += [row for batch in (1, 1024) for row in measure(batch, 16, repeats, full=True)]
     report("decode_step", rows, chosen)
 
 

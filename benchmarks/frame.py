@@ -1,4 +1,8 @@
-"""What every benchmark shares: one pinned core, a warm-up, minima and medians, and rows that say where they were made."""
+"""What every benchmark shares: one pinned core, a warm-up, minima and medians, and rows that say where they were made.
+
+The garbage collector stays on: a collection that our calls cause is part of what they cost. What the imports left
+behind is frozen first, as servers do it, for that garbage is not ours.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -16,9 +21,10 @@ from typing import Any
 
 import torch
 
-from kvcache import KVCacheParams, PagedKVCacheManager
-
 Row = dict[str, Any]
+
+WARM_UP = 3
+POOL_SIZES = (10_000, 100_000, 1_000_000, 4_000_000)
 
 
 def pin() -> int:
@@ -29,29 +35,33 @@ def pin() -> int:
     return core
 
 
-def best_of(repeats: int, prepare: Callable[[], Any], measured: Callable[[Any], object]) -> Row:
-    """Microseconds of `measured(prepare())`, the preparation not counted: the minimum and the median of `repeats`."""
-    times: list[float] = []
-    for _ in range(repeats + 2):
-        given = prepare()
-        gc.disable()  # a collection belongs to whoever made the garbage, not to the call that it interrupts
-        start = time.perf_counter()
-        measured(given)
-        times.append(time.perf_counter() - start)
-        gc.enable()
-    kept = sorted(times[2:])  # the first two warm up
-    return {"us_min": round(kept[0] * 1e6, 2), "us_median": round(statistics.median(kept) * 1e6, 2)}
+def settle() -> None:
+    """Collect and freeze what is there, so that the samples to come pay for their own garbage only."""
+    gc.collect()
+    gc.freeze()
 
 
-def manager_of(pages: int, *, page_size: int = 16, rows: int = 64, max_seq_len: int = 1 << 17, algorithm: str = "sha256") -> PagedKVCacheManager:
-    """A manager whose pages are as small as can be: its own cost is measured, not the memory's."""
-    params = KVCacheParams(
-        dtype=torch.uint8, n_kv_heads=1, head_dim=1, enable_prefix_caching=True, page_size=page_size, hash_algorithm=algorithm, is_mla=True
-    )  # fmt: skip
-    return PagedKVCacheManager(params, rows, max_seq_len, 1, ["cpu"], available_cache_memory=pages * page_size)
+def timed(measured: Callable[[Any], object], given: Any) -> float:
+    """Microseconds of one call."""
+    start = time.perf_counter_ns()
+    measured(given)
+    return (time.perf_counter_ns() - start) / 1e3
 
 
-def options(description: str) -> argparse.Namespace:
+def samples(repeats: int, prepare: Callable[[], Any], measured: Callable[[Any], object]) -> list[float]:
+    """Microseconds of `measured(prepare())`, the preparation not counted, `repeats` times after a warm-up."""
+    for _ in range(WARM_UP):
+        measured(prepare())
+    settle()
+    return [timed(measured, prepare()) for _ in range(repeats)]
+
+
+def summary(times: Sequence[float]) -> Row:
+    """The columns of a sample: minimum and median in microseconds, and how many there were."""
+    return {"us_min": round(min(times), 2), "us_median": round(statistics.median(times), 2), "n": len(times)}
+
+
+def options(description: str | None) -> argparse.Namespace:
     """The options of every benchmark."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats")
@@ -61,39 +71,69 @@ def options(description: str) -> argparse.Namespace:
 
 def machine() -> Row:
     """Where the figures were made."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)  # noqa: S607 - git as the user has it
     cpu = next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), platform.machine())
     return {
         "cpu": cpu,
         "cores": os.cpu_count(),
+        "pinned_to": sorted(os.sched_getaffinity(0)),
+        "load": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "commit": commit.stdout.strip(),
-        "load": round(os.getloadavg()[0], 2),
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "commit": _git("rev-parse", "--short=12", "HEAD"),
+        "uncommitted": _git("status", "--porcelain", "--", "kvcache", "benchmarks/*.py").split("\n"),
     }
 
 
 def report(name: str, rows: Sequence[Row], chosen: argparse.Namespace) -> None:
     """Print the rows as a table; write them as JSON where asked to."""
-    print(f"\n{name}")
-    print(table(rows))
+    print(f"\n{name}\n{table(rows)}", flush=True)
     if chosen.json:
-        chosen.json.parent.mkdir(parents=True, exist_ok=True)
         command = f"python -m benchmarks.{name}" + (" --quick" if chosen.quick else "")
-        chosen.json.write_text(json.dumps({"command": command, "machine": machine(), "rows": list(rows)}, indent=1) + "\n")
+        write(chosen.json, {"command": command, "machine": machine(), "rows": list(rows)})
+
+
+def write(path: Path, figures: Row) -> None:
+    """Write JSON with one row a line, so that two results compare line by line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parts = [
+        f" {json.dumps(key)}: "
+        + ("[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]" if isinstance(value, list) else json.dumps(value))
+        for key, value in figures.items()
+    ]
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
 
 
 def table(rows: Iterable[Row]) -> str:
-    """The rows in columns."""
+    """The rows in columns: words to the left, figures to the right."""
     listed = list(rows)
     columns = list(dict.fromkeys(key for row in listed for key in row))
-    cells = [columns, *([_cell(row.get(column, "")) for column in columns] for row in listed)]
+    cells = [columns, *([_cell(row.get(column)) for column in columns] for row in listed)]
     widths = [max(len(line[at]) for line in cells) for at in range(len(columns))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
+    words = {column for row in listed for column, value in row.items() if isinstance(value, str)}
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column in words else cell.rjust(width)
+            for column, cell, width in zip(columns, line, widths, strict=True)
+        ).rstrip()
+        for line in cells
+    )
+
+
+def progress(text: str) -> None:
+    """One line on the error stream: the tables go to the other."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def _cell(value: Any) -> str:
+    if value is None:
+        return ""
     return f"{value:,.2f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _git(*arguments: str) -> str:
+    run = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)  # noqa: S603, S607 - git as the user has it
+    return run.stdout.strip()
 
 
 def _cpuinfo() -> list[str]:

@@ -1,0 +1,75 @@
+"""Runs every benchmark in a process of its own, one after another, prints the tables and draws the plots.
+
+`python -m benchmarks [--quick] [--json-dir DIR] [NAME ...]`
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.frame import Row, progress
+
+HERE = Path(__file__).resolve().parent
+NAMES = ("decode_step", "admission", "growing_conversation", "release", "evict", "memory")
+
+
+def arguments() -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which to run: {', '.join(available())} (all)")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats")
+    parser.add_argument(
+        "--json-dir", type=Path, metavar="DIR", help="where JSON and plots go (benchmarks/results, or out if quick)"
+    )
+    chosen = parser.parse_args()
+    for name in chosen.names:
+        if name not in available():
+            parser.error(f"no benchmark {name!r}: there are {', '.join(available())}")
+    return chosen
+
+
+def available() -> list[str]:
+    """The benchmarks that are here."""
+    return [name for name in (*NAMES, "pull") if (HERE / f"{name}.py").exists()]
+
+
+def run(name: str, path: Path, *, quick: bool) -> bool:
+    """Run one; its table goes to our output. False: it failed, and its last line said why."""
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(path), *(["--quick"] if quick else [])]
+    start = time.monotonic()
+    failed = subprocess.run(command, cwd=HERE.parent, check=False).returncode  # noqa: S603 - our own files
+    progress(f"{name}: {'failed' if failed else 'done'} in {time.monotonic() - start:.0f} s")
+    return not failed
+
+
+def draw(folder: Path, names: list[str]) -> None:
+    """Draw what the files in `folder` hold."""
+    try:
+        from benchmarks.plots import draw as draw_all  # noqa: PLC0415 - the tables come without matplotlib too
+    except ImportError as error:
+        progress(f"no plots: {error}; pip install -e '.[bench]'")
+        return
+    figures: dict[str, list[Row]] = {
+        name: json.loads(path.read_text())["rows"] for name in names if (path := folder / f"{name}.json").exists()
+    }
+    for path in draw_all(figures, folder):
+        progress(f"drew {path}")
+
+
+def main() -> int:
+    """Run, print, draw. Exit status 1 if one of them failed."""
+    chosen = arguments()
+    names: list[str] = chosen.names or available()
+    folder: Path = (chosen.json_dir or HERE / ("out" if chosen.quick else "results")).resolve()
+    passed = [run(name, folder / f"{name}.json", quick=chosen.quick) for name in names]
+    draw(folder, names)
+    return 0 if all(passed) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""What does it cost to evict a page, at any pool size?
+
+A reservation of n pages that have to be evicted, against one of n pages that hold nothing, on the same full pool
+(`pools.age`) and in turn; `evict` is the difference a page. The prompts are hashed beforehand, outside of the figures.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+from benchmarks.frame import POOL_SIZES, WARM_UP, Row, options, pin, report, settle, timed
+from benchmarks.pools import Prompts, age, compute, expect, manager_of
+from kvcache import PagedKVCacheManager, TextContext
+
+
+def hashed(manager: PagedKVCacheManager, prompts: Prompts, count: int) -> TextContext:
+    """A new prompt of `count` pages whose digests are on the context already: asking for a replica makes them."""
+    context = TextContext(prompts.tokens(count * manager.page_size), manager.max_seq_len)
+    manager.get_or_recommend_replica(context)
+    manager.external_claim(context.request_id)
+    return context
+
+
+def pair(manager: PagedKVCacheManager, prompts: Prompts, count: int) -> tuple[float, float]:
+    """Microseconds of a reservation of `count` evicted pages, and of one of the same pages when they hold nothing."""
+    evictor = hashed(manager, prompts, count)
+    before = manager.metrics.evictions
+    evicting = timed(manager.maybe_reserve, evictor)
+    expect(manager.metrics.evictions == before + count, f"{count} pages are evicted")
+    manager.release(evictor.request_id)
+    fresh = hashed(manager, prompts, count)
+    reusing = timed(manager.maybe_reserve, fresh)
+    expect(manager.metrics.evictions == before + count, "the second reservation evicts nothing")
+    compute(manager, fresh)  # published and released, they are idle again, the youngest of all
+    manager.release(fresh.request_id)
+    return evicting, reusing
+
+
+def measure(pages: int, counts: tuple[int, ...], repeats: int) -> list[Row]:
+    """The rows of one pool size."""
+    manager, prompts = manager_of(pages), Prompts()
+    age(manager, prompts)
+    rows: list[Row] = []
+    for count in counts:
+        for _ in range(WARM_UP):
+            pair(manager, prompts, count)
+        settle()
+        evicting, reusing = zip(*(pair(manager, prompts, count) for _ in range(repeats)), strict=True)
+        differences = [one - other for one, other in zip(evicting, reusing, strict=True)]
+        rows.append(
+            {
+                "pages": pages,
+                "at a time": count,
+                "evicting_min": round(min(evicting), 2),
+                "evicting_median": round(statistics.median(evicting), 2),
+                "reusing_min": round(min(reusing), 2),
+                "reusing_median": round(statistics.median(reusing), 2),
+                "evict_min": round((min(evicting) - min(reusing)) / count, 3),
+                "evict_median": round(statistics.median(differences) / count, 3),
+                "n": repeats,
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Run and report."""
+    chosen = options(__doc__)
+    pin()
+    sizes = POOL_SIZES[:2] if chosen.quick else POOL_SIZES
+    rows = [row for pages in sizes for row in measure(pages, (1, 64, 256, 2048), 15 if chosen.quick else 60)]
+    report("evict", rows, chosen)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""What does a conversation's next turn cost, as the conversation grows?
+
+A turn adds 256 tokens: 16 pages. kept: the same context goes on (a session that stays open). hasher kept: a new
+request, whose context takes over the page hashes of the one before. new: a new request that brings nothing along, as
+over HTTP: all of its tokens have to be hashed again, for only its hashes say what is cached.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from benchmarks.frame import Row, options, pin, report, samples, summary
+from benchmarks.pools import LONGEST, Prompts, claimed, compute, expect, manager_of, reserve
+from kvcache import PagedKVCacheManager, TextContext
+
+TURN = 256
+PAGE = 16
+
+
+class Conversation:
+    """A conversation of `length` tokens, all of them computed and published, that is brought to its next turn."""
+
+    def __init__(self, length: int, algorithm: str) -> None:
+        self.manager: PagedKVCacheManager = manager_of(1 << 15, algorithm=algorithm)
+        self.prompts = Prompts()
+        self.history = self.prompts.tokens(length)
+        self.context = self.started()
+
+    def started(self) -> TextContext:
+        """A request that has run the whole history."""
+        context = claimed(self.manager, self.history)
+        reserve(self.manager, context)
+        compute(self.manager, context)
+        return context
+
+    def kept(self) -> TextContext:
+        """The same context, `TURN` tokens longer."""
+        self.manager.release(self.context.request_id)
+        self.context = self.started()
+        reserve(self.manager, self.context)  # a page for the token that the model gave, as a decode step does
+        context, end = self.context, self.context.end_idx
+        context.append(self.prompts.tokens(TURN), context.start_idx, end + TURN)
+        return context
+
+    def next_request(self) -> TextContext:
+        """A new request: the history and `TURN` tokens more."""
+        self.manager.release(self.context.request_id)
+        self.context = claimed(self.manager, np.concatenate((self.history, self.prompts.tokens(TURN))))
+        return self.context
+
+    def with_hasher(self) -> TextContext:
+        """As `next_request`; it takes over the hasher of a request that ran the history."""
+        before = claimed(self.manager, self.history)
+        reserve(self.manager, before)
+        self.manager.release(before.request_id)
+        context = self.next_request()
+        context.prefix_hasher = before.prefix_hasher
+        return context
+
+
+def measure(length: int, algorithm: str, repeats: int) -> list[Row]:
+    """The rows of one length."""
+    rows: list[Row] = []
+    for case in ("kept", "hasher kept", "new"):
+        talk = Conversation(length, algorithm)
+        prepare = {"kept": talk.kept, "hasher kept": talk.with_hasher, "new": talk.next_request}[case]
+        times = samples(repeats, prepare, talk.manager.maybe_reserve)
+        hit = length // PAGE * PAGE
+        expect(talk.context.start_idx == hit, f"the {length} tokens of before are cached")
+        expect(len(talk.manager.get_req_blocks(talk.context.request_id)) >= (length + TURN) // PAGE, "pages are there")
+        rows.append({"conversation": length, "hash": algorithm, "context": case, **summary(times)})
+    return rows
+
+
+def main() -> None:
+    """Run and report."""
+    chosen = options(__doc__)
+    pin()
+    lengths = (1024, 32_768) if chosen.quick else (1024, 4096, 16_384, 32_768, 65_536, 120_000)
+    repeats = 20 if chosen.quick else 60
+    expect(max(lengths) + 2 * TURN < LONGEST, "the longest conversation fits")
+    rows = [row for algorithm in ("sha256", "xxh3_128") for at in lengths for row in measure(at, algorithm, repeats)]
+    report("growing_conversation", rows, chosen)
+
+
+if __name__ == "__main__":
+    main()

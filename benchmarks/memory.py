@@ -1,0 +1,129 @@
+"""What do a million pages weigh, every one of them published, and how long does a pool take to build?
+
+Each row is a process of its own: what it has more after than before is the manager's. The pages themselves (a byte a
+token here) are taken off; `arrays` is the sum of the manager's arrays, `rss` what the kernel counts. `gc` is a full
+pass of the garbage collector with the pool full, `gc_before` one before there was a manager.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.frame import Row, options, pin, report
+from benchmarks.pools import Prompts, claimed, compute, expect, manager_of, reserve
+from kvcache import PagedKVCacheManager
+
+PROMPT_PAGES = 2048
+_CHILD = "import json; from benchmarks.memory import weigh; print(json.dumps(weigh({pages}, {algorithm!r})))"
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def arrays_of(manager: PagedKVCacheManager) -> int:
+    """Bytes of the arrays that the manager's replicas hold, however deep, the pages themselves left out."""
+    seen: set[int] = set()
+    total = 0
+    waiting: list[object] = list(manager._replicas.each)  # noqa: SLF001 - what it weighs is inside
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, np.ndarray):
+            # A view adds nothing to what it looks into.
+            total += one.nbytes if one.base is None else 0
+            waiting += [] if one.base is None else [one.base]
+        elif type(one).__module__.startswith("kvcache"):
+            waiting += _parts(one)
+    return total
+
+
+def _parts(one: object) -> Iterable[object]:
+    names = [name for kind in type(one).__mro__ for name in getattr(kind, "__slots__", ())]
+    return [*getattr(one, "__dict__", {}).values(), *(getattr(one, name) for name in names if hasattr(one, name))]
+
+
+def gc_pass() -> float:
+    """Milliseconds of a full collection that finds nothing."""
+    gc.collect()
+    start = time.perf_counter()
+    gc.collect()
+    return round((time.perf_counter() - start) * 1e3, 2)
+
+
+def fill(manager: PagedKVCacheManager, prompts: Prompts) -> None:
+    """Publish every page of the pool, then release them all."""
+    left, requests = manager.total_num_pages, []
+    while left:
+        count = min(left, PROMPT_PAGES)
+        context = prompts.claimed(manager, count * manager.page_size)
+        reserve(manager, context)
+        compute(manager, context)
+        requests.append(context.request_id)
+        left -= count
+    for request_id in requests:
+        manager.release(request_id)
+
+
+def weigh(pages: int, algorithm: str) -> Row:
+    """One row, in this process."""
+    prompts = Prompts()
+    requests = -(-pages // PROMPT_PAGES)
+    small = manager_of(PROMPT_PAGES, rows=requests, max_seq_len=PROMPT_PAGES * 16, algorithm=algorithm)
+    fill(small, prompts)  # what the first use of any library allocates is not the pages'
+    before, objects, gc_before = resident(), len(gc.get_objects()), gc_pass()
+    start = time.perf_counter()
+    manager = manager_of(pages, rows=requests, max_seq_len=PROMPT_PAGES * 16, algorithm=algorithm)
+    built = time.perf_counter() - start
+    for _ in range(2):  # the second time over, all that is kept for each page has been written to
+        fill(manager, prompts)
+    gc.collect()
+    blocks = sum(block.untyped_storage().nbytes() for shards in manager.device_tensors for block in shards)
+    table = requests * PROMPT_PAGES * 4  # the running requests' rows: not the pool's, but named
+    grown = resident() - before - blocks
+    row: Row = {
+        "pages": pages,
+        "hash": algorithm,
+        "arrays_B_per_page": round((arrays_of(manager) - table) / pages, 1),
+        "rss_B_per_page": round((grown - table) / pages, 1),
+        "build_ms": round(built * 1e3, 1),
+        "gc_ms": gc_pass(),
+        "gc_before_ms": gc_before,
+        "objects": len(gc.get_objects()) - objects,
+    }
+    last = claimed(manager, Prompts().tokens(17))
+    reserve(manager, last)
+    expect(manager.metrics.evictions == pages + 2, "every page was published, and is evicted when one is wanted")
+    return row
+
+
+def child(pages: int, algorithm: str) -> Row:
+    """One row, in a process of its own."""
+    script = _CHILD.format(pages=pages, algorithm=algorithm)
+    run = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True)  # noqa: S603 - ourselves
+    return json.loads(run.stdout)
+
+
+def main() -> None:
+    """Run and report."""
+    chosen = options(__doc__)
+    pin()  # the children inherit the core
+    sizes = (100_000, 1_000_000) if chosen.quick else (10_000, 100_000, 1_000_000, 4_000_000)
+    rows = [child(pages, algorithm) for algorithm in ("sha256", "xxh3_128") for pages in sizes]
+    report("memory", rows, chosen)
+
+
+if __name__ == "__main__":
+    main()

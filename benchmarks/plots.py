@@ -1,0 +1,128 @@
+"""Draws the figures: cost against batch, prompt length, conversation and pool size, log-log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib as mpl
+
+mpl.use("Agg")  # files only: there may be no screen
+
+from matplotlib import pyplot as plt
+
+from benchmarks.frame import Row
+
+Figures = Mapping[str, Sequence[Row]]
+"""Rows by the name of the benchmark."""
+
+
+class Plot(NamedTuple):
+    """One picture.
+
+    Attributes:
+        name: of the file.
+        title: what is asked.
+        along: what the x axis counts.
+        source: the benchmark that made the rows.
+        wanted: which rows are drawn.
+        line: what the line of a row is called.
+        x: the column of the x axis.
+        y: the column of the y axis, where it is not the minimum of a call.
+    """
+
+    name: str
+    title: str
+    along: str
+    source: str
+    wanted: Callable[[Row], bool]
+    line: Callable[[Row], str]
+    x: str
+    y: str = "us_min"
+
+
+PLOTS = (
+    Plot(
+        "decode_step",
+        "One decode step on the host",
+        "running requests",
+        "decode_step",
+        lambda row: row["pool"] == "new",
+        lambda row: f"{row['calls']}, pages of {row['page']}",
+        "batch",
+        "page_mean",
+    ),
+    Plot(
+        "admission",
+        "Reserving a prompt, hash included (pages of 16)",
+        "tokens of the prompt",
+        "admission",
+        lambda row: row["pool"] == "new" and row["page"] == 16 and row["case"] != "publish",
+        lambda row: f"{row['case']}, {row['hash']}",
+        "prompt",
+    ),
+    Plot(
+        "growing_conversation",
+        "The next turn of a conversation: 256 tokens more",
+        "tokens of the conversation",
+        "growing_conversation",
+        lambda row: "context" in row,
+        lambda row: f"context {row['context']}, {row['hash']}",
+        "conversation",
+    ),
+    Plot(
+        "pool_size_admission",
+        "Reserving 4,096 tokens on a full pool",
+        "pages of the pool",
+        "admission",
+        lambda row: row["pool"] == "full",
+        lambda row: row["case"],
+        "pages",
+    ),
+    Plot(
+        "pool_size_release",
+        "Releasing 2,048 pages",
+        "pages of the pool",
+        "release",
+        lambda row: "case" in row,
+        lambda row: row["case"],
+        "pages",
+    ),
+    Plot(
+        "pool_size_evict",
+        "Evicting, per page",
+        "pages of the pool",
+        "evict",
+        lambda row: row["evict_median"] > 0,
+        lambda row: f"{row['at a time']:,} at a time",
+        "pages",
+        "evict_median",
+    ),
+)
+
+
+def draw(figures: Figures, folder: Path) -> list[Path]:
+    """Write a PNG for each plot whose rows are there; returns the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made: list[Path] = []
+    for plot in PLOTS:
+        rows = [row for row in figures.get(plot.source, ()) if plot.wanted(row)]
+        if rows:
+            made.append(folder / f"{plot.name}.png")
+            _draw_one(plot, rows, made[-1])
+    return made
+
+
+def _draw_one(plot: Plot, rows: Sequence[Row], path: Path) -> None:
+    lines: dict[str, list[tuple[Any, Any]]] = {}
+    for row in rows:
+        lines.setdefault(plot.line(row), []).append((row[plot.x], row[plot.y]))
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for name, points in lines.items():
+        axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=4, label=name)
+    axes.set(xscale="log", yscale="log", xlabel=plot.along, ylabel="µs", title=plot.title)
+    axes.grid(visible=True, which="both", linewidth=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120, metadata={"Software": None})  # the same figures give the same bytes
+    plt.close(figure)

@@ -1,0 +1,96 @@
+"""Managers, prompts and pools to measure on."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
+
+LONGEST = 1 << 17
+VOCABULARY = 120_000
+_OPEN = 32
+
+
+def manager_of(
+    pages: int, *, page_size: int = 16, rows: int = 64, max_seq_len: int = LONGEST, algorithm: str = "sha256"
+) -> PagedKVCacheManager:
+    """A manager whose pages hold one byte a token: its own cost is measured, not the memory's."""
+    params = KVCacheParams(
+        dtype=torch.uint8,
+        n_kv_heads=1,
+        head_dim=1,
+        is_mla=True,
+        enable_prefix_caching=True,
+        page_size=page_size,
+        hash_algorithm=algorithm,  # pyright: ignore[reportArgumentType] - one of the two names
+    )
+    return PagedKVCacheManager(params, rows, max_seq_len, 1, ["cpu"], available_cache_memory=pages * page_size)
+
+
+class Prompts:
+    """Prompts that nobody has seen, the same ones in every run."""
+
+    def __init__(self) -> None:
+        self._rng = np.random.default_rng(0)
+
+    def tokens(self, length: int) -> np.ndarray:
+        """`length` random tokens."""
+        return self._rng.integers(0, VOCABULARY, length, dtype=np.int32)
+
+    def claimed(self, manager: PagedKVCacheManager, length: int) -> TextContext:
+        """A new prompt whose request is claimed."""
+        return claimed(manager, self.tokens(length))
+
+    def pick(self, count: int) -> int:
+        """One of `range(count)`."""
+        return int(self._rng.integers(count))
+
+
+def claimed(manager: PagedKVCacheManager, tokens: np.ndarray) -> TextContext:
+    """A claimed request of these tokens."""
+    context = TextContext(tokens, LONGEST)
+    manager.external_claim(context.request_id)
+    return context
+
+
+def reserve(manager: PagedKVCacheManager, context: TextContext) -> None:
+    """Reserve, which has to succeed."""
+    if not manager.maybe_reserve(context):
+        raise RuntimeError("the pool is too small for this benchmark")
+
+
+def compute(manager: PagedKVCacheManager, context: TextContext) -> None:
+    """As if the model had run the whole prompt: its full pages are published."""
+    context.update(1)
+    manager.step([context])
+
+
+def age(manager: PagedKVCacheManager, prompts: Prompts) -> None:
+    """Bring the pool to where a server's is after hours: every page published and idle, the order mixed.
+
+    Prompts of mixed lengths, some tens at a time, are released in any order until one and a half times the pool's
+    pages have been handed out: neighbours in the order of eviction are then no neighbours in memory.
+    """
+    pages, size = manager.total_num_pages, manager.page_size
+    # What is open at a time takes half the pool at most.
+    longest = min(1024, manager.max_seq_len // size - 1, max(2, pages // (2 * _OPEN)))
+    running: list[TextContext] = []
+    handed_out = 0
+    while handed_out < pages + pages // 2 or not manager.metrics.evictions:
+        count = 1 + prompts.pick(longest)
+        context = prompts.claimed(manager, count * size)
+        reserve(manager, context)
+        compute(manager, context)
+        handed_out += count
+        running.append(context)
+        if len(running) == _OPEN:
+            manager.release(running.pop(prompts.pick(_OPEN)).request_id)
+    for context in running:
+        manager.release(context.request_id)
+
+
+def expect(holds: bool, claim: str) -> None:
+    """Stop where a benchmark does not measure what it says."""
+    if not holds:
+        raise RuntimeError(f"this benchmark does not measure what it says: {claim}")

@@ -1,0 +1,65 @@
+"""What does it cost to release a request of 2,048 pages?
+
+published: its pages stay cached, nobody else holds them. unpublished: they hold nothing that is worth finding (the
+model never ran). shared: another request holds them all. The pool is full (`pools.age`), of several sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from benchmarks.frame import POOL_SIZES, Row, options, pin, report, samples, summary
+from benchmarks.pools import Prompts, age, claimed, compute, expect, manager_of, reserve
+from kvcache import TextContext
+
+PAGES = 2048
+
+
+def measure(pages: int, page_size: int, repeats: int) -> list[Row]:
+    """The rows of one pool size."""
+    manager, prompts = manager_of(pages, page_size=page_size), Prompts()
+    age(manager, prompts)
+    tokens = prompts.tokens(PAGES * page_size)
+
+    def unpublished() -> str:
+        context = prompts.claimed(manager, PAGES * page_size)
+        reserve(manager, context)
+        return context.request_id
+
+    def published() -> str:
+        context = prompts.claimed(manager, PAGES * page_size)
+        reserve(manager, context)
+        compute(manager, context)
+        return context.request_id
+
+    def shared() -> str:
+        context: TextContext = claimed(manager, tokens)
+        reserve(manager, context)
+        expect(context.start_idx == (PAGES - 1) * page_size, "all pages but the last are shared")
+        return context.request_id
+
+    def row(case: str, prepare: Callable[[], str]) -> Row:
+        return {"pages": pages, "page": page_size, "case": case, **summary(samples(repeats, prepare, manager.release))}
+
+    free = manager.num_free_blocks
+    rows = [row("published", published), row("unpublished", unpublished)]
+    expect(manager.num_free_blocks == free, "everything came back")
+    holder = claimed(manager, tokens)
+    reserve(manager, holder)
+    compute(manager, holder)
+    rows.append(row("shared", shared))
+    expect(manager.num_free_blocks == free - PAGES, "what is shared stays held")
+    return rows
+
+
+def main() -> None:
+    """Run and report."""
+    chosen = options(__doc__)
+    pin()
+    sizes = POOL_SIZES[:2] if chosen.quick else POOL_SIZES
+    rows = [row for pages in sizes for row in measure(pages, 16, 20 if chosen.quick else 100)]
+    report("release", rows, chosen)
+
+
+if __name__ == "__main__":
+    main()
