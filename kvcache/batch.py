@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.block_table import Ints, Rows
 from kvcache.context import Context, TextContext
 from kvcache.errors import InvalidRequestError, SequenceTooLongError
 from kvcache.hashing import PrefixHasher, next_digests, page_rows
 
-Ints = NDArray[np.int64]
 HasherOf = Callable[[int, int, Context], PrefixHasher]
 """Replica, row and context → the hasher of the request."""
 
@@ -30,7 +30,7 @@ class BatchState(NamedTuple):
         longest: highest of `ends`.
     """
 
-    rows: Ints | slice
+    rows: Rows
     starts: Ints
     actives: Ints
     ends: Ints
@@ -79,7 +79,7 @@ class Gathered:
         self.actives: Ints = np.fromiter([context.active_idx for context in contexts], np.int64, count)
         self.ends: Ints = np.fromiter([context.current_length for context in contexts], np.int64, count)
 
-    def computed(self, mine: Ints | None) -> tuple[Ints | slice, Ints]:
+    def computed(self, mine: Ints | None) -> tuple[Rows, Ints]:
         """Rows and cached tokens of the requests at the places `mine`; None: all, which are of one replica."""
         if mine is None:
             return (self.rows if self.run is None else self.run), self.starts

@@ -14,7 +14,14 @@ from kvcache.index import NO_PAGE
 from kvcache.types import RequestID
 
 Pages = NDArray[np.int32]
-Rows = NDArray[np.int64]
+Ints = NDArray[np.int64]
+Rows = Ints | slice
+"""Rows of a block table: an array, or a slice where they are one run."""
+
+
+def as_rows(rows: Rows) -> Ints:
+    """The rows as an array."""
+    return np.arange(rows.start, rows.stop, dtype=np.int64) if isinstance(rows, slice) else rows
 
 
 class BlockTable(msgspec.Struct, frozen=True, tag="block_table/1", omit_defaults=True):
@@ -130,7 +137,7 @@ class BlockRows:
             self.measure(row)
         self.changed[row] = True
 
-    def append(self, rows: Rows, pages: Pages) -> None:
+    def append(self, rows: Ints, pages: Pages) -> None:
         """Put one more page at the end of each of `rows`, distinct."""
         self.table[rows, self.num_pages[rows]] = pages
         self.num_pages[rows] += 1
@@ -148,7 +155,7 @@ class BlockRows:
         self.changed[row] = True
         self.measure(row)
 
-    def commit(self, rows: Rows | int, pages: Rows | int) -> None:
+    def commit(self, rows: Ints | int, pages: Ints | int) -> None:
         """The first `pages` pages of `rows` are published."""
         self.committed[rows] = pages
         self.commit_at[rows] = (pages + 1) * self._page_size

@@ -15,14 +15,18 @@ from kvcache.types import RequestID, Retention
 if TYPE_CHECKING:
     from kvcache.hashing import PrefixHasher
 
+ExtraKeys = tuple[tuple[int, bytes], ...]
+"""`(position, key)`: what else the KV from this token on depends on."""
+
 _NEW_CAPACITY = 64
 
 
 class Context(Protocol):
     """What the manager reads and writes of a request. Any object of this shape serves.
 
-    An object may have any of these optional attributes too: `cache_salt` (str), `retention` (`Retention`), and
-    `prefix_hasher`, None at first, where the manager keeps the page hashes of a request that waits or is preempted.
+    An object may have any of these optional attributes too: `cache_salt` (str), `extra_keys` (`ExtraKeys`), `retention`
+    (`Retention`), and `prefix_hasher`, None at first, where the manager keeps the page hashes of a request that waits
+    or is preempted.
     """
 
     @property
@@ -83,6 +87,8 @@ class TextContext:
         request_id: made up where none is given.
         cache_salt: requests with different salts never share a page.
         retention: what the client knows about the future of these pages.
+        extra_keys: `(position, key)`: what else than tokens the KV depends on from this token on, say the name of a
+            LoRA adapter (position 0) or a digest of an image (its first token). Pages are shared where these agree too.
 
     Raises:
         InvalidRequestError: (a ValueError) no tokens, not 1-D, not integers, or out of range.
@@ -97,6 +103,7 @@ class TextContext:
         "_place",
         "_start",
         "cache_salt",
+        "extra_keys",
         "max_length",
         "prefix_hasher",
         "request_id",
@@ -110,11 +117,13 @@ class TextContext:
         request_id: RequestID | None = None,
         cache_salt: str | None = None,
         retention: Retention | None = None,
+        extra_keys: Sequence[tuple[int, bytes]] = (),
     ) -> None:
         self.request_id: RequestID = uuid.uuid4().hex if request_id is None else request_id
         self.max_length = max_length
         self.cache_salt = cache_salt
         self.retention = retention
+        self.extra_keys: ExtraKeys = _checked_keys(self.request_id, extra_keys)
         self.prefix_hasher: PrefixHasher | None = None
         self._buffer = checked_tokens(self.request_id, tokens)
         count = len(self._buffer)
@@ -219,6 +228,13 @@ class TextContext:
         self.leave()
         self._start, self._active = 0, self._end
 
+    def fork(self, request_id: RequestID | None = None) -> TextContext:
+        """A request of its own with the same tokens, indices, salt and keys (beam search, several answers)."""
+        twin = TextContext(self.tokens, self.max_length, request_id, self.cache_salt, self.retention, self.extra_keys)
+        twin.set_token_indices(start_idx=self.start_idx, active_idx=self.active_idx)
+        twin.prefix_hasher = None if self.prefix_hasher is None else self.prefix_hasher.copy()
+        return twin
+
     def follow(self, leader: Leader, place: int) -> None:
         """Let `leader` move this context, at its place `place`, until `leave`. Another leader loses it."""
         self.leave()
@@ -281,3 +297,26 @@ def checked_tokens(request_id: str, tokens: Sequence[int] | NDArray[np.integer])
             f"request {request_id!r}: token {low if low < 0 else high} is not within 0 to 2**31 - 1"
         )
     return array.astype(np.int32, copy=True)
+
+
+def _checked_keys(request_id: str, keys: Sequence[tuple[int, bytes]]) -> ExtraKeys:
+    for position, key in keys:
+        if not 0 <= position < 1 << 31 or len(key) >= 1 << 31:
+            raise InvalidRequestError(
+                f"request {request_id!r}: extra key of {len(key)} bytes at token {position}, both must be below 2**31"
+            )
+    return tuple((position, bytes(key)) for position, key in keys)
+
+
+def check_fork(parent: Context, child: Context, computed: int) -> None:
+    """Raise `InvalidRequestError` unless the `computed` tokens of the parent are a proper beginning of the child's."""
+    name = f"request {child.request_id!r}, fork of {parent.request_id!r}"
+    if not 0 < computed < child.end_idx:
+        raise InvalidRequestError(
+            f"{name}: {child.end_idx} tokens, more than the parent's {computed} computed are needed"
+        )
+    if not np.array_equal(parent.tokens[:computed], child.tokens[:computed]):
+        raise InvalidRequestError(f"{name}: its first {computed} tokens are not the parent's")
+    for field in ("cache_salt", "extra_keys"):
+        if getattr(parent, field, None) != getattr(child, field, None):
+            raise InvalidRequestError(f"{name}: its {field} is not the parent's")

@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvcache.context import Context
+from kvcache.context import Context, ExtraKeys
 from kvcache.params import HashAlgorithm
 
 DIGEST_BYTES: dict[HashAlgorithm, int] = {"sha256": 32, "xxh3_128": 16}
@@ -25,25 +26,54 @@ _TOKEN = np.dtype("<i4")
 class PrefixHasher:
     """The page digests of one request, extended as it grows and never computed twice.
 
-    Two hashers agree on a page exactly when algorithm, page size, salt and all tokens up to its end agree, in any
-    process: the digests may be compared across hosts. With `xxh3_128` collisions can be crafted; with sha256 not.
+    Two hashers agree on a page exactly when algorithm, page size, salt, and all tokens and extra keys up to its end
+    agree, in any process: the digests may be compared across hosts. With `xxh3_128` collisions can be crafted; with
+    sha256 not.
+
+    Args:
+        algorithm: of the digests.
+        page_size: tokens of a page.
+        salt: requests with different salts agree on nothing; None is a salt of its own.
+        extra_keys: `(position, key)`: what else the KV from this token on depends on, say a LoRA adapter (position 0)
+            or the content of an image (its first token).
+
+    Attributes:
+        running: the running hash, after the pages whose digests are known.
+        known: those digests, one after another.
+        width: bytes of one digest.
+        keys_left: the extra keys of pages to come, `(page, bytes to hash)`, the next one last.
+        matches: index → the generation of it, first and last page, and what they were found as (see `Replica.match`).
     """
 
-    __slots__ = ("algorithm", "known", "page_size", "running", "salt", "width")
+    __slots__ = ("algorithm", "extra_keys", "keys_left", "known", "matches", "page_size", "running", "salt", "width")
 
-    def __init__(self, algorithm: HashAlgorithm, page_size: int, salt: str | None) -> None:
+    def __init__(
+        self, algorithm: HashAlgorithm, page_size: int, salt: str | None, extra_keys: ExtraKeys | None = None
+    ) -> None:
         self.algorithm: HashAlgorithm = algorithm
         self.page_size = page_size
         self.salt = salt
+        self.extra_keys = extra_keys
         # Each field with its length, so that no two choices of fields give the same bytes.
         fields = (algorithm.encode(), str(page_size).encode(), b"" if salt is None else b"=" + salt.encode())
         seed = b"pagewire/1" + b"".join(struct.pack("<I", len(field)) + field for field in fields)
         self.running: Any = hashlib.sha256(seed) if algorithm == "sha256" else xxhash.xxh3_128(seed)
-        """The running hash, after the pages whose digests are known."""
         self.known = bytearray()
-        """Those digests, one after another."""
         self.width = DIGEST_BYTES[algorithm]
-        """Bytes of one digest."""
+        # -1 is no token: where one is due it says that a key follows, and the length says where the key ends.
+        marked = [
+            (position // page_size, struct.pack("<iII", -1, position, len(key)) + key)
+            for position, key in sorted(extra_keys or ())
+        ]
+        self.keys_left = marked[::-1]
+        self.matches: dict[object, tuple[int, int, int, NDArray[np.int32]]] = {}
+
+    def copy(self) -> PrefixHasher:
+        """A hasher that goes on from here by itself."""
+        twin = copy(self)
+        twin.running, twin.known = self.running.copy(), self.known[:]
+        twin.keys_left, twin.matches = self.keys_left[:], {}
+        return twin
 
     def digests(self, tokens: NDArray[np.integer[Any]], first: int, last: int) -> NDArray[np.uint64]:
         """Digests of the pages `first` to `last` (excluded) as uint64 `[pages, DIGEST_BYTES / 8]`.
@@ -60,9 +90,13 @@ class PrefixHasher:
     def _extend(self, tokens: NDArray[np.integer[Any]]) -> None:
         update, digest = self.running.update, self.running.digest
         found: list[bytes] = []
+        page = len(self.known) // self.width
         for row in page_rows(tokens, self.page_size):
+            while self.keys_left and self.keys_left[-1][0] == page:
+                update(self.keys_left.pop()[1])
             update(row)
             found.append(digest())
+            page += 1
         self.known += b"".join(found)
 
 
@@ -77,12 +111,12 @@ def next_digests(
 ) -> NDArray[np.uint64]:
     """The digest of one page of each request: page `firsts`, whose bytes are `rows`. uint64 `[requests, words]`.
 
-    `slow(at)` gives it where pages before that one are not hashed yet.
+    `slow(at)` gives it where pages before that one are not hashed yet, or an extra key is to come.
     """
     found: list[bytes] = []
     for at, (hasher, first, row) in enumerate(zip(hashers, firsts, rows, strict=True)):
         known = hasher.known
-        if len(known) != first * hasher.width:
+        if len(known) != first * hasher.width or hasher.keys_left:
             found.append(slow(at))
             continue
         hasher.running.update(row)
@@ -95,10 +129,12 @@ def next_digests(
 def hasher_of(context: Context, algorithm: HashAlgorithm, page_size: int) -> PrefixHasher:
     """The hasher that the context carries if it is of this kind, else a new one, left there if it has the attribute."""
     salt: str | None = getattr(context, "cache_salt", None)
+    extra_keys: ExtraKeys | None = getattr(context, "extra_keys", None)
     kept: PrefixHasher | None = getattr(context, "prefix_hasher", None)
-    if kept is not None and (kept.algorithm, kept.page_size, kept.salt) == (algorithm, page_size, salt):
+    wanted = (algorithm, page_size, salt, extra_keys)
+    if kept is not None and (kept.algorithm, kept.page_size, kept.salt, kept.extra_keys) == wanted:
         return kept
-    made = PrefixHasher(algorithm, page_size, salt)
+    made = PrefixHasher(algorithm, page_size, salt, extra_keys)
     if hasattr(context, "prefix_hasher"):
         context.prefix_hasher = made  # pyright: ignore[reportAttributeAccessIssue] - an optional attribute
     return made

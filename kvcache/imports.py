@@ -10,11 +10,11 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.block_table import BlockTable
+from kvcache.block_table import BlockTable, Ints
 from kvcache.context import Context
 from kvcache.errors import BlockTableMismatchError, InvalidRequestError
 from kvcache.hashing import DIGEST_BYTES, hasher_of
-from kvcache.replica import Ints, PendingImport, Replica
+from kvcache.replica import PendingImport, Replica
 from kvcache.types import RequestID
 
 
@@ -132,9 +132,7 @@ def finish_import(replica: Replica, context: Context, pending: PendingImport) ->
     cached = max(pending.num_tokens, context.start_idx)
     context.set_token_indices(start_idx=cached, active_idx=context.end_idx)
     replica.close_import(pending)
-    rows = replica.rows
-    # The prompt ran elsewhere: what follows are generated tokens, and none of them counts as input here.
-    rows.prompt[row] = rows.counted[row] = cached
+    replica.counter.ran_elsewhere(row, cached)
     digests_of = functools.partial(_digests, replica, row, context)
     replica.step(np.array([row]), np.array([cached]), digests_of)
 

@@ -10,10 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from kvcache.batch import BatchState
-from kvcache.block_table import BlockRows
+from kvcache.block_table import BlockRows, Rows
 from kvcache.errors import InvalidRequestError
 from kvcache.layout import PageLayout
-from kvcache.replica import Rows
 from kvcache.types import RaggedKVCacheInputs
 
 from_numpy = cast("Callable[[NDArray[Any]], torch.Tensor]", torch.from_numpy)  # pyright: ignore[reportUnknownMemberType]

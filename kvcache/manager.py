@@ -16,17 +16,17 @@ from kvcache.batch import Batch
 from kvcache.block_table import BlockTable
 from kvcache.check import check_replica, checked_around
 from kvcache.claims import Claims
-from kvcache.context import Context
+from kvcache.context import Context, check_fork
 from kvcache.errors import InvalidParamsError, InvalidRequestError
 from kvcache.inputs import RaggedKVCacheInputSymbols
 from kvcache.layout import PageLayout, replica_fingerprint, shard_layout
-from kvcache.metrics import KVCacheMetrics
 from kvcache.params import KVCacheParams, resolve_page_size
 from kvcache.placement import PlacedReplica
 from kvcache.replica import PendingImport, Replica
 from kvcache.replicas import Replicas
 from kvcache.reset_endpoint import ResetEndpoint
 from kvcache.sizing import CacheSizing
+from kvcache.status import CacheStatus
 from kvcache.types import RaggedKVCacheInputs, RequestID
 
 _log = logging.getLogger("pagewire")
@@ -35,6 +35,7 @@ _CHANGES_SOMETHING = (
     "release",
     "maybe_reserve",
     "reserve_batch",
+    "fork",
     "fetch",
     "step",
     "import_block_table",
@@ -44,7 +45,7 @@ _CHANGES_SOMETHING = (
 )
 
 
-class PagedKVCacheManager(CacheSizing):
+class PagedKVCacheManager(CacheSizing, CacheStatus):
     """A paged KV cache over data-parallel replicas of tensor-parallel shards.
 
     The life of a request: `external_claim`, then for each step `maybe_reserve`, `fetch`, the model, `context.update`,
@@ -109,8 +110,7 @@ class PagedKVCacheManager(CacheSizing):
             PlacedReplica(self._new_replica(pages, group, place * self._max_rows), self.layouts, group, stream)
             for place, group in enumerate(self.devices_per_replica)
         ]
-        self._replicas = Replicas(placed)
-        self._metrics_before = KVCacheMetrics()
+        CacheStatus.__init__(self, Replicas(placed))
         self._claims = Claims(self._replicas.each, self._max_rows, self.page_size)
         self._places = self._claims.places
         if zmq_endpoint_base is not None and params.enable_prefix_caching:
@@ -200,6 +200,34 @@ class PagedKVCacheManager(CacheSizing):
         """
         _check_steps(num_steps)
         return self._replicas.reserve_batch(self._claims.gather(batch, "reserve_batch"), num_steps)
+
+    def fork(self, parent: Context, child: Context, num_steps: int = 1) -> bool:
+        """Claim `child` on the parent's replica with all that the parent had computed by its last `step`.
+
+        Full pages are shared, the partly filled last page is copied. `child` is not claimed yet and knows at least one
+        token more than was computed (`TextContext.fork` makes one). False: too few pages, nothing changed.
+
+        Raises:
+            UnknownRequestError: (a KeyError) the parent is not claimed.
+            AlreadyClaimedError, NoFreeRowError: (ValueErrors) as `external_claim`, for the child.
+            InvalidRequestError: (a ValueError) the child's tokens, salt or keys are not the parent's.
+            PromptTooLongError, SequenceTooLongError: (RuntimeErrors) as `maybe_reserve`.
+        """
+        _check_steps(num_steps)
+        replica, replica_idx, parent_row = self._claims.locate(parent.request_id, "fork")
+        check_fork(parent, child, int(replica.rows.cached[parent_row]))
+        self._claims.claim(child.request_id, replica_idx)
+        row, copied = replica.rows.row_of[child.request_id], None
+        try:
+            copied = replica.fork(parent_row, row, child, num_steps)
+        finally:
+            if copied is None:
+                self._claims.release(child.request_id)
+        if copied is None:
+            return False
+        if copied != (0, 0):
+            self._replicas.placed[replica_idx].copy_page(*copied)
+        return True
 
     def batch(self, contexts: Sequence[Context]) -> Batch:
         """Look the requests up once; the result is accepted wherever a sequence of contexts is.
@@ -323,50 +351,9 @@ class PagedKVCacheManager(CacheSizing):
         return replica.rows.pages(row).tolist()
 
     @property
-    def total_num_pages(self) -> int:
-        """Pages of all replicas; the null page of each is not counted."""
-        return sum(replica.pool.num_pages for replica in self._replicas.each)
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Pages of all replicas that a reservation can take; cached pages that nobody holds count."""
-        return sum(replica.pool.free_count for replica in self._replicas.each)
-
-    @property
-    def free_blocks_pct(self) -> float:
-        """Free share of the pages, 0.0 to 1.0, mean over the replicas."""
-        return (
-            sum(replica.pool.free_count / replica.pool.num_pages for replica in self._replicas.each) / self.num_replicas
-        )
-
-    @property
-    def used_blocks_pct(self) -> float:
-        """Used share of the pages, 0.0 to 1.0, mean over the replicas."""
-        return 1.0 - self.free_blocks_pct
-
-    @property
-    def total_num_host_pages(self) -> int:
-        """Pages of the host tier: 0 while there is none."""
-        return 0
-
-    @property
-    def host_committed_block_pct(self) -> float:
-        """Share of the host pages that are published: 0.0 while there is no host tier."""
-        return 0.0
-
-    @property
     def device_tensors(self) -> list[list[torch.Tensor]]:
         """The page tensors, `[replica][shard]`: what a transfer engine registers, of `total pages + 1` pages each."""
         return [place.blocks for place in self._replicas.placed]
-
-    @property
-    def metrics(self) -> KVCacheMetrics:
-        """What was done since the manager was made or `reset_metrics`, over all replicas."""
-        return self._replicas.metrics - self._metrics_before
-
-    def reset_metrics(self) -> None:
-        """Start counting from zero."""
-        self._metrics_before = self._replicas.metrics
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached page that nobody holds. Pages in use stay findable."""

@@ -48,5 +48,11 @@ class PlacedReplica:
                 rows.changed[changed] = False
             return build_inputs(self.blocks, self._tables, state, self.replica.page_size, num_steps)
 
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy one page into another, on every shard."""
+        with self._on_stream():
+            for blocks in self.blocks:
+                blocks[target].copy_(blocks[source], non_blocking=True)
+
     def _on_stream(self) -> Any:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

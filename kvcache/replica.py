@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.block_table import BlockRows
+from kvcache.block_table import BlockRows, Ints, Rows, as_rows
 from kvcache.context import Context
 from kvcache.errors import (
     InvalidRequestError,
@@ -17,15 +17,12 @@ from kvcache.errors import (
     SequenceTooLongError,
 )
 from kvcache.hashing import DIGEST_BYTES, PrefixHasher, hasher_of
-from kvcache.metrics import KVCacheMetrics
+from kvcache.metrics import KVCacheMetrics, PromptCounter
 from kvcache.pages import PagePool
 from kvcache.params import HashAlgorithm
 from kvcache.types import RequestID
 
 Pages = NDArray[np.int32]
-Ints = NDArray[np.int64]
-Rows = Ints | slice
-"""Rows of a block table: an array, or a slice where they are one run."""
 DigestsOf = Callable[[Ints, Ints, Ints], NDArray[np.uint64]]
 
 _NEVER = 1 << 62
@@ -52,11 +49,6 @@ class PendingImport:
     src_pages: Pages
     dst_pages: Pages
     closed: bool = False
-
-
-def as_rows(rows: Rows) -> Ints:
-    """The rows as an array."""
-    return np.arange(rows.start, rows.stop, dtype=np.int64) if isinstance(rows, slice) else rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +102,12 @@ class Replica:
         self.imports: list[PendingImport] = []
         self._importing: dict[int, PendingImport] = {}
         self._hashers: dict[int, PrefixHasher] = {}  # by row, of the contexts that cannot carry their own
-        self._uncounted: set[int] = set()  # rows whose prompt the metrics have not seen to its end
-        self._input_tokens = 0
-        self._cache_tokens = 0
+        self.counter = PromptCounter(self.rows)
 
     @property
     def metrics(self) -> KVCacheMetrics:
         """Counters since the replica was made."""
-        return KVCacheMetrics(self._input_tokens, self._cache_tokens, evictions=self.pool.evictions)
+        return KVCacheMetrics(self.counter.ran, self.counter.found, evictions=self.pool.evictions)
 
     def reserve(self, row: int, context: Context, num_steps: int) -> int | None:
         """Give the row the pages for all known tokens and `num_steps` steps, published ones where they match.
@@ -134,7 +124,7 @@ class Replica:
         if context.active_length == 1 and needed == self.rows.num_pages[row] + 1:  # a decode step onto a new page
             if not self.pool.free_count:
                 return None
-            self._note_prompt(row, context)
+            self.counter.admit(row, context.end_idx)
             self.rows.append_one(row, self.pool.allocate_one())
             return 1
         plan = self._plan(row, context, needed)
@@ -145,7 +135,7 @@ class Replica:
             # First, as a context of the caller's own may refuse: then no page has moved yet.
             self._advance(row, context, plan.cached)
         rows = self.rows
-        self._note_prompt(row, context)
+        self.counter.admit(row, context.end_idx)
         if plan.hits.size:
             self.pool.hold(plan.hits)
             self.pool.release(plan.replaced)
@@ -185,12 +175,38 @@ class Replica:
         last = (context.current_length - 1) // self.page_size
         if not self.caching or last <= first:
             return first, np.zeros(0, np.int32)
-        digests = self.hasher(row, context).digests(context.tokens, first, last)
+        hasher, index = self.hasher(row, context), self.pool.index
+        kept = hasher.matches.get(index)
+        if kept is not None and kept[:3] == (index.generation, first, last):
+            return first, kept[3]  # a waiting request is asked again and again: nothing was published or evicted since
+        digests = hasher.digests(context.tokens, first, last)
         # Most lookups of a new prompt end within its first pages.
-        head = self.pool.index.match(digests[:4])
-        if len(head) < 4:
-            return first, head
-        return first, self.pool.index.match(digests)
+        pages = index.match(digests[:4])
+        if len(pages) == 4:
+            pages = index.match(digests)
+        hasher.matches[index] = (index.generation, first, last, pages)
+        return first, pages
+
+    def fork(self, parent: int, row: int, child: Context, num_steps: int) -> tuple[int, int] | None:
+        """Let `row` share what the row `parent` has computed; returns the partly filled page and its copy-to-be.
+
+        (0, 0): there is no such page. None: too few pages, and nothing has changed. The page is copied now and not at
+        the next write, as both requests write to it in their next step.
+        """
+        self.refuse_pending(parent, "fork")
+        rows, computed = self.rows, int(self.rows.cached[parent])
+        needed, full = self.pages_needed(child, num_steps), computed // self.page_size
+        if needed - full > self.pool.free_count:
+            return None
+        child.set_token_indices(start_idx=computed, active_idx=child.end_idx)
+        shared = rows.pages(parent)[:full].copy()
+        self.pool.hold(shared)
+        rows.write(row, 0, shared)
+        rows.write(row, full, self.pool.allocate(needed - full))
+        rows.commit(row, min(full, int(rows.committed[parent])))
+        rows.cached[row] = computed
+        self.counter.ran_elsewhere(row, computed)
+        return (int(rows.table[parent, full]), int(rows.table[row, full])) if computed % self.page_size else (0, 0)
 
     def reserve_decoding(self, rows: Rows, lengths: Ints) -> bool:
         """Give each of `rows`, which have one token to run, pages for `lengths` tokens: all of them or none.
@@ -242,7 +258,7 @@ class Replica:
         `digests_of(at, firsts, lasts)` gives, of the requests at `at` in `rows`, the digests of these pages.
         """
         state = self.rows
-        self.note_computed(rows, computed)
+        self.counter.computed(rows, computed)
         if not self.caching:
             return
         at = np.flatnonzero(computed >= state.commit_at[rows])
@@ -264,11 +280,6 @@ class Replica:
                 self._publish(flat_rows[mine], columns[mine], digests[mine])
         state.commit(filled, lasts)
 
-    def note_computed(self, rows: Rows, computed: Ints) -> None:
-        """The model computed this many tokens of each row."""
-        self.rows.cached[rows] = computed
-        self.count_run(rows, computed, 0)
-
     def hasher(self, row: int | None, context: Context) -> PrefixHasher:
         """The hasher of the request: on its context, or kept here for a context that cannot carry one."""
         kept = None if row is None else self._hashers.get(row)
@@ -283,7 +294,7 @@ class Replica:
         """Give back the row and its pages; those of a pending import stay with the transfer until it is closed."""
         self._importing.pop(row, None)
         self._hashers.pop(row, None)
-        self._uncounted.discard(row)
+        self.counter.forget(row)
         pages = self.rows.pages(row).copy()
         self.rows.unbind(row)
         self.pool.release(pages)
@@ -335,22 +346,6 @@ class Replica:
             raise SequenceTooLongError(f"{text}, max_seq_len is {self.max_seq_len}")
         raise NotReservedError(f"{text}, its reserved pages hold {room[at]}: call maybe_reserve first")
 
-    def count_run(self, rows: Rows, ends: Ints, starts: Ints | int) -> None:
-        """Tokens from `starts` to `ends` of `rows` run, or ran: count those of the prompt not counted before."""
-        if not self._uncounted:
-            return
-        state = self.rows
-        seen, prompts = np.maximum(state.counted[rows], starts), state.prompt[rows]
-        self._input_tokens += int(np.maximum(np.minimum(ends, prompts) - seen, 0).sum())
-        state.counted[rows] = counted = np.maximum(seen, ends)
-        self._uncounted.difference_update(as_rows(rows)[counted >= prompts].tolist())
-
-    def _note_prompt(self, row: int, context: Context) -> None:
-        """What the request knows when it is first reserved is its prompt."""
-        if self.rows.prompt[row] < 0:
-            self.rows.prompt[row] = context.end_idx
-            self._uncounted.add(row)
-
     def _plan(self, row: int, context: Context, needed: int) -> _Plan:
         none, rows = np.zeros(0, np.int32), self.rows
         have = int(rows.num_pages[row])
@@ -372,9 +367,7 @@ class Replica:
             raise InvalidRequestError(
                 f"request {context.request_id!r}: set_token_indices({cached}) left start_idx at {context.start_idx}"
             )
-        prompt = context.end_idx if self.rows.prompt[row] < 0 else int(self.rows.prompt[row])
-        self._cache_tokens += max(0, min(cached, prompt) - max(before, int(self.rows.counted[row])))
-        self.rows.counted[row] = max(cached, int(self.rows.counted[row]))
+        self.counter.hit(row, context.end_idx, before, cached)
 
     def _publish(self, rows: Ints, columns: Ints, digests: NDArray[np.uint64]) -> None:
         """Publish the pages at `rows`, `columns`; `digests` are distinct."""

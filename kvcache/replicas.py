@@ -73,7 +73,7 @@ class Replicas:
                 replica.refuse_short(state.rows, state.ends + (num_steps - 1))
         fetched: list[RaggedKVCacheInputs] = []
         for place, state in zip(self.placed, states, strict=True):
-            place.replica.count_run(state.rows, state.actives, state.starts)
+            place.replica.counter.run(state.rows, state.starts, state.actives)
             fetched += place.inputs(state, num_steps)
         return fetched
 
@@ -83,7 +83,7 @@ class Replicas:
         states = [gathered.computed(mine) for mine in parts]
         if gathered.due > 0 and gathered.slack >= -1:  # no page is full, and none was run past
             for replica, (rows, computed) in zip(self.each, states, strict=True):
-                replica.note_computed(rows, computed)
+                replica.counter.computed(rows, computed)
             return
         for replica, (rows, computed) in zip(self.each, states, strict=True):
             replica.refuse_step(rows, computed)

@@ -87,6 +87,16 @@ class ModelReplica:
         for page in reversed(duplicates):
             self._drop(page)
 
+    def fork(self, parent: str, child: str, computed: int, length: int) -> bool:
+        full, needed = computed // self.page_size, -(-length // self.page_size)
+        if needed - full > self.free:
+            return False
+        held, shared = self.requests[parent], self.requests[parent].pages[:full]
+        for page in shared:
+            self._hold(page)
+        self.requests[child] = Held(shared + [self._take() for _ in range(needed - full)], min(full, held.committed))
+        return True
+
     def release(self, name: str) -> None:
         for page in reversed(self.requests.pop(name).pages):
             self._drop(page)

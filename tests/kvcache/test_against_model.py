@@ -25,6 +25,7 @@ class AgainstModel(RuleBasedStateMachine):
         self.models = [ModelReplica(PAGES, PAGE_SIZE) for _ in range(dp)]
         self.live: dict[str, TextContext] = {}
         self.reserved: set[str] = set()
+        self.stepped: dict[str, int] = {}
         self.made = 0
 
     @rule(head=st.sampled_from(HEADS), tail=st.lists(st.integers(1, 2), min_size=1, max_size=12), data=st.data())
@@ -86,10 +87,27 @@ class AgainstModel(RuleBasedStateMachine):
         self.manager.fetch([context])
         context.update(token)
         self.manager.step([context])
+        self.stepped[context.request_id] = context.start_idx
         if self.caching:
             self.model_step(context)
         if len(self.manager.get_req_blocks(context.request_id)) * PAGE_SIZE < context.current_length:
             self.reserved.discard(context.request_id)
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        parent, model = self.pick(data, self.reserved)
+        ready = parent.active_length == 1 and -(-parent.end_idx // PAGE_SIZE) <= PAGES
+        if not ready or len(model.requests) == ROWS or self.stepped.get(parent.request_id) != parent.start_idx:
+            return
+        self.made += 1
+        child = parent.fork(f"r{self.made}")
+        wanted = model.fork(parent.request_id, child.request_id, parent.start_idx, parent.end_idx)
+        assert self.manager.fork(parent, child) == wanted
+        if wanted:
+            self.live[child.request_id] = child
+            self.reserved.add(child.request_id)
+            self.stepped[child.request_id] = child.start_idx
 
     @precondition(lambda self: self.reserved)
     @rule(data=st.data(), steps=st.integers(1, 8))
@@ -109,8 +127,10 @@ class AgainstModel(RuleBasedStateMachine):
             self.manager.fetch(batch)
             batch.update(data.draw(st.lists(st.integers(1, 2), min_size=len(ready), max_size=len(ready))))
             self.manager.step(batch)
-            for context in ready if self.caching else ():
-                self.model_step(context)
+            for context in ready:
+                self.stepped[context.request_id] = context.start_idx
+                if self.caching:
+                    self.model_step(context)
             self.same_books()
         self.reserved = {
             name

@@ -14,7 +14,7 @@ from kvcache.replica import Replica
 
 def busy(manager: PagedKVCacheManager) -> Replica:
     """Two running requests that share two pages, idle pages, a pending import's pages, fresh pages."""
-    prompts = {"gone": range(50, 59), "idle": range(70, 79), "one": range(10), "two": range(10)}
+    prompts = {"gone": range(50, 59), "idle": range(70, 79), "one": range(10), "two": range(10), "solo": range(30, 40)}
     for name, tokens in prompts.items():
         context = TextContext(tokens, 64, name)
         manager.external_claim(name)
@@ -51,7 +51,10 @@ BREAKS: dict[str, tuple[Callable[[PagedKVCacheManager, Replica], Any], str]] = {
         "committed pages are published",
     ),
     "committed past the pages": (lambda m, r: set_entry(r.rows.committed, r.rows.row_of["one"], 9), "9 committed"),
-    "a published page not committed": (lambda m, r: set_entry(r.rows.committed, r.rows.row_of["one"], 1), "past its 1"),
+    "a published page not committed": (
+        lambda m, r: set_entry(r.rows.committed, r.rows.row_of["solo"], 1),
+        "past its 1",
+    ),
     "a row names a page twice": (
         lambda m, r: set_entry(r.rows.pages(r.rows.row_of["one"]), 1, r.rows.pages(r.rows.row_of["one"])[0]),
         "twice",

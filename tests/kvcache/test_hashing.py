@@ -76,3 +76,44 @@ def test_a_context_carries_its_hasher_as_long_as_it_fits() -> None:
     assert hasher_of(context, "xxh3_128", 8).algorithm == "xxh3_128"
     context.cache_salt = "b"
     assert hasher_of(context, "xxh3_128", 8).salt == "b"
+
+
+def test_extra_keys_join_the_chain_at_their_page() -> None:
+    plain = PrefixHasher("sha256", 4, None).digests(tokens(24), 0, 6)
+    for position in range(24):
+        keyed = PrefixHasher("sha256", 4, None, ((position, b"image"),)).digests(tokens(24), 0, 6)
+        assert (keyed == plain).all(axis=1).tolist() == [page < position // 4 for page in range(6)]
+
+
+def test_no_two_choices_of_keys_agree_and_none_looks_like_tokens() -> None:
+    choices = [
+        (),
+        ((0, b""),),
+        ((0, b"a"),),
+        ((1, b"a"),),
+        ((0, b"ab"),),
+        ((0, b"a"), (0, b"b")),
+        ((0, b"a"), (1, b"b")),
+        ((0, tokens(4).tobytes()),),
+    ]
+    found = [PrefixHasher("sha256", 4, None, keys).digests(tokens(8), 0, 1).tobytes() for keys in choices]
+    assert len(set(found)) == len(found)
+
+
+def test_keys_come_in_page_by_page_however_the_request_grows() -> None:
+    keys = ((9, b"late"), (0, b"lora"), (2, b"image"))
+    whole = PrefixHasher("sha256", 4, None, keys).digests(tokens(20), 0, 5)
+    grown = PrefixHasher("sha256", 4, None, keys)
+    for pages in range(1, 6):
+        assert (grown.digests(tokens(20), 0, pages) == whole[:pages]).all()
+    assert not grown.keys_left
+
+
+def test_a_copy_goes_on_by_itself() -> None:
+    first = PrefixHasher("sha256", 4, None, ((9, b"late"),))
+    first.digests(tokens(8), 0, 2)
+    twin = first.copy()
+    other = tokens(16)
+    other[12] += 1
+    assert (twin.digests(other, 0, 4)[3] != first.digests(tokens(16), 0, 4)[3]).any()
+    assert (twin.digests(other, 0, 3) == first.digests(tokens(16), 0, 3)).all()

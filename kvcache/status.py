@@ -1,0 +1,54 @@
+"""How full the cache is, and what it did: the manager's figures, read and never written."""
+
+from __future__ import annotations
+
+from kvcache.metrics import KVCacheMetrics
+from kvcache.replicas import Replicas
+
+
+class CacheStatus:
+    """The figures of a manager, over all its replicas."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self._metrics_before = KVCacheMetrics()
+
+    @property
+    def total_num_pages(self) -> int:
+        """Pages of all replicas; the null page of each is not counted."""
+        return sum(replica.pool.num_pages for replica in self._replicas.each)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Pages of all replicas that a reservation can take; cached pages that nobody holds count."""
+        return sum(replica.pool.free_count for replica in self._replicas.each)
+
+    @property
+    def free_blocks_pct(self) -> float:
+        """Free share of the pages, 0.0 to 1.0, mean over the replicas."""
+        replicas = self._replicas.each
+        return sum(replica.pool.free_count / replica.pool.num_pages for replica in replicas) / len(replicas)
+
+    @property
+    def used_blocks_pct(self) -> float:
+        """Used share of the pages, 0.0 to 1.0, mean over the replicas."""
+        return 1.0 - self.free_blocks_pct
+
+    @property
+    def total_num_host_pages(self) -> int:
+        """Pages of the host tier: 0 while there is none."""
+        return 0
+
+    @property
+    def host_committed_block_pct(self) -> float:
+        """Share of the host pages that are published: 0.0 while there is no host tier."""
+        return 0.0
+
+    @property
+    def metrics(self) -> KVCacheMetrics:
+        """What was done since the manager was made or `reset_metrics`, over all replicas."""
+        return self._replicas.metrics - self._metrics_before
+
+    def reset_metrics(self) -> None:
+        """Start counting from zero."""
+        self._metrics_before = self._replicas.metrics

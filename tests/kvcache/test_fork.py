@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvcache import (
+    AlreadyClaimedError,
+    InvalidRequestError,
+    NoFreeRowError,
+    PagedKVCacheManager,
+    TextContext,
+    UnknownRequestError,
+)
+
+
+def parent_of(manager: PagedKVCacheManager, tokens: Any = range(10), **options: Any) -> TextContext:
+    context = TextContext(tokens, 256, "parent", **options)
+    manager.external_claim("parent", 0)
+    assert manager.maybe_reserve(context)
+    manager.fetch([context])
+    context.update(50)
+    manager.step([context])
+    return context
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_full_pages_are_shared_and_the_last_one_is_copied(make: Any, caching: bool) -> None:
+    manager = make(32, page_size=4, tp=2, heads=2, caching=caching)
+    parent = parent_of(manager)
+    for shard in manager.device_tensors[0]:
+        shard.copy_(torch.rand(shard.shape))
+    free = manager.num_free_blocks
+    children = [parent.fork() for _ in range(3)]
+    assert all(manager.fork(parent, child) for child in children)
+    mine = manager.get_req_blocks("parent")
+    for child in children:
+        pages = manager.get_req_blocks(child.request_id)
+        assert pages[:2] == mine[:2]
+        assert pages[2] != mine[2]
+        for shard in manager.device_tensors[0]:
+            assert torch.equal(shard[pages[2]], shard[mine[2]])
+        assert (child.start_idx, child.active_idx, child.end_idx) == (10, 11, 11)
+    assert manager.num_free_blocks == free - 3
+
+
+def test_forks_go_their_own_ways_and_meet_again(make: Any) -> None:
+    manager = make(32, page_size=4)
+    parent = parent_of(manager)
+    twin, other = parent.fork(), parent.fork()
+    family = [parent, twin, other]
+    assert manager.fork(parent, twin)
+    assert manager.fork(parent, other)
+    for step in range(8):
+        assert manager.reserve_batch(family).all()
+        manager.fetch(family)
+        for context, token in zip(family, (1, 1, 2), strict=True):
+            context.update(token)
+        manager.step(family)
+        assert manager.metrics.input_tokens == 10, step
+    blocks = [manager.get_req_blocks(context.request_id) for context in family]
+    assert blocks[0][:4] == blocks[1][:4]  # the same tokens: what they computed apart is shared
+    assert blocks[0][:2] == blocks[2][:2]
+    assert blocks[0][2] != blocks[2][2]
+    for context in family:
+        manager.release(context.request_id)
+    assert manager.num_free_blocks == 32
+
+
+def test_the_parent_may_go_first(make: Any) -> None:
+    manager = make(32, page_size=4, caching=False)
+    parent = parent_of(manager)
+    child = parent.fork("child")
+    assert manager.fork(parent, child)
+    manager.release("parent")
+    assert manager.num_free_blocks == 32 - 3
+    assert manager.maybe_reserve(child)
+    assert manager.fetch([child])[0].cache_lengths.tolist() == [10]
+
+
+def test_too_few_pages_changes_nothing(make: Any) -> None:
+    manager = make(4, page_size=4)
+    parent = parent_of(manager)
+    first, second = parent.fork("a"), parent.fork("b")
+    assert manager.fork(parent, first)
+    assert not manager.fork(parent, second)
+    assert not manager.contains("b")
+    assert second.start_idx == 10
+    manager.release("a")
+    assert manager.fork(parent, second)
+
+
+def test_a_fork_that_is_none_is_refused_by_name(make: Any) -> None:
+    manager = make(32, page_size=4, rows=2)
+    parent = parent_of(manager, cache_salt="tenant")
+    with pytest.raises(InvalidRequestError, match="'x', fork of 'parent': its first 10 tokens are not"):
+        manager.fork(parent, TextContext(range(1, 12), 64, "x", cache_salt="tenant"))
+    with pytest.raises(InvalidRequestError, match="10 tokens, more than the parent's 10 computed"):
+        manager.fork(parent, TextContext(range(10), 64, "x", cache_salt="tenant"))
+    with pytest.raises(InvalidRequestError, match="its cache_salt is not the parent's"):
+        manager.fork(parent, TextContext([*range(10), 50], 64, "x"))
+    with pytest.raises(InvalidRequestError, match="its extra_keys is not the parent's"):
+        manager.fork(parent, TextContext([*range(10), 50], 64, "x", "tenant", extra_keys=[(0, b"lora")]))
+    with pytest.raises(AlreadyClaimedError):
+        manager.fork(parent, parent)
+    with pytest.raises(UnknownRequestError, match="ghost"):
+        manager.fork(TextContext([1], 8, "ghost"), parent.fork())
+    assert manager.fork(parent, parent.fork())
+    with pytest.raises(NoFreeRowError):
+        manager.fork(parent, parent.fork())
+
+
+def test_a_fork_copies_what_a_batch_has_not_told_the_context_yet(make: Any) -> None:
+    manager = make(32, page_size=4)
+    parent = parent_of(manager)
+    batch = manager.batch([parent])
+    for token in (1, 2, 3):
+        assert manager.reserve_batch(batch).all()
+        batch.update([token])
+        manager.step(batch)
+    child = parent.fork()
+    assert child.tokens.tolist() == [*range(10), 50, 1, 2, 3]
+    assert manager.fork(parent, child)
+    assert child.start_idx == 13
+
+
+def test_adapters_and_images_keep_pages_apart(make: Any) -> None:
+    manager = make(32, page_size=4)
+    parent_of(manager, range(12), extra_keys=[(0, b"lora-a")])
+    for keys, start in (([(0, b"lora-b")], 0), ([], 0), ([(0, b"lora-a")], 8), ([(0, b"lora-a"), (4, b"image")], 4)):
+        context = TextContext(range(12), 64, extra_keys=keys)
+        manager.external_claim(context.request_id)
+        assert manager.maybe_reserve(context)
+        assert context.start_idx == start, keys
+        manager.release(context.request_id)
+
+
+def test_a_waiting_request_is_matched_anew_only_when_the_index_changed(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = make(32, page_size=4, rows=16)
+    parent_of(manager, range(20))
+    index_type, calls = type(manager._replicas.each[0].pool.index), list[int]()
+    original = index_type.match
+    monkeypatch.setattr(index_type, "match", lambda self, digests: calls.append(1) or original(self, digests))
+    waiting = TextContext(range(20), 64)
+    for _ in range(5):
+        assert manager.get_or_recommend_replica(waiting) == 0
+    assert len(calls) == 2  # its first pages, then all of them: once
+    other = TextContext(range(30, 40), 64)
+    with manager.claim(other, 0):
+        assert manager.maybe_reserve(other)
+        other.update(1)
+        manager.step([other])
+    before = len(calls)
+    manager.get_or_recommend_replica(waiting)
+    assert len(calls) == before + 2
