@@ -1,0 +1,201 @@
+"""Drives the manager with a request trace, beside the reference LRU and the offline optimum.
+
+A trace is in the Mooncake format: one JSON object a line, whose `hash_ids` name the blocks of a prompt; equal ids mean
+an equal prefix up to and including that block. Requests come one after another. A block is a page; one token more
+follows the prompt, so that its last block is full of computed tokens and can be published.
+"""
+
+from __future__ import annotations
+
+import heapq
+import statistics
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+
+from kvcache import KVCacheError, KVCacheParams, PagedKVCacheManager, TextContext
+
+PAGE_SIZE = 2  # a page is (block id, 0): two tokens, as a page of one would publish the token that follows, too
+_NEVER = 1 << 60
+
+Blocks = Sequence[int]
+
+
+class ReplayError(KVCacheError, ValueError):
+    """A trace that cannot be read, or not be replayed at this capacity."""
+
+
+class ReplayResult(msgspec.Struct, frozen=True):
+    """What a replay found. `gap_closed` is the manager's share of what the optimum hits beyond the reference LRU.
+
+    It is 0.0 for a manager that hits as often as the reference LRU, and None where the two leave no gap.
+    """
+
+    requests: int
+    block_refs: int
+    hits: int
+    hit_rate: float
+    evictions: int
+    reference_lru_hits: int
+    optimum_hits: int
+    gap_closed: float | None
+    us_per_request_p50: float
+
+
+class _Request(msgspec.Struct):
+    hash_ids: list[int]
+
+
+def load_trace(path: Path) -> list[list[int]]:
+    """The blocks of each request.
+
+    Raises:
+        ReplayError: naming the file, the line, and what is wrong with it.
+    """
+    decoder, found = msgspec.json.Decoder(_Request), list[list[int]]()
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                blocks = decoder.decode(line).hash_ids
+                if not blocks or min(blocks) < 0 or max(blocks) >= 1 << 31:
+                    raise ReplayError(
+                        f"{path}, line {number}: hash_ids must be integers from 0 to 2**31 - 1, at least one"
+                    )
+                found.append(blocks)
+    except OSError as error:
+        raise ReplayError(f"{path}: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ReplayError(f"{path}, line {len(found) + 1}: {error}") from error
+    if not found:
+        raise ReplayError(f"{path}: no requests")
+    return found
+
+
+def replay(
+    trace: Sequence[Blocks], capacity: int, replicas: int = 1, progress: Callable[[int], None] = lambda _: None
+) -> ReplayResult:
+    """Drive a manager of `capacity` blocks, split over `replicas`, with the trace.
+
+    Raises:
+        ReplayError: a request does not fit into one replica.
+    """
+    share = capacity // replicas
+    longest = max(len(blocks) for blocks in trace)
+    if longest > share:
+        raise ReplayError(
+            f"a request of {longest} blocks does not fit: {capacity} blocks, {replicas} replicas, {share} each"
+        )
+    manager = _manager(share, replicas, longest)
+    hits, times = 0, list[float]()
+    for number, blocks in enumerate(trace):
+        tokens = np.zeros(len(blocks) * PAGE_SIZE + 1, np.int32)
+        tokens[:-1:PAGE_SIZE] = blocks
+        context = TextContext(tokens, len(tokens) + 1, str(number))
+        start = time.perf_counter()
+        hits += _serve(manager, context)
+        times.append(time.perf_counter() - start)
+        progress(1)
+    manager.check()
+    if manager.num_free_blocks != manager.total_num_pages:
+        raise ReplayError(f"{manager.total_num_pages - manager.num_free_blocks} pages are held after the replay")
+    refs = sum(map(len, trace))
+    lru, optimum = reference_lru_hits(trace, capacity), optimum_hits(trace, capacity)
+    return ReplayResult(
+        requests=len(trace),
+        block_refs=refs,
+        hits=hits,
+        hit_rate=hits / refs,
+        evictions=manager.metrics.evictions,
+        reference_lru_hits=lru,
+        optimum_hits=optimum,
+        gap_closed=(hits - lru) / (optimum - lru) if optimum > lru else None,
+        us_per_request_p50=statistics.median(times) * 1e6,
+    )
+
+
+def _manager(share: int, replicas: int, longest: int) -> PagedKVCacheManager:
+    params = KVCacheParams(
+        dtype=torch.uint8,
+        n_kv_heads=1,
+        head_dim=1,
+        enable_prefix_caching=True,
+        page_size=PAGE_SIZE,
+        is_mla=True,
+        n_devices=replicas,
+        data_parallel_degree=replicas,
+    )
+    # One page more than the capacity: the one that the token after the prompt lies on.
+    memory = (share + 1) * PAGE_SIZE * replicas
+    return PagedKVCacheManager(
+        params, replicas, longest * PAGE_SIZE + 1, 1, ["cpu"] * replicas, available_cache_memory=memory
+    )
+
+
+def _serve(manager: PagedKVCacheManager, context: TextContext) -> int:
+    """Run one request to its first token; returns the blocks that were hit."""
+    with manager.claim(context):
+        if not manager.maybe_reserve(context):
+            raise ReplayError(f"request {context.request_id}: no pages, though nobody else runs")
+        hits = context.start_idx // PAGE_SIZE
+        manager.fetch([context])
+        context.update(0)
+        manager.step([context])
+    return hits
+
+
+def reference_lru_hits(trace: Iterable[Blocks], capacity: int) -> int:
+    """Hits of a plain LRU that frees a request's blocks tail first: an ordered dictionary, nothing shared with ours."""
+    idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+    hits = 0
+    for blocks in trace:
+        run = 0
+        while run < len(blocks) and blocks[run] in idle:
+            run += 1
+        hits += run
+        for block in blocks:
+            idle.pop(block, None)
+        while len(idle) + len(blocks) > capacity:
+            idle.popitem(last=False)
+        idle.update((block, None) for block in reversed(blocks))
+    return hits
+
+
+def optimum_hits(trace: Sequence[Blocks], capacity: int) -> int:
+    """Hits of the cache that knows the future: it evicts what is used farthest from now, the deepest of a prompt first.
+
+    That never breaks a prefix, so it is the optimum among caches that hit whole prefixes, too.
+    """
+    following = _next_uses(trace)
+    resident: dict[int, tuple[int, int]] = {}  # block → its entry in the heap
+    heap: list[tuple[int, int, int]] = []  # next use and depth, both negated, and the block; stale entries stay behind
+    hits = 0
+    for blocks, uses in zip(trace, following, strict=True):
+        run = 0
+        while run < len(blocks) and blocks[run] in resident:
+            run += 1
+        hits += run
+        for block in blocks:
+            resident.pop(block, None)
+        while len(resident) + len(blocks) > capacity:
+            use, depth, block = heapq.heappop(heap)
+            if resident.get(block) == (use, depth):
+                del resident[block]
+        for depth, (block, use) in enumerate(zip(blocks, uses, strict=True)):
+            resident[block] = (-use, -depth)
+            heapq.heappush(heap, (-use, -depth, block))
+    return hits
+
+
+def _next_uses(trace: Sequence[Blocks]) -> list[list[int]]:
+    """Of each block of each request the number of the next request that uses it."""
+    coming: dict[int, int] = {}
+    found: list[list[int]] = []
+    for number in range(len(trace) - 1, -1, -1):
+        found.append([coming.get(block, _NEVER) for block in trace[number]])
+        coming.update((block, number) for block in trace[number])
+    return found[::-1]
