@@ -1,18 +1,19 @@
 """Runs every benchmark in a process of its own, one after another, prints the tables and draws the plots.
 
-`python -m benchmarks [--quick] [--json-dir DIR] [NAME ...]`
+`python -m benchmarks [--quick] [--clock cpu] [--json-dir DIR] [NAME ...]`
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from benchmarks.frame import Row, progress
+from benchmarks.frame import CLOCK_VARIABLE, Row, clock_option, progress
 
 HERE = Path(__file__).resolve().parent
 NAMES = ("decode_step", "admission", "growing_conversation", "release", "evict", "memory")
@@ -26,6 +27,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--json-dir", type=Path, metavar="DIR", help="where JSON and plots go (benchmarks/results, or out if quick)"
     )
+    clock_option(parser)
     chosen = parser.parse_args()
     for name in chosen.names:
         if name not in available():
@@ -64,6 +66,7 @@ def draw(folder: Path, names: list[str]) -> None:
 def main() -> int:
     """Run, print, draw. Exit status 1 if one of them failed."""
     chosen = arguments()
+    os.environ[CLOCK_VARIABLE] = chosen.clock
     names: list[str] = chosen.names or available()
     folder: Path = (chosen.json_dir or HERE / ("out" if chosen.quick else "results")).resolve()
     passed = [run(name, folder / f"{name}.json", quick=chosen.quick) for name in names]

@@ -12,13 +12,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.frame import Row, options, pin, report
+from benchmarks.frame import Row, now, options, pin, report, timed
 from benchmarks.pools import Prompts, claimed, compute, expect, manager_of, reserve
 from kvcache import PagedKVCacheManager
 
@@ -58,9 +57,7 @@ def _parts(one: object) -> Iterable[object]:
 def gc_pass() -> float:
     """Milliseconds of a full collection that finds nothing."""
     gc.collect()
-    start = time.perf_counter()
-    gc.collect()
-    return round((time.perf_counter() - start) * 1e3, 2)
+    return round(timed(lambda _: gc.collect(), None) / 1e3, 2)
 
 
 def fill(manager: PagedKVCacheManager, prompts: Prompts) -> None:
@@ -84,9 +81,9 @@ def weigh(pages: int, algorithm: str) -> Row:
     small = manager_of(PROMPT_PAGES, rows=requests, max_seq_len=PROMPT_PAGES * 16, algorithm=algorithm)
     fill(small, prompts)  # what the first use of any library allocates is not the pages'
     before, objects, gc_before = resident(), len(gc.get_objects()), gc_pass()
-    start = time.perf_counter()
+    start = now()
     manager = manager_of(pages, rows=requests, max_seq_len=PROMPT_PAGES * 16, algorithm=algorithm)
-    built = time.perf_counter() - start
+    built = (now() - start) / 1e6
     for _ in range(2):  # the second time over, all that is kept for each page has been written to
         fill(manager, prompts)
     gc.collect()
@@ -98,7 +95,7 @@ def weigh(pages: int, algorithm: str) -> Row:
         "hash": algorithm,
         "arrays_B_per_page": round((arrays_of(manager) - table) / pages, 1),
         "rss_B_per_page": round((grown - table) / pages, 1),
-        "build_ms": round(built * 1e3, 1),
+        "build_ms": round(built, 1),
         "gc_ms": gc_pass(),
         "gc_before_ms": gc_before,
         "objects": len(gc.get_objects()) - objects,

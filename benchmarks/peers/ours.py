@@ -1,0 +1,67 @@
+"""Our side of `benchmarks.peers`: the figures that the peers' scripts have too, under the same names, as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+from benchmarks import admission, decode_step, evict, growing_conversation, memory, release
+from benchmarks.frame import Row, options, pin
+
+POOL = 1 << 15
+
+
+def decoding(repeats: int) -> Iterable[tuple[str, Row]]:
+    """Decode steps of 1 and 1,024 requests."""
+    for page in (16, 128):
+        for batch in (1, 1024):
+            for row in decode_step.measure(batch, page, repeats):
+                yield f"decode {page} {batch} {row['calls']}", row
+
+
+def prompts(repeats: int) -> Iterable[tuple[str, Row]]:
+    """Reservations of prompts; the pool is as large as the peers' are, 14 prompts."""
+    for page in (16, 128):
+        for length in (4096, 32_768):
+            for algorithm in ("sha256", "xxh3_128"):
+                pages = 14 * length // page
+                for row in admission.measure(pages, page, length, algorithm, repeats, ("new", "full")):
+                    if row["pool"] == ("full" if row["case"] == "evicting" else "new"):
+                        yield f"{row['case']} {page} {length} {algorithm}", row
+
+
+def pages(repeats: int, *, quick: bool) -> Iterable[tuple[str, Row]]:
+    """Release and evict."""
+    for row in release.measure(POOL, 16, repeats):
+        if row["case"] == "published":
+            yield "release 16 32768", row
+    for size in (POOL, 100_000) if quick else (POOL, 4_000_000):
+        row = evict.measure(size, (2048,), repeats)[0]
+        yield f"evict {size}", {"us_min": row["evict_min"], "us_median": row["evict_median"]}
+    for row in growing_conversation.measure(32_768, "sha256", repeats):
+        yield f"next turn {row['context']}", row
+
+
+def weights() -> Iterable[tuple[str, Row]]:
+    """A pool of a million pages."""
+    row = memory.child(1_000_000, "sha256")
+    for name, column, factor in (
+        ("memory 1M", "rss_B_per_page", 1),
+        ("build 1M", "build_ms", 1e3),
+        ("gc 1M", "gc_ms", 1e3),
+    ):
+        yield name, {"us_min": row[column] * factor, "us_median": row[column] * factor}
+
+
+def main() -> None:
+    """Measure and print."""
+    chosen = options(__doc__)
+    pin()
+    repeats = 15 if chosen.quick else 40
+    for rows in (decoding(64), prompts(repeats), pages(repeats, quick=chosen.quick), weights()):
+        for name, row in rows:
+            print(json.dumps({"name": name, "min": row["us_min"], "med": row["us_median"]}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
