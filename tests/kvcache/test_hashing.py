@@ -64,7 +64,7 @@ def test_digests_are_the_same_in_another_process_and_for_any_integer_dtype() -> 
         "t = np.arange(40, dtype=np.int64) * 7919 % 50021;"
         "print(PrefixHasher('sha256', 4, 's').digests(t, 0, 10).tobytes().hex())"
     )
-    there = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)  # noqa: S603
+    there = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert there.stdout.strip() == PrefixHasher("sha256", 4, "s").digests(tokens(40), 0, 10).tobytes().hex()
 
 

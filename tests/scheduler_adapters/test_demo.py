@@ -34,7 +34,7 @@ COMMAND = [sys.executable, "-m", "scheduler_adapters.cli", "demo"]
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [*COMMAND, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=110, check=False)  # noqa: S603
+    return subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=110, check=False)
 
 
 def assert_equal_run(done: subprocess.CompletedProcess[str], json_file: Path, requests: int) -> dict[str, Any]:
@@ -73,12 +73,6 @@ def test_a_saved_model_of_another_architecture(
         *("--tp", tp, "--json", out, "--cache-mb", 4, "--max-new-tokens", 20, "--concurrency", 2),
     )
     assert_equal_run(done, out, 5)
-
-
-@pytest.mark.slow
-def test_a_cache_for_hardly_more_than_one_request_still_serves_all(tmp_path: Path) -> None:
-    out = tmp_path / "o.json"
-    assert_equal_run(run("--requests", 6, "--cache-mb", 2, "--max-new-tokens", 60, "--json", out), out, 6)
 
 
 @pytest.mark.slow
@@ -143,7 +137,7 @@ def test_bad_input_is_one_line_and_starts_no_process(
 
 def started_demo(*arguments: str) -> tuple[subprocess.Popen[str], dict[str, int]]:
     """A running demo that has started to serve, and the pids of its children."""
-    process = subprocess.Popen(  # noqa: S603
+    process = subprocess.Popen(
         [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV
     )
     assert process.stdout is not None
@@ -152,7 +146,9 @@ def started_demo(*arguments: str) -> tuple[subprocess.Popen[str], dict[str, int]
         pids |= {role: int(pid) for role, pid in re.findall(r"(prefill|decode): pid (\d+)", line)}
         if line.startswith("serving"):
             break
-    assert set(pids) == {"prefill", "decode"}
+    if set(pids) != {"prefill", "decode"}:
+        process.kill()
+        pytest.fail(f"the demo did not start: {process.communicate()}")
     return process, pids
 
 

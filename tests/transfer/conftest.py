@@ -47,7 +47,7 @@ class Worker:
         clean |= QUIET | env | {"PYTHONPATH": str(ROOT)}
         self.conn, theirs = multiprocessing.Pipe()
         command = [sys.executable, str(Path(__file__).parent / "worker.py"), str(theirs.fileno()), str(os.getpid())]
-        self.process = subprocess.Popen(command, env=clean, pass_fds=[theirs.fileno()])  # noqa: S603 -- our own script
+        self.process = subprocess.Popen(command, env=clean, pass_fds=[theirs.fileno()])
         theirs.close()
         self.busy = True
 
