@@ -93,7 +93,8 @@ def report(name: str, rows: Sequence[Row], chosen: argparse.Namespace) -> None:
     """Print the rows as a table; write them as JSON where asked to."""
     print(f"\n{name}\n{table(rows)}", flush=True)
     if chosen.json:
-        command = f"python -m benchmarks.{name}" + (" --quick" if chosen.quick else "")
+        clock = f"{CLOCK_VARIABLE}=cpu " if now is time.thread_time_ns else ""
+        command = f"{clock}python -m benchmarks.{name}" + (" --quick" if chosen.quick else "")
         write(chosen.json, {"command": command, "machine": machine(), "rows": list(rows)})
 
 

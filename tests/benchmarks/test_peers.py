@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.frame import table
+from benchmarks.peers.__main__ import OURS, compare, main, over_rounds
+from benchmarks.peers.environment import PeerError, needed, scripts_folder
+from benchmarks.peers.parse import Figure, rows_of_max, rows_of_vllm
+
+_VLLM = """\
+python 3.11 vllm 0.33.0
+== hash: all block hashes of a prompt ==
+sha256        32768 tok     2000.0 us  (min 1900.0, n=9)   per block 4.19 us
+sha256_cbor   32768 tok    66563.0 us  (min 53407.6, n=9)   per block 32.50 us
+== manager, 1 group : get_computed_blocks + allocate_slots + free ==
+ 32768 tok cold_get           90.0 us  (min 80.0, n=15)   per block 0.044
+ 32768 tok cold_alloc        400.0 us  (min 300.0, n=15)   per block 1.913
+ 32768 tok evict_alloc      2448.0 us  (min 2348.0, n=15)   per block 2.467
+== manager, hybrid FA+SW(1024) : get_computed_blocks + allocate_slots + free ==
+ 32768 tok cold_alloc       3917.4 us  (min 3722.0, n=15)   per block 1.913
+== decode step: allocate_slots(req,1) ==
+B= 1024 allocate_slots/step     6000.0 us  (min 5000.0, n=64) mean 1 = 1 us/req; append+hash 1.00 us/req; free 1 us/req
+== memory ==
+BlockPool(1000000): 124.7 B/block RSS, built in 3236 ms; sizeof(KVCacheBlock)=96
+cached (sha256 key 36 B + dict entry): +122.2 B/block; total 246.9 B/block
+"""
+
+
+def _of_max(**row: object) -> str:
+    return json.dumps({"kind": "v257", "page": 16, **row})
+
+
+def test_vllms_parts_are_added_up_and_those_of_other_groups_left_out() -> None:
+    figures = rows_of_vllm(_VLLM)
+    assert figures["cold 16 32768 sha256"] == (1900 + 80 + 300, 2000 + 90 + 400)
+    assert figures["evict"] == (1, 1)
+    assert figures["decode 16 1024"] == (6024, 7024)
+    assert figures["memory 1M"].median == 246.9
+    assert figures["build 1M"].median == 3236e3
+
+
+def test_maxs_rows_are_named_by_what_they_measure() -> None:
+    parts = {name: {"min": at, "med": at + 1, "n": 9} for at, name in enumerate(("alloc", "step", "release", "total"))}
+    lines = [
+        "a line that is no row",
+        _of_max(test="prefill", prompt=32768, phase="cold_fresh_pool", **parts),
+        _of_max(test="prefill", prompt=32768, phase="cold_evicting", **{**parts, "alloc": {"min": 2048, "med": 4097}}),
+        _of_max(test="decode", prompt=1024, batch=64, caching=True, **parts),
+        _of_max(test="decode", prompt=1024, batch=64, caching=False, **{**parts, "total": {"min": 0, "med": 0}}),
+    ]
+    figures = rows_of_max("\n".join(lines), "v257")
+    assert figures["cold 16 32768"] == (0, 1)
+    assert figures["release 16 32768"] == (2, 3)
+    assert figures["decode 16 64"] == (3, 4)
+    assert figures["evict"] == (1, 2)
+    assert rows_of_max("\n".join(lines), "jenga") == {}
+
+
+def test_a_ratio_is_the_peers_figure_over_ours() -> None:
+    rounds = [{"release 16 32768": Figure(20, 30)}, {"release 16 32768": Figure(10, 50)}]
+    figures = {OURS: over_rounds(rounds), "max257": {"release 16 32768": Figure(600, 800)}, "vllm": {}}
+    (row,) = compare(figures)
+    assert (row["ours_min"], row["ours_median"]) == (10, 40)
+    assert (row["max257/ours_min"], row["max257/ours_median"]) == (60, 20)
+    assert row["vllm/ours_min"] is None
+    assert "600.00" in table([row])
+
+
+def test_missing_scripts_are_said_in_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(PeerError, match="--scripts or PAGEWIRE_PEER_SCRIPTS"):
+        scripts_folder(tmp_path / "none")
+    with pytest.raises(PeerError, match=r"no bench_vllm\.py"):
+        needed(tmp_path, "bench_vllm.py")
+    monkeypatch.setattr("sys.argv", ["peers", "--scripts", str(tmp_path), "--peers", "vllm"])
+    assert main() == 1
+    assert "no bench_vllm.py" in capsys.readouterr().err
