@@ -43,6 +43,14 @@ class PrefixIndex:
         """The published page of each digest, `NO_PAGE` where there is none. int32 `[len(digests)]`."""
         return self._find(digests, self._buckets(digests))
 
+    def may_have(self, digest: NDArray[np.uint64]) -> bool:
+        """Whether a published page has the digest's first word: a cheap question before a costly one."""
+        word = int(digest[0])
+        page = int(self._heads[word & int(self._bucket_mask)])
+        while page != NO_PAGE and int(self._words[page]) != word:
+            page = int(self._next[page])
+        return page != NO_PAGE
+
     def match(self, digests: Digests) -> Pages:
         """The pages of the longest run of digests, from the first on, that are all published."""
         pages = self.find(digests)

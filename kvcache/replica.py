@@ -128,8 +128,11 @@ class Replica:
             self.rows.append_one(row, self.pool.allocate_one())
             return 1
         plan = self._plan(row, context, needed)
-        taken = self.pool.would_be_taken(plan.hits) + plan.new
-        if taken > self.pool.free_count + self.pool.would_be_freed(plan.replaced):
+        if plan.hits.size:
+            taken = self.pool.would_be_taken(plan.hits) + plan.new - self.pool.would_be_freed(plan.replaced)
+        else:
+            taken = plan.new
+        if taken > self.pool.free_count:
             return None
         if plan.cached:
             # First, as a context of the caller's own may refuse: then no page has moved yet.
@@ -138,7 +141,8 @@ class Replica:
         self.counter.admit(row, context.end_idx)
         if plan.hits.size:
             self.pool.hold(plan.hits)
-            self.pool.release(plan.replaced)
+            if plan.replaced.size:
+                self.pool.release(plan.replaced)
             rows.write(row, plan.first, plan.hits)
             rows.commit(row, plan.first + len(plan.hits))
         if plan.new:
@@ -180,10 +184,8 @@ class Replica:
         if kept is not None and kept[:3] == (index.generation, first, last):
             return first, kept[3]  # a waiting request is asked again and again: nothing was published or evicted since
         digests = hasher.digests(context.tokens, first, last)
-        # Most lookups of a new prompt end within its first pages.
-        pages = index.match(digests[:4])
-        if len(pages) == 4:
-            pages = index.match(digests)
+        # Most lookups of a new prompt end at its first page.
+        pages = index.match(digests) if index.may_have(digests[0]) else np.zeros(0, np.int32)
         hasher.matches[index] = (index.generation, first, last, pages)
         return first, pages
 

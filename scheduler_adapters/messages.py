@@ -154,4 +154,4 @@ def decode(data: bytes) -> AnyMessage:
     try:
         return _decoder.decode(data)
     except msgspec.DecodeError as error:
-        raise WorkerError(f"{len(data)} bytes are no message: {error}") from error
+        raise WorkerError(f"{len(data)} bytes ({data[:64]!r}) are no message: {error}") from error

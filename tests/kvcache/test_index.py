@@ -33,6 +33,15 @@ def test_match_is_the_longest_run_from_the_first() -> None:
     assert index.find(digests()).tolist() == []
 
 
+def test_may_have_answers_by_the_first_word() -> None:
+    index = PrefixIndex(20, 4)
+    everything = digests(*range(12))
+    everything[:4, 0] += np.uint64(32) - everything[:4, 0] % np.uint64(32)  # one bucket of the 32
+    index.publish(pages(1, 2, 3), everything[:3])
+    index.publish(pages(4), everything[9:10])
+    assert [index.may_have(digest) for digest in everything] == [at in (0, 1, 2, 9) for at in range(12)]
+
+
 def test_content_published_before_wins() -> None:
     index = PrefixIndex(20, 4)
     index.publish(pages(3), digests(0))

@@ -38,7 +38,8 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def assert_equal_run(done: subprocess.CompletedProcess[str], json_file: Path, requests: int) -> dict[str, Any]:
-    assert (done.returncode, done.stderr) == (0, "")
+    assert not done.stderr, done.stderr
+    assert done.returncode == 0
     figures = json.loads(json_file.read_text())
     assert list(figures) == KEYS
     assert figures["tokens_equal"] is True
