@@ -65,7 +65,7 @@ PEERS = {
         "bench_max.py",
         ("--parts", "prefill,decode"),
         {"max-legacy": partial(rows_of_max, kind="legacy"), "max-jenga": partial(rows_of_max, kind="jenga")},
-        package="max==26.7.0",
+        package="max[serve]==26.7.0",
     ),
 }
 
@@ -202,7 +202,7 @@ def main(fail: Callable[[str], None] = progress) -> int:
         fail(str(error))
         return 1
     rows = compare({name: over_rounds(rounds) for name, rounds in every.items()})
-    print(table(rows))
+    print(table({key: value for key, value in row.items() if not key.endswith("_median")} for row in rows))
     if chosen.json:
         options = f"--peers {','.join(chosen.peers)} --rounds {chosen.rounds} --clock {chosen.clock}" + (
             " --quick" if chosen.quick else ""
