@@ -71,7 +71,8 @@ class ModelReplica:
         held.pages += [self._take() for _ in range(fresh)]
         return start
 
-    def step(self, name: str, tokens: list[int], salt: str | None, start: int) -> None:
+    def step(self, name: str, tokens: list[int], salt: str | None, start: int) -> int:
+        """Publish the full pages; returns how many are shared instead."""
         held = self.requests[name]
         duplicates = []
         for page in range(held.committed, start // self.page_size):
@@ -86,6 +87,7 @@ class ModelReplica:
             held.committed = page + 1
         for page in reversed(duplicates):
             self._drop(page)
+        return len(duplicates)
 
     def fork(self, parent: str, child: str, computed: int, length: int) -> bool:
         full, needed = computed // self.page_size, -(-length // self.page_size)

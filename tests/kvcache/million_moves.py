@@ -1,0 +1,41 @@
+"""The random moves, as many as one likes: `python -m tests.kvcache.million_moves --seed 1 --moves 1000000`.
+
+Each seed makes a manager of its own and 200 moves; a seed that fails is printed, and fails again when it is run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+
+from tests.kvcache.moves import Moves, SeededChooser
+
+MOVES_A_SEED = 200
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=1, help="the first one")
+    parser.add_argument("--moves", type=int, default=1_000_000)
+    chosen = parser.parse_args()
+    start, seen, seed = time.monotonic(), Counter[str](), chosen.seed
+    for seed in range(chosen.seed, chosen.seed - (-chosen.moves // MOVES_A_SEED)):
+        moves = Moves(SeededChooser(seed))
+        try:
+            for _ in range(MOVES_A_SEED):
+                moves.move()
+            moves.finish()
+        except BaseException:
+            print(f"seed {seed} fails")  # noqa: T201
+            raise
+        seen += moves.seen
+        seen["moves"] += MOVES_A_SEED
+        seen["evicted"] += moves.manager.metrics.evictions
+        if seed % 500 == 0:
+            print(f"seed {seed}: {seen['moves']} moves, {time.monotonic() - start:.0f} s", flush=True)  # noqa: T201
+    print(f"seeds {chosen.seed} to {seed}, no discrepancy: {dict(seen)}, {time.monotonic() - start:.0f} s")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""Weighted random moves on a manager and on the model side by side. Who chooses is passed in: Hypothesis, or a seed."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from kvcache import PromptTooLongError, TextContext
+from tests.kvcache.build import manager_of
+from tests.kvcache.model import Held, ModelReplica
+
+T = TypeVar("T")
+
+PAGES, PAGE_SIZE, ROWS, LONGEST = 12, 3, 4, 60
+WEIGHTS = {"claim": 6, "reserve": 8, "run": 12, "run_batch": 4, "fork": 3, "release": 5}
+KINDS = [kind for kind, weight in WEIGHTS.items() for _ in range(weight)]
+
+
+class Chooser(Protocol):
+    """Where the choices come from."""
+
+    def integer(self, low: int, high: int) -> int: ...
+    def pick(self, choices: Sequence[T]) -> T: ...
+
+
+class SeededChooser:
+    """Choices of a seed: fast, and not shrunk."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def integer(self, low: int, high: int) -> int:
+        return self._random.randint(low, high)
+
+    def pick(self, choices: Sequence[T]) -> T:
+        return self._random.choice(choices)
+
+
+class Moves:
+    """A manager, its model, and the requests that are claimed."""
+
+    def __init__(self, chooser: Chooser) -> None:
+        self.choose = chooser
+        dp, self.caching = chooser.integer(1, 2), chooser.integer(0, 4) > 0
+        self.manager = manager_of(
+            PAGES, page_size=PAGE_SIZE, rows=ROWS, max_seq_len=LONGEST, dp=dp, caching=self.caching, checks=False
+        )
+        self.models = [ModelReplica(PAGES, PAGE_SIZE) for _ in range(dp)]
+        self.live: dict[str, TextContext] = {}
+        self.reserved: set[str] = set()
+        self.stepped: dict[str, int] = {}
+        self.past: list[list[int]] = [[1, 1, 1, 1, 1, 1, 1, 1, 1]]
+        self.seen: Counter[str] = Counter()
+        self.made = 0
+
+    def move(self) -> None:
+        """One move, then both must agree."""
+        kind = self.choose.pick(KINDS)
+        if kind == "claim" and self.choose.integer(0, 30) == 0:
+            self.reset()
+        else:
+            move: Callable[[], bool] = getattr(self, kind)
+            if move():
+                self.seen[kind] += 1
+        self.same_books()
+
+    def claim(self) -> bool:
+        """A prompt that begins as an earlier one did, a little way or all along."""
+        replica = self.choose.integer(0, len(self.models) - 1)
+        if len(self.models[replica].requests) == ROWS:
+            return False
+        past = self.choose.pick(self.past)
+        tokens = past[: self.choose.integer(0, len(past))]
+        tokens = tokens + [self.choose.integer(1, 2) for _ in range(self.choose.integer(1, 6))]
+        salt = None if self.choose.integer(0, 5) else "other"
+        context = TextContext(tokens[: LONGEST // 2], LONGEST, self.name(), cache_salt=salt)
+        self.manager.external_claim(context.request_id, replica)
+        self.models[replica].requests[context.request_id] = Held()
+        self.live[context.request_id] = context
+        return True
+
+    def reserve(self) -> bool:
+        if not self.live:
+            return False
+        context, steps = self.live[self.choose.pick(sorted(self.live))], self.choose.integer(1, 3)
+        before = (context.start_idx, context.active_idx)
+        if -(-(context.current_length + steps - 1) // PAGE_SIZE) > PAGES:
+            try:
+                self.manager.maybe_reserve(context, steps)
+            except PromptTooLongError:
+                return False
+            raise AssertionError(f"{context.current_length} tokens and {steps} steps in {PAGES} pages")
+        wanted = self.model_reserve(context, steps)
+        assert self.manager.maybe_reserve(context, steps) == (wanted is not None)
+        if wanted is None:
+            self.seen["refused"] += 1
+            assert (context.start_idx, context.active_idx) == before
+            return True
+        self.seen["hit"] += wanted > before[0]
+        assert context.start_idx == wanted
+        assert context.start_idx < context.active_idx <= context.end_idx
+        self.reserved.add(context.request_id)
+        return True
+
+    def run(self) -> bool:
+        if not self.reserved:
+            return False
+        context = self.live[self.choose.pick(sorted(self.reserved))]
+        if context.current_length == LONGEST:
+            return False
+        chunk = self.choose.integer(1, 30)
+        if context.active_length > chunk:
+            context.set_token_indices(active_idx=context.start_idx + chunk)
+        self.manager.fetch([context])
+        context.update(self.choose.integer(1, 2))
+        self.manager.step([context])
+        self.model_step(context)
+        self.drop_short()
+        return True
+
+    def run_batch(self) -> bool:
+        """Several steps of a `Batch` over the requests that have one token to run."""
+        ready = [self.live[name] for name in sorted(self.reserved) if self.live[name].active_length == 1]
+        if not ready:
+            return False
+        batch = self.manager.batch(ready)
+        # Our own record of the tokens: a context that is read catches up, and here it must be able to lag behind.
+        known = {context.request_id: context.tokens.tolist() for context in ready}
+        for _ in range(self.choose.integer(1, 8)):
+            longest = max(map(len, known.values()))
+            if longest == LONGEST or -(-longest // PAGE_SIZE) > PAGES:
+                break
+            wanted = [self.batch_reserve(context, known[context.request_id]) for context in ready]
+            assert self.manager.reserve_batch(batch).tolist() == wanted
+            if not all(wanted):
+                break
+            self.manager.fetch(batch)
+            tokens = [self.choose.integer(1, 2) for _ in ready]
+            batch.update(tokens)
+            self.manager.step(batch)
+            for context, token in zip(ready, tokens, strict=True):
+                known[context.request_id].append(token)
+                self.batch_step(context, known[context.request_id])
+            self.same_books()
+        assert {context.request_id: context.tokens.tolist() for context in ready} == known
+        assert all(context.start_idx == context.end_idx - 1 for context in ready)
+        self.drop_short()
+        return True
+
+    def batch_reserve(self, context: TextContext, tokens: list[int]) -> bool:
+        model, length = self.models[self.manager.get_replica(context)], len(tokens)
+        return model.reserve(context.request_id, tokens, context.cache_salt, length - 1, length, 1) is not None
+
+    def batch_step(self, context: TextContext, tokens: list[int]) -> None:
+        self.stepped[context.request_id] = len(tokens) - 1
+        if self.caching:
+            model = self.models[self.manager.get_replica(context)]
+            self.seen["shared"] += model.step(context.request_id, tokens, context.cache_salt, len(tokens) - 1)
+
+    def fork(self) -> bool:
+        names = [name for name in sorted(self.reserved) if self.live[name].active_length == 1]
+        if not names:
+            return False
+        parent = self.live[self.choose.pick(names)]
+        replica = self.manager.get_replica(parent)
+        room = -(-parent.end_idx // PAGE_SIZE) <= PAGES and len(self.models[replica].requests) < ROWS
+        if not room or self.stepped.get(parent.request_id) != parent.start_idx:
+            return False
+        child = parent.fork(self.name())
+        wanted = self.models[replica].fork(parent.request_id, child.request_id, parent.start_idx, parent.end_idx)
+        assert self.manager.fork(parent, child) == wanted
+        if wanted:
+            self.live[child.request_id] = child
+            self.reserved.add(child.request_id)
+            self.stepped[child.request_id] = child.start_idx
+        return True
+
+    def release(self) -> bool:
+        if not self.live:
+            return False
+        name = self.choose.pick(sorted(self.live))
+        context = self.live.pop(name)
+        model = self.models[self.manager.get_replica(context)]
+        self.past = [*self.past[-5:], context.tokens.tolist()]
+        self.manager.release(name)
+        model.release(name)
+        self.reserved.discard(name)
+        return True
+
+    def reset(self) -> None:
+        self.seen["reset"] += 1
+        self.manager.reset_prefix_cache()
+        for model in self.models:
+            model.reset()
+
+    def finish(self) -> None:
+        """Everything is released: every page is free."""
+        for name in list(self.live):
+            self.manager.release(name)
+        assert self.manager.num_free_blocks == self.manager.total_num_pages
+        self.manager.check()
+
+    def name(self) -> str:
+        self.made += 1
+        return f"r{self.made}"
+
+    def drop_short(self) -> None:
+        """Who needs more pages to run has to reserve first."""
+        self.reserved = {
+            name
+            for name in self.reserved
+            if len(self.manager.get_req_blocks(name)) * PAGE_SIZE >= self.live[name].current_length
+        }
+
+    def model_reserve(self, context: TextContext, steps: int) -> int | None:
+        model = self.models[self.manager.get_replica(context)]
+        # Without caching nothing is looked up, as if there were but one token to run.
+        active = context.active_idx if self.caching else context.start_idx + 1
+        tokens = context.tokens.tolist()
+        return model.reserve(context.request_id, tokens, context.cache_salt, context.start_idx, active, steps)
+
+    def model_step(self, context: TextContext) -> None:
+        self.stepped[context.request_id] = context.start_idx
+        if self.caching:
+            model = self.models[self.manager.get_replica(context)]
+            self.seen["shared"] += model.step(
+                context.request_id, context.tokens.tolist(), context.cache_salt, context.start_idx
+            )
+
+    def same_books(self) -> None:
+        self.manager.check()
+        assert self.manager.num_free_blocks == sum(model.free for model in self.models)
+        assert self.manager.metrics.evictions == sum(model.evictions for model in self.models)
+        names: dict[tuple[int, int], int] = {}
+        for request_id, context in self.live.items():
+            replica = self.manager.get_replica(context)
+            pages = self.manager.get_req_blocks(request_id)
+            held = self.models[replica].requests[request_id].pages
+            # Two requests share a page in the manager exactly where they share one in the model.
+            for mine, theirs in zip(pages, held, strict=True):
+                assert names.setdefault((replica, mine), theirs) == theirs
+        assert len({(replica, theirs) for (replica, _), theirs in names.items()}) == len(names)

@@ -1,0 +1,131 @@
+"""Break the code, one rule at a time: the model or `check()` must notice. A rule that nothing notices is not tested."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcache.batch import Batch
+from kvcache.block_table import BlockRows
+from kvcache.index import PrefixIndex
+from kvcache.pages import PagePool
+from kvcache.replica import Replica
+from kvcache.retention import IdleOrder
+from tests.kvcache.moves import Moves, SeededChooser
+
+
+def without_tail_first(pool: PagePool, pages: np.ndarray) -> None:
+    pool.holders[pages] -= 1
+    pool._free(pages[pool._unused(pages)])
+
+
+def without_hold(pool: PagePool, pages: np.ndarray) -> None:
+    idle = pages[pool._unused(pages)]
+    if idle.size:
+        pool.idle.remove(idle)
+    pool.holders[idle] += 1
+
+
+def idle_before_fresh(pool: PagePool, count: int) -> np.ndarray:
+    evicted = pool.idle.pop(min(count, pool.idle.count))
+    pool.index.withdraw(evicted)
+    pool.evictions += len(evicted)
+    pool._push_fresh(evicted)
+    return ALLOCATE(pool, count)
+
+
+def full_hits(replica: Replica, context: Any, row: int | None = None) -> tuple[int, np.ndarray]:
+    first = 0 if row is None else int(replica.rows.committed[row])
+    last = context.current_length // replica.page_size
+    if not replica.caching or last <= first:
+        return first, np.zeros(0, np.int32)
+    return first, replica.pool.index.match(replica.hasher(row, context).digests(context.tokens, first, last))
+
+
+def forgets_duplicates(replica: Replica, rows: Any, columns: Any, digests: np.ndarray) -> None:
+    replica.pool.index.publish(replica.rows.table[rows, columns], digests)
+
+
+def keeps_duplicates(replica: Replica, rows: Any, columns: Any, digests: np.ndarray) -> None:
+    own = replica.rows.table[rows, columns]
+    kept = replica.pool.index.publish(own, digests)
+    replica.pool.hold(kept[kept != own])
+    replica.rows.table[rows, columns] = kept
+
+
+def leaves_entries(rows: BlockRows, row: int) -> None:
+    kept = rows.table[row].copy()
+    UNBIND(rows, row)
+    rows.table[row] = kept
+
+
+def most_recent_first(order: IdleOrder, count: int) -> np.ndarray:
+    taken = order.pages()[len(order.pages()) - count :][::-1].copy()
+    order.remove(taken)
+    return taken
+
+
+def stays_published(index: PrefixIndex, _pages: np.ndarray) -> None:
+    index.generation += 1
+
+
+def forgets_a_generation(index: PrefixIndex, pages: np.ndarray) -> None:
+    before = index.generation
+    WITHDRAW(index, pages)
+    index.generation = before
+
+
+def no_room_check(replica: Replica, rows: Any, lengths: Any) -> bool:
+    RESERVE_DECODING(replica, rows, lengths)
+    return True
+
+
+def drops_a_token(batch: Batch, place: int) -> None:
+    seen = batch._seen[place]
+    CATCH_UP(batch, place)
+    if batch._count - seen > 3:
+        batch.contexts[place]._buffer[batch.contexts[place]._end - 2] ^= 3
+
+
+def hits_free_pages_twice(_pool: PagePool, _pages: np.ndarray) -> int:
+    return 0
+
+
+ALLOCATE, UNBIND, WITHDRAW = PagePool.allocate, BlockRows.unbind, PrefixIndex.withdraw
+RESERVE_DECODING, CATCH_UP = Replica.reserve_decoding, Batch.catch_up
+
+MUTATIONS: dict[str, tuple[type, str, Callable[..., Any]]] = {
+    "pages are freed head first": (PagePool, "release", without_tail_first),
+    "a hit adds no holder to a page in use": (PagePool, "hold", without_hold),
+    "useful pages go before fresh ones": (PagePool, "allocate", idle_before_fresh),
+    "the last token may be hit": (Replica, "match", full_hits),
+    "a duplicate is not shared": (Replica, "_publish", forgets_duplicates),
+    "a duplicate is shared but never freed": (Replica, "_publish", keeps_duplicates),
+    "a released row keeps its entries": (BlockRows, "unbind", leaves_entries),
+    "the most recent page goes first": (IdleOrder, "pop", most_recent_first),
+    "an evicted page stays published": (PrefixIndex, "withdraw", stays_published),
+    "an eviction leaves remembered matches": (PrefixIndex, "withdraw", forgets_a_generation),
+    "a batch is told that it has pages": (Replica, "reserve_decoding", no_room_check),
+    "a batch hands over a wrong token": (Batch, "catch_up", drops_a_token),
+    "free pages of a hit count as free": (PagePool, "would_be_taken", hits_free_pages_twice),
+}
+
+
+def many_moves() -> None:
+    for number in range(300):
+        moves = Moves(SeededChooser(number))
+        for _ in range(100):
+            moves.move()
+        moves.finish()
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_each_mutation_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, method, mutant = MUTATIONS[name]
+    monkeypatch.setattr(owner, method, mutant)
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever notices first: the model, the check, numpy
+        many_moves()
+    assert not isinstance(caught.value, KeyboardInterrupt)
