@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 from kvcache.errors import KVCacheError
@@ -21,6 +22,12 @@ def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = _Parser(prog="pagewire", description="A paged KV cache manager with disaggregated transfer built in.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_demo(commands)
+    _add_replay(commands)
+    return parser
+
+
+def _add_demo(commands: argparse._SubParsersAction[_Parser]) -> None:
     demo = commands.add_parser(
         "demo",
         help="serve prompts across a prefill and a decode process",
@@ -55,7 +62,24 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument("--tp", metavar="N", type=int, default=1, help="shards that the heads are split over")
     demo.add_argument("--device", default="cpu", help="torch device of the model and its pages")
     demo.add_argument("--seed", metavar="N", type=int, default=0, help="of the small Llama's weights")
-    return parser
+
+
+def _add_replay(commands: argparse._SubParsersAction[_Parser]) -> None:
+    replay = commands.add_parser(
+        "replay",
+        help="drive the manager with a request trace",
+        description="Drive the real manager with a trace in the Mooncake format, one page to a block, one request "
+        "after another; beside it the reference LRU and the optimum that knows the future.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    replay.add_argument("trace", metavar="TRACE", type=Path, help="JSON lines with hash_ids")
+    replay.add_argument(
+        "--capacity", metavar="BLOCKS", type=int, default=10_000, help="blocks of all replicas together"
+    )
+    replay.add_argument("--replicas", metavar="N", type=int, default=1, help="replicas that share the capacity")
+    replay.add_argument(
+        "--json", metavar="FILE", type=Path, default=argparse.SUPPRESS, help="write the figures there too"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -65,6 +89,10 @@ def main(argv: list[str] | None = None) -> int:
     # As an exception SIGTERM ends the child processes too.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
+        if command == "replay":
+            from scheduler_adapters.replay import run_replay  # noqa: PLC0415  (as below)
+
+            return run_replay(**options)
         from scheduler_adapters.demo import DemoOptions, run_demo  # noqa: PLC0415  (torch takes a second to import)
 
         return run_demo(DemoOptions(**options))

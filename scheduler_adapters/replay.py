@@ -17,6 +17,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
 
 from kvcache import KVCacheError, KVCacheParams, PagedKVCacheManager, TextContext
 
@@ -116,6 +119,28 @@ def replay(
         gap_closed=(hits - lru) / (optimum - lru) if optimum > lru else None,
         us_per_request_p50=statistics.median(times) * 1e6,
     )
+
+
+def run_replay(trace: Path, capacity: int, replicas: int, json: Path | None = None) -> int:
+    """`pagewire replay`: a progress bar, a table, and the figures as JSON where asked to. The exit status."""
+    if capacity < 1 or replicas < 1:
+        raise ReplayError(f"--capacity {capacity}, --replicas {replicas}: at least 1 is needed of each")
+    requests = load_trace(trace)
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("replaying", total=len(requests))
+        result = replay(requests, capacity, replicas, lambda done: bar.advance(task, done))
+    table = Table(title=f"{trace.name}, {capacity:,} blocks, {replicas} replica(s)", show_header=False)
+    for name, value in msgspec.structs.asdict(result).items():
+        text = "" if value is None else f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
+        table.add_row(name.replace("_", " "), text)
+    Console().print(table)
+    if json is not None:
+        try:
+            json.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+        except OSError as error:
+            raise ReplayError(f"--json {json}: {error.strerror}") from error
+    return 0
 
 
 def _manager(share: int, replicas: int, longest: int) -> PagedKVCacheManager:
