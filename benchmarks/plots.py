@@ -11,8 +11,11 @@ import matplotlib as mpl
 mpl.use("Agg")  # files only: there may be no screen
 
 from matplotlib import pyplot as plt
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from benchmarks.frame import Row
+
+_LEAST_SPAN = 20
 
 Figures = Mapping[str, Sequence[Row]]
 """Rows by the name of the benchmark."""
@@ -122,6 +125,13 @@ def _draw_one(plot: Plot, rows: Sequence[Row], path: Path) -> None:
     for name, points in lines.items():
         axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=4, label=name)
     axes.set(xscale="log", yscale="log", xlabel=plot.along, ylabel="µs", title=plot.title)
+    low, high = axes.get_ylim()
+    if high < _LEAST_SPAN * low:  # what is flat is to look flat
+        middle, half = (low * high) ** 0.5, _LEAST_SPAN**0.5
+        axes.set_ylim(middle / half, middle * half)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
     axes.grid(visible=True, which="both", linewidth=0.3)
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=120, metadata={"Software": None})  # the same figures give the same bytes

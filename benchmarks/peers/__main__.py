@@ -41,14 +41,14 @@ class Peer(NamedTuple):
         arguments: of the script.
         parsers: what reads its output: by the name that the figures go under.
         requirements: of the scripts' folder; installed without dependencies, for it names them all.
-        package: what to install where there is no such file.
+        packages: what to install where there is no such file.
     """
 
     script: str
     arguments: tuple[str, ...]
     parsers: dict[str, Parser]
     requirements: str = ""
-    package: str = ""
+    packages: tuple[str, ...] = ()
 
 
 PEERS = {
@@ -65,7 +65,8 @@ PEERS = {
         "bench_max.py",
         ("--parts", "prefill,decode"),
         {"max-legacy": partial(rows_of_max, kind="legacy"), "max-jenga": partial(rows_of_max, kind="jenga")},
-        package="max[serve]==26.7.0",
+        # Not `max[serve]`: that brings a whole server. These are what importing the managers takes.
+        packages=("max==26.7.0", "av", "huggingface-hub", "pillow", "requests", "transformers"),
     ),
 }
 
@@ -110,7 +111,7 @@ def peer_program(name: str, folder: Path, clock: str) -> Program:
         path = needed(folder, peer.requirements)
         python = python_of(name, ["--no-deps", "--requirement", str(path)], path.read_bytes())
     else:
-        python = python_of(name, [peer.package], peer.package.encode())
+        python = python_of(name, list(peer.packages), " ".join(peer.packages).encode())
     started = [str(python), *(["-c", _ON_CPU_TIME] if clock == "cpu" else [])]
     return Program(name, [*started, str(script), *peer.arguments], peer.parsers)
 
