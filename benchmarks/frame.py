@@ -85,7 +85,7 @@ def machine() -> Row:
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "commit": _git("rev-parse", "--short=12", "HEAD"),
-        "uncommitted": _git("status", "--porcelain", "--", "kvcache", "benchmarks/*.py").split("\n"),
+        "uncommitted": _git("status", "--porcelain", "--", "kvcache", "benchmarks/*.py").splitlines(),
     }
 
 
