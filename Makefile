@@ -12,10 +12,10 @@ CONSTRAINTS = $(if $(HAS_GPU),,--constraint constraints.txt)
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint types bench clean
+.PHONY: help demo test check lint types bench bench-peers clean
 
 help: ## show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
 
 $(STAMP): pyproject.toml constraints.txt Makefile
 	@echo "setting up $(VENV) (once)"
@@ -41,6 +41,9 @@ types: $(STAMP) ## pyright, strict on kvcache/ and transfer/
 
 bench: $(STAMP) ## measure the host cost of the manager and the rate of a pull (ARGS="--quick")
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+bench-peers: $(STAMP) ## measure MAX and vLLM in turn with ours, each in an environment of its own
+	@$(BIN)/python -m benchmarks.peers $(ARGS)
 
 clean: ## remove the environment and every cache
 	@rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

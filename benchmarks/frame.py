@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
 import os
 import platform
 import statistics
@@ -32,6 +33,8 @@ POOL_SIZES = (10_000, 100_000, 1_000_000, 4_000_000)
 
 def pin() -> int:
     """Keep this process on one core, the last one that it may use, and torch on one thread. Returns the core."""
+    # Small pools are meant here: the warning that a longest request would not fit says nothing new.
+    logging.getLogger("pagewire").setLevel(logging.ERROR)
     core = max(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import numpy as np
 import torch
 
@@ -12,9 +10,6 @@ from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
 LONGEST = 1 << 17
 VOCABULARY = 120_000
 _OPEN = 32
-
-# Small pools are meant here: the warning that a longest request would not fit says nothing new.
-logging.getLogger("pagewire").setLevel(logging.ERROR)
 
 
 def manager_of(

@@ -65,7 +65,9 @@ class Gathered:
         self.rows = rows
         self.run: slice | None = None
         count = len(rows)
-        if count and rows[-1] - rows[0] == count - 1 and (np.diff(rows) == 1).all() and (replicas == replicas[0]).all():
+        if count == 1 or (
+            count and rows[-1] - rows[0] == count - 1 and (np.diff(rows) == 1).all() and (replicas == replicas[0]).all()
+        ):
             self.run = slice(int(rows[0]), int(rows[0]) + count)
         self.gather(starts_only=starts_only)
 

@@ -66,27 +66,34 @@ class PagePool:
 
     def allocate_one(self) -> int:
         """`allocate(1)`, for the one page that a request grows by: a sixth of the cost."""
-        if not self._fresh_count:
-            return int(self.allocate(1)[0])
-        self._fresh_count -= 1
-        page = int(self._fresh[self._fresh_count])
+        if self._fresh_count:
+            self._fresh_count -= 1
+            page = int(self._fresh[self._fresh_count])
+        else:
+            page = int(self.idle.pop(1)[0])
+            self.index.withdraw_one(page)
+            self.evictions += 1
         self.holders[page] = 1
         return page
 
     def hold(self, pages: Pages) -> None:
         """Add a holder to each of `pages`, which are distinct and published or held."""
-        idle = pages[self._unused(pages)]
+        at = pages.astype(np.intp)  # numpy takes twice as long to follow int32
+        holders = self.holders[at]
+        idle = at[(holders == 0) & (self.writers[at] == 0)]
         if idle.size:
             self.idle.remove(idle)
-        self.holders[pages] += 1
+        self.holders[at] = holders + 1
 
     def release(self, pages: Pages) -> None:
         """Drop one holder of each of `pages`, distinct and in logical order; what nobody uses is free.
 
         The tail goes first: of a prefix, the last pages are worth the least, as a hit needs all pages before them.
         """
-        self.holders[pages] -= 1
-        self._free(pages[self._unused(pages)][::-1])
+        at = pages.astype(np.intp)
+        holders = self.holders[at] - 1
+        self.holders[at] = holders
+        self._free(pages[(holders == 0) & (self.writers[at] == 0)][::-1])
 
     def add_writer(self, pages: Pages) -> None:
         """A transfer may write to `pages`, which are held, until `drop_writer`."""

@@ -8,76 +8,129 @@ from numpy.typing import NDArray
 from kvcache.errors import InvariantError
 
 Pages = NDArray[np.int32]
+Ints = NDArray[np.int64]
 
+CHUNK = 4096
 _SCAN = 64
 
 
 class IdleOrder:
     """Least recently used order of the idle pages: published, held by nobody.
 
-    A log of page ids, oldest first. An entry counts only while the page's stamp names its place, so a page leaves from
-    the middle by clearing its stamp, and the log is squeezed when it is full: at least `num_pages` appends after the
-    last time, so that every operation costs what it changes, at any pool size.
+    A log of page ids, oldest first, in chunks. An entry counts only while the page's stamp names its place, so a page
+    leaves from the middle by clearing its stamp. An empty chunk is used again; when there is none, two neighbours that
+    fit into one are merged. There are chunks for twice the pool, so two such neighbours exist. No call costs more than
+    what it changes and one chunk: a log squeezed as a whole stops a server of 4 million pages for 50 ms now and then.
     """
 
-    __slots__ = ("_head", "_log", "_stamp", "_tail", "count")
+    __slots__ = ("_chunks", "_filled", "_head", "_live", "_log", "_spare", "_stamp", "count")
 
     def __init__(self, num_pages: int) -> None:
-        self._log = np.zeros(2 * num_pages + 1, np.int32)
+        chunks = 2 * -(-num_pages // CHUNK) + 2
+        self._log = np.zeros((chunks, CHUNK), np.int32)
         self._stamp = np.full(num_pages + 1, -1, np.int32)
-        self._head = 0
-        self._tail = 0
+        self._live = np.zeros(chunks, np.int32)  # entries of each chunk that count
+        self._chunks = [0]  # in use, oldest first
+        self._spare = list(range(1, chunks))
+        self._head = 0  # entries of the oldest chunk that need not be looked at again
+        self._filled = 0  # entries of the newest chunk
         self.count = 0
 
     def append(self, pages: Pages) -> None:
         """Put `pages`, none of them in the order, behind all others; the first of them goes first."""
-        count = len(pages)
-        if self._tail + count > len(self._log):
-            self._squeeze()
-        self._log[self._tail : self._tail + count] = pages
-        self._stamp[pages] = np.arange(self._tail, self._tail + count, dtype=np.int32)
-        self._tail += count
-        self.count += count
+        self.count += len(pages)
+        while pages.size:
+            if self._filled == CHUNK:
+                self._open_chunk()
+            chunk, first = self._chunks[-1], self._filled
+            part = pages[: CHUNK - first]
+            self._filled = first + len(part)
+            self._log[chunk, first : self._filled] = part
+            self._stamp[part] = np.arange(chunk * CHUNK + first, chunk * CHUNK + self._filled, dtype=np.int32)
+            self._live[chunk] += len(part)
+            pages = pages[len(part) :]
 
-    def remove(self, pages: Pages) -> None:
+    def remove(self, pages: Pages | Ints) -> None:
         """Take `pages`, all of them in the order, out of it."""
+        chunks = self._stamp[pages] // CHUNK
         self._stamp[pages] = -1
         self.count -= len(pages)
+        np.subtract.at(self._live, chunks, 1)
+        for chunk in set(chunks[self._live[chunks] == 0].tolist()):
+            self._give_up(chunk)
 
     def pop(self, count: int) -> Pages:
         """Take the `count` oldest pages out, oldest first. At most `self.count`."""
+        if count > self.count:
+            raise InvariantError(f"idle order: {count} pages asked for, {self.count} are there")
         taken: list[Pages] = []
         missing = count
         while missing:
-            if self._head == self._tail:
-                raise InvariantError(f"idle order: {count} pages asked for, {count - missing} are there")
-            places = np.arange(self._head, min(self._head + missing + _SCAN, self._tail), dtype=np.int32)
-            pages = self._log[self._head : self._head + len(places)]
-            live = np.flatnonzero(self._stamp[pages] == places)[:missing]
-            taken.append(pages[live])
+            chunk = self._chunks[0]
+            end = min(self._head + missing + _SCAN, self._end_of(chunk))
+            live = self._entries(chunk, self._head, end)[:missing]
             missing -= len(live)
-            self._head += len(places) if missing else int(live[-1]) + 1  # entries before the last one taken are dead
-        popped = np.concatenate(taken) if taken else np.zeros(0, np.int32)
-        self.remove(popped)
-        return popped
+            self._stamp[live] = -1
+            self._live[chunk] -= len(live)
+            taken.append(live)
+            if not self._live[chunk]:
+                self._give_up(chunk)
+            elif missing:
+                self._head = end
+        self.count -= count
+        return np.concatenate(taken) if taken else np.zeros(0, np.int32)
 
     def pages(self) -> Pages:
         """Every page of the order, oldest first."""
-        places = np.arange(self._head, self._tail, dtype=np.int32)
-        pages = self._log[self._head : self._tail]
-        return pages[self._stamp[pages] == places]
+        return np.concatenate([self._entries(chunk, 0, self._end_of(chunk)) for chunk in self._chunks])
 
     def check(self) -> None:
-        """Raise `InvariantError` unless log, stamps and count agree."""
-        pages = self.pages()
-        stamped = np.flatnonzero(self._stamp >= 0)
-        if len(pages) != self.count or not np.array_equal(np.sort(pages), stamped):
+        """Raise `InvariantError` unless log, stamps and counts agree."""
+        pages, stamped = self.pages(), np.flatnonzero(self._stamp >= 0)
+        if not len(pages) == self.count == self._live.sum() or not np.array_equal(np.sort(pages), stamped):
             raise InvariantError(
-                f"idle order: {len(pages)} live entries, {len(stamped)} stamped pages, count {self.count}"
+                f"idle order: {len(pages)} live entries, {len(stamped)} stamped pages, count {self.count}, "
+                f"{self._live.sum()} by chunk"
             )
+        if sorted(self._chunks + self._spare) != list(range(len(self._live))):
+            raise InvariantError("idle order: a chunk is lost, or used twice")
 
-    def _squeeze(self) -> None:
-        pages = self.pages()
-        self._head, self._tail = 0, len(pages)
-        self._log[: self._tail] = pages
-        self._stamp[pages] = np.arange(self._tail, dtype=np.int32)
+    def _entries(self, chunk: int, first: int, end: int) -> Pages:
+        """The entries from `first` to `end` of a chunk that count."""
+        pages = self._log[chunk, first:end]
+        return pages[self._stamp[pages] == np.arange(chunk * CHUNK + first, chunk * CHUNK + end, dtype=np.int32)]
+
+    def _end_of(self, chunk: int) -> int:
+        return self._filled if chunk == self._chunks[-1] else CHUNK
+
+    def _give_up(self, chunk: int) -> None:
+        """No entry of the chunk counts any more."""
+        if chunk == self._chunks[0]:
+            self._head = 0
+        if len(self._chunks) == 1:
+            self._filled = 0
+            return
+        if chunk == self._chunks[-1]:
+            self._filled = CHUNK  # the one before it is full, and is the newest now
+        self._chunks.remove(chunk)
+        self._spare.append(chunk)
+
+    def _open_chunk(self) -> None:
+        if not self._spare:
+            self._merge()
+        self._chunks.append(self._spare.pop())
+        self._filled = 0
+
+    def _merge(self) -> None:
+        """Put two neighbours, of all the pair with the fewest entries that count, into one chunk."""
+        live = self._live[self._chunks]
+        at = int(np.argmin(live[:-1] + live[1:]))
+        kept, given = self._chunks[at : at + 2]
+        entries = np.concatenate((self._entries(kept, 0, CHUNK), self._entries(given, 0, CHUNK)))
+        self._log[kept, : len(entries)] = entries
+        self._stamp[entries] = np.arange(kept * CHUNK, kept * CHUNK + len(entries), dtype=np.int32)
+        self._live[kept], self._live[given] = len(entries), 0
+        if at == 0:
+            self._head = 0
+        del self._chunks[at + 1]
+        self._spare.append(given)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache import InvariantError
-from kvcache.retention import IdleOrder
+from kvcache.retention import CHUNK, IdleOrder
 
 
 def pages(*ids: int) -> np.ndarray:
@@ -51,14 +51,33 @@ def test_any_sequence_equals_a_list(moves: list[tuple[str, list[int]]]) -> None:
         assert order.pages().tolist() == known
 
 
-def test_the_log_is_squeezed_without_losing_the_order() -> None:
+def test_the_log_never_runs_out_and_keeps_its_order() -> None:
     order = IdleOrder(4)
     order.append(pages(1, 2, 3, 4))
-    for _ in range(50):
+    for _ in range(3 * CHUNK):
         order.remove(pages(2))
         order.append(pages(2))
     assert order.pages().tolist() == [1, 3, 4, 2]
     order.check()
+
+
+def test_chunks_thin_out_and_are_merged_in_order() -> None:
+    rng, count = np.random.default_rng(0), 5 * CHUNK
+    order, known = IdleOrder(count), np.arange(1, count + 1, dtype=np.int32)
+    order.append(known)
+    for _ in range(60):
+        gone = rng.random(len(known)) < rng.choice([0.01, 0.2, 0.7])
+        left = known[gone]
+        order.remove(left)
+        order.append(left)
+        known = np.concatenate((known[~gone], left))
+        if rng.random() < 0.3:
+            taken = order.pop(int(rng.integers(0, 3 * CHUNK)))
+            assert taken.tolist() == known[: len(taken)].tolist()
+            order.append(taken)
+            known = np.concatenate((known[len(taken) :], taken))
+        order.check()
+        assert np.array_equal(order.pages(), known)
 
 
 def test_more_than_there_is_and_broken_books_are_named() -> None:
