@@ -93,7 +93,7 @@ class PagePool:
         at = pages.astype(np.intp)
         holders = self.holders[at] - 1
         self.holders[at] = holders
-        self._free(pages[(holders == 0) & (self.writers[at] == 0)][::-1])
+        self._free(at[(holders == 0) & (self.writers[at] == 0)][::-1])
 
     def add_writer(self, pages: Pages) -> None:
         """A transfer may write to `pages`, which are held, until `drop_writer`."""
@@ -102,7 +102,7 @@ class PagePool:
     def drop_writer(self, pages: Pages) -> None:
         """That transfer is over for good: what nobody uses is free."""
         self.writers[pages] -= 1
-        self._free(pages[self._unused(pages)][::-1])
+        self._free(pages[self._unused(pages)][::-1].astype(np.intp))
 
     def would_be_taken(self, pages: Pages) -> int:
         """How many of `pages` are free now: `hold` takes them from what `allocate` can hand out."""
@@ -139,13 +139,17 @@ class PagePool:
         self.index.check()
 
     def _unused(self, pages: Pages) -> NDArray[np.bool_]:
-        return (self.holders[pages] == 0) & (self.writers[pages] == 0)
+        at = pages.astype(np.intp)
+        return (self.holders[at] == 0) & (self.writers[at] == 0)
 
-    def _free(self, pages: Pages) -> None:
+    def _free(self, pages: NDArray[np.intp]) -> None:
         published = self.index.published[pages]
+        if published.all():
+            self.idle.append(pages)
+            return
         self.idle.append(pages[published])
         self._push_fresh(pages[~published])
 
-    def _push_fresh(self, pages: Pages) -> None:
+    def _push_fresh(self, pages: Pages | NDArray[np.intp]) -> None:
         self._fresh[self._fresh_count : self._fresh_count + len(pages)] = pages
         self._fresh_count += len(pages)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from kvcache.errors import InvariantError
 
 Pages = NDArray[np.int32]
-Ints = NDArray[np.int64]
+Indices = NDArray[np.intp]
 
 CHUNK = 4096
 _SCAN = 64
@@ -36,7 +36,7 @@ class IdleOrder:
         self._filled = 0  # entries of the newest chunk
         self.count = 0
 
-    def append(self, pages: Pages) -> None:
+    def append(self, pages: Pages | Indices) -> None:
         """Put `pages`, none of them in the order, behind all others; the first of them goes first."""
         self.count += len(pages)
         while pages.size:
@@ -50,12 +50,16 @@ class IdleOrder:
             self._live[chunk] += len(part)
             pages = pages[len(part) :]
 
-    def remove(self, pages: Pages | Ints) -> None:
+    def remove(self, pages: Pages | Indices) -> None:
         """Take `pages`, all of them in the order, out of it."""
         chunks = self._stamp[pages] // CHUNK
         self._stamp[pages] = -1
         self.count -= len(pages)
-        np.subtract.at(self._live, chunks, 1)
+        if len(pages) and (chunks == chunks[0]).all():  # they came together, as the pages of a request do
+            self._live[chunks[0]] -= len(pages)
+            chunks = chunks[:1]
+        else:
+            np.subtract.at(self._live, chunks, 1)
         for chunk in set(chunks[self._live[chunks] == 0].tolist()):
             self._give_up(chunk)
 
