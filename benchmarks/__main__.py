@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.frame import CLOCK_VARIABLE, Row, clock_option, progress
 
 HERE = Path(__file__).resolve().parent
-NAMES = ("decode_step", "admission", "growing_conversation", "release", "evict", "memory")
+NAMES = ("decode_step", "admission", "growing_conversation", "release", "evict", "memory", "trace_replay")
 
 
 def arguments() -> argparse.Namespace:
