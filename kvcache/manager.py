@@ -110,7 +110,7 @@ class PagedKVCacheManager(CacheSizing, CacheStatus):
             PlacedReplica(self._new_replica(pages, group, place * self._max_rows), self.layouts, group, stream)
             for place, group in enumerate(self.devices_per_replica)
         ]
-        CacheStatus.__init__(self, Replicas(placed))
+        CacheStatus.__init__(self, Replicas(placed, params.partial_reuse_min_tokens))
         self._claims = Claims(self._replicas.each, self._max_rows, self.page_size)
         self._places = self._claims.places
         if zmq_endpoint_base is not None and params.enable_prefix_caching:

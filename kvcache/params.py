@@ -34,6 +34,8 @@ class KVCacheParams:
         is_mla: one latent side in place of keys and values.
         data_parallel_degree: number of replicas, each with a pool and an index of its own.
         hash_algorithm: digest of the prefix chain; `xxh3_128` is faster, but collisions in it can be crafted.
+        partial_reuse_min_tokens: a prompt that shares at least this many tokens of a cached page, but not all, copies
+            the page (see `kvcache.partial`); 0 means never.
         page_order: order of the bytes of one page, outermost first (see `kvcache.layout`).
 
     Raises:
@@ -51,6 +53,7 @@ class KVCacheParams:
     is_mla: bool = False
     data_parallel_degree: int = 1
     hash_algorithm: HashAlgorithm = "sha256"
+    partial_reuse_min_tokens: int = 0
     page_order: PageOrder = "head,layer,side,token,dim"
 
     def __post_init__(self) -> None:
@@ -72,6 +75,9 @@ class KVCacheParams:
         )
         _choice("hash_algorithm", self.hash_algorithm, get_args(HashAlgorithm))
         _choice("page_order", self.page_order, get_args(PageOrder))
+        least = self.partial_reuse_min_tokens
+        _check(least >= 0, f"partial_reuse_min_tokens is {least}: at least 0 is needed, and 0 means never")
+        _check(not least or self.enable_prefix_caching, "partial_reuse_min_tokens needs enable_prefix_caching")
         if self.enable_kvcache_swapping_to_host:
             _check(self.enable_prefix_caching, "enable_kvcache_swapping_to_host needs enable_prefix_caching")
             space = self.host_kvcache_swap_space_gb

@@ -136,7 +136,7 @@ class Replica:
             return None
         if plan.cached:
             # First, as a context of the caller's own may refuse: then no page has moved yet.
-            self._advance(row, context, plan.cached)
+            self.advance(row, context, plan.cached)
         rows = self.rows
         self.counter.admit(row, context.end_idx)
         if plan.hits.size:
@@ -348,6 +348,18 @@ class Replica:
             raise SequenceTooLongError(f"{text}, max_seq_len is {self.max_seq_len}")
         raise NotReservedError(f"{text}, its reserved pages hold {room[at]}: call maybe_reserve first")
 
+    def advance(self, row: int, context: Context, cached: int) -> None:
+        """The first `cached` tokens need not run: move the context's start. A chunk ended before keeps its length."""
+        before, active = context.start_idx, context.active_idx
+        if cached >= active:
+            active = min(context.end_idx, cached + context.active_length)
+        context.set_token_indices(start_idx=cached, active_idx=active)
+        if context.start_idx != cached:
+            raise InvalidRequestError(
+                f"request {context.request_id!r}: set_token_indices({cached}) left start_idx at {context.start_idx}"
+            )
+        self.counter.hit(row, context.end_idx, before, cached)
+
     def _plan(self, row: int, context: Context, needed: int) -> _Plan:
         none, rows = np.zeros(0, np.int32), self.rows
         have = int(rows.num_pages[row])
@@ -358,18 +370,6 @@ class Replica:
             cached, hits = 0, none  # no token fewer to run: `step` finds the duplicates
         replaced = rows.table[row, first : min(have, first + len(hits))].copy() if hits.size else none
         return _Plan(first, hits, replaced, max(0, needed - max(have, first + len(hits))), cached)
-
-    def _advance(self, row: int, context: Context, cached: int) -> None:
-        """Move the context's start to `cached`; a chunk that ended before keeps its length."""
-        before, active = context.start_idx, context.active_idx
-        if cached >= active:
-            active = min(context.end_idx, cached + context.active_length)
-        context.set_token_indices(start_idx=cached, active_idx=active)
-        if context.start_idx != cached:
-            raise InvalidRequestError(
-                f"request {context.request_id!r}: set_token_indices({cached}) left start_idx at {context.start_idx}"
-            )
-        self.counter.hit(row, context.end_idx, before, cached)
 
     def _publish(self, rows: Ints, columns: Ints, digests: NDArray[np.uint64]) -> None:
         """Publish the pages at `rows`, `columns`; `digests` are distinct."""

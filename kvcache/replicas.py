@@ -12,6 +12,7 @@ from kvcache.batch import Batch, Gathered, Ints
 from kvcache.context import Context
 from kvcache.hashing import PrefixHasher
 from kvcache.metrics import KVCacheMetrics
+from kvcache.partial import PartialReuse
 from kvcache.placement import PlacedReplica
 from kvcache.replica import Replica
 from kvcache.routing import Router
@@ -26,10 +27,12 @@ class Replicas:
         each: each without them.
     """
 
-    def __init__(self, placed: Sequence[PlacedReplica]) -> None:
+    def __init__(self, placed: Sequence[PlacedReplica], partial_reuse_min_tokens: int = 0) -> None:
         self.placed = placed
         self.each: list[Replica] = [place.replica for place in placed]
         self._router = Router(len(placed))
+        least = partial_reuse_min_tokens
+        self._partial = [PartialReuse(replica, least) for replica in self.each] if least else None
 
     @property
     def metrics(self) -> KVCacheMetrics:
@@ -49,6 +52,8 @@ class Replicas:
         new_pages = replica.reserve(row, context, num_steps)
         if new_pages is not None and first_time:
             self._router.admitted(replica_idx, new_pages)
+        if self._partial is not None and new_pages is not None and context.active_length > 1:
+            self._reuse_part(self._partial[replica_idx], replica_idx, row, context)
         return new_pages is not None
 
     def reserve_batch(self, gathered: Gathered, num_steps: int) -> NDArray[np.bool_]:
@@ -87,10 +92,35 @@ class Replicas:
             return
         for replica, (rows, computed) in zip(self.each, states, strict=True):
             replica.refuse_step(rows, computed)
+        committed: list[Ints] = []
+        if self._partial is not None:
+            committed = [
+                replica.rows.committed[rows].copy() for replica, (rows, _) in zip(self.each, states, strict=True)
+            ]
         for replica, (rows, computed), mine in zip(self.each, states, parts, strict=True):
             replica.step(rows, computed, functools.partial(self._digests, gathered, mine))
+        if self._partial is not None:
+            self._learn(self._partial, gathered, parts, committed)
         if isinstance(gathered, Batch):
             gathered.due = min(replica.due(*state) for replica, state in zip(self.each, states, strict=True))
+
+    def _reuse_part(self, partial: PartialReuse, replica_idx: int, row: int, context: Context) -> None:
+        """Copy a page of which the request shares a part into the request's own."""
+        found = partial.find(row, context)
+        if found is not None:
+            page, own, cached = found
+            self.each[replica_idx].advance(row, context, cached)
+            self.placed[replica_idx].copy_page(page, own)
+
+    def _learn(
+        self, partial: list[PartialReuse], gathered: Gathered, parts: list[Ints | None], committed: list[Ints]
+    ) -> None:
+        for replica, (learner, mine, before) in enumerate(zip(partial, parts, committed, strict=True)):
+            places = np.arange(len(gathered.contexts)) if mine is None else mine
+            now = self.each[replica].rows.committed[gathered.rows[places]]
+            for nth in np.flatnonzero(now > before):
+                place = int(places[nth])
+                learner.learn(int(gathered.rows[place]), gathered.contexts[place], int(before[nth]), int(now[nth]))
 
     def _reserve_decoding(self, gathered: Gathered, num_steps: int) -> bool:
         """Pages for a batch of one token each; False where it takes a closer look at each request."""

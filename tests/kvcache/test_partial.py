@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from kvcache import InvalidParamsError, PagedKVCacheManager, TextContext
+from tests.kvcache.test_params import params
+
+PAGE = 4
+
+
+def made(make: Any, pages: int = 64, least: int = 1, **options: Any) -> PagedKVCacheManager:
+    return make(pages, page_size=PAGE, params={"partial_reuse_min_tokens": least}, **options)
+
+
+def content(manager: PagedKVCacheManager, context: TextContext, count: int) -> list[int]:
+    """What the pages hold of the first `count` tokens, as `run` wrote it: on every shard the same."""
+    pages = manager.get_req_blocks(context.request_id)
+    shards = [
+        [int(blocks[pages[at // PAGE], 0, 0, at % PAGE, 0, 0]) for at in range(count)]
+        for blocks in manager.device_tensors[manager.get_replica(context)]
+    ]
+    assert all(shard == shards[0] for shard in shards)
+    return shards[0]
+
+
+def run(manager: PagedKVCacheManager, context: TextContext, token: int = 7) -> None:
+    """A model whose KV is the token itself; whatever is said to be cached must be there already."""
+    assert content(manager, context, context.start_idx) == context.tokens[: context.start_idx].tolist()
+    manager.fetch([context])
+    pages = manager.get_req_blocks(context.request_id)
+    for blocks in manager.device_tensors[manager.get_replica(context)]:
+        for at in range(context.start_idx, context.active_idx):
+            blocks[pages[at // PAGE], :, :, at % PAGE] = float(context.tokens[at])
+    context.update(token)
+    manager.step([context])
+
+
+def served(manager: PagedKVCacheManager, tokens: Any, **options: Any) -> int:
+    """Run one request; the tokens that it found."""
+    context = TextContext(tokens, 256, **options)
+    with manager.claim(context):
+        assert manager.maybe_reserve(context)
+        found = context.start_idx
+        run(manager, context)
+    return found
+
+
+def test_a_prompt_that_leaves_a_cached_one_within_a_page_goes_on_from_there(make: Any) -> None:
+    manager = made(make, tp=2, heads=2)
+    assert served(manager, range(12)) == 0
+    assert served(manager, [*range(6), 90, 91, 92]) == 6
+    assert served(manager, range(3)) == 2  # it ends within the first page; its last token has to run
+    assert served(manager, [*range(10)]) == 9
+    assert served(manager, [50, *range(9)]) == 0
+    assert manager.metrics.cache_tokens == 17
+
+
+def test_an_exact_page_is_shared_and_not_copied(make: Any) -> None:
+    manager = made(make)
+    served(manager, range(13))
+    context = TextContext(range(13), 64)
+    manager.external_claim(context.request_id)
+    assert manager.maybe_reserve(context)
+    assert context.start_idx == 12
+    assert manager.num_free_blocks == 64 - 4
+
+
+@pytest.mark.parametrize(("least", "found"), [(0, 4), (1, 6), (2, 6), (3, 4)])
+def test_too_few_tokens_are_not_worth_a_copy(make: Any, least: int, found: int) -> None:
+    manager = made(make, least=least)
+    served(manager, range(12))
+    assert served(manager, [*range(6), 90, 91, 92]) == found
+
+
+def test_the_longest_of_several_pages_is_copied(make: Any) -> None:
+    manager = made(make)
+    for third in ([4, 60, 60, 60], [4, 5, 60, 60], [4, 5, 6, 60], [4, 61, 60, 60]):
+        served(manager, [0, 1, 2, 3, *third, 99])
+    assert served(manager, range(9)) == 7
+
+
+def test_salts_and_keys_stay_apart(make: Any) -> None:
+    manager = made(make)
+    served(manager, range(12), cache_salt="a", extra_keys=[(5, b"image")])
+    assert served(manager, [*range(3), 90, 91], cache_salt="b") == 0
+    assert served(manager, [*range(3), 90, 91]) == 0
+    assert served(manager, [*range(3), 90, 91], cache_salt="a") == 3
+    assert served(manager, [*range(7), 90, 91], cache_salt="a") == 4  # the image lies on the second page
+
+
+def test_a_page_that_was_evicted_is_not_copied(make: Any) -> None:
+    manager = made(make, pages=3)
+    served(manager, range(8))
+    served(manager, range(100, 112))
+    assert served(manager, [*range(3), 90]) == 0
+
+
+def test_a_failed_reserve_copies_nothing(make: Any) -> None:
+    manager = made(make, pages=4)
+    served(manager, range(8))
+    hog = TextContext(range(200, 208), 64)
+    with manager.claim(hog):
+        assert manager.maybe_reserve(hog)
+        context = TextContext([*range(6), *range(90, 96)], 64)
+        manager.external_claim(context.request_id)
+        assert not manager.maybe_reserve(context)
+        assert context.start_idx == 0
+    assert manager.maybe_reserve(context)
+    assert context.start_idx == 6
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_is_said_to_be_cached_is_there(make: Any, seed: int) -> None:
+    rng = random.Random(seed)
+    manager = made(make, pages=rng.choice([12, 30]), least=rng.choice([0, 1, 3]), dp=rng.choice([1, 2]), rows=4)
+    past, live = [[1, 2, 3]], list[TextContext]()
+    for _ in range(250):
+        move = rng.random()
+        if move < 0.3 and len(live) < 4:
+            old = rng.choice(past)
+            tokens = [*old[: rng.randint(0, len(old))], *(rng.randint(1, 3) for _ in range(rng.randint(1, 9)))][:24]
+            live.append(TextContext(tokens, 40))
+            manager.external_claim(live[-1].request_id, rng.randint(0, manager.num_replicas - 1))
+        elif move < 0.8 and live:
+            context = rng.choice(live)
+            if context.end_idx < 40 and manager.maybe_reserve(context):
+                if context.active_length > 5 and rng.random() < 0.5:
+                    context.set_token_indices(active_idx=context.start_idx + rng.randint(1, 5))
+                run(manager, context, rng.randint(1, 3))
+        elif move < 0.85 and live and live[0].active_length == 1 and len(live) < 4:
+            child = live[0].fork()
+            try:
+                forked = manager.fork(live[0], child)
+            except ValueError:
+                continue  # its last step is not done, or its replica has no row left
+            if forked:
+                live.append(child)
+        elif live:
+            context = live.pop(rng.randrange(len(live)))
+            past = [*past[-6:], context.tokens.tolist()]
+            manager.release(context.request_id)
+
+
+def test_bad_values_are_named() -> None:
+    with pytest.raises(InvalidParamsError, match="partial_reuse_min_tokens is -1"):
+        params(partial_reuse_min_tokens=-1)
+    with pytest.raises(InvalidParamsError, match="partial_reuse_min_tokens needs enable_prefix_caching"):
+        params(partial_reuse_min_tokens=2)
+
+
+def test_copies_do_not_touch_the_page_they_come_from(make: Any) -> None:
+    manager = made(make)
+    served(manager, range(12))
+    before = [blocks.clone() for blocks in manager.device_tensors[0]]
+    published = [page for page in range(65) if manager._replicas.each[0].pool.index.published[page]]
+    served(manager, [*range(6), 90, 91, 92])
+    for blocks, old in zip(manager.device_tensors[0], before, strict=True):
+        assert torch.equal(blocks[published], old[published])
