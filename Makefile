@@ -39,7 +39,7 @@ lint: $(STAMP) ## ruff: rules and format
 types: $(STAMP) ## pyright, strict on kvcache/ and transfer/
 	@$(BIN)/pyright
 
-bench: $(STAMP) ## measure the host cost of the manager and the rate of a pull (ARGS="--quick")
+bench: $(STAMP) ## measure the host cost of the manager, draw the plots (ARGS="--quick")
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 bench-peers: $(STAMP) ## measure MAX and vLLM in turn with ours, each in an environment of its own
