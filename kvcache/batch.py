@@ -116,13 +116,12 @@ class Gathered:
             page_rows(self.tokens(place)[first * size : last * size], size)[0]
             for place, (first, last) in zip(at, pages, strict=True)
         ]
-        return self.digest_pages(at, firsts.tolist(), rows, hasher_of)
+        return self.digest_pages(at, hashers, firsts.tolist(), rows)
 
     def digest_pages(
-        self, at: list[int], firsts: list[int], rows: list[bytes], hasher_of: HasherOf
+        self, at: list[int], hashers: list[PrefixHasher], firsts: list[int], rows: list[bytes]
     ) -> NDArray[np.uint64]:
         """Of each context at the places `at` the digest of its page `firsts`, whose bytes are `rows`."""
-        hashers = self.hashers(at, hasher_of)
 
         def from_the_context(nth: int) -> bytes:
             return hashers[nth].digests(self.tokens(at[nth]), firsts[nth], firsts[nth] + 1).tobytes()
@@ -253,7 +252,8 @@ class Batch(Gathered, Sequence[Context]):
             return super().digests(places, firsts, lasts, hasher_of)
         # The usual step: one page each, all of them full at this token. No context has to catch up.
         tokens = self._log[:, column : column + self._page_size][places]
-        return self.digest_pages(places.tolist(), firsts.tolist(), page_rows(tokens, self._page_size), hasher_of)
+        at = places.tolist()
+        return self.digest_pages(at, self.hashers(at, hasher_of), firsts.tolist(), page_rows(tokens, self._page_size))
 
     def hashers(self, at: list[int], hasher_of: HasherOf) -> list[PrefixHasher]:
         """The hashers of the contexts at the places `at`, looked up once."""

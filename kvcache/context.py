@@ -26,7 +26,8 @@ class Context(Protocol):
 
     An object may have any of these optional attributes too: `cache_salt` (str), `extra_keys` (`ExtraKeys`), `retention`
     (`Retention`), and `prefix_hasher`, None at first, where the manager keeps the page hashes of a request that waits
-    or is preempted.
+    or is preempted. Known tokens never change: a context that drops some from its end (a rejected draft, say) must have
+    `prefix_hasher` and set it to None then, or its later pages would be found by the digests of the dropped tokens.
     """
 
     @property

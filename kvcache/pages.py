@@ -23,8 +23,6 @@ from kvcache.retention import IdleOrder
 
 Pages = NDArray[np.int32]
 
-_MOST_SHARED = np.iinfo(np.int32).max
-
 
 class PagePool:
     """Holders, writers and free order of the pages 1 to `num_pages`, in arrays. The null page, 0, is none of them."""

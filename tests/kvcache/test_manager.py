@@ -320,6 +320,19 @@ def test_a_hit_past_the_chunk_moves_the_chunk(make: Any) -> None:
     assert (context.start_idx, context.active_idx) == (16, 18)
 
 
+def test_dropped_tokens_are_never_found_behind_those_that_took_their_place(make: Any) -> None:
+    manager = make(32, page_size=4)
+    draft = claimed(manager, range(12))
+    assert manager.maybe_reserve(draft)  # hashes the pages of all twelve
+    draft.set_token_indices(active_idx=6, end_idx=6)
+    for token in (90, 91, 92):
+        run(manager, [draft], token)
+    for tokens, start in ((range(12), 4), ([*range(6), 90, 91, 92], 8)):
+        context = claimed(manager, tokens)
+        assert manager.maybe_reserve(context)
+        assert context.start_idx == start
+
+
 def test_without_caching_nothing_is_kept(make: Any) -> None:
     manager = make(8, page_size=4, caching=False)
     run(manager, [owner := claimed(manager, range(8))])

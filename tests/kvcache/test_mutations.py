@@ -128,4 +128,5 @@ def test_each_mutation_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(owner, method, mutant)
     with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever notices first: the model, the check, numpy
         many_moves()
-    assert not isinstance(caught.value, KeyboardInterrupt)
+    # A mutant that cannot even run would be noticed by anything.
+    assert not isinstance(caught.value, (TypeError, AttributeError, NameError)), repr(caught.value)
