@@ -1,6 +1,5 @@
 """Moves KV cache pages between processes through NIXL."""
 
-from transfer.agent import TensorAgent, settings_fingerprint
 from transfer.engine import KVTransferEngine
 from transfer.errors import (
     AgentError,
@@ -30,6 +29,8 @@ from transfer.metadata import (
     encode,
 )
 from transfer.ports import available_port
+from transfer.settings import settings_fingerprint
+from transfer.tensor_agent import TensorAgent
 
 __all__ = [
     "WIRE_VERSION",

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from transfer.errors import AgentError
 
 if TYPE_CHECKING:
-    from transfer.agent import Pages, TensorAgent
     from transfer.errors import TransferFailedError
     from transfer.metadata import KVTransferEngineMetadata
+    from transfer.tensor_agent import Pages, TensorAgent
 
 
 class Connection:

@@ -13,7 +13,6 @@ import socket
 import uuid
 from typing import TYPE_CHECKING
 
-from transfer.agent import TensorAgent, agreed_settings, fingerprint_of
 from transfer.checks import check_replica, check_tensors, page_indices, sorted_pairs
 from transfer.errors import (
     AgentError,
@@ -24,6 +23,8 @@ from transfer.errors import (
 from transfer.metadata import WIRE_VERSION, KVTransferEngineMetadata, MemoryType, TransferReqData, sealed
 from transfer.peers import Peers
 from transfer.posting import Posting
+from transfer.settings import agreed_settings, fingerprint_of
+from transfer.tensor_agent import TensorAgent
 from transfer.transfers import Transfers
 
 if TYPE_CHECKING:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from transfer.agent import reaches_other_hosts
 from transfer.connection import Connection
 from transfer.errors import (
     AlreadyConnectedError,
@@ -16,11 +15,12 @@ from transfer.errors import (
     UnknownPeerError,
 )
 from transfer.metadata import KVTransferEngineMetadata, check_metadata
+from transfer.settings import reaches_other_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from transfer.agent import TensorAgent
+    from transfer.tensor_agent import TensorAgent
 
 
 class Peers:

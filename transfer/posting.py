@@ -10,10 +10,11 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from transfer.agent import Handle, TensorAgent
+    from transfer.agent import Handle
     from transfer.connection import Connection
     from transfer.errors import TransferFailedError
     from transfer.metadata import TransferReqData
+    from transfer.tensor_agent import TensorAgent
 
 
 class Posting:

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from transfer.agent import TensorAgent
     from transfer.connection import Connection
     from transfer.peers import Peers
     from transfer.posting import Posting
+    from transfer.tensor_agent import TensorAgent
 
 _FIRST_PAUSE_S = 20e-6  # most small transfers end within it
 _LAST_PAUSE_S = 1e-3  # a stuck one is looked at each millisecond: 2 % of a core

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from transfer.agent import (
-    TensorAgent,
+from transfer.errors import AgentError
+from transfer.metadata import MemoryType
+from transfer.settings import (
     agreed_settings,
     effective_settings,
     fingerprint_of,
     reaches_other_hosts,
     settings_fingerprint,
 )
-from transfer.errors import AgentError
-from transfer.metadata import MemoryType
+from transfer.tensor_agent import TensorAgent
 
 ROOT = Path(__file__).resolve().parents[2]
 BOTH = {"UCX_POSIX_ERROR_HANDLING", "UCX_SYSV_ERROR_HANDLING"}
