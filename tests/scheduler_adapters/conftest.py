@@ -36,6 +36,8 @@ def _make_model(kind: str, **changes: Any) -> Any:
         "qwen3": (transformers.Qwen3Config, {}),
         "mistral": (transformers.MistralConfig, {"sliding_window": 24}),
         "gemma2": (transformers.Gemma2Config, {}),
+        # With tied embeddings a random one repeats its last token.
+        "gemma3": (transformers.Gemma3TextConfig, {"tie_word_embeddings": False}),
     }[kind]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
