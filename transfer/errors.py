@@ -74,3 +74,15 @@ class EngineClosedError(TransferError):
 
 class NoFreePortError(TransferError):
     """Every port that was tried is taken."""
+
+
+class InvalidLeaseError(TransferError, ValueError):
+    """A lease that cannot be granted as asked, or that is booked wrongly."""
+
+
+class HandshakeError(TransferError, ConnectionError):
+    """A peer did not answer, refused, or told of itself what does not go with us. Only its requests fail."""
+
+
+class PullFailedError(TransferError):
+    """A pull came to nothing. Its destination pages hold anything and must not be read."""

@@ -1,0 +1,400 @@
+"""The reading side of one rank: READs of pages, the fence after them, and what is in flight until it is not.
+
+A pull is over in two steps that may be far apart. It *fails* as soon as the reason is known. Its pages are *safe* when
+nothing of it is in flight: NIXL cannot stop a copy, so until then bytes may still land in them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+
+from transfer.errors import AgentError, InvalidTransferError, PullFailedError
+from transfer.lease import CLEARED, WORD_BYTES, make_words
+from transfer.metadata import MemoryType
+from transfer.wire import ReaderNote, encode_message
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transfer.agent import Descriptors, Handle
+    from transfer.remote import RemoteEngine
+
+_WORDS_IN = (MemoryType.DRAM, MemoryType.DRAM)
+
+
+class Reader(Protocol):
+    """What a puller needs of an agent. `transfer.agent.Agent` is the real one."""
+
+    def read(
+        self,
+        peer: str,
+        local: Descriptors,
+        remote: Descriptors,
+        note: bytes = b"",
+        memory_types: tuple[MemoryType, MemoryType] | None = None,
+    ) -> tuple[Handle, bool]:
+        """Starts to READ; see `Agent.read`."""
+        ...
+
+    def done(self, handle: Handle) -> bool:
+        """Tells whether a transfer has ended well; see `Agent.done`."""
+        ...
+
+    def release(self, handle: Handle) -> None:
+        """Releases a handle that has ended; see `Agent.release`."""
+        ...
+
+    def notify(self, peer: str, message: bytes) -> None:
+        """Sends a message on its own; see `Agent.notify`."""
+        ...
+
+
+class LeaseRef(NamedTuple):
+    """A lease as its readers know it: id, slot of the word on every rank, and seconds that a renewal lasts."""
+
+    lease_id: int
+    slot: int
+    duration_s: float
+
+
+class PullEvent(NamedTuple):
+    """What became of a pull. The last event of each has `safe` set; an earlier one, at most, says that it failed.
+
+    Attributes:
+        key: the pull.
+        error: why it failed; empty where every byte was under the lease when it was read.
+        safe: nothing of it is in flight any more: its pages may be given back or, without error, be used.
+    """
+
+    key: str
+    error: str
+    safe: bool
+
+
+@dataclass(slots=True)
+class Part:
+    """Runs to read from one rank, posted together.
+
+    Attributes:
+        rank: of the source.
+        local: where the bytes go.
+        remote: where they lie.
+        num_bytes: of all runs.
+        arrived: called once they are there: moves staged bytes on, or marks layers; None where nothing is to be done.
+    """
+
+    rank: int
+    local: Descriptors
+    remote: Descriptors
+    num_bytes: int
+    arrived: Callable[[], None] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Pull:
+    """One request's pull by this rank, from every rank of the source that holds a part of it.
+
+    Attributes:
+        key: names it among the pulls of this rank.
+        engine: the source.
+        lease: under which the source holds the pages.
+        deadline: on the puller's clock.
+        started: when it was opened, likewise.
+        more: further parts may be added, so the fence has to wait.
+        error: why it failed; empty otherwise.
+        num_bytes: read so far, or on their way.
+        num_runs: likewise.
+        post_s: seconds that the posts took.
+        total_s: seconds from its opening to its end.
+    """
+
+    key: str
+    engine: RemoteEngine
+    lease: LeaseRef
+    deadline: float
+    started: float
+    more: bool = True
+    error: str = ""
+    num_bytes: int = 0
+    num_runs: int = 0
+    post_s: float = 0.0
+    total_s: float = 0.0
+    renew_at: float = math.inf
+    waiting: deque[Part] = field(default_factory=deque[Part])
+    reading: list[tuple[Handle, Part]] = field(default_factory=list["tuple[Handle, Part]"])
+    fencing: list[tuple[Handle, int, int]] = field(default_factory=list["tuple[Handle, int, int]"])
+    fenced: bool = False
+    read_ranks: set[int] = field(default_factory=set[int])
+    told: set[int] = field(default_factory=set[int])
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether NIXL may still write for this pull."""
+        return bool(self.reading or self.fencing)
+
+
+class Puller:
+    """The pulls of one rank. Single-threaded: the thread that owns the agent calls everything.
+
+    Args:
+        agent: posts the READs. `words` must be registered with it.
+        identity: (engine id, rank, ranks) of this rank, as sources are told.
+        memory_type: where the pages of this rank live.
+        slots: fences that can be in flight at once.
+        clock: seconds, monotonic.
+
+    Attributes:
+        words: uint64 `[slots]`, where fences put the lease words that they read. To be registered by the caller.
+    """
+
+    def __init__(
+        self,
+        agent: Reader,
+        identity: tuple[str, int, int],
+        *,
+        memory_type: MemoryType = MemoryType.DRAM,
+        slots: int = 1024,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.words = make_words(slots)
+        self.events: deque[PullEvent] = deque()
+        self.ended: deque[Pull] = deque(maxlen=4096)
+        self._agent = agent
+        self._identity = identity
+        self._memory_type = memory_type
+        self._clock = clock
+        self._address = self.words.ctypes.data
+        self._free = list(range(slots))
+        self._pulls: dict[str, Pull] = {}
+
+    def __len__(self) -> int:
+        return len(self._pulls)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._pulls
+
+    def uses(self, engine: RemoteEngine) -> bool:
+        """Tells whether a pull still has to do with an engine."""
+        return any(pull.engine is engine for pull in self._pulls.values())
+
+    def open(self, key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: float) -> Pull:
+        """Begins a pull: the lease is renewed from now on, and `add` may read.
+
+        Args:
+            key: names it; free again once its last event is out.
+            engine: the source, loaded.
+            lease: under which it holds the pages.
+            timeout_s: seconds until it fails by itself.
+
+        Raises:
+            InvalidTransferError: the key is taken, or the source has no such lease word.
+            PullFailedError: the source is known to be gone.
+        """
+        if key in self._pulls:
+            raise InvalidTransferError(f"request {key!r}: a pull of this name has not ended yet")
+        if engine.failure:
+            raise PullFailedError(f"request {key!r}: engine {engine.engine_id!r} was lost: {engine.failure}")
+        if not 0 <= lease.slot < engine.words or not CLEARED < lease.lease_id < 1 << 64:
+            raise InvalidTransferError(
+                f"request {key!r}: lease {lease.lease_id:#x} in slot {lease.slot}, engine {engine.engine_id!r} has "
+                f"{engine.words} slots"
+            )
+        if not 0 < timeout_s < math.inf or not 0 < lease.duration_s < math.inf:
+            raise InvalidTransferError(f"request {key!r}: timeout of {timeout_s} s, lease of {lease.duration_s} s")
+        now = self._clock()
+        pull = Pull(key, engine, lease, now + timeout_s, now, renew_at=now + lease.duration_s / 3)
+        self._pulls[key] = pull
+        return pull
+
+    def get(self, key: str) -> Pull:
+        """Returns a pull that can still be added to.
+
+        Raises:
+            PullFailedError: there is no such pull, it has failed, or its last part was added before.
+        """
+        pull = self._pulls.get(key)
+        if pull is None or pull.error or not pull.more:
+            reason = "no such pull" if pull is None else pull.error or "its last part was added before"
+            raise PullFailedError(f"request {key!r}: {reason}")
+        return pull
+
+    def add(self, key: str, parts: list[Part], *, last: bool) -> None:
+        """Reads further parts of a pull, and fences it after the last.
+
+        Raises:
+            PullFailedError: there is no such pull, it has failed, or its last part was added before.
+        """
+        pull = self.get(key)
+        pull.waiting.extend(part for part in parts if len(part.local))
+        pull.more = not last
+        self._advance(pull)
+
+    def fail(self, key: str, reason: str) -> None:
+        """Gives a pull up. Nothing happens where there is none, or where it has failed already."""
+        pull = self._pulls.get(key)
+        if pull is not None and not pull.error:
+            self._fail(pull, reason)
+            self._advance(pull)
+
+    def fail_engine(self, engine: RemoteEngine, reason: str) -> None:
+        """Gives up every pull from an engine, and takes no further one from it."""
+        engine.failure = engine.failure or reason
+        for key in [pull.key for pull in self._pulls.values() if pull.engine is engine]:
+            self.fail(key, reason)
+
+    def poll(self) -> None:
+        """Moves every pull on. What became of them is in `events`."""
+        now = self._clock()
+        for pull in list(self._pulls.values()):
+            if not pull.error and now >= pull.deadline:
+                stage = "the fence" if pull.fencing else f"{len(pull.reading)} READs" if pull.reading else "more pages"
+                self._fail(pull, f"timed out after {now - pull.started:.3g} s, waiting for {stage}")
+            elif not pull.error and now >= pull.renew_at:
+                pull.renew_at = now + pull.lease.duration_s / 3
+                self._tell(pull, range(len(pull.engine.ranks)), "renew")
+            self._advance(pull)
+
+    def _advance(self, pull: Pull) -> None:
+        if not pull.error:
+            self._post(pull)
+        self._collect_reads(pull)
+        if not pull.error and not pull.more and not pull.reading and not pull.waiting:
+            self._fence(pull)
+        self._collect_fences(pull)
+        if pull.in_flight or (not pull.error and not pull.fenced):
+            return
+        del self._pulls[pull.key]
+        if not pull.error:
+            self._tell(pull, set(range(len(pull.engine.ranks))) - pull.told, "done")
+        pull.total_s = self._clock() - pull.started
+        self.ended.append(pull)
+        self.events.append(PullEvent(pull.key, pull.error, safe=True))
+
+    def _post(self, pull: Pull) -> None:
+        while pull.waiting:
+            part = pull.waiting[0]
+            begin = time.perf_counter()
+            there = pull.engine.ranks[part.rank]
+            kinds = (self._memory_type, there.memory_type)
+            try:
+                handle, done = self._agent.read(there.agent_name, part.local, part.remote, b"", kinds)
+            except AgentError as error:
+                self._on_error(pull, error)
+                return
+            pull.post_s += time.perf_counter() - begin
+            pull.waiting.popleft()
+            pull.read_ranks.add(part.rank)
+            pull.num_bytes += part.num_bytes
+            pull.num_runs += len(part.local)
+            pull.reading.append((handle, part))
+            if done:
+                self._collect_reads(pull)
+
+    def _collect_reads(self, pull: Pull) -> None:
+        for entry in list(pull.reading):
+            handle, part = entry
+            ended, error = self._is_over(handle)
+            if not ended:
+                continue
+            pull.reading.remove(entry)
+            if error is not None:
+                self._on_error(pull, error)
+            elif part.arrived is not None and not pull.error:
+                part.arrived()
+
+    def _is_over(self, handle: Handle) -> tuple[bool, AgentError | None]:
+        try:
+            if not self._agent.done(handle):
+                return False, None
+        except AgentError as error:
+            with suppress(AgentError):
+                self._agent.release(handle)
+            return True, error
+        with suppress(AgentError):  # it has ended, which is all that counts
+            self._agent.release(handle)
+        return True, None
+
+    def _fence(self, pull: Pull) -> None:
+        """Reads the lease word of every rank that was read from. The word of that rank's own `done` rides on it."""
+        if pull.fenced or pull.fencing:
+            return
+        if len(self._free) < len(pull.read_ranks):
+            return  # another pull's fence ends first
+        note = encode_message(self._note(pull, "done"))
+        for rank in sorted(pull.read_ranks):
+            slot = self._free.pop()
+            self.words[slot] = CLEARED  # no lease: a fence that delivers nothing must not find an old word
+            local = np.array([[self._address + slot * WORD_BYTES, WORD_BYTES, 0]], np.uint64)
+            there = pull.engine.ranks[rank]
+            remote = np.array([[there.words_addr + pull.lease.slot * WORD_BYTES, WORD_BYTES, 0]], np.uint64)
+            try:
+                handle, _ = self._agent.read(there.agent_name, local, remote, note, _WORDS_IN)
+            except AgentError as error:
+                self._free.append(slot)
+                self._on_error(pull, error)
+                return
+            pull.fencing.append((handle, rank, slot))
+        pull.fenced = not pull.read_ranks
+
+    def _collect_fences(self, pull: Pull) -> None:
+        for entry in list(pull.fencing):
+            handle, rank, slot = entry
+            ended, error = self._is_over(handle)
+            if not ended:
+                continue
+            pull.fencing.remove(entry)
+            word = int(self.words[slot])
+            self._free.append(slot)
+            if error is not None:
+                self._on_error(pull, error)
+                continue
+            pull.told.add(rank)
+            if word != pull.lease.lease_id and not pull.error:
+                self._fail(
+                    pull,
+                    f"engine {pull.engine.engine_id!r} rank {rank} had given the pages away: its lease word "
+                    f"{pull.lease.slot} holds {word:#x}, the lease is {pull.lease.lease_id:#x}",
+                )
+            pull.fenced = not pull.fencing
+
+    def _on_error(self, pull: Pull, error: AgentError) -> None:
+        self._fail(pull, f"reading from engine {pull.engine.engine_id!r}: {error}")
+        if error.peer_lost and not pull.engine.failure:
+            pull.engine.failure = str(error)
+
+    def _fail(self, pull: Pull, reason: str) -> None:
+        if pull.error:
+            return  # the first reason is kept
+        pull.error = reason
+        pull.waiting.clear()
+        self._tell(pull, set(range(len(pull.engine.ranks))) - pull.told, "refused", reason)
+        if pull.in_flight:
+            self.events.append(PullEvent(pull.key, reason, safe=False))
+
+    def _note(self, pull: Pull, verdict: str, reason: str = "") -> ReaderNote:
+        engine_id, rank, ranks = self._identity
+        return ReaderNote(pull.lease.lease_id, engine_id, rank, ranks, verdict, reason[:200])  # pyright: ignore[reportArgumentType]
+
+    def _tell(self, pull: Pull, ranks: set[int] | range, verdict: str, reason: str = "") -> None:
+        """Sends a note to each rank. One that is lost costs the source time, not pages: its lease runs out."""
+        message = encode_message(self._note(pull, verdict, reason))
+        for rank in ranks:
+            with suppress(AgentError):
+                self._agent.notify(pull.engine.ranks[rank].agent_name, message)
+
+    def drop(self) -> list[Pull]:
+        """Forgets every pull and releases its handles, in flight or not: only just before the agent is destroyed."""
+        pulls, self._pulls = list(self._pulls.values()), {}
+        for pull in pulls:
+            pull.error = pull.error or "this rank was shut down"
+            for handle in [entry[0] for entry in (*pull.reading, *pull.fencing)]:
+                with suppress(AgentError):
+                    self._agent.release(handle)
+        return pulls

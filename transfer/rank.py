@@ -1,0 +1,277 @@
+"""One rank of an engine: its agent, the leases that it grants, and the pulls that it makes. Single-threaded."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+import uuid
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from transfer.agent import Agent
+from transfer.errors import AgentError, EngineClosedError, HandshakeError, InvalidEngineError
+from transfer.lease import LeaseBook
+from transfer.metadata import MemoryType
+from transfer.pull import LeaseRef, Puller, PullEvent
+from transfer.remote import PagesOfGroup, RemoteEngine
+from transfer.settings import agreed_settings
+from transfer.wire import RankMetadata, decode_note, open_rank, sealed_rank
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from transfer.boxes import ShardLayout
+    from transfer.lease import Lease
+
+log = logging.getLogger("pagewire.transfer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankIdentity:
+    """Which rank of which engine this is, and what must agree with a peer.
+
+    Attributes:
+        engine_id: shared by all ranks of the engine.
+        incarnation: random, new with each start, shared by all ranks; `new_incarnation` makes one.
+        rank: of `ranks`, tensor-parallel and pipeline ranks counted together.
+        ranks: ranks of the engine.
+        compatibility: what must agree for the bytes to mean the same: model, cache dtype and so on.
+        key: shared secret of the digest over metadata; empty where metadata only has to arrive unharmed.
+    """
+
+    engine_id: str
+    incarnation: str
+    rank: int = 0
+    ranks: int = 1
+    compatibility: Mapping[str, str] = field(default_factory=dict[str, str])
+    key: bytes = b""
+
+
+def new_incarnation() -> str:
+    """Returns a name that no start of an engine has had before."""
+    return uuid.uuid4().hex
+
+
+class RankTransfer:
+    """What one rank leases to readers, and pulls from sources. One thread owns it, and calls `poll` every millisecond.
+
+    Args:
+        identity: which rank this is.
+        layout: geometry of its pages.
+        bases: address of each region of the layout. The memory must stay mapped while any peer lives.
+        memory_type: where the regions live.
+        device: index of the device that they are on; 0 for host memory.
+        agent: makes the agent, given its name and memory type. Replaced by tests that inject faults.
+        clock: seconds, monotonic.
+
+    Attributes:
+        leases: the leases granted here.
+        puller: the pulls made here.
+        released: leases that have ended, their words cleared, until the owner takes them.
+        metadata: sealed bytes, for a handshake.
+
+    Raises:
+        InvalidEngineError: the addresses are not those of the layout's regions.
+        AgentError: NIXL cannot be used, or refuses the memory.
+    """
+
+    def __init__(
+        self,
+        identity: RankIdentity,
+        layout: ShardLayout,
+        bases: Sequence[int],
+        memory_type: MemoryType = MemoryType.DRAM,
+        device: int = 0,
+        *,
+        agent: Callable[[str, MemoryType], Agent] = Agent,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if len(bases) != len(layout.region_bytes):
+            raise InvalidEngineError(
+                f"engine {identity.engine_id!r} rank {identity.rank}: {len(bases)} addresses, the layout has "
+                f"{len(layout.region_bytes)} regions"
+            )
+        self.identity = identity
+        self.layout = layout
+        self.bases = tuple(bases)
+        self.memory_type = memory_type
+        self.device = device
+        self.leases = LeaseBook(clock=clock)
+        self.released: deque[Lease] = deque()
+        name = f"{identity.engine_id}/{identity.rank}@{identity.incarnation}"
+        self._agent: Agent | None = agent(name, memory_type)
+        self.puller = Puller(
+            self._agent, (identity.engine_id, identity.rank, identity.ranks), memory_type=memory_type, clock=clock
+        )
+        self._remotes: dict[str, RemoteEngine] = {}
+        self._retiring: list[RemoteEngine] = []
+        try:
+            self._register()
+            self.metadata = sealed_rank(self._describe(name), identity.key)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> Agent:
+        if self._agent is None:
+            raise EngineClosedError(f"engine {self.identity.engine_id!r} rank {self.identity.rank} was shut down")
+        return self._agent
+
+    def _register(self) -> None:
+        agent = self._open()
+        sizes = self.layout.region_bytes
+        pages = [(base, size, self.device) for base, size in zip(self.bases, sizes, strict=True)]
+        agent.register(pages, self.memory_type)
+        words = [(array.ctypes.data, array.nbytes, 0) for array in (self.leases.words, self.puller.words)]
+        agent.register(words, MemoryType.DRAM)
+
+    def _describe(self, name: str) -> RankMetadata:
+        return RankMetadata(
+            engine_id=self.identity.engine_id,
+            incarnation=self.identity.incarnation,
+            rank=self.identity.rank,
+            ranks=self.identity.ranks,
+            hostname=socket.gethostname(),
+            agent_name=name,
+            agent_metadata=self._open().metadata,
+            memory_type=self.memory_type,
+            layout=self.layout,
+            bases=self.bases,
+            device=self.device,
+            words_addr=self.leases.words.ctypes.data,
+            words=len(self.leases.words),
+            compatibility=dict(self.identity.compatibility),
+            settings=agreed_settings(self.memory_type),
+        )
+
+    def remote(self, engine_id: str) -> RemoteEngine | None:
+        """Returns the loaded engine of this id, unless it is known to be dead."""
+        remote = self._remotes.get(engine_id)
+        return None if remote is None or remote.failure else remote
+
+    def connect(self, ranks: Sequence[bytes]) -> RemoteEngine:
+        """Loads all ranks of an engine. One of the same id, of this or another incarnation, is forgotten before.
+
+        Args:
+            ranks: sealed metadata of each of its ranks, in any order.
+
+        Raises:
+            MetadataError: one is damaged, or they are not the ranks of one engine. NIXL has seen none of them.
+            SettingsMismatchError: the peer runs with other UCX settings or another version of NIXL.
+            HandshakeError: what must agree does not, with both values.
+            AgentError: NIXL refuses one. None of them stays loaded.
+        """
+        agent = self._open()
+        found = [open_rank(data, self.identity.key) for data in ranks]
+        remote = RemoteEngine(found, self._own(), self.identity.compatibility)
+        if remote.engine_id == self.identity.engine_id:
+            raise HandshakeError(f"engine {remote.engine_id!r} rank {self.identity.rank}: that is this engine itself")
+        self.disconnect(remote.engine_id, f"engine {remote.engine_id!r} was connected anew")
+        self._reap()
+        remote.load(agent)
+        self._remotes[remote.engine_id] = remote
+        return remote
+
+    def _own(self) -> RankMetadata:
+        return open_rank(self.metadata, self.identity.key)
+
+    def disconnect(self, engine_id: str, reason: str) -> None:
+        """Fails the pulls from an engine and forgets it: what it told is never used again."""
+        remote = self._remotes.pop(engine_id, None)
+        if remote is not None:
+            self.puller.fail_engine(remote, reason)
+            self._retiring.append(remote)
+
+    def open_pull(self, key: str, remote: RemoteEngine, lease: LeaseRef, timeout_s: float) -> None:
+        """Begins a pull. Raises as `Puller.open` does."""
+        self.puller.open(key, remote, lease, timeout_s)
+
+    def add_pages(self, key: str, groups: Sequence[PagesOfGroup], *, last: bool, layer_chunks: int = 1) -> None:
+        """Reads pages of a pull, or further ones; `last` fences it after them.
+
+        Args:
+            key: the pull.
+            groups: for each group of the layout the pages here and there, and their tokens.
+            last: nothing more will be read.
+            layer_chunks: how many ranges of layers are read one after another, each as a transfer of its own.
+
+        Raises:
+            InvalidTransferError: pages or tokens that do not fit either layout. The pull has failed.
+            PullFailedError: there is no such pull, or it has failed.
+        """
+        pull = self.puller.get(key)
+        try:
+            parts = pull.engine.parts(key, groups, layer_chunks)
+        except Exception as error:
+            self.puller.fail(key, str(error))
+            raise
+        self.puller.add(key, parts, last=last)
+
+    def poll(self) -> bool:
+        """Serves peers, books their notes, ends leases that are over and moves pulls on. Whether anything is going on.
+
+        Raises:
+            AgentError: NIXL fails.
+        """
+        agent = self._open()
+        for _, message in agent.notifications():
+            note = decode_note(message)
+            if note is None:
+                self.leases.counts["malformed"] += 1
+            elif (lease := self.leases.hear(note)) is not None:
+                self.released.append(lease)
+        self.released.extend(self.leases.expire())
+        for engine_id in [key for key, remote in self._remotes.items() if remote.failure]:
+            self.disconnect(engine_id, self._remotes[engine_id].failure)
+        self.puller.poll()
+        if self._retiring:
+            self._reap()
+        return len(self.puller) > 0
+
+    def end_lease(self, lease_id: int, reason: str) -> None:
+        """Ends a lease now; it is among `released` then. Nothing happens where it has ended before."""
+        if (lease := self.leases.end(lease_id, reason)) is not None:
+            self.released.append(lease)
+
+    def _reap(self) -> None:
+        agent = self._open()
+        for remote in [remote for remote in self._retiring if not self.puller.uses(remote)]:
+            self._retiring.remove(remote)
+            remote.unload(agent)
+
+    @property
+    def events(self) -> deque[PullEvent]:
+        """What became of pulls, until the owner takes it."""
+        return self.puller.events
+
+    def close(self, drain_s: float = 1.0) -> None:
+        """Ends every lease and pull, and destroys the agent: no byte moves afterwards. Safe to call twice.
+
+        Args:
+            drain_s: seconds to wait for copies in flight before the agent is destroyed under them.
+        """
+        if self._agent is None:
+            return
+        for lease_id in list(self.leases.ids()):
+            self.end_lease(lease_id, "this rank was shut down")
+        for remote in self._remotes.values():
+            self.puller.fail_engine(remote, "this rank was shut down")
+        deadline = time.monotonic() + drain_s
+        while len(self.puller) and time.monotonic() < deadline:
+            with suppress(AgentError):
+                self.puller.poll()
+            time.sleep(0.5e-3)
+        agent, self._agent = self._agent, None
+        left = self.puller.drop()
+        try:
+            if not left:
+                for remote in (*self._remotes.values(), *self._retiring):
+                    remote.unload(agent)
+            agent.close(in_flight=bool(left))
+        except AgentError as error:
+            log.warning("engine %r rank %d: %s", self.identity.engine_id, self.identity.rank, error)
+        self._remotes.clear()
+        self._retiring.clear()

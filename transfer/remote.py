@@ -1,0 +1,169 @@
+"""An engine that this rank reads from: all its ranks, which of them hold what, and the plan for each."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+from transfer.boxes import LAYER, ShardLayout, clip_layout
+from transfer.errors import AgentError, HandshakeError, InvalidTransferError, MetadataError, SettingsMismatchError
+from transfer.handshake import differences
+from transfer.plan import Plan, plan
+from transfer.pull import Part
+from transfer.runs import concatenated
+from transfer.settings import reaches_other_hosts
+from transfer.sources import sources
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import ArrayLike
+
+    from transfer.agent import Agent
+    from transfer.wire import RankMetadata
+
+
+class PagesOfGroup(NamedTuple):
+    """What is read of one group of layers.
+
+    Attributes:
+        local: our pages of the logical pages that the tokens touch, in our page size.
+        remote: the source's pages of those that they touch in its page size.
+        tokens: first token, and the one after the last; nothing before the first is written.
+    """
+
+    local: ArrayLike
+    remote: ArrayLike
+    tokens: tuple[int, int]
+
+
+class RemoteEngine:
+    """What is known of an engine in one incarnation. Everything is planned here, once; a request only adds its pages.
+
+    Args:
+        ranks: metadata of all its ranks, checked one by one.
+        mine: our own.
+        compatibility: what must agree.
+
+    Attributes:
+        engine_id: the engine.
+        incarnation: which start of it.
+        ranks: metadata by rank.
+        words: lease words that every rank has.
+        failure: why it is taken for dead; empty otherwise.
+
+    Raises:
+        MetadataError: the metadata is not that of the ranks of one engine, or no rank holds what we need.
+        HandshakeError: what must agree does not.
+        SettingsMismatchError: UCX or NIXL settings differ.
+    """
+
+    def __init__(self, ranks: Sequence[RankMetadata], mine: RankMetadata, compatibility: Mapping[str, str]) -> None:
+        self.ranks = sorted(ranks, key=lambda found: found.rank)
+        first = self.ranks[0]
+        self.engine_id, self.incarnation = first.engine_id, first.incarnation
+        self.words = min(found.words for found in ranks)
+        self.failure = ""
+        _check_ranks(self.ranks)
+        _check_fit(self.ranks, mine, compatibility)
+        self._mine = mine
+        layouts = [found.layout for found in self.ranks]
+        self._parts: list[tuple[int, ShardLayout]] = sources(mine.layout, layouts, mine.rank)
+        self._plans: dict[int, list[tuple[int, Plan]]] = {1: [self._plan(at, layout) for at, layout in self._parts]}
+        self._loaded: list[str] = []
+
+    def _plan(self, at: int, local: ShardLayout) -> tuple[int, Plan]:
+        return at, plan(local, self.ranks[at].layout)
+
+    @property
+    def read_ranks(self) -> tuple[int, ...]:
+        """The ranks that hold a part of what we need and are read from. The others are only told."""
+        return tuple(at for at, _ in self._parts)
+
+    def load(self, agent: Agent) -> None:
+        """Makes every rank known to NIXL.
+
+        Raises:
+            AgentError: NIXL refuses one. None of them stays loaded.
+        """
+        try:
+            for found in self.ranks:
+                agent.add_peer(found.agent_name, found.agent_metadata)
+                self._loaded.append(found.agent_name)
+        except AgentError:
+            self.unload(agent)
+            raise
+
+    def unload(self, agent: Agent) -> None:
+        """Makes NIXL forget it. No transfer with it may be in flight. What NIXL says of a dead peer is of no use."""
+        loaded, self._loaded = self._loaded, []
+        for name in loaded:
+            with suppress(AgentError):
+                agent.remove_peer(name)
+
+    def parts(self, key: str, groups: Sequence[PagesOfGroup], layer_chunks: int = 1) -> list[Part]:
+        """Returns what to read, in order: for each range of layers, for each rank that holds some of it.
+
+        Raises:
+            InvalidTransferError: pages or tokens that do not fit either layout.
+        """
+        if len(groups) != len(self._mine.layout.groups):
+            raise InvalidTransferError(
+                f"request {key!r}: pages for {len(groups)} groups, the layout has {len(self._mine.layout.groups)}"
+            )
+        found: list[Part] = []
+        for at, planned in self._chunked(layer_chunks):
+            there = self.ranks[at]
+            try:
+                runs = concatenated(
+                    [
+                        planned.runs(at_group, *pages, self._mine.bases, there.bases)
+                        for at_group, pages in enumerate(groups)
+                    ]
+                )
+            except InvalidTransferError as error:
+                raise InvalidTransferError(f"request {key!r}: rank {at} of {self.engine_id!r}: {error}") from error
+            local, remote = runs.descriptors(self._mine.device, there.device)
+            found.append(Part(at, local, remote, runs.num_bytes))
+        return found
+
+    def _chunked(self, layer_chunks: int) -> list[tuple[int, Plan]]:
+        if (planned := self._plans.get(layer_chunks)) is None:
+            boxes = [box for group in self._mine.layout.groups for box in group.boxes]
+            start, stop = min(box.first[LAYER] for box in boxes), max(box.end[LAYER] for box in boxes)
+            edges = [start + (stop - start) * i // layer_chunks for i in range(layer_chunks + 1)]
+            ranges = [range(*edge) for edge in pairwise(edges)]
+            planned = [self._plan(at, clip_layout(local, layers)) for layers in ranges for at, local in self._parts]
+            self._plans[layer_chunks] = planned
+        return planned
+
+
+def _check_ranks(ranks: Sequence[RankMetadata]) -> None:
+    first = ranks[0]
+    where = f"engine {first.engine_id!r}"
+    same = {(found.engine_id, found.incarnation, found.ranks, found.memory_type) for found in ranks}
+    if len(same) != 1:
+        raise MetadataError(f"{where}: the metadata of its ranks tells of several engines or incarnations")
+    if [found.rank for found in ranks] != list(range(first.ranks)):
+        raise MetadataError(f"{where}: ranks {[found.rank for found in ranks][:16]}, it has {first.ranks}")
+    if len({found.agent_name for found in ranks}) != len(ranks):
+        raise MetadataError(f"{where}: two ranks have one agent name")
+
+
+def _check_fit(ranks: Sequence[RankMetadata], mine: RankMetadata, compatibility: Mapping[str, str]) -> None:
+    where = f"engine {ranks[0].engine_id!r}"
+    for found in ranks:
+        if differ := differences(compatibility, found.compatibility):
+            raise HandshakeError(f"{where} rank {found.rank} is not compatible: {differ}")
+        if differ := differences(mine.settings, found.settings):
+            raise SettingsMismatchError(f"{where} rank {found.rank} runs with other UCX or NIXL settings: {differ}")
+        if found.hostname != mine.hostname and not reaches_other_hosts(mine.settings):
+            raise MetadataError(
+                f"{where} rank {found.rank} is on host {found.hostname!r}; our transports stay on {mine.hostname!r}"
+            )
+        if len(found.layout.groups) != len(mine.layout.groups):
+            raise MetadataError(
+                f"{where} rank {found.rank} has {len(found.layout.groups)} page groups, ours has "
+                f"{len(mine.layout.groups)}"
+            )

@@ -1,0 +1,361 @@
+"""The ranks of one engine that live in this process, driven as one: leases on all of them, pulls by all or by none.
+
+Single-threaded: `transfer.thread` runs it. A source is found by address and engine id. Its metadata is asked for at the
+first pull from it, its life is watched while pulls go on, and it is forgotten when it dies, is replaced, or is idle.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from transfer.errors import HandshakeError, PullFailedError, TransferError
+from transfer.handshake import HandshakeClient
+from transfer.pull import LeaseRef, PullEvent
+from transfer.stats import TransferStats
+from transfer.wire import Answer, MetadataReply, Pong
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from transfer.rank import RankTransfer
+    from transfer.remote import PagesOfGroup
+
+
+class Source(NamedTuple):
+    """Where a request's pages are to be read from: ZMQ endpoint of the handshake, engine, and the lease."""
+
+    address: str
+    engine_id: str
+    lease: LeaseRef
+
+
+class LeaseOver(NamedTuple):
+    """A lease has ended on every rank here: every word is cleared, so the pages may go.
+
+    Attributes:
+        request_id: as it was offered.
+        lease_id: the lease.
+        reason: "read", or why it ended otherwise.
+    """
+
+    request_id: str
+    lease_id: int
+    reason: str
+
+
+class Offered(NamedTuple):
+    """A lease stands on every rank here: its id may leave the process. `error` says why it does not."""
+
+    request_id: str
+    lease_id: int
+    error: str
+
+
+Event = PullEvent | LeaseOver | Offered
+
+
+class _Pages(NamedTuple):
+    groups: Sequence[PagesOfGroup]
+    last: bool
+    layer_chunks: int
+
+
+@dataclass(slots=True, eq=False)
+class _Pull:
+    source: Source
+    deadline: float
+    waiting: list[_Pages] = field(default_factory=list["_Pages"])
+    open_ranks: set[int] = field(default_factory=set[int])
+    started: bool = False
+    error: str = ""
+    told: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """A source's life: when it was last used and heard of, and what has been asked of it."""
+
+    address: str
+    incarnation: str = ""
+    used: float = 0.0
+    heard: float = 0.0
+    asked: float = 0.0
+    connecting: bool = False
+    pinging: bool = False
+
+
+class ReplicaTransfer:
+    """Leases and pulls of one replica, over all its ranks in this process.
+
+    Args:
+        ranks: of one engine, in order.
+        client: asks sources for their metadata.
+        handshake_timeout_s: how long a source may take to answer.
+        heartbeat_s: how often a source is asked for a sign of life while pulls from it go on.
+        dead_after_s: how long it may be silent then.
+        idle_s: how long a source is remembered without a pull.
+        clock: seconds, monotonic.
+
+    Attributes:
+        events: what happened, until the owner takes it.
+        stats: counters and the last pulls.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[RankTransfer],
+        client: HandshakeClient,
+        *,
+        handshake_timeout_s: float = 5.0,
+        heartbeat_s: float = 1.0,
+        dead_after_s: float = 5.0,
+        idle_s: float = 3600.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.ranks = list(ranks)
+        self.events: deque[Event] = deque()
+        self.stats = TransferStats()
+        self._client = client
+        self._times = (handshake_timeout_s, heartbeat_s, dead_after_s, idle_s)
+        self._clock = clock
+        self._compatibility: Mapping[str, str] = self.ranks[0].identity.compatibility
+        self._pulls: dict[str, _Pull] = {}
+        self._peers: dict[str, _Peer] = {}
+        self._leases: dict[int, set[int]] = {}
+        self._next_watch = 0.0
+
+    def offer(self, request_id: str, lease: LeaseRef, *, engines: int = 1) -> None:
+        """Lets a lease stand on every rank, or on none. `Offered` comes as an event.
+
+        Args:
+            request_id: whose pages the caller holds until `LeaseOver`.
+            lease: a new id, a free slot, and seconds that it stands without a renewal.
+            engines: reading engines that must have ended before the lease does.
+        """
+        granted: list[RankTransfer] = []
+        try:
+            for rank in self.ranks:
+                rank.leases.grant(lease.lease_id, request_id, lease.slot, lease.duration_s, engines=engines)
+                granted.append(rank)
+        except TransferError as error:
+            for rank in granted:
+                rank.leases.end(lease.lease_id, "not granted by every rank")
+            self.events.append(Offered(request_id, lease.lease_id, str(error)))
+            return
+        self._leases[lease.lease_id] = set(range(len(self.ranks)))
+        self.events.append(Offered(request_id, lease.lease_id, ""))
+
+    def revoke(self, lease_id: int, reason: str) -> None:
+        """Ends a lease on every rank. `LeaseOver` comes as an event where it stood."""
+        for rank in self.ranks:
+            rank.end_lease(lease_id, reason)
+        self._collect_leases()
+
+    def pull(self, key: str, source: Source, timeout_s: float) -> None:
+        """Begins a pull by all ranks; `add_pages` says of what. Its `PullEvent`s come as events, also for bad input."""
+        if key in self._pulls:
+            # Nothing is known of it under this name yet, so the owner is told at once and the older one goes on.
+            raise PullFailedError(f"request {key!r}: a pull of this name has not ended yet")
+        self._pulls[key] = _Pull(source, self._clock() + timeout_s)
+        self._connect(source)
+        self._start(key)
+
+    def add_pages(self, key: str, groups: Sequence[PagesOfGroup], *, last: bool, layer_chunks: int = 1) -> None:
+        """Reads pages of a pull, or further ones. Nothing happens where it has ended already."""
+        pull = self._pulls.get(key)
+        if pull is None or pull.error:
+            return
+        pull.waiting.append(_Pages(groups, last, layer_chunks))
+        self._start(key)
+
+    def cancel(self, key: str, reason: str) -> None:
+        """Gives a pull up. Nothing happens where it has ended already."""
+        if key in self._pulls:
+            self._fail(key, reason)
+
+    def poll(self) -> bool:
+        """Moves everything on. Whether pulls are going on.
+
+        Raises:
+            AgentError: NIXL fails.
+        """
+        self._client.poll()
+        for rank in self.ranks:
+            rank.poll()
+        self._collect_leases()
+        for at, rank in enumerate(self.ranks):
+            while rank.events:
+                self._on_rank(at, rank.events.popleft())
+            while rank.puller.ended:
+                self.stats.record(rank.puller.ended.popleft())
+        now = self._clock()
+        if now >= self._next_watch:
+            self._next_watch = now + self._times[1] / 4
+            self._watch(now)
+        return bool(self._pulls)
+
+    def _collect_leases(self) -> None:
+        for at, rank in enumerate(self.ranks):
+            while rank.released:
+                lease = rank.released.popleft()
+                left = self._leases.get(lease.lease_id)
+                if left is None:
+                    continue
+                left.discard(at)
+                if not left:
+                    del self._leases[lease.lease_id]
+                    self.stats.record_lease(lease.ended)
+                    self.events.append(LeaseOver(lease.request_id, lease.lease_id, lease.ended))
+
+    def _connect(self, source: Source) -> None:
+        now = self._clock()
+        peer = self._peers.setdefault(source.engine_id, _Peer(source.address))
+        peer.used = now
+        if peer.address != source.address:
+            self._forget(source.engine_id, f"engine {source.engine_id!r} is now at {source.address}")
+            peer = self._peers[source.engine_id] = _Peer(source.address, used=now)
+        if peer.connecting or self._is_connected(source.engine_id):
+            return
+        peer.connecting = True
+
+        def done(answer: Answer | TransferError) -> None:
+            if self._peers.get(source.engine_id) is peer:
+                peer.connecting = False
+                self._on_metadata(source.engine_id, peer, answer)
+
+        self._client.ask_metadata(source.address, source.engine_id, self._compatibility, done, self._times[0])
+
+    def _is_connected(self, engine_id: str) -> bool:
+        return all(rank.remote(engine_id) is not None for rank in self.ranks)
+
+    def _on_metadata(self, engine_id: str, peer: _Peer, answer: Answer | TransferError) -> None:
+        try:
+            if not isinstance(answer, MetadataReply):
+                raise answer if isinstance(answer, TransferError) else HandshakeError(f"{peer.address}: no metadata")
+            remotes = [rank.connect(answer.ranks) for rank in self.ranks]
+            if any(remote.engine_id != engine_id for remote in remotes):
+                raise HandshakeError(f"{peer.address} is engine {remotes[0].engine_id!r}, expected {engine_id!r}")
+        except TransferError as error:
+            self.stats.failed_handshakes += 1
+            self._forget(engine_id, f"handshake with engine {engine_id!r} at {peer.address}: {error}")
+            return
+        peer.incarnation, peer.heard = answer.incarnation, self._clock()
+        for key in [key for key, pull in self._pulls.items() if pull.source.engine_id == engine_id]:
+            self._start(key)
+
+    def _start(self, key: str) -> None:
+        """Opens a pull on every rank once its source is known, and reads what has been asked for."""
+        pull = self._pulls[key]
+        if pull.error or not self._is_connected(pull.source.engine_id):
+            return
+        try:
+            if not pull.started:
+                pull.started = True
+                left = max(pull.deadline - self._clock(), 1e-3)
+                for at, rank in enumerate(self.ranks):
+                    remote = rank.remote(pull.source.engine_id)
+                    if remote is not None:
+                        rank.open_pull(key, remote, pull.source.lease, left)
+                        pull.open_ranks.add(at)
+            while pull.waiting:
+                groups, last, layer_chunks = pull.waiting.pop(0)
+                for rank in self.ranks:
+                    rank.add_pages(key, groups, last=last, layer_chunks=layer_chunks)
+        except TransferError as error:
+            self._fail(key, str(error))
+
+    def _on_rank(self, at: int, event: PullEvent) -> None:
+        pull = self._pulls.get(event.key)
+        if pull is None:
+            return
+        if event.safe:
+            pull.open_ranks.discard(at)
+        if event.error:
+            self._fail(event.key, event.error)
+        elif not pull.open_ranks and not pull.error:
+            del self._pulls[event.key]
+            self.events.append(PullEvent(event.key, "", safe=True))
+
+    def _fail(self, key: str, reason: str) -> None:
+        """All or none: what one rank lacks, no rank needs. Tells of it at once, and again when the pages are safe."""
+        pull = self._pulls[key]
+        if not pull.error:
+            pull.error = reason
+            pull.waiting.clear()
+            self.stats.record_failure(reason)
+            for at in sorted(pull.open_ranks):
+                self.ranks[at].puller.fail(key, reason)
+                self._take_safe(at, key, pull)
+        if not pull.open_ranks:
+            del self._pulls[key]
+            self.events.append(PullEvent(key, pull.error, safe=True))
+        elif not pull.told:
+            pull.told = True
+            self.events.append(PullEvent(key, pull.error, safe=False))
+
+    def _take_safe(self, at: int, key: str, pull: _Pull) -> None:
+        """A pull that had nothing in flight is safe as soon as it has failed."""
+        puller = self.ranks[at].puller
+        if key not in puller:
+            pull.open_ranks.discard(at)
+            # The name is free from here on: what the rank still has to say of this pull would be taken for a new one's.
+            puller.events = deque(event for event in puller.events if event.key != key)
+
+    def _watch(self, now: float) -> None:
+        _, heartbeat_s, dead_after_s, idle_s = self._times
+        for key in [key for key, pull in self._pulls.items() if not pull.started and now >= pull.deadline]:
+            self._fail(key, f"timed out: engine {self._pulls[key].source.engine_id!r} did not answer the handshake")
+        busy = {pull.source.engine_id for pull in self._pulls.values()}
+        for engine_id, peer in list(self._peers.items()):
+            if engine_id in busy:
+                peer.used = now
+            if peer.connecting:
+                continue
+            if engine_id not in busy:
+                if now - peer.used > idle_s:
+                    self._forget(engine_id, "idle")
+            elif peer.incarnation and not self._is_connected(engine_id):
+                self._forget(engine_id, f"engine {engine_id!r} was lost")
+            elif now - max(peer.heard, peer.asked) > heartbeat_s and not peer.pinging:
+                self._ping(engine_id, peer, dead_after_s)
+
+    def _ping(self, engine_id: str, peer: _Peer, dead_after_s: float) -> None:
+        peer.pinging, peer.asked = True, self._clock()
+
+        def done(answer: Answer | TransferError) -> None:
+            peer.pinging = False
+            if self._peers.get(engine_id) is not peer:
+                return
+            if not isinstance(answer, Pong):
+                self._forget(engine_id, f"engine {engine_id!r} is silent: {answer}")
+            elif answer.incarnation != peer.incarnation:
+                self._forget(engine_id, f"engine {engine_id!r} was restarted")
+            else:
+                peer.heard = self._clock()
+
+        self._client.ping(peer.address, engine_id, done, dead_after_s)
+
+    def _forget(self, engine_id: str, reason: str) -> None:
+        """Fails an engine's pulls and drops all that was learnt of it; the next pull asks it anew."""
+        peer = self._peers.pop(engine_id, None)
+        for rank in self.ranks:
+            rank.disconnect(engine_id, reason)
+        for key in [key for key, pull in self._pulls.items() if pull.source.engine_id == engine_id]:
+            self._fail(key, reason)
+        if peer is not None:
+            self._client.forget(peer.address)
+
+    def close(self) -> None:
+        """Ends everything; events of what was still open are there to be taken. Safe to call twice."""
+        for key in list(self._pulls):
+            self._fail(key, "this engine was shut down")
+        for rank in self.ranks:
+            rank.close()
+        self._collect_leases()
+        for key, pull in list(self._pulls.items()):
+            del self._pulls[key]  # the agents are gone, so nothing is in flight
+            self.events.append(PullEvent(key, pull.error, safe=True))
+        self._client.close()
