@@ -1,0 +1,130 @@
+"""What a pull must do, by definition: each element of a pool filled, and checked, in loops that know no runs.
+
+Elements are four bytes. A pool is one array over all regions of a shard, and an element's value says which element of
+the logical tensor it is. `UNTOUCHED` marks what nobody may write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.layout import PageLayout
+from transfer.boxes import Box, ShardLayout
+from transfer.runs import Runs
+
+Pool = NDArray[np.int32]
+ITEMSIZE = 4
+UNTOUCHED = -1
+ORDERS = (
+    "head,layer,side,token,dim",  # ours: any range of heads is one run
+    "layer,side,head,token,dim",  # HND, all layers in one tensor
+    "layer,side,token,head,dim",  # NHD
+    "layer,head,token,side,dim",  # packed K and V, heads first
+    "layer,token,head,side,dim",  # packed, tokens first
+    "side,layer,token,head,dim",  # the documented shape of `blocks`, dense
+)
+
+
+def page_layout(
+    heads: range,
+    *,
+    layers: int = 2,
+    sides: int = 2,
+    page_size: int = 4,
+    dims: int = 2,
+    order: str = ORDERS[0],
+) -> PageLayout:
+    return PageLayout("float32", ITEMSIZE, layers, sides, heads.start, len(heads), page_size, dims, order)
+
+
+def share(total: int, ranks: int, rank: int) -> range:
+    """What rank `rank` of `ranks` holds of `total` heads or layers: an even cut, or one of them, replicated."""
+    if ranks >= total:
+        at = rank * total // ranks
+        return range(at, at + 1)
+    return range(rank * total // ranks, (rank + 1) * total // ranks)
+
+
+def region_starts(layout: ShardLayout, gap: int = 64) -> list[int]:
+    """Where each region lies in the pool's array, in bytes; with gaps, so that running over an end shows."""
+    starts, at = list[int](), gap
+    for num_bytes in layout.region_bytes:
+        starts.append(at)
+        at += num_bytes + gap
+    return starts
+
+
+def empty_pool(layout: ShardLayout, gap: int = 64) -> Pool:
+    return np.full((sum(layout.region_bytes) + gap * (len(layout.region_bytes) + 1)) // ITEMSIZE, UNTOUCHED, np.int32)
+
+
+def elements(box: Box, start: int, page: int, tokens: Sequence[tuple[int, int]]) -> list[tuple[tuple[int, ...], int]]:
+    """The logical place and the place in the pool of each element of one page; `tokens` of (place in page, token)."""
+    found: list[tuple[tuple[int, ...], int]] = []
+    layers, sides, heads, _, dims = (range(extent) for extent in box.extent)
+    for layer, side, head, dim in product(layers, sides, heads, dims):
+        for place, token in tokens:
+            inside = (layer, side, head, place, dim)
+            address = start + box.offset + page * box.page_stride
+            address += sum(i * step for i, step in zip(inside, box.strides, strict=True))
+            logical = (
+                box.first[0] + layer,
+                box.first[1] + side,
+                box.first[2] + head,
+                token,
+                box.first[3] + dim,
+            )
+            assert address % ITEMSIZE == 0
+            found.append((logical, address // ITEMSIZE))
+    return found
+
+
+KINDS = ("kv", "conv.x", "conv.B", "conv.C", "ssm")
+
+
+def value(group: int, kind: str, logical: tuple[int, ...]) -> int:
+    """A value of its own for each element, far below what int32 holds for the sizes of these tests."""
+    layer, side, head, token, dim = logical
+    found = group * len(KINDS) + KINDS.index(kind)
+    for index, size in ((layer, 8), (side, 2), (head, 32), (token, 160), (dim, 16)):
+        assert 0 <= index < size
+        found = found * size + index
+    return found
+
+
+def fill(layout: ShardLayout, pages: Sequence[Sequence[int]], tokens: tuple[int, int], first_page: int = 0) -> Pool:
+    """A pool that holds one request's `tokens` and nothing else. `pages` of each group begin at page `first_page`."""
+    pool, starts = empty_pool(layout), region_starts(layout)
+    for number, group in enumerate(layout.groups):
+        for index, page in enumerate(pages[number]):
+            first = (first_page + index) * group.page_size
+            held = [(t - first, t) for t in range(first, first + group.page_size) if tokens[0] <= t < tokens[1]]
+            for box in group.boxes:
+                for logical, place in elements(box, starts[box.region], page, held):
+                    pool[place] = value(number, box.kind, logical)
+    return pool
+
+
+def copied(runs: Runs, source: Pool, destination: Pool) -> None:
+    """Carries out the runs; each must lie within both pools, and write nothing twice."""
+    local, remote, length = (np.asarray(part) for part in (runs.local, runs.remote, runs.length))
+    assert not (np.concatenate((local, remote, length)) % ITEMSIZE).any()
+    counts = length // ITEMSIZE
+    assert (counts > 0).all()
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    to, of = np.repeat(local // ITEMSIZE, counts) + within, np.repeat(remote // ITEMSIZE, counts) + within
+    assert not len(to) or (to.min() >= 0 and of.min() >= 0 and to.max() < len(destination) and of.max() < len(source))
+    assert np.bincount(to, minlength=1).max() <= 1
+    destination[to] = source[of]
+
+
+def fewest(runs: Runs) -> int:
+    """How many runs there would be if all were joined that can be."""
+    order = np.argsort(runs.local)
+    local, remote, length = runs.local[order], runs.remote[order], runs.length[order]
+    meets = (local[:-1] + length[:-1] == local[1:]) & (remote[:-1] + length[:-1] == remote[1:])
+    return len(runs) - int(meets.sum())
