@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 import zmq
 
 from transfer.errors import HandshakeError, MetadataError, TransferError
+from transfer.side_channel import Throttle
 from transfer.wire import (
     MAX_METADATA_BYTES,
     MAX_RANKS,
@@ -48,7 +49,10 @@ def _context() -> zmq.Context[zmq.Socket[bytes]]:
     return zmq.Context.instance()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] -- untyped there
 
 
-Count = Literal["answered", "refused", "malformed", "failed"]
+# An engine asks a source once, and for a sign of life once a second; a host may run many engines.
+_QUERIES_PER_S = 100
+
+Count = Literal["answered", "refused", "malformed", "throttled", "failed"]
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ class HandshakeServer:
 
     Attributes:
         endpoint: as bound, with the port that a `:0` turned into.
-        counts: how many queries were answered or refused, were malformed, or failed to be answered.
+        counts: how many queries were answered or refused, were malformed, came too fast, or failed to be answered.
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class HandshakeServer:
         secure: Callable[[zmq.Socket[bytes]], None] | None = None,
     ) -> None:
         self.counts: Counter[Count] = Counter()
+        self._throttle = Throttle(_QUERIES_PER_S, time.monotonic)
         self._cards = {card.engine_id: card for card in cards}
         self._stopping = False
         self._socket = _context().socket(zmq.ROUTER)
@@ -106,6 +111,9 @@ class HandshakeServer:
             if secure is not None:
                 secure(self._socket)
             self._socket.bind(bind)
+        except HandshakeError:
+            self._socket.close()
+            raise
         except zmq.ZMQError as error:
             self._socket.close()
             raise HandshakeError(f"handshake server: cannot bind {bind!r}: {error}") from error
@@ -145,6 +153,9 @@ class HandshakeServer:
 
     def _answer(self, frames: list[bytes]) -> None:
         identity, *rest = frames
+        if not self._throttle.admits(identity):
+            self.counts["throttled"] += 1  # no answer either: that is what it asks for too often
+            return
         if rest and not rest[0]:
             rest = rest[1:]  # a REQ socket puts an empty frame first, and expects it back
             envelope = [identity, b""]

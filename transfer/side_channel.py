@@ -1,0 +1,189 @@
+"""Who may speak on the ZMQ sockets of a fleet, and how much: CURVE keys with an allow-list, and a throttle.
+
+One file for each process turns it on. The engines of a fleet share the *service* key pair, by which a client knows that
+it speaks to an engine of the fleet; every client has a pair of its own, and an engine lets in those on its list. CURVE
+is ZeroMQ's own encryption and authentication (RFC 26); a client without a key gets no answer at all.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import zmq
+import zmq.auth.thread
+
+from transfer.errors import HandshakeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+_KEY_CHARS = 40
+_MAX_SENDERS = 4096
+_DOMAIN = "pagewire-{}"
+
+
+class Keyring(msgspec.Struct, frozen=True, kw_only=True):
+    """The keys of one process, as its file holds them: Z85 text, 40 characters each.
+
+    Attributes:
+        service_public: of the fleet's engines.
+        service_secret: likewise; empty in a process that only asks.
+        public: of this process as a client.
+        secret: likewise.
+        allowed: public keys of the clients that an engine lets in.
+    """
+
+    service_public: str
+    public: str
+    secret: str
+    service_secret: str = ""
+    allowed: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Checks every key's length.
+
+        Raises:
+            HandshakeError: a key that is none.
+        """
+        named = {"service_public": self.service_public, "public": self.public, "secret": self.secret}
+        named |= {f"allowed[{at}]": key for at, key in enumerate(self.allowed)}
+        if self.service_secret:
+            named["service_secret"] = self.service_secret
+        for name, key in named.items():
+            if len(key) != _KEY_CHARS or not key.isascii():
+                raise HandshakeError(f"keyring: {name} has {len(key)} characters, a key has {_KEY_CHARS}")
+
+    def secure_client(self, socket: zmq.Socket[bytes]) -> None:
+        """Makes a socket that has not connected yet speak only to engines of the fleet, as this client."""
+        socket.setsockopt(zmq.CURVE_SERVERKEY, self.service_public.encode())
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self.public.encode())
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret.encode())
+
+    def secure_server(self, socket: zmq.Socket[bytes]) -> None:
+        """Makes a socket that has not bound yet let in only the clients on the list.
+
+        Raises:
+            HandshakeError: this keyring has no service key.
+        """
+        if not self.service_secret:
+            raise HandshakeError("keyring: an engine needs the service key, this file has none")
+        domain = _Doorman.instance().admit(frozenset(key.encode() for key in self.allowed))
+        socket.setsockopt(zmq.ZAP_DOMAIN, domain.encode())
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.service_secret.encode())
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+
+
+class _Doorman:
+    """ZMQ asks one handler in each process whether a key may enter. It is started once, and lives as long as that."""
+
+    _lock = threading.Lock()
+    _only: _Doorman | None = None
+
+    @classmethod
+    def instance(cls) -> _Doorman:
+        with cls._lock:
+            if cls._only is None:
+                cls._only = cls()
+            return cls._only
+
+    def __init__(self) -> None:
+        self._lists: list[frozenset[bytes]] = []
+        # pyzmq types neither the authenticator nor what its callback gets.
+        self._auth: Any = zmq.auth.thread.ThreadAuthenticator(zmq.Context.instance())  # pyright: ignore[reportUnknownMemberType]
+        self._auth.start()
+
+    def admit(self, allowed: frozenset[bytes]) -> str:
+        """Returns a domain in which these keys enter, and no others."""
+        if allowed not in self._lists:
+            self._lists.append(allowed)
+            self._auth.configure_curve_callback(_DOMAIN.format(len(self._lists) - 1), _List(allowed))
+        return _DOMAIN.format(self._lists.index(allowed))
+
+
+class _List:
+    def __init__(self, allowed: frozenset[bytes]) -> None:
+        self._allowed = allowed
+
+    def callback(self, domain: str, key: bytes) -> bool:  # noqa: ARG002  (the handler passes it)
+        return key in self._allowed
+
+
+def make_keyrings(clients: int) -> list[Keyring]:
+    """Returns the keyrings of a new fleet: each of them may ask, and each may run an engine.
+
+    Args:
+        clients: processes of the fleet.
+    """
+    service_public, service_secret = (key.decode() for key in zmq.curve_keypair())
+    pairs = [tuple(key.decode() for key in zmq.curve_keypair()) for _ in range(clients)]
+    allowed = tuple(public for public, _ in pairs)
+    return [
+        Keyring(
+            service_public=service_public, service_secret=service_secret, public=public, secret=secret, allowed=allowed
+        )
+        for public, secret in pairs
+    ]
+
+
+def save_keyring(keyring: Keyring, path: Path) -> None:
+    """Writes a keyring to a new file that only its owner can read.
+
+    Raises:
+        HandshakeError: the file exists, or cannot be written.
+    """
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(keyring)))
+    except OSError as error:
+        raise HandshakeError(f"keyring {path}: {error}") from error
+
+
+def load_keyring(path: Path) -> Keyring:
+    """Returns the keyring in a file.
+
+    Raises:
+        HandshakeError: it cannot be read, others can read it, or it holds no keyring.
+    """
+    try:
+        if path.stat().st_mode & 0o077:
+            raise HandshakeError(f"keyring {path}: others can read it; its mode must be 600")
+        return msgspec.json.decode(path.read_bytes(), type=Keyring)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise HandshakeError(f"keyring {path}: {error}") from error
+
+
+class Throttle:
+    """Lets each sender have so many messages a second, and all of them together ten times that. Bounded memory.
+
+    A token bucket for each sender; the least recently heard are forgotten, which gives them a full bucket again.
+
+    Args:
+        per_second: messages that one sender may go on sending; twice as many at once.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, per_second: float, clock: Callable[[], float]) -> None:
+        self._rate = per_second
+        self._clock = clock
+        self._buckets: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
+        self._all = (20 * per_second, clock())
+
+    def admits(self, sender: bytes) -> bool:
+        """Whether a message of this sender may be answered now."""
+        now = self._clock()
+        tokens, since = self._buckets.pop(sender, (2 * self._rate, now))
+        tokens, of_all = self._refilled(tokens, now - since, 1), self._refilled(self._all[0], now - self._all[1], 10)
+        admitted = tokens >= 1 and of_all >= 1
+        self._buckets[sender] = (tokens - admitted, now)
+        self._all = (of_all - admitted, now)
+        if len(self._buckets) > _MAX_SENDERS:
+            self._buckets.popitem(last=False)
+        return admitted
+
+    def _refilled(self, tokens: float, seconds: float, share: int) -> float:
+        return min(2 * self._rate * share, tokens + seconds * self._rate * share)
