@@ -128,8 +128,16 @@ def sub_box(box: Box, first: Index, end: Index) -> Box:
     steps = (*box.strides[:TOKEN], box.strides[DIM])
     skipped = sum((a - b) * step for a, b, step in zip(first, box.first, steps, strict=True))
     layers, sides, heads, dims = (b - a for a, b in zip(first, end, strict=True))
-    return msgspec.structs.replace(
-        box, offset=box.offset + skipped, first=first, extent=(layers, sides, heads, box.extent[TOKEN], dims)
+    return Box(
+        kind=box.kind,
+        dtype=box.dtype,
+        itemsize=box.itemsize,
+        region=box.region,
+        offset=box.offset + skipped,
+        page_stride=box.page_stride,
+        first=first,
+        extent=(layers, sides, heads, box.extent[TOKEN], dims),
+        strides=box.strides,
     )
 
 

@@ -7,6 +7,8 @@ case of its own. `transfer.sources` says which remote shards to plan with.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -14,15 +16,16 @@ from numpy.typing import ArrayLike
 
 from transfer.boxes import Group, ShardLayout
 from transfer.errors import InvalidTransferError, MetadataError
-from transfer.runs import PagePairs, Part, Runs, concatenated, joined, no_runs, template
+from transfer.runs import PagePairs, Part, Runs, concatenated, joined, no_runs
 from transfer.stacks import Ints, Stack, common
+from transfer.templates import template, token_template
 
 _MAX_TEMPLATES = 64
 """Templates that a group keeps. A pull needs one to three, and a few more while page sizes differ by an odd ratio."""
 
 
 class Pieces(NamedTuple):
-    """Tokens cut where a page of either side ends: those pieces that lie alike in their two pages.
+    """Those pieces of a pull that lie alike in their two pages. A piece ends where a page of either side does.
 
     Attributes:
         local_token: tokens of the local page before the piece.
@@ -39,6 +42,27 @@ class Pieces(NamedTuple):
     remote: Ints
 
 
+def cut(tokens: tuple[int, int], local_size: int, remote_size: int) -> list[Pieces]:
+    """`tokens`, at least one, as pieces for two page sizes: of few kinds, whatever the length."""
+    start, stop = tokens
+    if local_size == remote_size and start % local_size == stop % local_size == 0:  # the common case, with no search
+        pages = np.arange((stop - start) // local_size, dtype=np.int64)
+        return [Pieces(0, 0, local_size, pages, pages)]
+    ends = [np.arange(_up(start + 1, size), stop, size) for size in (local_size, remote_size)]
+    cuts = np.unique(np.concatenate([[start], *ends, [stop]]))
+    begin, num_tokens = cuts[:-1], np.diff(cuts)
+    local, remote = begin // local_size, begin // remote_size
+    kinds = np.stack([begin - local * local_size, begin - remote * remote_size, num_tokens])
+    order = np.lexsort(kinds)  # stable, so that pieces of a kind stay in order
+    kinds, local, remote = kinds[:, order], (local - local[0])[order], (remote - remote[0])[order]
+    firsts = np.flatnonzero((kinds[:, 1:] != kinds[:, :-1]).any(axis=0)) + 1
+    found: list[Pieces] = []
+    for first, last in pairwise([0, *firsts.tolist(), len(begin)]):
+        local_token, remote_token, count = kinds[:, first].tolist()
+        found.append(Pieces(local_token, remote_token, count, local[first:last], remote[first:last]))
+    return found
+
+
 class GroupPlan:
     """One group of the plan.
 
@@ -52,17 +76,19 @@ class GroupPlan:
         self.local = local
         self.remote = remote
         self.stacks = stacks
-        self._flows = any(stack.flows(local.page_size, remote.page_size) for stack in stacks)
-        self._templates: dict[tuple[int, int, int], tuple[Part, ...]] = {}
+        flows = [stack.flows(local.page_size, remote.page_size) for stack in stacks]
+        self._flowing = tuple(token_template(stack) for stack, flow in zip(stacks, flows, strict=True) if flow)
+        self._others = tuple(stack for stack, flow in zip(stacks, flows, strict=True) if not flow)
+        self._templates: dict[tuple[int, int, int, bool], tuple[Part, ...]] = {}
 
-    def parts(self, local_token: int, remote_token: int, count: int) -> tuple[Part, ...]:
-        """The runs of one pair of pages, made once."""
-        key = (local_token, remote_token, count)
+    def parts(self, pieces: Pieces, *, flowing: bool = True) -> tuple[Part, ...]:
+        """The runs of one of `pieces`, those of stacks that flow included or not; made once for all alike."""
+        key = (pieces.local_token, pieces.remote_token, pieces.num_tokens, flowing)
         found = self._templates.get(key)
         if found is None:
             if len(self._templates) >= _MAX_TEMPLATES:
                 self._templates.clear()
-            found = self._templates[key] = template(self.stacks, *key)
+            found = self._templates[key] = template(self.stacks if flowing else self._others, *key[:3])
         return found
 
     def tokens(self, tokens: tuple[int, int]) -> tuple[int, int]:
@@ -73,52 +99,49 @@ class GroupPlan:
         """
         start, stop = tokens
         if start < 0:
-            raise InvalidTransferError(f"tokens {start} to {stop}: the first token there is is 0")
+            raise InvalidTransferError(f"tokens {start} to {stop}: the first token is 0")
         if start >= stop or not self.stacks:
             return (start, start)
         if self.local.state:
             return (0, 1)
         return start, min(_up(stop, self.local.page_size), _up(stop, self.remote.page_size))
 
-    def pieces(self, start: int, stop: int) -> list[Pieces]:
-        """The tokens from `start` to `stop` (as `tokens` returns them) as pieces; few kinds, whatever the length."""
-        local_size, remote_size = self.local.page_size, self.remote.page_size
-        first_local, first_remote = start // local_size, start // remote_size
-        if local_size == remote_size and start % local_size == 0:  # the common case, without a search
-            pages = np.arange((stop - start) // local_size, dtype=np.int64)
-            return [Pieces(0, 0, local_size, pages, pages)]
-        ends = [np.arange(_up(start + 1, size), stop, size) for size in {local_size, remote_size}]
-        cuts = np.unique(np.concatenate([[start], *ends, [stop]]))
-        begin, count = cuts[:-1], np.diff(cuts)
-        kinds = np.stack([begin % local_size, begin % remote_size, count])
-        order = np.lexsort(kinds)
-        begin, kinds = begin[order], kinds[:, order]
-        firsts = np.flatnonzero(np.concatenate(([True], (kinds[:, 1:] != kinds[:, :-1]).any(axis=0))))
-        found: list[Pieces] = []
-        for first, last in zip(firsts.tolist(), [*firsts[1:].tolist(), len(begin)], strict=True):
-            local_token, remote_token, tokens = kinds[:, first].tolist()
-            local, remote = (
-                begin[first:last] // local_size - first_local,
-                begin[first:last] // remote_size - first_remote,
-            )
-            found.append(Pieces(local_token, remote_token, tokens, local, remote))
-        return found
-
     def runs(
         self, local_pages: Ints, remote_pages: Ints, tokens: tuple[int, int], local_bases: Ints, remote_bases: Ints
     ) -> Runs:
-        """As `Plan.runs`, for pages that `pages_of` has checked and tokens that `tokens` has rounded."""
-        if tokens[0] == tokens[1]:
-            return no_runs()
-        pieces = self.pieces(*tokens)
+        """As `Plan.runs`, for pages that `pages_of` has checked and tokens, at least one, that `tokens` has rounded."""
+        pieces = cut(tokens, self.local.page_size, self.remote.page_size)
+        alike = len(pieces) == 1
+        if not alike:  # else the pairs below find out, at no cost
+            _refuse_repeated(PagePairs(local_pages, np.zeros_like(local_pages)))
         found: list[Runs] = []
-        for piece in pieces:
-            pairs = PagePairs(local_pages[piece.local], remote_pages[piece.remote])
-            parts = self.parts(piece.local_token, piece.remote_token, piece.num_tokens)
-            found += [part.runs(pairs, local_bases, remote_bases) for part in parts]
-        runs = concatenated(found)
-        # Within a kind of pieces all is joined that can be; between kinds only tokens that flow can be.
-        return joined(runs) if len(pieces) > 1 and self._flows else runs
+        for kind in pieces:
+            pairs = PagePairs(local_pages[kind.local], remote_pages[kind.remote])
+            _refuse_repeated(pairs)
+            found += [part.over(pairs, local_bases, remote_bases) for part in self.parts(kind, flowing=alike)]
+        if not alike and self._flowing:
+            found += self._flow(pieces, local_pages, remote_pages, local_bases, remote_bases)
+        return concatenated(found)
+
+    def _flow(
+        self, pieces: list[Pieces], local_pages: Ints, remote_pages: Ints, local_bases: Ints, remote_bases: Ints
+    ) -> Iterator[Runs]:
+        """The runs of stacks whose tokens go on from piece to piece, which are joined before they are spread."""
+        local_page = np.concatenate([local_pages[kind.local] for kind in pieces])
+        remote_page = np.concatenate([remote_pages[kind.remote] for kind in pieces])
+        repeats = [len(kind.local) for kind in pieces]
+        inside = np.array([kind[:3] for kind in pieces], np.int64)
+        local_token, remote_token, num_tokens = np.repeat(inside, repeats, axis=0).T
+        for part in self._flowing:
+            token_bytes = int(part.length[0])
+            places = joined(
+                Runs(
+                    local_page * part.local_page + local_token * token_bytes,
+                    remote_page * part.remote_page + remote_token * token_bytes,
+                    num_tokens * token_bytes,
+                )
+            )
+            yield part.spread(places.local, places.remote, places.length, local_bases, remote_bases)
 
 
 class Plan:
@@ -167,7 +190,6 @@ class Plan:
             return no_runs()
         local = pages_of(f"group {group}: local", local_pages, tokens, plan.local)
         remote = pages_of(f"group {group}: remote", remote_pages, tokens, plan.remote)
-        _check_distinct(group, local)
         return plan.runs(local, remote, tokens, *self._bases(local_bases, remote_bases))
 
     def _bases(self, local: ArrayLike, remote: ArrayLike) -> tuple[Ints, Ints]:
@@ -198,13 +220,9 @@ def pages_of(where: str, pages: ArrayLike, tokens: tuple[int, int], group: Group
     return found
 
 
-def _check_distinct(group: int, pages: Ints) -> None:
-    if len(pages) < 2 or (pages[1:] > pages[:-1]).all():
-        return
-    ascending = np.sort(pages)
-    twice = ascending[1:] == ascending[:-1]
-    if twice.any():
-        raise InvalidTransferError(f"group {group}: local page {ascending[1:][twice][0]} is named twice")
+def _refuse_repeated(pairs: PagePairs) -> None:
+    if pairs.repeated is not None:
+        raise InvalidTransferError(f"local page {pairs.repeated} is named twice")
 
 
 def plan(local: ShardLayout, remote: ShardLayout) -> Plan:

@@ -1,19 +1,21 @@
-"""From strided boxes to runs of bytes. A template holds the runs of one pair of pages; a pull adds the pages to it.
+"""Runs of bytes, and how those of a page are laid over the pages of a pull.
 
 Everything is numpy over whole batches: nothing here loops over pages or runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from transfer.stacks import Ints, Stack, merged
+from transfer.stacks import Ints
 
 _BOTH_STEP = (1 << 32) + 1
+_NEXT_LOCAL = 1 << 31
+"""Least difference of the keys of two pairs of pages, in order, whose local pages differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,22 +79,57 @@ def concatenated(parts: Sequence[Runs]) -> Runs:
 
 def joined(runs: Runs) -> Runs:
     """The same bytes in the fewest runs, sorted by local address."""
-    order = np.argsort(runs.local, kind="stable")  # timsort: what comes here is a few sorted stretches
+    order = np.argsort(runs.local)
     local, remote, length = runs.local[order], runs.remote[order], runs.length[order]
     meets = (local[:-1] + length[:-1] == local[1:]) & (remote[:-1] + length[:-1] == remote[1:])
     starts = np.flatnonzero(np.concatenate(([True], ~meets)))
     return Runs(local[starts], remote[starts], np.add.reduceat(length, starts))
 
 
+class PagePairs:
+    """Pages of both sides, paired, sorted by the local one.
+
+    Attributes:
+        repeated: a local page that is named twice; None where all differ.
+    """
+
+    __slots__ = ("_local", "_remote", "_steps", "repeated")
+
+    def __init__(self, local: Ints, remote: Ints) -> None:
+        # Both ids in one number: one sort carries both along, and one difference says that both step by 1.
+        keys = (local << 32) | remote
+        steps = keys[1:] - keys[:-1]
+        self.repeated: int | None = None
+        if len(steps) and int(steps.min()) < _NEXT_LOCAL:
+            keys.sort()
+            local, remote = keys >> 32, keys & 0xFFFFFFFF
+            steps = keys[1:] - keys[:-1]
+            if int(steps.min()) < _NEXT_LOCAL:
+                self.repeated = int(local[int(steps.argmin())])
+        self._local, self._remote, self._steps = local, remote, steps
+
+    def single(self) -> tuple[Ints, Ints, None]:
+        """Local and remote page of each pair."""
+        return self._local, self._remote, None
+
+    def chained(self) -> tuple[Ints, Ints, Ints | None]:
+        """First local and remote page of each stretch of neighbours, and how many pages it has (None: one each)."""
+        breaks = np.flatnonzero(self._steps != _BOTH_STEP) + 1
+        if len(breaks) == len(self._steps):
+            return self.single()
+        starts = np.concatenate(([0], breaks))
+        return self._local[starts], self._remote[starts], np.diff(starts, append=len(self._local))
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The runs of one pair of pages that share their page strides.
+    """Runs of a page, those that share their page strides; offsets are bytes from the start of a region.
 
     Attributes:
         local_region: int64 `[runs]`.
-        local_offset: int64 `[runs]`, bytes from the region's start for page 0.
+        local_offset: int64 `[runs]`, in page 0.
         remote_region: int64 `[runs]`.
-        remote_offset: int64 `[runs]`.
+        remote_offset: int64 `[runs]`, in page 0.
         length: int64 `[runs]`.
         local_page: bytes between neighbouring pages on the local side.
         remote_page: bytes between neighbouring pages on the remote side.
@@ -108,89 +145,14 @@ class Part:
     remote_page: int
     chains: bool
 
-    def runs(self, pages: PagePairs, local_bases: Ints, remote_bases: Ints) -> Runs:
+    def over(self, pages: PagePairs, local_bases: Ints, remote_bases: Ints) -> Runs:
         """The runs of all pairs of pages."""
-        local_pages, remote_pages, counts = pages.chained if self.chains else pages.single
-        local = local_bases[self.local_region] + self.local_offset
-        remote = remote_bases[self.remote_region] + self.remote_offset
-        shape = (len(local), len(local_pages))
-        length = self.length[:, None]
-        return Runs(
-            np.add.outer(local, local_pages * self.local_page).reshape(-1),
-            np.add.outer(remote, remote_pages * self.remote_page).reshape(-1),
-            (np.broadcast_to(length, shape) if counts is None else length * counts).reshape(-1),
-        )
+        local, remote, counts = pages.chained() if self.chains else pages.single()
+        length = self.length[:, None] if counts is None else self.length[:, None] * counts
+        return self.spread(local * self.local_page, remote * self.remote_page, length, local_bases, remote_bases)
 
-
-class PagePairs:
-    """Pages of both sides, paired, sorted by the local one."""
-
-    __slots__ = ("_keys", "single")
-
-    def __init__(self, local: Ints, remote: Ints) -> None:
-        # Both ids in one number: one sort carries both along, and a difference of one value means that both step by 1.
-        keys = (local << 32) | remote
-        if len(keys) > 1 and (keys[1:] - keys[:-1]).min() < 0:
-            keys.sort()
-            local, remote = keys >> 32, keys & 0xFFFFFFFF
-        self._keys = keys
-        self.single: tuple[Ints, Ints, Ints | None] = (local, remote, None)
-
-    @property
-    def chained(self) -> tuple[Ints, Ints, Ints | None]:
-        """First local and remote page of each stretch of neighbours, and how many pages it has."""
-        breaks = np.flatnonzero(self._keys[1:] - self._keys[:-1] != _BOTH_STEP) + 1
-        if len(breaks) == len(self._keys) - 1:
-            return self.single
-        starts = np.concatenate(([0], breaks))
-        local, remote, _ = self.single
-        return local[starts], remote[starts], np.diff(starts, append=len(self._keys))
-
-
-def template(stacks: Iterable[Stack], local_token: int, remote_token: int, count: int) -> tuple[Part, ...]:
-    """The runs of one pair of pages: `count` tokens, from `local_token` and `remote_token` of their page on."""
-    table = np.concatenate([_expanded(stack, local_token, remote_token, count) for stack in stacks], axis=1)
-    table = _join_rows(table)
-    local_page, remote_page, length = table[_LOCAL_PAGE], table[_REMOTE_PAGE], table[_LENGTH]
-    chains = (length == local_page) & (length == remote_page)
-    parts: list[Part] = []
-    for key in sorted({*zip(local_page.tolist(), remote_page.tolist(), chains.tolist(), strict=True)}):
-        of_part = (local_page == key[0]) & (remote_page == key[1]) & (chains == key[2])
-        rows = table[:, of_part]
-        parts.append(Part(rows[0], rows[1], rows[2], rows[3], rows[_LENGTH], *key))
-    return tuple(parts)
-
-
-_LOCAL_PAGE, _REMOTE_PAGE, _LENGTH = 4, 5, 6
-
-
-def _expanded(stack: Stack, local_token: int, remote_token: int, count: int) -> Ints:
-    """int64 `[7, runs]`: region and offset of both sides, page strides, bytes."""
-    local_step, remote_step = stack.token
-    axes = [*stack.axes, (count, local_step, remote_step)] if count > 1 else stack.axes
-    run, left = merged(stack.itemsize, axes)
-    local = stack.local_offset + local_token * local_step
-    remote = stack.remote_offset + remote_token * remote_step
-    for extent, local_stride, remote_stride in left:
-        steps = np.arange(extent, dtype=np.int64)
-        local = np.add.outer(local, steps * local_stride).reshape(-1)
-        remote = np.add.outer(remote, steps * remote_stride).reshape(-1)
-    each = len(local) // len(stack.local_offset)
-    table = np.empty((7, len(local)), np.int64)
-    table[0], table[1] = np.repeat(stack.local_region, each), local
-    table[2], table[3] = np.repeat(stack.remote_region, each), remote
-    table[_LOCAL_PAGE], table[_REMOTE_PAGE], table[_LENGTH] = stack.local_page, stack.remote_page, run
-    return table
-
-
-def _join_rows(table: Ints) -> Ints:
-    """Joins what abuts on both sides of every pair of pages, sorted by local region and offset."""
-    table = table[:, np.lexsort((table[1], table[0]))]
-    before, after = table[:, :-1], table[:, 1:]
-    same = (before[[0, 2, _LOCAL_PAGE, _REMOTE_PAGE]] == after[[0, 2, _LOCAL_PAGE, _REMOTE_PAGE]]).all(axis=0)
-    meets = same & (before[[1, 3]] + before[_LENGTH] == after[[1, 3]]).all(axis=0)
-    starts = np.flatnonzero(np.concatenate(([True], ~meets)))
-    length = np.add.reduceat(table[_LENGTH], starts)
-    table = table[:, starts]
-    table[_LENGTH] = length
-    return table
+    def spread(self, local: Ints, remote: Ints, length: Ints, local_bases: Ints, remote_bases: Ints) -> Runs:
+        """Each run at each place: bytes from page 0 on both sides, int64 `[places]`; `length` broadcasts to both."""
+        local = np.add.outer(local_bases[self.local_region] + self.local_offset, local)
+        remote = np.add.outer(remote_bases[self.remote_region] + self.remote_offset, remote)
+        return Runs(local.reshape(-1), remote.reshape(-1), np.broadcast_to(length, local.shape).reshape(-1))

@@ -16,6 +16,8 @@ from transfer.errors import MetadataError
 _NOBODY = -1
 Cells: TypeAlias = tuple[slice, ...]
 """A box of cells: a slice of each axis."""
+Corners: TypeAlias = tuple[Index, Index]
+"""A box of cells: its first one, and the one after its last on each axis."""
 
 
 def sources(local: ShardLayout, remotes: Sequence[ShardLayout], local_rank: int) -> list[tuple[int, ShardLayout]]:
@@ -53,10 +55,11 @@ def sources(local: ShardLayout, remotes: Sequence[ShardLayout], local_rank: int)
         for grid in grids.values():
             grid.choose(used, local_rank, forced=forced)
     parts: dict[int, list[list[Box]]] = {}
-    for place, group in enumerate(local.groups):
-        for box in group.boxes:
-            for owner, part in grids[place, box.kind].parts(box):
-                parts.setdefault(owner, [[] for _ in local.groups])[place].append(part)
+    for (place, kind), grid in grids.items():
+        ours = (box for box in local.groups[place].boxes if box.kind == kind)
+        for box, cut in zip(ours, grid.parts(), strict=True):
+            for owner, first, end in cut:
+                parts.setdefault(owner, [[] for _ in local.groups])[place].append(sub_box(box, first, end))
     return [(owner, _with_boxes(local, parts[owner])) for owner in sorted(parts)]
 
 
@@ -71,32 +74,30 @@ class _Grid:
     """The elements of one kind of one group, in cells: no box of any shard ends within a cell."""
 
     def __init__(self, where: str, kind: str, local: Group, remotes: Sequence[Group]) -> None:
-        ours = [box for box in local.boxes if box.kind == kind]
-        theirs = [[box for box in remote.boxes if box.kind == kind] for remote in remotes]
-        ends = np.array([end for boxes in (ours, *theirs) for box in boxes for end in (box.first, box.end)])
-        self.cuts = [np.unique(ends[:, axis]) for axis in range(4)]
-        shape = tuple(len(cuts) - 1 for cuts in self.cuts)
-        needed = np.zeros(shape, np.bool_)
-        for box in ours:
-            needed[self.cells(box)] = True
-        holders = np.zeros((*shape, len(remotes)), np.bool_)
-        for number, boxes in enumerate(theirs):
-            for box in boxes:
-                holders[(*self.cells(box), number)] = True
-        missing = np.argwhere(needed & ~holders.any(axis=-1))
+        held = [[box for box in group.boxes if box.kind == kind] for group in (local, *remotes)]
+        boxes = [box for shard in held for box in shard]
+        shard = np.repeat(np.arange(len(held)), [len(boxes) for boxes in held]).tolist()
+        first = np.array([box.first for box in boxes], np.int64)
+        end = np.array([box.end for box in boxes], np.int64)
+        self.cuts = [np.unique(np.concatenate([first[:, axis], end[:, axis]])) for axis in range(4)]
+        start = np.stack([np.searchsorted(cuts, first[:, axis]) for axis, cuts in enumerate(self.cuts)], axis=1)
+        stop = np.stack([np.searchsorted(cuts, end[:, axis]) for axis, cuts in enumerate(self.cuts)], axis=1)
+        holders = np.zeros((len(held), *(len(cuts) - 1 for cuts in self.cuts)), np.bool_)
+        self.cells: list[Cells] = []
+        """Of each box of the local shard."""
+        for number, begins, ends in zip(shard, start.tolist(), stop.tolist(), strict=True):
+            cells = tuple(map(slice, begins, ends))
+            holders[(number, *cells)] = True
+            if number == 0:
+                self.cells.append(cells)
+        self.needed, self.holders = holders[0], np.moveaxis(holders[1:], 0, -1)
+        missing = np.argwhere(self.needed & ~self.holders.any(axis=-1))
         if len(missing):
             layer, side, head, dim = (int(cuts[at]) for cuts, at in zip(self.cuts, missing[0], strict=True))
             raise MetadataError(
                 f"{where}, {kind!r}: no remote shard holds layer {layer}, head {head} (side {side}, dim {dim})"
             )
-        self.needed = needed
-        self.holders = holders
-        self.owner = np.full(shape, _NOBODY, np.int64)
-
-    def cells(self, box: Box) -> Cells:
-        """The cells of a box."""
-        found = [np.searchsorted(cuts, ends) for cuts, *ends in zip(self.cuts, box.first, box.end, strict=True)]
-        return tuple(slice(int(first), int(end)) for first, end in found)
+        self.owner = np.full(self.needed.shape, _NOBODY, np.int64)
 
     def choose(self, used: NDArray[np.bool_], local_rank: int, *, forced: bool) -> None:
         """Gives an owner to the cells that only one shard holds (`forced`), or to the others; marks it in `used`."""
@@ -113,30 +114,39 @@ class _Grid:
             owners[inverse.reshape(-1) == number] = chosen
         self.owner[todo] = owners
 
-    def parts(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """The parts of a local box, each with its owner; as few as straight cuts allow."""
-        for cells in _uniform(self.owner, self.cells(box)):
-            first = [int(cuts[axis.start]) for cuts, axis in zip(self.cuts, cells, strict=True)]
-            end = [int(cuts[axis.stop]) for cuts, axis in zip(self.cuts, cells, strict=True)]
-            owner = int(self.owner[tuple(axis.start for axis in cells)])
-            yield owner, sub_box(box, _index(first), _index(end))
+    def parts(self) -> Iterator[list[tuple[int, Index, Index]]]:
+        """For each local box its parts, as few as straight cuts allow: the owner, the first and the last place."""
+        known: dict[tuple[bytes, tuple[int, ...]], list[Corners]] = {}
+        for cells in self.cells:
+            inside = self.owner[cells]
+            key = (inside.tobytes(), inside.shape)  # most layers are alike
+            if key not in known:
+                known[key] = list(_uniform(inside, (0, 0, 0, 0)))
+            yield [
+                (int(inside[first]), self._place(cells, first), self._place(cells, end)) for first, end in known[key]
+            ]
+
+    def _place(self, cells: Cells, at: Index) -> Index:
+        layer, side, head, dim = (
+            int(cuts[axis.start + step]) for cuts, axis, step in zip(self.cuts, cells, at, strict=True)
+        )
+        return (layer, side, head, dim)
 
 
-def _index(values: Sequence[int]) -> Index:
-    layer, side, head, dim = values
-    return (layer, side, head, dim)
-
-
-def _uniform(owner: NDArray[np.int64], cells: Cells) -> Iterator[Cells]:
-    """Cuts `cells` into boxes of one owner each."""
-    inside = owner[cells]
-    for axis in range(inside.ndim):
-        along = np.moveaxis(inside, axis, 0).reshape(inside.shape[axis], -1)
-        changes = np.flatnonzero((along[1:] != along[:-1]).any(axis=1)) + 1
-        if len(changes):
-            start = cells[axis].start
-            ends = [start, *(start + changes).tolist(), cells[axis].stop]
-            for first, end in pairwise(ends):
-                yield from _uniform(owner, (*cells[:axis], slice(first, end), *cells[axis + 1 :]))
+def _uniform(owner: NDArray[np.int64], at: Index) -> Iterator[Corners]:
+    """Cuts an array of owners that lies at `at` into boxes of one owner each: their first cells and their ends."""
+    for axis in range(owner.ndim):
+        along = np.moveaxis(owner, axis, 0).reshape(owner.shape[axis], -1)
+        changes = (np.flatnonzero((along[1:] != along[:-1]).any(axis=1)) + 1).tolist()
+        if changes:
+            for first, end in pairwise([0, *changes, owner.shape[axis]]):
+                inner = owner[(slice(None),) * axis + (slice(first, end),)]
+                yield from _uniform(inner, _moved(at, axis, first))
             return
-    yield cells
+    layers, sides, heads, dims = owner.shape
+    yield at, (at[0] + layers, at[1] + sides, at[2] + heads, at[3] + dims)
+
+
+def _moved(at: Index, axis: int, by: int) -> Index:
+    layer, side, head, dim = (place + (by if number == axis else 0) for number, place in enumerate(at))
+    return (layer, side, head, dim)

@@ -1,4 +1,4 @@
-"""What two sets of boxes have in common, as pairs of strided boxes. Pairs that differ only in where they start stack."""
+"""What two sets of boxes have in common: pairs of strided boxes, stacked where only their starts differ."""
 
 from __future__ import annotations
 
