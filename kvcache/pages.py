@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError
+from kvcache.idle_order import IdleOrder
 from kvcache.index import PrefixIndex
-from kvcache.retention import IdleOrder
 
 Pages = NDArray[np.int32]
 

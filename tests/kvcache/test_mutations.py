@@ -10,10 +10,10 @@ import pytest
 
 from kvcache.batch import Batch
 from kvcache.block_table import BlockRows
+from kvcache.idle_order import IdleOrder
 from kvcache.index import PrefixIndex
 from kvcache.pages import PagePool
 from kvcache.replica import Replica
-from kvcache.retention import IdleOrder
 from tests.kvcache.moves import Moves, SeededChooser
 
 

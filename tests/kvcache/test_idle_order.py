@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache import InvariantError
-from kvcache.retention import CHUNK, IdleOrder
+from kvcache.idle_order import CHUNK, IdleOrder, OrderLog
 
 
 def pages(*ids: int) -> np.ndarray:
@@ -90,3 +90,59 @@ def test_more_than_there_is_and_broken_books_are_named() -> None:
     order.count = 3
     with pytest.raises(InvariantError, match="count 3"):
         order.check()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["append", "remove", "pop"]),
+            st.integers(0, 2),
+            st.lists(st.integers(1, 30), unique=True),
+        ),
+        max_size=60,
+    )
+)
+def test_orders_of_one_log_are_as_many_lists(moves: list[tuple[str, int, list[int]]]) -> None:
+    log = OrderLog(30, 3)
+    orders = [IdleOrder(30, log) for _ in range(3)]
+    known: list[list[int]] = [[], [], []]
+    for move, at, names in moves:
+        if move == "append":
+            new = [name for name in names if not any(name in mine for mine in known)]
+            orders[at].append(pages(*new))
+            known[at] += new
+        elif move == "remove":
+            gone = [name for name in names if name in known[at]]
+            orders[at].remove(pages(*gone))
+            known[at] = [name for name in known[at] if name not in gone]
+        else:
+            count = min(len(names), len(known[at]))
+            assert orders[at].oldest(count + 1).tolist() == known[at][: count + 1]
+            assert orders[at].pop(count).tolist() == known[at][:count]
+            known[at] = known[at][count:]
+        orders[at].check()
+        assert [order.pages().tolist() for order in orders] == known
+
+
+def test_one_order_takes_the_room_that_another_wastes() -> None:
+    """Thinned chunks of one order are merged where a second one that shares the log needs a chunk."""
+    rng, count = np.random.default_rng(0), 6 * CHUNK
+    log = OrderLog(count, 2)
+    first, second = IdleOrder(count, log), IdleOrder(count, log)
+    first.append(everything := rng.permutation(np.arange(1, count + 1, dtype=np.int32)))
+    known, other = everything, np.zeros(0, np.int32)
+    for _ in range(40):
+        gone = rng.random(len(known)) < rng.choice([0.1, 0.6])
+        left = known[gone]
+        first.remove(left)
+        second.append(left)
+        other, known = np.concatenate((other, left)), known[~gone]
+        back = rng.random(len(other)) < rng.choice([0.1, 0.6])
+        second.remove(other[back])
+        first.append(other[back])
+        known, other = np.concatenate((known, other[back])), other[~back]
+        first.check()
+        assert np.array_equal(first.pages(), known)
+        assert np.array_equal(second.pages(), other)
+    assert first.oldest(5).tolist() == known[:5].tolist()

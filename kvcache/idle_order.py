@@ -1,0 +1,223 @@
+"""`IdleOrder`: pages in the order in which they came, leaving from its old end or from anywhere."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.errors import InvariantError
+
+Pages = NDArray[np.int32]
+Indices = NDArray[np.intp]
+
+CHUNK = 4096
+_SCAN = 64
+
+
+class IdlePages(Protocol):
+    """What a page pool asks of the order of its idle pages.
+
+    Attributes:
+        count: pages of the order.
+    """
+
+    count: int
+
+    def append(self, pages: Pages | Indices) -> None:
+        """Put `pages`, none of them in the order, behind all others; the first of them is the oldest."""
+        ...
+
+    def remove(self, pages: Pages | Indices) -> None:
+        """Take `pages`, all of them in the order, out of it."""
+        ...
+
+    def pop(self, count: int) -> Pages:
+        """Take the `count` pages out that go first, in the order in which they go. At most `self.count`."""
+        ...
+
+    def pages(self) -> Pages:
+        """Every page of the order."""
+        ...
+
+    def check(self) -> None:
+        """Raise `InvariantError` unless the books agree."""
+        ...
+
+
+class OrderLog:
+    """What one order writes its entries to, or several: a page is in one of those at a time.
+
+    Args:
+        num_pages: page ids are 1 to `num_pages`.
+        most_orders: how many orders may share it.
+    """
+
+    __slots__ = ("entries", "live", "orders", "spare", "stamp")
+
+    def __init__(self, num_pages: int, most_orders: int = 1) -> None:
+        # Twice the pool, so that where no chunk is spare two neighbours of some order fit into one; and two for the
+        # oldest and the newest chunk of each order.
+        chunks = 2 * -(-num_pages // CHUNK) + 2 * most_orders
+        self.entries = np.zeros((chunks, CHUNK), np.int32)
+        self.stamp = np.full(num_pages + 1, -1, np.int32)
+        self.live = np.zeros(chunks, np.int32)  # entries of each chunk that count
+        self.spare = list(range(chunks))
+        self.orders: list[IdleOrder] = []
+
+
+class IdleOrder:
+    """Least recently used order of the idle pages: published, held by nobody.
+
+    A log of page ids, oldest first, in chunks. An entry counts only while the page's stamp names its place, so a page
+    leaves from the middle by clearing its stamp. An empty chunk is used again; when there is none, two neighbours that
+    fit into one are merged. There are chunks for twice the pool, so two such neighbours exist. No call costs more than
+    what it changes and one chunk: a log squeezed as a whole stops a server of 4 million pages for 50 ms now and then.
+
+    Args:
+        num_pages: page ids are 1 to `num_pages`.
+        log: of several orders of the same pages; a log of its own where none is given.
+
+    Attributes:
+        count: pages of the order.
+        chunks: of the log, those that are this order's, oldest first.
+    """
+
+    __slots__ = ("_family", "_filled", "_head", "_live", "_log", "_spare", "_stamp", "chunks", "count")
+
+    def __init__(self, num_pages: int, log: OrderLog | None = None) -> None:
+        log = log or OrderLog(num_pages)
+        self._log, self._stamp, self._live, self._spare = log.entries, log.stamp, log.live, log.spare
+        self._family = log.orders
+        self._family.append(self)
+        self.chunks: list[int] = []
+        self._head = 0  # entries of the oldest chunk that need not be looked at again
+        self._filled = CHUNK  # entries of the newest chunk
+        self._open_chunk()
+        self.count = 0
+
+    def append(self, pages: Pages | Indices) -> None:
+        """Put `pages`, none of them in the order, behind all others; the first of them goes first."""
+        self.count += len(pages)
+        while pages.size:
+            if self._filled == CHUNK:
+                self._open_chunk()
+            chunk, first = self.chunks[-1], self._filled
+            part = pages[: CHUNK - first]
+            self._filled = first + len(part)
+            self._log[chunk, first : self._filled] = part
+            self._stamp[part] = np.arange(chunk * CHUNK + first, chunk * CHUNK + self._filled, dtype=np.int32)
+            self._live[chunk] += len(part)
+            pages = pages[len(part) :]
+
+    def remove(self, pages: Pages | Indices) -> None:
+        """Take `pages`, all of them in the order, out of it."""
+        chunks = self._stamp[pages] // CHUNK
+        self._stamp[pages] = -1
+        self.count -= len(pages)
+        if len(pages) and (chunks == chunks[0]).all():  # they came together, as the pages of a request do
+            self._live[chunks[0]] -= len(pages)
+            chunks = chunks[:1]
+        else:
+            np.subtract.at(self._live, chunks, 1)
+        for chunk in set(chunks[self._live[chunks] == 0].tolist()):
+            self._give_up(chunk)
+
+    def pop(self, count: int) -> Pages:
+        """Take the `count` oldest pages out, oldest first. At most `self.count`."""
+        if count > self.count:
+            raise InvariantError(f"idle order: {count} pages asked for, {self.count} are there")
+        taken: list[Pages] = []
+        missing = count
+        while missing:
+            chunk = self.chunks[0]
+            end = min(self._head + missing + _SCAN, self._end_of(chunk))
+            live = self._entries(chunk, self._head, end)[:missing]
+            missing -= len(live)
+            self._stamp[live] = -1
+            self._live[chunk] -= len(live)
+            taken.append(live)
+            if not self._live[chunk]:
+                self._give_up(chunk)
+            elif missing:
+                self._head = end
+        self.count -= count
+        return np.concatenate(taken) if taken else np.zeros(0, np.int32)
+
+    def oldest(self, most: int) -> Pages:
+        """The oldest page and some that follow it, `most` at most; they stay. None where the order is empty."""
+        chunk = self.chunks[0]
+        last = self._end_of(chunk)
+        while True:
+            end = min(self._head + most + _SCAN, last)
+            live = self._entries(chunk, self._head, end)[:most]
+            if live.size or end == last:
+                return live
+            self._head = end
+
+    def pages(self) -> Pages:
+        """Every page of the order, oldest first."""
+        return np.concatenate([self._entries(chunk, 0, self._end_of(chunk)) for chunk in self.chunks])
+
+    def check(self) -> None:
+        """Raise `InvariantError` unless log, stamps and counts of all orders of these pages agree."""
+        found = np.concatenate([order.pages() for order in self._family])
+        stamped = np.flatnonzero(self._stamp >= 0)
+        counts = sum(order.count for order in self._family)
+        if not len(found) == counts == self._live.sum() or not np.array_equal(np.sort(found), stamped):
+            raise InvariantError(
+                f"idle order: {len(found)} live entries, {len(stamped)} stamped pages, count {counts}, "
+                f"{self._live.sum()} by chunk"
+            )
+        used = [chunk for order in self._family for chunk in order.chunks]
+        if sorted(used + self._spare) != list(range(len(self._live))):
+            raise InvariantError("idle order: a chunk is lost, or used twice")
+
+    def squeeze(self) -> bool:
+        """Put two neighbours, of all the pair with the fewest entries that count, into one chunk. False: none fit.
+
+        The newest chunk is written to, and is left alone while it is not full.
+        """
+        chunks = self.chunks if self._filled == CHUNK else self.chunks[:-1]
+        live = self._live[chunks]
+        pairs = live[:-1] + live[1:]
+        if not pairs.size or pairs.min() > CHUNK:
+            return False
+        at = int(np.argmin(pairs))
+        kept, given = chunks[at : at + 2]
+        entries = np.concatenate((self._entries(kept, 0, CHUNK), self._entries(given, 0, CHUNK)))
+        self._log[kept, : len(entries)] = entries
+        self._stamp[entries] = np.arange(kept * CHUNK, kept * CHUNK + len(entries), dtype=np.int32)
+        self._live[kept], self._live[given] = len(entries), 0
+        if at == 0:
+            self._head = 0
+        del self.chunks[at + 1]
+        self._spare.append(given)
+        return True
+
+    def _entries(self, chunk: int, first: int, end: int) -> Pages:
+        """The entries from `first` to `end` of a chunk that count."""
+        pages = self._log[chunk, first:end]
+        return pages[self._stamp[pages] == np.arange(chunk * CHUNK + first, chunk * CHUNK + end, dtype=np.int32)]
+
+    def _end_of(self, chunk: int) -> int:
+        return self._filled if chunk == self.chunks[-1] else CHUNK
+
+    def _give_up(self, chunk: int) -> None:
+        """No entry of the chunk counts any more."""
+        if chunk == self.chunks[0]:
+            self._head = 0
+        if len(self.chunks) == 1:
+            self._filled = 0
+            return
+        if chunk == self.chunks[-1]:
+            self._filled = CHUNK  # the one before it is full, and is the newest now
+        self.chunks.remove(chunk)
+        self._spare.append(chunk)
+
+    def _open_chunk(self) -> None:
+        if not self._spare and not self.squeeze():
+            next(order for order in self._family if order is not self and order.squeeze())
+        self.chunks.append(self._spare.pop())
+        self._filled = 0
