@@ -10,14 +10,14 @@ import math
 import time
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from transfer.errors import AgentError, InvalidTransferError, PullFailedError
 from transfer.lease import CLEARED, WORD_BYTES, make_words
 from transfer.metadata import MemoryType
+from transfer.pull_state import LeaseRef, Part, Pull, PullEvent
 from transfer.wire import ReaderNote, encode_message
 
 if TYPE_CHECKING:
@@ -54,90 +54,6 @@ class Reader(Protocol):
     def notify(self, peer: str, message: bytes) -> None:
         """Sends a message on its own; see `Agent.notify`."""
         ...
-
-
-class LeaseRef(NamedTuple):
-    """A lease as its readers know it: id, slot of the word on every rank, and seconds that a renewal lasts."""
-
-    lease_id: int
-    slot: int
-    duration_s: float
-
-
-class PullEvent(NamedTuple):
-    """What became of a pull. The last event of each has `safe` set; an earlier one, at most, says that it failed.
-
-    Attributes:
-        key: the pull.
-        error: why it failed; empty where every byte was under the lease when it was read.
-        safe: nothing of it is in flight any more: its pages may be given back or, without error, be used.
-    """
-
-    key: str
-    error: str
-    safe: bool
-
-
-@dataclass(slots=True)
-class Part:
-    """Runs to read from one rank, posted together.
-
-    Attributes:
-        rank: of the source.
-        local: where the bytes go.
-        remote: where they lie.
-        num_bytes: of all runs.
-        arrived: called once they are there: moves staged bytes on, or marks layers; None where nothing is to be done.
-    """
-
-    rank: int
-    local: Descriptors
-    remote: Descriptors
-    num_bytes: int
-    arrived: Callable[[], None] | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Pull:
-    """One request's pull by this rank, from every rank of the source that holds a part of it.
-
-    Attributes:
-        key: names it among the pulls of this rank.
-        engine: the source.
-        lease: under which the source holds the pages.
-        deadline: on the puller's clock.
-        started: when it was opened, likewise.
-        more: further parts may be added, so the fence has to wait.
-        error: why it failed; empty otherwise.
-        num_bytes: read so far, or on their way.
-        num_runs: likewise.
-        post_s: seconds that the posts took.
-        total_s: seconds from its opening to its end.
-    """
-
-    key: str
-    engine: RemoteEngine
-    lease: LeaseRef
-    deadline: float
-    started: float
-    more: bool = True
-    error: str = ""
-    num_bytes: int = 0
-    num_runs: int = 0
-    post_s: float = 0.0
-    total_s: float = 0.0
-    renew_at: float = math.inf
-    waiting: deque[Part] = field(default_factory=deque[Part])
-    reading: list[tuple[Handle, Part]] = field(default_factory=list["tuple[Handle, Part]"])
-    fencing: list[tuple[Handle, int, int]] = field(default_factory=list["tuple[Handle, int, int]"])
-    fenced: bool = False
-    read_ranks: set[int] = field(default_factory=set[int])
-    told: set[int] = field(default_factory=set[int])
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether NIXL may still write for this pull."""
-        return bool(self.reading or self.fencing)
 
 
 class Puller:
@@ -307,7 +223,17 @@ class Puller:
             if error is not None:
                 self._on_error(pull, error)
             elif part.arrived is not None and not pull.error:
-                part.arrived()
+                self._use(pull, part.arrived)
+
+    def _use(self, pull: Pull, arrived: Callable[[], Part | None]) -> None:
+        try:
+            further = arrived()
+        except PullFailedError as error:
+            self._fail(pull, str(error))
+            return
+        if further is not None:
+            pull.waiting.append(further)
+            self._post(pull)
 
     def _is_over(self, handle: Handle) -> tuple[bool, AgentError | None]:
         try:

@@ -15,13 +15,18 @@ from transfer.agent import Agent
 from transfer.errors import AgentError, EngineClosedError, HandshakeError, InvalidEngineError
 from transfer.lease import LeaseBook
 from transfer.metadata import MemoryType
-from transfer.pull import LeaseRef, Puller, PullEvent
-from transfer.remote import PagesOfGroup, RemoteEngine
+from transfer.page_checks import PageChecks
+from transfer.pull import Puller
+from transfer.pull_state import LeaseRef, PagesOfGroup, PullEvent
+from transfer.remote import RemoteEngine
 from transfer.settings import agreed_settings
+from transfer.verify import Verifier
 from transfer.wire import RankMetadata, decode_note, open_rank, sealed_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import ArrayLike
 
     from transfer.boxes import ShardLayout
     from transfer.lease import Lease
@@ -64,6 +69,8 @@ class RankTransfer:
         bases: address of each region of the layout. The memory must stay mapped while any peer lives.
         memory_type: where the regions live.
         device: index of the device that they are on; 0 for host memory.
+        checks: makes page checks of what it leases, for readers that verify.
+        verify: share of the pages that it compares with their page checks once it has read them; 1 for all of them.
         agent: makes the agent, given its name and memory type. Replaced by tests that inject faults.
         clock: seconds, monotonic.
 
@@ -86,6 +93,8 @@ class RankTransfer:
         memory_type: MemoryType = MemoryType.DRAM,
         device: int = 0,
         *,
+        checks: bool = False,
+        verify: float = 0.0,
         agent: Callable[[str, MemoryType], Agent] = Agent,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -100,6 +109,9 @@ class RankTransfer:
         self.memory_type = memory_type
         self.device = device
         self.leases = LeaseBook(clock=clock)
+        self._verify = verify
+        self._checks = PageChecks(layout, bases) if checks or verify else None
+        self._shows_checks = checks
         self.released: deque[Lease] = deque()
         name = f"{identity.engine_id}/{identity.rank}@{identity.incarnation}"
         self._agent: Agent | None = agent(name, memory_type)
@@ -125,7 +137,8 @@ class RankTransfer:
         sizes = self.layout.region_bytes
         pages = [(base, size, self.device) for base, size in zip(self.bases, sizes, strict=True)]
         agent.register(pages, self.memory_type)
-        words = [(array.ctypes.data, array.nbytes, 0) for array in (self.leases.words, self.puller.words)]
+        checks = self._checks.words if self._checks else []
+        words = [(array.ctypes.data, array.nbytes, 0) for array in (self.leases.words, self.puller.words, *checks)]
         agent.register(words, MemoryType.DRAM)
 
     def _describe(self, name: str) -> RankMetadata:
@@ -143,6 +156,9 @@ class RankTransfer:
             device=self.device,
             words_addr=self.leases.words.ctypes.data,
             words=len(self.leases.words),
+            checks_addrs=tuple(words.ctypes.data for words in self._checks.words)
+            if self._checks and self._shows_checks
+            else (),
             compatibility=dict(self.identity.compatibility),
             settings=agreed_settings(self.memory_type),
         )
@@ -171,6 +187,9 @@ class RankTransfer:
             raise HandshakeError(f"engine {remote.engine_id!r} rank {self.identity.rank}: that is this engine itself")
         self.disconnect(remote.engine_id, f"engine {remote.engine_id!r} was connected anew")
         self._reap()
+        if self._verify and self._checks:
+            for at in remote.read_ranks:
+                remote.verifier = Verifier(self._checks, self._own(), remote.ranks[at], self._verify, agent)
         remote.load(agent)
         self._remotes[remote.engine_id] = remote
         return remote
@@ -184,6 +203,16 @@ class RankTransfer:
         if remote is not None:
             self.puller.fail_engine(remote, reason)
             self._retiring.append(remote)
+
+    def seal(self, pages: Sequence[ArrayLike]) -> None:
+        """Takes down the checksums of pages, a list for each group, before they are leased.
+
+        Raises:
+            InvalidTransferError: a page that the pool does not have.
+        """
+        if self._checks is not None and self._shows_checks:
+            for group, ids in enumerate(pages):
+                self._checks.seal(group, ids)
 
     def open_pull(self, key: str, remote: RemoteEngine, lease: LeaseRef, timeout_s: float) -> None:
         """Begins a pull. Raises as `Puller.open` does."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from contextlib import suppress
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from transfer.boxes import LAYER, ShardLayout, clip_layout
 from transfer.errors import AgentError, HandshakeError, InvalidTransferError, MetadataError, SettingsMismatchError
 from transfer.handshake import differences
 from transfer.plan import Plan, plan
-from transfer.pull import Part
+from transfer.pull_state import PagesOfGroup, Part
 from transfer.runs import concatenated
 from transfer.settings import reaches_other_hosts
 from transfer.sources import sources
@@ -18,24 +18,9 @@ from transfer.sources import sources
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from numpy.typing import ArrayLike
-
     from transfer.agent import Agent
+    from transfer.verify import Verifier
     from transfer.wire import RankMetadata
-
-
-class PagesOfGroup(NamedTuple):
-    """What is read of one group of layers.
-
-    Attributes:
-        local: our pages of the logical pages that the tokens touch, in our page size.
-        remote: the source's pages of those that they touch in its page size.
-        tokens: first token, and the one after the last; nothing before the first is written.
-    """
-
-    local: ArrayLike
-    remote: ArrayLike
-    tokens: tuple[int, int]
 
 
 class RemoteEngine:
@@ -52,6 +37,7 @@ class RemoteEngine:
         ranks: metadata by rank.
         words: lease words that every rank has.
         failure: why it is taken for dead; empty otherwise.
+        verifier: compares what arrives with the source's page checks; None where that is not asked for.
 
     Raises:
         MetadataError: the metadata is not that of the ranks of one engine, or no rank holds what we need.
@@ -65,6 +51,7 @@ class RemoteEngine:
         self.engine_id, self.incarnation = first.engine_id, first.incarnation
         self.words = min(found.words for found in ranks)
         self.failure = ""
+        self.verifier: Verifier | None = None
         _check_ranks(self.ranks)
         _check_fit(self.ranks, mine, compatibility)
         self._mine = mine
@@ -105,6 +92,8 @@ class RemoteEngine:
     def parts(self, key: str, groups: Sequence[PagesOfGroup], layer_chunks: int = 1) -> list[Part]:
         """Returns what to read, in order: for each range of layers, for each rank that holds some of it.
 
+        A page is compared as a whole, so with a verifier all layers come at once.
+
         Raises:
             InvalidTransferError: pages or tokens that do not fit either layout.
         """
@@ -113,20 +102,22 @@ class RemoteEngine:
                 f"request {key!r}: pages for {len(groups)} groups, the layout has {len(self._mine.layout.groups)}"
             )
         found: list[Part] = []
-        for at, planned in self._chunked(layer_chunks):
-            there = self.ranks[at]
+        for at, planned in self._chunked(1 if self.verifier else layer_chunks):
             try:
-                runs = concatenated(
-                    [
-                        planned.runs(at_group, *pages, self._mine.bases, there.bases)
-                        for at_group, pages in enumerate(groups)
-                    ]
-                )
+                part = self._part(key, at, planned, groups)
             except InvalidTransferError as error:
                 raise InvalidTransferError(f"request {key!r}: rank {at} of {self.engine_id!r}: {error}") from error
-            local, remote = runs.descriptors(self._mine.device, there.device)
-            found.append(Part(at, local, remote, runs.num_bytes))
+            if part is not None:
+                found.append(part)
         return found
+
+    def _part(self, key: str, at: int, planned: Plan, groups: Sequence[PagesOfGroup]) -> Part | None:
+        if self.verifier is not None:
+            return self.verifier.part(key, planned, groups, at)
+        bases = self._mine.bases, self.ranks[at].bases
+        runs = concatenated([planned.runs(group, *pages, *bases) for group, pages in enumerate(groups)])
+        local, remote = runs.descriptors(self._mine.device, self.ranks[at].device)
+        return Part(at, local, remote, runs.num_bytes)
 
     def _chunked(self, layer_chunks: int) -> list[tuple[int, Plan]]:
         if (planned := self._plans.get(layer_chunks)) is None:

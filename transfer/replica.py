@@ -13,15 +13,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from transfer.errors import HandshakeError, PullFailedError, TransferError
 from transfer.handshake import HandshakeClient
-from transfer.pull import LeaseRef, PullEvent
+from transfer.pull_state import LeaseRef, PullEvent
 from transfer.stats import TransferStats
 from transfer.wire import Answer, MetadataReply, Pong
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from numpy.typing import ArrayLike
+
+    from transfer.pull_state import PagesOfGroup
     from transfer.rank import RankTransfer
-    from transfer.remote import PagesOfGroup
 
 
 class Source(NamedTuple):
@@ -127,17 +129,22 @@ class ReplicaTransfer:
         self._leases: dict[int, set[int]] = {}
         self._next_watch = 0.0
 
-    def offer(self, request_id: str, lease: LeaseRef, *, engines: int = 1) -> None:
+    def offer(
+        self, request_id: str, lease: LeaseRef, *, engines: int = 1, pages: Sequence[ArrayLike] | None = None
+    ) -> None:
         """Lets a lease stand on every rank, or on none. `Offered` comes as an event.
 
         Args:
             request_id: whose pages the caller holds until `LeaseOver`.
             lease: a new id, a free slot, and seconds that it stands without a renewal.
             engines: reading engines that must have ended before the lease does.
+            pages: for each group the pages under it, so that readers can verify them; None where nobody does.
         """
         granted: list[RankTransfer] = []
         try:
             for rank in self.ranks:
+                if pages is not None:
+                    rank.seal(pages)
                 rank.leases.grant(lease.lease_id, request_id, lease.slot, lease.duration_s, engines=engines)
                 granted.append(rank)
         except TransferError as error:

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 if TYPE_CHECKING:
-    from transfer.pull import Pull
+    from transfer.pull_state import Pull
 
 _LAST = 4096
 

@@ -15,13 +15,15 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
 from transfer.errors import EngineClosedError, TransferError
-from transfer.pull import LeaseRef, PullEvent
+from transfer.pull_state import LeaseRef, PullEvent
 from transfer.replica import Event, Offered, Source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from transfer.remote import PagesOfGroup
+    from numpy.typing import ArrayLike
+
+    from transfer.pull_state import PagesOfGroup
     from transfer.replica import ReplicaTransfer
     from transfer.stats import StatsSnapshot
 
@@ -67,12 +69,14 @@ class TransferThread:
         self._hand_over(run)
         return future.result(timeout_s)
 
-    def offer(self, request_id: str, lease: LeaseRef, *, engines: int = 1) -> None:
+    def offer(
+        self, request_id: str, lease: LeaseRef, *, engines: int = 1, pages: Sequence[ArrayLike] | None = None
+    ) -> None:
         """As `ReplicaTransfer.offer`: `Offered` comes as an event, and only then may the lease's id leave."""
 
         def run() -> None:
             try:
-                self._replica.offer(request_id, lease, engines=engines)
+                self._replica.offer(request_id, lease, engines=engines, pages=pages)
             except TransferError as error:
                 self.events.append(Offered(request_id, lease.lease_id, str(error)))
 
