@@ -14,6 +14,8 @@ A page with a writer (a transfer that may still put bytes there) is neither fres
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,7 +29,7 @@ Pages = NDArray[np.int32]
 class PagePool:
     """Holders, writers and free order of the pages 1 to `num_pages`, in arrays. The null page, 0, is none of them."""
 
-    __slots__ = ("_fresh", "_fresh_count", "evictions", "holders", "idle", "index", "num_pages", "writers")
+    __slots__ = ("_fresh", "_fresh_count", "evictions", "guard", "holders", "idle", "index", "num_pages", "writers")
 
     def __init__(self, num_pages: int, digest_words: int) -> None:
         self.num_pages = num_pages
@@ -39,6 +41,8 @@ class PagePool:
         self._fresh = np.arange(num_pages, 0, -1, dtype=np.int32)
         self._fresh_count = num_pages
         self.evictions = 0
+        self.guard: Callable[[Pages], None] | None = None
+        """Called with evicted pages before they are handed out: their content is there for the last time."""
 
     @property
     def free_count(self) -> int:
@@ -57,6 +61,8 @@ class PagePool:
             evicted = self.idle.pop(count - fresh)
             self.index.withdraw(evicted)
             self.evictions += len(evicted)
+            if self.guard is not None:
+                self.guard(evicted)
             pages = np.concatenate((pages, evicted))
         pages = np.sort(pages)
         self.holders[pages] = 1
@@ -68,9 +74,12 @@ class PagePool:
             self._fresh_count -= 1
             page = int(self._fresh[self._fresh_count])
         else:
-            page = int(self.idle.pop(1)[0])
+            evicted = self.idle.pop(1)
+            page = int(evicted[0])
             self.index.withdraw_one(page)
             self.evictions += 1
+            if self.guard is not None:
+                self.guard(evicted)
         self.holders[page] = 1
         return page
 
