@@ -225,9 +225,9 @@ def _check_memory(where: str, rank: RankMetadata) -> None:
     if len(rank.bases) != len(sizes):
         raise MetadataError(f"{where}: {len(rank.bases)} addresses for {len(sizes)} regions")
     words = [(rank.words_addr, 8 * rank.words)]
-    checks = [(base, 8 * group.num_pages) for base, group in zip(rank.checks_addrs, rank.layout.groups, strict=False)]
-    if rank.checks_addrs and len(checks) != len(rank.layout.groups):
+    if rank.checks_addrs and len(rank.checks_addrs) != len(rank.layout.groups):
         raise MetadataError(f"{where}: {len(rank.checks_addrs)} page checks for {len(rank.layout.groups)} groups")
+    checks = [(base, 8 * group.num_pages) for base, group in zip(rank.checks_addrs, rank.layout.groups, strict=False)]
     for base, size in [*zip(rank.bases, sizes, strict=True), *words, *checks]:
         if not 0 < base < base + size <= _ADDRESS_LIMIT:
             raise MetadataError(f"{where}: {size} bytes at {base:#x} are outside of any address space")
