@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcache.errors import KVCacheError
+from kvcache.errors import KVCacheError, NoFreeRowError
 
 
 class AdapterError(KVCacheError):
@@ -19,6 +19,14 @@ class ModelLoadError(AdapterError, ValueError):
 
 class UnsupportedModelError(AdapterError, ValueError):
     """A model whose attention needs something that the paged attention does not compute."""
+
+
+class NoFreeStatePageError(AdapterError, NoFreeRowError):
+    """Every state page is held by a running request, or written by a transfer."""
+
+
+class StatePageError(AdapterError, ValueError):
+    """A state page that is not at the token where its request goes on, or that a transfer writes."""
 
 
 class PromptsError(AdapterError, ValueError):

@@ -1,6 +1,7 @@
-"""Runs any causal language model of Hugging Face `transformers` over our pages, through its attention interface.
+"""Runs causal language models of Hugging Face `transformers` over our pages, through its attention interface.
 
-No model code is copied: the model's own layers run, and call `paged_attention_forward` where they would attend.
+No model code is copied: the model's own layers run, and call `paged_attention_forward` where they would attend. Hybrid
+models (attention and Mamba-2 layers) keep their recurrent states in state pages; see `scheduler_adapters.recurrent`.
 """
 
 from __future__ import annotations
@@ -8,14 +9,24 @@ from __future__ import annotations
 import inspect
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
+from kvcache.manager import PagedKVCacheManager
 from kvcache.params import KVCacheParams
 from scheduler_adapters.errors import MissingExtraError, ModelLoadError, UnsupportedModelError
+from scheduler_adapters.hybrid import HybridKVCacheManager
 from scheduler_adapters.paged_attention import PagedBatch, no_attention_mask, paged_attention_forward
+from scheduler_adapters.recurrent import (
+    NO_MASKS,
+    PagedStates,
+    check_layers,
+    kv_layers_of,
+    recurrent_layers_of,
+    state_shape_of,
+)
 from scheduler_adapters.tiny import ByteTokenizer, tiny_llama
 
 if TYPE_CHECKING:
@@ -25,9 +36,9 @@ if TYPE_CHECKING:
 
     from kvcache.context import Context
     from kvcache.types import RaggedKVCacheInputs
+    from scheduler_adapters.state_pages import StatePages
 
 ATTENTION = "pagewire"
-_ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 _OWN_ATTENTION = "sdpa"  # what a model's own `generate` runs with
 _TIE = 1e-3
 
@@ -51,17 +62,26 @@ class HFRunner:
 
     Args:
         model: any causal language model of `transformers` whose attention goes through its attention interface.
+        states: the state pages of a hybrid model, those of the manager (`HybridKVCacheManager.states`).
 
     Raises:
-        UnsupportedModelError: the model has layers that are no plain attention, or does not take the interface.
+        UnsupportedModelError: the model has layers that neither keys and values nor state pages serve, or does not take
+            the interface, or has recurrent layers and no state pages.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, states: StatePages | None = None) -> None:
         _register()
         check_supported(model.config)
         self.model = model.eval()
         self.eos_token_ids = eos_token_ids_of(model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._layers = {layer: place for place, layer in enumerate(kv_layers_of(model.config))}
+        self._recurrent = {layer: place for place, layer in enumerate(recurrent_layers_of(model.config))}
+        if self._recurrent and states is None:
+            raise UnsupportedModelError(
+                f"{model.config.model_type}: layer {min(self._recurrent)} is recurrent: give the manager's state pages"
+            )
+        self._states = states if self._recurrent else None
         _set_attention(model, ATTENTION)
 
     def run(self, batch: Sequence[Context], inputs: Sequence[RaggedKVCacheInputs]) -> list[int]:
@@ -73,6 +93,9 @@ class HFRunner:
 
         Returns:
             One token per request. It means nothing where `active_idx < end_idx`: an earlier chunk.
+
+        Raises:
+            StatePageError: (a ValueError) a request's recurrent state is not at its `start_idx`.
         """
         return self.logits(batch, inputs).argmax(-1).tolist()
 
@@ -80,18 +103,40 @@ class HFRunner:
     def logits(self, batch: Sequence[Context], inputs: Sequence[RaggedKVCacheInputs]) -> torch.Tensor:
         """Logits after the last active token of each request, `[batch, vocabulary]`, in the model's dtype."""
         self._check_devices(inputs)
+        if self._states is None:
+            return self._forward(batch, inputs)
+        # A recurrent layer takes whole rows: those of equal length run together, a row for each request.
+        lengths = [context.active_length for context in batch]
+        parts: dict[int, torch.Tensor] = {}
+        for length in set(lengths):
+            places = [place for place, count in enumerate(lengths) if count == length]
+            rows = [shard._replace(lookup_table=shard.lookup_table[places]) for shard in inputs]
+            parts |= zip(places, self._forward([batch[place] for place in places], rows, self._states), strict=True)
+        return torch.stack([parts[place] for place in range(len(batch))])
+
+    def _forward(
+        self, batch: Sequence[Context], inputs: Sequence[RaggedKVCacheInputs], states: StatePages | None = None
+    ) -> torch.Tensor:
+        """Run the requests as one packed row, or, with `states`, as a row for each."""
         starts = [context.start_idx for context in batch]
-        paged = PagedBatch(inputs, starts, [context.active_length for context in batch])
+        paged = PagedBatch(inputs, starts, [context.active_length for context in batch], self._layers)
         tokens = np.concatenate([context.tokens[context.start_idx : context.active_idx] for context in batch])
-        keep = {"logits_to_keep": paged.last_rows} if self._keeps_logits else {}
+        rows = 1 if states is None else len(batch)
+        cache = None
+        if states is not None:
+            cache = PagedStates(states, self._recurrent, states.pages_at([c.request_id for c in batch], starts))
+        keep = paged.last_rows if states is None else torch.tensor([-1], device=self.model.device)
         output = self.model(
-            input_ids=torch.from_numpy(tokens.astype(np.int64)).to(self.model.device)[None],
-            position_ids=paged.positions[None],
+            input_ids=torch.from_numpy(tokens.astype(np.int64)).to(self.model.device).view(rows, -1),
+            position_ids=paged.positions.view(rows, -1),
             use_cache=False,
             paged_batch=paged,
-            **keep,
+            **({} if cache is None else {"past_key_values": cache, "attention_mask": NO_MASKS}),
+            **({"logits_to_keep": keep} if self._keeps_logits else {}),
         )
-        return output.logits[0] if self._keeps_logits else output.logits[0, paged.last_rows]
+        if cache is not None:
+            cache.store([context.active_idx for context in batch])
+        return (output.logits if self._keeps_logits else output.logits[:, keep]).flatten(0, 1)
 
     def _check_devices(self, inputs: Sequence[RaggedKVCacheInputs]) -> None:
         elsewhere = [shard.blocks.device for shard in inputs if shard.blocks.device != self.model.device]
@@ -139,24 +184,34 @@ def kv_params_of(
     *,
     dtype: torch.dtype = torch.float32,
     page_size: int | None = None,
-    enable_prefix_caching: bool = True,
+    enable_prefix_caching: bool | None = None,
     n_devices: int = 1,
     data_parallel_degree: int = 1,
 ) -> KVCacheParams:
     """Cache parameters for a model; `num_layers_of` gives the manager's layer count.
 
+    `enable_prefix_caching` None means: on, but for a model with recurrent layers. Its states cannot be had from cached
+    pages, so there True is an error.
+
     Raises:
-        UnsupportedModelError: the model has layers that are no plain attention.
+        UnsupportedModelError: the model has layers that neither keys and values nor state pages serve, or prefix
+            caching is asked of one with recurrent layers.
         InvalidParamsError: the heads cannot be split over the devices, or another value cannot work.
     """
     check_supported(config)
+    recurrent = recurrent_layers_of(config)
+    if enable_prefix_caching and recurrent:
+        raise UnsupportedModelError(
+            f"{config.model_type}: enable_prefix_caching is set, but layer {recurrent[0]} is recurrent: "
+            "its state cannot be had from cached pages"
+        )
     text = config.get_text_config()
     heads = text.num_attention_heads
     return KVCacheParams(
         dtype=dtype,
         n_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        enable_prefix_caching=enable_prefix_caching,
+        enable_prefix_caching=not recurrent if enable_prefix_caching is None else enable_prefix_caching,
         page_size=page_size,
         n_devices=n_devices,
         data_parallel_degree=data_parallel_degree,
@@ -165,19 +220,36 @@ def kv_params_of(
 
 def num_layers_of(config: PretrainedConfig) -> int:
     """Layers of a model that keep keys and values."""
-    return int(config.get_text_config().num_hidden_layers)
+    return len(kv_layers_of(config))
+
+
+def manager_for(
+    model: PreTrainedModel,
+    params: KVCacheParams,
+    max_batch_size: int,
+    max_seq_len: int,
+    devices: Sequence[torch.device | str],
+    **kwargs: Any,
+) -> PagedKVCacheManager:
+    """The manager that a model needs: a `HybridKVCacheManager` where it has recurrent layers. `kwargs` as there.
+
+    Raises:
+        InvalidParamsError, PoolTooSmallError: as the managers.
+    """
+    layers = num_layers_of(model.config)
+    if not recurrent_layers_of(model.config):
+        return PagedKVCacheManager(params, max_batch_size, max_seq_len, layers, devices, **kwargs)
+    return HybridKVCacheManager(state_shape_of(model), params, max_batch_size, max_seq_len, layers, devices, **kwargs)
 
 
 def check_supported(config: PretrainedConfig) -> None:
-    """Refuse models whose cache is more than keys and values of each layer.
+    """Refuse models that keep more than keys and values, or Mamba-2 states, of each layer.
 
     Raises:
-        UnsupportedModelError: with the first layer that is no plain attention.
+        UnsupportedModelError: with the first layer, or the setting, that is not served.
     """
+    check_layers(config)
     text = config.get_text_config()
-    for layer, kind in enumerate(getattr(text, "layer_types", None) or ()):
-        if kind not in _ATTENTION_LAYERS:
-            raise UnsupportedModelError(f"{config.model_type}: layer {layer} is {kind!r}: not supported over pages")
     for name in ("kv_lora_rank", "num_kv_shared_layers"):
         if getattr(text, name, None):
             raise UnsupportedModelError(f"{config.model_type}: {name} is set: not supported over pages")

@@ -1,8 +1,9 @@
 """Attention over pages in plain torch, in the shape that the attention interface of `transformers` calls.
 
-A forward pass runs one packed row: the new tokens of every request of the batch, one request after the other. The model
-knows nothing of pages. Its attention layers call `paged_attention_forward`, and a keyword argument of the model call,
-`paged_batch`, tells that function where each token lies.
+A forward pass runs the new tokens of every request of the batch, one request after the other: packed into one row, or
+a row for each where all run equally many (recurrent layers need that). The model knows nothing of pages. Its attention
+layers call `paged_attention_forward`, and a keyword argument of the model call, `paged_batch`, tells that function
+where each token lies.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from scheduler_adapters.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from kvcache.types import RaggedKVCacheInputs
 
@@ -50,10 +51,18 @@ class PagedBatch:
         inputs: of one replica, one entry per shard, as `PagedKVCacheManager.fetch` gives them. The shards' tables are
             equal; each shard holds its own range of heads. All must be on the model's device.
         starts: of each request, the tokens that are cached already.
-        counts: of each request, the new tokens in the packed row.
+        counts: of each request, the new tokens.
+        layers: where the pages keep each of the model's layers; None: at its own number.
     """
 
-    def __init__(self, inputs: Sequence[RaggedKVCacheInputs], starts: Sequence[int], counts: Sequence[int]) -> None:
+    def __init__(
+        self,
+        inputs: Sequence[RaggedKVCacheInputs],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        layers: Mapping[int, int] | None = None,
+    ) -> None:
+        self._layers = layers
         self._pools = [shard.blocks for shard in inputs]
         self._table = inputs[0].lookup_table.long()
         self._page_size = self._pools[0].shape[3]
@@ -70,6 +79,18 @@ class PagedBatch:
         for request, count in enumerate(counts):
             self._by_count[count].append(request)
         self._groups: dict[int | None, list[_Group]] = {}
+
+    def place_of(self, layer: int) -> int:
+        """Where the pages keep layer `layer` of the model.
+
+        Raises:
+            UnsupportedModelError: nowhere.
+        """
+        if self._layers is None:
+            return layer
+        if layer not in self._layers:
+            raise UnsupportedModelError(f"layer {layer} attends, the pages hold layers {sorted(self._layers)}")
+        return self._layers[layer]
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Put the new keys and values, each `[tokens, kv_heads, head_dim]`, into the pages of `layer`."""
@@ -156,8 +177,8 @@ def paged_attention_forward(
 
     Args:
         module: the attention layer; its `layer_idx` names the layer of the pages.
-        query: `[1, heads, tokens, head_dim]`: the packed row.
-        key: `[1, kv_heads, tokens, head_dim]`.
+        query: `[rows, heads, tokens, head_dim]`: the new tokens, row after row.
+        key: `[rows, kv_heads, tokens, head_dim]`.
         value: as `key`.
         attention_mask: always None: who sees whom follows from the tables.
         scaling: factor on the scores; None means `head_dim ** -0.5`.
@@ -166,7 +187,7 @@ def paged_attention_forward(
         kwargs: anything else the layer passes on; what would change the result is refused.
 
     Returns:
-        The output, `[1, tokens, heads, head_dim]`, and None for the weights.
+        The output, `[rows, tokens, heads, head_dim]`, and None for the weights.
 
     Raises:
         UnsupportedModelError: the layer asks for something that is not computed here.
@@ -175,12 +196,18 @@ def paged_attention_forward(
         raise UnsupportedModelError(
             f"{type(module).__name__} was called without paged_batch: the model passes on no keyword arguments"
         )
-    _refuse_unsupported(module, query, attention_mask, sliding_window, kwargs)
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
-    paged_batch.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    _refuse_unsupported(module, attention_mask, sliding_window, kwargs)
+    if query.shape[0] * query.shape[2] != len(paged_batch.positions):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} got {query.shape[0]} rows of {query.shape[2]} tokens, "
+            f"the batch has {len(paged_batch.positions)} tokens"
+        )
+    query, key, value = (states.transpose(1, 2) for states in (query, key, value))
+    layer = paged_batch.place_of(int(module.layer_idx))  # type: ignore[arg-type]
+    paged_batch.write(layer, key.flatten(0, 1), value.flatten(0, 1))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output = paged_batch.attend(layer, query[0].transpose(0, 1), key.shape[1], scale, sliding_window)
-    return output[None], None
+    output = paged_batch.attend(layer, query.flatten(0, 1), key.shape[2], scale, sliding_window)
+    return output.view(query.shape), None
 
 
 def no_attention_mask(*_args: Any, **_kwargs: Any) -> None:
@@ -205,11 +232,7 @@ def _grouped_attention(
 
 
 def _refuse_unsupported(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    sliding_window: int | None,
-    kwargs: dict[str, Any],
+    module: torch.nn.Module, attention_mask: torch.Tensor | None, sliding_window: int | None, kwargs: dict[str, Any]
 ) -> None:
     name = type(module).__name__
     for argument in _UNSUPPORTED_ARGUMENTS:
@@ -218,11 +241,8 @@ def _refuse_unsupported(
     is_causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise UnsupportedModelError(f"{name} is not causal: only decoder self-attention runs over pages")
-    if attention_mask is not None or query.shape[0] != 1:
-        raise UnsupportedModelError(
-            f"{name} got {'a mask' if attention_mask is not None else f'{query.shape[0]} rows'}: "
-            "the paged attention takes one packed row and no mask"
-        )
+    if attention_mask is not None:
+        raise UnsupportedModelError(f"{name} got a mask: the tables say who sees whom")
     if kwargs.get("dropout"):
         raise UnsupportedModelError(f"{name} has dropout {kwargs['dropout']}: call model.eval() first")
     layer_types = getattr(getattr(module, "config", None), "layer_types", None)

@@ -20,6 +20,41 @@ SIZES = {
     "max_position_embeddings": 4096,
     "initializer_range": 0.2,
 }
+MAMBA = {
+    "num_hidden_layers": 4,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 8,
+}
+HYBRIDS = {
+    "bamba": ("BambaConfig", MAMBA | {"attn_layer_indices": [1, 3]}),
+    "granite": (
+        "GraniteMoeHybridConfig",
+        MAMBA
+        | {
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "num_local_experts": 4,
+            "shared_intermediate_size": 64,
+        },
+    ),
+    "falcon": ("FalconH1Config", MAMBA | {"num_hidden_layers": 2, "mamba_d_ssm": 128}),
+    "nemotron": (
+        "NemotronHConfig",
+        {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 16,
+            "chunk_size": 8,
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 32,
+        },
+    ),
+}
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -31,14 +66,16 @@ def _make_model(kind: str, **changes: Any) -> Any:
     """A random model of another architecture, built as `from_pretrained` would leave it."""
     import transformers
 
-    config_class, sizes = {
-        "llama": (transformers.LlamaConfig, {}),
-        "qwen3": (transformers.Qwen3Config, {}),
-        "mistral": (transformers.MistralConfig, {"sliding_window": 24}),
-        "gemma2": (transformers.Gemma2Config, {}),
+    name, sizes = {
+        "llama": ("LlamaConfig", {}),
+        "qwen3": ("Qwen3Config", {}),
+        "mistral": ("MistralConfig", {"sliding_window": 24}),
+        "gemma2": ("Gemma2Config", {}),
         # With tied embeddings a random one repeats its last token.
-        "gemma3": (transformers.Gemma3TextConfig, {"tie_word_embeddings": False}),
+        "gemma3": ("Gemma3TextConfig", {"tie_word_embeddings": False}),
+        **HYBRIDS,
     }[kind]
+    config_class = getattr(transformers, name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         config = config_class(**{**SIZES, **sizes, **changes})

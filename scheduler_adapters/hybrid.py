@@ -1,0 +1,162 @@
+"""`HybridKVCacheManager`: the paged cache of a model that has recurrent layers too, a state page beside each row."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from kvcache.errors import BlockTableMismatchError, InvalidParamsError
+from kvcache.manager import PagedKVCacheManager
+from scheduler_adapters.errors import NoFreeStatePageError, StatePageError
+from scheduler_adapters.state_pages import StatePages
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvcache.block_table import BlockTable
+    from kvcache.context import Context
+    from kvcache.params import KVCacheParams
+    from kvcache.replica import PendingImport
+    from kvcache.types import RequestID
+    from scheduler_adapters.state_layout import StateShape
+
+
+class HybridKVCacheManager(PagedKVCacheManager):
+    """A manager whose every claimed request holds a state page as well, from `external_claim` to `release`.
+
+    A serving loop drives it as it drives the other one. What differs:
+
+    - No prefix caching: a state is of all tokens before it, so no page of keys and values can stand for it.
+    - `block_table` has a second group, the state page. `import_block_table` takes such a table, and `state_import` says
+      which state page to copy to which, beside the pages of the `PendingImport`; `commit_import` and `cancel_import`
+      are for both.
+    - One replica: its state pages are of one set of devices.
+
+    Args:
+        state: the model's recurrent layers.
+        params, max_batch_size, max_seq_len, num_layers, devices: as in `PagedKVCacheManager`; `num_layers` counts the
+            layers that keep keys and values.
+        available_cache_memory: bytes for pages over all devices, state pages included: `max_batch_size` of these.
+        kwargs: as there.
+
+    Raises:
+        InvalidParamsError: (a ValueError) prefix caching is on, or there are several replicas, or as there.
+        PoolTooSmallError: (a RuntimeError) nothing is left beside the state pages, or as there.
+    """
+
+    def __init__(
+        self,
+        state: StateShape,
+        params: KVCacheParams,
+        max_batch_size: int,
+        max_seq_len: int,
+        num_layers: int,
+        devices: Sequence[torch.device | str],
+        available_cache_memory: int,
+        **kwargs: Any,
+    ) -> None:
+        if params.enable_prefix_caching:
+            raise InvalidParamsError(
+                "enable_prefix_caching is set: the state of recurrent layers cannot be had from cached pages"
+            )
+        if params.data_parallel_degree != 1:
+            raise InvalidParamsError(
+                f"data_parallel_degree is {params.data_parallel_degree}: a manager with state pages has one replica"
+            )
+        self.states = StatePages(state, max_batch_size, devices)
+        left = available_cache_memory - sum(tensor.nbytes for tensor in self.states.tensors)
+        self._state_imports: dict[PendingImport, tuple[int, int]] = {}
+        super().__init__(
+            params, max_batch_size, max_seq_len, num_layers, devices, available_cache_memory=left, **kwargs
+        )
+        layouts = ",".join(repr(layout) for layout in self.states.layouts)
+        self.fingerprint = hashlib.sha256(f"{self.fingerprint},{layouts}".encode()).hexdigest()[:16]
+
+    def external_claim(self, request_id: RequestID, replica_idx: int | None = None) -> None:
+        """As the base; takes a state page too.
+
+        Raises:
+            NoFreeStatePageError: (a NoFreeRowError) none is free: a transfer still writes some of released requests.
+        """
+        super().external_claim(request_id, replica_idx)
+        try:
+            self.states.allocate(request_id)
+        except NoFreeStatePageError:
+            super().release(request_id)
+            raise
+
+    def release(self, request_id: RequestID) -> None:
+        """As the base; gives the state page back too, unless a transfer still writes it."""
+        super().release(request_id)
+        self.states.release(request_id)
+
+    def fork(self, parent: Context, child: Context, num_steps: int = 1) -> bool:
+        """As the base; copies the state too.
+
+        Raises:
+            NoFreeStatePageError: (a NoFreeRowError) none is free.
+            StatePageError: (a ValueError) a transfer writes the parent's state.
+        """
+        self.states.tokens_of(parent.request_id)
+        if not self.states.num_free:
+            raise NoFreeStatePageError(f"request {child.request_id!r}: no state page is free for this fork")
+        if not super().fork(parent, child, num_steps):
+            return False
+        self.states.allocate(child.request_id)
+        self.states.fork(parent.request_id, child.request_id)
+        return True
+
+    def block_table(self, request_id: RequestID) -> BlockTable:
+        """As the base, with the state page as the second group.
+
+        Raises:
+            StatePageError: (a ValueError) the state is not of the tokens of the table: a step ran, and was not booked.
+        """
+        table = super().block_table(request_id)
+        tokens, page = self.states.tokens_of(request_id), self.states.page_of(request_id)
+        if tokens != table.num_tokens:
+            raise StatePageError(
+                f"request {request_id!r}: its pages hold {table.num_tokens} tokens, its state has taken up {tokens}"
+            )
+        return msgspec.structs.replace(table, groups=(*table.groups, (page,)))
+
+    def import_block_table(self, context: Context, table: BlockTable, num_steps: int = 1) -> PendingImport | None:
+        """As the base, for a table with a state page; `state_import` names the pages to copy."""
+        if len(table.groups) != 2 or len(table.groups[1]) != 1:
+            raise BlockTableMismatchError(
+                f"request {context.request_id!r}: the block table has {len(table.groups)} page groups, this manager 2, "
+                "the second of one state page"
+            )
+        (source,) = table.groups[1]
+        if not 0 < source < 1 << 31:
+            raise BlockTableMismatchError(f"request {context.request_id!r}: the block table names state page {source}")
+        of_pages = msgspec.structs.replace(table, groups=table.groups[:1])
+        pending = super().import_block_table(context, of_pages, num_steps)
+        if pending is not None:
+            self._state_imports[pending] = (source, self.states.begin_import(context.request_id))
+        return pending
+
+    def state_import(self, pending: PendingImport) -> tuple[int, int]:
+        """The state page to read, of the other manager, and the one to write, of ours, of an import that is open."""
+        return self._state_imports[pending]
+
+    def commit_import(self, context: Context, pending: PendingImport) -> None:
+        """As the base; the state page has been copied as well."""
+        super().commit_import(context, pending)
+        del self._state_imports[pending]
+        self.states.commit_import(context.request_id, pending.num_tokens)
+
+    def cancel_import(self, pending: PendingImport) -> None:
+        """As the base; nothing writes to the state page any more either."""
+        super().cancel_import(pending)
+        pages = self._state_imports.pop(pending, None)
+        if pages is not None:
+            self.states.cancel_import(pages[1])
+
+    def check(self) -> None:
+        """As the base, and the state pages too."""
+        super().check()
+        self.states.check(list(self._places))
