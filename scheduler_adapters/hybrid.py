@@ -123,8 +123,14 @@ class HybridKVCacheManager(PagedKVCacheManager):
             )
         return msgspec.structs.replace(table, groups=(*table.groups, (page,)))
 
-    def import_block_table(self, context: Context, table: BlockTable, num_steps: int = 1) -> PendingImport | None:
-        """As the base, for a table with a state page; `state_import` names the pages to copy."""
+    def import_block_table(
+        self, context: Context, table: BlockTable, num_steps: int = 1, **kwargs: Any
+    ) -> PendingImport | None:
+        """As the base, for a table with a state page; `state_import` names the pages to copy.
+
+        Raises:
+            BlockTableMismatchError: (a ValueError) the table has no state page, or as the base.
+        """
         if len(table.groups) != 2 or len(table.groups[1]) != 1:
             raise BlockTableMismatchError(
                 f"request {context.request_id!r}: the block table has {len(table.groups)} page groups, this manager 2, "
@@ -134,7 +140,7 @@ class HybridKVCacheManager(PagedKVCacheManager):
         if not 0 < source < 1 << 31:
             raise BlockTableMismatchError(f"request {context.request_id!r}: the block table names state page {source}")
         of_pages = msgspec.structs.replace(table, groups=table.groups[:1])
-        pending = super().import_block_table(context, of_pages, num_steps)
+        pending = super().import_block_table(context, of_pages, num_steps, **kwargs)
         if pending is not None:
             self._state_imports[pending] = (source, self.states.begin_import(context.request_id))
         return pending
