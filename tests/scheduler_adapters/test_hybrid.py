@@ -184,7 +184,7 @@ def test_pages_of_a_request_that_is_gone_stay_with_the_transfer(model: Any) -> N
     assert_no_page_held(target)
 
 
-def test_tables_that_do_not_fit_are_refused_and_nothing_is_taken(model: Any, make_model: Callable[..., Any]) -> None:
+def test_tables_that_do_not_fit_are_refused_and_nothing_is_taken(model: Any) -> None:
     source, target = hybrid_loop(model), hybrid_loop(model)
     serve(source, requests_of(PROMPTS[:1], 1, hold_pages=True))
     table = source.manager.block_table("r0")
