@@ -7,141 +7,15 @@ case of its own. `transfer.sources` says which remote shards to plan with.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import ArrayLike
 
 from transfer.boxes import Group, ShardLayout
 from transfer.errors import InvalidTransferError, MetadataError
-from transfer.runs import PagePairs, Part, Runs, concatenated, joined, no_runs
-from transfer.stacks import Ints, Stack, common
-from transfer.templates import template, token_template
-
-_MAX_TEMPLATES = 64
-"""Templates that a group keeps. A pull needs one to three, and a few more while page sizes differ by an odd ratio."""
-
-
-class Pieces(NamedTuple):
-    """Those pieces of a pull that lie alike in their two pages. A piece ends where a page of either side does.
-
-    Attributes:
-        local_token: tokens of the local page before the piece.
-        remote_token: tokens of the remote page before the piece.
-        num_tokens: tokens of the piece.
-        local: int64 `[pieces]`, index into the list of local pages. Evenly spaced, as `remote` is.
-        remote: int64 `[pieces]`, index into the list of remote pages.
-    """
-
-    local_token: int
-    remote_token: int
-    num_tokens: int
-    local: Ints
-    remote: Ints
-
-
-def cut(tokens: tuple[int, int], local_size: int, remote_size: int) -> list[Pieces]:
-    """`tokens`, at least one, as pieces for two page sizes: of few kinds, whatever the length."""
-    start, stop = tokens
-    if local_size == remote_size and start % local_size == stop % local_size == 0:  # the common case, with no search
-        pages = np.arange((stop - start) // local_size, dtype=np.int64)
-        return [Pieces(0, 0, local_size, pages, pages)]
-    ends = [np.arange(_up(start + 1, size), stop, size) for size in (local_size, remote_size)]
-    cuts = np.unique(np.concatenate([[start], *ends, [stop]]))
-    begin, num_tokens = cuts[:-1], np.diff(cuts)
-    local, remote = begin // local_size, begin // remote_size
-    kinds = np.stack([begin - local * local_size, begin - remote * remote_size, num_tokens])
-    order = np.lexsort(kinds)  # stable, so that pieces of a kind stay in order
-    kinds, local, remote = kinds[:, order], (local - local[0])[order], (remote - remote[0])[order]
-    firsts = np.flatnonzero((kinds[:, 1:] != kinds[:, :-1]).any(axis=0)) + 1
-    found: list[Pieces] = []
-    for first, last in pairwise([0, *firsts.tolist(), len(begin)]):
-        local_token, remote_token, count = kinds[:, first].tolist()
-        found.append(Pieces(local_token, remote_token, count, local[first:last], remote[first:last]))
-    return found
-
-
-class GroupPlan:
-    """One group of the plan.
-
-    Attributes:
-        local: the reader's group.
-        remote: the other side's.
-        stacks: pairs of boxes that hold something in common.
-    """
-
-    def __init__(self, local: Group, remote: Group, stacks: tuple[Stack, ...]) -> None:
-        self.local = local
-        self.remote = remote
-        self.stacks = stacks
-        flows = [stack.flows(local.page_size, remote.page_size) for stack in stacks]
-        self._flowing = tuple(token_template(stack) for stack, flow in zip(stacks, flows, strict=True) if flow)
-        self._others = tuple(stack for stack, flow in zip(stacks, flows, strict=True) if not flow)
-        self._templates: dict[tuple[int, int, int, bool], tuple[Part, ...]] = {}
-
-    def parts(self, pieces: Pieces, *, flowing: bool = True) -> tuple[Part, ...]:
-        """The runs of one of `pieces`, those of stacks that flow included or not; made once for all alike."""
-        key = (pieces.local_token, pieces.remote_token, pieces.num_tokens, flowing)
-        found = self._templates.get(key)
-        if found is None:
-            if len(self._templates) >= _MAX_TEMPLATES:
-                self._templates.clear()
-            found = self._templates[key] = template(self.stacks if flowing else self._others, *key[:3])
-        return found
-
-    def tokens(self, tokens: tuple[int, int]) -> tuple[int, int]:
-        """The tokens that are copied for `tokens`: to the nearer page end of the two sides; none where none is needed.
-
-        Raises:
-            InvalidTransferError: the tokens start before 0.
-        """
-        start, stop = tokens
-        if start < 0:
-            raise InvalidTransferError(f"tokens {start} to {stop}: the first token is 0")
-        if start >= stop or not self.stacks:
-            return (start, start)
-        if self.local.state:
-            return (0, 1)
-        return start, min(_up(stop, self.local.page_size), _up(stop, self.remote.page_size))
-
-    def runs(
-        self, local_pages: Ints, remote_pages: Ints, tokens: tuple[int, int], local_bases: Ints, remote_bases: Ints
-    ) -> Runs:
-        """As `Plan.runs`, for pages that `pages_of` has checked and tokens, at least one, that `tokens` has rounded."""
-        pieces = cut(tokens, self.local.page_size, self.remote.page_size)
-        alike = len(pieces) == 1
-        if not alike:  # else the pairs below find out, at no cost
-            _refuse_repeated(PagePairs(local_pages, np.zeros_like(local_pages)))
-        found: list[Runs] = []
-        for kind in pieces:
-            pairs = PagePairs(local_pages[kind.local], remote_pages[kind.remote])
-            _refuse_repeated(pairs)
-            found += [part.over(pairs, local_bases, remote_bases) for part in self.parts(kind, flowing=alike)]
-        if not alike and self._flowing:
-            found += self._flow(pieces, local_pages, remote_pages, local_bases, remote_bases)
-        return concatenated(found)
-
-    def _flow(
-        self, pieces: list[Pieces], local_pages: Ints, remote_pages: Ints, local_bases: Ints, remote_bases: Ints
-    ) -> Iterator[Runs]:
-        """The runs of stacks whose tokens go on from piece to piece, which are joined before they are spread."""
-        local_page = np.concatenate([local_pages[kind.local] for kind in pieces])
-        remote_page = np.concatenate([remote_pages[kind.remote] for kind in pieces])
-        repeats = [len(kind.local) for kind in pieces]
-        inside = np.array([kind[:3] for kind in pieces], np.int64)
-        local_token, remote_token, num_tokens = np.repeat(inside, repeats, axis=0).T
-        for part in self._flowing:
-            token_bytes = int(part.length[0])
-            places = joined(
-                Runs(
-                    local_page * part.local_page + local_token * token_bytes,
-                    remote_page * part.remote_page + remote_token * token_bytes,
-                    num_tokens * token_bytes,
-                )
-            )
-            yield part.spread(places.local, places.remote, places.length, local_bases, remote_bases)
+from transfer.group_plan import GroupPlan, pages_of
+from transfer.runs import Runs, no_runs
+from transfer.stacks import Ints, common
+from transfer.staging import ONE_HOST, Costs, Staging
 
 
 class Plan:
@@ -155,6 +29,7 @@ class Plan:
     def __init__(self, groups: tuple[GroupPlan, ...], num_regions: tuple[int, int]) -> None:
         self.groups = groups
         self.num_regions = num_regions
+        self._staging: dict[int, Staging] = {}
 
     def runs(
         self,
@@ -192,37 +67,31 @@ class Plan:
         remote = pages_of(f"group {group}: remote", remote_pages, tokens, plan.remote)
         return plan.runs(local, remote, tokens, *self._bases(local_bases, remote_bases))
 
+    def staging(self, group: int) -> Staging:
+        """The other way for a group: whole remote pages into a staging area, and home from there. Host memory only."""
+        found = self._staging.get(group)
+        if found is None:
+            found = self._staging[group] = Staging(f"group {group}", self.groups[group])
+        return found
+
+    def prefers_staging(self, group: int, tokens: tuple[int, int], costs: Costs = ONE_HOST) -> bool:
+        """Whether a pull of `tokens` is estimated to take less time staged than with direct runs."""
+        plan = self.groups[group]
+        rounded = plan.tokens(tokens)
+        if rounded[0] == rounded[1]:
+            return False
+        runs, num_bytes = plan.size(rounded)
+        direct = costs.wire_us(runs, num_bytes)
+        # What is copied home is what direct runs would copy: as many bytes, and as many runs.
+        home = costs.copy_us(runs, num_bytes)
+        return home < direct and costs.wire_us(*self.staging(group).size(rounded)) + home < direct
+
     def _bases(self, local: ArrayLike, remote: ArrayLike) -> tuple[Ints, Ints]:
         bases = np.asarray(local, np.int64), np.asarray(remote, np.int64)
         for side, found, needed in zip(("local", "remote"), bases, self.num_regions, strict=True):
             if found.shape != (needed,):
                 raise InvalidTransferError(f"{found.size} addresses of {side} regions: the shard has {needed}")
         return bases
-
-
-def pages_of(where: str, pages: ArrayLike, tokens: tuple[int, int], group: Group) -> Ints:
-    """int64 `[pages]`: those of a list that hold `tokens`.
-
-    Raises:
-        InvalidTransferError: the list is too short, or names a page that the pool does not have.
-    """
-    needed = -(-tokens[1] // group.page_size) - tokens[0] // group.page_size
-    found = np.asarray(pages, np.int64)
-    if found.ndim != 1 or len(found) < needed:
-        raise InvalidTransferError(
-            f"{where} pages: {found.size} for tokens {tokens[0]} to {tokens[1]}, which take {needed} of "
-            f"{group.page_size} tokens"
-        )
-    found = found[:needed]
-    if int(found.view(np.uint64).max()) >= group.num_pages:  # a negative id is a huge one
-        wrong = found[(found < 0) | (found >= group.num_pages)][0]
-        raise InvalidTransferError(f"{where} page {wrong}: the pool has {group.num_pages}")
-    return found
-
-
-def _refuse_repeated(pairs: PagePairs) -> None:
-    if pairs.repeated is not None:
-        raise InvalidTransferError(f"local page {pairs.repeated} is named twice")
 
 
 def plan(local: ShardLayout, remote: ShardLayout) -> Plan:
@@ -261,7 +130,3 @@ def window_start(num_tokens: int, window: int, page_size: int) -> int:
 def kernel_pages(pages: ArrayLike, ratio: int) -> Ints:
     """int64 `[pages * ratio]`: the kernel's pages of each logical page, where a kernel's page holds fewer tokens."""
     return np.add.outer(np.asarray(pages, np.int64) * ratio, np.arange(ratio)).reshape(-1)
-
-
-def _up(tokens: int, size: int) -> int:
-    return -(-tokens // size) * size

@@ -13,8 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.layout import PageLayout
-from transfer.boxes import Box, ShardLayout
+from transfer.boxes import Box, ShardLayout, check
 from transfer.runs import Runs
+from transfer.shapes import (
+    BLOCKS_FIRST_HND,
+    BLOCKS_FIRST_NHD,
+    PACKED_HND,
+    PACKED_NHD,
+    SPLIT_HND,
+    SPLIT_NHD,
+    dense,
+    per_layer,
+)
 
 Pool = NDArray[np.int32]
 ITEMSIZE = 4
@@ -27,6 +37,8 @@ ORDERS = (
     "layer,token,head,side,dim",  # packed, tokens first
     "side,layer,token,head,dim",  # the documented shape of `blocks`, dense
 )
+
+PER_LAYER = (SPLIT_NHD, SPLIT_HND, BLOCKS_FIRST_NHD, BLOCKS_FIRST_HND, PACKED_NHD, PACKED_HND)
 
 
 def page_layout(
@@ -128,3 +140,28 @@ def fewest(runs: Runs) -> int:
     local, remote, length = runs.local[order], runs.remote[order], runs.length[order]
     meets = (local[:-1] + length[:-1] == local[1:]) & (remote[:-1] + length[:-1] == remote[1:])
     return len(runs) - int(meets.sum())
+
+
+def shard(
+    heads: range, *, order: str = ORDERS[0], layers: range = range(2), page_size: int = 4, pages: int = 12
+) -> ShardLayout:
+    axes = order if order.find("page") >= 0 else None
+    layout = page_layout(heads, layers=len(layers), page_size=page_size, order=ORDERS[0] if axes else order)
+    made = per_layer(layout, pages, axes, layers.start) if axes else dense(layout, pages, layers.start)
+    return check(made)
+
+
+def pages_for(layout: ShardLayout, tokens: tuple[int, int], seed: int = 0) -> list[int]:
+    """Pages in no order, with neighbours among them."""
+    size, pool = layout.groups[0].page_size, layout.groups[0].num_pages
+    needed = -(-tokens[1] // size) - tokens[0] // size
+    rng = np.random.default_rng(seed)
+    found = rng.permutation(pool)[:needed].tolist()
+    half = needed // 2
+    found[:half] = sorted(found[:half])
+    return found
+
+
+def reach(local: ShardLayout, remote: ShardLayout, tokens: tuple[int, int]) -> int:
+    """The token up to which a pull copies: the nearer page end of the two sides."""
+    return min(-(-tokens[1] // side.groups[0].page_size) * side.groups[0].page_size for side in (local, remote))

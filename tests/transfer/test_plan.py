@@ -5,43 +5,24 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.transfer.plan_oracle import ORDERS, copied, empty_pool, fewest, fill, page_layout, region_starts, share
-from transfer.boxes import ShardLayout, check
+from tests.transfer.plan_oracle import (
+    ORDERS,
+    PER_LAYER,
+    copied,
+    empty_pool,
+    fewest,
+    fill,
+    pages_for,
+    reach,
+    region_starts,
+    shard,
+    share,
+)
+from transfer.boxes import ShardLayout
 from transfer.errors import InvalidTransferError
 from transfer.plan import Plan, plan
-from transfer.shapes import (
-    BLOCKS_FIRST_HND,
-    BLOCKS_FIRST_NHD,
-    PACKED_HND,
-    PACKED_NHD,
-    SPLIT_HND,
-    SPLIT_NHD,
-    dense,
-    per_layer,
-)
+from transfer.shapes import PACKED_NHD, SPLIT_NHD
 from transfer.sources import sources
-
-PER_LAYER = (SPLIT_NHD, SPLIT_HND, BLOCKS_FIRST_NHD, BLOCKS_FIRST_HND, PACKED_NHD, PACKED_HND)
-
-
-def shard(
-    heads: range, *, order: str = ORDERS[0], layers: range = range(2), page_size: int = 4, pages: int = 12
-) -> ShardLayout:
-    axes = order if order.find("page") >= 0 else None
-    layout = page_layout(heads, layers=len(layers), page_size=page_size, order=ORDERS[0] if axes else order)
-    made = per_layer(layout, pages, axes, layers.start) if axes else dense(layout, pages, layers.start)
-    return check(made)
-
-
-def pages_for(layout: ShardLayout, tokens: tuple[int, int], seed: int = 0) -> list[int]:
-    """Pages in no order, with neighbours among them."""
-    size, pool = layout.groups[0].page_size, layout.groups[0].num_pages
-    needed = -(-tokens[1] // size) - tokens[0] // size
-    rng = np.random.default_rng(seed)
-    found = rng.permutation(pool)[:needed].tolist()
-    half = needed // 2
-    found[:half] = sorted(found[:half])
-    return found
 
 
 def pull(local: ShardLayout, remotes: list[ShardLayout], tokens: tuple[int, int], rank: int = 0) -> int:
@@ -49,12 +30,12 @@ def pull(local: ShardLayout, remotes: list[ShardLayout], tokens: tuple[int, int]
     size = local.groups[0].page_size
     local_pages = pages_for(local, tokens, 1)
     pool, total = empty_pool(local), 0
-    reach = tokens[1]
+    stop = tokens[1]
     for index, part in sources(local, remotes, rank):
         remote = remotes[index]
         remote_size = remote.groups[0].page_size
         remote_pages = pages_for(remote, tokens, 2 + index)
-        reach = min(-(-tokens[1] // size) * size, -(-tokens[1] // remote_size) * remote_size)
+        stop = reach(local, remote, tokens)
         source = fill(remote, [remote_pages], (0, 10**6), tokens[0] // remote_size)
         starts = region_starts(local), region_starts(remote)
         runs = plan(part, remote).runs(0, local_pages, remote_pages, tokens, *starts)
@@ -63,7 +44,7 @@ def pull(local: ShardLayout, remotes: list[ShardLayout], tokens: tuple[int, int]
         assert missed < pairs * tensors if len(runs) > pairs * tensors else missed == 0
         copied(runs, source, pool)
         total += len(runs)
-    assert np.array_equal(pool, fill(local, [local_pages], (tokens[0], reach), tokens[0] // size))
+    assert np.array_equal(pool, fill(local, [local_pages], (tokens[0], stop), tokens[0] // size))
     return total
 
 
