@@ -22,7 +22,7 @@ from kvcache.layout import PageLayout
 from kvcache.manager import PagedKVCacheManager
 from kvcache.metrics import KVCacheMetrics
 from kvcache.params import KVCacheParams
-from kvcache.replica import PendingImport
+from kvcache.pending import PageCopy, PendingImport
 from kvcache.types import RaggedKVCacheInputs, RequestID, Retention
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "KVCacheParams",
     "NoFreeRowError",
     "NotReservedError",
+    "PageCopy",
     "PageLayout",
     "PagedKVCacheManager",
     "PendingImport",

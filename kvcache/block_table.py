@@ -35,9 +35,10 @@ class BlockTable(msgspec.Struct, frozen=True, tag="block_table/1", omit_defaults
         num_tokens: tokens whose KV the pages hold; the last page may be partly filled.
         page_size: tokens of a page.
         groups: per group of layers the page ids in logical order.
-        fingerprint: names the geometry of the pages on all shards (`kvcache.layout.replica_fingerprint`).
-        hash_algorithm: of `digests`.
-        digests: one after another, the digests of the full pages; empty where prefix caching is off.
+        fingerprint: names the geometry of the pages on all shards (`kvcache.layout.replica_fingerprint`): where two
+            agree, pages may be copied as they are. A transfer that plans from the layouts does not need it.
+        hash_algorithm: of `digests`; empty where prefix caching is off.
+        digests: one after another, the digests of all full pages; none where prefix caching is off.
     """
 
     request_id: str

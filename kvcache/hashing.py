@@ -126,6 +126,13 @@ def next_digests(
     return np.frombuffer(b"".join(found), np.uint64).reshape(len(found), -1)
 
 
+def new_hasher(context: Context, algorithm: HashAlgorithm, page_size: int) -> PrefixHasher:
+    """A hasher of the context's salt and keys, kept nowhere."""
+    salt: str | None = getattr(context, "cache_salt", None)
+    extra_keys: ExtraKeys | None = getattr(context, "extra_keys", None)
+    return PrefixHasher(algorithm, page_size, salt, extra_keys)
+
+
 def hasher_of(context: Context, algorithm: HashAlgorithm, page_size: int) -> PrefixHasher:
     """The hasher that the context carries if it is of this kind, else a new one, left there if it has the attribute."""
     salt: str | None = getattr(context, "cache_salt", None)
@@ -134,7 +141,7 @@ def hasher_of(context: Context, algorithm: HashAlgorithm, page_size: int) -> Pre
     wanted = (algorithm, page_size, salt, extra_keys)
     if kept is not None and (kept.algorithm, kept.page_size, kept.salt, kept.extra_keys) == wanted:
         return kept
-    made = PrefixHasher(algorithm, page_size, salt, extra_keys)
+    made = new_hasher(context, algorithm, page_size)
     if hasattr(context, "prefix_hasher"):
         context.prefix_hasher = made  # pyright: ignore[reportAttributeAccessIssue] - an optional attribute
     return made

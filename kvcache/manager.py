@@ -21,8 +21,9 @@ from kvcache.errors import InvalidParamsError, InvalidRequestError
 from kvcache.inputs import RaggedKVCacheInputSymbols
 from kvcache.layout import PageLayout, replica_fingerprint, shard_layout
 from kvcache.params import KVCacheParams, resolve_page_size
+from kvcache.pending import PageCopy, PendingImport
 from kvcache.placement import PlacedReplica
-from kvcache.replica import PendingImport, Replica
+from kvcache.replica import Replica
 from kvcache.replicas import Replicas
 from kvcache.reset_endpoint import ResetEndpoint
 from kvcache.sizing import CacheSizing
@@ -39,6 +40,7 @@ _CHANGES_SOMETHING = (
     "fetch",
     "step",
     "import_block_table",
+    "extend_import",
     "commit_import",
     "cancel_import",
     "reset_prefix_cache",
@@ -294,32 +296,44 @@ class PagedKVCacheManager(CacheSizing, CacheStatus):
 
     # ---- pages from and for another manager
 
-    def block_table(self, request_id: RequestID) -> BlockTable:
+    def block_table(self, request_id: RequestID, *, full_pages: bool = False) -> BlockTable:
         """The pages of what the request had computed by its last `step`. Good while the request stays claimed.
+
+        `full_pages` leaves out the page that is not full. While the prompt still runs, only full ones stay as they are.
 
         Raises:
             UnknownRequestError: (a KeyError) not claimed.
             InvalidRequestError: (a ValueError) nothing computed yet.
         """
         replica, replica_idx, _ = self._claims.locate(request_id, "block_table")
-        return imports.export_table(replica, replica_idx, request_id, self.fingerprint)
+        return imports.export_table(replica, replica_idx, request_id, self.fingerprint, full_pages=full_pages)
 
-    def import_block_table(self, context: Context, table: BlockTable, num_steps: int = 1) -> PendingImport | None:
+    def import_block_table(
+        self, context: Context, table: BlockTable, num_steps: int = 1, *, partial: bool = False
+    ) -> PendingImport | None:
         """Reserve the claimed request's pages and say which to copy from the maker of `table`. None: too few pages.
 
-        Pages that are cached here are shared and not copied. The request can run after `commit_import`; after
-        `cancel_import` it holds its pages and computes its tokens itself, or is released.
+        Pages cached here are shared, not copied. The request can run after `commit_import`; after `cancel_import` it
+        holds its pages and computes its tokens itself, or is released. The table may be of any page size and split;
+        `partial`: it covers the first full pages only, and `extend_import` follows.
 
         Raises:
             UnknownRequestError: (a KeyError) not claimed.
-            BlockTableMismatchError: (a ValueError) other tokens, page size, layout, or a malformed table.
+            BlockTableMismatchError: (a ValueError) other tokens or another salt, or a malformed table.
             InvalidRequestError: (a ValueError) the request has pages already.
             PromptTooLongError, SequenceTooLongError: (RuntimeErrors) as `maybe_reserve`.
         """
         _check_steps(num_steps)
         replica, replica_idx, _ = self._claims.locate(context.request_id, "import_block_table")
-        imports.check_table(replica, context, table, self.fingerprint)
-        return imports.begin_import(replica, replica_idx, context, table, num_steps)
+        return imports.begin_import(replica, replica_idx, context, table, num_steps, partial=partial)
+
+    def extend_import(self, context: Context, pending: PendingImport, table: BlockTable, *, last: bool) -> PageCopy:
+        """What to copy beyond what was named before, now that the source's table covers more tokens.
+
+        Raises as `import_block_table`, also for pages other than before, or an import that is closed.
+        """
+        replica, _, _ = self._claims.locate(context.request_id, "extend_import")
+        return imports.extend_import(replica, context, pending, table, last=last)
 
     def commit_import(self, context: Context, pending: PendingImport) -> None:
         """Every page has been copied: the tokens count as cached, the full pages are published.

@@ -20,35 +20,12 @@ from kvcache.hashing import DIGEST_BYTES, PrefixHasher, hasher_of
 from kvcache.metrics import KVCacheMetrics, PromptCounter
 from kvcache.pages import PagePool
 from kvcache.params import HashAlgorithm
-from kvcache.types import RequestID
+from kvcache.pending import PendingImport
 
 Pages = NDArray[np.int32]
 DigestsOf = Callable[[Ints, Ints, Ints], NDArray[np.uint64]]
 
 _NEVER = 1 << 62
-
-
-@dataclass(eq=False, slots=True)
-class PendingImport:
-    """Pages that another manager's block table is being copied into. Made by `import_block_table`.
-
-    Attributes:
-        request_id: whose pages.
-        replica_idx: ours.
-        src_replica_idx: the other manager's.
-        num_tokens: tokens that the table covers.
-        src_pages: int32, page ids to read, of the other manager.
-        dst_pages: int32, page ids to write, of ours; as many. They belong to the transfer until the import is closed.
-        closed: committed or cancelled.
-    """
-
-    request_id: RequestID
-    replica_idx: int
-    src_replica_idx: int
-    num_tokens: int
-    src_pages: Pages
-    dst_pages: Pages
-    closed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

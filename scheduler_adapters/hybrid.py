@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvcache.block_table import BlockTable
     from kvcache.context import Context
     from kvcache.params import KVCacheParams
-    from kvcache.replica import PendingImport
+    from kvcache.pending import PageCopy, PendingImport
     from kvcache.types import RequestID
     from scheduler_adapters.state_layout import StateShape
 
@@ -109,41 +109,39 @@ class HybridKVCacheManager(PagedKVCacheManager):
         self.states.fork(parent.request_id, child.request_id)
         return True
 
-    def block_table(self, request_id: RequestID) -> BlockTable:
+    def block_table(self, request_id: RequestID, *, full_pages: bool = False) -> BlockTable:
         """As the base, with the state page as the second group.
 
         Raises:
             StatePageError: (a ValueError) the state is not of the tokens of the table: a step ran, and was not booked.
         """
-        table = super().block_table(request_id)
+        table = super().block_table(request_id, full_pages=full_pages)
         tokens, page = self.states.tokens_of(request_id), self.states.page_of(request_id)
-        if tokens != table.num_tokens:
+        if tokens != table.num_tokens and not full_pages:
             raise StatePageError(
                 f"request {request_id!r}: its pages hold {table.num_tokens} tokens, its state has taken up {tokens}"
             )
         return msgspec.structs.replace(table, groups=(*table.groups, (page,)))
 
     def import_block_table(
-        self, context: Context, table: BlockTable, num_steps: int = 1, **kwargs: Any
+        self, context: Context, table: BlockTable, num_steps: int = 1, *, partial: bool = False
     ) -> PendingImport | None:
-        """As the base, for a table with a state page; `state_import` names the pages to copy.
-
-        Raises:
-            BlockTableMismatchError: (a ValueError) the table has no state page, or as the base.
-        """
-        if len(table.groups) != 2 or len(table.groups[1]) != 1:
-            raise BlockTableMismatchError(
-                f"request {context.request_id!r}: the block table has {len(table.groups)} page groups, this manager 2, "
-                "the second of one state page"
-            )
-        (source,) = table.groups[1]
-        if not 0 < source < 1 << 31:
-            raise BlockTableMismatchError(f"request {context.request_id!r}: the block table names state page {source}")
-        of_pages = msgspec.structs.replace(table, groups=table.groups[:1])
-        pending = super().import_block_table(context, of_pages, num_steps, **kwargs)
+        """As the base, for a table with a state page; `state_import` names the pages to copy, once all tokens ran."""
+        of_pages, source = _without_state(context, table)
+        pending = super().import_block_table(context, of_pages, num_steps, partial=partial)
         if pending is not None:
             self._state_imports[pending] = (source, self.states.begin_import(context.request_id))
         return pending
+
+    def extend_import(self, context: Context, pending: PendingImport, table: BlockTable, *, last: bool) -> PageCopy:
+        """As the base; the state page stays the same."""
+        of_pages, source = _without_state(context, table)
+        before = self._state_imports.get(pending, (source, 0))[0]
+        if source != before:
+            raise BlockTableMismatchError(
+                f"request {context.request_id!r}: the block table names state page {source}, {before} before"
+            )
+        return super().extend_import(context, pending, of_pages, last=last)
 
     def state_import(self, pending: PendingImport) -> tuple[int, int]:
         """The state page to read, of the other manager, and the one to write, of ours, of an import that is open."""
@@ -166,3 +164,20 @@ class HybridKVCacheManager(PagedKVCacheManager):
         """As the base, and the state pages too."""
         super().check()
         self.states.check(list(self._places))
+
+
+def _without_state(context: Context, table: BlockTable) -> tuple[BlockTable, int]:
+    """The table without its second group, and the state page that this names.
+
+    Raises:
+        BlockTableMismatchError: (a ValueError) there is no such group, or no such page.
+    """
+    if len(table.groups) != 2 or len(table.groups[1]) != 1:
+        raise BlockTableMismatchError(
+            f"request {context.request_id!r}: the block table has {len(table.groups)} page groups, this manager 2, "
+            "the second of one state page"
+        )
+    (source,) = table.groups[1]
+    if not 0 < source < 1 << 31:
+        raise BlockTableMismatchError(f"request {context.request_id!r}: the block table names state page {source}")
+    return msgspec.structs.replace(table, groups=table.groups[:1]), source

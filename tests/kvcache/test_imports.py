@@ -20,8 +20,10 @@ from kvcache import (
 PROMPT = list(range(100, 118))  # 18 tokens: 4 full pages of 4 and a partial one
 
 
-def prefilled(make: Any, tokens: list[int] = PROMPT, **options: Any) -> tuple[PagedKVCacheManager, BlockTable]:
-    manager = make(16, page_size=4, **options)
+def prefilled(
+    make: Any, tokens: list[int] = PROMPT, size: int = 4, **options: Any
+) -> tuple[PagedKVCacheManager, BlockTable]:
+    manager = make(64 // size, page_size=size, **options) if tokens is PROMPT else make(40, page_size=size, **options)
     context = TextContext(tokens, 256, "p")
     manager.external_claim("p")
     assert manager.maybe_reserve(context)
@@ -173,8 +175,10 @@ def test_a_table_that_does_not_fit_is_refused_by_name(make: Any) -> None:
     context = receiver(target)
     pages = table.groups[0]
     bad: list[tuple[BlockTable, str]] = [
-        (change(table, page_size=8), "pages of 8 tokens, this manager of 4"),
-        (change(table, fingerprint="x"), "page layout 'x'"),
+        (change(table, page_size=8), "names 5 pages, its 18 tokens take 3"),
+        (change(table, page_size=0), "has pages of 0 tokens"),
+        (change(table, page_size=1 << 31), "has pages of 2147483648 tokens"),
+        (change(table, hash_algorithm="md5"), "digests by 'md5', known are sha256, xxh3_128"),
         (change(table, num_tokens=0), "covers 0 of the request's 19 tokens"),
         (change(table, num_tokens=19), "covers 19 of the request's 19 tokens"),
         (change(table, num_tokens=13), "names 5 pages, its 13 tokens take 4"),
@@ -186,6 +190,7 @@ def test_a_table_that_does_not_fit_is_refused_by_name(make: Any) -> None:
         (change(table, groups=((*pages[:-1], pages[0]),)), "names a page twice"),
         (change(table, digests=table.digests[:-1]), "127 bytes of digests"),
         (change(table, digests=table.digests * 2), "256 bytes of digests"),
+        (change(table, digests=b""), "0 bytes of digests for 18 tokens in 4 full pages"),
     ]
     for wrong, message in bad:
         with pytest.raises(BlockTableMismatchError, match=f"'d': the block table .*{message}"):
@@ -201,6 +206,108 @@ def test_a_table_that_does_not_fit_is_refused_by_name(make: Any) -> None:
     assert target.import_block_table(context, table) is not None
 
 
+OTHER_PAGES = [(4, 16), (16, 4), (4, 6), (8, 3)]
+
+
+@pytest.mark.parametrize(("theirs", "ours"), OTHER_PAGES)
+@pytest.mark.parametrize("hashes", [("sha256", "sha256"), ("sha256", "xxh3_128")])
+def test_a_table_of_another_page_size_names_what_is_lacking_in_both_sizes(
+    make: Any, theirs: int, ours: int, hashes: tuple[str, str]
+) -> None:
+    tokens = list(range(100, 170))
+    _, table = prefilled(make, tokens, size=theirs, params={"hash_algorithm": hashes[0]})
+    target = make(40, page_size=ours, params={"hash_algorithm": hashes[1]})
+    first = receiver(target, tokens)
+    pending = target.import_block_table(first, table)
+    assert pending.copy == (pending.dst_pages, pending.src_pages, (0, 70))
+    assert pending.src_pages.tolist() == list(table.groups[0])
+    assert pending.dst_pages.tolist() == target.get_req_blocks("d")[: -(-70 // ours)]
+    target.commit_import(first, pending)
+    second = receiver(target, [*tokens[:50], 9, *tokens[51:]], "e")
+    _, other = prefilled(make, [*tokens[:50], 9, *tokens[51:]], size=theirs, params={"hash_algorithm": hashes[0]})
+    pending = target.import_block_table(second, other)
+    start = 50 // ours * ours  # what is cached here ends with one of our pages, which may be in the midst of theirs
+    assert pending.tokens == (start, 70)
+    assert pending.src_pages.tolist() == list(other.groups[0][start // theirs :])
+    assert pending.dst_pages.tolist() == target.get_req_blocks("e")[start // ours : -(-70 // ours)]
+    target.commit_import(second, pending)
+    assert second.start_idx == 70
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [*OTHER_PAGES, (4, 4)])
+def test_another_page_size_hides_neither_other_tokens_nor_another_salt(make: Any, theirs: int, ours: int) -> None:
+    tokens = list(range(100, 170))
+    _, table = prefilled(make, tokens, size=theirs)
+    target = make(40, page_size=ours, params={"hash_algorithm": "xxh3_128"})
+    salted = TextContext([*tokens, 7], 256, "s", cache_salt="tenant")
+    target.external_claim("s")
+    with pytest.raises(BlockTableMismatchError, match="'s': .*another cache_salt.*from page 0 on"):
+        target.import_block_table(salted, table)
+    context = receiver(target, [*tokens[:33], 1, *tokens[34:]])
+    with pytest.raises(BlockTableMismatchError, match=f"other tokens .*from page {33 // theirs} on"):
+        target.import_block_table(context, table)
+    assert target.num_free_blocks == 40
+
+
+def beginning(table: BlockTable, tokens: int) -> BlockTable:
+    count = tokens // table.page_size
+    return change(table, num_tokens=tokens, groups=(table.groups[0][:count],), digests=table.digests[: count * 32])
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [*OTHER_PAGES, (4, 4)])
+def test_an_import_that_grows_names_each_page_when_it_is_there(make: Any, theirs: int, ours: int) -> None:
+    tokens = list(range(100, 170))
+    _, table = prefilled(make, tokens, size=theirs)
+    target = make(40, page_size=ours)
+    context = TextContext(tokens, 256, "d")  # the first new token is not known yet
+    target.external_claim("d")
+    pending = target.import_block_table(context, beginning(table, 16), 2, partial=True)
+    assert pending.tokens == (0, 16)
+    assert pending.dst_pages.tolist() == target.get_req_blocks("d")[: -(-70 // ours)]
+    assert target.extend_import(context, pending, beginning(table, 16), last=False).tokens == (16, 16)
+    dst, src, span = target.extend_import(context, pending, beginning(table, 48), last=False)
+    assert span == (16, 48)
+    assert src.tolist() == list(table.groups[0][16 // theirs : 48 // theirs])
+    assert dst.tolist() == pending.dst_pages[16 // ours :].tolist()
+    with pytest.raises(BlockTableMismatchError, match="covers 70 of the request's 70 tokens"):
+        target.extend_import(context, pending, table, last=True)
+    context.update(7)
+    dst, src, span = target.extend_import(context, pending, table, last=True)
+    assert span == (48, 70)
+    assert src.tolist() == list(table.groups[0][48 // theirs :])
+    assert pending.copy.tokens == (0, 70)
+    target.commit_import(context, pending)
+    assert (context.start_idx, context.active_idx, context.end_idx) == (70, 71, 71)
+    target.fetch([context])
+
+
+def test_a_growing_import_refuses_what_does_not_continue_it(make: Any) -> None:
+    tokens = list(range(100, 170))
+    _, table = prefilled(make, tokens)
+    target = make(40, page_size=4)
+    context = TextContext(tokens, 256, "d")
+    target.external_claim("d")
+    with pytest.raises(BlockTableMismatchError, match="covers 69 tokens, not yet all: full pages of 4"):
+        target.import_block_table(context, change(table, num_tokens=69, digests=table.digests[: 17 * 32]), partial=True)
+    pending = target.import_block_table(context, beginning(table, 40), partial=True)
+    context.update(7)
+    moved = (*table.groups[0][:3], 39, *table.groups[0][4:])
+    bad = [
+        (change(table, groups=(moved,)), "names other pages than before"),
+        (change(table, replica_idx=1), "names other pages than before"),
+        (beginning(table, 36), "covers 36 tokens, 40 to 72 may be"),
+        (change(table, digests=bytes(len(table.digests))), "holds other tokens"),
+    ]
+    for wrong, message in bad:
+        with pytest.raises(BlockTableMismatchError, match=message):
+            target.extend_import(context, pending, wrong, last=True)
+    assert pending.tokens == (0, 40)
+    assert target.extend_import(context, pending, table, last=True).tokens == (40, 70)
+    target.cancel_import(pending)
+    with pytest.raises(InvalidRequestError, match="closed"):
+        target.extend_import(context, pending, table, last=True)
+
+
 def test_import_comes_before_any_other_page(make: Any) -> None:
     _, table = prefilled(make)
     target = make(16, page_size=4)
@@ -213,6 +320,21 @@ def test_import_comes_before_any_other_page(make: Any) -> None:
 def test_other_geometries_have_other_fingerprints(make: Any) -> None:
     prints = [make(4, **options).fingerprint for options in ({}, {"layers": 2}, {"heads": 2}, {"tp": 2, "heads": 2})]
     assert len(set(prints)) == 4
+
+
+def test_of_a_prompt_that_still_runs_a_table_names_the_full_pages(make: Any) -> None:
+    manager = make(16)
+    context = TextContext(PROMPT, 256, "p")
+    manager.external_claim("p")
+    for end, full in ((3, 0), (9, 2), (18, 4)):
+        context.set_token_indices(active_idx=end)
+        assert manager.maybe_reserve(context)
+        manager.fetch([context])
+        context.update(7)
+        manager.step([context])
+        table = manager.block_table("p", full_pages=True)
+        assert (table.num_tokens, len(table.groups[0]), len(table.digests)) == (4 * full, full, 32 * full)
+        assert manager.block_table("p").num_tokens == end
 
 
 def test_block_table_before_a_step_is_refused(make: Any) -> None:

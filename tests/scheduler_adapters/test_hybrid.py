@@ -199,6 +199,13 @@ def test_tables_that_do_not_fit_are_refused_and_nothing_is_taken(model: Any) -> 
     ):
         with pytest.raises(BlockTableMismatchError, match=message):
             target.manager.import_block_table(context, wrong)
+    pending = target.manager.import_block_table(context, table)
+    other = (table.groups[0], (table.groups[1][0] + 1,))
+    with pytest.raises(BlockTableMismatchError, match="names state page 2, 1 before"):
+        target.manager.extend_import(context, pending, replace(table, groups=other), last=True)
+    target.manager.cancel_import(pending)
+    target.manager.release("r0")
+    target.manager.external_claim("r0")
     assert target.manager.num_free_blocks == before
     assert states_of(target).tokens_of("r0") == 0
 
