@@ -51,7 +51,7 @@ class Box(msgspec.Struct, frozen=True, omit_defaults=True):
         page_stride: bytes from one page to the next.
         first: the first layer, side, head and dim held, in the model's own numbering.
         extent: how many layers, sides, heads, tokens and dims are held.
-        strides: bytes between neighbours along layer, side, head, token and dim; without meaning where the extent is 1.
+        strides: bytes between neighbours along layer, side, head, token and dim; without effect where the extent is 1.
     """
 
     kind: str
@@ -190,9 +190,9 @@ def _check_box(where: str, box: Box, group: Group, region_bytes: tuple[int, ...]
     limit = region_bytes[box.region]
     _limit(where, "the offset", box.offset, 0, limit - 1)
     _limit(where, "the stride of pages", box.page_stride, 0, limit)
-    axes = [(n, step, axis) for n, step, axis in zip(box.extent, box.strides, AXES, strict=True) if n > 1]
-    for _, step, axis in axes:
-        _limit(where, f"the stride of axis {axis}", step, box.itemsize, limit)
+    axes = list(zip(box.extent, box.strides, AXES, strict=True))
+    for n, step, axis in axes:
+        _limit(where, f"the stride of axis {axis}", step, box.itemsize if n > 1 else 0, limit)
     end = box.offset + (group.num_pages - 1) * box.page_stride + box.span
     if end > limit:
         _refuse(f"{where}: reaches byte {end} of region {box.region}, which has {limit}")
@@ -200,7 +200,7 @@ def _check_box(where: str, box: Box, group: Group, region_bytes: tuple[int, ...]
     pages = [(group.num_pages, box.page_stride, "page")] if group.num_pages > 1 else []
     covered = box.itemsize
     for n, step, axis in sorted([*axes, *pages], key=lambda item: item[1]):
-        if step < covered:
+        if step < covered and n > 1:
             _refuse(f"{where}: the stride of axis {axis} is {step}, which steps into {covered} bytes held already")
         covered += (n - 1) * step
 

@@ -62,12 +62,14 @@ class GroupPlan:
     """One group of the plan.
 
     Attributes:
+        where: the group, for messages.
         local: the reader's group.
         remote: the other side's.
         stacks: pairs of boxes that hold something in common.
     """
 
-    def __init__(self, local: Group, remote: Group, stacks: tuple[Stack, ...]) -> None:
+    def __init__(self, where: str, local: Group, remote: Group, stacks: tuple[Stack, ...]) -> None:
+        self.where = where
         self.local = local
         self.remote = remote
         self.stacks = stacks
@@ -94,12 +96,29 @@ class GroupPlan:
         """
         start, stop = tokens
         if start < 0:
-            raise InvalidTransferError(f"tokens {start} to {stop}: the first token is 0")
+            raise InvalidTransferError(f"{self.where}: tokens {start} to {stop}: the first token is 0")
         if start >= stop or not self.stacks:
             return (start, start)
         if self.local.state:
             return (0, 1)
         return start, min(_up(stop, self.local.page_size), _up(stop, self.remote.page_size))
+
+    def local_pages(self, pages: ArrayLike, tokens: tuple[int, int]) -> Ints:
+        """int64 `[pages]`: the local pages of a list that hold `tokens`.
+
+        Raises:
+            InvalidTransferError: the list is too short, or names a page that the pool does not have.
+        """
+        return _pages_of(f"{self.where}: local", pages, tokens, self.local)
+
+    def remote_pages(self, pages: ArrayLike, tokens: tuple[int, int]) -> Ints:
+        """int64 `[pages]`: the remote pages of a list that hold `tokens`. Raises as `local_pages`."""
+        return _pages_of(f"{self.where}: remote", pages, tokens, self.remote)
+
+    def refuse_repeated(self, pairs: PagePairs) -> None:
+        """Raises InvalidTransferError where a local page is named twice: two pages of the request would share it."""
+        if pairs.repeated is not None:
+            raise InvalidTransferError(f"{self.where}: local page {pairs.repeated} is named twice")
 
     def size(self, tokens: tuple[int, int]) -> tuple[int, int]:
         """Runs, where no two pages are neighbours, and bytes of a pull of `tokens`, as `tokens` has rounded them."""
@@ -114,15 +133,15 @@ class GroupPlan:
     def runs(
         self, local_pages: Ints, remote_pages: Ints, tokens: tuple[int, int], local_bases: Ints, remote_bases: Ints
     ) -> Runs:
-        """As `Plan.runs`, for pages that `pages_of` has checked and tokens, at least one, that `tokens` has rounded."""
+        """As `Plan.runs`, for checked pages, and tokens, at least one, that `tokens` has rounded."""
         pieces = cut(tokens, self.local.page_size, self.remote.page_size)
         alike = len(pieces) == 1
         if not alike:  # else the pairs below find out, at no cost
-            _refuse_repeated(PagePairs(local_pages, np.zeros_like(local_pages)))
+            self.refuse_repeated(PagePairs(local_pages, local_pages))
         found: list[Runs] = []
         for kind in pieces:
             pairs = PagePairs(local_pages[kind.local], remote_pages[kind.remote])
-            _refuse_repeated(pairs)
+            self.refuse_repeated(pairs)
             found += [part.over(pairs, local_bases, remote_bases) for part in self.parts(kind, flowing=alike)]
         if not alike and self._flowing:
             found += self._flow(pieces, local_pages, remote_pages, local_bases, remote_bases)
@@ -149,12 +168,7 @@ class GroupPlan:
             yield part.spread(places.local, places.remote, places.length, local_bases, remote_bases)
 
 
-def pages_of(where: str, pages: ArrayLike, tokens: tuple[int, int], group: Group) -> Ints:
-    """int64 `[pages]`: those of a list that hold `tokens`.
-
-    Raises:
-        InvalidTransferError: the list is too short, or names a page that the pool does not have.
-    """
+def _pages_of(where: str, pages: ArrayLike, tokens: tuple[int, int], group: Group) -> Ints:
     needed = -(-tokens[1] // group.page_size) - tokens[0] // group.page_size
     found = np.asarray(pages, np.int64)
     if found.ndim != 1 or len(found) < needed:
@@ -167,11 +181,6 @@ def pages_of(where: str, pages: ArrayLike, tokens: tuple[int, int], group: Group
         wrong = found[(found < 0) | (found >= group.num_pages)][0]
         raise InvalidTransferError(f"{where} page {wrong}: the pool has {group.num_pages}")
     return found
-
-
-def _refuse_repeated(pairs: PagePairs) -> None:
-    if pairs.repeated is not None:
-        raise InvalidTransferError(f"local page {pairs.repeated} is named twice")
 
 
 def _up(tokens: int, size: int) -> int:

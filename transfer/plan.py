@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from transfer.boxes import Group, ShardLayout
 from transfer.errors import InvalidTransferError, MetadataError
-from transfer.group_plan import GroupPlan, pages_of
+from transfer.group_plan import GroupPlan
 from transfer.runs import Runs, no_runs
 from transfer.stacks import Ints, common
 from transfer.staging import ONE_HOST, Costs, Staging
@@ -63,15 +63,14 @@ class Plan:
         tokens = plan.tokens(tokens)
         if tokens[0] == tokens[1]:
             return no_runs()
-        local = pages_of(f"group {group}: local", local_pages, tokens, plan.local)
-        remote = pages_of(f"group {group}: remote", remote_pages, tokens, plan.remote)
-        return plan.runs(local, remote, tokens, *self._bases(local_bases, remote_bases))
+        ours, theirs = plan.local_pages(local_pages, tokens), plan.remote_pages(remote_pages, tokens)
+        return plan.runs(ours, theirs, tokens, *self._bases(local_bases, remote_bases))
 
     def staging(self, group: int) -> Staging:
         """The other way for a group: whole remote pages into a staging area, and home from there. Host memory only."""
         found = self._staging.get(group)
         if found is None:
-            found = self._staging[group] = Staging(f"group {group}", self.groups[group])
+            found = self._staging[group] = Staging(self.groups[group])
         return found
 
     def prefers_staging(self, group: int, tokens: tuple[int, int], costs: Costs = ONE_HOST) -> bool:
@@ -116,7 +115,7 @@ def plan(local: ShardLayout, remote: ShardLayout) -> Plan:
 def _plan_group(where: str, local: Group, remote: Group) -> GroupPlan:
     if local.state != remote.state:
         raise MetadataError(f"{where}: recurrent state on one side, tokens on the other")
-    return GroupPlan(local, remote, common(where, local.boxes, remote.boxes))
+    return GroupPlan(where, local, remote, common(where, local.boxes, remote.boxes))
 
 
 def window_start(num_tokens: int, window: int, page_size: int) -> int:

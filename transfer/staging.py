@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from transfer.errors import InvalidTransferError
-from transfer.group_plan import GroupPlan, Pieces, cut, pages_of
+from transfer.group_plan import GroupPlan, Pieces, cut
 from transfer.runs import PagePairs, Part, Runs, concatenated, no_runs
 from transfer.stacks import Axis, Ints, Stack, merged
 
@@ -85,8 +85,7 @@ class Staging:
     The staging area holds, for each span, that span of every remote page of the pull, in the order of the request.
     """
 
-    def __init__(self, where: str, plan: GroupPlan) -> None:
-        self._where = where
+    def __init__(self, plan: GroupPlan) -> None:
         self._plan = plan
         single = plan.remote.num_pages == 1
         self._atoms = [atom for stack in plan.stacks for atom in _atoms(stack, _NEVER if single else stack.remote_page)]
@@ -120,7 +119,7 @@ class Staging:
         tokens = self._plan.tokens(tokens)
         if tokens[0] == tokens[1]:
             return no_runs()
-        pages = pages_of(f"{self._where}: remote", remote_pages, tokens, self._plan.remote)
+        pages = self._plan.remote_pages(remote_pages, tokens)
         starts, _ = self._layout(len(pages))
         pairs = PagePairs(np.arange(len(pages), dtype=np.int64), pages)
         local, remote = starts + staging_base, np.asarray(remote_bases, np.int64)
@@ -143,10 +142,13 @@ class Staging:
         tokens = self._plan.tokens(tokens)
         if tokens[0] == tokens[1]:
             return
-        pages = pages_of(f"{self._where}: local", local_pages, tokens, self._plan.local)
+        pages = self._plan.local_pages(local_pages, tokens)
+        self._plan.refuse_repeated(PagePairs(pages, pages))
         starts, needed = self._layout(self._num_pages(tokens))
         if staging.nbytes < needed:
-            raise InvalidTransferError(f"{self._where}: a staging area of {staging.nbytes} bytes, {needed} are needed")
+            raise InvalidTransferError(
+                f"{self._plan.where}: a staging area of {staging.nbytes} bytes, {needed} are needed"
+            )
         copies: list[tuple[NDArray[np.void], Ints, NDArray[np.void], slice]] = []
         for kind in cut(tokens, self._plan.local.page_size, self._plan.remote.page_size):
             taken, local = _evenly(kind.remote), pages[kind.local]
@@ -179,7 +181,7 @@ class Staging:
             )
         except (IndexError, TypeError, ValueError) as error:
             raise InvalidTransferError(
-                f"{self._where}: local region {atom.local_region} is not as its layout says: {error}"
+                f"{self._plan.where}: local region {atom.local_region} is not as its layout says: {error}"
             ) from error
 
     def _num_pages(self, tokens: tuple[int, int]) -> int:
