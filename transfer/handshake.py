@@ -246,7 +246,7 @@ class HandshakeClient:
         self._asked[query.query_id] = _Asked(address, self._clock() + timeout_s, done)
         try:
             self._socket(address).send(encode_message(query), zmq.NOBLOCK)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, TypeError, ValueError) as error:  # the address came with a request: it may be anything
             self._asked[query.query_id].deadline = -1.0  # reported by the next poll, never from within this call
             log.debug("cannot ask %s: %s", address, error)
 
@@ -272,6 +272,8 @@ class HandshakeClient:
             return
         for socket in list(self._sockets.values()):
             for _ in range(_BATCH):
+                if socket.closed:
+                    break  # what the last answer said made its asker forget this address
                 try:
                     data = socket.recv(zmq.NOBLOCK)
                 except zmq.Again:

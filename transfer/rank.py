@@ -168,21 +168,26 @@ class RankTransfer:
         remote = self._remotes.get(engine_id)
         return None if remote is None or remote.failure else remote
 
-    def connect(self, ranks: Sequence[bytes]) -> RemoteEngine:
+    def connect(self, ranks: Sequence[bytes], expected: tuple[str, str] | None = None) -> RemoteEngine:
         """Loads all ranks of an engine. One of the same id, of this or another incarnation, is forgotten before.
 
         Args:
             ranks: sealed metadata of each of its ranks, in any order.
+            expected: engine id and incarnation that they must be of; None for any.
 
         Raises:
             MetadataError: one is damaged, or they are not the ranks of one engine. NIXL has seen none of them.
             SettingsMismatchError: the peer runs with other UCX settings or another version of NIXL.
-            HandshakeError: what must agree does not, with both values.
+            HandshakeError: what must agree does not, or it is another engine, with both values.
             AgentError: NIXL refuses one. None of them stays loaded.
         """
         agent = self._open()
         found = [open_rank(data, self.identity.key) for data in ranks]
         remote = RemoteEngine(found, self._own(), self.identity.compatibility)
+        if expected not in {None, (remote.engine_id, remote.incarnation)}:
+            raise HandshakeError(
+                f"the metadata is that of {remote.engine_id!r}, {remote.incarnation!r}, not {expected}"
+            )
         if remote.engine_id == self.identity.engine_id:
             raise HandshakeError(f"engine {remote.engine_id!r} rank {self.identity.rank}: that is this engine itself")
         self.disconnect(remote.engine_id, f"engine {remote.engine_id!r} was connected anew")
@@ -197,10 +202,17 @@ class RankTransfer:
     def _own(self) -> RankMetadata:
         return open_rank(self.metadata, self.identity.key)
 
-    def disconnect(self, engine_id: str, reason: str) -> None:
-        """Fails the pulls from an engine and forgets it: what it told is never used again."""
-        remote = self._remotes.pop(engine_id, None)
-        if remote is not None:
+    def disconnect(self, engine_id: str, reason: str, incarnation: str = "") -> None:
+        """Fails the pulls from an engine and forgets it: what it told is never used again.
+
+        Args:
+            engine_id: the engine.
+            reason: told to the pulls and to the engine.
+            incarnation: nothing happens where another one is loaded; empty for any.
+        """
+        remote = self._remotes.get(engine_id)
+        if remote is not None and incarnation in {"", remote.incarnation}:
+            del self._remotes[engine_id]
             self.puller.fail_engine(remote, reason)
             self._retiring.append(remote)
 

@@ -78,9 +78,13 @@ class _Pull:
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """A source's life: when it was last used and heard of, and what has been asked of it."""
+    """An engine at an address: when it was last used and heard of, and what has been asked of it.
+
+    A request says where its source is, and may be wrong: what it says touches no request that says otherwise.
+    """
 
     address: str
+    engine_id: str
     incarnation: str = ""
     used: float = 0.0
     heard: float = 0.0
@@ -125,7 +129,7 @@ class ReplicaTransfer:
         self._clock = clock
         self._compatibility: Mapping[str, str] = self.ranks[0].identity.compatibility
         self._pulls: dict[str, _Pull] = {}
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[tuple[str, str], _Peer] = {}  # by address and engine id, as requests name them
         self._leases: dict[int, set[int]] = {}
         self._next_watch = 0.0
 
@@ -218,45 +222,60 @@ class ReplicaTransfer:
                     self.events.append(LeaseOver(lease.request_id, lease.lease_id, lease.ended))
 
     def _connect(self, source: Source) -> None:
-        now = self._clock()
-        peer = self._peers.setdefault(source.engine_id, _Peer(source.address))
-        peer.used = now
-        if peer.address != source.address:
-            self._forget(source.engine_id, f"engine {source.engine_id!r} is now at {source.address}")
-            peer = self._peers[source.engine_id] = _Peer(source.address, used=now)
-        if peer.connecting or self._is_connected(source.engine_id):
+        key = source[:2]
+        peer = self._peers.setdefault(key, _Peer(*key))
+        peer.used = self._clock()
+        if peer.connecting or self._is_connected(peer):
             return
         peer.connecting = True
 
         def done(answer: Answer | TransferError) -> None:
-            if self._peers.get(source.engine_id) is peer:
+            if self._peers.get(key) is peer:
                 peer.connecting = False
-                self._on_metadata(source.engine_id, peer, answer)
+                self._on_metadata(peer, answer)
 
         self._client.ask_metadata(source.address, source.engine_id, self._compatibility, done, self._times[0])
 
-    def _is_connected(self, engine_id: str) -> bool:
-        return all(rank.remote(engine_id) is not None for rank in self.ranks)
+    def _is_connected(self, peer: _Peer) -> bool:
+        return bool(peer.incarnation) and self._is_loaded(peer.engine_id, peer.incarnation)
 
-    def _on_metadata(self, engine_id: str, peer: _Peer, answer: Answer | TransferError) -> None:
+    def _is_loaded(self, engine_id: str, incarnation: str) -> bool:
+        remotes = [rank.remote(engine_id) for rank in self.ranks]
+        return all(remote is not None and remote.incarnation == incarnation for remote in remotes)
+
+    def _on_metadata(self, peer: _Peer, answer: Answer | TransferError) -> None:
         try:
             if not isinstance(answer, MetadataReply):
                 raise answer if isinstance(answer, TransferError) else HandshakeError(f"{peer.address}: no metadata")
-            remotes = [rank.connect(answer.ranks) for rank in self.ranks]
-            if any(remote.engine_id != engine_id for remote in remotes):
-                raise HandshakeError(f"{peer.address} is engine {remotes[0].engine_id!r}, expected {engine_id!r}")
+            if not self._is_loaded(peer.engine_id, answer.incarnation):
+                self._load(peer, answer)
         except TransferError as error:
             self.stats.failed_handshakes += 1
-            self._forget(engine_id, f"handshake with engine {engine_id!r} at {peer.address}: {error}")
+            self._forget(peer, f"handshake with engine {peer.engine_id!r} at {peer.address}: {error}")
             return
         peer.incarnation, peer.heard = answer.incarnation, self._clock()
-        for key in [key for key, pull in self._pulls.items() if pull.source.engine_id == engine_id]:
+        for key in [key for key, pull in self._pulls.items() if pull.source[:2] == (peer.address, peer.engine_id)]:
             self._start(key)
+
+    def _load(self, peer: _Peer, answer: MetadataReply) -> None:
+        loaded: list[RankTransfer] = []
+        try:
+            for rank in self.ranks:
+                rank.connect(answer.ranks, (peer.engine_id, answer.incarnation))
+                loaded.append(rank)
+        except TransferError as error:
+            for rank in loaded:
+                rank.disconnect(peer.engine_id, str(error))
+            raise
+        for other in [other for other in self._peers.values() if other.engine_id == peer.engine_id]:
+            if other.incarnation not in {"", answer.incarnation}:
+                self._forget(other, f"engine {peer.engine_id!r} was started anew, at {peer.address}")
 
     def _start(self, key: str) -> None:
         """Opens a pull on every rank once its source is known, and reads what has been asked for."""
         pull = self._pulls[key]
-        if pull.error or not self._is_connected(pull.source.engine_id):
+        peer = self._peers.get(pull.source[:2])
+        if pull.error or peer is None or not self._is_connected(peer):
             return
         try:
             if not pull.started:
@@ -315,45 +334,46 @@ class ReplicaTransfer:
         _, heartbeat_s, dead_after_s, idle_s = self._times
         for key in [key for key, pull in self._pulls.items() if not pull.started and now >= pull.deadline]:
             self._fail(key, f"timed out: engine {self._pulls[key].source.engine_id!r} did not answer the handshake")
-        busy = {pull.source.engine_id for pull in self._pulls.values()}
-        for engine_id, peer in list(self._peers.items()):
-            if engine_id in busy:
+        busy = {pull.source[:2] for pull in self._pulls.values()}
+        for key, peer in list(self._peers.items()):
+            if key in busy:
                 peer.used = now
             if peer.connecting:
                 continue
-            if engine_id not in busy:
+            if key not in busy:
                 if now - peer.used > idle_s:
-                    self._forget(engine_id, "idle")
-            elif peer.incarnation and not self._is_connected(engine_id):
-                self._forget(engine_id, f"engine {engine_id!r} was lost")
+                    self._forget(peer, "idle")
+            elif peer.incarnation and not self._is_connected(peer):
+                self._forget(peer, f"engine {peer.engine_id!r} was lost")
             elif now - max(peer.heard, peer.asked) > heartbeat_s and not peer.pinging:
-                self._ping(engine_id, peer, dead_after_s)
+                self._ping(peer, dead_after_s)
 
-    def _ping(self, engine_id: str, peer: _Peer, dead_after_s: float) -> None:
+    def _ping(self, peer: _Peer, dead_after_s: float) -> None:
         peer.pinging, peer.asked = True, self._clock()
 
         def done(answer: Answer | TransferError) -> None:
             peer.pinging = False
-            if self._peers.get(engine_id) is not peer:
+            if self._peers.get((peer.address, peer.engine_id)) is not peer:
                 return
             if not isinstance(answer, Pong):
-                self._forget(engine_id, f"engine {engine_id!r} is silent: {answer}")
+                self._forget(peer, f"engine {peer.engine_id!r} is silent: {answer}")
             elif answer.incarnation != peer.incarnation:
-                self._forget(engine_id, f"engine {engine_id!r} was restarted")
+                self._forget(peer, f"engine {peer.engine_id!r} was restarted")
             else:
                 peer.heard = self._clock()
 
-        self._client.ping(peer.address, engine_id, done, dead_after_s)
+        self._client.ping(peer.address, peer.engine_id, done, dead_after_s)
 
-    def _forget(self, engine_id: str, reason: str) -> None:
-        """Fails an engine's pulls and drops all that was learnt of it; the next pull asks it anew."""
-        peer = self._peers.pop(engine_id, None)
-        for rank in self.ranks:
-            rank.disconnect(engine_id, reason)
-        for key in [key for key, pull in self._pulls.items() if pull.source.engine_id == engine_id]:
+    def _forget(self, peer: _Peer, reason: str) -> None:
+        """Fails the pulls from an engine at an address, and drops what was learnt there; the next pull asks anew."""
+        self._peers.pop((peer.address, peer.engine_id), None)
+        others = [other for other in self._peers.values() if other.engine_id == peer.engine_id]
+        if peer.incarnation and all(other.incarnation != peer.incarnation for other in others):
+            for rank in self.ranks:
+                rank.disconnect(peer.engine_id, reason, peer.incarnation)
+        for key in [key for key, pull in self._pulls.items() if pull.source[:2] == (peer.address, peer.engine_id)]:
             self._fail(key, reason)
-        if peer is not None:
-            self._client.forget(peer.address)
+        self._client.forget(peer.address)
 
     def close(self) -> None:
         """Ends everything; events of what was still open are there to be taken. Safe to call twice."""
