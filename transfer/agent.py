@@ -177,6 +177,11 @@ class Agent:
             self._registered.append(self._agent.register_memory(rows, (memory_type or self.memory_type).value))
 
     @property
+    def is_open(self) -> bool:
+        """Whether `close` has not been called yet."""
+        return self._agent is not None
+
+    @property
     def metadata(self) -> bytes:
         """What another NIXL agent loads to reach this one, as of now."""
         with refusals(f"agent {self.name!r}: its metadata"):

@@ -10,7 +10,7 @@ import math
 import time
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,44 +23,18 @@ from transfer.wire import ReaderNote, encode_message
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from transfer.agent import Descriptors, Handle
+    from transfer.agent import Agent, Handle
     from transfer.remote import RemoteEngine
 
 _WORDS_IN = (MemoryType.DRAM, MemoryType.DRAM)
 
 
-class Reader(Protocol):
-    """What a puller needs of an agent. `transfer.agent.Agent` is the real one."""
-
-    def read(
-        self,
-        peer: str,
-        local: Descriptors,
-        remote: Descriptors,
-        note: bytes = b"",
-        memory_types: tuple[MemoryType, MemoryType] | None = None,
-    ) -> tuple[Handle, bool]:
-        """Starts to READ; see `Agent.read`."""
-        ...
-
-    def done(self, handle: Handle) -> bool:
-        """Tells whether a transfer has ended well; see `Agent.done`."""
-        ...
-
-    def release(self, handle: Handle) -> None:
-        """Releases a handle that has ended; see `Agent.release`."""
-        ...
-
-    def notify(self, peer: str, message: bytes) -> None:
-        """Sends a message on its own; see `Agent.notify`."""
-        ...
-
-
 class Puller:
     """The pulls of one rank. Single-threaded: the thread that owns the agent calls everything.
 
+    Each is made with the agent of its source; `words` must be registered with all of them.
+
     Args:
-        agent: posts the READs. `words` must be registered with it.
         identity: (engine id, rank, ranks) of this rank, as sources are told.
         memory_type: where the pages of this rank live.
         slots: fences that can be in flight at once.
@@ -72,7 +46,6 @@ class Puller:
 
     def __init__(
         self,
-        agent: Reader,
         identity: tuple[str, int, int],
         *,
         memory_type: MemoryType = MemoryType.DRAM,
@@ -82,7 +55,6 @@ class Puller:
         self.words = make_words(slots)
         self.events: deque[PullEvent] = deque()
         self.ended: deque[Pull] = deque(maxlen=4096)
-        self._agent = agent
         self._identity = identity
         self._memory_type = memory_type
         self._clock = clock
@@ -200,7 +172,7 @@ class Puller:
             there = pull.engine.ranks[part.rank]
             kinds = (self._memory_type, there.memory_type)
             try:
-                handle, done = self._agent.read(there.agent_name, part.local, part.remote, b"", kinds)
+                handle, done = pull.engine.agent.read(there.agent_name, part.local, part.remote, b"", kinds)
             except AgentError as error:
                 self._on_error(pull, error)
                 return
@@ -216,7 +188,7 @@ class Puller:
     def _collect_reads(self, pull: Pull) -> None:
         for entry in list(pull.reading):
             handle, part = entry
-            ended, error = self._is_over(handle)
+            ended, error = _is_over(pull.engine.agent, handle)
             if not ended:
                 continue
             pull.reading.remove(entry)
@@ -235,18 +207,6 @@ class Puller:
             pull.waiting.append(further)
             self._post(pull)
 
-    def _is_over(self, handle: Handle) -> tuple[bool, AgentError | None]:
-        try:
-            if not self._agent.done(handle):
-                return False, None
-        except AgentError as error:
-            with suppress(AgentError):
-                self._agent.release(handle)
-            return True, error
-        with suppress(AgentError):  # it has ended, which is all that counts
-            self._agent.release(handle)
-        return True, None
-
     def _fence(self, pull: Pull) -> None:
         """Reads the lease word of every rank that was read from. The word of that rank's own `done` rides on it."""
         if pull.fenced or pull.fencing:
@@ -261,7 +221,7 @@ class Puller:
             there = pull.engine.ranks[rank]
             remote = np.array([[there.words_addr + pull.lease.slot * WORD_BYTES, WORD_BYTES, 0]], np.uint64)
             try:
-                handle, _ = self._agent.read(there.agent_name, local, remote, note, _WORDS_IN)
+                handle, _ = pull.engine.agent.read(there.agent_name, local, remote, note, _WORDS_IN)
             except AgentError as error:
                 self._free.append(slot)
                 self._on_error(pull, error)
@@ -272,7 +232,7 @@ class Puller:
     def _collect_fences(self, pull: Pull) -> None:
         for entry in list(pull.fencing):
             handle, rank, slot = entry
-            ended, error = self._is_over(handle)
+            ended, error = _is_over(pull.engine.agent, handle)
             if not ended:
                 continue
             pull.fencing.remove(entry)
@@ -298,7 +258,7 @@ class Puller:
     def _fail(self, pull: Pull, reason: str) -> None:
         if pull.error:
             return  # the first reason is kept
-        pull.error = reason
+        pull.error, pull.failed_at = reason, self._clock()
         pull.waiting.clear()
         self._tell(pull, set(range(len(pull.engine.ranks))) - pull.told, "refused", reason)
         if pull.in_flight:
@@ -313,14 +273,45 @@ class Puller:
         message = encode_message(self._note(pull, verdict, reason))
         for rank in ranks:
             with suppress(AgentError):
-                self._agent.notify(pull.engine.ranks[rank].agent_name, message)
+                pull.engine.agent.notify(pull.engine.ranks[rank].agent_name, message)
 
-    def drop(self) -> list[Pull]:
-        """Forgets every pull and releases its handles, in flight or not: only just before the agent is destroyed."""
-        pulls, self._pulls = list(self._pulls.values()), {}
+    def is_stuck(self, engine: RemoteEngine, seconds: float) -> bool:
+        """Tells whether a pull from an engine failed so long ago, and NIXL still has not called its copies ended."""
+        before = self._clock() - seconds
+        return any(pull.engine is engine and pull.error and pull.failed_at < before for pull in self._pulls.values())
+
+    def abandon(self, engine: RemoteEngine) -> list[Pull]:
+        """Fails an engine's pulls, and releases what is in flight of them without its end being known.
+
+        Returns:
+            Those that were in flight. The caller destroys the agent, and then calls `conclude`.
+        """
+        self.fail_engine(engine, engine.failure or "given up")
+        pulls = [pull for pull in self._pulls.values() if pull.engine is engine]
         for pull in pulls:
-            pull.error = pull.error or "this rank was shut down"
             for handle in [entry[0] for entry in (*pull.reading, *pull.fencing)]:
                 with suppress(AgentError):
-                    self._agent.release(handle)
+                    engine.agent.release(handle)
+            self._free += [slot for _, _, slot in pull.fencing]
+            pull.reading.clear()
+            pull.fencing.clear()
         return pulls
+
+    def conclude(self, pulls: list[Pull]) -> None:
+        """Ends abandoned pulls: their agent is gone, so nothing writes to their pages any more."""
+        for pull in pulls:
+            self._advance(pull)
+
+
+def _is_over(agent: Agent, handle: Handle) -> tuple[bool, AgentError | None]:
+    """Whether a transfer has ended, and how. Its handle is released then."""
+    try:
+        if not agent.done(handle):
+            return False, None
+    except AgentError as error:
+        with suppress(AgentError):
+            agent.release(handle)
+        return True, error
+    with suppress(AgentError):  # it has ended, which is all that counts
+        agent.release(handle)
+    return True, None

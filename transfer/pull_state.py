@@ -88,6 +88,7 @@ class Pull:
         num_runs: likewise.
         post_s: seconds that the posts took.
         total_s: seconds from its opening to its end.
+        failed_at: when it failed, on the puller's clock.
     """
 
     key: str
@@ -101,6 +102,7 @@ class Pull:
     num_runs: int = 0
     post_s: float = 0.0
     total_s: float = 0.0
+    failed_at: float = 0.0
     renew_at: float = math.inf
     waiting: deque[Part] = field(default_factory=deque[Part])
     reading: list[tuple[Handle, Part]] = field(default_factory=list["tuple[Handle, Part]"])

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from transfer.agent import Agent
-from transfer.errors import AgentError, EngineClosedError, HandshakeError, InvalidEngineError
+from transfer.errors import AgentError, EngineClosedError, HandshakeError, InvalidEngineError, TransferError
 from transfer.lease import LeaseBook
 from transfer.metadata import MemoryType
 from transfer.page_checks import PageChecks
 from transfer.pull import Puller
 from transfer.pull_state import LeaseRef, PagesOfGroup, PullEvent
+from transfer.reader_agents import ReaderAgents
 from transfer.remote import RemoteEngine
 from transfer.settings import agreed_settings
 from transfer.verify import Verifier
@@ -71,7 +72,9 @@ class RankTransfer:
         device: index of the device that they are on; 0 for host memory.
         checks: makes page checks of what it leases, for readers that verify.
         verify: share of the pages that it compares with their page checks once it has read them; 1 for all of them.
-        agent: makes the agent, given its name and memory type. Replaced by tests that inject faults.
+        stuck_s: seconds that copies of a failed pull may go on before the agent that makes them is destroyed, and all
+            that was learnt of their source with it.
+        agent: makes an agent, given its name and memory type. Replaced by tests that inject faults.
         clock: seconds, monotonic.
 
     Attributes:
@@ -95,6 +98,7 @@ class RankTransfer:
         *,
         checks: bool = False,
         verify: float = 0.0,
+        stuck_s: float = 30.0,
         agent: Callable[[str, MemoryType], Agent] = Agent,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -114,14 +118,16 @@ class RankTransfer:
         self._shows_checks = checks
         self.released: deque[Lease] = deque()
         name = f"{identity.engine_id}/{identity.rank}@{identity.incarnation}"
+        self.puller = Puller((identity.engine_id, identity.rank, identity.ranks), memory_type=memory_type, clock=clock)
+        self._stuck_s = stuck_s
+        self._make_agent = agent
         self._agent: Agent | None = agent(name, memory_type)
-        self.puller = Puller(
-            self._agent, (identity.engine_id, identity.rank, identity.ranks), memory_type=memory_type, clock=clock
-        )
+        self._readers: ReaderAgents | None = None
         self._remotes: dict[str, RemoteEngine] = {}
         self._retiring: list[RemoteEngine] = []
         try:
-            self._register()
+            self._register_own()
+            self._readers = ReaderAgents(name, self._make_reader)
             self.metadata = sealed_rank(self._describe(name), identity.key)
         except BaseException:
             self.close()
@@ -132,14 +138,23 @@ class RankTransfer:
             raise EngineClosedError(f"engine {self.identity.engine_id!r} rank {self.identity.rank} was shut down")
         return self._agent
 
-    def _register(self) -> None:
+    def _register_own(self) -> None:
         agent = self._open()
+        self._register_pages(agent)
+        checks = self._checks.words if self._checks else []
+        words = [(array.ctypes.data, array.nbytes, 0) for array in (self.leases.words, *checks)]
+        agent.register(words, MemoryType.DRAM)
+
+    def _make_reader(self, name: str) -> Agent:
+        agent = self._make_agent(name, self.memory_type)
+        self._register_pages(agent)
+        agent.register([(self.puller.words.ctypes.data, self.puller.words.nbytes, 0)], MemoryType.DRAM)
+        return agent
+
+    def _register_pages(self, agent: Agent) -> None:
         sizes = self.layout.region_bytes
         pages = [(base, size, self.device) for base, size in zip(self.bases, sizes, strict=True)]
         agent.register(pages, self.memory_type)
-        checks = self._checks.words if self._checks else []
-        words = [(array.ctypes.data, array.nbytes, 0) for array in (self.leases.words, self.puller.words, *checks)]
-        agent.register(words, MemoryType.DRAM)
 
     def _describe(self, name: str) -> RankMetadata:
         return RankMetadata(
@@ -181,7 +196,7 @@ class RankTransfer:
             HandshakeError: what must agree does not, or it is another engine, with both values.
             AgentError: NIXL refuses one. None of them stays loaded.
         """
-        agent = self._open()
+        self._open()
         found = [open_rank(data, self.identity.key) for data in ranks]
         remote = RemoteEngine(found, self._own(), self.identity.compatibility)
         if expected not in {None, (remote.engine_id, remote.incarnation)}:
@@ -192,12 +207,22 @@ class RankTransfer:
             raise HandshakeError(f"engine {remote.engine_id!r} rank {self.identity.rank}: that is this engine itself")
         self.disconnect(remote.engine_id, f"engine {remote.engine_id!r} was connected anew")
         self._reap()
-        if self._verify and self._checks:
-            for at in remote.read_ranks:
-                remote.verifier = Verifier(self._checks, self._own(), remote.ranks[at], self._verify, agent)
-        remote.load(agent)
+        agent = self._reader_agents().take()
+        try:
+            if self._verify and self._checks:
+                for at in remote.read_ranks:
+                    remote.verifier = Verifier(self._checks, self._own(), remote.ranks[at], self._verify, agent)
+            remote.load(agent)
+        except TransferError:
+            self._reader_agents().give_back(agent)
+            raise
         self._remotes[remote.engine_id] = remote
         return remote
+
+    def _reader_agents(self) -> ReaderAgents:
+        if self._readers is None:
+            raise EngineClosedError(f"engine {self.identity.engine_id!r} rank {self.identity.rank} was shut down")
+        return self._readers
 
     def _own(self) -> RankMetadata:
         return open_rank(self.metadata, self.identity.key)
@@ -268,9 +293,29 @@ class RankTransfer:
         for engine_id in [key for key, remote in self._remotes.items() if remote.failure]:
             self.disconnect(engine_id, self._remotes[engine_id].failure)
         self.puller.poll()
+        self._give_up_stuck()
         if self._retiring:
             self._reap()
-        return len(self.puller) > 0
+        busy = len(self.puller) > 0
+        if not busy:
+            self._reader_agents().keep_ready()
+        return busy
+
+    def _give_up_stuck(self) -> None:
+        """The barrier of last resort: where NIXL never ends a copy, its agent does by being destroyed."""
+        for remote in [*self._remotes.values(), *self._retiring]:
+            if not self.puller.is_stuck(remote, self._stuck_s):
+                continue
+            log.warning("engine %r: copies did not end; destroying the agent that makes them", remote.engine_id)
+            self.disconnect(remote.engine_id, f"engine {remote.engine_id!r} is stuck")
+            self._destroy(remote)
+
+    def _destroy(self, remote: RemoteEngine) -> None:
+        pulls, agent = self.puller.abandon(remote), remote.agent
+        with suppress(AgentError):  # it is gone all the same
+            agent.close(in_flight=True)
+        del agent
+        self.puller.conclude(pulls)
 
     def end_lease(self, lease_id: int, reason: str) -> None:
         """Ends a lease now; it is among `released` then. Nothing happens where it has ended before."""
@@ -278,10 +323,16 @@ class RankTransfer:
             self.released.append(lease)
 
     def _reap(self) -> None:
-        agent = self._open()
         for remote in [remote for remote in self._retiring if not self.puller.uses(remote)]:
             self._retiring.remove(remote)
-            remote.unload(agent)
+            self._take_back(remote)
+
+    def _take_back(self, remote: RemoteEngine) -> None:
+        agent = remote.agent
+        remote.unload()
+        if agent.is_open:
+            # A verifier's words were registered with it, and go away with the verifier.
+            self._reader_agents().give_back(agent, reuse=remote.verifier is None)
 
     @property
     def events(self) -> deque[PullEvent]:
@@ -305,14 +356,17 @@ class RankTransfer:
             with suppress(AgentError):
                 self.puller.poll()
             time.sleep(0.5e-3)
-        agent, self._agent = self._agent, None
-        left = self.puller.drop()
-        try:
-            if not left:
-                for remote in (*self._remotes.values(), *self._retiring):
-                    remote.unload(agent)
-            agent.close(in_flight=bool(left))
-        except AgentError as error:
-            log.warning("engine %r rank %d: %s", self.identity.engine_id, self.identity.rank, error)
+        for remote in (*self._remotes.values(), *self._retiring):
+            if self.puller.uses(remote):
+                self._destroy(remote)
+            if remote.agent.is_open:
+                self._take_back(remote)
         self._remotes.clear()
         self._retiring.clear()
+        if self._readers is not None:
+            self._readers.close()
+        agent, self._agent, self._readers = self._agent, None, None
+        try:
+            agent.close()
+        except AgentError as error:
+            log.warning("engine %r rank %d: %s", self.identity.engine_id, self.identity.rank, error)

@@ -7,7 +7,14 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from transfer.boxes import LAYER, ShardLayout, clip_layout
-from transfer.errors import AgentError, HandshakeError, InvalidTransferError, MetadataError, SettingsMismatchError
+from transfer.errors import (
+    AgentError,
+    HandshakeError,
+    InvalidTransferError,
+    MetadataError,
+    PullFailedError,
+    SettingsMismatchError,
+)
 from transfer.handshake import differences
 from transfer.plan import Plan, plan
 from transfer.pull_state import PagesOfGroup, Part
@@ -59,6 +66,7 @@ class RemoteEngine:
         self._parts: list[tuple[int, ShardLayout]] = sources(mine.layout, layouts, mine.rank)
         self._plans: dict[int, list[tuple[int, Plan]]] = {1: [self._plan(at, layout) for at, layout in self._parts]}
         self._loaded: list[str] = []
+        self._agent: Agent | None = None
 
     def _plan(self, at: int, local: ShardLayout) -> tuple[int, Plan]:
         return at, plan(local, self.ranks[at].layout)
@@ -68,23 +76,41 @@ class RemoteEngine:
         """The ranks that hold a part of what we need and are read from. The others are only told."""
         return tuple(at for at, _ in self._parts)
 
+    @property
+    def agent(self) -> Agent:
+        """The agent that reads from this engine, and from no other one.
+
+        Raises:
+            PullFailedError: it was taken away, or never lent.
+        """
+        if self._agent is None:
+            raise PullFailedError(f"engine {self.engine_id!r} is not loaded")
+        return self._agent
+
     def load(self, agent: Agent) -> None:
-        """Makes every rank known to NIXL.
+        """Makes every rank known to the agent that reads from this engine from now on.
 
         Raises:
             AgentError: NIXL refuses one. None of them stays loaded.
         """
+        self._agent = agent
         try:
             for found in self.ranks:
                 agent.add_peer(found.agent_name, found.agent_metadata)
                 self._loaded.append(found.agent_name)
         except AgentError:
-            self.unload(agent)
+            self.unload()
             raise
 
-    def unload(self, agent: Agent) -> None:
-        """Makes NIXL forget it. No transfer with it may be in flight. What NIXL says of a dead peer is of no use."""
+    def unload(self) -> None:
+        """Makes the agent forget it, and returns the agent to the caller's use. No transfer may be in flight.
+
+        What NIXL says of a dead peer is of no use.
+        """
         loaded, self._loaded = self._loaded, []
+        agent, self._agent = self._agent, None
+        if agent is None or not agent.is_open:
+            return
         for name in loaded:
             with suppress(AgentError):
                 agent.remove_peer(name)

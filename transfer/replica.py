@@ -27,11 +27,20 @@ if TYPE_CHECKING:
 
 
 class Source(NamedTuple):
-    """Where a request's pages are to be read from: ZMQ endpoint of the handshake, engine, and the lease."""
+    """Where a request's pages are to be read from.
+
+    Attributes:
+        address: ZMQ endpoint of the handshake.
+        engine_id: the engine there.
+        lease: under which it holds the pages.
+        incarnation: the start of the engine that granted the lease; empty where that is not known, and then a source
+            that was restarted is only noticed by the lease word.
+    """
 
     address: str
     engine_id: str
     lease: LeaseRef
+    incarnation: str = ""
 
 
 class LeaseOver(NamedTuple):
@@ -254,8 +263,15 @@ class ReplicaTransfer:
             self._forget(peer, f"handshake with engine {peer.engine_id!r} at {peer.address}: {error}")
             return
         peer.incarnation, peer.heard = answer.incarnation, self._clock()
+        self._start_all(peer)
+
+    def _start_all(self, peer: _Peer) -> None:
+        """The source has just said who it is: what another start of it has promised comes to nothing."""
         for key in [key for key, pull in self._pulls.items() if pull.source[:2] == (peer.address, peer.engine_id)]:
-            self._start(key)
+            if self._pulls[key].source.incarnation not in ("", peer.incarnation):
+                self._fail(key, f"engine {peer.engine_id!r} is not the start of it that granted the lease")
+            else:
+                self._start(key)
 
     def _load(self, peer: _Peer, answer: MetadataReply) -> None:
         loaded: list[RankTransfer] = []
@@ -276,6 +292,9 @@ class ReplicaTransfer:
         pull = self._pulls[key]
         peer = self._peers.get(pull.source[:2])
         if pull.error or peer is None or not self._is_connected(peer):
+            return
+        if pull.source.incarnation not in ("", peer.incarnation):
+            self._ping(peer)  # the source was restarted, or the request is older than that: only the source knows
             return
         try:
             if not pull.started:
@@ -301,6 +320,8 @@ class ReplicaTransfer:
             pull.open_ranks.discard(at)
         if event.error:
             self._fail(event.key, event.error)
+            if (peer := self._peers.get(pull.source[:2])) is not None:
+                self._ping(peer)  # does it live, and is it still the one that we know?
         elif not pull.open_ranks and not pull.error:
             del self._pulls[event.key]
             self.events.append(PullEvent(event.key, "", safe=True))
@@ -331,7 +352,7 @@ class ReplicaTransfer:
             puller.events = deque(event for event in puller.events if event.key != key)
 
     def _watch(self, now: float) -> None:
-        _, heartbeat_s, dead_after_s, idle_s = self._times
+        _, heartbeat_s, _, idle_s = self._times
         for key in [key for key, pull in self._pulls.items() if not pull.started and now >= pull.deadline]:
             self._fail(key, f"timed out: engine {self._pulls[key].source.engine_id!r} did not answer the handshake")
         busy = {pull.source[:2] for pull in self._pulls.values()}
@@ -345,10 +366,12 @@ class ReplicaTransfer:
                     self._forget(peer, "idle")
             elif peer.incarnation and not self._is_connected(peer):
                 self._forget(peer, f"engine {peer.engine_id!r} was lost")
-            elif now - max(peer.heard, peer.asked) > heartbeat_s and not peer.pinging:
-                self._ping(peer, dead_after_s)
+            elif now - max(peer.heard, peer.asked) > heartbeat_s:
+                self._ping(peer)
 
-    def _ping(self, peer: _Peer, dead_after_s: float) -> None:
+    def _ping(self, peer: _Peer) -> None:
+        if peer.pinging or peer.connecting:
+            return
         peer.pinging, peer.asked = True, self._clock()
 
         def done(answer: Answer | TransferError) -> None:
@@ -361,8 +384,9 @@ class ReplicaTransfer:
                 self._forget(peer, f"engine {peer.engine_id!r} was restarted")
             else:
                 peer.heard = self._clock()
+                self._start_all(peer)
 
-        self._client.ping(peer.address, peer.engine_id, done, dead_after_s)
+        self._client.ping(peer.address, peer.engine_id, done, self._times[2])
 
     def _forget(self, peer: _Peer, reason: str) -> None:
         """Fails the pulls from an engine at an address, and drops what was learnt there; the next pull asks anew."""
