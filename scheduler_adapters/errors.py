@@ -29,6 +29,10 @@ class StatePageError(AdapterError, ValueError):
     """A state page that is not at the token where its request goes on, or that a transfer writes."""
 
 
+class GenerationError(AdapterError, RuntimeError):
+    """A batch that cannot be generated to its end. Its pages are released."""
+
+
 class PromptsError(AdapterError, ValueError):
     """A prompts file that cannot be read, or a prompt that can never be served."""
 

@@ -271,10 +271,24 @@ def eos_token_ids_of(model: PreTrainedModel) -> frozenset[int]:
 @contextmanager
 def own_attention(model: PreTrainedModel) -> Generator[PreTrainedModel]:
     """The model with its own attention (SDPA); afterwards what it had before."""
-    before = model.config._attn_implementation  # noqa: SLF001  (the library has no public getter)
-    _set_attention(model, _OWN_ATTENTION)
-    try:
+    with _attention(model, _OWN_ATTENTION):
         yield model
+
+
+@contextmanager
+def paged_attention(model: PreTrainedModel) -> Generator[PreTrainedModel]:
+    """The model attending over pages; afterwards what it had before."""
+    _register()
+    with _attention(model, ATTENTION):
+        yield model
+
+
+@contextmanager
+def _attention(model: PreTrainedModel, name: str) -> Generator[None]:
+    before = model.config._attn_implementation  # noqa: SLF001  (the library has no public getter)
+    _set_attention(model, name)
+    try:
+        yield
     finally:
         _set_attention(model, before)
 

@@ -3,22 +3,30 @@
 from collections.abc import Sequence
 from typing import Any
 
-from kvcache.manager import PagedKVCacheManager
-from scheduler_adapters.hf import HFRunner, kv_params_of, num_layers_of
+from scheduler_adapters.hf import HFRunner, kv_params_of, manager_for, num_layers_of
 from scheduler_adapters.loop import Output, Request, ServingLoop
+from scheduler_adapters.recurrent import recurrent_layers_of, state_shape_of
+from scheduler_adapters.state_layout import state_layouts
 
 
-def new_manager(model: Any, pages: int, page_size: int = 16, rows: int = 8, **params: Any) -> PagedKVCacheManager:
+def new_manager(
+    model: Any, pages: int, page_size: int = 16, rows: int = 8, max_seq_len: int = 4096, **params: Any
+) -> Any:
+    """The manager that the model needs, with so many pages of tokens in each replica, and state pages beside them."""
     cache = kv_params_of(model.config, page_size=page_size, **params)
-    layers = num_layers_of(model.config)
-    memory = pages * page_size * cache.bytes_per_token(layers) * cache.data_parallel_degree
-    return PagedKVCacheManager(
-        cache, rows, 4096, layers, ["cpu"] * cache.n_devices, available_cache_memory=memory, enable_runtime_checks=True
+    memory = pages * page_size * cache.bytes_per_token(num_layers_of(model.config)) * cache.data_parallel_degree
+    if recurrent_layers_of(model.config):
+        layouts = state_layouts(state_shape_of(model), cache.n_devices)
+        memory += (rows + 1) * sum(layout.page_bytes for layout in layouts)
+    devices = ["cpu"] * cache.n_devices
+    return manager_for(
+        model, cache, rows, max_seq_len, devices, available_cache_memory=memory, enable_runtime_checks=True
     )
 
 
 def new_loop(model: Any, pages: int = 200, budget: int = 64, **manager: Any) -> ServingLoop:
-    return ServingLoop(new_manager(model, pages, **manager), HFRunner(model), token_budget=budget)
+    made = new_manager(model, pages, **manager)
+    return ServingLoop(made, HFRunner(model, getattr(made, "states", None)), token_budget=budget)
 
 
 def serve(loop: ServingLoop, requests: Sequence[Request], limit: int = 2000) -> dict[str, list[Output]]:
@@ -41,6 +49,7 @@ def tokens_of(outputs: dict[str, list[Output]]) -> list[list[int | None]]:
     return [[output.token for output in whole] for whole in outputs.values()]
 
 
-def assert_nothing_held(loop: ServingLoop) -> None:
-    loop.manager.check()
-    assert loop.manager.num_free_blocks == loop.manager.total_num_pages
+def assert_nothing_held(manager: Any) -> None:
+    manager.check()
+    assert manager.num_free_blocks == manager.total_num_pages
+    assert not hasattr(manager, "states") or manager.states.num_held == 0

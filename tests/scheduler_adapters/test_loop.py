@@ -52,7 +52,7 @@ def test_every_request_gets_the_models_own_tokens(
     for whole in outputs.values():
         assert [output.finished for output in whole[:-1]] == [None] * (len(whole) - 1)
         assert whole[-1].finished in {"eos", "length"}
-    assert_nothing_held(loop)
+    assert_nothing_held(loop.manager)
 
 
 def test_a_tiny_pool_preempts_and_still_gives_equal_tokens(model: Any, expected: list[list[int]]) -> None:
@@ -63,10 +63,10 @@ def test_a_tiny_pool_preempts_and_still_gives_equal_tokens(model: Any, expected:
     outputs = serve(loop, requests_of(prompts[:4], new=40))
     assert loop.preemptions > 0
     assert tokens_of(outputs) == wanted
-    assert_nothing_held(loop)
+    assert_nothing_held(loop.manager)
     outputs = serve(loop, requests_of(PROMPTS))
     assert tokens_of(outputs) == expected
-    assert_nothing_held(loop)
+    assert_nothing_held(loop.manager)
 
 
 def test_the_oldest_request_is_never_preempted(model: Any) -> None:
@@ -124,7 +124,7 @@ def test_a_prompt_that_can_never_fit_is_refused_by_name_and_the_others_run(
     while loop.has_work:
         outputs += loop.step()
     assert [output.token for output in outputs] == expected[1]
-    assert_nothing_held(loop)
+    assert_nothing_held(loop.manager)
 
 
 def test_a_request_past_the_sequence_limit_fails_alone(model: Any, expected: list[list[int]]) -> None:
@@ -134,7 +134,7 @@ def test_a_request_past_the_sequence_limit_fails_alone(model: Any, expected: lis
     assert "long" in outputs["long"][0].error
     assert "4096" in outputs["long"][0].error
     assert [output.token for output in outputs["short"]] == expected[1]
-    assert_nothing_held(loop)
+    assert_nothing_held(loop.manager)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_held_pages_stay_until_freed_and_requests_wait_for_them(model: Any) -> N
     with pytest.raises(UnknownRequestError, match="'held'"):
         loop.free("held")
     assert [output.request_id for output in loop.step()] == ["next"]
-    assert_nothing_held(loop)
+    assert_nothing_held(loop.manager)
 
 
 def test_abort_takes_a_request_out_of_every_state(model: Any) -> None:
@@ -186,7 +186,7 @@ def test_abort_takes_a_request_out_of_every_state(model: Any) -> None:
         assert all(output.request_id in {"r1", "held"} for output in loop.step())
     assert loop.abort("held")
     assert not loop.abort("held")
-    assert_nothing_held(loop)
+    assert_nothing_held(loop.manager)
 
 
 def test_an_end_token_ends_the_request_with_that_token(model: Any, expected: list[list[int]]) -> None:
@@ -197,7 +197,7 @@ def test_an_end_token_ends_the_request_with_that_token(model: Any, expected: lis
     outputs = serve(loop, requests_of(PROMPTS[:1]))
     assert tokens_of(outputs) == [expected[0][: first + 1]]
     assert outputs["r0"][-1].finished == "eos"
-    assert_nothing_held(loop)
+    assert_nothing_held(loop.manager)
 
 
 def test_an_adopted_request_goes_on_where_another_manager_stopped(model: Any, expected: list[list[int]]) -> None:
@@ -220,8 +220,8 @@ def test_an_adopted_request_goes_on_where_another_manager_stopped(model: Any, ex
         tokens += [int(output.token or 0) for output in target.step()]
     assert tokens == expected[0]
     source.free("r")
-    assert_nothing_held(source)
-    assert_nothing_held(target)
+    assert_nothing_held(source.manager)
+    assert_nothing_held(target.manager)
 
 
 def test_a_budget_below_one_is_refused(model: Any) -> None:

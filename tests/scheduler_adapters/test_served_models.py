@@ -45,7 +45,7 @@ def test_tokens_are_the_models_own_on_any_number_of_shards(
     assert tokens_of(serve(loop, requests_of(PROMPTS, NEW))) == expected
     assert tokens_of(serve(loop, requests_of(PROMPTS[::-1], NEW))) == expected[::-1]
     assert loop.manager.metrics.cache_tokens > 0
-    assert_nothing_held(loop)
+    assert_nothing_held(loop.manager)
 
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma3"])
@@ -86,4 +86,4 @@ def test_an_evicted_and_preempted_batch_of_a_windowed_model_keeps_its_tokens(mak
     assert tokens_of(serve(loop, requests_of(PROMPTS, 40))) == expected
     assert loop.preemptions > 0
     assert loop.manager.metrics.evictions > 0
-    assert_nothing_held(loop)
+    assert_nothing_held(loop.manager)
