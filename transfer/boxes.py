@@ -189,17 +189,16 @@ def _check_box(where: str, box: Box, group: Group, region_bytes: tuple[int, ...]
         _refuse(f"{where}: {box.extent[TOKEN]} tokens, where a page of its group has {group.page_size}")
     limit = region_bytes[box.region]
     _limit(where, "the offset", box.offset, 0, limit - 1)
-    _limit(where, "the stride of pages", box.page_stride, 0, limit)
-    axes = list(zip(box.extent, box.strides, AXES, strict=True))
+    axes = [*zip(box.extent, box.strides, AXES, strict=True), (group.num_pages, box.page_stride, "page")]
     for n, step, axis in axes:
-        _limit(where, f"the stride of axis {axis}", step, box.itemsize if n > 1 else 0, limit)
+        low, high = (box.itemsize, limit) if n > 1 else (0, ADDRESS_LIMIT - 1)
+        _limit(where, f"the stride of axis {axis}", step, low, high)
     end = box.offset + (group.num_pages - 1) * box.page_stride + box.span
     if end > limit:
         _refuse(f"{where}: reaches byte {end} of region {box.region}, which has {limit}")
     # Sorted by stride, each axis must step over all that the smaller ones span: then no two elements share an address.
-    pages = [(group.num_pages, box.page_stride, "page")] if group.num_pages > 1 else []
     covered = box.itemsize
-    for n, step, axis in sorted([*axes, *pages], key=lambda item: item[1]):
+    for n, step, axis in sorted(axes, key=lambda item: item[1]):
         if step < covered and n > 1:
             _refuse(f"{where}: the stride of axis {axis} is {step}, which steps into {covered} bytes held already")
         covered += (n - 1) * step

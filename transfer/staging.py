@@ -95,8 +95,7 @@ class Staging:
 
     def num_bytes(self, tokens: tuple[int, int]) -> int:
         """Bytes of the staging area that a pull of `tokens` needs."""
-        _, ends = self._layout(self._num_pages(self._plan.tokens(tokens)))
-        return ends
+        return self._layout(self._num_pages(self._plan.tokens(tokens)))[1]
 
     def runs(
         self,
@@ -191,8 +190,7 @@ class Staging:
     def _layout(self, num_pages: int) -> tuple[Ints, int]:
         """Where each span begins in the staging area, and how long that is."""
         sizes = np.array([_lines(span.staged_page * num_pages) for span in self._spans], np.int64)
-        ends = np.cumsum(sizes)
-        return ends - sizes, int(ends[-1])
+        return np.cumsum(sizes) - sizes, int(sizes.sum())
 
     def size(self, tokens: tuple[int, int]) -> tuple[int, int]:
         """Runs, where no two pages are neighbours, and bytes on the wire for `tokens`, rounded."""

@@ -160,6 +160,12 @@ def test_nothing_to_pull_stages_nothing() -> None:
     assert (pool == -1).all()
 
 
+def test_a_group_with_nothing_in_common_stages_nothing() -> None:
+    staging = plan(shard(range(2)), shard(range(2, 4))).staging(0)
+    assert staging.num_bytes((0, 8)) == 0
+    assert len(staging.runs([0, 1], (0, 8), 0, [0])) == 0
+
+
 def test_memory_that_is_too_small_is_refused_and_not_written() -> None:
     made, local, _ = small()
     staging, pool = made.staging(0), empty_pool(local)
