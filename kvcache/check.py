@@ -32,7 +32,8 @@ def checked_around(method: Callable[_P, _R], check: Callable[[], None]) -> Calla
 def check_replica(replica: Replica) -> None:
     """Raise `InvariantError` at the first discrepancy: rows, then holders, writers and free pages, then the index.
 
-    Holders are counted by walking the rows, writers by walking the open imports, free pages by difference.
+    Holders are counted by walking the rows, writers by walking the open imports and the pages on their way from a
+    lower tier, free pages by difference.
     """
     pool, rows = replica.pool, replica.rows
     holders = np.zeros(pool.num_pages + 1, np.int64)
@@ -47,6 +48,8 @@ def check_replica(replica: Replica) -> None:
             raise InvariantError(f"row {row} is free, but names {rows.num_pages[row]} pages")
     for pending in replica.imports:
         np.add.at(writers, pending.dst_pages, 1)
+    for load in replica.tier.open_loads if replica.tier is not None else ():
+        np.add.at(writers, load.pages, 1)
     pool.check(holders, writers)
 
 

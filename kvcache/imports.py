@@ -141,7 +141,7 @@ def begin_import(
         return None
     size = replica.page_size
     end = -(-(context.end_idx if partial else table.num_tokens) // size)
-    have = min(int(rows.committed[row]), end)
+    have = min(replica.pages_here(row), end)
     pending = PendingImport(
         request_id=context.request_id,
         replica_idx=replica_idx,

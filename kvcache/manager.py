@@ -28,6 +28,7 @@ from kvcache.replicas import Replicas
 from kvcache.reset_endpoint import ResetEndpoint
 from kvcache.sizing import CacheSizing
 from kvcache.status import CacheStatus
+from kvcache.tiers import make_tiers
 from kvcache.types import RaggedKVCacheInputs, RequestID
 
 _log = logging.getLogger("pagewire")
@@ -112,7 +113,8 @@ class PagedKVCacheManager(CacheSizing, CacheStatus):
             PlacedReplica(self._new_replica(pages, group, place * self._max_rows), self.layouts, group, stream)
             for place, group in enumerate(self.devices_per_replica)
         ]
-        CacheStatus.__init__(self, Replicas(placed, params.partial_reuse_min_tokens))
+        tiers = make_tiers(params, self.layouts, placed, stream)
+        CacheStatus.__init__(self, Replicas(placed, params.partial_reuse_min_tokens, tiers))
         self._claims = Claims(self._replicas.each, self._max_rows, self.page_size)
         self._places = self._claims.places
         if zmq_endpoint_base is not None and params.enable_prefix_caching:
@@ -370,7 +372,9 @@ class PagedKVCacheManager(CacheSizing, CacheStatus):
         return [place.blocks for place in self._replicas.placed]
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached page that nobody holds. Pages in use stay findable."""
+        """Forget every cached page that nobody holds, on all tiers. Pages in use stay findable."""
+        if self._replicas.tiers is not None:
+            self._replicas.tiers.reset()
         for replica in self._replicas.each:
             replica.pool.forget_idle()
 
@@ -382,6 +386,8 @@ class PagedKVCacheManager(CacheSizing, CacheStatus):
         """
         for replica in self._replicas.each:
             check_replica(replica)
+        if self._replicas.tiers is not None:
+            self._replicas.tiers.check()
         self._claims.check()
 
     def close(self) -> None:
@@ -432,8 +438,6 @@ class PagedKVCacheManager(CacheSizing, CacheStatus):
             _log.warning(
                 "a request of max_seq_len %d cannot run: %d pages of %d tokens", self.max_seq_len, pages, self.page_size
             )
-        if self.enable_kvcache_swapping_to_host:
-            _log.warning("there is no host tier yet: evicted pages are dropped, not kept in host memory")
 
 
 def _check_steps(num_steps: int) -> None:

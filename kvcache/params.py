@@ -27,8 +27,10 @@ class KVCacheParams:
         n_kv_heads: key/value heads of the whole model.
         head_dim: elements of one head of one token (for MLA: latent plus rope part).
         enable_prefix_caching: keep the pages of finished requests and reuse them by content.
-        enable_kvcache_swapping_to_host: keep evicted pages in host memory.
-        host_kvcache_swap_space_gb: size of that host memory, in units of 2**30 bytes.
+        enable_kvcache_swapping_to_host: copy published pages to host memory too, and back where a prompt needs them
+            after they were evicted.
+        host_kvcache_swap_space_gb: size of that host memory, which all replicas share, in units of 2**30 bytes. It
+            holds what the device holds, too: several times the device's pages are worth having.
         page_size: tokens per page; None leaves the choice to the manager's argument of the same name.
         n_devices: devices of all replicas together.
         is_mla: one latent side in place of keys and values.

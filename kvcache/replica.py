@@ -17,6 +17,7 @@ from kvcache.errors import (
     SequenceTooLongError,
 )
 from kvcache.hashing import DIGEST_BYTES, PrefixHasher, hasher_of
+from kvcache.host_tier import ReplicaTier
 from kvcache.metrics import KVCacheMetrics, PromptCounter
 from kvcache.pages import PagePool
 from kvcache.params import HashAlgorithm
@@ -32,7 +33,8 @@ _NEVER = 1 << 62
 class _Plan:
     """What a reservation takes: `hits` replace the row's logical pages from `first` on, `new` pages are appended.
 
-    `cached` is the token up to which nothing has to run, or 0 where that is no news to the context.
+    Into the logical pages from `restored` on come those of the host tier's `slots`. `cached` is the token up to which
+    nothing has to run, or 0 where that is no news to the context.
     """
 
     first: int
@@ -40,6 +42,8 @@ class _Plan:
     replaced: Pages
     new: int
     cached: int
+    restored: int
+    slots: Pages
 
 
 class Replica:
@@ -80,6 +84,7 @@ class Replica:
         self._importing: dict[int, PendingImport] = {}
         self._hashers: dict[int, PrefixHasher] = {}  # by row, of the contexts that cannot carry their own
         self.counter = PromptCounter(self.rows)
+        self.tier: ReplicaTier | None = None
 
     @property
     def metrics(self) -> KVCacheMetrics:
@@ -114,16 +119,8 @@ class Replica:
         if plan.cached:
             # First, as a context of the caller's own may refuse: then no page has moved yet.
             self.advance(row, context, plan.cached)
-        rows = self.rows
         self.counter.admit(row, context.end_idx)
-        if plan.hits.size:
-            self.pool.hold(plan.hits)
-            if plan.replaced.size:
-                self.pool.release(plan.replaced)
-            rows.write(row, plan.first, plan.hits)
-            rows.commit(row, plan.first + len(plan.hits))
-        if plan.new:
-            rows.write(row, int(rows.num_pages[row]), self.pool.allocate(plan.new))
+        self._take(row, plan)
         return plan.new
 
     def pages_needed(self, context: Context, num_steps: int) -> int:
@@ -246,6 +243,8 @@ class Replica:
         filled = as_rows(rows)[at]
         firsts, lasts = state.committed[filled], computed[at] // self.page_size
         digests = digests_of(at, firsts, lasts)
+        if self.tier is not None:
+            self.tier.arrive(filled)
         counts = lasts - firsts
         flat_rows, columns = filled, firsts
         if not (counts == 1).all():
@@ -275,6 +274,9 @@ class Replica:
         self._hashers.pop(row, None)
         self.counter.forget(row)
         pages = self.rows.pages(row).copy()
+        if self.tier is not None:
+            self.tier.leave(row)
+            self.tier.touch(self.pool.index.digests_of(pages[: int(self.rows.committed[row])]))
         self.rows.unbind(row)
         self.pool.release(pages)
 
@@ -298,6 +300,10 @@ class Replica:
     def import_of(self, row: int) -> PendingImport | None:
         """The row's import that is not closed yet."""
         return self._importing.get(row)
+
+    def pages_here(self, row: int) -> int:
+        """Pages of the row, from the first on, that are published, or on their way from the host tier."""
+        return int(self.rows.committed[row]) + (0 if self.tier is None else self.tier.loading(row))
 
     def refuse_pending(self, row: int, call: str) -> None:
         """Raise `NotReservedError` while an import of the row is pending."""
@@ -342,11 +348,32 @@ class Replica:
         have = int(rows.num_pages[row])
         # One active token after all others were computed is a decode step: there is nothing to look up.
         first, hits = self.match(context, row) if context.active_length > 1 else (0, none)
-        cached = (first + len(hits)) * self.page_size
+        restored, slots = first + len(hits), none
+        if self.tier is not None and context.active_length > 1:
+            self.tier.arrive(np.array([row]))  # what an earlier call promised: those pages may be replaced now
+            restored = max(restored, context.start_idx // self.page_size)
+            slots = self.tier.match(self.hasher(row, context), context, restored, wait=rows.prompt[row] < 0)
+        cached = (restored + len(slots) if slots.size else first + len(hits)) * self.page_size
         if cached <= context.start_idx:
-            cached, hits = 0, none  # no token fewer to run: `step` finds the duplicates
+            cached, hits, slots = 0, none, none  # no token fewer to run: `step` finds the duplicates
         replaced = rows.table[row, first : min(have, first + len(hits))].copy() if hits.size else none
-        return _Plan(first, hits, replaced, max(0, needed - max(have, first + len(hits))), cached)
+        new = max(0, needed - max(have, first + len(hits)))
+        return _Plan(first, hits, replaced, new, cached, restored, slots)
+
+    def _take(self, row: int, plan: _Plan) -> None:
+        rows, tier = self.rows, self.tier
+        if tier is not None:
+            tier.hold(plan.slots)  # first: an eviction below may make room for the page that it evicts
+        if plan.hits.size:
+            self.pool.hold(plan.hits)
+            if plan.replaced.size:
+                self.pool.release(plan.replaced)
+            rows.write(row, plan.first, plan.hits)
+            rows.commit(row, plan.first + len(plan.hits))
+        if plan.new:
+            rows.write(row, int(rows.num_pages[row]), self.pool.allocate(plan.new))
+        if tier is not None and plan.slots.size:
+            tier.restore(row, rows.pages(row)[plan.restored :][: len(plan.slots)].copy(), plan.slots)
 
     def _publish(self, rows: Ints, columns: Ints, digests: NDArray[np.uint64]) -> None:
         """Publish the pages at `rows`, `columns`; `digests` are distinct."""
@@ -359,3 +386,5 @@ class Replica:
             self.rows.table[rows[duplicate], columns[duplicate]] = kept[duplicate]
             self.rows.changed[rows] = True
             self.pool.release(own[duplicate])
+        if self.tier is not None:
+            self.tier.published(own[~duplicate], digests[~duplicate])

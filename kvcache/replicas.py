@@ -16,6 +16,7 @@ from kvcache.partial import PartialReuse
 from kvcache.placement import PlacedReplica
 from kvcache.replica import Replica
 from kvcache.routing import Router
+from kvcache.tiers import Tiers
 from kvcache.types import RaggedKVCacheInputs
 
 
@@ -25,10 +26,14 @@ class Replicas:
     Attributes:
         placed: each with its devices.
         each: each without them.
+        tiers: what lies below them; None where nothing does.
     """
 
-    def __init__(self, placed: Sequence[PlacedReplica], partial_reuse_min_tokens: int = 0) -> None:
+    def __init__(
+        self, placed: Sequence[PlacedReplica], partial_reuse_min_tokens: int = 0, tiers: Tiers | None = None
+    ) -> None:
         self.placed = placed
+        self.tiers = tiers
         self.each: list[Replica] = [place.replica for place in placed]
         self._router = Router(len(placed))
         least = partial_reuse_min_tokens
@@ -37,7 +42,8 @@ class Replicas:
     @property
     def metrics(self) -> KVCacheMetrics:
         """Counters over all replicas, since they were made."""
-        return sum((replica.metrics for replica in self.each), KVCacheMetrics())
+        below = KVCacheMetrics() if self.tiers is None else self.tiers.metrics
+        return sum((replica.metrics for replica in self.each), below)
 
     def recommend(self, context: Context) -> int:
         """The replica that a new request is best claimed on."""
@@ -71,11 +77,18 @@ class Replicas:
         return np.array(reserved, np.bool_)
 
     def fetch(self, gathered: Gathered, num_steps: int) -> list[RaggedKVCacheInputs]:
-        """What the model reads, shard by shard and replica by replica. Raises before anything is counted."""
+        """What the model reads, shard by shard and replica by replica. Raises before anything is counted.
+
+        What is restored from a lower tier is there when the model reads it.
+        """
         states = [gathered.part(mine) for mine in self._split(gathered)]
         if gathered.slack < num_steps - 1:
             for replica, state in zip(self.each, states, strict=True):
                 replica.refuse_short(state.rows, state.ends + (num_steps - 1))
+        if self.tiers is not None:
+            for tier, state in zip(self.tiers.replicas, states, strict=True):
+                tier.arrive(state.rows)
+            self.tiers.tick()
         fetched: list[RaggedKVCacheInputs] = []
         for place, state in zip(self.placed, states, strict=True):
             place.replica.counter.run(state.rows, state.starts, state.actives)

@@ -36,13 +36,15 @@ class CacheStatus:
 
     @property
     def total_num_host_pages(self) -> int:
-        """Pages of the host tier: 0 while there is none."""
-        return 0
+        """Pages of the host tier, which all replicas share: 0 where there is none."""
+        tiers = self._replicas.tiers
+        return 0 if tiers is None else tiers.host.pool.num_pages
 
     @property
     def host_committed_block_pct(self) -> float:
-        """Share of the host pages that are published: 0.0 while there is no host tier."""
-        return 0.0
+        """Share of the host pages that can be found, 0.0 to 1.0: 0.0 where there is no host tier."""
+        tiers = self._replicas.tiers
+        return 0.0 if tiers is None else float(tiers.host.pool.index.published[1:].mean())
 
     @property
     def metrics(self) -> KVCacheMetrics:

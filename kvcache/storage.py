@@ -1,8 +1,10 @@
-"""Allocates the page tensors of one shard."""
+"""Allocates the page tensors of one shard, and the host memory of a tier."""
 
 from __future__ import annotations
 
 import mmap
+import weakref
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -34,6 +36,30 @@ def allocate_blocks(layout: PageLayout, num_pages: int, device: torch.device) ->
             f"{device} cannot hold {num_pages} pages of {layout.page_bytes} bytes: {error}"
         ) from error
     return as_blocks(flat, layout, num_pages)
+
+
+def allocate_host_rows(rows: int, row_bytes: int, pinned_for: object = None) -> torch.Tensor:
+    """Zeroed host memory, uint8 `[rows, row_bytes]`, in huge pages; pinned for the life of `pinned_for` where given.
+
+    Pinned memory is registered with the driver and not allocated by torch, which rounds up to a power of two.
+
+    Raises:
+        PoolTooSmallError: (a RuntimeError) the host has not that much memory, or may not pin it.
+    """
+    try:
+        memory = _huge_pages(rows * row_bytes)[: rows * row_bytes]
+        if pinned_for is not None:
+            cudart = cast("Any", torch.cuda.cudart())
+            torch.cuda.check_error(int(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)))
+            weakref.finalize(pinned_for, _unpin, cudart, memory)
+    except (OSError, OverflowError, ValueError, RuntimeError) as error:
+        raise PoolTooSmallError(f"the host cannot hold {rows} pages of {row_bytes} bytes: {error}") from error
+    return memory.view(rows, row_bytes)
+
+
+def _unpin(cudart: Any, memory: torch.Tensor) -> None:
+    """Unregister memory, which is mapped until here: the call holds it."""
+    cudart.cudaHostUnregister(memory.data_ptr())
 
 
 def _huge_pages(num_bytes: int) -> torch.Tensor:

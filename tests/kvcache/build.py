@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ def manager_of(
     checks: bool = True,
     dtype: torch.dtype = torch.float32,
     params: dict[str, Any] | None = None,
+    host_slots: int = 0,
     **options: Any,
 ) -> PagedKVCacheManager:
-    """A manager on the CPU with `pages` pages a replica."""
+    """A manager on the CPU with `pages` pages a replica, and `host_slots` pages of host memory for all of them."""
     made = KVCacheParams(
         dtype=dtype,
         n_kv_heads=tp if heads is None else heads,
@@ -35,6 +37,9 @@ def manager_of(
         data_parallel_degree=dp,
         **(params or {}),
     )
+    if host_slots:
+        space = made.bytes_per_token(layers) * page_size * host_slots / 2**30
+        made = dataclasses.replace(made, enable_kvcache_swapping_to_host=True, host_kvcache_swap_space_gb=space)
     return PagedKVCacheManager(
         made,
         max_batch_size=rows * dp,

@@ -32,6 +32,7 @@ def main() -> None:
         seen += moves.seen
         seen["moves"] += MOVES_A_SEED
         seen["evicted"] += moves.manager.metrics.evictions
+        seen["restored"] += moves.manager.metrics.h2d_blocks_copied
         if seed % 500 == 0:
             print(f"seed {seed}: {seen['moves']} moves, {time.monotonic() - start:.0f} s", flush=True)  # noqa: T201
     print(f"seeds {chosen.seed} to {seed}, no discrepancy: {dict(seen)}, {time.monotonic() - start:.0f} s")  # noqa: T201

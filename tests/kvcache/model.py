@@ -11,6 +11,55 @@ from dataclasses import dataclass, field
 Content = tuple[object, ...]  # the salt, then every token up to the end of the page
 
 
+class ModelHost:
+    """The host tier, shared by the replicas: contents, least recently used first, and those that a load holds."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.idle: list[Content] = []
+        self.held: dict[Content, int] = {}  # how many loads
+        self.loads: list[tuple[str, list[Content]]] = []  # of whom, in logical order
+        self.stored = 0
+        self.loaded = 0
+
+    def has(self, content: Content) -> bool:
+        return content in self.held or content in self.idle
+
+    def store(self, contents: list[Content]) -> None:
+        """Contents that were published together, in logical order."""
+        absent = [content for content in contents if not self.has(content)]
+        absent = absent[: self.num_slots - len(self.held)]
+        room = self.num_slots - len(self.held) - len(absent)
+        self.idle = self.idle[max(0, len(self.idle) - room) :]
+        self.idle += reversed(absent)
+        self.stored += len(absent)
+
+    def hold(self, name: str, contents: list[Content]) -> None:
+        for content in contents:
+            if content in self.idle:
+                self.idle.remove(content)
+            self.held[content] = self.held.get(content, 0) + 1
+        self.loads.append((name, contents))
+
+    def drop(self, names: set[str], *, arrived: bool) -> None:
+        """The loads of these requests are over."""
+        mine = [load for load in self.loads if load[0] in names]
+        self.loads = [load for load in self.loads if load[0] not in names]
+        for _, contents in mine:
+            self.loaded += len(contents) * arrived
+            for content in reversed(contents):
+                self.held[content] -= 1
+                if not self.held[content]:
+                    del self.held[content]
+                    self.idle.append(content)
+
+    def touch(self, contents: list[Content]) -> None:
+        for content in reversed(contents):
+            if content in self.idle:
+                self.idle.remove(content)
+                self.idle.append(content)
+
+
 @dataclass
 class Held:
     """A request's pages, each by a name of our own."""
@@ -20,7 +69,9 @@ class Held:
 
 
 class ModelReplica:
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, host: ModelHost | None = None) -> None:
+        self.host = host
+        self.waiting: list[list[int]] = []  # pages to be copied to the host, by the step that published them
         self.page_size = page_size
         self.num_pages = num_pages
         self.page_of: dict[Content, int] = {}
@@ -46,22 +97,27 @@ class ModelReplica:
         needed = -(-(len(tokens) + steps - 1) // self.page_size)
         hits: list[int] = []
         if active - start > 1:
+            if self.host:
+                self.host.drop({name}, arrived=True)
             for page in range(held.committed, (len(tokens) - 1) // self.page_size):
                 found = self.page_of.get(self.content(tokens, salt, page))
                 if found is None:
                     break
                 hits.append(found)
-        if (held.committed + len(hits)) * self.page_size <= start:
-            hits = []
         first, end = held.committed, held.committed + len(hits)
+        restored = self.in_host(tokens, salt, max(end, start // self.page_size)) if active - start > 1 else []
+        cached = end if not restored else max(end, start // self.page_size) + len(restored)
+        if cached * self.page_size <= start:
+            hits, restored, end, cached = [], [], first, 0
         dropped = held.pages[first:end]
         fresh = max(0, needed - max(len(held.pages), end))
         available = self.free - sum(page not in self.holders for page in hits)
         available += sum(self.holders[page] == 1 for page in dropped)
         if fresh > available:
             return None
-        if hits or (end * self.page_size > start and active - start > 1):
-            start = max(start, end * self.page_size)
+        if restored and self.host:
+            self.host.hold(name, restored)
+        start = max(start, cached * self.page_size)
         for page in hits:
             self._hold(page)
         for page in reversed(dropped):
@@ -71,15 +127,26 @@ class ModelReplica:
         held.pages += [self._take() for _ in range(fresh)]
         return start
 
-    def step(self, name: str, tokens: list[int], salt: str | None, start: int) -> int:
-        """Publish the full pages; returns how many are shared instead."""
+    def in_host(self, tokens: list[int], salt: str | None, first: int) -> list[Content]:
+        """The contents from page `first` on that the host has, without a gap."""
+        found: list[Content] = []
+        for page in range(first, (len(tokens) - 1) // self.page_size if self.host else 0):
+            content = self.content(tokens, salt, page)
+            if not self.host or not self.host.has(content):
+                break
+            found.append(content)
+        return found
+
+    def step(self, name: str, tokens: list[int], salt: str | None, start: int) -> tuple[int, list[int]]:
+        """Publish the full pages; returns how many are shared instead, and the pages that are published."""
         held = self.requests[name]
-        duplicates = []
+        duplicates, new = [], []
         for page in range(held.committed, start // self.page_size):
             content, mine = self.content(tokens, salt, page), held.pages[page]
             kept = self.page_of.setdefault(content, mine)
             if kept == mine:
                 self.content_of[mine] = content
+                new.append(mine)
             else:
                 self._hold(kept)
                 held.pages[page] = kept
@@ -87,7 +154,18 @@ class ModelReplica:
             held.committed = page + 1
         for page in reversed(duplicates):
             self._drop(page)
-        return len(duplicates)
+        return len(duplicates), new
+
+    def queue(self, pages: list[int]) -> None:
+        """These pages were published together."""
+        waiting = {page for step in self.waiting for page in step}
+        if self.host and (pages := [page for page in pages if page not in waiting]):
+            self.waiting.append(pages)
+
+    def store(self, page: int | None = None) -> None:
+        """Copy what waits to the host, step by step; with `page` only until that is copied."""
+        while self.host and self.waiting and (page is None or any(page in step for step in self.waiting)):
+            self.host.store([self.content_of[waiting] for waiting in self.waiting.pop(0)])
 
     def fork(self, parent: str, child: str, computed: int, length: int) -> bool:
         full, needed = computed // self.page_size, -(-length // self.page_size)
@@ -100,13 +178,18 @@ class ModelReplica:
         return True
 
     def release(self, name: str) -> None:
-        for page in reversed(self.requests.pop(name).pages):
+        held = self.requests.pop(name)
+        if self.host:
+            self.host.drop({name}, arrived=False)
+            self.host.touch([self.content_of[page] for page in held.pages[: held.committed]])
+        for page in reversed(held.pages):
             self._drop(page)
 
     def reset(self) -> None:
         for page in self.idle:
             del self.page_of[self.content_of.pop(page)]
         self.idle.clear()
+        self.waiting.clear()
 
     def _hold(self, page: int) -> None:
         if page not in self.holders:
@@ -124,6 +207,7 @@ class ModelReplica:
     def _take(self) -> int:
         if len(self.holders) + len(self.idle) == self.num_pages:  # no page without content is left
             victim = self.idle.pop(0)
+            self.store(victim)
             del self.page_of[self.content_of.pop(victim)]
             self.evictions += 1
         self._names += 1

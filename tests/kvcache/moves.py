@@ -5,17 +5,28 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Protocol, TypeVar
 
-from kvcache import PromptTooLongError, TextContext
+import torch
+
+from kvcache import PagedKVCacheManager, PromptTooLongError, TextContext
+from kvcache.tiers import Tiers
 from tests.kvcache.build import manager_of
-from tests.kvcache.model import Held, ModelReplica
+from tests.kvcache.kv import KVTokens, Run
+from tests.kvcache.model import Content, Held, ModelHost, ModelReplica
 
 T = TypeVar("T")
 
 PAGES, PAGE_SIZE, ROWS, LONGEST = 12, 3, 4, 60
+HOST_SLOTS = (0, 6, 20, 60)  # 0: no host tier
 WEIGHTS = {"claim": 6, "reserve": 8, "run": 12, "run_batch": 4, "fork": 3, "release": 5}
 KINDS = [kind for kind, weight in WEIGHTS.items() for _ in range(weight)]
+
+
+def tiers_of(manager: PagedKVCacheManager) -> Tiers:
+    assert manager._replicas.tiers is not None
+    return manager._replicas.tiers
 
 
 class Chooser(Protocol):
@@ -44,10 +55,26 @@ class Moves:
     def __init__(self, chooser: Chooser) -> None:
         self.choose = chooser
         dp, self.caching = chooser.integer(1, 2), chooser.integer(0, 4) > 0
+        slots = chooser.pick(HOST_SLOTS) if self.caching else 0
         self.manager = manager_of(
-            PAGES, page_size=PAGE_SIZE, rows=ROWS, max_seq_len=LONGEST, dp=dp, caching=self.caching, checks=False
+            PAGES,
+            page_size=PAGE_SIZE,
+            rows=ROWS,
+            max_seq_len=LONGEST,
+            dp=dp,
+            caching=self.caching,
+            checks=False,
+            dtype=torch.int64,
+            host_slots=slots,
         )
-        self.models = [ModelReplica(PAGES, PAGE_SIZE) for _ in range(dp)]
+        self.host = ModelHost(slots) if slots else None
+        # Copies to the host wait for the clock, which no model foretells: here they are made at once, or never unless
+        # an eviction asks for them.
+        self.lazy = chooser.integer(0, 1) == 1
+        if self.host:
+            tiers_of(self.manager).share = 0.0
+        self.models = [ModelReplica(PAGES, PAGE_SIZE, self.host) for _ in range(dp)]
+        self.kv = KVTokens(self.manager)
         self.live: dict[str, TextContext] = {}
         self.reserved: set[str] = set()
         self.stepped: dict[str, int] = {}
@@ -72,7 +99,7 @@ class Moves:
         if len(self.models[replica].requests) == ROWS:
             return False
         past = self.choose.pick(self.past)
-        tokens = past[: self.choose.integer(0, len(past))]
+        tokens = past[: self.choose.integer(0, 2 * len(past))]  # in half the cases all of it
         tokens = tokens + [self.choose.integer(1, 2) for _ in range(self.choose.integer(1, 6))]
         salt = None if self.choose.integer(0, 5) else "other"
         context = TextContext(tokens[: LONGEST // 2], LONGEST, self.name(), cache_salt=salt)
@@ -113,12 +140,19 @@ class Moves:
         chunk = self.choose.integer(1, 30)
         if context.active_length > chunk:
             context.set_token_indices(active_idx=context.start_idx + chunk)
-        self.manager.fetch([context])
+        self.compute([context], [Run.of(self.manager, context)])
         context.update(self.choose.integer(1, 2))
         self.manager.step([context])
         self.model_step(context)
         self.drop_short()
         return True
+
+    def compute(self, batch: Sequence[TextContext], runs: Sequence[Run]) -> None:
+        """What a model does: reads the KV of every cached token, which must be right, and writes that of the others."""
+        inputs = self.manager.fetch(batch)
+        if self.host:
+            self.host.drop({context.request_id for context in batch}, arrived=True)
+        self.kv.run(runs, inputs)
 
     def run_batch(self) -> bool:
         """Several steps of a `Batch` over the requests that have one token to run."""
@@ -136,28 +170,53 @@ class Moves:
             assert self.manager.reserve_batch(batch).tolist() == wanted
             if not all(wanted):
                 break
-            self.manager.fetch(batch)
+            self.compute(batch, [self.decoding(context, known[context.request_id]) for context in ready])
             tokens = [self.choose.integer(1, 2) for _ in ready]
             batch.update(tokens)
             self.manager.step(batch)
             for context, token in zip(ready, tokens, strict=True):
                 known[context.request_id].append(token)
-                self.batch_step(context, known[context.request_id])
+            self.batch_step(ready, known)
             self.same_books()
         assert {context.request_id: context.tokens.tolist() for context in ready} == known
         assert all(context.start_idx == context.end_idx - 1 for context in ready)
         self.drop_short()
         return True
 
+    def decoding(self, context: TextContext, tokens: list[int]) -> Run:
+        replica, length = self.manager.get_replica(context), len(tokens)
+        return Run(context.request_id, replica, context.cache_salt, tokens, length - 1, length)
+
     def batch_reserve(self, context: TextContext, tokens: list[int]) -> bool:
         model, length = self.models[self.manager.get_replica(context)], len(tokens)
         return model.reserve(context.request_id, tokens, context.cache_salt, length - 1, length, 1) is not None
 
-    def batch_step(self, context: TextContext, tokens: list[int]) -> None:
-        self.stepped[context.request_id] = len(tokens) - 1
-        if self.caching:
-            model = self.models[self.manager.get_replica(context)]
-            self.seen["shared"] += model.step(context.request_id, tokens, context.cache_salt, len(tokens) - 1)
+    def batch_step(self, batch: Sequence[TextContext], known: dict[str, list[int]]) -> None:
+        for replica, model in enumerate(self.models):
+            mine = [context for context in batch if self.manager.get_replica(context) == replica]
+            published: list[list[int]] = []
+            filled: list[Content] = []
+            for context in mine:
+                tokens = known[context.request_id]
+                self.stepped[context.request_id] = len(tokens) - 1
+                if self.caching:
+                    if (len(tokens) - 1) % PAGE_SIZE == 0:
+                        filled.append((context.cache_salt, *tokens[:-1]))
+                    shared, pages = model.step(context.request_id, tokens, context.cache_salt, len(tokens) - 1)
+                    self.seen["shared"] += shared
+                    published.append(pages)
+            # The same content twice in one step: they are published one after another.
+            together = [[*chain(*published)]] if len(set(filled)) == len(filled) else published
+            for pages in together:
+                model.queue(pages)
+        self.store()
+
+    def store(self) -> None:
+        """What was published goes to the host now, or waits."""
+        if self.host and not self.lazy:
+            tiers_of(self.manager).settle()
+            for model in self.models:
+                model.store()
 
     def fork(self) -> bool:
         names = [name for name in sorted(self.reserved) if self.live[name].active_length == 1]
@@ -183,7 +242,7 @@ class Moves:
         name = self.choose.pick(sorted(self.live))
         context = self.live.pop(name)
         model = self.models[self.manager.get_replica(context)]
-        self.past = [*self.past[-5:], context.tokens.tolist()]
+        self.past = [*self.past[-7:], context.tokens.tolist()]
         self.manager.release(name)
         model.release(name)
         self.reserved.discard(name)
@@ -192,6 +251,9 @@ class Moves:
     def reset(self) -> None:
         self.seen["reset"] += 1
         self.manager.reset_prefix_cache()
+        if self.host:
+            self.host.drop(set(self.live), arrived=True)
+            self.host.idle.clear()
         for model in self.models:
             model.reset()
 
@@ -225,14 +287,20 @@ class Moves:
         self.stepped[context.request_id] = context.start_idx
         if self.caching:
             model = self.models[self.manager.get_replica(context)]
-            self.seen["shared"] += model.step(
-                context.request_id, context.tokens.tolist(), context.cache_salt, context.start_idx
-            )
+            shared, new = model.step(context.request_id, context.tokens.tolist(), context.cache_salt, context.start_idx)
+            self.seen["shared"] += shared
+            model.queue(new)
+            self.store()
 
     def same_books(self) -> None:
         self.manager.check()
         assert self.manager.num_free_blocks == sum(model.free for model in self.models)
         assert self.manager.metrics.evictions == sum(model.evictions for model in self.models)
+        if self.host:
+            metrics = self.manager.metrics
+            assert (metrics.d2h_blocks_copied, metrics.h2d_blocks_copied) == (self.host.stored, self.host.loaded)
+            slots, published = self.host.num_slots, len(self.host.idle) + len(self.host.held)
+            assert self.manager.host_committed_block_pct == published / slots
         names: dict[tuple[int, int], int] = {}
         for request_id, context in self.live.items():
             replica = self.manager.get_replica(context)

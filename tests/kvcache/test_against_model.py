@@ -48,5 +48,7 @@ def test_seeded_moves(seed: int) -> None:
         moves.finish()
         seen += moves.seen
         seen["evicted"] += moves.manager.metrics.evictions
+        seen["restored"] += moves.manager.metrics.h2d_blocks_copied
+        seen["compared"] += moves.kv.compared
     least = {"hit": 15, "shared": 5, "refused": 20, "evicted": 30, "fork": 20, "run_batch": 50, "reset": 3}
     assert {event: seen[event] for event, count in least.items() if seen[event] < count} == {}

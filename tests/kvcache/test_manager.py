@@ -652,16 +652,9 @@ def test_sizes_that_cannot_work(changes: dict[str, Any], message: str) -> None:
 
 
 def test_what_falls_short_is_said(make: Any, caplog: pytest.LogCaptureFixture) -> None:
-    make(
-        2,
-        page_size=4,
-        rows=8,
-        max_seq_len=256,
-        params={"enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": 1},
-    )
+    make(2, page_size=4, rows=8, max_seq_len=256)
     assert "2 pages a replica for up to 8 requests" in caplog.text
     assert "max_seq_len 256 cannot run" in caplog.text
-    assert "no host tier" in caplog.text
 
 
 def test_any_context_of_the_shape_serves(make: Any) -> None:

@@ -1,0 +1,125 @@
+"""What lies below the device pools, as a whole: when copies are made, and what the tiers count."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvcache.errors import InvariantError, PoolTooSmallError
+from kvcache.hashing import DIGEST_BYTES
+from kvcache.host_tier import HostTier, ReplicaTier
+from kvcache.layout import PageLayout
+from kvcache.metrics import KVCacheMetrics
+from kvcache.params import KVCacheParams
+from kvcache.placement import PlacedReplica
+
+_SHARE = 0.05  # of the time that passes, for copies that take the loop's own
+_MOST_CREDIT_S = 0.005  # what a long step leaves to spend at once
+_BATCH_BYTES = 1 << 20  # copied between two looks at the clock
+
+
+class Tiers:
+    """The host tier of a manager, shared by its replicas.
+
+    Published pages are copied a few at a time, at each `fetch`, for at most a share of the time that has passed: that
+    bounds what a step pays, whatever its length. What an eviction is about to overwrite is copied then and there.
+
+    Args:
+        host: the tier.
+        replicas: each replica's side of it.
+
+    Attributes:
+        share: of the time that passes, for copies that take the loop's own.
+    """
+
+    def __init__(self, host: HostTier, replicas: Sequence[ReplicaTier]) -> None:
+        self.host = host
+        self.replicas = replicas
+        self._batch = max(1, _BATCH_BYTES // sum(memory.shape[1] for memory in host.memory))
+        self.share = _SHARE
+        self._credit = 0.0
+        self._seen = time.perf_counter()
+
+    @property
+    def metrics(self) -> KVCacheMetrics:
+        """What the tiers did, in pages; the other counters are 0."""
+        return KVCacheMetrics(
+            h2d_blocks_copied=sum(tier.loaded for tier in self.replicas),
+            d2h_blocks_copied=sum(tier.stored for tier in self.replicas),
+        )
+
+    def tick(self) -> None:
+        """A step is about to run: copy what its share of the time allows."""
+        now = time.perf_counter()
+        self._credit = min(self._credit + self.share * (now - self._seen), _MOST_CREDIT_S)
+        self._seen = now
+        for tier in self.replicas:
+            while self._credit > 0 and tier.waiting:
+                tier.store(self._batch)
+                before, self._seen = self._seen, time.perf_counter()
+                self._credit -= self._seen - before
+
+    def settle(self) -> None:
+        """Copy every page that waits, whatever the time it takes."""
+        for tier in self.replicas:
+            tier.store_all()
+
+    def reset(self) -> None:
+        """Forget every page: what is on its way back arrives first, as it is promised."""
+        for tier in self.replicas:
+            tier.forget_waiting()
+            tier.store_all()
+            tier.load_all()
+        self.host.pool.forget_idle()
+
+    def check(self) -> None:
+        """Raise `InvariantError` at the first slot or mark that a recount of the open copies does not give."""
+        holders = np.zeros(self.host.pool.num_pages + 1, np.int64)
+        for number, tier in enumerate(self.replicas):
+            marked = np.zeros(tier.pool.num_pages + 1, np.int64)
+            for load in tier.open_loads:
+                np.add.at(holders, load.slots, 1)
+            for store in tier.open_stores:
+                np.add.at(holders, store.slots, 1)
+                marked[store.pages] += 1
+            for pages, digests in tier.waiting:
+                marked[pages] += 1
+                if not np.array_equal(tier.pool.index.digests_of(pages), digests):
+                    raise InvariantError(f"replica {number}: a page that waits to be copied holds another content")
+            for page in np.flatnonzero(marked > 1)[:1]:
+                raise InvariantError(f"replica {number}: page {page} waits to be copied {marked[page]} times")
+            for page in np.setxor1d(np.flatnonzero(marked), tier.storing)[:1]:
+                raise InvariantError(f"replica {number}: page {page} is marked as to be copied, or is queued, not both")
+        try:
+            self.host.pool.check(holders, np.zeros_like(holders))
+        except InvariantError as error:
+            raise InvariantError(f"host tier: {error}") from error
+
+
+def make_tiers(
+    params: KVCacheParams, layouts: Sequence[PageLayout], placed: Sequence[PlacedReplica], stream: Any
+) -> Tiers | None:
+    """The tiers that the params ask for, wired to the replicas; None where they ask for none.
+
+    Raises:
+        PoolTooSmallError: (a RuntimeError) the space does not hold a page, or the host has not that much memory.
+    """
+    if not params.enable_kvcache_swapping_to_host:
+        return None
+    space = int((params.host_kvcache_swap_space_gb or 0) * 2**30)
+    sizes = [layout.page_bytes for layout in layouts]
+    if space < sum(sizes):
+        raise PoolTooSmallError(
+            f"host_kvcache_swap_space_gb is {params.host_kvcache_swap_space_gb}, {space} bytes: "
+            f"one page takes {sum(sizes)}"
+        )
+    on_gpu = any(blocks.device.type != "cpu" for blocks in placed[0].blocks)
+    host = HostTier(sizes, space // sum(sizes), DIGEST_BYTES[params.hash_algorithm] // 8, pinned=on_gpu)
+    tiers: list[ReplicaTier] = []
+    for place in placed:
+        place.replica.tier = ReplicaTier(host, place.replica.pool, place.blocks, stream)
+        tiers.append(place.replica.tier)
+    return Tiers(host, tiers)

@@ -1,0 +1,71 @@
+"""KV that says of which tokens it is: a model's stand-in that notices every wrong, stale or missing byte."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from kvcache import PagedKVCacheManager, RaggedKVCacheInputs, TextContext
+
+
+class Run(NamedTuple):
+    """A request that runs: the tokens before `start` are cached, those up to `active` are run now."""
+
+    request_id: str
+    replica: int
+    salt: str | None
+    tokens: list[int]
+    start: int
+    active: int
+
+    @classmethod
+    def of(cls, manager: PagedKVCacheManager, context: TextContext) -> Run:
+        replica, salt = manager.get_replica(context), context.cache_salt
+        return cls(context.request_id, replica, salt, context.tokens.tolist(), context.start_idx, context.active_idx)
+
+
+class KVTokens:
+    """Writes and reads int64 KV: the value of a token depends on the salt and on all tokens up to itself."""
+
+    def __init__(self, manager: PagedKVCacheManager) -> None:
+        self.manager = manager
+        self.compared = 0
+
+    def run_contexts(self, batch: Sequence[TextContext], inputs: Sequence[RaggedKVCacheInputs]) -> None:
+        """`run` for contexts as they are after `fetch`."""
+        self.run([Run.of(self.manager, context) for context in batch], inputs)
+
+    def run(self, batch: Sequence[Run], inputs: Sequence[RaggedKVCacheInputs]) -> None:
+        """Compare the KV of every cached token of the batch, then write that of the tokens to run."""
+        replicas = self.manager.num_replicas
+        shards = len(inputs) // replicas
+        for replica in range(replicas):
+            mine = [run for run in batch if run.replica == replica]
+            for shard, entry in enumerate(inputs[replica * shards : (replica + 1) * shards]):
+                for run, row in zip(mine, entry.lookup_table.tolist(), strict=True):
+                    self._run(run, row, entry.blocks.numpy(), shard)
+
+    def _run(self, run: Run, row: list[int], blocks: np.ndarray, shard: int) -> None:
+        size, start, active = self.manager.page_size, run.start, run.active
+        values = kv_of(run.tokens, run.salt, shard)
+        positions = np.arange(active)
+        pages, offsets = np.array(row)[positions // size], positions % size
+        found = blocks[pages[:start], :, :, offsets[:start]]  # [tokens, sides, layers, heads, dim]
+        wrong = np.flatnonzero((found != values[:start, None, None, None, None]).any(axis=(1, 2, 3, 4)))
+        assert not wrong.size, f"{run.request_id}: the KV of token {wrong[0]} of {start} cached ones is another's"
+        self.compared += start
+        written = values[start:active, None, None, None, None]
+        blocks[pages[start:active], :, :, offsets[start:active]] = written
+
+
+def kv_of(tokens: list[int], salt: str | None, shard: int) -> np.ndarray:
+    """The KV of each token, int64."""
+    running = xxhash.xxh3_64(repr((salt, shard)).encode())
+    values = []
+    for token in tokens:
+        running.update(token.to_bytes(4, "little"))
+        values.append(running.intdigest())
+    return np.array(values, np.uint64).view(np.int64)
