@@ -1,0 +1,162 @@
+"""Engines of one process for tests: ranks over pools of known bytes, stepped by the test or run by a thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.layout import PageLayout
+from transfer.agent import Agent
+from transfer.errors import AgentError
+from transfer.handshake import EngineCard, HandshakeClient, HandshakeServer
+from transfer.lease import new_lease_id
+from transfer.pull_state import LeaseRef, PullEvent
+from transfer.rank import RankIdentity, RankTransfer, new_incarnation
+from transfer.replica import LeaseOver, Offered, ReplicaTransfer, Source
+from transfer.shapes import dense
+
+
+class Hindrance:
+    """What holds up, or refuses, the READs of one rank from outside, as a stuck or dying peer does.
+
+    Attributes:
+        held: while set, no READ is seen to end.
+        refuse: which of the next READs raise, counted from 0.
+        reads: READs so far, as (runs, note).
+    """
+
+    def __init__(self) -> None:
+        self.held = False
+        self.refuse: set[int] = set()
+        self.reads: list[tuple[int, bytes]] = []
+
+
+class Hindered(Agent):
+    """A real agent under a hindrance."""
+
+    def __init__(self, hindrance: Hindrance, *args: Any) -> None:
+        super().__init__(*args)
+        self.hindrance = hindrance
+
+    def read(self, peer: str, local: Any, remote: Any, note: bytes = b"", memory_types: Any = None) -> Any:
+        self.hindrance.reads.append((len(local), note))
+        if len(self.hindrance.reads) - 1 in self.hindrance.refuse:
+            raise AgentError("refused by the test", peer_lost=False)
+        handle, done = super().read(peer, local, remote, note, memory_types)
+        return handle, done and not self.hindrance.held
+
+    def done(self, handle: Any) -> bool:
+        return not self.hindrance.held and super().done(handle)
+
+
+HEADS = 4
+TOKENS = 16
+PAGES = 16
+
+
+class Engine:
+    """The ranks of one engine over pools of bytes; heads split over `tp`. Closed by the fixture that makes it.
+
+    Attributes:
+        pools: per rank uint8 `[pages, heads of the rank, bytes of a head]`.
+        hindrances: per rank.
+    """
+
+    def __init__(self, engine_id: str, tp: int = 1, *, seed: int = 0, incarnation: str = "", **options: Any) -> None:
+        self.engine_id, self.incarnation = engine_id, incarnation or new_incarnation()
+        layer_dims = options.pop("layers", 2)
+        pages = options.pop("pages", PAGES)
+        compatibility = options.pop("compatibility", {"model": "m"})
+        clock = options.pop("clock", time.monotonic)
+        self.hindrances = [Hindrance() for _ in range(tp)]
+        self.pools: list[NDArray[np.uint8]] = []
+        self.ranks: list[RankTransfer] = []
+        for rank in range(tp):
+            heads = HEADS // tp
+            layout = dense(
+                PageLayout("bfloat16", 2, layer_dims, 2, rank * heads, heads, TOKENS, 8, "head,layer,side,token,dim"),
+                pages,
+            )
+            pool = np.random.default_rng(seed + rank).integers(
+                0, 256, (pages, heads, layout.region_bytes[0] // pages // heads)
+            )
+            self.pools.append(pool.astype(np.uint8))
+            identity = RankIdentity(
+                engine_id=engine_id, incarnation=self.incarnation, rank=rank, ranks=tp, compatibility=compatibility
+            )
+            self.ranks.append(
+                RankTransfer(
+                    identity,
+                    layout,
+                    [self.pools[-1].ctypes.data],
+                    agent=partial(Hindered, self.hindrances[rank]),
+                    clock=clock,
+                )
+            )
+        self.replica = ReplicaTransfer(self.ranks, HandshakeClient(clock=clock), clock=clock, **options)
+        self.card = EngineCard(engine_id, self.incarnation, tuple(rank.metadata for rank in self.ranks), compatibility)
+        self.server: HandshakeServer | None = None
+        self.events: list[Any] = []
+
+    def serve(self, bind: str = "tcp://127.0.0.1:0") -> str:
+        if self.server is None:
+            self.server = HandshakeServer([self.card], bind)
+        return self.server.endpoint
+
+    def poll(self) -> None:
+        self.replica.poll()
+        self.take()
+
+    def take(self) -> None:
+        self.events.extend(self.replica.events)
+        self.replica.events.clear()
+
+    def of(self, kind: type) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    @property
+    def pulls(self) -> list[PullEvent]:
+        return self.of(PullEvent)
+
+    @property
+    def overs(self) -> list[LeaseOver]:
+        return self.of(LeaseOver)
+
+    def offer(self, request_id: str = "r", slot: int = 0, duration_s: float = 30.0, **options: Any) -> LeaseRef:
+        """A lease that stands."""
+        lease = LeaseRef(new_lease_id(), slot, duration_s)
+        self.replica.offer(request_id, lease, **options)
+        self.take()
+        assert self.of(Offered)[-1] == Offered(request_id, lease.lease_id, "")
+        return lease
+
+    def source(self, lease: LeaseRef) -> Source:
+        return Source(self.serve(), self.engine_id, lease)
+
+    def heads(self, pages: Sequence[int]) -> NDArray[np.uint8]:
+        """The bytes of pages, `[pages, all heads, bytes]`, whatever the split."""
+        return np.concatenate([pool[list(pages)] for pool in self.pools], axis=1)
+
+    def blank(self) -> None:
+        for pool in self.pools:
+            pool[:] = 0x5A
+
+    def close(self) -> None:
+        if self.server is not None:
+            self.server.close()
+        self.replica.close()
+
+
+def run(*engines: Engine, until: Callable[[], object], seconds: float = 20.0) -> None:
+    """Polls engines in turn until something is so."""
+    deadline = time.monotonic() + seconds
+    while not until():
+        assert time.monotonic() < deadline, f"nothing within {seconds} s: {[engine.events for engine in engines]}"
+        for engine in engines:
+            engine.poll()
+        time.sleep(2e-4)
