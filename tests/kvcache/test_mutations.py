@@ -10,6 +10,8 @@ import pytest
 
 from kvcache.batch import Batch
 from kvcache.block_table import BlockRows
+from kvcache.copies import CpuMover
+from kvcache.host_tier import HostTier, ReplicaTier
 from kvcache.idle_order import IdleOrder
 from kvcache.index import PrefixIndex
 from kvcache.pages import PagePool
@@ -94,8 +96,45 @@ def hits_free_pages_twice(_pool: PagePool, _pages: np.ndarray) -> int:
     return 0
 
 
+def arrives_without_a_copy(tier: ReplicaTier, rows: Any) -> None:
+    for load in tier.open_loads:
+        load.marks = []
+    ARRIVE(tier, rows)
+
+
+def evicts_without_a_copy(tier: ReplicaTier, pages: np.ndarray) -> None:
+    if tier._storing[pages].any():
+        tier.forget_waiting()
+
+
+def copies_another_page(mover: CpuMover, pages: np.ndarray, slots: np.ndarray) -> None:
+    STORE(mover, pages[::-1], slots)
+
+
+def holds_no_slot(_tier: ReplicaTier, _slots: np.ndarray) -> None:
+    pass
+
+
+def found_before_it_arrived(tier: ReplicaTier, row: int, pages: np.ndarray, slots: np.ndarray) -> None:
+    RESTORE(tier, row, pages, slots)
+    tier.pool.index.publish(pages, tier.host.pool.index.digests_of(slots))
+
+
+def head_of_a_prompt_first(tier: HostTier, slots: np.ndarray) -> None:
+    tier.pool.hold(slots)
+    tier.pool.release(slots[::-1])
+
+
+def restores_the_last_token(tier: ReplicaTier, hasher: Any, context: Any, first: int, **_: Any) -> np.ndarray:
+    last = context.current_length // hasher.page_size
+    if last <= first:
+        return np.zeros(0, np.int32)
+    return tier.host.pool.index.match(hasher.digests(context.tokens, first, last))
+
+
 ALLOCATE, UNBIND, WITHDRAW = PagePool.allocate, BlockRows.unbind, PrefixIndex.withdraw
 RESERVE_DECODING, CATCH_UP = Replica.reserve_decoding, Batch.catch_up
+ARRIVE, RESTORE, STORE = ReplicaTier.arrive, ReplicaTier.restore, CpuMover.store
 
 MUTATIONS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "pages are freed head first": (PagePool, "release", without_tail_first),
@@ -111,6 +150,13 @@ MUTATIONS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "a batch is told that it has pages": (Replica, "reserve_decoding", no_room_check),
     "a batch hands over a wrong token": (Batch, "catch_up", drops_a_token),
     "free pages of a hit count as free": (PagePool, "would_be_taken", hits_free_pages_twice),
+    "a restored page is read before it is there": (ReplicaTier, "arrive", arrives_without_a_copy),
+    "an evicted page is not copied first": (ReplicaTier, "keep", evicts_without_a_copy),
+    "another page is copied to the host": (CpuMover, "store", copies_another_page),
+    "a slot that is to be restored may be evicted": (ReplicaTier, "hold", holds_no_slot),
+    "a page is found before it has arrived": (ReplicaTier, "restore", found_before_it_arrived),
+    "host slots age head first": (HostTier, "touch", head_of_a_prompt_first),
+    "the last token may be restored": (ReplicaTier, "match", restores_the_last_token),
 }
 
 
