@@ -292,6 +292,9 @@ class RankTransfer:
         self.released.extend(self.leases.expire())
         for engine_id in [key for key, remote in self._remotes.items() if remote.failure]:
             self.disconnect(engine_id, self._remotes[engine_id].failure)
+        for remote in (*self._remotes.values(), *self._retiring):
+            with suppress(AgentError):  # nobody writes to it; but what it sends, and a dead peer, wait for its polls
+                remote.agent.notifications()
         self.puller.poll()
         self._give_up_stuck()
         if self._retiring:
