@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TypeAlias
@@ -14,6 +15,7 @@ from transfer.boxes import Box, Group, Index, ShardLayout, sub_box
 from transfer.errors import MetadataError
 
 _NOBODY = -1
+_MAX_CELLS = 1 << 24  # 128 layers of 64 heads on 64 ranks are a million; only a peer that lies has more
 Cells: TypeAlias = tuple[slice, ...]
 """A box of cells: a slice of each axis."""
 Corners: TypeAlias = tuple[Index, Index]
@@ -82,7 +84,13 @@ class _Grid:
         self.cuts = [np.unique(np.concatenate([first[:, axis], end[:, axis]])) for axis in range(4)]
         start = np.stack([np.searchsorted(cuts, first[:, axis]) for axis, cuts in enumerate(self.cuts)], axis=1)
         stop = np.stack([np.searchsorted(cuts, end[:, axis]) for axis, cuts in enumerate(self.cuts)], axis=1)
-        holders = np.zeros((len(held), *(len(cuts) - 1 for cuts in self.cuts)), np.bool_)
+        shape = (len(held), *(len(cuts) - 1 for cuts in self.cuts))
+        if math.prod(shape) > _MAX_CELLS:
+            raise MetadataError(
+                f"{where}, {kind!r}: {len(boxes)} boxes of {len(held)} shards cut each other into {math.prod(shape)} "
+                f"cells, at most {_MAX_CELLS} are looked at"
+            )
+        holders = np.zeros(shape, np.bool_)
         self.cells: list[Cells] = []
         """Of each box of the local shard."""
         for number, begins, ends in zip(shard, start.tolist(), stop.tolist(), strict=True):

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import random
+import time
+
+import msgspec
+import pytest
+
+from tests.transfer import fuzz
+from transfer.boxes import Box, Group, ShardLayout
+from transfer.errors import MetadataError
+from transfer.remote import RemoteEngine
+from transfer.wire import open_rank, sealed_rank
+
+
+def test_nothing_that_comes_in_ends_or_fills_a_process():
+    said: list[str] = []
+    assert fuzz.run(15_000, random.randrange(1 << 32), said.append) == []
+    assert any(line.startswith("sealed metadata") and "'refused'" in line and "'taken'" in line for line in said), said
+
+
+@pytest.mark.parametrize("count", [100, 400, 3000])
+def test_boxes_that_cut_each_other_into_too_many_cells_are_refused_at_once(count: int):
+    rng = random.Random(0)
+    places = [tuple(rng.randrange(limit) for limit in (1 << 20, 1000, 1 << 20, 1 << 20)) for _ in range(count)]
+    boxes = tuple(
+        Box("kv", "bfloat16", 2, 0, 64 * at, 64 * count, first, (1, 1, 1, 1, 2), (0, 0, 0, 0, 2))
+        for at, first in enumerate(places)
+    )
+    layout = ShardLayout((Group(1, 2, boxes),), (128 * count + 64,))
+    ranks = [
+        open_rank(sealed_rank(msgspec.structs.replace(fuzz.rank_metadata(rank), layout=layout), fuzz.KEY), fuzz.KEY)
+        for rank in range(2)
+    ]
+    mine = open_rank(sealed_rank(fuzz.rank_metadata(0, "d"), fuzz.KEY), fuzz.KEY)
+    begin = time.monotonic()
+    with pytest.raises(MetadataError, match="cells"):
+        RemoteEngine(ranks, mine, {})
+    assert time.monotonic() - begin < 5  # a bound on work done, not on speed: without the limit it takes terabytes
