@@ -98,14 +98,25 @@ def elements(box: Box, start: int, page: int, tokens: Sequence[tuple[int, int]])
 KINDS = ("kv", "conv.x", "conv.B", "conv.C", "ssm")
 
 
+_SIZES = (8, 2, 32, 160, 16)  # more layers, sides, heads, tokens and dims than any test has
+
+
 def value(group: int, kind: str, logical: tuple[int, ...]) -> int:
-    """A value of its own for each element, far below what int32 holds for the sizes of these tests."""
-    layer, side, head, token, dim = logical
+    """A value of its own for each element, far below what int32 holds."""
     found = group * len(KINDS) + KINDS.index(kind)
-    for index, size in ((layer, 8), (side, 2), (head, 32), (token, 160), (dim, 16)):
+    for index, size in zip(logical, _SIZES, strict=True):
         assert 0 <= index < size
         found = found * size + index
     return found
+
+
+def logical_of(values: Pool) -> list[Pool]:
+    """The layer, side, head, token and dim of each value; without meaning where it is `UNTOUCHED`."""
+    found: list[Pool] = []
+    for size in reversed(_SIZES):
+        values, index = np.divmod(values, size)
+        found.append(index)
+    return found[::-1]
 
 
 def fill(layout: ShardLayout, pages: Sequence[Sequence[int]], tokens: tuple[int, int], first_page: int = 0) -> Pool:

@@ -1,0 +1,27 @@
+"""A seeded sample of the grid; `python -m tests.transfer.plan_grid` checks all of it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.transfer.plan_grid import Triple, sample, topologies, triples
+
+
+@pytest.fixture(scope="module")
+def found() -> set[Triple]:
+    some = random.Random(4).sample(sorted(topologies()), 120)
+    return {triple for topology in some for triple in triples(*topology)}
+
+
+@pytest.mark.parametrize(("staged", "number"), [(False, 250), (True, 120)])
+def test_a_sample_of_the_grid_copies_each_element(found: set[Triple], staged: bool, number: int) -> None:
+    assert sample(found, number, 11, staged=staged) == []
+
+
+def test_the_grid_is_what_it_says() -> None:
+    every = set(topologies())
+    assert len(every) == 9 * 8 * 3 * 8 * 3
+    assert (2, 2, 2, 1, 4, 1) in every  # 4 ranks to 2 with 2 heads: replicated, and refused elsewhere
+    assert (1, 1, 8, 3, 3, 2) in every  # latents
