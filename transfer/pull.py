@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from transfer.errors import AgentError, InvalidTransferError, PullFailedError
+from transfer.errors import AgentError, InvalidTransferError, PullFailedError, TransferError
 from transfer.lease import CLEARED, WORD_BYTES, make_words
 from transfer.metadata import MemoryType
 from transfer.pull_state import LeaseRef, Part, Pull, PullEvent
@@ -168,12 +168,15 @@ class Puller:
     def _post(self, pull: Pull) -> None:
         while pull.waiting:
             part = pull.waiting[0]
+            if not part.is_ready():
+                return
             begin = time.perf_counter()
             there = pull.engine.ranks[part.rank]
             kinds = (self._memory_type, there.memory_type)
             try:
                 handle, done = pull.engine.agent.read(there.agent_name, part.local, part.remote, b"", kinds)
             except AgentError as error:
+                part.settle()
                 self._on_error(pull, error)
                 return
             pull.post_s += time.perf_counter() - begin
@@ -196,11 +199,12 @@ class Puller:
                 self._on_error(pull, error)
             elif part.arrived is not None and not pull.error:
                 self._use(pull, part.arrived)
+            part.settle()
 
     def _use(self, pull: Pull, arrived: Callable[[], Part | None]) -> None:
         try:
             further = arrived()
-        except PullFailedError as error:
+        except TransferError as error:
             self._fail(pull, str(error))
             return
         if further is not None:
@@ -292,14 +296,16 @@ class Puller:
             for handle in [entry[0] for entry in (*pull.reading, *pull.fencing)]:
                 with suppress(AgentError):
                     engine.agent.release(handle)
-            self._free += [slot for _, _, slot in pull.fencing]
-            pull.reading.clear()
-            pull.fencing.clear()
         return pulls
 
     def conclude(self, pulls: list[Pull]) -> None:
         """Ends abandoned pulls: their agent is gone, so nothing writes to their pages any more."""
         for pull in pulls:
+            for _, part in pull.reading:
+                part.settle()
+            self._free += [slot for _, _, slot in pull.fencing]
+            pull.reading.clear()
+            pull.fencing.clear()
             self._advance(pull)
 
 

@@ -71,6 +71,13 @@ class Part:
     num_bytes: int
     arrived: Callable[[], Part | None] | None = None
 
+    def is_ready(self) -> bool:
+        """Whether it can be posted now; asked again until it can, and posted then."""
+        return True
+
+    def settle(self) -> None:
+        """It was posted, and nothing of it is in flight any more."""
+
 
 @dataclass(slots=True, eq=False)
 class Pull:

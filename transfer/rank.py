@@ -21,6 +21,7 @@ from transfer.pull_state import LeaseRef, PagesOfGroup, PullEvent
 from transfer.reader_agents import ReaderAgents
 from transfer.remote import RemoteEngine
 from transfer.settings import agreed_settings
+from transfer.staging_area import StagingArea
 from transfer.verify import Verifier
 from transfer.wire import RankMetadata, decode_note, open_rank, sealed_rank
 
@@ -116,6 +117,7 @@ class RankTransfer:
         self._verify = verify
         self._checks = PageChecks(layout, bases) if checks or verify else None
         self._shows_checks = checks
+        self._staging = StagingArea(layout, bases) if memory_type is MemoryType.DRAM else None
         self.released: deque[Lease] = deque()
         name = f"{identity.engine_id}/{identity.rank}@{identity.incarnation}"
         self.puller = Puller((identity.engine_id, identity.rank, identity.ranks), memory_type=memory_type, clock=clock)
@@ -149,6 +151,8 @@ class RankTransfer:
         agent = self._make_agent(name, self.memory_type)
         self._register_pages(agent)
         agent.register([(self.puller.words.ctypes.data, self.puller.words.nbytes, 0)], MemoryType.DRAM)
+        if self._staging is not None:
+            agent.register([(self._staging.address, self._staging.num_bytes, 0)], MemoryType.DRAM)
         return agent
 
     def _register_pages(self, agent: Agent) -> None:
@@ -207,6 +211,7 @@ class RankTransfer:
             raise HandshakeError(f"engine {remote.engine_id!r} rank {self.identity.rank}: that is this engine itself")
         self.disconnect(remote.engine_id, f"engine {remote.engine_id!r} was connected anew")
         self._reap()
+        remote.staging = self._staging
         agent = self._reader_agents().take()
         try:
             if self._verify and self._checks:

@@ -18,9 +18,10 @@ from transfer.errors import (
 from transfer.handshake import differences
 from transfer.plan import Plan, plan
 from transfer.pull_state import PagesOfGroup, Part
-from transfer.runs import concatenated
+from transfer.runs import Runs, concatenated
 from transfer.settings import reaches_other_hosts
 from transfer.sources import sources
+from transfer.staging_area import StagedPart, StagingArea, staged_pages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -44,6 +45,7 @@ class RemoteEngine:
         ranks: metadata by rank.
         words: lease words that every rank has.
         failure: why it is taken for dead; empty otherwise.
+        staging: where pulls go through whose runs are too short for the wire; None where all are direct.
         verifier: compares what arrives with the source's page checks; None where that is not asked for.
 
     Raises:
@@ -59,6 +61,7 @@ class RemoteEngine:
         self.words = min(found.words for found in ranks)
         self.failure = ""
         self.verifier: Verifier | None = None
+        self.staging: StagingArea | None = None
         _check_ranks(self.ranks)
         _check_fit(self.ranks, mine, compatibility)
         self._mine = mine
@@ -130,20 +133,29 @@ class RemoteEngine:
         found: list[Part] = []
         for at, planned in self._chunked(1 if self.verifier else layer_chunks):
             try:
-                part = self._part(key, at, planned, groups)
+                found += self._parts_of(key, at, planned, groups)
             except InvalidTransferError as error:
                 raise InvalidTransferError(f"request {key!r}: rank {at} of {self.engine_id!r}: {error}") from error
-            if part is not None:
-                found.append(part)
         return found
 
-    def _part(self, key: str, at: int, planned: Plan, groups: Sequence[PagesOfGroup]) -> Part | None:
+    def _parts_of(self, key: str, at: int, planned: Plan, groups: Sequence[PagesOfGroup]) -> list[Part]:
         if self.verifier is not None:
-            return self.verifier.part(key, planned, groups, at)
-        bases = self._mine.bases, self.ranks[at].bases
-        runs = concatenated([planned.runs(group, *pages, *bases) for group, pages in enumerate(groups)])
-        local, remote = runs.descriptors(self._mine.device, self.ranks[at].device)
-        return Part(at, local, remote, runs.num_bytes)
+            part = self.verifier.part(key, planned, groups, at)
+            return [] if part is None else [part]
+        there, found = self.ranks[at], list[Part]()
+        direct: list[Runs] = []
+        for group, pages in enumerate(groups):
+            pieces = staged_pages(planned, group, pages) if self.staging is not None else None
+            if pieces is None or self.staging is None:
+                direct.append(planned.runs(group, *pages, self._mine.bases, there.bases))
+            else:
+                planned.groups[group].local_pages(pages.local, planned.groups[group].tokens(pages.tokens))
+                found += [
+                    StagedPart(at, self.staging, planned, group, piece, there.bases, there.device) for piece in pieces
+                ]
+        runs = concatenated(direct)
+        local, remote = runs.descriptors(self._mine.device, there.device)
+        return [Part(at, local, remote, runs.num_bytes), *found]
 
     def _chunked(self, layer_chunks: int) -> list[tuple[int, Plan]]:
         if (planned := self._plans.get(layer_chunks)) is None:
