@@ -10,7 +10,6 @@ import xxhash
 
 from kvcache import PagedKVCacheManager, RaggedKVCacheInputs, TextContext
 
-
 _WEIGHTS = np.random.default_rng(0).integers(1, 1 << 64, 4096, np.uint64, endpoint=False) | np.uint64(1)
 
 
