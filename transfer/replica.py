@@ -1,7 +1,6 @@
 """The ranks of one engine that live in this process, driven as one: leases on all of them, pulls by all or by none.
 
-Single-threaded: `transfer.thread` runs it. A source is found by address and engine id. Its metadata is asked for at the
-first pull from it, its life is watched while pulls go on, and it is forgotten when it dies, is replaced, or is idle.
+Single-threaded: `transfer.thread` runs it. `transfer.directory` finds the sources and watches them.
 """
 
 from __future__ import annotations
@@ -11,17 +10,18 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from transfer.errors import HandshakeError, PullFailedError, TransferError
+from transfer.directory import Directory, Place, Times
+from transfer.errors import PullFailedError, TransferError
 from transfer.handshake import HandshakeClient
 from transfer.pull_state import LeaseRef, PullEvent
 from transfer.stats import TransferStats
-from transfer.wire import Answer, MetadataReply, Pong
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import ArrayLike
 
+    from transfer.directory import Peer
     from transfer.pull_state import PagesOfGroup
     from transfer.rank import RankTransfer
 
@@ -41,6 +41,11 @@ class Source(NamedTuple):
     engine_id: str
     lease: LeaseRef
     incarnation: str = ""
+
+    @property
+    def place(self) -> Place:
+        """Where the directory finds it."""
+        return (self.address, self.engine_id)
 
 
 class LeaseOver(NamedTuple):
@@ -85,23 +90,6 @@ class _Pull:
     told: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class _Peer:
-    """An engine at an address: when it was last used and heard of, and what has been asked of it.
-
-    A request says where its source is, and may be wrong: what it says touches no request that says otherwise.
-    """
-
-    address: str
-    engine_id: str
-    incarnation: str = ""
-    used: float = 0.0
-    heard: float = 0.0
-    asked: float = 0.0
-    connecting: bool = False
-    pinging: bool = False
-
-
 class ReplicaTransfer:
     """Leases and pulls of one replica, over all its ranks in this process.
 
@@ -117,6 +105,7 @@ class ReplicaTransfer:
     Attributes:
         events: what happened, until the owner takes it.
         stats: counters and the last pulls.
+        directory: the engines that it reads from.
     """
 
     def __init__(
@@ -134,13 +123,11 @@ class ReplicaTransfer:
         self.events: deque[Event] = deque()
         self.stats = TransferStats()
         self._client = client
-        self._times = (handshake_timeout_s, heartbeat_s, dead_after_s, idle_s)
         self._clock = clock
-        self._compatibility: Mapping[str, str] = self.ranks[0].identity.compatibility
         self._pulls: dict[str, _Pull] = {}
-        self._peers: dict[tuple[str, str], _Peer] = {}  # by address and engine id, as requests name them
         self._leases: dict[int, set[int]] = {}
-        self._next_watch = 0.0
+        times = Times(handshake_timeout_s, heartbeat_s, dead_after_s, idle_s)
+        self.directory = Directory(self.ranks, client, times, clock, self._start_all, self._fail_all)
 
     def offer(
         self, request_id: str, lease: LeaseRef, *, engines: int = 1, pages: Sequence[ArrayLike] | None = None
@@ -180,7 +167,7 @@ class ReplicaTransfer:
             # Nothing is known of it under this name yet, so the owner is told at once and the older one goes on.
             raise PullFailedError(f"request {key!r}: a pull of this name has not ended yet")
         self._pulls[key] = _Pull(source, self._clock() + timeout_s)
-        self._connect(source)
+        self.directory.connect(source.place)
         self._start(key)
 
     def add_pages(self, key: str, groups: Sequence[PagesOfGroup], *, last: bool, layer_chunks: int = 1) -> None:
@@ -211,10 +198,9 @@ class ReplicaTransfer:
                 self._on_rank(at, rank.events.popleft())
             while rank.puller.ended:
                 self.stats.record(rank.puller.ended.popleft())
-        now = self._clock()
-        if now >= self._next_watch:
-            self._next_watch = now + self._times[1] / 4
-            self._watch(now)
+        self._expire()
+        self.directory.watch(lambda: {pull.source.place for pull in self._pulls.values()})
+        self.stats.failed_handshakes = self.directory.failed_handshakes
         return bool(self._pulls)
 
     def _collect_leases(self) -> None:
@@ -230,71 +216,31 @@ class ReplicaTransfer:
                     self.stats.record_lease(lease.ended)
                     self.events.append(LeaseOver(lease.request_id, lease.lease_id, lease.ended))
 
-    def _connect(self, source: Source) -> None:
-        key = source[:2]
-        peer = self._peers.setdefault(key, _Peer(*key))
-        peer.used = self._clock()
-        if peer.connecting or self._is_connected(peer):
-            return
-        peer.connecting = True
+    def _of(self, place: Place) -> list[str]:
+        return [key for key, pull in self._pulls.items() if pull.source.place == place]
 
-        def done(answer: Answer | TransferError) -> None:
-            if self._peers.get(key) is peer:
-                peer.connecting = False
-                self._on_metadata(peer, answer)
-
-        self._client.ask_metadata(source.address, source.engine_id, self._compatibility, done, self._times[0])
-
-    def _is_connected(self, peer: _Peer) -> bool:
-        return bool(peer.incarnation) and self._is_loaded(peer.engine_id, peer.incarnation)
-
-    def _is_loaded(self, engine_id: str, incarnation: str) -> bool:
-        remotes = [rank.remote(engine_id) for rank in self.ranks]
-        return all(remote is not None and remote.incarnation == incarnation for remote in remotes)
-
-    def _on_metadata(self, peer: _Peer, answer: Answer | TransferError) -> None:
-        try:
-            if not isinstance(answer, MetadataReply):
-                raise answer if isinstance(answer, TransferError) else HandshakeError(f"{peer.address}: no metadata")
-            if not self._is_loaded(peer.engine_id, answer.incarnation):
-                self._load(peer, answer)
-        except TransferError as error:
-            self.stats.failed_handshakes += 1
-            self._forget(peer, f"handshake with engine {peer.engine_id!r} at {peer.address}: {error}")
-            return
-        peer.incarnation, peer.heard = answer.incarnation, self._clock()
-        self._start_all(peer)
-
-    def _start_all(self, peer: _Peer) -> None:
+    def _start_all(self, peer: Peer) -> None:
         """The source has just said who it is: what another start of it has promised comes to nothing."""
-        for key in [key for key, pull in self._pulls.items() if pull.source[:2] == (peer.address, peer.engine_id)]:
+        for key in self._of(peer.place):
             if self._pulls[key].source.incarnation not in ("", peer.incarnation):
-                self._fail(key, f"engine {peer.engine_id!r} is not the start of it that granted the lease")
+                self._fail(key, f"engine {peer.place[1]!r} is not the start of it that granted the lease")
             else:
                 self._start(key)
 
-    def _load(self, peer: _Peer, answer: MetadataReply) -> None:
-        loaded: list[RankTransfer] = []
-        try:
-            for rank in self.ranks:
-                rank.connect(answer.ranks, (peer.engine_id, answer.incarnation))
-                loaded.append(rank)
-        except TransferError as error:
-            for rank in loaded:
-                rank.disconnect(peer.engine_id, str(error))
-            raise
-        for other in [other for other in self._peers.values() if other.engine_id == peer.engine_id]:
-            if other.incarnation not in {"", answer.incarnation}:
-                self._forget(other, f"engine {peer.engine_id!r} was started anew, at {peer.address}")
+    def _fail_all(self, place: Place, reason: str) -> None:
+        for key in self._of(place):
+            self._fail(key, reason)
 
     def _start(self, key: str) -> None:
         """Opens a pull on every rank once its source is known, and reads what has been asked for."""
         pull = self._pulls[key]
-        peer = self._peers.get(pull.source[:2])
-        if pull.error or peer is None or not self._is_connected(peer):
+        peer = self.directory.ready(pull.source.place)
+        if pull.error or peer is None:
             return
         if pull.source.incarnation not in ("", peer.incarnation):
-            self._ping(peer)  # the source was restarted, or the request is older than that: only the source knows
+            self.directory.check(
+                peer.place
+            )  # the source was restarted, or the request is older than that: only the source knows
             return
         try:
             if not pull.started:
@@ -320,8 +266,7 @@ class ReplicaTransfer:
             pull.open_ranks.discard(at)
         if event.error:
             self._fail(event.key, event.error)
-            if (peer := self._peers.get(pull.source[:2])) is not None:
-                self._ping(peer)  # does it live, and is it still the one that we know?
+            self.directory.check(pull.source.place)  # does it live, and is it still the one that we know?
         elif not pull.open_ranks and not pull.error:
             del self._pulls[event.key]
             self.events.append(PullEvent(event.key, "", safe=True))
@@ -351,53 +296,10 @@ class ReplicaTransfer:
             # The name is free from here on: what the rank still has to say of this pull would be taken for a new one's.
             puller.events = deque(event for event in puller.events if event.key != key)
 
-    def _watch(self, now: float) -> None:
-        _, heartbeat_s, _, idle_s = self._times
+    def _expire(self) -> None:
+        now = self._clock()
         for key in [key for key, pull in self._pulls.items() if not pull.started and now >= pull.deadline]:
             self._fail(key, f"timed out: engine {self._pulls[key].source.engine_id!r} did not answer the handshake")
-        busy = {pull.source[:2] for pull in self._pulls.values()}
-        for key, peer in list(self._peers.items()):
-            if key in busy:
-                peer.used = now
-            if peer.connecting:
-                continue
-            if key not in busy:
-                if now - peer.used > idle_s:
-                    self._forget(peer, "idle")
-            elif peer.incarnation and not self._is_connected(peer):
-                self._forget(peer, f"engine {peer.engine_id!r} was lost")
-            elif now - max(peer.heard, peer.asked) > heartbeat_s:
-                self._ping(peer)
-
-    def _ping(self, peer: _Peer) -> None:
-        if peer.pinging or peer.connecting:
-            return
-        peer.pinging, peer.asked = True, self._clock()
-
-        def done(answer: Answer | TransferError) -> None:
-            peer.pinging = False
-            if self._peers.get((peer.address, peer.engine_id)) is not peer:
-                return
-            if not isinstance(answer, Pong):
-                self._forget(peer, f"engine {peer.engine_id!r} is silent: {answer}")
-            elif answer.incarnation != peer.incarnation:
-                self._forget(peer, f"engine {peer.engine_id!r} was restarted")
-            else:
-                peer.heard = self._clock()
-                self._start_all(peer)
-
-        self._client.ping(peer.address, peer.engine_id, done, self._times[2])
-
-    def _forget(self, peer: _Peer, reason: str) -> None:
-        """Fails the pulls from an engine at an address, and drops what was learnt there; the next pull asks anew."""
-        self._peers.pop((peer.address, peer.engine_id), None)
-        others = [other for other in self._peers.values() if other.engine_id == peer.engine_id]
-        if peer.incarnation and all(other.incarnation != peer.incarnation for other in others):
-            for rank in self.ranks:
-                rank.disconnect(peer.engine_id, reason, peer.incarnation)
-        for key in [key for key, pull in self._pulls.items() if pull.source[:2] == (peer.address, peer.engine_id)]:
-            self._fail(key, reason)
-        self._client.forget(peer.address)
 
     def close(self) -> None:
         """Ends everything; events of what was still open are there to be taken. Safe to call twice."""

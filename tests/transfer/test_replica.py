@@ -424,7 +424,7 @@ def test_engines_that_are_long_idle_are_forgotten(engine: Any) -> None:
     d.poll()
     d.poll()
     assert d.ranks[0].remote("p") is None
-    assert (d.replica._peers, d.ranks[0]._remotes, d.ranks[0]._retiring) == ({}, {}, [])
+    assert (len(d.replica.directory), d.ranks[0]._remotes, d.ranks[0]._retiring) == (0, {}, [])
     pull(d, p.source(p.offer("r", 1)), key="later")
     run(p, d, until=settled(d, "later"))
     assert d.pulls[-1].error == ""

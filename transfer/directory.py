@@ -1,0 +1,231 @@
+"""Which engines a replica reads from: found by address and engine id, watched while pulls go on, forgotten in the end.
+
+A request says where its source is, and may be wrong: what it says touches no request that says otherwise. Metadata is
+asked for at the first request, and an engine is forgotten when it dies, is replaced, or is idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from transfer.errors import HandshakeError, MetadataError, TransferError
+from transfer.wire import Answer, MetadataReply, Pong, open_rank
+
+if TYPE_CHECKING:
+    from transfer.handshake import HandshakeClient
+    from transfer.rank import RankTransfer
+
+Place: TypeAlias = tuple[str, str]
+"""ZMQ endpoint of a handshake, and the id of the engine that is expected there."""
+
+
+class Times(NamedTuple):
+    """How long what may take, in seconds.
+
+    Attributes:
+        handshake: an engine's answer to the question for its metadata.
+        heartbeat: from one sign of life that is asked for to the next, while pulls go on.
+        dead_after: an engine's silence.
+        idle: that an engine is remembered without a pull.
+    """
+
+    handshake: float = 5.0
+    heartbeat: float = 1.0
+    dead_after: float = 5.0
+    idle: float = 3600.0
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """An engine at an address: when it was last used and heard of, and what has been asked of it.
+
+    Attributes:
+        place: where it is, and its id.
+        incarnation: which start of it is loaded; empty while that is not known.
+    """
+
+    place: Place
+    incarnation: str = ""
+    used: float = 0.0
+    heard: float = 0.0
+    asked: float = 0.0
+    connecting: bool = False
+    pinging: bool = False
+
+
+class Directory:
+    """The engines that are known to all ranks of this process, or are being asked. Single-threaded.
+
+    Args:
+        ranks: load what is found.
+        client: asks.
+        times: limits.
+        clock: seconds, monotonic.
+        on_ready: called with an engine that has just said who it is, every time that it does.
+        on_lost: called with the place of an engine that is not to be read from any more, and why.
+
+    Attributes:
+        failed_handshakes: engines that did not answer, or not well.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[RankTransfer],
+        client: HandshakeClient,
+        times: Times,
+        clock: Callable[[], float],
+        on_ready: Callable[[Peer], None],
+        on_lost: Callable[[Place, str], None],
+    ) -> None:
+        self.failed_handshakes = 0
+        self._ranks = ranks
+        self._client = client
+        self._times = times
+        self._clock = clock
+        self._on_ready = on_ready
+        self._on_lost = on_lost
+        self._compatibility: Mapping[str, str] = ranks[0].identity.compatibility
+        self._peers: dict[Place, Peer] = {}
+        self._next_watch = 0.0
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def ready(self, place: Place) -> Peer | None:
+        """Returns the engine at a place if all ranks have it loaded."""
+        peer = self._peers.get(place)
+        return peer if peer is not None and self._is_connected(peer) else None
+
+    def connect(self, place: Place) -> None:
+        """Asks the engine at a place for its metadata unless it is loaded. `on_ready` or `on_lost` tells of the end."""
+        peer = self._peers.setdefault(place, Peer(place))
+        peer.used = self._clock()
+        if peer.connecting or self._is_connected(peer):
+            return
+        peer.connecting = True
+
+        def done(answer: Answer | TransferError) -> None:
+            if self._peers.get(place) is peer:
+                peer.connecting = False
+                self._on_metadata(peer, answer)
+
+        self._client.ask_metadata(*place, self._compatibility, done, self._times.handshake)
+
+    def add(self, address: str, ranks: Sequence[bytes]) -> str:
+        """Loads an engine whose metadata came by another way than the handshake. Returns its id.
+
+        Args:
+            address: where it answers signs of life, as requests will name it.
+            ranks: sealed metadata of each of its ranks.
+
+        Raises:
+            TransferError: as `RankTransfer.connect`. Nothing stays loaded then.
+        """
+        if not ranks:
+            raise MetadataError(f"{address}: metadata of 0 ranks, an engine has at least one")
+        first = open_rank(ranks[0], self._ranks[0].identity.key)
+        peer = Peer((address, first.engine_id), used=self._clock(), heard=self._clock())
+        if not self._is_loaded(first.engine_id, first.incarnation):
+            self._load(peer, ranks, first.incarnation)
+        peer.incarnation = first.incarnation
+        self._peers[peer.place] = peer
+        self._on_ready(peer)
+        return first.engine_id
+
+    def _is_connected(self, peer: Peer) -> bool:
+        return bool(peer.incarnation) and self._is_loaded(peer.place[1], peer.incarnation)
+
+    def _is_loaded(self, engine_id: str, incarnation: str) -> bool:
+        remotes = [rank.remote(engine_id) for rank in self._ranks]
+        return all(remote is not None and remote.incarnation == incarnation for remote in remotes)
+
+    def _on_metadata(self, peer: Peer, answer: Answer | TransferError) -> None:
+        address, engine_id = peer.place
+        try:
+            if not isinstance(answer, MetadataReply):
+                raise answer if isinstance(answer, TransferError) else HandshakeError(f"{address}: no metadata")
+            if not self._is_loaded(engine_id, answer.incarnation):
+                self._load(peer, answer.ranks, answer.incarnation)
+        except TransferError as error:
+            self.failed_handshakes += 1
+            self._forget(peer, f"handshake with engine {engine_id!r} at {address}: {error}")
+            return
+        peer.incarnation, peer.heard = answer.incarnation, self._clock()
+        self._on_ready(peer)
+
+    def _load(self, peer: Peer, ranks: Sequence[bytes], incarnation: str) -> None:
+        address, engine_id = peer.place
+        loaded: list[RankTransfer] = []
+        try:
+            for rank in self._ranks:
+                rank.connect(ranks, (engine_id, incarnation))
+                loaded.append(rank)
+        except TransferError as error:
+            for rank in loaded:
+                rank.disconnect(engine_id, str(error))
+            raise
+        for other in [other for other in self._peers.values() if other.place[1] == engine_id]:
+            if other.incarnation not in {"", incarnation}:
+                self._forget(other, f"engine {engine_id!r} was started anew, at {address}")
+
+    def watch(self, busy: Callable[[], set[Place]]) -> None:
+        """Asks for signs of life where they are due, and forgets who is idle. To be called often; mostly does nothing.
+
+        Args:
+            busy: returns the places that pulls go on from, or wait for.
+        """
+        now = self._clock()
+        if now < self._next_watch:
+            return
+        self._next_watch = now + self._times.heartbeat / 4
+        used = busy()
+        for place, peer in list(self._peers.items()):
+            if place in used:
+                peer.used = now
+            if peer.connecting:
+                continue
+            if place not in used:
+                if now - peer.used > self._times.idle:
+                    self._forget(peer, "idle")
+            elif peer.incarnation and not self._is_connected(peer):
+                self._forget(peer, f"engine {place[1]!r} was lost")
+            elif now - max(peer.heard, peer.asked) > self._times.heartbeat:
+                self._ping(peer)
+
+    def check(self, place: Place) -> None:
+        """Asks the engine at a place, if it is known, whether it lives and is still the one that is loaded."""
+        if (peer := self._peers.get(place)) is not None:
+            self._ping(peer)
+
+    def _ping(self, peer: Peer) -> None:
+        if peer.pinging or peer.connecting:
+            return
+        peer.pinging, peer.asked = True, self._clock()
+
+        def done(answer: Answer | TransferError) -> None:
+            peer.pinging = False
+            engine_id = peer.place[1]
+            if self._peers.get(peer.place) is not peer:
+                return
+            if not isinstance(answer, Pong):
+                self._forget(peer, f"engine {engine_id!r} is silent: {answer}")
+            elif answer.incarnation != peer.incarnation:
+                self._forget(peer, f"engine {engine_id!r} was restarted")
+            else:
+                peer.heard = self._clock()
+                self._on_ready(peer)
+
+        self._client.ping(*peer.place, done, self._times.dead_after)
+
+    def _forget(self, peer: Peer, reason: str) -> None:
+        """Drops what was learnt at a place; the next request asks anew."""
+        address, engine_id = peer.place
+        self._peers.pop(peer.place, None)
+        others = [other for other in self._peers.values() if other.place[1] == engine_id]
+        if peer.incarnation and all(other.incarnation != peer.incarnation for other in others):
+            for rank in self._ranks:
+                rank.disconnect(engine_id, reason, peer.incarnation)
+        self._on_lost(peer.place, reason)
+        self._client.forget(address)
