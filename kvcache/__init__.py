@@ -23,9 +23,11 @@ from kvcache.manager import PagedKVCacheManager
 from kvcache.metrics import KVCacheMetrics
 from kvcache.params import KVCacheParams
 from kvcache.pending import PageCopy, PendingImport
-from kvcache.types import RaggedKVCacheInputs, RequestID, Retention
+from kvcache.routing import Routing
+from kvcache.types import Admission, RaggedKVCacheInputs, RangeRetention, RequestID, Retention
 
 __all__ = [
+    "Admission",
     "AlreadyClaimedError",
     "Batch",
     "BlockTable",
@@ -47,8 +49,10 @@ __all__ = [
     "PromptTooLongError",
     "RaggedKVCacheInputSymbols",
     "RaggedKVCacheInputs",
+    "RangeRetention",
     "RequestID",
     "Retention",
+    "Routing",
     "SequenceTooLongError",
     "TextContext",
     "UnknownRequestError",

@@ -114,7 +114,7 @@ class PagedKVCacheManager(CacheSizing, CacheStatus):
             for place, group in enumerate(self.devices_per_replica)
         ]
         tiers = make_tiers(params, self.layouts, placed, stream)
-        CacheStatus.__init__(self, Replicas(placed, params.partial_reuse_min_tokens, tiers))
+        CacheStatus.__init__(self, Replicas(placed, params, tiers))
         self._claims = Claims(self._replicas.each, self._max_rows, self.page_size)
         self._places = self._claims.places
         if zmq_endpoint_base is not None and params.enable_prefix_caching:
@@ -160,10 +160,10 @@ class PagedKVCacheManager(CacheSizing, CacheStatus):
         return self._claims.locate(context.request_id, "get_replica")[1]
 
     def get_or_recommend_replica(self, context: Context) -> int:
-        """The request's replica, or the one to claim it on: fewest pages to compute, weighed against recent load."""
+        """The request's replica, or the one to claim it on, by `params.routing`. Raises as `admission`."""
         if context.request_id in self._claims.places:
             return self.get_replica(context)
-        return self._replicas.recommend(context)
+        return self._replicas.admission(context).replica_idx
 
     def release(self, request_id: RequestID) -> None:
         """Give back the request's row and pages. With prefix caching its full pages stay findable while there is room.
@@ -376,7 +376,7 @@ class PagedKVCacheManager(CacheSizing, CacheStatus):
         if self._replicas.tiers is not None:
             self._replicas.tiers.reset()
         for replica in self._replicas.each:
-            replica.pool.forget_idle()
+            replica.forget_idle()
 
     def check(self) -> None:
         """Recount everything.

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError
-from kvcache.idle_order import IdleOrder
+from kvcache.idle_order import IdleOrder, IdlePages
 from kvcache.index import PrefixIndex
 
 Pages = NDArray[np.int32]
@@ -36,7 +36,7 @@ class PagePool:
         self.holders = np.zeros(num_pages + 1, np.int32)
         self.writers = np.zeros(num_pages + 1, np.int16)
         self.index = PrefixIndex(num_pages, digest_words)
-        self.idle = IdleOrder(num_pages)
+        self.idle: IdlePages = IdleOrder(num_pages)  # another order takes its place where there are hints or quotas
         # A stack whose top is its end: filled downwards, so that the first pages handed out are 1, 2, 3 and so on.
         self._fresh = np.arange(num_pages, 0, -1, dtype=np.int32)
         self._fresh_count = num_pages

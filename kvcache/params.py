@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
 
 from kvcache.errors import InvalidParamsError
+from kvcache.routing import Routing
 
 HashAlgorithm = Literal["sha256", "xxh3_128"]
 PageOrder = Literal["head,layer,side,token,dim", "layer,side,head,token,dim", "layer,side,token,head,dim"]
@@ -39,6 +41,12 @@ class KVCacheParams:
         partial_reuse_min_tokens: a prompt that shares at least this many tokens of a cached page, but not all, copies
             the page (see `kvcache.partial`); 0 means never.
         page_order: order of the bytes of one page, outermost first (see `kvcache.layout`).
+        routing: which replica a request is claimed on, and whether replicas copy pages from each other.
+        max_hint_share: of a replica's idle pages, how many may follow the retention hints of requests at most, 0.0 to
+            1.0; the rest is least recently used first (see `kvcache.retention`). 0.0: hints are ignored.
+        tenant_quota: of a replica's pages, how many the idle pages of one `cache_salt` may take before they go first,
+            0.0 to 1.0.
+        tenant_quotas: the same for particular salts.
 
     Raises:
         InvalidParamsError: (a ValueError) on the first value that cannot work, with the limit it broke.
@@ -57,6 +65,10 @@ class KVCacheParams:
     hash_algorithm: HashAlgorithm = "sha256"
     partial_reuse_min_tokens: int = 0
     page_order: PageOrder = "head,layer,side,token,dim"
+    routing: Routing = field(default_factory=Routing)
+    max_hint_share: float = 0.95
+    tenant_quota: float = 1.0
+    tenant_quotas: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
 
     def __post_init__(self) -> None:
         _check(type(self.dtype) is torch.dtype, f"dtype is {self.dtype!r}: a torch.dtype is needed")
@@ -80,6 +92,10 @@ class KVCacheParams:
         least = self.partial_reuse_min_tokens
         _check(least >= 0, f"partial_reuse_min_tokens is {least}: at least 0 is needed, and 0 means never")
         _check(not least or self.enable_prefix_caching, "partial_reuse_min_tokens needs enable_prefix_caching")
+        _share("max_hint_share", self.max_hint_share)
+        _share("tenant_quota", self.tenant_quota)
+        for salt, share in self.tenant_quotas.items():
+            _share(f"tenant_quotas[{salt!r}]", share)
         if self.enable_kvcache_swapping_to_host:
             _check(self.enable_prefix_caching, "enable_kvcache_swapping_to_host needs enable_prefix_caching")
             space = self.host_kvcache_swap_space_gb
@@ -141,6 +157,10 @@ def _check(holds: bool, message: str) -> None:
 def _positive(name: str, value: object, limit: int = (1 << 31) - 1) -> None:
     fits = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= limit
     _check(fits, f"{name} is {value!r}: an integer from 1 to {limit} is needed")
+
+
+def _share(name: str, value: float) -> None:
+    _check(0.0 <= value <= 1.0, f"{name} is {value!r}: a share from 0.0 to 1.0 is needed")
 
 
 def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:

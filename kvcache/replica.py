@@ -22,6 +22,7 @@ from kvcache.metrics import KVCacheMetrics, PromptCounter
 from kvcache.pages import PagePool
 from kvcache.params import HashAlgorithm
 from kvcache.pending import PendingImport
+from kvcache.retainer import Retainer
 
 Pages = NDArray[np.int32]
 DigestsOf = Callable[[Ints, Ints, Ints], NDArray[np.uint64]]
@@ -85,6 +86,7 @@ class Replica:
         self._hashers: dict[int, PrefixHasher] = {}  # by row, of the contexts that cannot carry their own
         self.counter = PromptCounter(self.rows)
         self.tier: ReplicaTier | None = None
+        self.retainer: Retainer | None = None  # there with prefix caching
 
     @property
     def metrics(self) -> KVCacheMetrics:
@@ -103,7 +105,7 @@ class Replica:
         """
         self.refuse_pending(row, "maybe_reserve")
         needed = self.pages_needed(context, num_steps)
-        if context.active_length == 1 and needed == self.rows.num_pages[row] + 1:  # a decode step onto a new page
+        if context.active_length == 1 and 1 < needed == self.rows.num_pages[row] + 1:  # a decode step onto a new page
             if not self.pool.free_count:
                 return None
             self.counter.admit(row, context.end_idx)
@@ -119,6 +121,8 @@ class Replica:
         if plan.cached:
             # First, as a context of the caller's own may refuse: then no page has moved yet.
             self.advance(row, context, plan.cached)
+        if self.retainer is not None:
+            self.retainer.come(row, context, len(plan.hits))
         self.counter.admit(row, context.end_idx)
         self._take(row, plan)
         return plan.new
@@ -144,16 +148,16 @@ class Replica:
             )
         return needed
 
-    def match(self, context: Context, row: int | None = None) -> tuple[int, Pages]:
+    def match(self, context: Context, row: int | None = None, hasher: PrefixHasher | None = None) -> tuple[int, Pages]:
         """First logical page that is not committed yet, and the published pages that continue from there.
 
-        The last known token is never covered: it has to run, to give the next one.
+        The last known token is never covered: it has to run, to give the next one. `hasher`: the context's, if known.
         """
         first = 0 if row is None else int(self.rows.committed[row])
         last = (context.current_length - 1) // self.page_size
         if not self.caching or last <= first:
             return first, np.zeros(0, np.int32)
-        hasher, index = self.hasher(row, context), self.pool.index
+        hasher, index = hasher or self.hasher(row, context), self.pool.index
         kept = hasher.matches.get(index)
         if kept is not None and kept[:3] == (index.generation, first, last):
             return first, kept[3]  # a waiting request is asked again and again: nothing was published or evicted since
@@ -182,6 +186,8 @@ class Replica:
         rows.commit(row, min(full, int(rows.committed[parent])))
         rows.cached[row] = computed
         self.counter.ran_elsewhere(row, computed)
+        if self.retainer is not None:
+            self.retainer.adopt(row, child)
         return (int(rows.table[parent, full]), int(rows.table[row, full])) if computed % self.page_size else (0, 0)
 
     def reserve_decoding(self, rows: Rows, lengths: Ints) -> bool:
@@ -270,6 +276,8 @@ class Replica:
 
     def release(self, row: int) -> None:
         """Give back the row and its pages; those of a pending import stay with the transfer until it is closed."""
+        if self.retainer is not None:
+            self.retainer.leave(row)
         self._importing.pop(row, None)
         self._hashers.pop(row, None)
         self.counter.forget(row)
@@ -279,6 +287,12 @@ class Replica:
             self.tier.touch(self.pool.index.digests_of(pages[: int(self.rows.committed[row])]))
         self.rows.unbind(row)
         self.pool.release(pages)
+
+    def forget_idle(self) -> None:
+        """Withdraw every idle page from the index."""
+        self.pool.forget_idle()
+        if self.retainer is not None:
+            self.retainer.reset()
 
     def begin_import(self, row: int, pending: PendingImport) -> None:
         """The destination pages belong to a transfer from now on."""
@@ -386,5 +400,7 @@ class Replica:
             self.rows.table[rows[duplicate], columns[duplicate]] = kept[duplicate]
             self.rows.changed[rows] = True
             self.pool.release(own[duplicate])
+            if self.retainer is not None:
+                self.retainer.share_pages(rows[duplicate])
         if self.tier is not None:
             self.tier.published(own[~duplicate], digests[~duplicate])

@@ -10,14 +10,16 @@ from numpy.typing import NDArray
 
 from kvcache.batch import Batch, Gathered, Ints
 from kvcache.context import Context
-from kvcache.hashing import PrefixHasher
+from kvcache.hashing import PrefixHasher, hasher_of
 from kvcache.metrics import KVCacheMetrics
+from kvcache.params import KVCacheParams
 from kvcache.partial import PartialReuse
 from kvcache.placement import PlacedReplica
 from kvcache.replica import Replica
+from kvcache.retainer import Retainer
 from kvcache.routing import Router
 from kvcache.tiers import Tiers
-from kvcache.types import RaggedKVCacheInputs
+from kvcache.types import Admission, RaggedKVCacheInputs
 
 
 class Replicas:
@@ -29,14 +31,14 @@ class Replicas:
         tiers: what lies below them; None where nothing does.
     """
 
-    def __init__(
-        self, placed: Sequence[PlacedReplica], partial_reuse_min_tokens: int = 0, tiers: Tiers | None = None
-    ) -> None:
+    def __init__(self, placed: Sequence[PlacedReplica], params: KVCacheParams, tiers: Tiers | None = None) -> None:
         self.placed = placed
         self.tiers = tiers
         self.each: list[Replica] = [place.replica for place in placed]
-        self._router = Router(len(placed))
-        least = partial_reuse_min_tokens
+        self._router = Router(len(placed), params.routing)
+        for replica in self.each if params.enable_prefix_caching else ():
+            replica.retainer = Retainer(replica.pool, replica.rows, replica.page_size, replica.hasher, params)
+        least = params.partial_reuse_min_tokens
         self._partial = [PartialReuse(replica, least) for replica in self.each] if least else None
 
     @property
@@ -45,11 +47,21 @@ class Replicas:
         below = KVCacheMetrics() if self.tiers is None else self.tiers.metrics
         return sum((replica.metrics for replica in self.each), below)
 
-    def recommend(self, context: Context) -> int:
-        """The replica that a new request is best claimed on."""
-        needed = -(-context.current_length // self.each[0].page_size)
-        missing = [needed - len(replica.match(context)[1]) for replica in self.each]
-        return self._router.recommend(missing, [len(replica.rows.row_of) for replica in self.each])
+    def admission(self, context: Context, num_steps: int = 1) -> Admission:
+        """Where a new request is best claimed. Raises as `CacheStatus.admission`."""
+        needed = self.each[0].pages_needed(context, num_steps)
+        claimed = [len(replica.rows.row_of) for replica in self.each]
+        if self._router.routing.rule != "prefix":
+            chosen = self._router.without_looking(claimed)
+            hits = self.each[chosen].match(context)[1]
+            return Admission(chosen, len(hits), needed - len(hits), _fits(self.each[chosen], needed, hits))
+        # One hash of the prompt for all of them, also where the context cannot keep it.
+        one = self.each[0]
+        hasher = hasher_of(context, one.hash_algorithm, one.page_size) if one.caching else None
+        found = [replica.match(context, hasher=hasher)[1] for replica in self.each]
+        fits = [_fits(replica, needed, pages) for replica, pages in zip(self.each, found, strict=True)]
+        chosen = self._router.recommend([needed - len(pages) for pages in found], claimed, fits)
+        return Admission(chosen, len(found[chosen]), needed - len(found[chosen]), fits[chosen])
 
     def reserve(self, replica_idx: int, row: int, context: Context, num_steps: int) -> bool:
         """Pages for one request; False: too few, nothing changed."""
@@ -161,3 +173,11 @@ class Replicas:
 
     def _hasher_of(self, replica_idx: int, row: int, context: Context) -> PrefixHasher:
         return self.each[replica_idx].hasher(row, context)
+
+
+def _fits(replica: Replica, needed: int, hits: NDArray[np.int32]) -> bool:
+    """Whether a new request of `needed` pages, `hits` of them published, could be claimed and reserved now."""
+    if len(replica.rows.row_of) == len(replica.rows.request_ids):
+        return False
+    free = replica.pool.free_count
+    return needed <= free or needed - len(hits) + replica.pool.would_be_taken(hits) <= free

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from kvcache.context import Context
 from kvcache.metrics import KVCacheMetrics
 from kvcache.replicas import Replicas
+from kvcache.types import Admission
 
 
 class CacheStatus:
@@ -45,6 +47,14 @@ class CacheStatus:
         """Share of the host pages that can be found, 0.0 to 1.0: 0.0 where there is no host tier."""
         tiers = self._replicas.tiers
         return 0.0 if tiers is None else float(tiers.host.pool.index.published[1:].mean())
+
+    def admission(self, context: Context, num_steps: int = 1) -> Admission:
+        """Where a request that is not claimed yet is best claimed, and whether it could have a row and pages now.
+
+        Raises:
+            PromptTooLongError, SequenceTooLongError: (RuntimeErrors) as `maybe_reserve`: it fits on no replica, ever.
+        """
+        return self._replicas.admission(context, num_steps)
 
     @property
     def metrics(self) -> KVCacheMetrics:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import msgspec
 import torch
+
+from kvcache.errors import InvalidRequestError
 
 RequestID = str
 """What names a request: any string, unique among the claimed requests of one manager."""
@@ -30,15 +33,74 @@ class RaggedKVCacheInputs(NamedTuple):
     max_lengths: torch.Tensor
 
 
+class RangeRetention(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A `Retention` of some of a request's tokens: its system prompt, its tool definitions.
+
+    Attributes:
+        start: the first of these tokens.
+        end: the token after the last one; None: all tokens from `start` on.
+        session_continues, priority, ttl_s: as of `Retention`.
+
+    Raises:
+        InvalidRequestError: (a ValueError) a value out of range.
+    """
+
+    start: int
+    end: int | None = None
+    session_continues: bool | None = None
+    priority: int = 50
+    ttl_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or (self.end is not None and self.end <= self.start):
+            raise InvalidRequestError(f"retention: a range from token {self.start} to {self.end} has no tokens")
+        _check_hint(self.priority, self.ttl_s)
+
+
 class Retention(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a client knows about the future of a request's pages. A hint biases the order of eviction, never locks.
 
+    It is read when the request is admitted and when it is released: the latter counts for its pages. A wrong hint costs
+    little (see `kvcache.retention`), a true `session_continues` can be worth twice the pool.
+
     Attributes:
         session_continues: another request is expected to extend this one (True), none is (False), or unknown (None).
-        priority: 0 (first to go) to 100 (last to go).
-        ttl_s: seconds for which the hint is worth anything.
+        priority: 0 (first to go) to 100 (last to go), in steps of 25.
+        ttl_s: seconds, from the release on, for which the hint is worth anything; None: no end but its decay.
+        ranges: for some of the tokens, what is said of them alone. The last range that holds a page counts.
+
+    Raises:
+        InvalidRequestError: (a ValueError) a value out of range.
     """
 
     session_continues: bool | None = None
     priority: int = 50
     ttl_s: float | None = None
+    ranges: tuple[RangeRetention, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_hint(self.priority, self.ttl_s)
+
+
+def _check_hint(priority: int, ttl_s: float | None) -> None:
+    if not 0 <= priority <= 100:
+        raise InvalidRequestError(f"retention: priority is {priority}, 0 to 100 is needed")
+    if ttl_s is not None and not 0 < ttl_s < math.inf:
+        raise InvalidRequestError(f"retention: ttl_s is {ttl_s}, a number of seconds above 0 is needed, or None")
+
+
+class Admission(NamedTuple):
+    """Where a request that is not claimed yet is best claimed, and what would come of it.
+
+    Attributes:
+        replica_idx: the replica.
+        cached_pages: pages of the request that are published there.
+        missing_pages: pages that it would have to be given there, to begin with.
+        fits: whether there are a free row and so many free pages now. False: on no replica, where the rule weighs them
+            (`prefix`), else not on this one; the request has to wait for another's release.
+    """
+
+    replica_idx: int
+    cached_pages: int
+    missing_pages: int
+    fits: bool

@@ -1,0 +1,157 @@
+"""Takes what the requests of a replica say about the future to the pages that they leave, and sees what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kvcache.block_table import BlockRows, Ints
+from kvcache.context import Context
+from kvcache.hashing import PrefixHasher
+from kvcache.idle_order import Pages
+from kvcache.pages import PagePool
+from kvcache.params import KVCacheParams
+from kvcache.quotas import TenantQuotas
+from kvcache.retention import HintedOrder, page_hints
+from kvcache.shadow import HintShare, LruShadow, Words
+from kvcache.types import Retention
+
+HasherOfRow = Callable[[int, Context], PrefixHasher]
+
+
+class Retainer:
+    """The hints and quotas of one replica.
+
+    Until a request brings a hint there is nothing but the plain LRU order, and no shadow beside it. The first one
+    costs a pass over the pool.
+
+    Args:
+        pool: whose pages.
+        rows: of the replica.
+        page_size: tokens of a page.
+        hasher_of: row and context → the hasher of the request.
+        params: of the manager.
+    """
+
+    def __init__(
+        self, pool: PagePool, rows: BlockRows, page_size: int, hasher_of: HasherOfRow, params: KVCacheParams
+    ) -> None:
+        self._found: Ints = np.zeros(len(rows.request_ids), np.int64)
+        self._pool = pool
+        self._rows = rows
+        self._page_size = page_size
+        self._hasher_of = hasher_of
+        self._most_hinted = params.max_hint_share
+        self._contexts: dict[int, Context] = {}  # by row; a hint may be given until the release
+        self._expected: dict[int, int] = {}  # by row, pages that plain LRU would have found
+        self._shadow: LruShadow | None = None
+        self._share = HintShare(pool.num_pages, params.max_hint_share)
+        self._order: HintedOrder | None = None
+        self._quotas: TenantQuotas | None = None
+        if params.tenant_quota < 1.0 or params.tenant_quotas:
+            self._quotas = TenantQuotas(pool.num_pages, params.tenant_quota, params.tenant_quotas)
+            self._order_pages()
+
+    @property
+    def share(self) -> float:
+        """Of the idle pages, how many follow the hints: 0.0 before there was one."""
+        return 0.0 if self._order is None else self._order.share
+
+    def come(self, row: int, context: Context, found: int) -> None:
+        """The row's request comes for pages, and finds so many of them published."""
+        self._found[row] += found
+        if self._rows.prompt[row] >= 0:
+            return
+        self._contexts[row] = context
+        if self._shadow is None and self._most_hinted and _retention_of(context) is not None:
+            self._start()
+        if self._shadow is not None:
+            length, size = context.current_length, self._page_size
+            last = (length - 1) // size
+            words = self._hasher_of(row, context).digests(context.tokens, 0, last)[:, 0]
+            room = self._pool.num_pages - self._unfindable() - (length > last * size)
+            self._expected[row] = self._shadow.visit(words, room)
+
+    def share_pages(self, rows: Ints) -> None:
+        """A page of each of `rows` turned out to be published by others before."""
+        np.add.at(self._found, rows, 1)
+
+    def adopt(self, row: int, context: Context) -> None:
+        """The row is the request's, which has all its pages from another one."""
+        self._contexts[row] = context
+
+    def brought(self, words: Words) -> None:
+        """Pages of these digests came from elsewhere: plain LRU would have them now, too."""
+        if self._shadow is not None:
+            self._shadow.touch(words)
+
+    def reset(self) -> None:
+        """Every idle page was forgotten."""
+        if self._shadow is not None:
+            self._shadow.clear()
+            self._begin_with_what_is_there(self._shadow)
+
+    def leave(self, row: int) -> None:
+        """The row is about to be released."""
+        context = self._contexts.pop(row, None)
+        if context is None:
+            return
+        retention = _retention_of(context)
+        if self._shadow is None and self._most_hinted and retention is not None:
+            self._start()
+        if self._order is not None:
+            pages = self._rows.pages(row)[: self._rows.committed[row]]
+            if self._quotas is not None:
+                self._quotas.own(pages, getattr(context, "cache_salt", None))
+            if self._shadow is not None:
+                self._judge(self._order, self._shadow, row, context, pages)
+                self._order.hint(pages, retention and page_hints(retention, len(pages), self._page_size))
+        self._found[row] = 0
+
+    def _judge(self, order: HintedOrder, shadow: LruShadow, row: int, context: Context, pages: Pages) -> None:
+        words = self._words(pages)
+        expected = self._expected.pop(row, None)
+        if expected is not None:
+            self._share.learn((shadow.count(words[: self._found[row]]) - expected) * shadow.rate)
+            order.share = self._share.value
+            last = (int(self._rows.prompt[row]) - 1) // self._page_size
+            if len(pages) < last:  # given up before all of its prompt was computed
+                digests = self._hasher_of(row, context).digests(context.tokens, len(pages), last)
+                shadow.forget(digests[:, 0])
+        shadow.touch(words)
+
+    def _unfindable(self) -> int:
+        """Pages that running requests hold and that no shadow has: those past their prompts that are not full."""
+        rows = self._rows
+        findable = np.maximum(rows.committed, (rows.prompt - 1) // self._page_size)
+        return int(np.maximum(rows.num_pages - findable, 0).sum())
+
+    def _start(self) -> None:
+        """The first hint."""
+        self._shadow = LruShadow(self._pool.num_pages)
+        order = self._order or self._order_pages()
+        order.share = self._share.value
+        self._begin_with_what_is_there(self._shadow)
+
+    def _begin_with_what_is_there(self, shadow: LruShadow) -> None:
+        pool = self._pool
+        used = np.flatnonzero(pool.index.published & (pool.holders > 0)).astype(np.int32)
+        for pages in (pool.idle.pages()[::-1], used):
+            shadow.touch(self._words(pages))
+
+    def _order_pages(self) -> HintedOrder:
+        pool = self._pool
+        self._order = pool.idle = HintedOrder(pool.num_pages, pool.idle.pages(), self._quotas, self._left_by_quota)
+        return self._order
+
+    def _left_by_quota(self, pages: Pages) -> None:
+        if self._shadow is not None:
+            self._shadow.forget(self._words(pages))
+
+    def _words(self, pages: Pages) -> Words:
+        return self._pool.index.digests_of(pages)[:, 0]
+
+
+def _retention_of(context: Context) -> Retention | None:
+    return getattr(context, "retention", None)

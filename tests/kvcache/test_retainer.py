@@ -1,0 +1,238 @@
+"""Hints and quotas as a manager's requests bring them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from kvcache import InvalidParamsError, PagedKVCacheManager, RangeRetention, Retention, TextContext
+from tests.kvcache.build import manager_of
+
+LAST, FIRST = Retention(session_continues=True), Retention(session_continues=False)
+
+
+def serve(manager: PagedKVCacheManager, tokens: list[int], retention: Retention | None = None, **options: Any) -> int:
+    """Run one request to its first token; the tokens that it found cached."""
+    context = TextContext(tokens, len(tokens) + 1, retention=retention, **options)
+    with manager.claim(context):
+        assert manager.maybe_reserve(context)
+        found = context.start_idx
+        manager.fetch([context])
+        context.update(0)
+        manager.step([context])
+    return found
+
+
+def prompt(name: int, pages: int = 2) -> list[int]:
+    """Full pages of 4 tokens, and one token more."""
+    return [*[name] * (4 * pages), 0]
+
+
+def trusting(manager: PagedKVCacheManager) -> PagedKVCacheManager:
+    """All idle pages follow hints, as after a time of right ones."""
+    serve(manager, prompt(1000), LAST)
+    for replica in manager._replicas.each:
+        assert replica.retainer is not None
+        replica.retainer._share.value = replica.retainer._order.share = 0.95
+    manager.reset_prefix_cache()
+    return manager
+
+
+def found(manager: PagedKVCacheManager, *names: int) -> list[bool]:
+    """Which of these prompts are cached. Asking changes nothing."""
+    pages = [len(manager._replicas.each[0].match(TextContext(prompt(name), 64))[1]) for name in names]
+    return [count > 0 for count in pages]
+
+
+def test_what_is_said_to_go_first_goes_first() -> None:
+    manager = trusting(manager_of(40, checks=False))
+    for name in range(10):
+        serve(manager, prompt(name), FIRST if name % 2 else LAST)
+    for name in range(100, 115):
+        serve(manager, prompt(name))
+    assert found(manager, *range(10)) == [True, False] * 5
+
+
+def test_the_hint_may_come_at_the_end_and_may_be_for_a_range() -> None:
+    manager = trusting(manager_of(40, checks=False))
+    context = TextContext([*prompt(1)[:8], *prompt(2)], 64)
+    with manager.claim(context):
+        assert manager.maybe_reserve(context)
+        context.update(0)
+        manager.step([context])
+        context.retention = Retention(session_continues=False, ranges=(RangeRetention(0, 8, priority=100),))
+    for name in range(100, 119):
+        serve(manager, prompt(name))
+    assert len(manager._replicas.each[0].match(TextContext([*prompt(1)[:8], *prompt(2)], 64))[1]) == 2
+
+
+def test_without_hints_there_is_no_shadow_and_the_plain_order() -> None:
+    manager = manager_of(40, checks=False)
+    for name in range(50):
+        serve(manager, prompt(name % 30))
+    retainer = manager._replicas.each[0].retainer
+    assert retainer is not None
+    assert retainer._shadow is None
+    assert type(manager._replicas.each[0].pool.idle).__name__ == "IdleOrder"
+    assert retainer.share == 0.0
+
+
+def test_a_share_of_zero_ignores_hints() -> None:
+    manager = manager_of(40, checks=False, params={"max_hint_share": 0.0})
+    for name in range(50):
+        serve(manager, prompt(name), FIRST)
+    assert type(manager._replicas.each[0].pool.idle).__name__ == "IdleOrder"
+
+
+def rounds(manager: PagedKVCacheManager, first: Retention | None, last: Retention | None, often: int = 8) -> list[int]:
+    """A few prompts that come again and again, between those that never do; the tokens found in each half."""
+    halves = []
+    for half in range(2):
+        hits = 0
+        for number in range(200):
+            hits += serve(manager, prompt(number % often), last)
+            for once in range(2):
+                serve(manager, prompt(10_000 * (half + 1) + 2 * number + once), first)
+        halves.append(hits)
+    return halves
+
+
+def test_the_share_grows_while_hints_are_right_and_shrinks_while_they_are_wrong() -> None:
+    manager = manager_of(
+        40, checks=False
+    )  # of 8 prompts each comes again after 48 pages: plain LRU finds none, of 4 after 24: all
+    assert rounds(manager, FIRST, LAST)[1] > 0.95 * 200 * 8
+    retainer = manager._replicas.each[0].retainer
+    assert retainer is not None
+    assert retainer.share == 0.95
+    rounds(manager, LAST, FIRST, often=4)
+    assert retainer.share == 0.02
+    manager.check()
+
+
+def test_hints_that_are_all_wrong_cost_next_to_nothing() -> None:
+    plain, misled = manager_of(60, checks=False), manager_of(60, checks=False)
+    wanted = rounds(plain, None, None)
+    got = rounds(misled, LAST, FIRST)
+    assert wanted[1] == 200 * 8  # it all fits
+    assert sum(got) > 0.97 * sum(wanted)
+
+
+def test_the_first_hint_takes_over_what_is_cached() -> None:
+    manager = manager_of(40, checks=False)
+    for name in range(19):
+        serve(manager, prompt(name))
+    serve(manager, prompt(0), LAST)
+    retainer = manager._replicas.each[0].retainer
+    assert retainer is not None
+    assert retainer._shadow is not None
+    assert len(retainer._shadow._kept) == 38
+    manager.check()
+    running = TextContext(prompt(5), 64)
+    fresh = manager_of(40, checks=False)
+    fresh.external_claim(running.request_id)
+    assert fresh.maybe_reserve(running)
+    running.update(0)
+    fresh.step([running])
+    serve(fresh, prompt(6), LAST)
+    assert len(fresh._replicas.each[0].retainer._shadow._kept) == 4  # those of the running request, too
+
+
+def evidence(manager: PagedKVCacheManager) -> list[int]:
+    """What the share learns from now on, request by request."""
+    learned: list[int] = []
+    retainer = manager._replicas.each[0].retainer
+    assert retainer is not None
+    retainer._share.learn = learned.append  # pyright: ignore[reportAttributeAccessIssue] - looked over its shoulder
+    return learned
+
+
+def test_plain_lru_is_counted_as_it_would_have_hit() -> None:
+    """With hints that say nothing, the shadow and the cache hit the same, whatever runs at a time, and is given up."""
+    manager = manager_of(40, checks=False, rows=4)
+    neutral, rng = Retention(), random.Random(0)
+    serve(manager, prompt(0), neutral)
+    learned = evidence(manager)
+    for number in range(300):
+        names = {rng.choice([number + 100, rng.randint(0, 14)]) for _ in range(rng.randint(1, 3))}
+        running = [TextContext(prompt(name), 64, retention=neutral) for name in names]
+        for context in running:
+            manager.external_claim(context.request_id, 0)
+            assert manager.maybe_reserve(context)
+        for context in running:
+            context.update(0)
+        manager.step(running)
+        for context in running:
+            manager.release(context.request_id)
+        given_up = TextContext(prompt(number + 1000), 64, retention=neutral)
+        manager.external_claim(given_up.request_id, 0)
+        assert manager.maybe_reserve(given_up)
+        manager.release(given_up.request_id)
+        if number == 150:
+            manager.reset_prefix_cache()
+    assert len(learned) > 300
+    assert set(learned) == {0}
+    manager.check()
+
+
+def test_a_forked_request_hands_its_hint_on() -> None:
+    manager = trusting(manager_of(40, checks=False))
+    parent = TextContext(prompt(1), 64)
+    manager.external_claim(parent.request_id)
+    assert manager.maybe_reserve(parent)
+    parent.update(7)
+    manager.step([parent])
+    child = parent.fork()
+    child.retention = LAST
+    assert manager.fork(parent, child)
+    manager.release(parent.request_id)
+    manager.release(child.request_id)
+    for name in range(100, 119):
+        serve(manager, prompt(name))
+    assert found(manager, 1) == [True]
+
+
+def test_a_tenant_above_its_quota_evicts_its_own_pages() -> None:
+    manager = manager_of(40, checks=False, params={"tenant_quota": 0.2, "tenant_quotas": {"big": 0.5}})
+    for name in range(8):
+        serve(manager, prompt(name))
+    for name in range(100, 130):
+        serve(manager, prompt(name), cache_salt="small")
+    manager.check()
+    assert all(found(manager, *range(8)))
+    for name in range(200, 230):
+        serve(manager, prompt(name), cache_salt="big")
+    manager.check()
+    pages = [page for page in range(1, 41) if manager._replicas.each[0].pool.index.published[page]]
+    quotas = manager._replicas.each[0].retainer._quotas
+    held = {salt: quotas._orders[owner].count for salt, owner in quotas._ids.items()}
+    assert len(pages) >= 38
+    assert held["big"] >= 18
+    assert held["small"] <= 8
+
+
+def test_quotas_and_hints_together_keep_their_books() -> None:
+    """What a quota evicts is held against no hint."""
+    manager = manager_of(40, checks=False, rows=4, params={"tenant_quota": 0.2})
+    rng = random.Random(1)
+    serve(manager, prompt(0), Retention())
+    learned = evidence(manager)
+    for _ in range(300):
+        serve(manager, prompt(rng.randint(0, 30)), Retention(), cache_salt=rng.choice([None, "a", "b"]))
+    assert abs(sum(learned)) <= 8
+    manager.check()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_hint_share": 1.5}, "max_hint_share is 1.5"),
+        ({"tenant_quota": -0.1}, "tenant_quota is -0.1"),
+        ({"tenant_quotas": {"a": 2.0}}, r"tenant_quotas\['a'\] is 2.0"),
+    ],
+)
+def test_shares_that_are_none_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidParamsError, match=message):
+        manager_of(4, params=values)
