@@ -87,6 +87,8 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True):
             memory, for their pages never do.
         window: tokens that a sliding window looks back; 0 for all.
         state: recurrent state: a request has one page, whatever its tokens.
+        block_pages: pages of a block, as the scheduler of this shard names them in a request's list: block b is pages
+            b * block_pages and those after it. More than 1 where a kernel takes fewer tokens at a time.
     """
 
     page_size: int
@@ -94,6 +96,7 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True):
     boxes: tuple[Box, ...]
     window: int = 0
     state: bool = False
+    block_pages: int = 1
 
 
 class ShardLayout(msgspec.Struct, frozen=True, omit_defaults=True, tag="shard_layout/1"):
@@ -170,6 +173,7 @@ def check(layout: ShardLayout) -> ShardLayout:
         _limit(where, "pages", group.num_pages, 1, MAX_PAGES)
         _limit(where, "tokens of a page", group.page_size, 1, 1 if group.state else MAX_INDEX)
         _limit(where, "tokens of the window", group.window, 0, ADDRESS_LIMIT - 1)
+        _limit(where, "pages of a block", group.block_pages, 1, 1 if group.state else MAX_INDEX // group.page_size)
         for place, box in enumerate(group.boxes):
             _check_box(f"group {number}, box {place} ({box.kind!r})", box, group, layout.region_bytes)
         _check_disjoint(where, group.boxes)

@@ -112,7 +112,16 @@ class LeaseBook:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def grant(self, lease_id: int, request_id: str, slot: int, duration_s: float, *, engines: int = 1) -> Lease:
+    def grant(
+        self,
+        lease_id: int,
+        request_id: str,
+        slot: int,
+        duration_s: float,
+        *,
+        engines: int = 1,
+        running: bool = False,
+    ) -> Lease:
         """Lets a lease stand from now on. Its id may leave the process afterwards, not before.
 
         Args:
@@ -121,6 +130,7 @@ class LeaseBook:
             slot: index of a free lease word.
             duration_s: seconds until it ends by itself.
             engines: reading engines that must have ended before the lease does.
+            running: the request is still computed, and holds its pages itself: no time runs before `start_clock`.
 
         Raises:
             InvalidLeaseError: (a ValueError) an id or slot that is taken or out of range, or no duration.
@@ -132,7 +142,7 @@ class LeaseBook:
             raise InvalidLeaseError(f"{lease}: slot {slot} is taken, or outside of 0 to {len(self.words) - 1}")
         if not 0 < duration_s < math.inf or engines < 1:
             raise InvalidLeaseError(f"{lease}: {duration_s} s for {engines} engines; both must be above 0")
-        now = self._clock()
+        now = math.inf if running else self._clock()
         granted = Lease(
             lease_id, request_id, slot, duration_s, engines, now + duration_s, now + duration_s * self._longest
         )
@@ -140,6 +150,14 @@ class LeaseBook:
         self._next_deadline = min(self._next_deadline, granted.deadline)
         self.words[slot] = lease_id
         return granted
+
+    def start_clock(self, lease_id: int) -> None:
+        """Begins the time of a lease that was granted to a running request. Nothing happens where it has begun."""
+        lease = self._by_id.get(lease_id)
+        if lease is not None and lease.deadline == math.inf:
+            now = self._clock()
+            lease.deadline, lease.last_deadline = now + lease.duration_s, now + lease.duration_s * self._longest
+            self._next_deadline = min(self._next_deadline, lease.deadline)
 
     def find(self, lease_id: int) -> Lease | None:
         """Returns the lease of this id if it stands."""

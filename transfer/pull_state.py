@@ -38,6 +38,25 @@ class PagesOfGroup(NamedTuple):
     tokens: tuple[int, int]
 
 
+class BlocksOfGroup(NamedTuple):
+    """What is read of one group of layers, the source's side named as its scheduler does: by blocks.
+
+    Attributes:
+        local: our pages of the logical pages that the tokens touch, in our page size.
+        blocks: the source's blocks; the last one holds token `end` - 1, or the state after it.
+        end: tokens that the source has computed.
+        tokens: first token, and the one after the last.
+        needed: the first token that must be read. Those before it, from the first one on, only where the source has
+            them: with a sliding window, the page that holds `needed` begins before it, and elsewhere on each side.
+    """
+
+    local: ArrayLike
+    blocks: ArrayLike
+    end: int
+    tokens: tuple[int, int]
+    needed: int
+
+
 class PullEvent(NamedTuple):
     """What became of a pull. The last event of each has `safe` set; an earlier one, at most, says that it failed.
 

@@ -17,7 +17,7 @@ from transfer.lease import LeaseBook
 from transfer.metadata import MemoryType
 from transfer.page_checks import PageChecks
 from transfer.pull import Puller
-from transfer.pull_state import LeaseRef, PagesOfGroup, PullEvent
+from transfer.pull_state import BlocksOfGroup, LeaseRef, PagesOfGroup, PullEvent
 from transfer.reader_agents import ReaderAgents
 from transfer.remote import RemoteEngine
 from transfer.settings import agreed_settings
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from transfer.boxes import ShardLayout
+    from transfer.layers import OnLayers
     from transfer.lease import Lease
 
 log = logging.getLogger("pagewire.transfer")
@@ -260,7 +261,15 @@ class RankTransfer:
         """Begins a pull. Raises as `Puller.open` does."""
         self.puller.open(key, remote, lease, timeout_s)
 
-    def add_pages(self, key: str, groups: Sequence[PagesOfGroup], *, last: bool, layer_chunks: int = 1) -> None:
+    def add_pages(
+        self,
+        key: str,
+        groups: Sequence[PagesOfGroup | BlocksOfGroup],
+        *,
+        last: bool,
+        layer_chunks: int = 1,
+        on_layers: OnLayers | None = None,
+    ) -> None:
         """Reads pages of a pull, or further ones; `last` fences it after them.
 
         Args:
@@ -268,6 +277,7 @@ class RankTransfer:
             groups: for each group of the layout the pages here and there, and their tokens.
             last: nothing more will be read.
             layer_chunks: how many ranges of layers are read one after another, each as a transfer of its own.
+            on_layers: called with each range of layers once it is here, before it is fenced.
 
         Raises:
             InvalidTransferError: pages or tokens that do not fit either layout. The pull has failed.
@@ -275,7 +285,7 @@ class RankTransfer:
         """
         pull = self.puller.get(key)
         try:
-            parts = pull.engine.parts(key, groups, layer_chunks)
+            parts = pull.engine.parts(key, groups, layer_chunks, on_layers)
         except Exception as error:
             self.puller.fail(key, str(error))
             raise

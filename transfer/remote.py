@@ -16,8 +16,10 @@ from transfer.errors import (
     SettingsMismatchError,
 )
 from transfer.handshake import differences
+from transfer.layers import OnLayers, counted
+from transfer.page_lists import NOTHING, resolved
 from transfer.plan import Plan, plan
-from transfer.pull_state import PagesOfGroup, Part
+from transfer.pull_state import BlocksOfGroup, PagesOfGroup, Part
 from transfer.runs import Runs, concatenated
 from transfer.settings import reaches_other_hosts
 from transfer.sources import sources
@@ -67,7 +69,8 @@ class RemoteEngine:
         self._mine = mine
         layouts = [found.layout for found in self.ranks]
         self._parts: list[tuple[int, ShardLayout]] = sources(mine.layout, layouts, mine.rank)
-        self._plans: dict[int, list[tuple[int, Plan]]] = {1: [self._plan(at, layout) for at, layout in self._parts]}
+        self._plans: dict[int, list[tuple[range, list[tuple[int, Plan]]]]] = {}
+        self._chunked(1)
         self._loaded: list[str] = []
         self._agent: Agent | None = None
 
@@ -118,10 +121,22 @@ class RemoteEngine:
             with suppress(AgentError):
                 agent.remove_peer(name)
 
-    def parts(self, key: str, groups: Sequence[PagesOfGroup], layer_chunks: int = 1) -> list[Part]:
+    def parts(
+        self,
+        key: str,
+        groups: Sequence[PagesOfGroup | BlocksOfGroup],
+        layer_chunks: int = 1,
+        on_layers: OnLayers | None = None,
+    ) -> list[Part]:
         """Returns what to read, in order: for each range of layers, for each rank that holds some of it.
 
         A page is compared as a whole, so with a verifier all layers come at once.
+
+        Args:
+            key: the pull, for messages.
+            groups: for each group of the layout the pages here and there, and their tokens.
+            layer_chunks: ranges of layers.
+            on_layers: called with each range of layers once it is here.
 
         Raises:
             InvalidTransferError: pages or tokens that do not fit either layout.
@@ -131,18 +146,24 @@ class RemoteEngine:
                 f"request {key!r}: pages for {len(groups)} groups, the layout has {len(self._mine.layout.groups)}"
             )
         found: list[Part] = []
-        for at, planned in self._chunked(1 if self.verifier else layer_chunks):
-            try:
-                found += self._parts_of(key, at, planned, groups)
-            except InvalidTransferError as error:
-                raise InvalidTransferError(f"request {key!r}: rank {at} of {self.engine_id!r}: {error}") from error
+        for layers, plans in self._chunked(1 if self.verifier else layer_chunks):
+            parts: list[Part] = []
+            for at, planned in plans:
+                try:
+                    parts += self._parts_of(key, at, planned, groups)
+                except InvalidTransferError as error:
+                    raise InvalidTransferError(f"request {key!r}: rank {at} of {self.engine_id!r}: {error}") from error
+            if on_layers is not None:
+                counted(parts, layers, on_layers)
+            found += parts
         return found
 
-    def _parts_of(self, key: str, at: int, planned: Plan, groups: Sequence[PagesOfGroup]) -> list[Part]:
+    def _parts_of(self, key: str, at: int, planned: Plan, named: Sequence[PagesOfGroup | BlocksOfGroup]) -> list[Part]:
+        there, found = self.ranks[at], list[Part]()
+        groups = [_resolved(planned, group, pages) for group, pages in enumerate(named)]
         if self.verifier is not None:
             part = self.verifier.part(key, planned, groups, at)
             return [] if part is None else [part]
-        there, found = self.ranks[at], list[Part]()
         direct: list[Runs] = []
         for group, pages in enumerate(groups):
             pieces = staged_pages(planned, group, pages) if self.staging is not None else None
@@ -157,15 +178,28 @@ class RemoteEngine:
         local, remote = runs.descriptors(self._mine.device, there.device)
         return [Part(at, local, remote, runs.num_bytes), *found]
 
-    def _chunked(self, layer_chunks: int) -> list[tuple[int, Plan]]:
+    def _chunked(self, layer_chunks: int) -> list[tuple[range, list[tuple[int, Plan]]]]:
         if (planned := self._plans.get(layer_chunks)) is None:
             boxes = [box for group in self._mine.layout.groups for box in group.boxes]
-            start, stop = min(box.first[LAYER] for box in boxes), max(box.end[LAYER] for box in boxes)
+            start = min((box.first[LAYER] for box in boxes), default=0)
+            stop = max((box.end[LAYER] for box in boxes), default=0)
             edges = [start + (stop - start) * i // layer_chunks for i in range(layer_chunks + 1)]
-            ranges = [range(*edge) for edge in pairwise(edges)]
-            planned = [self._plan(at, clip_layout(local, layers)) for layers in ranges for at, local in self._parts]
+            planned = [
+                (range(*edge), [self._plan(at, clip_layout(local, range(*edge))) for at, local in self._parts])
+                for edge in pairwise(edges)
+            ]
             self._plans[layer_chunks] = planned
         return planned
+
+
+def _resolved(planned: Plan, group: int, pages: PagesOfGroup | BlocksOfGroup) -> PagesOfGroup:
+    found = planned.groups[group]
+    if isinstance(pages, BlocksOfGroup) and not found.stacks:
+        return NOTHING  # this rank has no part of the group, and its page lists are not asked for any
+    try:
+        return resolved(pages, found.local, found.remote)
+    except InvalidTransferError as error:
+        raise InvalidTransferError(f"{found.where}: {error}") from error
 
 
 def _check_ranks(ranks: Sequence[RankMetadata]) -> None:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from transfer.directory import Peer
-    from transfer.pull_state import PagesOfGroup
+    from transfer.layers import OnLayers
+    from transfer.pull_state import BlocksOfGroup, PagesOfGroup
     from transfer.rank import RankTransfer
 
 
@@ -35,12 +36,14 @@ class Source(NamedTuple):
         lease: under which it holds the pages.
         incarnation: the start of the engine that granted the lease; empty where that is not known, and then a source
             that was restarted is only noticed by the lease word.
+        ranks: ranks that the engine is said to have; 0 where nothing is said.
     """
 
     address: str
     engine_id: str
     lease: LeaseRef
     incarnation: str = ""
+    ranks: int = 0
 
     @property
     def place(self) -> Place:
@@ -74,9 +77,10 @@ Event = PullEvent | LeaseOver | Offered
 
 
 class _Pages(NamedTuple):
-    groups: Sequence[PagesOfGroup]
+    groups: Sequence[PagesOfGroup | BlocksOfGroup]
     last: bool
     layer_chunks: int
+    on_layers: OnLayers | None
 
 
 @dataclass(slots=True, eq=False)
@@ -130,7 +134,13 @@ class ReplicaTransfer:
         self.directory = Directory(self.ranks, client, times, clock, self._start_all, self._fail_all)
 
     def offer(
-        self, request_id: str, lease: LeaseRef, *, engines: int = 1, pages: Sequence[ArrayLike] | None = None
+        self,
+        request_id: str,
+        lease: LeaseRef,
+        *,
+        engines: int = 1,
+        pages: Sequence[ArrayLike] | None = None,
+        running: bool = False,
     ) -> None:
         """Lets a lease stand on every rank, or on none. `Offered` comes as an event.
 
@@ -139,13 +149,16 @@ class ReplicaTransfer:
             lease: a new id, a free slot, and seconds that it stands without a renewal.
             engines: reading engines that must have ended before the lease does.
             pages: for each group the pages under it, so that readers can verify them; None where nobody does.
+            running: the request is still computed, chunk by chunk: no time runs before `start_clock`.
         """
         granted: list[RankTransfer] = []
         try:
             for rank in self.ranks:
                 if pages is not None:
                     rank.seal(pages)
-                rank.leases.grant(lease.lease_id, request_id, lease.slot, lease.duration_s, engines=engines)
+                rank.leases.grant(
+                    lease.lease_id, request_id, lease.slot, lease.duration_s, engines=engines, running=running
+                )
                 granted.append(rank)
         except TransferError as error:
             for rank in granted:
@@ -154,6 +167,11 @@ class ReplicaTransfer:
             return
         self._leases[lease.lease_id] = set(range(len(self.ranks)))
         self.events.append(Offered(request_id, lease.lease_id, ""))
+
+    def start_clock(self, lease_id: int) -> None:
+        """The request of a lease is computed: from now on its time runs. Nothing happens where it ran or has ended."""
+        for rank in self.ranks:
+            rank.leases.start_clock(lease_id)
 
     def revoke(self, lease_id: int, reason: str) -> None:
         """Ends a lease on every rank. `LeaseOver` comes as an event where it stood."""
@@ -170,12 +188,28 @@ class ReplicaTransfer:
         self.directory.connect(source.place)
         self._start(key)
 
-    def add_pages(self, key: str, groups: Sequence[PagesOfGroup], *, last: bool, layer_chunks: int = 1) -> None:
-        """Reads pages of a pull, or further ones. Nothing happens where it has ended already."""
+    def add_pages(
+        self,
+        key: str,
+        groups: Sequence[PagesOfGroup | BlocksOfGroup],
+        *,
+        last: bool,
+        layer_chunks: int = 1,
+        on_layers: OnLayers | None = None,
+    ) -> None:
+        """Reads pages of a pull, or further ones. Nothing happens where it has ended already.
+
+        Args:
+            key: the pull.
+            groups: for each group of the layout the pages here and there, and their tokens.
+            last: nothing more will be read.
+            layer_chunks: how many ranges of layers are read one after another.
+            on_layers: called, for each rank, with each range of layers once it is here, before it is fenced.
+        """
         pull = self._pulls.get(key)
         if pull is None or pull.error:
             return
-        pull.waiting.append(_Pages(groups, last, layer_chunks))
+        pull.waiting.append(_Pages(groups, last, layer_chunks, on_layers))
         self._start(key)
 
     def cancel(self, key: str, reason: str) -> None:
@@ -249,12 +283,15 @@ class ReplicaTransfer:
                 for at, rank in enumerate(self.ranks):
                     remote = rank.remote(pull.source.engine_id)
                     if remote is not None:
+                        _check_ranks(key, pull.source, len(remote.ranks))
                         rank.open_pull(key, remote, pull.source.lease, left)
                         pull.open_ranks.add(at)
             while pull.waiting:
-                groups, last, layer_chunks = pull.waiting.pop(0)
+                more = pull.waiting.pop(0)
                 for rank in self.ranks:
-                    rank.add_pages(key, groups, last=last, layer_chunks=layer_chunks)
+                    rank.add_pages(
+                        key, more.groups, last=more.last, layer_chunks=more.layer_chunks, on_layers=more.on_layers
+                    )
         except TransferError as error:
             self._fail(key, str(error))
 
@@ -312,3 +349,10 @@ class ReplicaTransfer:
             del self._pulls[key]  # the agents are gone, so nothing is in flight
             self.events.append(PullEvent(key, pull.error, safe=True))
         self._client.close()
+
+
+def _check_ranks(key: str, source: Source, ranks: int) -> None:
+    if source.ranks not in {0, ranks}:
+        raise PullFailedError(
+            f"request {key!r}: engine {source.engine_id!r} is said to have {source.ranks} ranks, it has {ranks}"
+        )

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-    from transfer.pull_state import PagesOfGroup
+    from transfer.layers import OnLayers
+    from transfer.pull_state import BlocksOfGroup, PagesOfGroup
     from transfer.replica import ReplicaTransfer
     from transfer.stats import StatsSnapshot
 
@@ -70,17 +71,27 @@ class TransferThread:
         return future.result(timeout_s)
 
     def offer(
-        self, request_id: str, lease: LeaseRef, *, engines: int = 1, pages: Sequence[ArrayLike] | None = None
+        self,
+        request_id: str,
+        lease: LeaseRef,
+        *,
+        engines: int = 1,
+        pages: Sequence[ArrayLike] | None = None,
+        running: bool = False,
     ) -> None:
         """As `ReplicaTransfer.offer`: `Offered` comes as an event, and only then may the lease's id leave."""
 
         def run() -> None:
             try:
-                self._replica.offer(request_id, lease, engines=engines, pages=pages)
+                self._replica.offer(request_id, lease, engines=engines, pages=pages, running=running)
             except TransferError as error:
                 self.events.append(Offered(request_id, lease.lease_id, str(error)))
 
         self._hand_over(run)
+
+    def start_clock(self, lease_id: int) -> None:
+        """As `ReplicaTransfer.start_clock`."""
+        self._hand_over(lambda: self._replica.start_clock(lease_id))
 
     def revoke(self, lease_id: int, reason: str) -> None:
         """As `ReplicaTransfer.revoke`."""
@@ -90,11 +101,12 @@ class TransferThread:
         self,
         key: str,
         source: Source,
-        groups: Sequence[PagesOfGroup] | None,
+        groups: Sequence[PagesOfGroup | BlocksOfGroup] | None,
         timeout_s: float,
         *,
         last: bool = True,
         layer_chunks: int = 1,
+        on_layers: OnLayers | None = None,
     ) -> None:
         """Begins a pull, with its first pages unless `groups` is None. Its `PullEvent`s come as events."""
 
@@ -105,13 +117,25 @@ class TransferThread:
                 self.events.append(PullEvent(key, str(error), safe=True))
                 return
             if groups is not None:
-                self._replica.add_pages(key, groups, last=last, layer_chunks=layer_chunks)
+                self._replica.add_pages(key, groups, last=last, layer_chunks=layer_chunks, on_layers=on_layers)
 
         self._hand_over(run)
 
-    def add_pages(self, key: str, groups: Sequence[PagesOfGroup], *, last: bool, layer_chunks: int = 1) -> None:
+    def add_pages(
+        self,
+        key: str,
+        groups: Sequence[PagesOfGroup | BlocksOfGroup],
+        *,
+        last: bool,
+        layer_chunks: int = 1,
+        on_layers: OnLayers | None = None,
+    ) -> None:
         """As `ReplicaTransfer.add_pages`."""
-        self._hand_over(lambda: self._replica.add_pages(key, groups, last=last, layer_chunks=layer_chunks))
+
+        def run() -> None:
+            self._replica.add_pages(key, groups, last=last, layer_chunks=layer_chunks, on_layers=on_layers)
+
+        self._hand_over(run)
 
     def cancel(self, key: str, reason: str) -> None:
         """As `ReplicaTransfer.cancel`."""

@@ -185,6 +185,30 @@ def test_leases_expire_by_their_deadline_whatever_their_order(book: LeaseBook, c
     assert not book.words.any()
 
 
+def test_the_time_of_a_request_that_is_still_computed_does_not_run(book: LeaseBook, clock: Clock) -> None:
+    lease = book.grant(5, "r", 0, 10.0, running=True)
+    assert book.words[0] == 5
+    clock.now += 1e6
+    book.hear(note(5, verdict="renew"))
+    assert book.expire() == []
+    book.start_clock(5)
+    assert lease.deadline == clock.now + 10
+    clock.now += 9
+    book.start_clock(5)  # it runs already
+    book.start_clock(6)
+    assert book.expire() == []
+    clock.now += 1
+    assert book.expire() == [lease]
+
+
+def test_a_request_that_is_still_computed_can_be_read_or_aborted(book: LeaseBook) -> None:
+    book.grant(5, "r", 0, 10.0, running=True)
+    book.grant(6, "s", 1, 10.0, running=True)
+    assert book.hear(note(5)).ended == "read"
+    assert book.end(6, "aborted").ended == "aborted"
+    book.check()
+
+
 def test_the_word_is_cleared_before_anyone_learns_of_the_end(book: LeaseBook, clock: Clock) -> None:
     seen: list[int] = []
 

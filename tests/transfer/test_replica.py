@@ -153,6 +153,80 @@ def test_pages_come_chunk_by_chunk_and_the_lease_is_renewed_meanwhile(engine: An
     assert np.array_equal(d.heads(LOCAL), p.heads(REMOTE))
 
 
+def test_layers_are_told_of_as_they_arrive_and_before_the_fence(engine: Any) -> None:
+    p, d = engine("p", 2, layers=6), engine("d", layers=6)
+    told: list[range] = []
+    fenced: list[bool] = []
+
+    def on_layers(layers: range) -> None:
+        told.append(layers)
+        fenced.append(any(note for _, note in d.hindrances[0].reads))
+
+    d.replica.pull("r", p.source(p.offer()), 20.0)
+    d.replica.add_pages("r", WHOLE, last=True, layer_chunks=3, on_layers=on_layers)
+    run(p, d, until=settled(d))
+    assert told == [range(2), range(2, 4), range(4, 6)]
+    assert not any(fenced)
+    assert len(d.hindrances[0].reads) == 3 * 2 + 2
+    assert np.array_equal(d.heads(LOCAL), p.heads(REMOTE))
+    d.replica.pull("s", p.source(p.offer("s", 1)), 20.0)
+    d.replica.add_pages("s", [PagesOfGroup([], [], (0, 0))], last=True, layer_chunks=2, on_layers=on_layers)
+    run(p, d, until=settled(d, "s"))
+    assert told[3:] == [range(3), range(3, 6)]
+
+
+def test_a_prefill_s_chunks_are_read_while_it_computes_and_its_lease_does_not_run_out(engine: Any) -> None:
+    clock = Clock()
+    p, d = engine("p", clock=clock), engine("d", clock=clock, heartbeat_s=1e9)
+    lease = p.offer(running=True, duration_s=2.0)
+    clock.now += 1000
+    p.poll()
+    assert not p.overs
+    pull(d, p.source(lease), groups=None, timeout_s=1e6)
+    d.replica.add_pages("r", [PagesOfGroup([1], [5], (0, TOKENS))], last=False)
+    run(p, d, until=lambda: np.array_equal(d.heads([1]), p.heads([5])))
+    p.pools[0][6] = 7  # the next chunk is computed
+    d.replica.add_pages("r", [PagesOfGroup([2], [6], (TOKENS, 2 * TOKENS))], last=True)
+    p.replica.start_clock(lease.lease_id)
+    run(p, d, until=lambda: settled(d)() and p.overs)
+    assert p.overs[0].reason == "read"
+    assert (d.heads([2]) == 7).all()
+
+
+def test_a_prefill_that_nobody_reads_ends_its_lease_after_it_has_computed(engine: Any) -> None:
+    clock = Clock()
+    p = engine("p", 2, clock=clock)
+    lease = p.offer(running=True, duration_s=2.0)
+    clock.now += 1000
+    p.replica.start_clock(lease.lease_id)
+    p.poll()
+    assert not p.overs
+    clock.now += 2
+    p.poll()
+    assert p.overs[0].reason.startswith("expired")
+
+
+def test_a_source_that_has_other_ranks_than_was_said_is_not_read_from(engine: Any) -> None:
+    p, d = engine("p", 2), engine("d")
+    pull(d, p.source(p.offer())._replace(ranks=4))
+    run(p, d, until=settled(d))
+    assert d.pulls[-1].error == "request 'r': engine 'p' is said to have 4 ranks, it has 2"
+    pull(d, p.source(p.offer("s", 1))._replace(ranks=2), key="s")
+    run(p, d, until=settled(d, "s"))
+    assert d.pulls[-1].error == ""
+
+
+def test_metadata_that_came_by_another_way_than_the_handshake_serves_as_well(engine: Any) -> None:
+    p, d = engine("p", 2), engine("d", 2, heartbeat_s=0.01)
+    assert d.replica.directory.add(p.serve(), p.card.ranks) == "p"
+    assert p.server.counts["answered"] == 0
+    pull(d, p.source(p.offer()), groups=None)
+    run(p, d, until=lambda: p.server.counts["answered"] > 3)  # signs of life alone
+    d.replica.add_pages("r", WHOLE, last=True)
+    run(p, d, until=settled(d))
+    assert d.pulls[-1] == PullEvent("r", "", safe=True)
+
+
 def test_a_lease_expires_on_the_source_s_own_clock(engine: Any) -> None:
     clock = Clock()
     p, d = engine("p", 2, clock=clock), engine("d")
