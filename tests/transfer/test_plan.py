@@ -21,7 +21,7 @@ from tests.transfer.plan_oracle import (
     shard,
     share,
 )
-from transfer.boxes import Group, ShardLayout
+from transfer.boxes import Group, ShardLayout, check
 from transfer.errors import InvalidTransferError, MetadataError
 from transfer.plan import Plan, kernel_pages, plan, window_start
 from transfer.shapes import BLOCKS_FIRST_HND, BLOCKS_FIRST_NHD, PACKED_HND, PACKED_NHD, SPLIT_NHD
@@ -116,6 +116,18 @@ def test_tokens_go_on_over_pages_of_another_size() -> None:
     assert runs.length.tolist() == [16 * token, 14 * token] * 2
 
 
+def test_pages_of_one_token_go_on_too() -> None:
+    replace = msgspec.structs.replace
+    local = shard(range(2), order=SPLIT_NHD, page_size=1, pages=40, layers=range(1))
+    (box,) = local.groups[0].boxes
+    box = replace(box, strides=(*box.strides[:3], 0, box.strides[4]))  # a stride without effect may be anything
+    local = check(replace(local, groups=(replace(local.groups[0], boxes=(box,)),)))
+    remote = shard(range(2), order=SPLIT_NHD, pages=12, layers=range(1))
+    runs = plan(local, remote).runs(0, [*range(8, 16), 3, 4, 5, 6], [3, 4, 7], (0, 12), [0], [0])
+    token = 2 * 2 * 4
+    assert runs.length.tolist() == [4 * token, 8 * token] * 2
+
+
 @pytest.mark.parametrize("tokens", [(0, 1), (0, 4), (3, 4), (3, 5), (4, 5), (0, 16)])
 def test_the_last_page_is_copied_to_the_nearer_end_and_nothing_before_the_first(tokens: tuple[int, int]) -> None:
     for sizes in ((4, 4), (4, 16), (16, 4)):
@@ -179,6 +191,7 @@ def test_lists_that_do_not_fit_name_the_value_and_the_limit() -> None:
         ({"remote_pages": [6, 0]}, "group 0: remote page 6: the pool has 6"),
         ({"local_pages": [0, -1, 2]}, "group 0: local page -1: the pool has 12"),
         ({"local_pages": [0, 1, 0]}, "group 0: local page 0 is named twice"),
+        ({"local_pages": [1, 1, 0]}, "group 0: local page 1 is named twice"),  # in two halves of one remote page
         ({"local_pages": [[0], [1], [2]]}, "group 0: local pages: 3 for tokens"),
         ({"tokens": (-1, 4)}, "group 0: tokens -1 to 4: the first token is 0"),
     ):

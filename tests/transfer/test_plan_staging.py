@@ -151,6 +151,14 @@ def test_neighbouring_remote_pages_are_staged_as_one_run() -> None:
     assert runs.length.tolist() == [3 * page, page]
 
 
+def test_what_lies_a_page_apart_is_not_staged_together() -> None:
+    local, remote = shard(range(2)), shard(range(2), order=PER_LAYER[0])
+    staging = plan(local, remote).staging(0)
+    page = 4 * 2 * 2 * ITEMSIZE  # of K or V of a layer: what lies between them belongs to other pages
+    assert staging.num_bytes((0, 8)) == 2 * 2 * 2 * page
+    assert staging.runs([1, 5], (0, 8), 0, [0, 0]).num_bytes == 2 * 2 * 2 * page
+
+
 def test_nothing_to_pull_stages_nothing() -> None:
     made, local, _ = small()
     staging, pool = made.staging(0), empty_pool(local)
@@ -179,6 +187,8 @@ def test_memory_that_is_too_small_is_refused_and_not_written() -> None:
         staging.permute([1, 2], (0, 8), area, [])
     with pytest.raises(InvalidTransferError, match="group 0: local pages: 1 for tokens 0 to 8, which take 2 of 4"):
         staging.permute([1], (0, 8), area, regions)
+    with pytest.raises(InvalidTransferError, match="group 0: local page 5 is named twice"):
+        staging.permute([5, 5], (0, 8), area, regions)
     with pytest.raises(InvalidTransferError, match="group 0: remote page 12: the pool has 12"):
         staging.runs([1, 12], (0, 8), 0, [0])
     assert (pool == -1).all()
