@@ -1,0 +1,382 @@
+"""Explores every interleaving of the ownership protocol: `python -m tests.transfer.protocol_model --help`.
+
+The search is breadth first over states without duplicates, so that the first violation found has the shortest story.
+States that differ only in the names of equal readers, or in the order of a request's pages, count as one.
+
+A state is a number, made of the indices of its rooms and of how many processes may yet die. The moves of a room are
+worked out once for each room and whatever it can see of the others; the successors of a state are then mere sums.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from tests.transfer import protocol_promises as promises
+from tests.transfer.protocol_room import (
+    CLEARED,
+    CLOSED,
+    COPYING,
+    FENCED_EARLY,
+    GIVEN_UP,
+    IDLE,
+    PULLING,
+    STALE,
+    STANDING,
+    UNSET,
+    Move,
+    Protocol,
+    Room,
+    View,
+)
+from tests.transfer.protocol_rules import ASSUMPTIONS, CASTS, RULES, SHOWN_BY, Cast
+
+_BITS = 20  # of a room's index in a state
+_MASK = (1 << _BITS) - 1
+
+
+class Face(NamedTuple):
+    """What the other rooms can see of a room."""
+
+    held: int
+    pages: tuple[int, ...]
+    failed: bool  # a new attempt may begin
+    past: int  # readers that are not at it
+    new: int  # readers that have not heard of it
+    claims: bool  # its slot among the words is taken
+    standing: int  # source ranks where its word stands
+    said: int
+
+
+class Steps(NamedTuple):
+    """The moves of a room in some surroundings: what each adds to the number of a state, and to its mirror image's."""
+
+    deltas: tuple[tuple[int, int], ...]
+    deaths: tuple[tuple[int, int], ...]  # the same, for the death of each process
+    spoils: bool  # some move writes to pages of other rooms; there is none with all rules
+    wrong: bool
+
+
+class Result(NamedTuple):
+    """What a search has found. `story` tells how the first violation comes about; empty where there is none."""
+
+    states: int
+    moves: int
+    finals: int
+    depth: int
+    seconds: float
+    wrong: str = ""
+    story: tuple[str, ...] = ()
+
+
+class Explorer:
+    """All states of one cast, with all rules or without some."""
+
+    def __init__(self, cast: Cast, without: frozenset[str] = frozenset()) -> None:
+        self.cast = cast
+        self.protocol = Protocol(cast.shape, without)
+        readers = cast.shape.readers
+        self._exact = bool(without & {"writer-hold", "quarantine", "settled-ends"})  # a READ may hit a page
+        self._mirrors = len(readers) == 2 and readers[0] == readers[1] and not self._exact
+        self._rooms: list[Room] = []
+        self._faces: list[Face] = []
+        self._face_ids: dict[Face, int] = {}
+        self._seen_as: list[int] = []
+        self._mirror: list[int] = []
+        self._sees: list[bool] = []
+        self._ids: dict[tuple[int, Room], int] = {}
+        self._steps: dict[tuple[int, ...], Steps] = {}
+        self._shifts = [_BITS * position for position in range(len(cast.parts))]
+        self._processes = [f"P{rank}" for rank in range(cast.shape.sources)] + [f"D{i}" for i in range(len(readers))]
+
+    # Rooms and their indices.
+
+    def _id(self, position: int, room: Room) -> int:
+        size = self.cast.parts[position].pages
+        room = self._canonical(size, room)
+        found = self._ids.get((size, room))
+        if found is None:
+            found = self._ids[size, room] = len(self._rooms)
+            self._rooms.append(room)
+            self._faces.append(self._face(room))
+            self._seen_as.append(self._face_ids.setdefault(self._faces[-1], len(self._face_ids)))
+            waits = UNSET in room.word or (IDLE in room.pull and self.protocol.offered(room))
+            self._sees.append(waits or bool(self.protocol.without))
+            self._mirror.append(found)
+            if self._mirrors:
+                self._mirror[found] = self._id(position, self._mirrored(room))
+        return found
+
+    def _canonical(self, size: int, room: Room) -> Room:
+        room = self._forget(room)
+        return room if size == 1 or self._exact else self._ordered(size, room)
+
+    def _forget(self, room: Room) -> Room:
+        """Drops what can make no difference any more: messages to a lease that is over, pages that nobody reads."""
+        said, heard, intact = room.said, room.heard, list(room.intact)
+        for rank, links in enumerate(self.protocol.of_source):
+            if room.word[rank] == CLEARED and self.protocol.has("attempt-check"):
+                said, heard = (mask & ~sum(1 << i for i in links) for mask in (said, heard))
+            states = {(room.pull[self.protocol.links[i][0]], room.link[i][0]) for i in links}
+            if not room.held and not any(pull == IDLE or link in (COPYING, FENCED_EARLY) for pull, link in states):
+                intact[rank] = 0
+        return room._replace(said=said, former=room.former & said, heard=heard, intact=tuple(intact))
+
+    def _ordered(self, size: int, room: Room) -> Room:
+        masks = [*room.intact, *(mask for _, *both in room.link for mask in both)]
+        order = sorted(range(size), key=lambda page: [mask >> page & 1 for mask in masks])
+        if order == list(range(size)):
+            return room
+
+        def ordered(mask: int) -> int:
+            return sum((mask >> old & 1) << new for new, old in enumerate(order))
+
+        link = tuple((state, ordered(copied), ordered(good)) for state, copied, good in room.link)
+        return room._replace(intact=tuple(map(ordered, room.intact)), link=link)
+
+    def _mirrored(self, room: Room) -> Room:
+        half = len(room.link) // 2
+
+        def swapped(mask: int) -> int:
+            return (mask & (1 << half) - 1) << half | mask >> half
+
+        said, former, heard = map(swapped, (room.said, room.former, room.heard))
+        link = room.link[half:] + room.link[:half]
+        pull, pages, loose = room.pull[::-1], room.pages[::-1], room.loose[::-1]
+        return Room(room.word, room.held, room.intact, said, former, heard, pull, pages, loose, link)
+
+    def _face(self, room: Room) -> Face:
+        reserved = self.protocol.has("writer-hold")
+        pages = zip(room.pages, room.pull, strict=True)
+        return Face(
+            held=room.held,
+            pages=tuple(mask if reserved or pull != PULLING else 0 for mask, pull in pages),
+            failed=CLEARED in room.word or any(pull in (GIVEN_UP, CLOSED) for pull in room.pull),
+            past=sum(1 << i for i, pull in enumerate(room.pull) if pull in (IDLE, GIVEN_UP, CLOSED)),
+            new=sum(1 << i for i, pull in enumerate(room.pull) if pull == IDLE),
+            claims=bool(room.held) or STANDING in room.word or STALE in room.word,
+            standing=sum(1 << i for i, word in enumerate(room.word) if word in (STANDING, STALE)),
+            said=0 if self.protocol.has("attempt-check") else room.said,
+        )
+
+    def _view(self, position: int, faces: Sequence[Face]) -> View:
+        parts, shape = self.cast.parts, self.cast.shape
+        mine = parts[position]
+        source, readers = (1 << shape.pool) - 1, [(1 << shape.pool) - 1] * len(shape.readers)
+        take, foreign, claimed = (1 << len(shape.readers)) - 1, 0, False
+        for other, (part, face) in enumerate(zip(parts, faces, strict=True)):
+            if other == position:
+                continue
+            source &= ~face.held
+            readers = [free & ~pages for free, pages in zip(readers, face.pages, strict=True)]
+            if part.slot == mine.slot:
+                claimed |= face.claims
+                foreign |= face.standing
+            if other == mine.before:
+                take &= face.past
+            if part.before == position:
+                take &= face.new
+        may_lease = not claimed and (mine.before < 0 or faces[mine.before].failed)
+        late = faces[mine.before].said if mine.before >= 0 else 0
+        return View(may_lease, source, tuple(readers), take, late, foreign)
+
+    # States and what can follow.
+
+    def _encode(self, crashes: int, ids: list[int]) -> int:
+        state = crashes
+        for room in reversed(ids):
+            state = state << _BITS | room
+        return state
+
+    def _key(self, crashes: int, ids: list[int]) -> int:
+        return min(self._encode(crashes, ids), self._encode(crashes, [self._mirror[room] for room in ids]))
+
+    def _moves(self, position: int, room: Room, faces: Sequence[Face]) -> list[Move]:
+        part = self.cast.parts[position]
+        return list(self.protocol.moves(part.name, part.pages, room, self._view(position, faces)))
+
+    def _steps_of(self, position: int, ids: list[int]) -> Steps:
+        own = ids[position]
+        key = (position, own, *map(self._seen_as.__getitem__, ids)) if self._sees[own] else (position, own)
+        steps = self._steps.get(key)
+        if steps is None:
+            room, part = self._rooms[own], self.cast.parts[position]
+            moves = self._moves(position, room, [self._faces[other] for other in ids])
+            after = [self._id(position, move.room) for move in moves]
+            wrong = any(move.wrong or promises.stale(self.protocol, part.name, part.pages, move.room) for move in moves)
+            steps = self._steps[key] = Steps(
+                deltas=tuple(dict.fromkeys(self._delta(position, own, other) for other in after if other != own)),
+                deaths=tuple(self._delta(position, own, self._id(position, room)) for room in self._killed(room)),
+                spoils=any(move.writes for move in moves),
+                wrong=wrong or bool(promises.stuck(self.protocol, part.name, room, moves)),
+            )
+            if not self.protocol.without:
+                self._check_rank(part.pages, room, [self._rooms[i] for i in after if i != own])
+        return steps
+
+    def _delta(self, position: int, room: int, after: int) -> tuple[int, int]:
+        shift = self._shifts[position]
+        return (after - room) << shift, (self._mirror[after] - self._mirror[room]) << shift
+
+    def _check_rank(self, size: int, room: Room, after: list[Room]) -> None:
+        for other in after:
+            if promises.rank(size, other) <= promises.rank(size, room):
+                raise RuntimeError(f"a move leads back: {room} to {other}")
+
+    def _killed(self, room: Room) -> list[Room]:
+        """Returns what becomes of a room when each process dies."""
+        shape = self.cast.shape
+        sources = [self.protocol.crash_source(room, rank) for rank in range(shape.sources)]
+        return sources + [self.protocol.crash_reader(room, reader) for reader in range(len(shape.readers))]
+
+    def _tell(self, crashes: int, rooms: list[Room]) -> Iterator[tuple[str, int, list[Room], str]]:
+        """Everything that can follow a state, in words, worked out anew and without any symmetry."""
+        faces = [self._face(room) for room in rooms]
+        for position, part in enumerate(self.cast.parts):
+            moves = self._moves(position, rooms[position], faces)
+            for move in moves:
+                after = [
+                    room if other == position or move.writes is None else self.protocol.spoil(room, *move.writes)
+                    for other, room in enumerate(rooms)
+                ]
+                after[position] = self._forget(move.room)
+                yield move.text, crashes, after, move.wrong or self._stale(after)
+            if stuck := promises.stuck(self.protocol, part.name, rooms[position], moves):
+                yield "", crashes, rooms, stuck
+        for name, *killed in zip(self._processes, *map(self._killed, rooms), strict=True) if crashes else ():
+            yield f"{name} dies and starts anew", crashes - 1, [*map(self._forget, killed)], ""
+
+    def _stale(self, rooms: list[Room]) -> str:
+        found = (
+            promises.stale(self.protocol, part.name, part.pages, room)
+            for part, room in zip(self.cast.parts, rooms, strict=True)
+        )
+        return next(filter(None, found), "")
+
+    # The search.
+
+    def run(self) -> Result:
+        """Explores every state that can be reached, or stops at the first that breaks a promise."""
+        began = time.perf_counter()
+        rooms = [self._id(position, self.protocol.initial) for position in range(len(self.cast.parts))]
+        first = self._key(self.cast.crashes, rooms)
+        seen: dict[int, int] = {first: first}  # to the state from which it was first reached
+        level, depth, moves, finals = [first], 0, 0, 0
+        while level:
+            following: list[int] = []
+            for state in level:
+                after = self._expand(state)
+                if after is None:
+                    wrong, story = self._story(seen, state)
+                    return Result(len(seen), moves, finals, len(story), time.perf_counter() - began, wrong, story)
+                moves += len(after)
+                finals += not after
+                for other in after:
+                    if other not in seen:
+                        seen[other] = state
+                        following.append(other)
+            level = following
+            depth += bool(following)
+        return Result(len(seen), moves, finals, depth, time.perf_counter() - began)
+
+    def _expand(self, state: int) -> list[int] | None:
+        """Returns what follows a state; None where a promise is broken in it or by a move from it."""
+        ids = [state >> shift & _MASK for shift in self._shifts]
+        crashes = state >> _BITS * len(ids)
+        steps = [self._steps_of(position, ids) for position in range(len(ids))]
+        if any(step.wrong for step in steps):
+            return None
+        if any(step.spoils for step in steps):
+            told = list(self._tell(crashes, [self._rooms[room] for room in ids]))
+            if any(wrong for *_, wrong in told):
+                return None
+            keys = {self._key(left, [*map(self._id, range(len(ids)), rooms)]) for _, left, rooms, _ in told}
+            return list(keys - {state})
+        mirrored = self._encode(crashes, [self._mirror[room] for room in ids]) if self._mirrors else state
+        after = [min(state + one, mirrored + two) for step in steps for one, two in step.deltas]
+        if not after and not all(promises.is_over(self._rooms[room]) for room in ids):
+            return None
+        if crashes:
+            one_less = 1 << _BITS * len(ids)
+            for deltas in zip(*(step.deaths for step in steps), strict=True):
+                one, two = (sum(both) - one_less for both in zip(*deltas, strict=True))
+                after.append(min(state + one, mirrored + two))
+        return after
+
+    def _story(self, seen: dict[int, int], state: int) -> tuple[str, tuple[str, ...]]:
+        """Tells how a state is reached and what is wrong there; readers and pages keep their names throughout."""
+        path = [state]
+        while seen[path[-1]] != path[-1]:
+            path.append(seen[path[-1]])
+        crashes, rooms, story = self.cast.crashes, [self.protocol.initial] * len(self.cast.parts), list[str]()
+        for target in reversed(path[:-1]):
+            for text, left, after, _ in self._tell(crashes, rooms):
+                if self._key(left, [*map(self._id, range(len(after)), after)]) == target:
+                    story.append(text)
+                    crashes, rooms = left, after
+                    break
+            else:
+                raise RuntimeError(f"after {story} no move leads on")
+        for text, _, _, wrong in self._tell(crashes, rooms):
+            if wrong:
+                return wrong, (*story, *filter(None, [text]))
+        return "pages are lost: nothing can happen any more, and not all are given back", tuple(story)
+
+
+# The command.
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.transfer.protocol_model", description="Explores the ownership protocol."
+    )
+    parser.add_argument("--config", choices=sorted(CASTS), help="default: full, or what shows the rule's absence")
+    parser.add_argument(
+        "--without", choices=[*RULES, *ASSUMPTIONS], metavar="RULE", help="leave a rule out; --rules lists"
+    )
+    parser.add_argument("--rules", action="store_true", help="list the rules and assumptions")
+    return parser.parse_args()
+
+
+def _print(line: str = "") -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def _print_result(cast: Cast, result: Result) -> None:
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    _print(
+        f"{cast.title:32} crashes {cast.crashes}  {result.states:>10,} states {result.moves:>11,} moves "
+        f"{result.finals:>4} final {result.depth:>3} deep {result.seconds:>7.1f} s {memory:>5} MiB"
+    )
+    for number, line in enumerate(result.story, 1):
+        _print(f"  {number:>2}. {line}")
+    if result.wrong:
+        _print(f"  => {result.wrong}")
+
+
+def main() -> int:
+    """Runs the command. The status is 0 if all promises held, or, without a rule, if one was seen to break."""
+    arguments = _arguments()
+    if arguments.rules:
+        for name, text in {**RULES, **ASSUMPTIONS}.items():
+            _print(f"{name:20} {text}")
+        return 0
+    without = arguments.without
+    casts = (SHOWN_BY[without],) if without and not arguments.config else CASTS[arguments.config or "full"]
+    results = list[Result]()
+    for cast in casts:
+        results.append(Explorer(cast, frozenset({without} if without else ())).run())
+        _print_result(cast, results[-1])
+    broken = any(result.wrong for result in results)
+    if not broken:
+        _print("no stale page accepted, no page lost, no state stuck, nobody else affected")
+    return int(broken == (without is None))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

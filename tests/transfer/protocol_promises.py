@@ -1,0 +1,79 @@
+"""What the protocol promises of every room in every state. `protocol_model` looks at each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.transfer.protocol_room import (
+    CLOSED,
+    COMMITTED,
+    FLYING,
+    GIVEN_UP,
+    IDLE,
+    MATCHED,
+    MISMATCHED,
+    PASSED,
+    PULLING,
+    STALE,
+    STANDING,
+    UNSET,
+    Move,
+    Protocol,
+    Room,
+    bits,
+)
+
+_STAGE = {IDLE: 0, PULLING: 1, GIVEN_UP: 2, COMMITTED: 2, CLOSED: 3}  # how far a pull has come
+
+
+def stale(protocol: Protocol, name: str, size: int, room: Room) -> str:
+    """No stale page: says which committed page does not hold what was leased, empty where each does."""
+    for link, (reader, rank) in enumerate(protocol.links):
+        wrong = ((1 << size) - 1) & ~room.link[link][2]
+        if room.pull[reader] == COMMITTED and wrong:
+            return f"stale page: D{reader} serves page {bits(wrong)[0]} of {name} from P{rank}, and it is another's"
+    return ""
+
+
+def stuck(protocol: Protocol, name: str, room: Room, moves: Sequence[Move]) -> str:
+    """No stuck state, nobody else affected: says who cannot go on, empty where everybody can.
+
+    Who holds pages has a move of its own that brings it nearer to giving them back. A pull whose lease stands and which
+    nobody gave up has a move that brings it nearer to its commit, whatever became of other readers and requests.
+    """
+    due = {move.due for move in moves}
+    if (room.held or STANDING in room.word or STALE in room.word) and "P" not in due:
+        return f"P holds the pages of {name}, and waits for a message that may never come"
+    for reader, state in enumerate(room.pull):
+        if state not in (IDLE, CLOSED) and f"D{reader}" not in due:
+            return f"D{reader} holds pages for {name}, and waits for a READ that may never end"
+        if _is_sound(protocol, room, reader) and not any(
+            move.room.pull[reader] == COMMITTED
+            or (move.room.link != room.link and _is_sound(protocol, move.room, reader))
+            for move in moves
+        ):
+            return f"D{reader} cannot go on with {name}, though nothing has gone wrong with it"
+    return ""
+
+
+def _is_sound(protocol: Protocol, room: Room, reader: int) -> bool:
+    return room.pull[reader] == PULLING and all(
+        room.link[link][0] in (MATCHED, PASSED)
+        or (room.link[link][0] != MISMATCHED and room.word[protocol.links[link][1]] == STANDING)
+        for link in protocol.of_reader[reader]
+    )
+
+
+def is_over(room: Room) -> bool:
+    """No lost page: whether nothing is held, nothing may be written, no word stands and no pull goes on."""
+    words = STANDING in room.word or STALE in room.word
+    pages = room.held or any(room.pages) or any(room.loose)
+    return not (words or pages) and all(state in (IDLE, CLOSED) for state in room.pull)
+
+
+def rank(size: int, room: Room) -> int:
+    """A number that every move increases. So no move leads back, and every run ends."""
+    gone = 0 if UNSET in room.word or room.held else sum(1 + size - mask.bit_count() for mask in room.intact)
+    source = 10 * sum(room.word) + room.heard.bit_count() + bool(room.held or any(room.word)) + gone
+    reads = sum(-1 if state == FLYING else 10 * state + copied.bit_count() for state, copied, _ in room.link)
+    return source + reads + 1000 * sum(_STAGE[state] for state in room.pull)

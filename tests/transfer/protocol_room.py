@@ -1,0 +1,366 @@
+"""One lease and its pulls, as a machine of states. `protocol_model` explores all interleavings of several of these.
+
+A *room* is one attempt of one request: a source engine P of one or several ranks leases pages to the readers D0 and D1,
+each of which copies them over *links*, one for each pair of ranks. `docs/protocol.md` tells the same in prose.
+
+The network is the set of everything that was ever sent: a message may arrive at once, late, out of order, many times or
+never, with no move for any of these. A clock may strike at any moment. A page that nobody holds may be rewritten at any
+moment, each page for itself. A READ copies page by page, in any order, and a page counts as what it held when its last
+byte was read: under one lease a page only ever turns from right to wrong, so no torn copy is worse than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, TypeVar
+
+UNSET, STANDING, STALE, CLEARED = range(4)  # a lease word; STALE: the id stands, the pages are gone
+IDLE, PULLING, GIVEN_UP, COMMITTED, CLOSED = range(5)  # a reader's pull
+NONE, COPYING, FENCED_EARLY, FENCING, MATCHED, MISMATCHED, PASSED, FLYING = range(8)  # a link
+
+T = TypeVar("T")
+
+
+class Room(NamedTuple):
+    """One attempt of one request. In masks over pages of the request, bit k is its k-th page."""
+
+    word: tuple[int, ...]  # [source rank]
+    held: int  # pages of P, a mask over its pool, the same on every rank
+    intact: tuple[int, ...]  # [source rank] pages of the request that still hold there what was leased
+    said: int  # links over which "done" or "refused" was sent
+    former: int  # those where an earlier incarnation of the reader sent it
+    heard: int  # links whose message the source has booked
+    pull: tuple[int, ...]  # [reader]
+    pages: tuple[int, ...]  # [reader] pages held there, a mask over its pool, the same on every rank
+    loose: tuple[int, ...]  # [reader] pages given back that a READ may still write: none, with all rules
+    link: tuple[tuple[int, int, int], ...]  # [link] state, pages copied, pages whose copy is what was leased
+
+
+class View(NamedTuple):
+    """What a room can see of the others."""
+
+    may_lease: bool = False  # the attempt before has failed somewhere, and the slot of the word is free
+    free_source: int = 0
+    free_reader: tuple[int, ...] = ()
+    may_take: int = 0  # readers to whom this attempt is not out of date
+    late: int = 0  # without the attempt check: what was said in the attempt before
+    foreign: int = 0  # without fresh ids: source ranks where another word stands in the same slot
+
+
+class Move(NamedTuple):
+    """What happens, and what comes of it.
+
+    `due` names the party that makes the move by itself, with a clock and a memory of its own. `wrong` says which
+    promise the move breaks. `writes` is the page of a reader that a READ writes although others may have been given it.
+    """
+
+    text: str
+    room: Room
+    due: str = ""
+    wrong: str = ""
+    writes: tuple[int, int] | None = None
+
+
+class Shape(NamedTuple):
+    """Who takes part: ranks of the source, for each reader the source rank of each of its links, pages of each pool."""
+
+    sources: int
+    readers: tuple[tuple[int, ...], ...]
+    pool: int
+
+
+def put(values: tuple[T, ...], index: int, value: T) -> tuple[T, ...]:
+    return (*values[:index], value, *values[index + 1 :])
+
+
+def bits(mask: int) -> list[int]:
+    return [index for index in range(mask.bit_length()) if mask >> index & 1]
+
+
+def lowest(free: int, count: int) -> int:
+    return sum(1 << page for page in bits(free)[:count])
+
+
+class Protocol:
+    """The moves of a room, with all rules or without some."""
+
+    def __init__(self, shape: Shape, without: frozenset[str] = frozenset()) -> None:
+        self.shape = shape
+        self.without = without
+        self.links = [(reader, source) for reader, sources in enumerate(shape.readers) for source in sources]
+        self.of_reader = [[i for i, link in enumerate(self.links) if link[0] == r] for r in range(len(shape.readers))]
+        self.of_source = [[i for i, link in enumerate(self.links) if link[1] == s] for s in range(shape.sources)]
+        everywhere = (0,) * len(shape.readers)
+        ranks = (0,) * shape.sources
+        self.initial = Room(
+            ranks, 0, ranks, 0, 0, 0, everywhere, everywhere, everywhere, ((0, 0, 0),) * len(self.links)
+        )
+
+    def has(self, rule: str) -> bool:
+        return rule not in self.without
+
+    def moves(self, name: str, size: int, room: Room, view: View) -> Iterator[Move]:
+        """Everything that can happen next in the room of request `name`, of `size` pages."""
+        yield from self._grant(name, size, room, view)
+        for rank in range(self.shape.sources):
+            yield from self._lease(name, rank, room, view)
+        yield from self._give_away(name, room)
+        for reader in range(len(self.shape.readers)):
+            yield from self._pull(name, size, reader, room, view)
+            for link in self.of_reader[reader]:
+                yield from self._read(name, size, link, room, view)
+
+    # The source.
+
+    def _grant(self, name: str, size: int, room: Room, view: View) -> Iterator[Move]:
+        if not room.held and all(word == UNSET for word in room.word):
+            if view.may_lease and view.free_source.bit_count() >= size:
+                full = ((1 << size) - 1,) * self.shape.sources
+                room = room._replace(held=lowest(view.free_source, size), intact=full)
+                yield Move(f"P has computed {name} and holds its pages {bits(room.held)}", room)
+            return
+        for rank, word in enumerate(room.word):
+            if word == UNSET:
+                text = f"P{rank} writes the id of {name}'s lease into its word"
+                yield Move(text, room._replace(word=put(room.word, rank, STANDING)), "P")
+
+    def offered(self, room: Room) -> bool:
+        """Whether the offer has left the source. The readers learn of it then, or any time later."""
+        if self.has("word-before-offer"):
+            return UNSET not in room.word
+        return bool(room.held) or UNSET not in room.word
+
+    def _lease(self, name: str, rank: int, room: Room, view: View) -> Iterator[Move]:
+        if room.word[rank] == STANDING:
+            if self.has("source-deadline"):
+                yield self._end(f"the deadline of {name}'s lease passes on P{rank}", rank, room, "P")
+            for link in self.of_source[rank]:
+                yield from self._hear(name, link, room, view)
+        elif room.word[rank] == STALE:
+            yield Move(f"P{rank} clears the word of {name}", room._replace(word=put(room.word, rank, CLEARED)), "P")
+        elif room.word[rank] == CLEARED and not self.has("no-revival") and not room.held:
+            text = f"a renewal of {name}'s lease arrives late, and P{rank} writes its id into the word again"
+            yield Move(text, room._replace(word=put(room.word, rank, STALE)))
+
+    def _end(self, text: str, rank: int, room: Room, due: str = "", wrong: str = "") -> Move:
+        if self.has("clear-before-release"):
+            ended = room._replace(word=put(room.word, rank, CLEARED))
+            return Move(f"{text}: it clears the word", ended, due, wrong)
+        ended = room._replace(word=put(room.word, rank, STALE), held=0)
+        return Move(f"{text}: it lets go of the pages, and is yet to clear the word", ended, due, wrong)
+
+    def _hear(self, name: str, link: int, room: Room, view: View) -> Iterator[Move]:
+        reader, rank = self.links[link]
+        named = sum(1 << other for other in self.of_source[rank])
+        bit = 1 << link
+        if not (room.said | view.late) & bit or (room.heard & bit and self.has("count-names")):
+            return
+        unheard = named & ~room.heard
+        heard = room.heard | (unheard & -unheard if room.heard & bit else bit)
+        text = f"P{rank} hears that D{reader} is through with {name}"
+        if not room.said & bit:
+            text += ", said of the attempt before"
+        elif room.heard & bit:
+            text += ", a second time"
+        if heard & named == named or not self.has("all-readers"):
+            ended = room._replace(heard=heard)
+            yield self._end(text + ", the last that it waits for", rank, ended, wrong=self._robbed(name, rank, room))
+        else:
+            yield Move(text, room._replace(heard=heard))
+
+    def _robbed(self, name: str, rank: int, room: Room) -> str:
+        for link in self.of_source[rank]:
+            if room.link[link][0] in (COPYING, FENCED_EARLY, FENCING) and not room.former >> link & 1:
+                return (
+                    f"{name}'s lease ended as read while D{self.links[link][0]} was reading: its pull fails, though "
+                    "nobody died, gave up or was late"
+                )
+        return ""
+
+    def _give_away(self, name: str, room: Room) -> Iterator[Move]:
+        gone = room.word.count(CLEARED)
+        if room.held and (gone == len(room.word) or (gone and not self.has("all-words"))):
+            yield Move(f"P lets go of the pages of {name}", room._replace(held=0), "P")
+        if not room.held:
+            for rank, intact in enumerate(room.intact):
+                for page in bits(intact):
+                    text = f"page {page} of {name} is rewritten on P{rank}, for another request"
+                    yield Move(text, room._replace(intact=put(room.intact, rank, intact & ~(1 << page))))
+
+    # The readers.
+
+    def _pull(self, name: str, size: int, reader: int, room: Room, view: View) -> Iterator[Move]:
+        state, links = room.pull[reader], self.of_reader[reader]
+        if state == IDLE and self.offered(room):
+            free = view.free_reader[reader]
+            if view.may_take >> reader & 1 and free.bit_count() >= size:
+                taken = self._with_links(room, links, COPYING)
+                pages = lowest(free, size)
+                taken = taken._replace(pull=put(room.pull, reader, PULLING), pages=put(room.pages, reader, pages))
+                yield Move(f"D{reader} takes the offer of {name}, reserves pages {bits(pages)}, posts its READs", taken)
+            refused = room._replace(pull=put(room.pull, reader, CLOSED), said=room.said | self._mask(links))
+            yield Move(f"D{reader} refuses {name}", refused, f"D{reader}")
+        elif state == PULLING:
+            yield from self._commit(name, reader, room)
+            yield self._give_up(name, reader, room)
+        elif state == COMMITTED:
+            closed = self._with_links(room, links, NONE)._replace(pull=put(room.pull, reader, CLOSED))
+            text = f"D{reader} has answered {name}, its pages are given back"
+            yield Move(text, closed._replace(pages=put(room.pages, reader, 0)), f"D{reader}")
+
+    def _mask(self, links: list[int]) -> int:
+        return sum(1 << link for link in links)
+
+    def _with_links(self, room: Room, links: list[int], state: int) -> Room:
+        return room._replace(link=tuple((state, 0, 0) if i in links else link for i, link in enumerate(room.link)))
+
+    def _commit(self, name: str, reader: int, room: Room) -> Iterator[Move]:
+        states = {room.link[link][0] for link in self.of_reader[reader]}
+        if states == {PASSED} or (
+            PASSED in states and states <= {PASSED, MISMATCHED} and not self.has("all-or-nothing")
+        ):
+            link = tuple(
+                (NONE, 0, good) if self.links[i][0] == reader else (state, copied, good)
+                for i, (state, copied, good) in enumerate(room.link)
+            )
+            done = room._replace(pull=put(room.pull, reader, COMMITTED), link=link)
+            yield Move(f"D{reader} commits {name}", done, f"D{reader}")
+
+    def _give_up(self, name: str, reader: int, room: Room) -> Move:
+        links = self.of_reader[reader]
+        flying = [i for i in links if room.link[i][0] not in (PASSED, MISMATCHED)]
+        failed = any(room.link[i][0] == MISMATCHED for i in links)
+        cause = "finds another word than the id" if failed else "gives up (time-out, abort or lost peer)"
+        due = f"D{reader}" if failed or self.has("reader-deadline") else ""
+        left = self._with_links(self._with_links(room, links, NONE), flying, FLYING)
+        left = left._replace(said=room.said | self._mask(links))
+        if flying and self.has("quarantine"):
+            text = f"D{reader} {cause}: {name} fails, its pages wait for what is in flight"
+            return Move(text, left._replace(pull=put(room.pull, reader, GIVEN_UP)), due)
+        left = left._replace(pull=put(room.pull, reader, CLOSED), pages=put(room.pages, reader, 0))
+        if flying:
+            left = left._replace(loose=put(room.loose, reader, room.pages[reader]))
+        return Move(f"D{reader} {cause}: {name} fails, its pages are given back", left, due)
+
+    # What NIXL does for a reader.
+
+    def _read(self, name: str, size: int, link: int, room: Room, view: View) -> Iterator[Move]:
+        state = room.link[link][0]
+        if state in (COPYING, FENCED_EARLY):
+            yield from self._copy(name, size, link, room)
+        if state == COPYING and not self.has("fence-after-data"):
+            yield self._sample(name, link, room, view)
+        elif state == FENCING:
+            yield self._sample(name, link, room, view)
+            if not self.has("newer-reads") and room.word[self.links[link][1]] == CLEARED:
+                yield self._sampled(name, link, room, "an old word", matched=True)
+        elif state == MATCHED:
+            reader, rank = self.links[link]
+            passed = self._to(room, link, PASSED)._replace(said=room.said | 1 << link)
+            yield Move(f"D{reader} sees that the word of {name} matched; 'done' goes to P{rank} with it", passed)
+        elif state == FLYING:
+            yield from self._drain(name, link, room)
+
+    def _to(self, room: Room, link: int, state: int) -> Room:
+        return room._replace(link=put(room.link, link, (state, 0, room.link[link][2])))
+
+    def _copy(self, name: str, size: int, link: int, room: Room) -> Iterator[Move]:
+        reader, rank = self.links[link]
+        state, copied, good = room.link[link]
+        pages = bits(room.pages[reader])
+        for page in range(size):
+            bit = 1 << page
+            if copied & bit:
+                continue
+            writes = None if self.has("writer-hold") else (reader, pages[page])
+            right = room.intact[rank] & bit
+            text = f"page {page} of {name} is copied from P{rank} to D{reader}, page {pages[page]}"
+            text += "" if right else ": bytes of another request"
+            yield Move(
+                text, room._replace(link=put(room.link, link, (state, copied | bit, good | right))), writes=writes
+            )
+            if right and not self.has("whole-reads"):
+                text = f"the READ of page {page} of {name} delivers half of it to D{reader}, and is called done"
+                yield Move(text, room._replace(link=put(room.link, link, (state, copied | bit, good))))
+        if copied == (1 << size) - 1:
+            yield self._post_fence(name, link, room)
+
+    def _post_fence(self, name: str, link: int, room: Room) -> Move:
+        reader, rank = self.links[link]
+        if room.link[link][0] == FENCED_EARLY:
+            return Move(f"D{reader} sees that the READs of {name} have ended", self._to(room, link, MATCHED))
+        if not self.has("fence"):
+            passed = self._to(room, link, PASSED)._replace(said=room.said | 1 << link)
+            return Move(f"D{reader} sees that the READs of {name} have ended; 'done' went to P{rank} with them", passed)
+        fencing = self._to(room, link, FENCING)
+        if self.has("notify-with-fence"):
+            return Move(f"D{reader} sees that the READs of {name} have ended, posts that of P{rank}'s word", fencing)
+        text = f"D{reader} sees that the READs of {name} have ended, 'done' with them, posts that of P{rank}'s word"
+        return Move(text, fencing._replace(said=room.said | 1 << link))
+
+    def _sample(self, name: str, link: int, room: Room, view: View) -> Move:
+        rank = self.links[link][1]
+        stands = room.word[rank] in (STANDING, STALE)
+        flag = bool(view.foreign >> rank & 1) and not self.has("fresh-ids")
+        word = "its id" if stands else "the flag of another lease" if flag else "no such id"
+        return self._sampled(name, link, room, word, matched=stands or flag)
+
+    def _sampled(self, name: str, link: int, room: Room, word: str, *, matched: bool) -> Move:
+        reader, rank = self.links[link]
+        text = f"the word of {name} is read from P{rank} for D{reader}: {word}"
+        if matched:
+            state, copied, good = room.link[link]
+            after = (FENCED_EARLY, copied, good) if state == COPYING else (MATCHED, 0, good)
+            return Move(text, room._replace(link=put(room.link, link, after)))
+        wrong = f"D{reader}'s pull of {name} fails, though its lease has not ended" if room.word[rank] == UNSET else ""
+        return Move(text, room._replace(link=put(room.link, link, (MISMATCHED, 0, 0))), wrong=wrong)
+
+    def _drain(self, name: str, link: int, room: Room) -> Iterator[Move]:
+        reader = self.links[link][0]
+        ended = room._replace(link=put(room.link, link, (NONE, 0, 0)))
+        text = f"what D{reader} had in flight of {name} has ended, or its agent is destroyed"
+        if all(ended.link[other][0] != FLYING for other in self.of_reader[reader]):
+            ended = ended._replace(loose=put(room.loose, reader, 0))
+            if room.pull[reader] == GIVEN_UP:
+                ended = ended._replace(pull=put(room.pull, reader, CLOSED), pages=put(room.pages, reader, 0))
+                text += ": its pages are given back"
+        yield Move(text, ended, f"D{reader}")
+        if room.pull[reader] == GIVEN_UP and not self.has("settled-ends"):
+            closed = room._replace(pull=put(room.pull, reader, CLOSED), pages=put(room.pages, reader, 0))
+            text = f"NIXL calls what D{reader} had in flight of {name} ended, and copies on: its pages are given back"
+            yield Move(text, closed._replace(loose=put(room.loose, reader, room.pages[reader])))
+        for page in bits(room.loose[reader]):
+            text = f"the READ of {name} that D{reader} gave up writes to page {page}"
+            yield Move(text, room, writes=(reader, page))
+
+    # What happens to a room from outside.
+
+    def crash_source(self, room: Room, rank: int) -> Room:
+        """A rank of P dies and starts anew: other bytes where its pages were, empty words, nothing remembered."""
+        if not room.held and room.word[rank] == UNSET:
+            return room
+        survives = room.word[rank] in (STANDING, STALE) and not self.has("mortal-words")
+        word = put(room.word, rank, STALE if survives else CLEARED)
+        held = 0 if all(state in (CLEARED, STALE) for state in word) else room.held
+        return room._replace(word=word, intact=put(room.intact, rank, 0), held=held)
+
+    def crash_reader(self, room: Room, reader: int) -> Room:
+        """A reader dies and starts anew: an empty pool, nothing in flight, and offers that it does not remember."""
+        if room.pull[reader] == IDLE and not room.said:
+            return room
+        links = self.of_reader[reader]
+        room = self._with_links(room, links, NONE)._replace(former=room.former | (room.said & self._mask(links)))
+        return room._replace(
+            pull=put(room.pull, reader, IDLE), pages=put(room.pages, reader, 0), loose=put(room.loose, reader, 0)
+        )
+
+    def spoil(self, room: Room, reader: int, page: int) -> Room:
+        """A READ of another room writes to a page of a reader: where it is this room's and copied, the copy is lost."""
+        if not room.pages[reader] >> page & 1 or room.pull[reader] not in (PULLING, COMMITTED):
+            return room
+        bit = 1 << bits(room.pages[reader]).index(page)
+        link = self.of_reader[reader][0]
+        state, copied, good = room.link[link]
+        if state in (COPYING, FENCED_EARLY) and not copied & bit:
+            return room
+        return room._replace(link=put(room.link, link, (state, copied, good & ~bit)))

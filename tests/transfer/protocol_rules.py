@@ -1,0 +1,97 @@
+"""The rules of the ownership protocol by name, each with the smallest cast that shows what comes of leaving it out."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tests.transfer.protocol_room import Shape
+
+
+class Part(NamedTuple):
+    """One attempt of one request: its name, its pages, the attempt before it (or -1), and its slot among the words."""
+
+    name: str
+    pages: int
+    before: int = -1
+    slot: int = 0
+
+
+class Cast(NamedTuple):
+    """Who takes part, and how many processes may die. Nothing else is bounded."""
+
+    title: str
+    shape: Shape
+    parts: tuple[Part, ...]
+    crashes: int = 0
+
+
+RULES = {
+    "fence": "a pull counts only if the lease word, read from the source, still holds the lease's id",
+    "fence-after-data": "the word is read when every READ of data has ended, not with them",
+    "clear-before-release": "a lease ends by clearing its word; only then do its pages lose their holder",
+    "all-words": "pages lose their holder when the words of all ranks of the source are cleared, not of one",
+    "word-before-offer": "the id stands in the words of all ranks before the offer leaves the source",
+    "fresh-ids": "the word holds a number that no other lease ever has, not a flag that says 'valid'",
+    "mortal-words": "the word lives in the process whose pages it guards, and dies with it",
+    "no-revival": "a renewal prolongs a lease that stands; it never sets a word again",
+    "notify-with-fence": "'done' rides on the READ of the word, not on the READs of data",
+    "all-readers": "a lease is read when every rank that it names has said so, not one",
+    "count-names": "the source keeps who has said so, not how many messages came",
+    "attempt-check": "a message of an earlier attempt does nothing to a later one",
+    "writer-hold": "a page that a READ is to fill is nobody else's from the moment it is reserved",
+    "quarantine": "after a time-out the pages wait until nothing of the pull is in flight",
+    "all-or-nothing": "a pull commits when the words of all ranks that it read from held the id, or not at all",
+    "source-deadline": "the source ends a lease at a deadline of its own",
+    "reader-deadline": "the reader gives a pull up at a deadline of its own",
+}
+ASSUMPTIONS = {
+    "whole-reads": "a READ that ended well has delivered every byte, while the source lives and its pool is mapped",
+    "settled-ends": "when NIXL says that a READ has ended, well or not, it writes nothing more",
+    "newer-reads": "a READ posted after another has ended sees memory at least as new",
+}
+
+
+_A, _B = Part("A", 2, slot=0), Part("B", 1, slot=1)
+_AGAIN = Part("A again", 2, before=0, slot=2)
+_ONE, _TWO = ((0,),), ((0,), (0,))
+
+CASTS = {
+    "full": (
+        Cast("2 requests, 2 readers", Shape(1, _TWO, 3), (_A, _B), crashes=2),
+        Cast("2 requests, 2 attempts each", Shape(1, _ONE, 3), (_A, _AGAIN, _B, Part("B again", 1, 2, 3)), crashes=2),
+        Cast("2 attempts, 2 readers", Shape(1, _TWO, 3), (_A, _AGAIN), crashes=2),
+        Cast("2 requests, 2 source ranks", Shape(2, ((0, 1),), 3), (_A, _B), crashes=0),
+        Cast("2 attempts, 2 by 2 ranks", Shape(2, ((0, 1, 0, 1),), 3), (_A, _AGAIN), crashes=0),
+        Cast("2 source ranks, 2 readers", Shape(2, ((0, 1), (0, 1)), 3), (_A,), crashes=2),
+        Cast("one word for all leases", Shape(1, _ONE, 3), (_A, Part("A again", 2, 0), Part("B", 1)), crashes=2),
+    ),
+    "small": (
+        Cast("2 requests, 1 reader", Shape(1, _ONE, 3), (_A, _B), crashes=1),
+        Cast("1 request, 2 readers", Shape(1, _TWO, 3), (_A,), crashes=1),
+        Cast("2 attempts, 1 reader", Shape(1, _ONE, 3), (_A, _AGAIN), crashes=1),
+        Cast("1 request, 2 source ranks", Shape(2, ((0, 1),), 3), (_A,), crashes=1),
+        Cast("one word for all leases", Shape(1, _ONE, 3), (_A, Part("B", 1)), crashes=1),
+    ),
+}
+
+_PAIR = Cast("1 request, 1 reader", Shape(1, _ONE, 3), (_A,))
+_MORTAL = _PAIR._replace(crashes=1)
+_READERS = Cast("1 request, 2 readers", Shape(1, _TWO, 3), (_A,))
+_ATTEMPTS = Cast("2 attempts, 1 reader", Shape(1, _ONE, 4), (_A, _AGAIN))
+_RANKS = Cast("1 request, 2 source ranks", Shape(2, ((0, 1),), 3), (_A,))
+_REQUESTS = Cast("2 requests, 1 reader", Shape(1, _ONE, 3), (Part("A", 2, slot=0), Part("B", 2, slot=1)))
+_WORD = Cast("2 requests, one word", Shape(1, _ONE, 3), (Part("A", 2), Part("B", 1)))
+
+SHOWN_BY = dict.fromkeys((*RULES, *ASSUMPTIONS), _PAIR) | {
+    "all-words": _RANKS,
+    "fresh-ids": _WORD,
+    "mortal-words": _MORTAL,
+    "all-readers": _READERS,
+    "count-names": _READERS,
+    "attempt-check": _ATTEMPTS,
+    "writer-hold": _REQUESTS,
+    "quarantine": _REQUESTS,
+    "settled-ends": _REQUESTS,
+    "all-or-nothing": _RANKS,
+}
+"""The smallest cast in which the absence of a rule, or of an assumption, does harm."""
