@@ -78,6 +78,25 @@ def _add_replay(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     replay.add_argument("--replicas", metavar="N", type=int, default=1, help="replicas that share the capacity")
     replay.add_argument(
+        "--hints",
+        metavar="KIND",
+        default="none",
+        help="session_continues of each request, from the trace's future: none, true, inverted, or wrong=SHARE",
+    )
+    replay.add_argument(
+        "--routing",
+        choices=("prefix", "least-loaded", "round-robin"),
+        default="prefix",
+        help="how a replica is claimed",
+    )
+    replay.add_argument(
+        "--plots",
+        metavar="DIR",
+        type=Path,
+        default=argparse.SUPPRESS,
+        help="also sweep capacities, hints, replicas and rules, and draw hits and load balance there (minutes)",
+    )
+    replay.add_argument(
         "--json", metavar="FILE", type=Path, default=argparse.SUPPRESS, help="write the figures there too"
     )
 

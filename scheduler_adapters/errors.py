@@ -10,7 +10,7 @@ class AdapterError(KVCacheError):
 
 
 class MissingExtraError(AdapterError, ImportError):
-    """A package of the optional extra `serve` is not installed."""
+    """A package of an optional extra (`serve`, `bench`) is not installed."""
 
 
 class ModelLoadError(AdapterError, ValueError):
@@ -35,6 +35,10 @@ class GenerationError(AdapterError, RuntimeError):
 
 class PromptsError(AdapterError, ValueError):
     """A prompts file that cannot be read, or a prompt that can never be served."""
+
+
+class ReplayError(AdapterError, ValueError):
+    """A trace that cannot be read, or not be replayed as it was asked for."""
 
 
 class WorkerError(AdapterError, RuntimeError):

@@ -2,7 +2,8 @@
 
 A trace is in the Mooncake format: one JSON object a line, whose `hash_ids` name the blocks of a prompt; equal ids mean
 an equal prefix up to and including that block. Requests come one after another. A block is a page; one token more
-follows the prompt, so that its last block is full of computed tokens and can be published.
+follows the prompt, so that its last block is full of computed tokens and can be published. Hints, where asked for, are
+made from the trace's own future (see `trace_hints`); the reference and the optimum are those of one pool without hints.
 """
 
 from __future__ import annotations
@@ -17,26 +18,33 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kvcache import KVCacheError, KVCacheParams, PagedKVCacheManager, TextContext
+from kvcache import KVCacheParams, PagedKVCacheManager, Routing, TextContext
+from kvcache.routing import RoutingRule
+from scheduler_adapters.errors import ReplayError
+from scheduler_adapters.trace_hints import hints_for
 
 PAGE_SIZE = 2  # a page is (block id, 0): two tokens, as a page of one would publish the token that follows, too
+WINDOW = 500  # requests over which the load of the replicas is compared
 _NEVER = 1 << 60
 
 Blocks = Sequence[int]
 
 
-class ReplayError(KVCacheError, ValueError):
-    """A trace that cannot be read, or not be replayed at this capacity."""
-
-
 class ReplayResult(msgspec.Struct, frozen=True):
-    """What a replay found. `gap_closed` is the manager's share of what the optimum hits beyond the reference LRU.
+    """What a replay found.
 
-    It is 0.0 for a manager that hits as often as the reference LRU, and None where the two leave no gap.
+    Attributes:
+        reference_lru_hits: of a plain LRU in one pool of the capacity; `optimum_hits` of the best that such a pool can.
+        gap_closed: share of what the optimum hits beyond the reference LRU: 0.0 for a manager that hits as often as
+            the reference, below 0.0 where it hits less, None where the two leave no gap.
+        window_load_mean: blocks that the busiest replica computes, of an even share, 1.0 or more: mean over the windows
+            of `WINDOW` requests. None for one replica, or where there are no computed blocks.
+        window_load_max: the same of the worst window.
     """
 
     requests: int
@@ -48,6 +56,8 @@ class ReplayResult(msgspec.Struct, frozen=True):
     optimum_hits: int
     gap_closed: float | None
     us_per_request_p50: float
+    window_load_mean: float | None = None
+    window_load_max: float | None = None
 
 
 class _Request(msgspec.Struct):
@@ -80,12 +90,26 @@ def load_trace(path: Path) -> list[list[int]]:
 
 
 def replay(
-    trace: Sequence[Blocks], capacity: int, replicas: int = 1, progress: Callable[[int], None] = lambda _: None
+    trace: Sequence[Blocks],
+    capacity: int,
+    replicas: int = 1,
+    progress: Callable[[int], None] = lambda _: None,
+    *,
+    hints: str = "none",
+    routing: RoutingRule = "prefix",
 ) -> ReplayResult:
     """Drive a manager of `capacity` blocks, split over `replicas`, with the trace.
 
+    Args:
+        trace: the blocks of each request.
+        capacity: blocks in all.
+        replicas: that share them evenly.
+        progress: told of each request that is done.
+        hints: as `trace_hints.hints_for` takes them.
+        routing: the rule by which a replica is claimed.
+
     Raises:
-        ReplayError: a request does not fit into one replica.
+        ReplayError: a request does not fit into one replica, or there are no such hints.
     """
     share = capacity // replicas
     longest = max(len(blocks) for blocks in trace)
@@ -93,15 +117,18 @@ def replay(
         raise ReplayError(
             f"a request of {longest} blocks does not fit: {capacity} blocks, {replicas} replicas, {share} each"
         )
-    manager = _manager(share, replicas, longest)
+    manager = _manager(share, replicas, longest, Routing(rule=routing))
     hits, times = 0, list[float]()
-    for number, blocks in enumerate(trace):
+    computed = np.zeros((len(trace), replicas), np.int64)
+    for number, (blocks, hint) in enumerate(zip(trace, hints_for(trace, hints), strict=True)):
         tokens = np.zeros(len(blocks) * PAGE_SIZE + 1, np.int32)
         tokens[:-1:PAGE_SIZE] = blocks
-        context = TextContext(tokens, len(tokens) + 1, str(number))
+        context = TextContext(tokens, len(tokens) + 1, str(number), retention=hint)
         start = time.perf_counter()
-        hits += _serve(manager, context)
+        replica, found = _serve(manager, context)
         times.append(time.perf_counter() - start)
+        hits += found
+        computed[number, replica] = len(blocks) - found
         progress(1)
     manager.check()
     if manager.num_free_blocks != manager.total_num_pages:
@@ -118,19 +145,44 @@ def replay(
         optimum_hits=optimum,
         gap_closed=(hits - lru) / (optimum - lru) if optimum > lru else None,
         us_per_request_p50=statistics.median(times) * 1e6,
+        **_window_loads(computed),
     )
 
 
-def run_replay(trace: Path, capacity: int, replicas: int, json: Path | None = None) -> int:
-    """`pagewire replay`: a progress bar, a table, and the figures as JSON where asked to. The exit status."""
+def _window_loads(computed: NDArray[np.int64]) -> dict[str, float | None]:
+    """The loads of a result, of the blocks computed at each replica for each request: `[requests, replicas]`."""
+    count, replicas = computed.shape
+    windows = max(1, count // WINDOW)  # the last requests, fewer than a window, say nothing
+    sums = [
+        part.sum(axis=0) for part in np.split(computed[: windows * WINDOW], range(WINDOW, windows * WINDOW, WINDOW))
+    ]
+    loads = [float(each.max() * replicas / each.sum()) for each in sums if each.any()]
+    if replicas == 1 or not loads:
+        return {"window_load_mean": None, "window_load_max": None}
+    return {"window_load_mean": statistics.mean(loads), "window_load_max": max(loads)}
+
+
+def run_replay(
+    trace: Path,
+    capacity: int,
+    replicas: int,
+    hints: str = "none",
+    routing: RoutingRule = "prefix",
+    json: Path | None = None,
+    plots: Path | None = None,
+) -> int:
+    """`pagewire replay`: a progress bar, a table, and figures as JSON and plots where asked to. The exit status."""
     if capacity < 1 or replicas < 1:
         raise ReplayError(f"--capacity {capacity}, --replicas {replicas}: at least 1 is needed of each")
     requests = load_trace(trace)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("replaying", total=len(requests))
-        result = replay(requests, capacity, replicas, lambda done: bar.advance(task, done))
-    table = Table(title=f"{trace.name}, {capacity:,} blocks, {replicas} replica(s)", show_header=False)
+        result = replay(
+            requests, capacity, replicas, lambda done: bar.advance(task, done), hints=hints, routing=routing
+        )
+    title = f"{trace.name}, {capacity:,} blocks, {replicas} replica(s), routing {routing}, hints {hints}"
+    table = Table(title=title, show_header=False)
     for name, value in msgspec.structs.asdict(result).items():
         text = "" if value is None else f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
         table.add_row(name.replace("_", " "), text)
@@ -140,10 +192,15 @@ def run_replay(trace: Path, capacity: int, replicas: int, json: Path | None = No
             json.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
         except OSError as error:
             raise ReplayError(f"--json {json}: {error.strerror}") from error
+    if plots is not None:
+        from scheduler_adapters.replay_plots import write_plots  # noqa: PLC0415 - it builds on this file
+
+        for path in write_plots(trace.stem, requests, capacity, plots, console.print):
+            console.print(f"drew {path}")
     return 0
 
 
-def _manager(share: int, replicas: int, longest: int) -> PagedKVCacheManager:
+def _manager(share: int, replicas: int, longest: int, routing: Routing) -> PagedKVCacheManager:
     params = KVCacheParams(
         dtype=torch.uint8,
         n_kv_heads=1,
@@ -153,6 +210,7 @@ def _manager(share: int, replicas: int, longest: int) -> PagedKVCacheManager:
         is_mla=True,
         n_devices=replicas,
         data_parallel_degree=replicas,
+        routing=routing,
     )
     # One page more than the capacity: the one that the token after the prompt lies on.
     memory = (share + 1) * PAGE_SIZE * replicas
@@ -161,16 +219,16 @@ def _manager(share: int, replicas: int, longest: int) -> PagedKVCacheManager:
     )
 
 
-def _serve(manager: PagedKVCacheManager, context: TextContext) -> int:
-    """Run one request to its first token; returns the blocks that were hit."""
-    with manager.claim(context):
+def _serve(manager: PagedKVCacheManager, context: TextContext) -> tuple[int, int]:
+    """Run one request to its first token; returns its replica, and the blocks that were hit."""
+    with manager.claim(context) as replica:
         if not manager.maybe_reserve(context):
             raise ReplayError(f"request {context.request_id}: no pages, though nobody else runs")
         hits = context.start_idx // PAGE_SIZE
         manager.fetch([context])
         context.update(0)
         manager.step([context])
-    return hits
+    return replica, hits
 
 
 def reference_lru_hits(trace: Iterable[Blocks], capacity: int) -> int:

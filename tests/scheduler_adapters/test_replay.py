@@ -72,6 +72,43 @@ def test_replicas_split_the_capacity() -> None:
     assert 0 < two.hits <= one.hits
 
 
+def long_trace(requests: int = 1500) -> list[list[int]]:
+    """Sessions of three turns, interleaved, between prompts that never come again."""
+    found = []
+    for number in range(requests // 2):
+        session, turn = number % 40 + 40 * (number // 120), number // 40 % 3
+        found.append([10**6 * (session + 1) + block for block in range(4 * (turn + 1))])
+        found.append([10**9 + 10 * number + block for block in range(8)])
+    return found
+
+
+def test_true_hints_hit_more_and_wrong_ones_hardly_less_than_none() -> None:
+    trace = long_trace()
+    none, true, inverted = (replay(trace, 300, hints=kind) for kind in ("none", "true", "inverted"))
+    assert none.hits == none.reference_lru_hits == true.reference_lru_hits
+    assert true.hits > 2 * none.hits
+    assert true.gap_closed is not None
+    assert true.gap_closed > 0.5
+    assert inverted.hits > none.hits - 0.01 * none.block_refs
+
+
+def test_claiming_by_prefix_hits_what_turns_do_not_and_loads_are_even() -> None:
+    trace = long_trace()
+    by_prefix, turns = (replay(trace, 2400, 3, routing=rule) for rule in ("prefix", "round-robin"))
+    assert by_prefix.hits > 0.95 * by_prefix.reference_lru_hits > 2 * turns.hits
+    assert by_prefix.window_load_mean is not None
+    assert 1.0 <= by_prefix.window_load_mean <= by_prefix.window_load_max < 1.2
+    assert replay(trace, 2400).window_load_mean is None
+
+
+def test_a_window_s_load_is_that_of_its_busiest_replica() -> None:
+    # Of two replicas the one takes the long prompts and the other the short ones, turn by turn, in both full windows.
+    trace = [[10 * number + at for at in range(3 if number % 2 else 1)] for number in range(1100)]
+    result = replay(trace, 10_000, 2, routing="round-robin")
+    assert result.hits == 0
+    assert result.window_load_mean == result.window_load_max == 1.5
+
+
 def test_a_request_that_never_fits_is_said_so() -> None:
     with pytest.raises(ReplayError, match="a request of 9 blocks does not fit: 16 blocks, 2 replicas, 8 each"):
         replay([[*range(9)]], 16, replicas=2)
@@ -115,8 +152,14 @@ def test_the_command_prints_and_writes_its_figures(tmp_path: Path, capsys: pytes
         "optimum_hits",
         "gap_closed",
         "us_per_request_p50",
+        "window_load_mean",
+        "window_load_max",
     ]
     assert f"{figures['hits']:,}" in capsys.readouterr().out
     assert main(["replay", str(tmp_path / "missing")]) == 2
     assert main(["replay", str(path), "--capacity", "0"]) == 2
+    assert main(["replay", str(path), "--hints", "maybe"]) == 2
+    options = ["--hints", "wrong=0.5", "--routing", "round-robin", "--replicas", "2", "--json", str(out)]
+    assert main(["replay", str(path), "--capacity", "40", *options]) == 0
+    assert json.loads(out.read_text())["window_load_mean"] >= 1
     assert main(["replay", str(path), "--json", str(tmp_path)]) == 2

@@ -1,0 +1,93 @@
+"""What does `get_or_recommend_replica` cost?
+
+The prompt is hashed once and looked up in every replica. cold: no replica has a page of it. one: one replica has all
+its full pages. all: every replica has. again: as `all`, asked a second time, as for a request that waits. Pages of 16
+tokens; each sample but those of `again` is a new context, so that the hash is in the figure; `hash_min` is the hash
+alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from benchmarks.frame import Row, options, pin, report, samples, summary
+from benchmarks.pools import LONGEST, Prompts, expect
+from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
+from kvcache.hashing import hasher_of
+from kvcache.params import HashAlgorithm
+
+PAGE = 16
+
+
+def manager_of(replicas: int, pages: int, algorithm: HashAlgorithm) -> PagedKVCacheManager:
+    """Replicas of `pages` pages each, a byte a token."""
+    params = KVCacheParams(
+        dtype=torch.uint8,
+        n_kv_heads=1,
+        head_dim=1,
+        is_mla=True,
+        enable_prefix_caching=True,
+        page_size=PAGE,
+        hash_algorithm=algorithm,
+        n_devices=replicas,
+        data_parallel_degree=replicas,
+    )
+    memory = pages * PAGE * replicas
+    return PagedKVCacheManager(params, 8 * replicas, LONGEST, 1, ["cpu"] * replicas, available_cache_memory=memory)
+
+
+def publish(manager: PagedKVCacheManager, tokens: np.ndarray, replica: int) -> None:
+    """Leave the prompt's pages cached at one replica."""
+    context = TextContext(tokens, LONGEST)
+    with manager.claim(context, replica):
+        expect(manager.maybe_reserve(context), "there is room")
+        context.update(1)
+        manager.step([context])
+
+
+def measure(replicas: int, length: int, algorithm: HashAlgorithm, repeats: int) -> list[Row]:
+    """The rows of one prompt length."""
+    manager, prompts = manager_of(replicas, 3 * length // PAGE, algorithm), Prompts()
+    tokens, other = prompts.tokens(length), prompts.tokens(length)
+    shape = {"replicas": replicas, "prompt": length, "hash": algorithm}
+
+    def asked(wanted: np.ndarray) -> Row:
+        return summary(samples(repeats, lambda: TextContext(wanted, LONGEST), manager.get_or_recommend_replica))
+
+    def digests(context: TextContext) -> None:
+        hasher_of(context, algorithm, PAGE).digests(context.tokens, 0, (length - 1) // PAGE)
+
+    hashing = summary(samples(repeats, lambda: TextContext(other, LONGEST), digests))["us_min"]
+    rows: list[Row] = [{**shape, "case": "cold", **asked(other)}]
+    publish(manager, tokens, 0)
+    rows.append({**shape, "case": "one", **asked(tokens)})
+    for replica in range(1, replicas):
+        publish(manager, tokens, replica)
+    probe = TextContext(tokens, LONGEST)
+    expect(manager.admission(probe).cached_pages == (length - 1) // PAGE, "every full page is found")
+    rows.append({**shape, "case": "all", **asked(tokens)})
+    rows.append(
+        {**shape, "case": "again", **summary(samples(repeats, lambda: probe, manager.get_or_recommend_replica))}
+    )
+    return [{**row, "hash_min": hashing} for row in rows]
+
+
+def main() -> None:
+    """Run and report."""
+    chosen = options(__doc__)
+    pin()
+    repeats = 15 if chosen.quick else 60
+    algorithms: tuple[HashAlgorithm, ...] = ("sha256", "xxh3_128")
+    rows = [
+        row
+        for algorithm in algorithms
+        for replicas in (1, 8)
+        for length in (4096, 32_768)
+        for row in measure(replicas, length, algorithm, repeats)
+    ]
+    report("recommend", rows, chosen)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""What are retention hints worth on public traces, and what do wrong ones cost?
+
+The traces of `benchmarks.trace_replay` through the real manager, with hints made from their future: all right, 20 %
+wrong, all inverted, and none, which has to hit exactly as often as the reference LRU.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks.frame import Row, options, pin, progress, report
+from benchmarks.pools import expect
+from benchmarks.trace_replay import FOLDER, TRACES
+from scheduler_adapters.replay import load_trace
+from scheduler_adapters.replay_plots import CAPACITIES, sweep_capacities
+
+
+def measure(name: str, capacities: tuple[int, ...]) -> list[Row]:
+    """The rows of one trace. `points` is the hit rate beyond plain LRU, in percentage points."""
+    rows = sweep_capacities(load_trace(FOLDER / name), capacities, note=lambda row: progress(f"{name}: {row}"))
+    for row in rows:
+        row["points"] = round(row["hit_pct"] - row["lru_pct"], 2)
+        expect(row["hints"] != "none" or row["hit_pct"] == row["lru_pct"], "without hints it is the reference LRU")
+    return [{"trace": name.split("_", maxsplit=1)[0], **row} for row in rows]
+
+
+def main() -> int:
+    """Run and report; exit status 0 also where there are no traces, as they are no part of the project."""
+    chosen = options(__doc__)
+    pin()
+    missing = [name for name in TRACES if not (FOLDER / name).exists()]
+    if missing:
+        progress(f"trace_hints: no {missing[0]} in {FOLDER}; PAGEWIRE_TRACES names another folder")
+        return 0
+    capacities = (5000,) if chosen.quick else CAPACITIES
+    report("trace_hints", [row for name in TRACES for row in measure(name, capacities)], chosen)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""What do replicas that share a pool's pages hit of what one pool hits, and how even is their load?
+
+The traces of `benchmarks.trace_replay`, 10,000 blocks in all, for each rule of claiming.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks.frame import Row, options, pin, progress, report
+from benchmarks.trace_replay import FOLDER, TRACES
+from scheduler_adapters.replay import load_trace
+from scheduler_adapters.replay_plots import REPLICAS, sweep_replicas
+
+CAPACITY = 10_000
+
+
+def measure(name: str, counts: tuple[int, ...]) -> list[Row]:
+    """The rows of one trace."""
+    rows = sweep_replicas(load_trace(FOLDER / name), CAPACITY, counts, note=lambda row: progress(f"{name}: {row}"))
+    for row in rows:
+        for column in ("window_load_mean", "window_load_max"):
+            row[column] = row[column] and round(row[column], 3)
+    return [{"trace": name.split("_", maxsplit=1)[0], **row} for row in rows]
+
+
+def main() -> int:
+    """Run and report; exit status 0 also where there are no traces, as they are no part of the project."""
+    chosen = options(__doc__)
+    pin()
+    missing = [name for name in TRACES if not (FOLDER / name).exists()]
+    if missing:
+        progress(f"trace_routing: no {missing[0]} in {FOLDER}; PAGEWIRE_TRACES names another folder")
+        return 0
+    report(
+        "trace_routing", [row for name in TRACES for row in measure(name, (8,) if chosen.quick else REPLICAS)], chosen
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

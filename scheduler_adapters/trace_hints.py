@@ -1,0 +1,53 @@
+"""Retention hints for a trace, made from its future: an upper bound for what clients could say, not a prediction."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from kvcache import Retention
+from scheduler_adapters.errors import ReplayError
+
+Blocks = Sequence[int]
+
+
+def continues(trace: Sequence[Blocks]) -> list[bool]:
+    """Of each request: whether a later one begins with at least half of its blocks.
+
+    Half, as the end of a prompt is often rewritten: its last block fills up further, the question after a document is
+    another one. Two requests that share a system prompt alone are not one session.
+    """
+    seen = set[int]()
+    found: list[bool] = []
+    for blocks in reversed(trace):
+        found.append(blocks[(len(blocks) - 1) // 2] in seen)
+        seen.update(blocks)
+    return found[::-1]
+
+
+def hints_for(trace: Sequence[Blocks], kind: str, seed: int = 0) -> list[Retention | None]:
+    """The hint of each request: `none`; `true`; `inverted`; or `wrong=SHARE`, inverted for that share of the requests.
+
+    Raises:
+        ReplayError: (a ValueError) no such kind.
+    """
+    if kind == "none":
+        return [None] * len(trace)
+    wrong = _share_wrong(kind)
+    rng = random.Random(seed)  # noqa: S311 - it guards nothing
+    return [Retention(session_continues=true != (rng.random() < wrong)) for true in continues(trace)]
+
+
+def _share_wrong(kind: str) -> float:
+    """The share of requests whose hint is inverted."""
+    name, _, text = kind.partition("=")
+    known = {"true": 0.0, "inverted": 1.0}
+    if kind in known:
+        return known[kind]
+    try:
+        share = float(text) if name == "wrong" else -1.0
+    except ValueError:
+        share = -1.0
+    if not 0.0 <= share <= 1.0:
+        raise ReplayError(f"--hints {kind}: none, true, inverted or wrong=SHARE is needed, a share from 0 to 1")
+    return share
