@@ -109,9 +109,13 @@ def test_a_party_that_cannot_go_on_is_found(monkeypatch: pytest.MonkeyPatch, tex
     assert wrong in Explorer(CASTS["small"][0]).run().wrong
 
 
+def nobody_is_stuck(*_: object) -> str:
+    return ""
+
+
 def test_pages_that_nobody_gives_back_are_found(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(protocol_model, "Protocol", without("has answered"))
-    monkeypatch.setattr(protocol_promises, "stuck", lambda protocol, name, room, moves: "")  # pyright: ignore
+    monkeypatch.setattr(protocol_promises, "stuck", nobody_is_stuck)
     result = Explorer(CASTS["small"][0]).run()
     assert "pages are lost" in result.wrong
     assert any("commits" in line for line in result.story)
