@@ -53,14 +53,18 @@ class PageMover(Protocol):
 
 def mover_of(blocks: torch.Tensor, host: torch.Tensor, stream: Any) -> PageMover:
     """The mover between a pool, `[pages, ...]`, dense page after page, and host rows uint8 `[slots, page_bytes]`."""
-    page_bytes = host.shape[1]
-    elements = page_bytes // blocks.element_size()
-    rows = blocks.as_strided((blocks.shape[0], elements), (elements, 1)).view(torch.uint8)
+    page_bytes, rows = host.shape[1], page_rows(blocks)
     if blocks.device.type == "cpu":
         return CpuMover(rows.numpy(), host.numpy())
     # A kernel that gathers bytes one by one takes several times as long as one that gathers words.
     word = torch.int64 if page_bytes % 8 == 0 else torch.uint8
     return CudaMover(rows.view(word), host.view(word), stream)
+
+
+def page_rows(blocks: torch.Tensor) -> torch.Tensor:
+    """A pool, `[pages, ...]`, dense page after page, as the bytes of its pages: uint8 `[pages, page_bytes]`, a view."""
+    elements = blocks[0].numel()
+    return blocks.as_strided((blocks.shape[0], elements), (elements, 1)).view(torch.uint8)
 
 
 class CpuMover:
@@ -79,14 +83,15 @@ class CpuMover:
 
     def store(self, pages: Ids, slots: Ids) -> None:
         """Copy device pages into host slots."""
-        _copy(self._device, pages, self._host, slots)
+        copy_rows(self._device, pages, self._host, slots)
 
     def load(self, slots: Ids, pages: Ids) -> None:
         """Copy host slots into device pages."""
-        _copy(self._host, slots, self._device, pages)
+        copy_rows(self._host, slots, self._device, pages)
 
 
-def _copy(source: Bytes, taken: Ids, target: Bytes, given: Ids) -> None:
+def copy_rows(source: Bytes, taken: Ids, target: Bytes, given: Ids) -> None:
+    """Copy the rows `taken` of one array into the rows `given`, as many, distinct, of another."""
     at = taken.astype(np.intp)
     for first, last in runs(given):
         # One call a run of target rows. Assigning row arrays to row arrays takes three to five times as long.

@@ -17,6 +17,7 @@ class KVCacheMetrics(msgspec.Struct, frozen=True):
         h2d_blocks_copied: pages copied from the host tier.
         d2h_blocks_copied: pages copied to the host tier.
         evictions: published pages that were given away.
+        d2d_blocks_copied: pages copied from one replica to another.
     """
 
     input_tokens: int = 0
@@ -24,6 +25,7 @@ class KVCacheMetrics(msgspec.Struct, frozen=True):
     h2d_blocks_copied: int = 0
     d2h_blocks_copied: int = 0
     evictions: int = 0
+    d2d_blocks_copied: int = 0
 
     @property
     def prompt_tokens(self) -> int:

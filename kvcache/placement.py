@@ -8,13 +8,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvcache.batch import BatchState
+from kvcache.copies import copy_rows, page_rows
 from kvcache.inputs import DeviceTables, build_inputs
 from kvcache.layout import PageLayout
 from kvcache.replica import Replica
 from kvcache.storage import allocate_blocks
 from kvcache.types import RaggedKVCacheInputs
+
+Pages = NDArray[np.int32]
+_STAGED_BYTES = 32 << 20  # copied between devices at a time
 
 
 class PlacedReplica:
@@ -53,6 +58,24 @@ class PlacedReplica:
         with self._on_stream():
             for blocks in self.blocks:
                 blocks[target].copy_(blocks[source], non_blocking=True)
+
+    def copy_pages_of(self, other: PlacedReplica, sources: Pages, targets: Pages) -> None:
+        """Copy pages of another replica of this process into as many of ours, distinct, shard by shard.
+
+        In the order of the devices' work: after what was launched before on either, before what comes after.
+        """
+        with self._on_stream():
+            for theirs, ours in zip(other.blocks, self.blocks, strict=True):
+                source, target = page_rows(theirs), page_rows(ours)
+                if source.device.type == target.device.type == "cpu":
+                    copy_rows(source.numpy(), sources, target.numpy(), targets)
+                    continue
+                batch = max(1, _STAGED_BYTES // source.shape[1])
+                for first in range(0, len(sources), batch):
+                    taken, given = sources[first : first + batch], targets[first : first + batch]
+                    staged = source.index_select(0, torch.as_tensor(taken.astype(np.int64), device=source.device))
+                    at = torch.as_tensor(given.astype(np.int64), device=target.device)
+                    target.index_copy_(0, at, staged.to(target.device, non_blocking=True))
 
     def _on_stream(self) -> Any:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

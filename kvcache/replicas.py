@@ -14,6 +14,7 @@ from kvcache.hashing import PrefixHasher, hasher_of
 from kvcache.metrics import KVCacheMetrics
 from kvcache.params import KVCacheParams
 from kvcache.partial import PartialReuse
+from kvcache.peer_copies import PeerCopies
 from kvcache.placement import PlacedReplica
 from kvcache.replica import Replica
 from kvcache.retainer import Retainer
@@ -38,6 +39,8 @@ class Replicas:
         self._router = Router(len(placed), params.routing)
         for replica in self.each if params.enable_prefix_caching else ():
             replica.retainer = Retainer(replica.pool, replica.rows, replica.page_size, replica.hasher, params)
+        copies = params.routing.copy_pages and len(placed) > 1
+        self._copies = PeerCopies(placed) if copies else None
         least = params.partial_reuse_min_tokens
         self._partial = [PartialReuse(replica, least) for replica in self.each] if least else None
 
@@ -45,6 +48,8 @@ class Replicas:
     def metrics(self) -> KVCacheMetrics:
         """Counters over all replicas, since they were made."""
         below = KVCacheMetrics() if self.tiers is None else self.tiers.metrics
+        if self._copies is not None:
+            below += KVCacheMetrics(d2d_blocks_copied=self._copies.copied)
         return sum((replica.metrics for replica in self.each), below)
 
     def admission(self, context: Context, num_steps: int = 1) -> Admission:
@@ -67,6 +72,8 @@ class Replicas:
         """Pages for one request; False: too few, nothing changed."""
         replica = self.each[replica_idx]
         first_time = replica.rows.prompt[row] < 0
+        if self._copies is not None and first_time:
+            self._copies.bring(replica_idx, row, context, num_steps)
         new_pages = replica.reserve(row, context, num_steps)
         if new_pages is not None and first_time:
             self._router.admitted(replica_idx, new_pages)

@@ -1,0 +1,186 @@
+"""Pages that another replica has are copied. The bytes are looked at: what is found is what was computed."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache import PagedKVCacheManager, PromptTooLongError, Routing, TextContext
+from tests.kvcache.build import manager_of
+
+COPYING = {"routing": Routing(copy_pages=True)}
+
+
+def of(pages: int, dp: int = 2, **options: Any) -> PagedKVCacheManager:
+    return manager_of(pages, dp=dp, tp=2, layers=2, params={**COPYING, **options.pop("params", {})}, **options)
+
+
+def compute(manager: PagedKVCacheManager, context: TextContext) -> None:
+    """The model: the KV of a token is a function of it, its place, and where in the page it lies."""
+    replica = manager.get_replica(context)
+    pages = manager.get_req_blocks(context.request_id)
+    for shard, blocks in enumerate(manager.device_tensors[replica]):
+        for place in range(context.start_idx, context.active_idx):
+            page, offset = pages[place // 4], place % 4
+            blocks[page, :, :, offset] = kv(context, place, shard)
+
+
+def kv(context: TextContext, place: int, shard: int) -> float:
+    return float(int(context.tokens[place]) * 1000 + place * 2 + shard)
+
+
+def read(manager: PagedKVCacheManager, context: TextContext) -> None:
+    """Everything computed or found is what the model wrote for these tokens."""
+    replica, pages = manager.get_replica(context), manager.get_req_blocks(context.request_id)
+    for shard, blocks in enumerate(manager.device_tensors[replica]):
+        for place in range(context.active_idx):
+            assert (blocks[pages[place // 4], :, :, place % 4] == kv(context, place, shard)).all()
+
+
+def serve(manager: PagedKVCacheManager, tokens: list[int], replica: int, **options: Any) -> int:
+    context = TextContext(tokens, 64, **options)
+    with manager.claim(context, replica):
+        assert manager.maybe_reserve(context)
+        found = context.start_idx
+        manager.fetch([context])
+        compute(manager, context)
+        read(manager, context)
+        context.update(0)
+        manager.step([context])
+    return found
+
+
+def test_pages_come_from_the_replica_that_has_most() -> None:
+    manager = of(20, dp=3)
+    prompt = [*range(1, 30)]
+    serve(manager, prompt[:13], 1)
+    assert serve(manager, prompt, 2) == 12  # of replica 1
+    assert serve(manager, prompt, 0) == 28
+    assert manager.metrics.d2d_blocks_copied == 3 + 7
+    assert manager.metrics.cache_tokens == 12 + 28
+    assert serve(manager, prompt, 0) == 28
+    assert manager.metrics.d2d_blocks_copied == 3 + 7
+
+
+def test_only_what_is_missing_is_copied() -> None:
+    manager = of(20)
+    serve(manager, [*range(1, 10)], 0)
+    serve(manager, [*range(1, 30)], 1)
+    before = manager.metrics.d2d_blocks_copied
+    assert serve(manager, [*range(1, 30)], 0) == 28
+    assert manager.metrics.d2d_blocks_copied == before + 5
+
+
+def test_it_is_off_unless_asked_for_and_salts_stay_apart() -> None:
+    manager = manager_of(20, dp=2, tp=2, layers=2)
+    serve(manager, [*range(1, 30)], 1)
+    assert serve(manager, [*range(1, 30)], 0) == 0
+    manager = of(20)
+    serve(manager, [*range(1, 30)], 1, cache_salt="a")
+    assert serve(manager, [*range(1, 30)], 0, cache_salt="b") == 0
+    assert serve(manager, [*range(1, 30)], 0, cache_salt="a") == 28
+
+
+def test_where_the_request_does_not_fit_nothing_is_changed() -> None:
+    manager = of(8)
+    serve(manager, [*range(1, 29)], 1)
+    serve(manager, [*range(101, 113)], 0)
+    running = TextContext([*range(201, 208)], 64)
+    manager.external_claim(running.request_id, 0)
+    assert manager.maybe_reserve(running)
+    waiting = TextContext([*range(1, 29)], 64)
+    manager.external_claim(waiting.request_id, 0)
+    before = manager.metrics
+    assert not manager.maybe_reserve(waiting)
+    assert manager.metrics == before
+    assert waiting.start_idx == 0
+    manager.release(running.request_id)
+    assert manager.maybe_reserve(waiting)
+    assert waiting.start_idx == 24
+    manager.release(waiting.request_id)
+    endless = TextContext([*range(1, 41)], 64)
+    with pytest.raises(PromptTooLongError):
+        manager.get_or_recommend_replica(endless)
+    manager.external_claim(endless.request_id, 0)
+    with pytest.raises(PromptTooLongError):
+        manager.maybe_reserve(endless)
+
+
+def test_pages_behind_a_gap_are_kept_and_the_gap_is_filled() -> None:
+    manager = of(20)
+    prompt = [*range(1, 30)]
+    for replica in (0, 1):
+        serve(manager, prompt, replica)
+    before = manager.metrics.d2d_blocks_copied
+    pool = manager._replicas.each[0].pool
+    _, pages = manager._replicas.each[0].match(TextContext(prompt, 64))
+    pool.idle.remove(pages[2:4])  # as an order by hints may: pages from the middle are evicted
+    pool.index.withdraw(pages[2:4])
+    pool._push_fresh(pages[2:4])
+    assert serve(manager, prompt, 0) == 28
+    assert manager.metrics.d2d_blocks_copied == before + 2
+    manager.check()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_is_found_is_what_was_computed(seed: int) -> None:
+    """Small pools, so that copies evict, on replicas that several requests use at a time."""
+    rng = random.Random(seed)
+    manager = of(12, dp=3, checks=False)
+    heads = [[rng.randint(1, 9) for _ in range(20)] for _ in range(4)]
+    for _ in range(150):
+        running = []
+        for _ in range(rng.randint(1, 3)):
+            head = rng.choice(heads)
+            tokens = head[: rng.randint(1, 20)] + [rng.randint(1, 3) for _ in range(rng.randint(1, 4))]
+            context = TextContext(tokens, 64)
+            manager.external_claim(context.request_id, rng.randrange(3))
+            if manager.maybe_reserve(context):
+                running.append(context)
+            else:
+                manager.release(context.request_id)
+            manager.check()
+        running.sort(key=manager.get_replica)
+        manager.fetch(running)
+        for context in running:
+            compute(manager, context)
+            read(manager, context)
+            context.update(0)
+        manager.step(running)
+        for context in running:
+            manager.release(context.request_id)
+    manager.check()
+    assert manager.metrics.d2d_blocks_copied > 100
+    assert manager.num_free_blocks == manager.total_num_pages
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
+def test_pages_on_a_gpu_are_copied_there(dtype: torch.dtype) -> None:
+    from kvcache import KVCacheParams
+
+    params = KVCacheParams(
+        dtype, 2, 64, enable_prefix_caching=True, page_size=16, n_devices=2, data_parallel_degree=2, **COPYING
+    )
+    memory = 2 * 64 * 16 * params.bytes_per_token(3)
+    manager = PagedKVCacheManager(params, 4, 1024, 3, ["cuda:0", "cuda:0"], available_cache_memory=memory)
+    tokens = np.arange(1, 400)
+    first, second = TextContext(tokens, 1024), TextContext(tokens, 1024)
+    manager.external_claim(first.request_id, 0)
+    assert manager.maybe_reserve(first)
+    blocks = manager.device_tensors[0][0]
+    pages = torch.as_tensor(manager.get_req_blocks(first.request_id), device="cuda:0")
+    written = torch.randint(0, 100, (len(pages), *blocks.shape[1:]), device="cuda:0").to(dtype)
+    blocks[pages] = written
+    first.update(0)
+    manager.step([first])
+    manager.external_claim(second.request_id, 1)
+    assert manager.maybe_reserve(second)
+    assert second.start_idx == 384
+    mine = torch.as_tensor(manager.get_req_blocks(second.request_id), device="cuda:0")
+    assert torch.equal(manager.device_tensors[1][0][mine[:24]], written[:24])
