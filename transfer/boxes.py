@@ -128,9 +128,12 @@ def clip(box: Box, layers: range | None = None, heads: range | None = None) -> B
 
 def sub_box(box: Box, first: Index, end: Index) -> Box:
     """The part of `box` from `first` to before `end`, which must lie within it and hold something."""
-    steps = (*box.strides[:TOKEN], box.strides[DIM])
-    skipped = sum((a - b) * step for a, b, step in zip(first, box.first, steps, strict=True))
-    layers, sides, heads, dims = (b - a for a, b in zip(first, end, strict=True))
+    (layer, side, head, dim), (layer_end, side_end, head_end, dim_end) = first, end
+    first_layer, first_side, first_head, first_dim = box.first
+    by_layer, by_side, by_head, _, by_dim = box.strides
+    # Written out: at first contact there is a part for each layer of each rank.
+    skipped = (layer - first_layer) * by_layer + (side - first_side) * by_side
+    skipped += (head - first_head) * by_head + (dim - first_dim) * by_dim
     return Box(
         kind=box.kind,
         dtype=box.dtype,
@@ -139,7 +142,7 @@ def sub_box(box: Box, first: Index, end: Index) -> Box:
         offset=box.offset + skipped,
         page_stride=box.page_stride,
         first=first,
-        extent=(layers, sides, heads, box.extent[TOKEN], dims),
+        extent=(layer_end - layer, side_end - side, head_end - head, box.extent[TOKEN], dim_end - dim),
         strides=box.strides,
     )
 

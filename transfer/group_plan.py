@@ -15,8 +15,15 @@ from transfer.runs import PagePairs, Part, Runs, concatenated, joined
 from transfer.stacks import Ints, Stack
 from transfer.templates import template, token_template
 
-_MAX_TEMPLATES = 64
-"""Templates that a group keeps. A pull needs one to three, and a few more while page sizes differ by an odd ratio."""
+MAX_RUNS = 1 << 25
+"""Of one pull: a gigabyte of descriptors, and a minute on the wire. Only layouts that scatter single elements need
+more, and only a peer that wants to harm has such."""
+
+MAX_TOKEN = 1 << 62
+
+_MAX_TEMPLATE_RUNS = 1 << 20
+"""Runs in the templates that a group keeps, 56 bytes each. A pull needs one to three templates; where page sizes have
+an odd ratio, up to as many as the two pages have tokens."""
 
 
 class Pieces(NamedTuple):
@@ -77,30 +84,37 @@ class GroupPlan:
         self._flowing = tuple(token_template(stack) for stack, flow in zip(stacks, flows, strict=True) if flow)
         self._others = tuple(stack for stack, flow in zip(stacks, flows, strict=True) if not flow)
         self._templates: dict[tuple[int, int, int, bool], tuple[Part, ...]] = {}
+        self._template_runs = 0
 
     def parts(self, pieces: Pieces, *, flowing: bool = True) -> tuple[Part, ...]:
         """The runs of one of `pieces`, those of stacks that flow included or not; made once for all alike."""
         key = (pieces.local_token, pieces.remote_token, pieces.num_tokens, flowing)
         found = self._templates.get(key)
         if found is None:
-            if len(self._templates) >= _MAX_TEMPLATES:
+            found = template(self.stacks if flowing else self._others, *key[:3])
+            self._template_runs += sum(len(part.length) for part in found)
+            if self._template_runs > _MAX_TEMPLATE_RUNS:
                 self._templates.clear()
-            found = self._templates[key] = template(self.stacks if flowing else self._others, *key[:3])
+                self._template_runs = 0
+            self._templates[key] = found
         return found
 
     def tokens(self, tokens: tuple[int, int]) -> tuple[int, int]:
         """The tokens that are copied for `tokens`: to the nearer page end of the two sides; none where none is needed.
 
         Raises:
-            InvalidTransferError: the tokens start before 0.
+            InvalidTransferError: the tokens start before 0, or are more than all pages of our pool hold.
         """
         start, stop = tokens
-        if start < 0:
-            raise InvalidTransferError(f"{self.where}: tokens {start} to {stop}: the first token is 0")
+        if not (start >= 0 and stop <= MAX_TOKEN):
+            raise InvalidTransferError(f"{self.where}: tokens {start} to {stop}: they count from 0 to {MAX_TOKEN}")
         if start >= stop or not self.stacks:
             return (start, start)
         if self.local.state:
             return (0, 1)
+        size, pages = self.local.page_size, self.local.num_pages
+        if stop > (start // size + pages) * size:
+            raise InvalidTransferError(f"{self.where}: tokens {start} to {stop}: our {pages} pages hold {pages * size}")
         return start, min(_up(stop, self.local.page_size), _up(stop, self.remote.page_size))
 
     def local_pages(self, pages: ArrayLike, tokens: tuple[int, int]) -> Ints:
@@ -122,10 +136,14 @@ class GroupPlan:
 
     def size(self, tokens: tuple[int, int]) -> tuple[int, int]:
         """Runs, where no two pages are neighbours, and bytes of a pull of `tokens`, as `tokens` has rounded them."""
-        pieces = cut(tokens, self.local.page_size, self.remote.page_size)
+        return self._size(cut(tokens, self.local.page_size, self.remote.page_size))
+
+    def _size(self, pieces: list[Pieces]) -> tuple[int, int]:
         runs = num_bytes = 0
         for kind in pieces:
-            lengths = [part.length for part in self.parts(kind)]
+            lengths = [part.length for part in self.parts(kind, flowing=len(pieces) == 1)]
+            if len(pieces) > 1:
+                lengths += [part.length * kind.num_tokens for part in self._flowing]
             runs += len(kind.local) * sum(map(len, lengths))
             num_bytes += len(kind.local) * sum(int(length.sum()) for length in lengths)
         return runs, num_bytes
@@ -138,6 +156,11 @@ class GroupPlan:
         alike = len(pieces) == 1
         if not alike:  # else the pairs below find out, at no cost
             self.refuse_repeated(PagePairs(local_pages, local_pages))
+        count, _ = self._size(pieces)
+        if count > MAX_RUNS:
+            raise InvalidTransferError(
+                f"{self.where}: tokens {tokens[0]} to {tokens[1]} take {count} runs, at most {MAX_RUNS} are made"
+            )
         found: list[Runs] = []
         for kind in pieces:
             pairs = PagePairs(local_pages[kind.local], remote_pages[kind.remote])
@@ -170,7 +193,10 @@ class GroupPlan:
 
 def _pages_of(where: str, pages: ArrayLike, tokens: tuple[int, int], group: Group) -> Ints:
     needed = -(-tokens[1] // group.page_size) - tokens[0] // group.page_size
-    found = np.asarray(pages, np.int64)
+    try:
+        found = np.asarray(pages, np.int64)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise InvalidTransferError(f"{where} pages are not integers of 64 bits: {error}") from error
     if found.ndim != 1 or len(found) < needed:
         raise InvalidTransferError(
             f"{where} pages: {found.size} for tokens {tokens[0]} to {tokens[1]}, which take {needed} of "

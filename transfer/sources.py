@@ -82,6 +82,7 @@ class _Grid:
         first = np.array([box.first for box in boxes], np.int64)
         end = np.array([box.end for box in boxes], np.int64)
         self.cuts = [np.unique(np.concatenate([first[:, axis], end[:, axis]])) for axis in range(4)]
+        self._ends: list[list[int]] = [cuts.tolist() for cuts in self.cuts]
         start = np.stack([np.searchsorted(cuts, first[:, axis]) for axis, cuts in enumerate(self.cuts)], axis=1)
         stop = np.stack([np.searchsorted(cuts, end[:, axis]) for axis, cuts in enumerate(self.cuts)], axis=1)
         shape = (len(held), *(len(cuts) - 1 for cuts in self.cuts))
@@ -135,10 +136,14 @@ class _Grid:
             ]
 
     def _place(self, cells: Cells, at: Index) -> Index:
-        layer, side, head, dim = (
-            int(cuts[axis.start + step]) for cuts, axis, step in zip(self.cuts, cells, at, strict=True)
+        layers, sides, heads, dims = self._ends
+        layer, side, head, dim = cells
+        return (
+            layers[int(layer.start) + at[0]],
+            sides[int(side.start) + at[1]],
+            heads[int(head.start) + at[2]],
+            dims[int(dim.start) + at[3]],
         )
-        return (layer, side, head, dim)
 
 
 def _uniform(owner: NDArray[np.int64], at: Index) -> Iterator[Corners]:

@@ -15,6 +15,7 @@ from tests.transfer.plan_oracle import (
     empty_pool,
     fewest,
     fill,
+    page_layout,
     pages_for,
     reach,
     region_starts,
@@ -24,7 +25,7 @@ from tests.transfer.plan_oracle import (
 from transfer.boxes import Group, ShardLayout, check
 from transfer.errors import InvalidTransferError, MetadataError
 from transfer.plan import Plan, kernel_pages, plan, window_start
-from transfer.shapes import BLOCKS_FIRST_HND, BLOCKS_FIRST_NHD, PACKED_HND, PACKED_NHD, SPLIT_NHD
+from transfer.shapes import BLOCKS_FIRST_HND, BLOCKS_FIRST_NHD, PACKED_HND, PACKED_NHD, SPLIT_NHD, dense
 from transfer.sources import sources
 
 
@@ -192,8 +193,12 @@ def test_lists_that_do_not_fit_name_the_value_and_the_limit() -> None:
         ({"local_pages": [0, -1, 2]}, "group 0: local page -1: the pool has 12"),
         ({"local_pages": [0, 1, 0]}, "group 0: local page 0 is named twice"),
         ({"local_pages": [1, 1, 0]}, "group 0: local page 1 is named twice"),  # in two halves of one remote page
+        ({"remote_pages": [0, 1 << 63]}, "group 0: remote pages are not integers of 64 bits"),
+        ({"remote_pages": [0, None]}, "group 0: remote pages are not integers of 64 bits"),
+        ({"tokens": (0, 49)}, "group 0: tokens 0 to 49: our 12 pages hold 48"),
+        ({"tokens": (0, 1 << 70)}, "group 0: tokens 0 to 1180591620717411303424: they count from 0 to"),
         ({"local_pages": [[0], [1], [2]]}, "group 0: local pages: 3 for tokens"),
-        ({"tokens": (-1, 4)}, "group 0: tokens -1 to 4: the first token is 0"),
+        ({"tokens": (-1, 4)}, "group 0: tokens -1 to 4: they count from 0 to"),
     ):
         with pytest.raises(InvalidTransferError) as refused:
             made.runs(0, **(good | changes), **bases)
@@ -216,6 +221,19 @@ def test_pages_past_the_last_token_are_left_alone() -> None:
     made = plan(shard(range(2)), shard(range(2)))
     runs = made.runs(0, np.array([3, 3, 99], np.int32), np.array([5, -4], np.int32), (4, 8), [0], [0])
     assert len(runs) == 1
+
+
+def test_a_peer_whose_layout_scatters_every_element_takes_no_memory() -> None:
+    layout = msgspec.structs.replace(page_layout(range(8), layers=32, page_size=16, dims=128), order=ORDERS[0])
+    ours = check(dense(layout, 4096))
+    (box,) = ours.groups[0].boxes
+    scattered = msgspec.structs.replace(box, itemsize=4, strides=tuple(2 * step for step in box.strides))
+    scattered = msgspec.structs.replace(scattered, page_stride=2 * box.page_stride)
+    group = msgspec.structs.replace(ours.groups[0], boxes=(scattered,))
+    made = plan(ours, check(ShardLayout((group,), (2 * ours.region_bytes[0],))))
+    assert len(made.runs(0, [1], [1], (0, 16), [0], [0])) == 32 * 2 * 8 * 16 * 128
+    with pytest.raises(InvalidTransferError, match="group 0: tokens 0 to 1024 take 67108864 runs, at most 33554432"):
+        made.runs(0, range(64), range(64), (0, 1024), [0], [0])
 
 
 def test_shards_of_two_models_are_refused() -> None:
