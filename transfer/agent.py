@@ -28,6 +28,9 @@ Handle: TypeAlias = Any
 Descriptors: TypeAlias = "npt.NDArray[np.uint64]"
 """uint64 `[runs, 3]`: address, bytes and device of each run."""
 
+RunList: TypeAlias = "Descriptors | list[tuple[int, int, int]]"
+"""The same, or a list where there are few: an array of one row takes 2 µs to make."""
+
 BACKEND = "UCX"
 # With a thread of its own, a post returns at once and the copy runs beside the caller. Without, it blocks until all is
 # copied. Batches below 8 descriptors are still copied inline: that is faster than waking the thread.
@@ -207,8 +210,8 @@ class Agent:
     def read(
         self,
         peer: str,
-        local: Descriptors,
-        remote: Descriptors,
+        local: RunList,
+        remote: RunList,
         note: bytes = b"",
         memory_types: tuple[MemoryType, MemoryType] | None = None,
     ) -> tuple[Handle, bool]:
@@ -225,11 +228,14 @@ class Agent:
             AgentError: NIXL refuses, or the peer is gone. There is no handle then.
         """
         here, there = memory_types or (self.memory_type, self.memory_type)
-        with refusals(f"agent {self.name!r}: reading {len(local)} runs of {peer!r}"):
-            local_list = self._agent.get_xfer_descs(local, here.value)
-            remote_list = self._agent.get_xfer_descs(remote, there.value)
-            handle = self._agent.initialize_xfer("READ", local_list, remote_list, peer, note)
-        return handle, start(self._agent, self.name, handle)
+        agent = self._agent
+        try:  # not `refusals`: a READ of one page takes 10 µs, two context managers and their messages would add 4
+            local_list = agent.get_xfer_descs(local, here.value)
+            remote_list = agent.get_xfer_descs(remote, there.value)
+            handle = agent.initialize_xfer("READ", local_list, remote_list, peer, note)
+        except _errors() as error:
+            raise _wrapped(f"agent {self.name!r}: reading {len(local)} runs of {peer!r}", error) from error
+        return handle, start(agent, self.name, handle)
 
     def done(self, handle: Handle) -> bool:
         """Tells whether a transfer has ended well. Also moves it on, and sends its notification when it has.
@@ -245,8 +251,10 @@ class Agent:
         Raises:
             AgentError: NIXL refuses.
         """
-        with refusals(f"agent {self.name!r}: releasing a transfer"):
+        try:
             handle.release()
+        except _errors() as error:
+            raise _wrapped(f"agent {self.name!r}: releasing a transfer", error) from error
 
     def notify(self, peer: str, message: bytes) -> None:
         """Sends a peer a message on its own. It may be lost when the peer is stopped, and never blocks.

@@ -20,7 +20,7 @@ from transfer.metadata import MemoryType
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from transfer.agent import Descriptors, Handle
+    from transfer.agent import Handle, RunList
 
 Fault = Literal["delay", "refuse", "break", "short", "corrupt", "drop", "duplicate", "late"]
 
@@ -96,8 +96,8 @@ class ChaosAgent(Agent):
     def read(
         self,
         peer: str,
-        local: Descriptors,
-        remote: Descriptors,
+        local: RunList,
+        remote: RunList,
         note: bytes = b"",
         memory_types: tuple[MemoryType, MemoryType] | None = None,
     ) -> tuple[Handle, bool]:
