@@ -80,8 +80,16 @@ class Store(NamedTuple):
     marks: list[Mark]
 
 
-class Promoter(Protocol):
-    """Where pages come from that the host tier does not have."""
+class LowerTier(Protocol):
+    """Where pages are that the host tier does not have."""
+
+    def offer(self, digests: Digests) -> None:
+        """The host tier has these pages now."""
+        ...
+
+    def used(self, digests: Digests) -> None:
+        """A request has used these pages."""
+        ...
 
     def promote(self, digests: Digests, *, wait: bool) -> bool:
         """Fetch the first of these pages into host slots, as many as there are; whether some have come since.
@@ -110,7 +118,7 @@ class ReplicaTier:
     def __init__(self, host: HostTier, pool: PagePool, blocks: Sequence[torch.Tensor], stream: Any) -> None:
         self.host = host
         self.pool = pool
-        self.promoter: Promoter | None = None
+        self.lower: LowerTier | None = None
         self._movers: list[PageMover] = [
             mover_of(shard, memory, stream) for shard, memory in zip(blocks, host.memory, strict=True)
         ]
@@ -171,6 +179,8 @@ class ReplicaTier:
             # Another replica may have stored the same content meanwhile: then this slot is free again.
             self.host.pool.index.publish(slots, digests)
             self.host.pool.release(slots)
+            if self.lower is not None:
+                self.lower.offer(digests)
         for load in [load for load in self._left if all(mark.over() for mark in load.marks or ())]:
             self._left.remove(load)
             self._end(load)
@@ -185,6 +195,8 @@ class ReplicaTier:
         """A request has ended whose pages, in logical order, have these digests: it used them just now."""
         slots = self.host.pool.index.find(digests)
         self.host.touch(slots[slots != NO_PAGE])
+        if self.lower is not None:
+            self.lower.used(digests)
 
     # ---- and back
 
@@ -198,11 +210,11 @@ class ReplicaTier:
             return np.zeros(0, np.int32)
         digests = hasher.digests(context.tokens, first, last)
         slots = self._match(hasher, digests, first, last)
-        if self.promoter is None or len(slots) == len(digests):
+        if self.lower is None or len(slots) == len(digests):
             return slots
         if slots.size:
             self.host.touch(slots)  # what is fetched must not push out what comes before it
-        if self.promoter.promote(digests[len(slots) :], wait=wait):
+        if self.lower.promote(digests[len(slots) :], wait=wait):
             slots = self._match(hasher, digests, first, last)
         return slots
 

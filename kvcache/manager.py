@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvcache import imports, inputs, sizing
 from kvcache.batch import Batch
 from kvcache.block_table import BlockTable
-from kvcache.check import check_replica, checked_around
+from kvcache.check import checked_around
 from kvcache.claims import Claims
 from kvcache.context import Context, check_fork
 from kvcache.errors import InvalidParamsError, InvalidRequestError
@@ -373,10 +373,7 @@ class PagedKVCacheManager(CacheSizing, CacheStatus):
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached page that nobody holds, on all tiers. Pages in use stay findable."""
-        if self._replicas.tiers is not None:
-            self._replicas.tiers.reset()
-        for replica in self._replicas.each:
-            replica.forget_idle()
+        self._replicas.forget_idle()
 
     def check(self) -> None:
         """Recount everything.
@@ -384,14 +381,12 @@ class PagedKVCacheManager(CacheSizing, CacheStatus):
         Raises:
             InvariantError: (a RuntimeError) naming the first discrepancy.
         """
-        for replica in self._replicas.each:
-            check_replica(replica)
-        if self._replicas.tiers is not None:
-            self._replicas.tiers.check()
+        self._replicas.check()
         self._claims.check()
 
     def close(self) -> None:
-        """Close the reset socket. Safe twice."""
+        """Close the reset socket, and the file tier once all that is published is written. Safe twice."""
+        self._replicas.close()
         if self._reset_endpoint is not None:
             self._reset_endpoint.close()
             self._reset_endpoint = None

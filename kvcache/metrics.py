@@ -18,6 +18,9 @@ class KVCacheMetrics(msgspec.Struct, frozen=True):
         d2h_blocks_copied: pages copied to the host tier.
         evictions: published pages that were given away.
         d2d_blocks_copied: pages copied from one replica to another.
+        file_blocks_written: pages written to the file tier.
+        file_blocks_read: pages read from the file tier into the host tier.
+        file_blocks_refused: pages of the file tier that were found corrupted, cut short or gone.
     """
 
     input_tokens: int = 0
@@ -26,6 +29,9 @@ class KVCacheMetrics(msgspec.Struct, frozen=True):
     d2h_blocks_copied: int = 0
     evictions: int = 0
     d2d_blocks_copied: int = 0
+    file_blocks_written: int = 0
+    file_blocks_read: int = 0
+    file_blocks_refused: int = 0
 
     @property
     def prompt_tokens(self) -> int:

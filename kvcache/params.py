@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
 
 from kvcache.errors import InvalidParamsError
+from kvcache.page_files import PageIO
 from kvcache.routing import Routing
 
 HashAlgorithm = Literal["sha256", "xxh3_128"]
@@ -33,6 +34,13 @@ class KVCacheParams:
             after they were evicted.
         host_kvcache_swap_space_gb: size of that host memory, which all replicas share, in units of 2**30 bytes. It
             holds what the device holds, too: several times the device's pages are worth having.
+        file_tier_dir: folder for pages below the host tier, found again after a restart, shared by any number of
+            processes; None means no files. Who may write there is trusted: checksums guard against accidents alone.
+        file_tier_max_gb: most bytes of the files of this key and layout, in units of 2**30.
+        file_tier_key: names what KV depends on besides tokens, salt and layout: the model and its weights. Pages of
+            different keys are never mixed up.
+        file_tier_io: makes what moves bytes between files and the host tier (`kvcache.page_files.PageIO`), given the
+            tier's memory, once for each of two threads; None means preadv and pwritev.
         page_size: tokens per page; None leaves the choice to the manager's argument of the same name.
         n_devices: devices of all replicas together.
         is_mla: one latent side in place of keys and values.
@@ -69,6 +77,10 @@ class KVCacheParams:
     max_hint_share: float = 0.95
     tenant_quota: float = 1.0
     tenant_quotas: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
+    file_tier_dir: str | None = None
+    file_tier_max_gb: float | None = None
+    file_tier_key: str = ""
+    file_tier_io: Callable[[Sequence[torch.Tensor]], PageIO] | None = None
 
     def __post_init__(self) -> None:
         _check(type(self.dtype) is torch.dtype, f"dtype is {self.dtype!r}: a torch.dtype is needed")
@@ -102,6 +114,15 @@ class KVCacheParams:
             _check(
                 space is not None and space > 0,
                 f"host_kvcache_swap_space_gb is {space}: swapping to the host needs a size above 0",
+            )
+        if self.file_tier_dir is not None:
+            _check(self.enable_kvcache_swapping_to_host, "file_tier_dir needs enable_kvcache_swapping_to_host")
+            space = self.file_tier_max_gb
+            _check(space is not None and space > 0, f"file_tier_max_gb is {space}: files need a size above 0")
+            _check(
+                bool(self.file_tier_key),
+                "file_tier_key is not given: without the name of the model and its weights, files of another model "
+                "would be taken for this one's",
             )
 
     @property

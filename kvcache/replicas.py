@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.batch import Batch, Gathered, Ints
+from kvcache.check import check_replica
 from kvcache.context import Context
 from kvcache.hashing import PrefixHasher, hasher_of
 from kvcache.metrics import KVCacheMetrics
@@ -67,6 +68,14 @@ class Replicas:
         fits = [_fits(replica, needed, pages) for replica, pages in zip(self.each, found, strict=True)]
         chosen = self._router.recommend([needed - len(pages) for pages in found], claimed, fits)
         return Admission(chosen, len(found[chosen]), needed - len(found[chosen]), fits[chosen])
+
+    def prefetch(self, context: Context) -> bool:
+        """Begin to bring the request's pages to the host tier; whether some are on their way."""
+        if self.tiers is None or self.tiers.files is None:
+            return False
+        hasher = hasher_of(context, self.each[0].hash_algorithm, self.each[0].page_size)
+        first = max(len(replica.match(context, hasher=hasher)[1]) for replica in self.each)
+        return self.tiers.prefetch(hasher, context, first)
 
     def reserve(self, replica_idx: int, row: int, context: Context, num_steps: int) -> bool:
         """Pages for one request; False: too few, nothing changed."""
@@ -135,6 +144,25 @@ class Replicas:
             self._learn(self._partial, gathered, parts, committed)
         if isinstance(gathered, Batch):
             gathered.due = min(replica.due(*state) for replica, state in zip(self.each, states, strict=True))
+
+    def forget_idle(self) -> None:
+        """Forget every page that nobody holds."""
+        if self.tiers is not None:
+            self.tiers.reset()
+        for replica in self.each:
+            replica.forget_idle()
+
+    def check(self) -> None:
+        """Recount every replica, then what lies below. Raises `InvariantError` at the first discrepancy."""
+        for replica in self.each:
+            check_replica(replica)
+        if self.tiers is not None:
+            self.tiers.check()
+
+    def close(self) -> None:
+        """Write what is published, where there are files. Safe twice."""
+        if self.tiers is not None:
+            self.tiers.close()
 
     def _reuse_part(self, partial: PartialReuse, replica_idx: int, row: int, context: Context) -> None:
         """Copy a page of which the request shares a part into the request's own."""

@@ -1,4 +1,4 @@
-"""How full the cache is, and what it did: the manager's figures, read and never written."""
+"""How full the cache is, what it did, and where a request that waits would be best off."""
 
 from __future__ import annotations
 
@@ -55,6 +55,15 @@ class CacheStatus:
             PromptTooLongError, SequenceTooLongError: (RuntimeErrors) as `maybe_reserve`: it fits on no replica, ever.
         """
         return self._replicas.admission(context, num_steps)
+
+    def prefetch(self, context: Context) -> bool:
+        """Begin to bring the request's pages from files to the host tier; whether some are on their way.
+
+        Worth a call when a request is queued, and while it waits: `maybe_reserve` takes what has come by then, waits a
+        tenth of a second at most, once, for what has not, and takes what comes later when it is called for a later
+        chunk. Does nothing without a file tier.
+        """
+        return self._replicas.prefetch(context)
 
     @property
     def metrics(self) -> KVCacheMetrics:

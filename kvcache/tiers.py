@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from kvcache.context import Context
 from kvcache.errors import InvariantError, PoolTooSmallError
-from kvcache.hashing import DIGEST_BYTES
+from kvcache.file_tier import FileTier
+from kvcache.hashing import DIGEST_BYTES, PrefixHasher
 from kvcache.host_tier import HostTier, ReplicaTier
-from kvcache.layout import PageLayout
+from kvcache.layout import PageLayout, replica_fingerprint
 from kvcache.metrics import KVCacheMetrics
+from kvcache.page_files import FileFormat, PageIO, SystemIO
+from kvcache.page_folder import PageFolder, namespace_of
 from kvcache.params import KVCacheParams
 from kvcache.placement import PlacedReplica
 
@@ -22,22 +28,27 @@ _BATCH_BYTES = 1 << 20  # copied between two looks at the clock
 
 
 class Tiers:
-    """The host tier of a manager, shared by its replicas.
+    """The host tier of a manager and the file tier below it, shared by its replicas.
 
     Published pages are copied a few at a time, at each `fetch`, for at most a share of the time that has passed: that
     bounds what a step pays, whatever its length. What an eviction is about to overwrite is copied then and there.
 
     Args:
-        host: the tier.
+        host: the host tier.
         replicas: each replica's side of it.
+        files: the file tier, if any.
 
     Attributes:
         share: of the time that passes, for copies that take the loop's own.
     """
 
-    def __init__(self, host: HostTier, replicas: Sequence[ReplicaTier]) -> None:
+    def __init__(self, host: HostTier, replicas: Sequence[ReplicaTier], files: FileTier | None = None) -> None:
         self.host = host
         self.replicas = replicas
+        self.files = files
+        self._counted = [] if files is None else [files]  # also when it is closed
+        for tier in replicas:
+            tier.lower = files
         self._batch = max(1, _BATCH_BYTES // sum(memory.shape[1] for memory in host.memory))
         self.share = _SHARE
         self._credit = 0.0
@@ -49,6 +60,9 @@ class Tiers:
         return KVCacheMetrics(
             h2d_blocks_copied=sum(tier.loaded for tier in self.replicas),
             d2h_blocks_copied=sum(tier.stored for tier in self.replicas),
+            file_blocks_written=sum(files.written for files in self._counted),
+            file_blocks_read=sum(files.read for files in self._counted),
+            file_blocks_refused=sum(files.refused for files in self._counted),
         )
 
     def tick(self) -> None:
@@ -61,11 +75,30 @@ class Tiers:
                 tier.store(self._batch)
                 before, self._seen = self._seen, time.perf_counter()
                 self._credit -= self._seen - before
+        if self.files is not None:
+            self.files.tick()
+
+    def prefetch(self, hasher: PrefixHasher, context: Context, first: int) -> bool:
+        """Begin to bring the context's pages from `first` on from files; whether some are on their way."""
+        first += len(self.replicas[0].match(hasher, context, first))
+        last = (context.current_length - 1) // hasher.page_size
+        if self.files is None:
+            return False
+        return first < last and self.files.coming(hasher.digests(context.tokens, first, last))
 
     def settle(self) -> None:
         """Copy every page that waits, whatever the time it takes."""
         for tier in self.replicas:
             tier.store_all()
+
+    def close(self) -> None:
+        """Copy and write what is left, and do without files from now on. Safe twice."""
+        if self.files is not None:
+            self.settle()
+            self.files.close()
+            self.files = None
+        for tier in self.replicas:
+            tier.lower = None
 
     def reset(self) -> None:
         """Forget every page: what is on its way back arrives first, as it is promised."""
@@ -73,30 +106,40 @@ class Tiers:
             tier.forget_waiting()
             tier.store_all()
             tier.load_all()
+        if self.files is not None:
+            self.files.reset()
         self.host.pool.forget_idle()
 
     def check(self) -> None:
         """Raise `InvariantError` at the first slot or mark that a recount of the open copies does not give."""
+        held = [load.slots for tier in self.replicas for load in tier.open_loads]
+        held += [store.slots for tier in self.replicas for store in tier.open_stores]
+        if self.files is not None:
+            self.files.check()
+            held += self.files.held_slots
         holders = np.zeros(self.host.pool.num_pages + 1, np.int64)
+        for slots in held:
+            np.add.at(holders, slots, 1)
         for number, tier in enumerate(self.replicas):
-            marked = np.zeros(tier.pool.num_pages + 1, np.int64)
-            for load in tier.open_loads:
-                np.add.at(holders, load.slots, 1)
-            for store in tier.open_stores:
-                np.add.at(holders, store.slots, 1)
-                marked[store.pages] += 1
-            for pages, digests in tier.waiting:
-                marked[pages] += 1
-                if not np.array_equal(tier.pool.index.digests_of(pages), digests):
-                    raise InvariantError(f"replica {number}: a page that waits to be copied holds another content")
-            for page in np.flatnonzero(marked > 1)[:1]:
-                raise InvariantError(f"replica {number}: page {page} waits to be copied {marked[page]} times")
-            for page in np.setxor1d(np.flatnonzero(marked), tier.storing)[:1]:
-                raise InvariantError(f"replica {number}: page {page} is marked as to be copied, or is queued, not both")
+            _check_queue(tier, number)
         try:
             self.host.pool.check(holders, np.zeros_like(holders))
         except InvariantError as error:
             raise InvariantError(f"host tier: {error}") from error
+
+
+def _check_queue(tier: ReplicaTier, number: int) -> None:
+    marked = np.zeros(tier.pool.num_pages + 1, np.int64)
+    for store in tier.open_stores:
+        marked[store.pages] += 1
+    for pages, digests in tier.waiting:
+        marked[pages] += 1
+        if not np.array_equal(tier.pool.index.digests_of(pages), digests):
+            raise InvariantError(f"replica {number}: a page that waits to be copied holds another content")
+    for page in np.flatnonzero(marked > 1)[:1]:
+        raise InvariantError(f"replica {number}: page {page} waits to be copied {marked[page]} times")
+    for page in np.setxor1d(np.flatnonzero(marked), tier.storing)[:1]:
+        raise InvariantError(f"replica {number}: page {page} is marked as to be copied, or is queued, not both")
 
 
 def make_tiers(
@@ -122,4 +165,20 @@ def make_tiers(
     for place in placed:
         place.replica.tier = ReplicaTier(host, place.replica.pool, place.blocks, stream)
         tiers.append(place.replica.tier)
-    return Tiers(host, tiers)
+    return Tiers(host, tiers, _make_file_tier(params, layouts, host))
+
+
+def _make_file_tier(params: KVCacheParams, layouts: Sequence[PageLayout], host: HostTier) -> FileTier | None:
+    if params.file_tier_dir is None:
+        return None
+    # What a page depends on besides its tokens and their salt, which its digest covers.
+    namespace = namespace_of(params.hash_algorithm, replica_fingerprint([*layouts]), params.file_tier_key)
+    layout = FileFormat(namespace, sum(shard.page_bytes for shard in layouts), DIGEST_BYTES[params.hash_algorithm])
+    folder = PageFolder(Path(params.file_tier_dir), namespace)
+    return FileTier(
+        folder, layout, int((params.file_tier_max_gb or 0) * 2**30), host, params.file_tier_io or _system_io
+    )
+
+
+def _system_io(_memory: Sequence[torch.Tensor]) -> PageIO:
+    return SystemIO()

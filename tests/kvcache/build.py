@@ -35,11 +35,14 @@ def manager_of(
         page_size=page_size,
         n_devices=dp * tp,
         data_parallel_degree=dp,
-        **(params or {}),
+        **{name: value for name, value in (params or {}).items() if not name.startswith("file_tier")},
     )
-    if host_slots:
+    if host_slots:  # only now is the size of a page known
         space = made.bytes_per_token(layers) * page_size * host_slots / 2**30
-        made = dataclasses.replace(made, enable_kvcache_swapping_to_host=True, host_kvcache_swap_space_gb=space)
+        files = {name: value for name, value in (params or {}).items() if name.startswith("file_tier")}
+        made = dataclasses.replace(
+            made, enable_kvcache_swapping_to_host=True, host_kvcache_swap_space_gb=space, **files
+        )
     return PagedKVCacheManager(
         made,
         max_batch_size=rows * dp,

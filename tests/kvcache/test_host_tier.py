@@ -11,51 +11,8 @@ import torch
 
 from kvcache import InvariantError, KVCacheParams, PagedKVCacheManager, PoolTooSmallError, TextContext
 from kvcache.host_tier import ReplicaTier
-from kvcache.tiers import Tiers
 from tests.kvcache.build import manager_of
-from tests.kvcache.kv import KVTokens
-
-SIZE = 4
-
-
-class Served:
-    """A manager with a host tier, and KV that is compared whenever it is read."""
-
-    def __init__(self, pages: int, host_slots: int, **options: Any) -> None:
-        self.manager = manager_of(pages, page_size=SIZE, dtype=torch.int64, host_slots=host_slots, **options)
-        self.kv = KVTokens(self.manager)
-        self.names = 0
-
-    @property
-    def tiers(self) -> Tiers:
-        assert self.manager._replicas.tiers is not None
-        return self.manager._replicas.tiers
-
-    def claim(self, tokens: Iterable[int], salt: str | None = None, replica: int = 0) -> TextContext:
-        self.names += 1
-        context = TextContext([*tokens], 256, f"r{self.names}", cache_salt=salt)
-        self.manager.external_claim(context.request_id, replica)
-        return context
-
-    def run(self, *contexts: TextContext) -> None:
-        self.kv.run_contexts(contexts, self.manager.fetch(contexts))
-        for context in contexts:
-            context.update(1)
-        self.manager.step(contexts)
-
-    def serve(self, tokens: Iterable[int], salt: str | None = None, replica: int = 0) -> int:
-        """One request from claim to release; the tokens that it had not to run."""
-        context = self.claim(tokens, salt, replica)
-        assert self.manager.maybe_reserve(context)
-        cached = context.start_idx
-        self.run(context)
-        self.manager.release(context.request_id)
-        return cached
-
-    def fill(self, pages: int) -> None:
-        """Serve a prompt of this many pages that nobody has seen: others are evicted."""
-        self.names += 1
-        self.serve([1000 + self.names, *range(pages * SIZE - 2)])
+from tests.kvcache.served import SIZE, Served
 
 
 @pytest.fixture

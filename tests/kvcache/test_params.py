@@ -8,6 +8,8 @@ import torch
 from kvcache import InvalidParamsError, KVCacheParams
 from kvcache.params import resolve_page_size
 
+HOST = {"enable_prefix_caching": True, "enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": 1}
+
 
 def params(**changes: Any) -> KVCacheParams:
     return KVCacheParams(**{"dtype": torch.bfloat16, "n_kv_heads": 8, "head_dim": 64, **changes})
@@ -28,10 +30,11 @@ def params(**changes: Any) -> KVCacheParams:
         ({"hash_algorithm": "md5"}, "hash_algorithm is 'md5': one of sha256, xxh3_128"),
         ({"page_order": "dim,token"}, "page_order is 'dim,token'"),
         ({"enable_kvcache_swapping_to_host": True}, "needs enable_prefix_caching"),
-        (
-            {"enable_kvcache_swapping_to_host": True, "enable_prefix_caching": True, "host_kvcache_swap_space_gb": 0},
-            "host_kvcache_swap_space_gb is 0",
-        ),
+        ({"file_tier_dir": "folder"}, "file_tier_dir needs enable_kvcache_swapping_to_host"),
+        ({**HOST, "file_tier_dir": "folder", "file_tier_key": "k"}, "file_tier_max_gb is None"),
+        ({**HOST, "file_tier_dir": "folder", "file_tier_max_gb": 0, "file_tier_key": "k"}, "file_tier_max_gb is 0"),
+        ({**HOST, "file_tier_dir": "folder", "file_tier_max_gb": 1}, "file_tier_key is not given"),
+        ({**HOST, "host_kvcache_swap_space_gb": 0}, "host_kvcache_swap_space_gb is 0"),
     ],
 )
 def test_what_cannot_work_is_named(changes: dict[str, Any], message: str) -> None:

@@ -1,0 +1,206 @@
+"""Files of pages: how they are laid out, written and read back. A page is given back right, or not at all.
+
+A file holds a run of pages that were written together, then a row for each page, then a footer:
+
+    page 0 │ page 1 │ … │ row 0 │ row 1 │ … │ footer
+                          digest, checksum    magic, namespace, page bytes, count, checksums of rows and footer
+
+One file a page was rejected: on a local disk a new file costs 15 to 1,000 µs, many pages' worth of writing. The pages
+come first and are of one size, so each can be read alone; a file that was cut short has no footer where one belongs.
+
+A page's checksum covers the namespace, the digest and the page, so a page that lies in another's place, or belongs to
+another model, is refused as a corrupted one is. It guards against accidents: who may write to the folder may write
+anything, with a checksum to match.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, cast
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+Digests = NDArray[np.uint64]
+Part = NDArray[np.uint8]
+
+_MAGIC = b"pgwire/1"
+_FOOTER = struct.Struct("<8s16sQII16s")
+_SUM_BYTES = 16
+_Move = Callable[[int, Sequence[Part], int], int]
+_MOST_PARTS = 1024  # of one preadv or pwritev
+_TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # the last for a name that is a pipe: opening it would wait
+
+
+class PageIO(Protocol):
+    """Moves bytes between memory and an open file. All of them, or it raises `OSError`."""
+
+    def write(self, file: int, parts: Sequence[Part], offset: int) -> None:
+        """Write the parts, one after another, from `offset` on."""
+        ...
+
+    def read(self, file: int, parts: Sequence[Part], offset: int) -> None:
+        """Fill the parts, one after another, with what lies from `offset` on."""
+        ...
+
+
+class SystemIO:
+    """preadv and pwritev: as fast as NIXL's POSIX plugin or faster, whichever queue that uses (`benchmarks.tiers`)."""
+
+    def write(self, file: int, parts: Sequence[Part], offset: int) -> None:
+        """Write the parts, one after another, from `offset` on."""
+        _all_of(cast("_Move", os.pwritev), file, parts, offset)
+
+    def read(self, file: int, parts: Sequence[Part], offset: int) -> None:
+        """Fill the parts, one after another, with what lies from `offset` on."""
+        _all_of(cast("_Move", os.preadv), file, parts, offset)
+
+
+def _all_of(call: _Move, file: int, parts: Sequence[Part], offset: int) -> None:
+    left = list(parts)
+    while left:
+        done = call(file, left[:_MOST_PARTS], offset)
+        if not done:
+            raise OSError(errno.EIO, f"{sum(map(len, left))} bytes are missing at {offset}")
+        offset += done
+        whole = 0
+        while whole < len(left) and done >= len(left[whole]):
+            done -= len(left[whole])
+            whole += 1
+        left = left[whole:]
+        if done:
+            left[0] = left[0][done:]
+
+
+@dataclass(frozen=True, slots=True)
+class FileFormat:
+    """The layout of all files of one folder.
+
+    Attributes:
+        namespace: 16 bytes that name all that a page depends on besides its tokens.
+        page_bytes: of one page, all shards together.
+        digest_bytes: of one digest.
+    """
+
+    namespace: bytes
+    page_bytes: int
+    digest_bytes: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the row of one page."""
+        return self.digest_bytes + _SUM_BYTES
+
+    def size_of(self, count: int) -> int:
+        """Bytes of a file of `count` pages."""
+        return count * (self.page_bytes + self.row_bytes) + _FOOTER.size
+
+    def count_of(self, size: int) -> int:
+        """Pages of a file of `size` bytes; 0 where no file has that size."""
+        count, rest = divmod(size - _FOOTER.size, self.page_bytes + self.row_bytes)
+        return 0 if rest or count < 0 else count
+
+    def most_in(self, size: int) -> int:
+        """Most pages of a file of at most `size` bytes."""
+        return max(0, size - _FOOTER.size) // (self.page_bytes + self.row_bytes)
+
+    def checksum(self, digest: bytes, parts: Sequence[Part]) -> bytes:
+        """Of one page, whose bytes are those of the parts."""
+        running = xxhash.xxh3_128(self.namespace + digest)
+        for part in parts:
+            running.update(part)  # pyright: ignore[reportArgumentType] - any buffer will do
+        return running.digest()
+
+    def footer(self, rows: bytes, count: int) -> bytes:
+        """What ends a file with these rows."""
+        fields = (_MAGIC, self.namespace, self.page_bytes, count, self.digest_bytes)
+        covered = _FOOTER.pack(*fields, bytes(_SUM_BYTES))[:-_SUM_BYTES]
+        return covered + xxhash.xxh3_128_digest(covered + rows)
+
+
+def write_pages(
+    folder: Path, temporary: str, layout: FileFormat, digests: Digests, pages: Sequence[Sequence[Part]], io: PageIO
+) -> tuple[str, int]:
+    """Write a file of pages under a name of its content's own; its name and size. Nobody sees it before it is whole.
+
+    Not synced: what survives is a killed process, and after a failure of the machine the checksums tell.
+
+    Raises:
+        OSError: nothing is left behind.
+    """
+    names = [row.tobytes() for row in digests]
+    rows = b"".join(name + layout.checksum(name, parts) for name, parts in zip(names, pages, strict=True))
+    name = xxhash.xxh3_128_hexdigest(layout.namespace + rows) + ".pages"
+    path = folder / temporary
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            io.write(file, [part for parts in pages for part in parts], 0)
+            end = rows + layout.footer(rows, len(names))
+            SystemIO().write(file, [np.frombuffer(end, np.uint8)], len(names) * layout.page_bytes)
+        finally:
+            os.close(file)
+        path.rename(folder / name)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+    return name, layout.size_of(len(names))
+
+
+def read_rows(path: Path, layout: FileFormat) -> Digests | None:
+    """The digests of the pages of a file, uint64 `[pages, words]`; None for a file that is not whole, or not of ours.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    file = os.open(path, _TO_READ)
+    try:
+        size = os.fstat(file).st_size
+        count = layout.count_of(size)
+        start = count * layout.page_bytes
+        end = os.pread(file, size - start, start) if count else b""
+    finally:
+        os.close(file)
+    rows = end[: count * layout.row_bytes]
+    if not count or end[len(rows) :] != layout.footer(rows, count):
+        return None
+    table = np.frombuffer(rows, np.uint8).reshape(count, layout.row_bytes)
+    digests = np.ascontiguousarray(table[:, : layout.digest_bytes]).view(np.uint64)
+    return digests if len({row.tobytes() for row in digests}) == count else None
+
+
+def read_pages(
+    path: Path, layout: FileFormat, first: int, digests: Digests, pages: Sequence[Sequence[Part]], io: PageIO
+) -> NDArray[np.bool_]:
+    """Fill `pages` with those of a file from `first` on, which are to have these digests; which of them are right.
+
+    What the others are filled with means nothing. Never raises: what cannot be read is not right.
+    """
+    right = np.zeros(len(pages), np.bool_)
+    try:
+        file = os.open(path, _TO_READ)
+    except OSError:
+        return right
+    try:
+        count, width = layout.count_of(os.fstat(file).st_size), layout.row_bytes
+        start = count * layout.page_bytes + first * width
+        rows = os.pread(file, len(pages) * width, start) if first + len(pages) <= count else b""
+        if len(rows) == len(pages) * width:
+            io.read(file, [part for parts in pages for part in parts], first * layout.page_bytes)
+            for at, (digest, parts) in enumerate(zip(digests, pages, strict=True)):
+                wanted = digest.tobytes()
+                row = rows[at * width : (at + 1) * width]
+                right[at] = row[: layout.digest_bytes] == wanted and row[layout.digest_bytes :] == layout.checksum(
+                    wanted, parts
+                )
+    except OSError:
+        right[:] = False
+    finally:
+        os.close(file)
+    return right

@@ -1,0 +1,430 @@
+"""The file tier: pages outlive the manager, and what is wrong in the folder is a miss."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcache import InvalidParamsError, InvariantError, PoolTooSmallError
+from kvcache import file_tier as module
+from kvcache.file_tier import FileTier
+from kvcache.page_files import FileFormat, SystemIO
+from kvcache.page_folder import PageFolder
+from tests.kvcache.served import Served
+
+PROMPT = range(17)  # four full pages and a token
+Make = Callable[..., Served]
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterable[Make]:
+    made: list[Served] = []
+
+    def make(
+        pages: int = 8, host_slots: int = 40, *, gb: float = 1e-3, key: str = "model", io: Any = None, **options: Any
+    ) -> Served:
+        files = {"file_tier_dir": str(tmp_path), "file_tier_max_gb": gb, "file_tier_key": key, "file_tier_io": io}
+        given = {**options.pop("params", {}), **files}
+        made.append(Served(pages, host_slots, params=given, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.manager.check()
+        one.manager.close()
+
+
+def files_of(it: Served) -> FileTier:
+    assert it.tiers.files is not None
+    return it.tiers.files
+
+
+def page_files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.pages"))
+
+
+def down(it: Served) -> None:
+    """Bring everything that is published to files."""
+    it.tiers.settle()
+    files_of(it).flush()
+
+
+def test_a_restart_finds_what_was_written(served: Make) -> None:
+    it = served()
+    assert it.serve(PROMPT) == 0
+    assert it.serve([7, *range(30)]) == 0
+    it.manager.close()
+    assert it.manager.metrics.file_blocks_written == 11
+    again = served()
+    assert again.serve(PROMPT) == 16
+    assert again.serve([7, *range(30)]) == 28
+    assert again.manager.metrics.file_blocks_read == 11
+    assert again.kv.compared == 44
+
+
+def test_what_the_host_has_lost_comes_back_from_files(served: Make) -> None:
+    it = served(8, 8)
+    it.serve(PROMPT)
+    down(it)
+    it.fill(8)
+    it.fill(8)
+    down(it)
+    assert it.serve(PROMPT) == 16
+    assert it.manager.metrics.file_blocks_read == 4
+
+
+@pytest.mark.parametrize("other", ["key", "salt", "dim", "algorithm", "page_order"])
+def test_pages_of_another_kind_are_not_found(served: Make, other: str) -> None:
+    it = served(layers=2, heads=2)
+    it.serve(PROMPT, salt="a")
+    it.manager.close()
+    options: dict[str, dict[str, Any]] = {
+        "key": {"key": "another model"},
+        "dim": {"head_dim": 4},
+        "algorithm": {"params": {"hash_algorithm": "xxh3_128"}},
+        "page_order": {"params": {"page_order": "layer,side,head,token,dim"}},
+        "salt": {},
+    }
+    again = served(layers=2, heads=2, **options[other])
+    assert again.serve(PROMPT, salt="b" if other == "salt" else "a") == 0
+    assert again.manager.metrics.file_blocks_refused == 0
+
+
+def test_shards_lie_side_by_side_in_a_file(served: Make) -> None:
+    it = served(tp=2, heads=4)
+    it.serve(PROMPT)
+    it.manager.close()
+    again = served(tp=2, heads=4, dp=2)
+    assert again.serve(PROMPT, replica=1) == 16
+    assert again.kv.compared == 32
+
+
+def damage(path: Path, how: str, rng: np.random.Generator) -> None:
+    content = bytearray(path.read_bytes())
+    if how == "gone":
+        path.unlink()
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "cut":
+        path.write_bytes(content[: int(rng.integers(len(content)))])
+    elif how == "longer":
+        path.write_bytes(content + b"?" * int(rng.integers(1, 500)))
+    elif how == "foreign":
+        path.write_bytes(rng.integers(0, 256, len(content), np.uint8).tobytes())
+    elif how == "folder":
+        path.unlink()
+        path.mkdir()
+    else:
+        content[int(rng.integers(len(content)))] ^= int(rng.integers(1, 256))
+        path.write_bytes(content)
+
+
+DAMAGE = ("gone", "empty", "cut", "longer", "foreign", "folder", "flip", "flip", "flip", "flip")
+
+
+@pytest.mark.parametrize("when", ["before the start", "while it runs"])
+def test_damaged_files_are_misses(served: Make, tmp_path: Path, when: str) -> None:
+    rng = np.random.default_rng(11)
+    for round_number in range(12):
+        it = served(8, 200, key=f"{round_number}")
+        prompts = [[first, *range(int(rng.integers(8, 30)))] for first in range(3)]
+        for prompt in prompts:
+            it.serve(prompt)
+            down(it)
+        it.manager.close()
+        again = None if when == "before the start" else served(8, 200, key=f"{round_number}")
+        for path in page_files(tmp_path):
+            damage(path, DAMAGE[int(rng.integers(len(DAMAGE)))], rng)
+        again = again or served(8, 200, key=f"{round_number}")
+        for prompt in prompts * 2:
+            again.serve(prompt)  # its KV is compared
+        again.manager.check()
+        down(again)
+        again.manager.close()
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
+
+
+def test_a_page_found_wrong_is_written_again(served: Make, tmp_path: Path) -> None:
+    it = served()
+    it.serve(PROMPT)
+    it.manager.close()
+    (path,) = page_files(tmp_path)
+    again = served()
+    damage(path, "foreign", np.random.default_rng(0))
+    assert again.serve(PROMPT) == 0
+    assert again.manager.metrics.file_blocks_refused == 4
+    again.manager.close()
+    third = served()
+    assert third.serve(PROMPT) == 16
+
+
+def test_the_good_pages_of_a_damaged_file_are_read(served: Make, tmp_path: Path) -> None:
+    it = served()
+    it.serve(PROMPT)
+    it.manager.close()
+    again = served()
+    (path,) = page_files(tmp_path)
+    with path.open("r+b") as file:
+        file.seek(2 * files_of(again)._layout.page_bytes + 5)
+        file.write(b"!")
+    assert again.serve(PROMPT) == 8
+    assert (again.manager.metrics.file_blocks_read, again.manager.metrics.file_blocks_refused) == (3, 1)
+
+
+def test_the_files_stay_within_their_limit(served: Make, tmp_path: Path) -> None:
+    it = served(8, 16, gb=4000 / 2**30)
+    for _ in range(30):
+        it.fill(8)
+        down(it)
+        files_of(it).check()
+    it.manager.close()
+    assert 0 < sum(path.stat().st_size for path in page_files(tmp_path)) <= 4000
+    smaller = served(8, 16, gb=1500 / 2**30)
+    files_of(smaller).check()
+    smaller.manager.close()
+    assert sum(path.stat().st_size for path in page_files(tmp_path)) <= 1500
+
+
+def test_the_least_recently_used_file_goes_first(served: Make) -> None:
+    it = served(8, 40, gb=2800 / 2**30)  # two files of seven pages, and not three
+    for first in (100, 200):
+        it.serve([first, *range(28)])
+        down(it)
+    it.serve([100, *range(28)])  # from the host: its file counts as used all the same
+    down(it)
+    it.serve([300, *range(28)])
+    down(it)
+    it.manager.close()
+    again = served(8, 40, gb=2800 / 2**30)
+    assert [again.serve([first, *range(28)]) for first in (100, 200, 300)] == [28, 0, 28]
+
+
+def test_processes_find_each_others_files(served: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_RESCAN_S", 0.0)
+    one, two = served(), served()
+    one.serve(PROMPT)
+    down(one)
+    for _ in range(200):
+        files_of(two).tick()
+        time.sleep(0.005)
+        if len(files_of(two)._index.names):
+            break
+    assert two.serve(PROMPT) == 16
+    for path in page_files(files_of(one)._folder.path):
+        path.unlink()
+    for _ in range(200):
+        files_of(two).tick()
+        time.sleep(0.005)
+        if not files_of(two)._index.names:
+            break
+    files_of(two).check()
+    assert not files_of(two)._index.names
+
+
+def test_a_reset_leaves_nothing_to_find_not_after_a_restart_either(served: Make) -> None:
+    it, neighbour = served(), served()
+    it.serve(PROMPT)
+    down(it)
+    it.manager.reset_prefix_cache()
+    assert it.serve(PROMPT) == 0
+    it.manager.reset_prefix_cache()
+    neighbour.serve(PROMPT)  # not reset: writes of the old weights go where nobody looks
+    down(neighbour)
+    it.manager.close()
+    again = served()
+    assert again.serve(PROMPT) == 0
+    again.manager.close()
+    assert served().serve(PROMPT) == 16
+
+
+def test_a_neighbour_that_is_reset_too_shares_again(served: Make) -> None:
+    it, neighbour = served(), served()
+    it.manager.reset_prefix_cache()
+    neighbour.manager.reset_prefix_cache()
+    assert files_of(it)._folder.path == files_of(neighbour)._folder.path
+
+
+def test_a_folder_that_disappears(served: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    it = served()
+    it.serve(PROMPT)
+    down(it)
+    shutil.rmtree(tmp_path)
+    it.fill(8)
+    down(it)
+    assert "no page is written for 10 s" in caplog.text
+    it.fill(8)
+    down(it)
+    assert caplog.text.count("no page is written") == 1
+    assert it.serve(PROMPT) == 16  # from the host
+    it.manager.check()
+
+
+def test_a_full_disk_is_no_error(served: Make, caplog: pytest.LogCaptureFixture) -> None:
+    class Full(SystemIO):
+        def write(self, *_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+    it = served(io=lambda memory: Full())
+    assert it.serve(PROMPT) == 0
+    down(it)
+    assert "No space left" in caplog.text
+    assert it.serve(PROMPT) == 16
+    assert it.manager.metrics.file_blocks_written == 0
+
+
+class SlowReads(SystemIO):
+    """Reads that wait until they may."""
+
+    may = threading.Event()
+
+    def read(self, file: int, parts: Any, offset: int) -> None:
+        self.may.wait(10)
+        super().read(file, parts, offset)
+
+
+def test_prefetch_brings_pages_before_the_request_is_claimed(served: Make) -> None:
+    it = served()
+    it.serve(PROMPT)
+    it.manager.close()
+    again = served(io=lambda memory: SlowReads())
+    SlowReads.may.clear()
+    context = again.claim(PROMPT)
+    assert again.manager.prefetch(context)
+    assert again.manager.prefetch(context)
+    SlowReads.may.set()
+    for _ in range(400):
+        if not again.manager.prefetch(context):
+            break
+        time.sleep(0.005)
+    assert again.manager.metrics.file_blocks_read == 4
+    assert again.manager.maybe_reserve(context)
+    assert context.start_idx == 16
+    again.run(context)
+
+
+def test_a_reservation_does_not_wait_long_and_a_later_chunk_takes_what_has_come(
+    served: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_LONGEST_WAIT_S", 0.01)
+    it = served()
+    it.serve(PROMPT)
+    it.manager.close()
+    again = served(io=lambda memory: SlowReads())
+    SlowReads.may.clear()
+    context = again.claim(PROMPT)
+    context.set_token_indices(active_idx=4)
+    assert again.manager.maybe_reserve(context)
+    assert context.start_idx == 0
+    again.run(context)
+    SlowReads.may.set()
+    files_of(again)._reads[0].right.result()
+    assert again.manager.maybe_reserve(context)
+    assert context.start_idx == 16
+    again.run(context)
+    assert again.kv.compared == 16
+
+
+def test_prefetch_without_files_does_nothing() -> None:
+    it = Served(8, 40)
+    assert not it.manager.prefetch(it.claim(PROMPT))
+
+
+def test_what_no_tier_can_be_made_of(served: Make, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(InvalidParamsError, match="file_tier_dir .* cannot be used"):
+        Served(8, 8, params={"file_tier_dir": f"{tmp_path}/file", "file_tier_max_gb": 1, "file_tier_key": "k"})
+    with pytest.raises(PoolTooSmallError, match="2 bytes do not hold a page: 232 are needed"):
+        served(gb=2 / 2**30)
+
+
+def test_managers_that_start_at_once_use_one_folder(tmp_path: Path) -> None:
+    for number in range(20):
+        with ThreadPoolExecutor(8) as pool:
+            made = list(pool.map(lambda _, n=number: PageFolder(tmp_path, bytes([n]) * 16).path, range(8)))
+        assert len(set(made)) == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"epoch-", b"../../elsewhere", b"\xff\xfe", b"epoch-0123456789abcdef/.."])
+def test_a_broken_name_of_the_epoch_starts_a_new_one(tmp_path: Path, content: bytes) -> None:
+    first = PageFolder(tmp_path, bytes(16))
+    (first.path.parent / "current").write_bytes(content)
+    second, third = PageFolder(tmp_path, bytes(16)), PageFolder(tmp_path, bytes(16))
+    assert second.path == third.path != first.path
+    assert second.path.parent == first.path.parent
+
+
+def test_what_lies_about_is_left_alone_or_tidied(served: Make) -> None:
+    it = served()
+    it.serve(PROMPT)
+    folder = files_of(it)._folder.path
+    it.manager.close()
+    old, new, mine = folder / f"{'0' * 16}-1.tmp", folder / f"{'0' * 16}-2.tmp", folder / "README"
+    for path in (old, new, mine):
+        path.write_text("x")
+    os.utime(old, (1, 1))
+    os.mkfifo(folder / f"{'a' * 32}.pages")
+    assert served().serve(PROMPT) == 16
+    assert (old.exists(), new.exists(), mine.exists()) == (False, True, True)
+
+
+def test_check_recounts_the_files(served: Make) -> None:
+    it = served(checks=False)
+    it.serve(PROMPT)
+    down(it)
+    index = files_of(it)._index
+    for change, message in (
+        (lambda: setattr(index, "bytes", index.bytes + 1), "counted"),
+        (lambda: index._place_of.__setitem__(1, 7), "other places"),
+        (lambda: index._file_of.__setitem__(1, 7), "do not know each other"),
+        (lambda: setattr(index, "_free_count", index._free_count - 1), "are not all of them"),
+        (lambda: index.reading.__setitem__(1, True), "0 entries are being read"),
+        (lambda: it.tiers.host.pool.hold(np.array([1], np.int32)), "host tier: page 1"),
+    ):
+        index.check()
+        saved = (index.bytes, index._place_of.copy(), index._file_of.copy(), index._free_count)
+        change()
+        with pytest.raises(InvariantError, match=message):
+            it.manager.check()
+        index.bytes, index._place_of, index._file_of, index._free_count = saved
+        index.reading[:] = False
+    it.tiers.host.pool.release(np.array([1], np.int32))
+
+
+def test_random_prompts_over_three_tiers(served: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two managers on one folder, small on every tier; every cached token is compared, all books after each move."""
+    monkeypatch.setattr(module, "_LONGEST_QUEUED_S", 0.0)
+    monkeypatch.setattr(module, "_RESCAN_S", 0.02)
+    rng = np.random.default_rng(8)
+    both = [served(12, 24, gb=9000 / 2**30, checks=False) for _ in range(2)]
+    for move in range(400):
+        it = both[int(rng.integers(2))]
+        prompt = [int(rng.integers(9)), *range(int(rng.integers(1, 36)))]
+        it.serve(prompt, salt=[None, "t"][rng.integers(2)])
+        it.manager.check()
+        if move % 150 == 149:
+            it.manager.reset_prefix_cache()
+    for it in both:
+        assert it.manager.metrics.file_blocks_written > 5
+        assert it.manager.metrics.file_blocks_read > 5
+        assert it.kv.compared > 300
+
+
+def test_the_layout_of_a_file_knows_its_sizes() -> None:
+    layout = FileFormat(bytes(16), 100, 32)
+    for count in (1, 2, 500):
+        assert layout.count_of(layout.size_of(count)) == count
+        assert layout.most_in(layout.size_of(count)) == count
+        assert layout.most_in(layout.size_of(count) - 1) == count - 1
+        assert layout.count_of(layout.size_of(count) + 1) == 0
+    assert layout.count_of(0) == 0
+    assert layout.most_in(3) == 0
