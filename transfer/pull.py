@@ -122,6 +122,7 @@ class Puller:
         pull = self.get(key)
         pull.waiting.extend(part for part in parts if len(part.local))
         pull.more = not last
+        pull.added += 1
         self._advance(pull)
 
     def fail(self, key: str, reason: str) -> None:
@@ -153,7 +154,7 @@ class Puller:
         if not pull.error:
             self._post(pull)
         self._collect_reads(pull)
-        if not pull.error and not pull.more and not pull.reading and not pull.waiting:
+        if not pull.error and not pull.reading and not pull.waiting and (not pull.more or pull.passed < pull.added):
             self._fence(pull)
         self._collect_fences(pull)
         if pull.in_flight or (not pull.error and not pull.fenced):
@@ -163,7 +164,12 @@ class Puller:
             self._tell(pull, set(range(len(pull.engine.ranks))) - pull.told, "done")
         pull.total_s = self._clock() - pull.started
         self.ended.append(pull)
-        self.events.append(PullEvent(pull.key, pull.error, safe=True))
+        self.events.append(PullEvent(pull.key, pull.error, safe=True, passed=pull.passed if pull.error else 0))
+
+    def passed(self, key: str) -> int:
+        """Returns how many times parts were added to a pull that a fence has passed since; 0 where there is none."""
+        pull = self._pulls.get(key)
+        return 0 if pull is None else pull.passed
 
     def _post(self, pull: Pull) -> None:
         while pull.waiting:
@@ -212,12 +218,16 @@ class Puller:
             self._post(pull)
 
     def _fence(self, pull: Pull) -> None:
-        """Reads the lease word of every rank that was read from. The word of that rank's own `done` rides on it."""
+        """Reads the lease word of every rank that was read from.
+
+        While more is to come, that only marks what is here as good. The last time, our `done` rides on it.
+        """
         if pull.fenced or pull.fencing:
             return
         if len(self._free) < len(pull.read_ranks):
             return  # another pull's fence ends first
-        note = encode_message(self._note(pull, "done"))
+        pull.marking = pull.added if pull.more else 0
+        note = b"" if pull.more else encode_message(self._note(pull, "done"))
         for rank in sorted(pull.read_ranks):
             slot = self._free.pop()
             self.words[slot] = CLEARED  # no lease: a fence that delivers nothing must not find an old word
@@ -231,7 +241,13 @@ class Puller:
                 self._on_error(pull, error)
                 return
             pull.fencing.append((handle, rank, slot))
-        pull.fenced = not pull.read_ranks
+        if not pull.fencing:
+            self._passed(pull)
+
+    def _passed(self, pull: Pull) -> None:
+        """All that was read before the fence was under the lease."""
+        pull.passed = pull.marking or pull.added
+        pull.fenced = not pull.marking
 
     def _collect_fences(self, pull: Pull) -> None:
         for entry in list(pull.fencing):
@@ -245,14 +261,16 @@ class Puller:
             if error is not None:
                 self._on_error(pull, error)
                 continue
-            pull.told.add(rank)
+            if not pull.marking:
+                pull.told.add(rank)
             if word != pull.lease.lease_id and not pull.error:
                 self._fail(
                     pull,
                     f"engine {pull.engine.engine_id!r} rank {rank} had given the pages away: its lease word "
                     f"{pull.lease.slot} holds {word:#x}, the lease is {pull.lease.lease_id:#x}",
                 )
-            pull.fenced = not pull.fencing
+            elif not pull.fencing and not pull.error:
+                self._passed(pull)
 
     def _on_error(self, pull: Pull, error: AgentError) -> None:
         self._fail(pull, f"reading from engine {pull.engine.engine_id!r}: {error}")

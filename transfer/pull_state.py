@@ -64,11 +64,14 @@ class PullEvent(NamedTuple):
         key: the pull.
         error: why it failed; empty where every byte was under the lease when it was read.
         safe: nothing of it is in flight any more: its pages may be given back or, without error, be used.
+        passed: of a pull that failed, how many calls of `add_pages`, from the first on, brought pages that were under
+            the lease when they were read: those may be kept, and only the rest be pulled from elsewhere.
     """
 
     key: str
     error: str
     safe: bool
+    passed: int = 0
 
 
 @dataclass(slots=True)
@@ -115,6 +118,9 @@ class Pull:
         post_s: seconds that the posts took.
         total_s: seconds from its opening to its end.
         failed_at: when it failed, on the puller's clock.
+        added: times that parts were added.
+        passed: of those, how many a fence has passed.
+        marking: of those, how many the fence in flight is for; 0 where it is the last one.
     """
 
     key: str
@@ -129,6 +135,9 @@ class Pull:
     post_s: float = 0.0
     total_s: float = 0.0
     failed_at: float = 0.0
+    added: int = 0
+    passed: int = 0
+    marking: int = 0
     renew_at: float = math.inf
     waiting: deque[Part] = field(default_factory=deque[Part])
     reading: list[tuple[Handle, Part]] = field(default_factory=list["tuple[Handle, Part]"])

@@ -73,6 +73,7 @@ class Offered(NamedTuple):
     error: str
 
 
+_ALL = 1 << 62
 Event = PullEvent | LeaseOver | Offered
 
 
@@ -92,6 +93,7 @@ class _Pull:
     started: bool = False
     error: str = ""
     told: bool = False
+    passed: dict[int, int] = field(default_factory=dict[int, int])
 
 
 class ReplicaTransfer:
@@ -272,9 +274,7 @@ class ReplicaTransfer:
         if pull.error or peer is None:
             return
         if pull.source.incarnation not in ("", peer.incarnation):
-            self.directory.check(
-                peer.place
-            )  # the source was restarted, or the request is older than that: only the source knows
+            self.directory.check(peer.place)  # it was restarted, or the request is older: only the source knows
             return
         try:
             if not pull.started:
@@ -301,12 +301,16 @@ class ReplicaTransfer:
             return
         if event.safe:
             pull.open_ranks.discard(at)
+        pull.passed[at] = max(pull.passed.get(at, 0), event.passed) if event.error else _ALL
         if event.error:
             self._fail(event.key, event.error)
             self.directory.check(pull.source.place)  # does it live, and is it still the one that we know?
         elif not pull.open_ranks and not pull.error:
             del self._pulls[event.key]
             self.events.append(PullEvent(event.key, "", safe=True))
+
+    def _passed(self, pull: _Pull) -> int:
+        return min((pull.passed.get(at, 0) for at in range(len(self.ranks))), default=0)
 
     def _fail(self, key: str, reason: str) -> None:
         """All or none: what one rank lacks, no rank needs. Tells of it at once, and again when the pages are safe."""
@@ -316,11 +320,13 @@ class ReplicaTransfer:
             pull.waiting.clear()
             self.stats.record_failure(reason)
             for at in sorted(pull.open_ranks):
+                told = [event.passed for event in self.ranks[at].puller.events if event.key == key]
+                pull.passed[at] = max([self.ranks[at].puller.passed(key), *told])
                 self.ranks[at].puller.fail(key, reason)
                 self._take_safe(at, key, pull)
         if not pull.open_ranks:
             del self._pulls[key]
-            self.events.append(PullEvent(key, pull.error, safe=True))
+            self.events.append(PullEvent(key, pull.error, safe=True, passed=self._passed(pull)))
         elif not pull.told:
             pull.told = True
             self.events.append(PullEvent(key, pull.error, safe=False))

@@ -67,7 +67,7 @@ def _bytes_at(address: int, num_bytes: int) -> NDArray[np.uint8]:
 class StagedPart(Part):
     """A part that goes through a slab. It is posted once it has one; its addresses count from the slab's start."""
 
-    __slots__ = ("_area", "_group", "_pages", "_plan", "_slab")
+    __slots__ = ("_area", "_group", "_pages", "_plan", "_rows", "_slab")
 
     def __init__(
         self,
@@ -82,6 +82,7 @@ class StagedPart(Part):
         runs = plan.staging(group).runs(pages.remote, pages.tokens, 0, bases)
         local, remote = runs.descriptors(0, device)
         super().__init__(rank, local, remote, runs.num_bytes, self._move)
+        self._rows = local
         self._area, self._plan, self._group, self._pages = area, plan, group, pages
         self._slab: int | None = None
 
@@ -90,7 +91,7 @@ class StagedPart(Part):
         self._slab = self._area.take()
         if self._slab is None:
             return False
-        self.local[:, 0] += np.uint64(self._area.address + self._slab * SLAB_BYTES)
+        self._rows[:, 0] += np.uint64(self._area.address + self._slab * SLAB_BYTES)
         return True
 
     def settle(self) -> None:
@@ -110,12 +111,15 @@ def staged_pages(plan: Plan, group: int, pages: PagesOfGroup) -> list[PagesOfGro
     start, stop = pages.tokens
     if start >= stop or plan.groups[group].local.state or not plan.prefers_staging(group, pages.tokens):
         return None
-    ours, theirs = plan.groups[group].local.page_size, plan.groups[group].remote.page_size
+    sides = plan.groups[group].local, plan.groups[group].remote
+    ours, theirs = (side.page_size for side in sides)
     step = math.lcm(ours, theirs)
-    if plan.staging(group).num_bytes((0, step)) > SLAB_BYTES:
+    held = min(side.page_size * side.num_pages for side in sides)  # no pull has more tokens
+    if step > held or plan.staging(group).num_bytes((0, step)) > SLAB_BYTES:
         return None
-    while plan.staging(group).num_bytes((0, 2 * step)) <= SLAB_BYTES and step < stop:
-        step *= 2
+    most = held // step * step
+    while step < min(stop, most) and plan.staging(group).num_bytes((0, min(2 * step, most))) <= SLAB_BYTES:
+        step = min(2 * step, most)
     return list(_windows(pages, ours, theirs, step))
 
 

@@ -205,7 +205,7 @@ class World:
         while self.source.replica.ranks and time.monotonic() < deadline:
             if all(rank.remote("source") is not None for rank in reader.replica.ranks):
                 return
-            reader.replica._connect(Source(self.server.endpoint, "source", LeaseRef(1, 0, 1.0)))
+            reader.replica.directory.connect((self.server.endpoint, "source"))
             reader.replica.poll()
             time.sleep(1e-4)
 

@@ -57,9 +57,10 @@ class Agent:
             posted["state"] = "DONE"
         if posted["state"] == "ERR":
             raise AgentError("it broke", peer_lost=True)
+        slot = (int(posted["local"][0, 0]) - self.puller.words.ctypes.data) // 8
+        if posted["state"] == "DONE" and self.word is not None and 0 <= slot < len(self.puller.words):
+            self.puller.words[slot] = self.word
         if posted["state"] == "DONE" and posted["note"]:
-            if self.word is not None:
-                self.puller.words[(int(posted["local"][0, 0]) - self.puller.words.ctypes.data) // 8] = self.word
             self.notes.append((posted["peer"], decode_note(posted["note"])))
         return posted["state"] == "DONE"
 
@@ -121,21 +122,48 @@ def test_data_comes_first_then_the_word_of_each_rank_that_was_read(rig: Rig) -> 
     assert {(n.lease_id, n.engine_id, n.rank, n.ranks) for _, n in rig.agent.notes} == {(LEASE.lease_id, "d", 1, 4)}
 
 
-def test_no_fence_while_a_read_is_in_flight_or_more_is_to_come(rig: Rig) -> None:
+def test_no_fence_while_a_read_is_in_flight_and_no_done_while_more_is_to_come(rig: Rig) -> None:
     rig.agent.auto = False
     rig.open()
     rig.add(part(0), part(1), last=False)
     rig.agent.end(0)
     assert rig.polled() == []
+    assert len(rig.agent.posted) == 2
     rig.agent.end(1)
     assert rig.polled() == []
-    assert len(rig.agent.posted) == 2
+    assert [one["note"] for one in rig.agent.posted[2:]] == [b"", b""]  # these mark what is here as good
     rig.add(part(0))
+    rig.agent.end(4)
     assert rig.polled() == []
-    assert len(rig.agent.posted) == 3
-    rig.agent.end(2)
-    rig.polled()
     assert len(rig.agent.posted) == 5
+    rig.agent.end(2)
+    rig.agent.end(3)
+    rig.polled()
+    assert [bool(one["note"]) for one in rig.agent.posted[5:]] == [True, True]
+
+
+def test_what_a_fence_has_passed_can_be_kept_when_the_rest_fails(rig: Rig) -> None:
+    rig.open()
+    rig.add(part(0), last=False)
+    rig.polled()
+    assert rig.puller.passed("r") == 1
+    rig.agent.auto = False
+    rig.add(part(0), last=False)
+    rig.add(part(1), last=False)
+    rig.polled()
+    rig.puller.fail("r", "no more")
+    assert rig.polled() == [PullEvent("r", "no more", safe=False)]
+    rig.agent.auto = True
+    assert rig.polled()[-1] == PullEvent("r", "no more", safe=True, passed=1)
+
+
+def test_what_a_fence_refuses_cannot_be_kept(rig: Rig) -> None:
+    rig.open()
+    rig.add(part(0), last=False)
+    rig.polled()
+    rig.agent.word = 7
+    rig.add(part(0), last=False)
+    assert rig.polled()[-1].passed == 1
 
 
 def test_a_rank_that_is_not_read_from_is_told_on_its_own_after_the_fence(rig: Rig) -> None:
