@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 from transfer.boxes import Group, ShardLayout
 from transfer.errors import InvalidTransferError, MetadataError
 from transfer.group_plan import GroupPlan
-from transfer.runs import Runs, no_runs
+from transfer.runs import Runs, keep_memory, no_runs
 from transfer.stacks import Ints, common
 from transfer.staging import ONE_HOST, Costs, Staging
 
@@ -99,6 +99,7 @@ def plan(local: ShardLayout, remote: ShardLayout) -> Plan:
     Raises:
         MetadataError: the sides differ in the number or the kind of their groups, or in the type of common elements.
     """
+    keep_memory()
     if len(local.groups) != len(remote.groups):
         raise MetadataError(
             f"{len(local.groups)} groups on one side, {len(remote.groups)} on the other: there must be as many"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import platform
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,6 +31,8 @@ from transfer.errors import InvalidTransferError, MetadataError
 from transfer.plan import Plan, kernel_pages, plan, window_start
 from transfer.shapes import BLOCKS_FIRST_HND, BLOCKS_FIRST_NHD, PACKED_HND, PACKED_NHD, SPLIT_NHD, dense
 from transfer.sources import sources
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def pull(local: ShardLayout, remotes: list[ShardLayout], tokens: tuple[int, int], rank: int = 0) -> int:
@@ -258,6 +264,30 @@ def test_shards_of_two_models_are_refused() -> None:
             plan(local, remote)
     other = plan(local, replace(local, groups=(replace(group, boxes=(replace(box, kind="ssm"),)),)))
     assert len(other.runs(0, [0], [0], (0, 4), [0], [0])) == 0  # kinds do not meet
+
+
+FAULTS = """
+import resource
+import numpy as np
+from tests.transfer.plan_oracle import page_layout
+from transfer.plan import plan
+from transfer.shapes import PACKED_HND, per_layer
+
+layout = per_layer(page_layout(range(8), layers=64), 5000, PACKED_HND)
+made, pages, bases = plan(layout, layout), np.arange(0, 4096, 2), np.arange(64) << 32
+def pull():
+    return len(made.runs(0, pages, pages, (0, 8192), bases, bases).descriptors()[0])
+pull(), pull()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+assert pull() == 131_072
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's allocator")
+def test_large_pulls_find_the_memory_of_the_last_one() -> None:
+    done = subprocess.run([sys.executable, "-c", FAULTS], check=True, capture_output=True, text=True, cwd=ROOT)
+    assert int(done.stdout) < 100  # of 2,300 where each pull maps its arrays anew
 
 
 # Sliding windows and kernel pages.
