@@ -1,0 +1,99 @@
+"""Kill a process in the middle of writing pages, start anew on its folder, and compare every page that is served.
+
+`python -m tests.kvcache.killed_writers --rounds 50`; with `--write DIR` it is the process that is killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tests.kvcache.served import SIZE, Served
+
+PROMPTS, PAGES = 60, 50  # pages of 32 KiB
+
+
+@dataclass
+class Tally:
+    rounds: int = 0
+    in_a_write: int = 0
+    files: int = 0
+    pages_served: int = 0
+    pages_refused: int = 0
+
+
+def served(folder: Path) -> Served:
+    """A manager on the folder; every KV value it is asked for is compared."""
+    files = {"file_tier_dir": str(folder), "file_tier_max_gb": 0.5, "file_tier_key": "k"}
+    return Served(PAGES + 4, 400, head_dim=512, max_seq_len=512, checks=False, params=files)
+
+
+def prompt_of(number: int) -> list[int]:
+    """A prompt of `PAGES` full pages and a token."""
+    return [number, *range(PAGES * SIZE)]
+
+
+def write(folder: Path) -> None:
+    """Serve prompt after prompt, and write as fast as it goes, until somebody kills us."""
+    it = served(folder)
+    files, index = it.tiers.files, it.tiers.host.pool.index
+    assert files is not None
+    print("writing", flush=True)  # noqa: T201
+    for number in range(PROMPTS):
+        it.serve(prompt_of(number))
+        it.tiers.settle()
+        for _ in range(10):  # the same pages over again, in files of the same names: nothing else takes time
+            for name in files._index.names:
+                files._index.forget(name)
+            files.offer(index.digests_of(np.flatnonzero(index.published).astype(np.int32)))
+            files.flush()
+    while True:
+        time.sleep(1)
+
+
+def kill_one(folder: Path, after_s: float, tally: Tally) -> None:
+    """One round, on an empty folder."""
+    command = [sys.executable, "-m", "tests.kvcache.killed_writers", "--write", str(folder)]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "writing\n"
+        time.sleep(after_s)
+        writer.kill()
+    again = served(folder)
+    tally.rounds += 1
+    tally.in_a_write += bool([*folder.rglob("*.tmp")])
+    tally.files += len([*folder.rglob("*.pages")])
+    for number in range(PROMPTS):
+        again.serve(prompt_of(number))  # raises at the first wrong byte
+    again.manager.check()
+    again.manager.close()
+    tally.pages_served += again.manager.metrics.file_blocks_read
+    tally.pages_refused += again.manager.metrics.file_blocks_refused
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", type=Path)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=1)
+    chosen = parser.parse_args()
+    if chosen.write:
+        write(chosen.write)
+    tally, chance = Tally(), random.Random(chosen.seed)
+    for _ in range(chosen.rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            kill_one(Path(folder), chance.uniform(0.0, 1.0), tally)
+    print(f"no wrong byte: {asdict(tally)}")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
