@@ -50,6 +50,10 @@ def _add_demo(commands: argparse._SubParsersAction[_Parser]) -> None:
         "--requests", metavar="N", type=int, default=text, help="prompts to serve; without it, the whole file, or 32"
     )
     demo.add_argument("--page-size", metavar="P", type=int, default=16, help="tokens of a page")
+    for side in ("prefill", "decode"):
+        demo.add_argument(
+            f"--{side}-page-size", metavar="P", type=int, default=text, help=f"the same, for {side} alone"
+        )
     demo.add_argument("--json", metavar="FILE", default=text, help="write the figures there too")
     demo.add_argument(
         "--max-new-tokens", metavar="N", type=int, default=32, help="most tokens to generate for a prompt"
@@ -60,6 +64,15 @@ def _add_demo(commands: argparse._SubParsersAction[_Parser]) -> None:
     demo.add_argument("--concurrency", metavar="N", type=int, default=8, help="most requests on their way at a time")
     demo.add_argument("--token-budget", metavar="N", type=int, default=512, help="most tokens of one step of a process")
     demo.add_argument("--tp", metavar="N", type=int, default=1, help="shards that the heads are split over")
+    for side in ("prefill", "decode"):
+        demo.add_argument(f"--{side}-tp", metavar="N", type=int, default=text, help=f"those of {side} alone")
+        demo.add_argument(f"--{side}s", metavar="N", type=int, default=1, help=f"{side} processes")
+    demo.add_argument(
+        "--no-chunkwise",
+        dest="chunkwise",
+        action="store_false",
+        help="pull a prompt's pages when all of it has run, not while the rest still runs",
+    )
     demo.add_argument("--device", default="cpu", help="torch device of the model and its pages")
     demo.add_argument("--seed", metavar="N", type=int, default=0, help="of the small Llama's weights")
 

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DEFAULT_REQUESTS = 32
+_AT_LEAST_ONE = (
+    *("requests", "max_new_tokens", "concurrency", "token_budget", "prefills", "decodes"),
+    *("tp", "prefill_tp", "decode_tp", "page_size", "prefill_page_size", "decode_page_size"),
+)
 _STALL_S = 120.0  # nothing new for this long: something hangs
 _SETTLE_S = 5.0  # for the last notifications to come in
 
@@ -37,12 +41,19 @@ class DemoOptions:
     prompts: str | None = None
     requests: int | None = None
     page_size: int = 16
+    prefill_page_size: int | None = None
+    decode_page_size: int | None = None
     json: str | None = None
     max_new_tokens: int = 32
     cache_mb: float = 64.0
     concurrency: int = 8
     token_budget: int = 512
     tp: int = 1
+    prefill_tp: int | None = None
+    decode_tp: int | None = None
+    prefills: int = 1
+    decodes: int = 1
+    chunkwise: bool = True
     device: str = "cpu"
     seed: int = 0
 
@@ -75,18 +86,17 @@ def run_demo(options: DemoOptions) -> int:
     reporter.line(f"model: {options.model or 'a small random Llama over bytes'}")
     model = load_model(options.model, options.seed, options.device)
     served = _requests(options, model, texts)
-    config = _worker_config(options, model, served)
-    reporter.line("starting a prefill and a decode process")
-    with Workers(config) as workers:
-        reporter.line("  " + ", ".join(f"{role}: pid {pid}" for role, pid in workers.pids.items()))
+    configs = _worker_configs(options, model, served)
+    reporter.line("starting " + ", ".join(f"{config.name}" for config in configs))
+    with Workers(configs) as workers:
+        reporter.line("  " + ", ".join(f"{name}: pid {pid}" for name, pid in workers.pids.items()))
         with reporter.phase("serving", len(served)) as show:
             serve(workers, served, options, show)
         stats = settled_stats(workers)
     notes, ties, equal = _compare(options, model, served, reporter)
     figures = _figures(served, stats, equal=equal, ties=ties)
-    where = f"prefill to decode over NIXL, pages of {options.page_size} tokens" + (
-        f", {options.tp} shards" if options.tp > 1 else ""
-    )
+    sides = [f"{side.title()} of {_of(options, side)}" for side in ("prefill", "decode")]
+    where = sides[0] + " to " + sides[1].lower() + ", over NIXL"
     reporter.table(figures, where, notes + _leaks(stats))
     if options.json:
         _write(options.json, figures)
@@ -101,14 +111,16 @@ def serve(workers: Workers, served: list[Served], options: DemoOptions, show: Ca
     """
     by_id = {one.request_id: one for one in served}
     waiting = list(reversed(served))
-    running = done = 0
+    decodes = [name for name in workers.running if workers.role(name) == "decode"]
+    running = done = submitted = 0
     heard = time.monotonic()
     while done < len(served):
         while waiting and running < options.concurrency:
             one = waiting.pop()
             one.submitted = time.perf_counter()
             submit = msg.Submit(request_id=one.request_id, prompt=one.prompt, max_new_tokens=options.max_new_tokens)
-            workers.send("decode", submit)
+            workers.send(decodes[submitted % len(decodes)], submit)
+            submitted += 1
             running += 1
         for message in workers.receive(0.1):
             heard = time.monotonic()
@@ -119,7 +131,7 @@ def serve(workers: Workers, served: list[Served], options: DemoOptions, show: Ca
             raise WorkerError(f"no token within {_STALL_S:.0f} s; {running} requests are on their way")
 
 
-def settled_stats(workers: Workers) -> dict[msg.Role, msg.Stats]:
+def settled_stats(workers: Workers) -> dict[str, msg.Stats]:
     """The counters once nothing is held any more, or as they are after five seconds.
 
     The last notification may still be on its way to prefill when the last token is here.
@@ -140,7 +152,7 @@ def _write(path: str, figures: Figures) -> None:
 
 
 def _check_options(options: DemoOptions) -> None:
-    for name in ("requests", "max_new_tokens", "concurrency", "token_budget", "tp", "page_size"):
+    for name in _AT_LEAST_ONE:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise InvalidParamsError(f"--{name.replace('_', '-')} is {value}: at least 1 is needed")
@@ -168,43 +180,67 @@ def _requests(options: DemoOptions, model: PreTrainedModel, texts: list[str] | N
     return served
 
 
-def _worker_config(options: DemoOptions, model: PreTrainedModel, served: list[Served]) -> WorkerConfig:
-    """What both processes are told, checked: it fits the memory, and every prompt fits the cache."""
-    from scheduler_adapters.hf import kv_params_of, max_positions_of, num_layers_of  # noqa: PLC0415  (heavy, and of an optional extra)
+def _tp(options: DemoOptions, role: msg.Role) -> int:
+    return (options.prefill_tp if role == "prefill" else options.decode_tp) or options.tp
 
-    params = kv_params_of(model.config, page_size=options.page_size, n_devices=options.tp)
-    layers = num_layers_of(model.config)
-    memory = int(options.cache_mb * (1 << 20))
-    capacity = PagedKVCacheManager.max_supported_sequence_length(params, layers, memory)
-    if not capacity:
-        page_bytes = params.bytes_per_token(layers) * options.page_size
-        raise PoolTooSmallError(
-            f"--page-size {options.page_size}: a page takes {page_bytes:,} bytes, the cache has {memory:,}"
-        )
+
+def _page_size(options: DemoOptions, role: msg.Role) -> int:
+    return (options.prefill_page_size if role == "prefill" else options.decode_page_size) or options.page_size
+
+
+def _of(options: DemoOptions, role: msg.Role) -> str:
+    shards = _tp(options, role)
+    return f"pages of {_page_size(options, role)} tokens" + (f" on {shards} shards" if shards > 1 else "")
+
+
+def _worker_configs(options: DemoOptions, model: PreTrainedModel, served: list[Served]) -> list[WorkerConfig]:
+    """What the processes are told, checked: it fits the memory, and every prompt fits the caches."""
+    from scheduler_adapters.hf import max_positions_of  # noqa: PLC0415  (heavy, and of an optional extra)
+
     longest = max(served, key=lambda one: len(one.prompt))
     needed = len(longest.prompt) + options.max_new_tokens
-    if needed - 1 > capacity:
-        raise PromptsError(
-            f"{longest.request_id} has {len(longest.prompt):,} tokens and may get {options.max_new_tokens} more: "
-            f"the cache holds {capacity:,} (--cache-mb {options.cache_mb:g})"
-        )
+    asked = f"{longest.request_id} has {len(longest.prompt):,} tokens and may get {options.max_new_tokens} more"
     positions = max_positions_of(model.config)
     if positions and needed > positions:
-        raise PromptsError(
-            f"{longest.request_id} has {len(longest.prompt):,} tokens and may get {options.max_new_tokens} more: "
-            f"the model has positions for {positions:,}"
-        )
-    return WorkerConfig(
-        model=options.model,
-        seed=options.seed,
-        page_size=options.page_size,
-        cache_bytes=memory,
-        max_seq_len=needed,
-        max_requests=options.concurrency,
-        token_budget=options.token_budget,
-        tp=options.tp,
-        device=options.device,
-    )
+        raise PromptsError(f"{asked}: the model has positions for {positions:,}")
+    counts: tuple[tuple[msg.Role, int], ...] = (("prefill", options.prefills), ("decode", options.decodes))
+    configs: list[WorkerConfig] = []
+    for role, count in counts:
+        capacity = _capacity(options, model, role)
+        if needed - 1 > capacity:
+            raise PromptsError(f"{asked}: the cache holds {capacity:,} (--cache-mb {options.cache_mb:g})")
+        for number in range(count):
+            config = WorkerConfig(
+                model=options.model,
+                seed=options.seed,
+                page_size=_page_size(options, role),
+                cache_bytes=int(options.cache_mb * (1 << 20)),
+                max_seq_len=needed,
+                max_requests=options.concurrency,
+                token_budget=options.token_budget,
+                tp=_tp(options, role),
+                device=options.device,
+                chunkwise=options.chunkwise,
+                name=role if count == 1 else f"{role}-{number + 1}",
+                role=role,
+            )
+            configs.append(config)
+    return configs
+
+
+def _capacity(options: DemoOptions, model: PreTrainedModel, role: msg.Role) -> int:
+    """Tokens that the pages of one process hold."""
+    from scheduler_adapters.hf import kv_params_of, num_layers_of, state_bytes_of  # noqa: PLC0415  (as above)
+
+    page_size, tp = _page_size(options, role), _tp(options, role)
+    params = kv_params_of(model.config, page_size=page_size, n_devices=tp)
+    layers = num_layers_of(model.config)
+    memory = int(options.cache_mb * (1 << 20)) - state_bytes_of(model, tp, options.concurrency)
+    capacity = PagedKVCacheManager.max_supported_sequence_length(params, layers, memory) if memory > 0 else 0
+    if not capacity:
+        page_bytes = params.bytes_per_token(layers) * page_size
+        raise PoolTooSmallError(f"--page-size {page_size}: a page takes {page_bytes:,} bytes, the cache has {memory:,}")
+    return capacity
 
 
 def _take(one: Served, message: msg.Tokens) -> bool:
@@ -250,25 +286,27 @@ def _difference(ours: list[int], theirs: list[int]) -> str:
     return f"{len(ours)} tokens, the model's own are {len(theirs)}"
 
 
-def _figures(served: list[Served], stats: dict[msg.Role, msg.Stats], *, equal: bool, ties: int) -> Figures:
-    prefill, decode = stats["prefill"], stats["decode"]
+def _figures(served: list[Served], stats: dict[str, msg.Stats], *, equal: bool, ties: int) -> Figures:
+    every = list(stats.values())
+    prompt_tokens, cached_tokens = sum(one.prompt_tokens for one in every), sum(one.cached_tokens for one in every)
+    bytes_pulled, pull_seconds = sum(one.bytes_pulled for one in every), sum(one.pull_seconds for one in every)
     first = [one.first - one.submitted for one in served if one.tokens]
     further = [(one.last - one.first) / (len(one.tokens) - 1) for one in served if len(one.tokens) > 1]
     return Figures(
         requests=len(served),
         tokens_equal=equal,
         ties=ties,
-        prompt_tokens=prefill.prompt_tokens,
-        cached_tokens=prefill.cached_tokens,
-        hit_rate=prefill.cached_tokens / prefill.prompt_tokens if prefill.prompt_tokens else 0.0,
-        pages_pulled=decode.pages_pulled,
-        bytes_pulled=decode.bytes_pulled,
-        gbps=decode.bytes_pulled / decode.pull_seconds / 1e9 if decode.pull_seconds else 0.0,
+        prompt_tokens=prompt_tokens,
+        cached_tokens=cached_tokens,
+        hit_rate=cached_tokens / prompt_tokens if prompt_tokens else 0.0,
+        pages_pulled=sum(one.pages_pulled for one in every),
+        bytes_pulled=bytes_pulled,
+        gbps=bytes_pulled / pull_seconds / 1e9 if pull_seconds else 0.0,
         ttft_ms_p50=statistics.median(first) * 1e3 if first else 0.0,
         tpot_ms_p50=statistics.median(further) * 1e3 if further else 0.0,
-        leaked_pages=prefill.pages_held + decode.pages_held,
+        leaked_pages=sum(one.pages_held for one in every),
     )
 
 
-def _leaks(stats: dict[msg.Role, msg.Stats]) -> list[str]:
-    return [f"{role}: {one.pages_held} pages are still held" for role, one in stats.items() if one.pages_held]
+def _leaks(stats: dict[str, msg.Stats]) -> list[str]:
+    return [f"{name}: {one.pages_held} pages are still held" for name, one in stats.items() if one.pages_held]

@@ -43,3 +43,11 @@ class ReplayError(AdapterError, ValueError):
 
 class WorkerError(AdapterError, RuntimeError):
     """A prefill or decode process did not start, died, or stopped answering."""
+
+
+class MessageError(WorkerError, ValueError):
+    """Bytes from another process that are no message, or hold a value out of range."""
+
+
+class IllegalMoveError(WorkerError):
+    """A room was to go where its table has no move to: a bug of ours."""

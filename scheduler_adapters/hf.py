@@ -27,6 +27,7 @@ from scheduler_adapters.recurrent import (
     recurrent_layers_of,
     state_shape_of,
 )
+from scheduler_adapters.state_layout import state_layouts
 from scheduler_adapters.tiny import ByteTokenizer, tiny_llama
 
 if TYPE_CHECKING:
@@ -240,6 +241,13 @@ def manager_for(
     if not recurrent_layers_of(model.config):
         return PagedKVCacheManager(params, max_batch_size, max_seq_len, layers, devices, **kwargs)
     return HybridKVCacheManager(state_shape_of(model), params, max_batch_size, max_seq_len, layers, devices, **kwargs)
+
+
+def state_bytes_of(model: PreTrainedModel, shards: int, requests: int) -> int:
+    """Bytes of the state pages that the manager of a hybrid model sets apart, on all shards; 0 for other models."""
+    if not recurrent_layers_of(model.config):
+        return 0
+    return (requests + 1) * sum(layout.page_bytes for layout in state_layouts(state_shape_of(model), shards))
 
 
 def check_supported(config: PretrainedConfig) -> None:

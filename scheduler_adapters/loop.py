@@ -26,7 +26,7 @@ from kvcache.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvcache.context import Context
     from kvcache.manager import PagedKVCacheManager
@@ -96,6 +96,10 @@ class ServingLoop:
         manager: holds the pages. Others may hold pages of it too (pulls, handed-over requests).
         runner: the model.
         token_budget: most tokens of one step, but at least one for each running request that decodes.
+
+    Attributes:
+        preemptions: requests that had to give way.
+        on_admit: called with a request's id and replica when it has pages and is about to run.
     """
 
     def __init__(self, manager: PagedKVCacheManager, runner: ModelRunner, token_budget: int = 512) -> None:
@@ -105,6 +109,7 @@ class ServingLoop:
         self.runner = runner
         self.token_budget = token_budget
         self.preemptions = 0
+        self.on_admit: Callable[[str, int], None] | None = None
         self._waiting: deque[_Entry] = deque()
         self._running: list[_Entry] = []  # oldest first
         self._held: set[str] = set()
@@ -233,6 +238,8 @@ class ServingLoop:
             if not admitted:
                 break
             self._running.append(self._waiting.popleft())
+            if self.on_admit is not None:
+                self.on_admit(entry.request.request_id, entry.replica)
         return outputs
 
     def _claim(self, entry: _Entry) -> bool:

@@ -6,6 +6,8 @@ Its settings come as one line of JSON on standard input. The pipe stays open: it
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import json
 import os
 import signal
 import sys
@@ -18,15 +20,17 @@ import torch
 import zmq
 
 from kvcache.errors import KVCacheError
-from kvcache.manager import PagedKVCacheManager
 from scheduler_adapters import messages as msg
-from scheduler_adapters.disagg import DecodeServer, PrefillServer, received
+from scheduler_adapters.decode import DecodeScheduler
+from scheduler_adapters.exchange import Exchange
+from scheduler_adapters.hybrid import HybridKVCacheManager
 from scheduler_adapters.loop import ServingLoop
-from scheduler_adapters.transfer_thread import TransferThread
-from transfer.engine import KVTransferEngine
+from scheduler_adapters.prefill import PrefillScheduler
+from scheduler_adapters.rooms import PrefillTimes
+from scheduler_adapters.sockets import Context, Socket, bind_router, received, wait_for_any
 
 if TYPE_CHECKING:
-    from kvcache.params import KVCacheParams
+    from transformers import PreTrainedModel
 
 _PR_SET_PDEATHSIG = 1
 _IDLE_MS = 1
@@ -46,11 +50,17 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         max_requests: rows: requests that hold pages at a time.
         token_budget: most tokens of one step.
         tp: shards that the heads are split over, all on `device`.
+        dp: replicas, each with pages of its own.
         device: torch device of the model and its pages.
         threads: of torch.
-        role: which server it runs.
+        chunkwise: decode pulls pages while the rest of a prompt still runs.
+        lease_s: seconds that a lease stands without a word of its reader.
+        name: of the process.
+        role: which scheduler it runs.
         front: endpoint of the parent, to connect to.
-        prefill: endpoint of the prefill server: it binds there, decode connects.
+        listen: where a prefill process listens for decode processes.
+        prefills: where the prefill processes listen, for a decode process.
+        handshake: where the process tells peers of its engines.
     """
 
     model: str | None
@@ -62,10 +72,16 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     token_budget: int
     tp: int
     device: str
+    dp: int = 1
     threads: int = 1
+    chunkwise: bool = True
+    lease_s: float = 10.0
+    name: str = ""
     role: msg.Role = "prefill"
     front: str = ""
-    prefill: str = ""
+    listen: str = ""
+    prefills: tuple[str, ...] = ()
+    handshake: str = "tcp://127.0.0.1:0"
 
 
 def die_with_parent() -> None:
@@ -85,63 +101,79 @@ def die_with_parent() -> None:
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
-def build_manager(config: WorkerConfig, params: KVCacheParams, num_layers: int) -> PagedKVCacheManager:
-    """The manager of one process. Raises `InvalidParamsError` or `PoolTooSmallError` where the sizes cannot work."""
-    return PagedKVCacheManager(
+def build_loop(config: WorkerConfig) -> tuple[ServingLoop, dict[str, str]]:
+    """The loop of one process, and what must agree with its peers.
+
+    Raises:
+        InvalidParamsError, PoolTooSmallError, ModelLoadError: the settings cannot work.
+    """
+    from scheduler_adapters.hf import HFRunner, kv_params_of, load_model, manager_for  # noqa: PLC0415  (heavy)
+
+    model = load_model(config.model, config.seed, config.device)
+    params = kv_params_of(
+        model.config, page_size=config.page_size, n_devices=config.tp * config.dp, data_parallel_degree=config.dp
+    )
+    manager = manager_for(
+        model,
         params,
         config.max_requests,
         config.max_seq_len,
-        num_layers,
-        [config.device] * config.tp,
+        [config.device] * params.n_devices,
         available_cache_memory=config.cache_bytes,
     )
+    states = manager.states if isinstance(manager, HybridKVCacheManager) else None
+    return ServingLoop(manager, HFRunner(model, states), config.token_budget), {"model": model_name(model)}
 
 
-def serve(config: WorkerConfig, context: zmq.Context[zmq.Socket[bytes]], front: zmq.Socket[bytes]) -> None:
+def model_name(model: PreTrainedModel) -> str:
+    """Names a model by its configuration and the first values of each of its weights: pages of another are no good."""
+    # Where it was loaded from, and by which version, is no part of what its pages mean.
+    config = {key: value for key, value in model.config.to_dict().items() if key[0] != "_" and "version" not in key}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, weight in model.state_dict().items():
+        digest.update(f"{name}{tuple(weight.shape)}".encode())
+        digest.update(weight.detach().flatten()[:64].cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def serve(config: WorkerConfig, context: Context, front: Socket) -> None:
     """Set everything up, say `Ready`, and serve until told to stop."""
-    from scheduler_adapters.hf import HFRunner, kv_params_of, load_model, num_layers_of  # noqa: PLC0415  (heavy)
-
-    model = load_model(config.model, config.seed, config.device)
-    params = kv_params_of(model.config, page_size=config.page_size, n_devices=config.tp)
-    manager = build_manager(config, params, num_layers_of(model.config))
-    loop = ServingLoop(manager, HFRunner(model), config.token_budget)
-    pages = manager.total_num_pages + 1  # the null page is one of the tensor's
-    thread = TransferThread(KVTransferEngine(config.role, manager.device_tensors, total_num_pages=pages))
-    peer = context.socket(zmq.ROUTER if config.role == "prefill" else zmq.DEALER)
+    loop, compatibility = build_loop(config)
+    exchange = Exchange(loop.manager, config.name, bind=config.handshake, compatibility=compatibility)
     try:
+        scheduler: PrefillScheduler | DecodeScheduler
         if config.role == "prefill":
-            peer.bind(config.prefill)
-            server: PrefillServer | DecodeServer = PrefillServer(loop, thread, peer)
+            router = bind_router(context, config.listen)
+            scheduler = PrefillScheduler(
+                config.name, loop, exchange, router, times=PrefillTimes(lease_s=config.lease_s)
+            )
         else:
-            peer.connect(config.prefill)
-            server = DecodeServer(loop, thread, peer, front)
-            while not server.connected:
-                server.poll()
-                peer.poll(_IDLE_MS)
-        front.send(msg.encode(msg.Ready(role=config.role)))
-        _serve(server, front, peer)
+            scheduler = DecodeScheduler(
+                config.name, loop, exchange, context, config.prefills, front, chunkwise=config.chunkwise
+            )
+        front.send(msg.encode(msg.Ready(name=config.name)))
+        _serve(scheduler, front)
     finally:
-        thread.close()
-        manager.close()
+        exchange.close()
+        loop.manager.close()
 
 
-def _serve(server: PrefillServer | DecodeServer, front: zmq.Socket[bytes], peer: zmq.Socket[bytes]) -> None:
-    poller = zmq.Poller()
-    poller.register(front, zmq.POLLIN)
-    poller.register(peer, zmq.POLLIN)
+def _serve(scheduler: PrefillScheduler | DecodeScheduler, front: Socket) -> None:
     while True:
         for (data,) in received(front):
             match msg.decode(data):
                 case msg.Stop():
                     return
                 case msg.Ask():
-                    front.send(msg.encode(server.stats()))
-                case msg.Submit() as submit if isinstance(server, DecodeServer):
-                    server.submit(submit)
+                    front.send(msg.encode(scheduler.stats()))
+                case msg.Submit() as submit if isinstance(scheduler, DecodeScheduler):
+                    scheduler.submit(submit)
+                case msg.Abort(request_id=request_id) if isinstance(scheduler, DecodeScheduler):
+                    scheduler.abort(request_id)
                 case _:
                     pass
-        if not server.poll():
-            poller.poll(_IDLE_MS)
+        if not scheduler.poll():
+            wait_for_any([front, *scheduler.sockets], _IDLE_MS)
 
 
 def main() -> int:
@@ -151,16 +183,16 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and stops us in order
     sys.setswitchinterval(_SWITCH_S)
     torch.set_num_threads(config.threads)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context: Context = zmq.Context()
     front = context.socket(zmq.DEALER)
-    front.setsockopt(zmq.IDENTITY, config.role.encode())
+    front.setsockopt(zmq.IDENTITY, config.name.encode())
     front.connect(config.front)
     try:
         serve(config, context, front)
     except Exception as error:  # noqa: BLE001  (the parent reports it, whatever it is)
         traceback.print_exc()
         text = str(error) if isinstance(error, KVCacheError) else f"{type(error).__name__}: {error}"
-        front.send(msg.encode(msg.Fatal(role=config.role, error=text)))
+        front.send(msg.encode(msg.Fatal(name=config.name, error=text)))
         return 1
     finally:
         context.destroy(linger=1000)

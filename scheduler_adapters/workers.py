@@ -1,4 +1,4 @@
-"""Starts a prefill and a decode process, talks to them, and sees to it that neither outlives us."""
+"""Starts prefill and decode processes, talks to them, and sees to it that none outlives us."""
 
 from __future__ import annotations
 
@@ -7,44 +7,55 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Self
 
 import msgspec
 import zmq
 
 from scheduler_adapters import messages as msg
-from scheduler_adapters.disagg import received
 from scheduler_adapters.errors import WorkerError
+from scheduler_adapters.sockets import Context, received
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import TracebackType
 
     from scheduler_adapters.worker import WorkerConfig
 
-ROLES: tuple[msg.Role, msg.Role] = ("prefill", "decode")
 _START_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 10.0
 _LAST_WORDS_S = 0.2
 
 
 class Workers:
-    """A prefill and a decode process, from `__enter__` to `__exit__`.
+    """Prefill and decode processes, from `__enter__` to `__exit__`.
 
     Args:
-        config: for both; `role`, `front` and `prefill` are filled in.
+        configs: one for each process; `name` (where empty, the role), `front`, `listen` and `prefills` are filled in.
 
     Raises:
-        WorkerError: from any method, when a process has died or does not answer. `__exit__` ends both then.
+        WorkerError: from any method, when a process has died that nobody killed here, or does not answer. `__exit__`
+            ends all of them then.
     """
 
-    def __init__(self, config: WorkerConfig) -> None:
-        self._config = config
-        self._processes: dict[msg.Role, subprocess.Popen[bytes]] = {}
-        self._logs: dict[msg.Role, IO[bytes]] = {}
+    def __init__(self, configs: Sequence[WorkerConfig]) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="pagewire-")
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._configs = {config.name: config for config in map(self._filled_in, configs)}
+        listening = tuple(config.listen for config in self._configs.values() if config.role == "prefill")
+        for name, config in self._configs.items():
+            if config.role == "decode" and not config.prefills:
+                self._configs[name] = msgspec.structs.replace(config, prefills=listening)
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._logs: dict[str, IO[bytes]] = {}
+        self._down: set[str] = set()
+        self._context: Context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
+
+    def _filled_in(self, config: WorkerConfig) -> WorkerConfig:
+        name = config.name or config.role
+        at = f"ipc://{self._directory.name}"
+        listen = config.listen or (f"{at}/{name}" if config.role == "prefill" else "")
+        return msgspec.structs.replace(config, name=name, front=f"{at}/front", listen=listen)
 
     def __enter__(self) -> Self:
         try:
@@ -59,28 +70,49 @@ class Workers:
     ) -> None:
         try:
             if kind is None:
-                for role in ROLES:
-                    self.send(role, msg.Stop())
+                for name in self.running:
+                    self.send(name, msg.Stop())
                 self._wait_for_exit(_STOP_TIMEOUT_S)
         finally:
             self._stop()
 
     @property
-    def pids(self) -> dict[msg.Role, int]:
-        """Process ids by role."""
-        return {role: process.pid for role, process in self._processes.items()}
+    def pids(self) -> dict[str, int]:
+        """Process ids by name."""
+        return {name: process.pid for name, process in self._processes.items()}
 
-    def send(self, role: msg.Role, message: msg.AnyMessage) -> None:
+    @property
+    def running(self) -> list[str]:
+        """Names of the processes that were not killed."""
+        return [name for name in self._configs if name not in self._down]
+
+    def role(self, name: str) -> msg.Role:
+        """Of a process."""
+        return self._configs[name].role
+
+    def send(self, name: str, message: msg.AnyMessage) -> None:
         """Queue a message to one process.
 
         Raises:
             WorkerError: it is gone.
         """
         try:
-            self._socket.send_multipart([role.encode(), msg.encode(message)])
+            self._socket.send_multipart([name.encode(), msg.encode(message)])
         except zmq.ZMQError as error:  # ROUTER_MANDATORY: there is no such peer any more
             self._check_alive()
-            raise WorkerError(f"the {role} process cannot be reached: {error}") from error
+            raise WorkerError(f"the {name} process cannot be reached: {error}") from error
+
+    def kill(self, name: str) -> None:
+        """End a process at once, as a crash would, and wait for it. `restart` starts it anew."""
+        self._down.add(name)
+        self._processes[name].kill()
+        self._processes[name].wait()
+
+    def restart(self, name: str) -> None:
+        """Start a process that was killed, with the settings it had. `Ready` says when it serves."""
+        self._close(name)
+        self._start_one(name)
+        self._down.discard(name)
 
     def receive(self, timeout_s: float) -> list[msg.AnyMessage]:
         """What the processes have sent, waiting up to `timeout_s` for the first of it.
@@ -89,19 +121,19 @@ class Workers:
             WorkerError: a process has ended, or says why it is about to.
         """
         messages = self._received(timeout_s)
-        if any(process.poll() is not None for process in self._processes.values()):
+        if any(self._processes[name].poll() is not None for name in self.running):
             self._received(_LAST_WORDS_S)  # its own account of the end may still be under way
             self._check_alive()
         return messages
 
-    def stats(self, timeout_s: float = 30.0) -> dict[msg.Role, msg.Stats]:
-        """The counters of both processes. Other messages that come meanwhile are dropped: ask when all is served."""
-        for role in ROLES:
-            self.send(role, msg.Ask())
-        found: dict[msg.Role, msg.Stats] = {}
+    def stats(self, timeout_s: float = 30.0) -> dict[str, msg.Stats]:
+        """The counters of all processes. Other messages that come meanwhile are dropped: ask when all is served."""
+        for name in self.running:
+            self.send(name, msg.Ask())
+        found: dict[str, msg.Stats] = {}
         deadline = time.monotonic() + timeout_s
-        while len(found) < len(ROLES):
-            found |= {message.role: message for message in self.receive(0.1) if isinstance(message, msg.Stats)}
+        while len(found) < len(self.running):
+            found |= {message.name: message for message in self.receive(0.1) if isinstance(message, msg.Stats)}
             self._check_deadline(deadline, set(found), timeout_s)
         return found
 
@@ -111,31 +143,32 @@ class Workers:
         for _, data in received(self._socket):
             message = msg.decode(data)
             if isinstance(message, msg.Fatal):
-                raise WorkerError(f"the {message.role} process failed: {message.error}")
+                raise WorkerError(f"the {message.name} process failed: {message.error}")
             messages.append(message)
         return messages
 
     def _start(self) -> None:
-        directory = Path(self._directory.name)
-        front = f"ipc://{directory}/front"
+        front = f"ipc://{self._directory.name}/front"
         try:
             self._socket.bind(front)
         except zmq.ZMQError as error:
             raise WorkerError(f"no socket can be made at {front!r}: {error}") from error
         # Without MANDATORY a message to a process that is not connected yet would vanish.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        for role in ROLES:
-            prefill = f"ipc://{directory}/prefill"
-            config = msgspec.structs.replace(self._config, role=role, front=front, prefill=prefill)
-            self._processes[role] = self._spawn(role, msgspec.json.encode(config))
-        ready: set[msg.Role] = set()
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a process that was killed comes back under its name
+        for name in self._configs:
+            self._start_one(name)
+        ready: set[str] = set()
         deadline = time.monotonic() + _START_TIMEOUT_S
-        while len(ready) < len(ROLES):
-            ready |= {message.role for message in self.receive(0.1) if isinstance(message, msg.Ready)}
+        while len(ready) < len(self._configs):
+            ready |= {message.name for message in self.receive(0.1) if isinstance(message, msg.Ready)}
             self._check_deadline(deadline, ready, _START_TIMEOUT_S)
 
-    def _spawn(self, role: msg.Role, config: bytes) -> subprocess.Popen[bytes]:
-        log = self._logs[role] = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
+    def _start_one(self, name: str) -> None:
+        self._processes[name] = self._spawn(name, msgspec.json.encode(self._configs[name]))
+
+    def _spawn(self, name: str, config: bytes) -> subprocess.Popen[bytes]:
+        log = self._logs[name] = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
         process = subprocess.Popen(
             [sys.executable, "-m", "scheduler_adapters.worker"],
             stdin=subprocess.PIPE,
@@ -146,23 +179,24 @@ class Workers:
             start_new_session=True,  # Ctrl-C is ours to handle
         )
         if process.stdin is None:
-            raise WorkerError(f"the {role} process has no standard input")
+            raise WorkerError(f"the {name} process has no standard input")
         process.stdin.write(config + b"\n")
         process.stdin.flush()  # and it stays open: its end tells the process that we are gone
         return process
 
     def _check_alive(self) -> None:
-        for role, process in self._processes.items():
-            if process.poll() is not None:
-                raise WorkerError(f"the {role} process died ({_how(process.returncode)}){self._last_words(role)}")
+        for name in self.running:
+            status = self._processes[name].poll()
+            if status is not None:
+                raise WorkerError(f"the {name} process died ({_how(status)}){self._last_words(name)}")
 
-    def _check_deadline(self, deadline: float, answered: set[msg.Role], timeout_s: float) -> None:
+    def _check_deadline(self, deadline: float, answered: set[str], timeout_s: float) -> None:
         if time.monotonic() > deadline:
-            silent = ", ".join(role for role in ROLES if role not in answered)
+            silent = ", ".join(name for name in self.running if name not in answered)
             raise WorkerError(f"no answer within {timeout_s:.0f} s from: {silent}")
 
-    def _last_words(self, role: msg.Role) -> str:
-        log = self._logs[role]
+    def _last_words(self, name: str) -> str:
+        log = self._logs[name]
         log.seek(0)
         lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
         return f": {lines[-1].strip()[:300]}" if lines else ""
@@ -172,14 +206,17 @@ class Workers:
         while any(process.poll() is None for process in self._processes.values()) and time.monotonic() < deadline:
             time.sleep(0.01)
 
+    def _close(self, name: str) -> None:
+        process = self._processes[name]
+        process.kill()
+        process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
+        self._logs[name].close()
+
     def _stop(self) -> None:
-        for process in self._processes.values():
-            process.kill()
-            process.wait()
-            if process.stdin is not None:
-                process.stdin.close()
-        for log in self._logs.values():
-            log.close()
+        for name in self._processes:
+            self._close(name)
         self._context.destroy(linger=0)
         self._directory.cleanup()
 

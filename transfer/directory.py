@@ -219,6 +219,11 @@ class Directory:
 
         self._client.ping(*peer.place, done, self._times.dead_after)
 
+    def forget(self, engine_id: str, reason: str) -> None:
+        """Takes an engine for gone, of which the owner has heard so elsewhere. The next request asks it anew."""
+        for peer in [peer for peer in self._peers.values() if peer.place[1] == engine_id]:
+            self._forget(peer, reason)
+
     def _forget(self, peer: Peer, reason: str) -> None:
         """Drops what was learnt at a place; the next request asks anew."""
         address, engine_id = peer.place

@@ -68,6 +68,11 @@ class Puller:
     def __contains__(self, key: str) -> bool:
         return key in self._pulls
 
+    @property
+    def is_reading(self) -> bool:
+        """Whether something is in flight, or about to be: a pull that waits for further pages does not count."""
+        return any(pull.in_flight or pull.waiting for pull in self._pulls.values())
+
     def uses(self, engine: RemoteEngine) -> bool:
         """Tells whether a pull still has to do with an engine."""
         return any(pull.engine is engine for pull in self._pulls.values())

@@ -219,8 +219,12 @@ class ReplicaTransfer:
         if key in self._pulls:
             self._fail(key, reason)
 
+    def forget(self, engine_id: str, reason: str) -> None:
+        """Takes an engine for gone, of which the owner has heard so elsewhere: pulls from it fail."""
+        self.directory.forget(engine_id, reason)
+
     def poll(self) -> bool:
-        """Moves everything on. Whether pulls are going on.
+        """Moves everything on. Whether READs are under way, or a source is waited for.
 
         Raises:
             AgentError: NIXL fails.
@@ -237,7 +241,9 @@ class ReplicaTransfer:
         self._expire()
         self.directory.watch(lambda: {pull.source.place for pull in self._pulls.values()})
         self.stats.failed_handshakes = self.directory.failed_handshakes
-        return bool(self._pulls)
+        # Not: whether there are pulls. One that waits for the next chunk of a prompt is no reason to poll more often.
+        reading = any(rank.puller.is_reading for rank in self.ranks)
+        return reading or any(not pull.started for pull in self._pulls.values())
 
     def _collect_leases(self) -> None:
         for at, rank in enumerate(self.ranks):

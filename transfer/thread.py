@@ -43,7 +43,7 @@ class TransferThread:
 
     Attributes:
         events: what happened, in order. Taken from the left by one thread.
-        pull_seconds: time in which at least one pull was going on, in seconds.
+        pull_seconds: time in which at least one READ was under way, or a source was waited for, in seconds.
     """
 
     def __init__(self, replica: ReplicaTransfer) -> None:
@@ -140,6 +140,10 @@ class TransferThread:
     def cancel(self, key: str, reason: str) -> None:
         """As `ReplicaTransfer.cancel`."""
         self._hand_over(lambda: self._replica.cancel(key, reason))
+
+    def forget(self, engine_id: str, reason: str) -> None:
+        """As `ReplicaTransfer.forget`."""
+        self._hand_over(lambda: self._replica.forget(engine_id, reason))
 
     def snapshot(self) -> StatsSnapshot:
         """Counters and percentiles since the last call; see `TransferStats.snapshot`."""

@@ -26,6 +26,7 @@ CONFIG = WorkerConfig(
     tp=1,
     device="cpu",
 )
+CONFIGS = [msgspec.structs.replace(CONFIG, role=role) for role in ("prefill", "decode")]
 PROMPT = tuple(range(60, 140))
 
 
@@ -47,7 +48,7 @@ def assert_gone_soon(pids: list[int]) -> None:
 
 def test_two_processes_serve_a_prompt_and_end_in_order(tiny_model: object) -> None:
     tokens: list[int] = []
-    with Workers(CONFIG) as workers:
+    with Workers(CONFIGS) as workers:
         pids = list(workers.pids.values())
         assert len({os.getpid(), *pids}) == 3
         workers.send("decode", msg.Submit(request_id="r", prompt=PROMPT, max_new_tokens=8))
@@ -69,7 +70,7 @@ def test_two_processes_serve_a_prompt_and_end_in_order(tiny_model: object) -> No
 
 
 def test_a_killed_process_is_named_and_takes_the_other_along() -> None:
-    workers = Workers(CONFIG)
+    workers = Workers(CONFIGS)
     with pytest.raises(WorkerError, match=r"the prefill process died \(signal 9\)"):
         kill_and_listen(workers)
     assert len(workers.pids) == 2
@@ -85,14 +86,14 @@ def kill_and_listen(workers: Workers) -> None:
 
 
 def test_a_process_that_cannot_start_says_why() -> None:
-    workers = Workers(msgspec.structs.replace(CONFIG, cache_bytes=100))
+    workers = Workers([msgspec.structs.replace(config, cache_bytes=100) for config in CONFIGS])
     with pytest.raises(WorkerError, match="process failed: .*100"), workers:
         pass
     assert_gone_soon(list(workers.pids.values()))
 
 
 def test_an_error_of_ours_ends_both_processes() -> None:
-    workers = Workers(CONFIG)
+    workers = Workers(CONFIGS)
     with contextlib.suppress(ZeroDivisionError), workers:
         raise ZeroDivisionError
     assert len(workers.pids) == 2

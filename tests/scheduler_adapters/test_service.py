@@ -1,25 +1,19 @@
-"""Both servers in one process, polled in turns; the engines, the sockets and the model are the real ones."""
+"""The service as a whole: what it serves, and that nothing is held afterwards."""
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 
-from kvcache.manager import PagedKVCacheManager
 from scheduler_adapters import messages as msg
-from scheduler_adapters.disagg import DecodeServer, PrefillServer, received
-from scheduler_adapters.hf import HFRunner, kv_params_of, num_layers_of, reference_tokens
-from scheduler_adapters.loop import ServingLoop
+from scheduler_adapters.hf import reference_tokens
+from scheduler_adapters.sockets import received
 from scheduler_adapters.tiny import ByteTokenizer
-from scheduler_adapters.transfer_thread import TransferThread
-from transfer.engine import KVTransferEngine
+from tests.scheduler_adapters.service import NEW, Service, Side
 
 HEAD = "What a page holds, who may write to it, and when it may be used again. " * 3
 PROMPTS = [ByteTokenizer().encode(text) for text in (HEAD + "First?", "short", HEAD + "Second?", HEAD + "First?")]
-NEW = 10
 
 
 @pytest.fixture(scope="module")
@@ -32,74 +26,13 @@ def expected(model: Any) -> list[list[int]]:
     return [reference_tokens(model, prompt, NEW) for prompt in PROMPTS]
 
 
-class Service:
-    """A prefill and a decode server, and the client's end."""
-
-    def __init__(self, model: Any, directory: Path, pages: tuple[int, int], tp: int = 1, decode_page: int = 16) -> None:
-        self.context: zmq.Context[Any] = zmq.Context()
-        sockets = [self.context.socket(kind) for kind in (zmq.ROUTER, zmq.DEALER, zmq.PAIR, zmq.PAIR)]
-        router, dealer, self.client, front = sockets
-        for bound, connected, name in ((router, dealer, "p"), (self.client, front, "f")):
-            bound.bind(f"ipc://{directory}/{name}")
-            connected.connect(f"ipc://{directory}/{name}")
-        self.loops, self.threads = [], []
-        for name, count, page_size in (("prefill", pages[0], 16), ("decode", pages[1], decode_page)):
-            params = kv_params_of(model.config, page_size=page_size, n_devices=tp)
-            layers = num_layers_of(model.config)
-            memory = count * page_size * params.bytes_per_token(layers)
-            manager = PagedKVCacheManager(params, 4, 1024, layers, ["cpu"] * tp, available_cache_memory=memory)
-            engine = KVTransferEngine(name, manager.device_tensors, total_num_pages=manager.total_num_pages + 1)
-            self.loops.append(ServingLoop(manager, HFRunner(model), 128))
-            self.threads.append(TransferThread(engine))
-        self.prefill = PrefillServer(self.loops[0], self.threads[0], router)
-        self.decode = DecodeServer(self.loops[1], self.threads[1], dealer, front)
-        self.tokens: dict[str, list[int]] = {}
-        self.ended: dict[str, msg.Tokens] = {}
-
-    def close(self) -> None:
-        for thread in self.threads:
-            thread.close()
-        self.context.destroy(linger=0)
-
-    def submit(self, prompts: list[list[int]], new: int = NEW) -> None:
-        for number, prompt in enumerate(prompts):
-            self.decode.submit(msg.Submit(request_id=f"r{number}", prompt=tuple(prompt), max_new_tokens=new))
-            self.tokens[f"r{number}"] = []
-
-    def poll(self) -> None:
-        for server in (self.prefill, self.decode):
-            server.poll()
-        for (data,) in received(self.client):
-            message = msg.decode(data)
-            assert isinstance(message, msg.Tokens)
-            assert message.request_id not in self.ended, "a token after the end"
-            self.tokens.setdefault(message.request_id, []).extend(message.tokens)
-            if message.finished:
-                self.ended[message.request_id] = message
-
-    def until(self, condition: Callable[[], object], what: str) -> None:
-        deadline = time.monotonic() + 30
-        while not condition():
-            self.poll()
-            assert time.monotonic() < deadline, f"waited 30 s for {what}"
-
-    def serve(self, prompts: list[list[int]], new: int = NEW) -> list[list[int]]:
-        self.ended.clear()
-        self.submit(prompts, new)
-        self.until(lambda: len(self.ended) == len(prompts), "the last token")
-        return [self.tokens[f"r{number}"] for number in range(len(prompts))]
-
-    def assert_nothing_held(self) -> None:
-        self.until(lambda: not (self.prefill.open_requests or self.decode.open_requests), "the last notification")
-        assert [server.stats().pages_held for server in (self.prefill, self.decode)] == [0, 0]
-
-
 @pytest.fixture
 def start(model: Any, tmp_path: Path) -> Iterator[Callable[..., Service]]:
     services = []
 
-    def make(pages: tuple[int, int] = (100, 100), **options: Any) -> Service:
-        services.append(Service(model, tmp_path, pages, **options))
+    def make(pages: tuple[int, int] = (100, 100), *, of: Any = model, **options: Any) -> Service:
+        sides = [Side(**{"pages": pages[at], **options.pop(name, {})}) for at, name in enumerate(("prefill", "decode"))]
+        services.append(Service(of, tmp_path, *sides, **options))
         return services[-1]
 
     yield make
@@ -111,18 +44,94 @@ def start(model: Any, tmp_path: Path) -> Iterator[Callable[..., Service]]:
 def test_prompts_prefilled_here_and_decoded_there_give_the_models_own_tokens(
     start: Callable[..., Service], expected: list[list[int]], tp: int
 ) -> None:
-    service = start(tp=tp)
+    service = start(prefill={"tp": tp}, decode={"tp": tp})
     assert service.serve(PROMPTS) == expected
     service.assert_nothing_held()
     decode, prefill = service.decode.stats(), service.prefill.stats()
     pages = [-(-len(prompt) // 16) for prompt in PROMPTS]
     assert decode.pages_pulled + decode.pages_reused == sum(pages)
     assert decode.pages_pulled >= pages[0]
-    page_bytes = service.threads[1].call(lambda engine: engine.bytes_per_page)
-    assert decode.bytes_pulled == decode.pages_pulled * page_bytes * tp
+    layouts = service.loops["d0"].manager.layouts
+    assert decode.bytes_pulled == decode.pages_pulled * sum(layout.page_bytes for layout in layouts)
     assert decode.pull_seconds > 0
     assert prefill.prompt_tokens == sum(map(len, PROMPTS))
     assert prefill.cached_tokens > 0
+
+
+TOPOLOGIES = [
+    ({"tp": 1}, {"tp": 2}),
+    ({"tp": 2}, {"tp": 1}),
+    ({"page_size": 16}, {"page_size": 64, "pages": 25}),
+    ({"page_size": 64, "pages": 25}, {"page_size": 16}),
+    ({"page_size": 24}, {"page_size": 16}),
+    ({"tp": 2, "page_size": 64, "pages": 25}, {"tp": 4, "page_size": 16}),
+    ({"dp": 2}, {"dp": 2, "tp": 2}),
+]
+
+
+@pytest.mark.parametrize("chunkwise", [False, True])
+@pytest.mark.parametrize(("prefill", "decode"), TOPOLOGIES)
+def test_sides_that_differ_give_the_same_tokens(
+    start: Callable[..., Service],
+    expected: list[list[int]],
+    prefill: dict[str, int],
+    decode: dict[str, int],
+    chunkwise: bool,
+) -> None:
+    service = start(prefill={"budget": 48, **prefill}, decode=decode, chunkwise=chunkwise)
+    assert service.serve(PROMPTS) == expected
+    assert service.serve(PROMPTS[::-1]) == expected[::-1]  # now with prefixes that are here already
+    assert service.decode.stats().pages_reused > 0
+    service.assert_nothing_held()
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefill", "decode"),
+    [
+        ("mistral", {"tp": 2}, {"page_size": 64, "pages": 25}),
+        ("gemma3", {"page_size": 64, "pages": 25}, {"tp": 2}),
+        ("bamba", {}, {}),
+        ("bamba", {"tp": 1}, {"tp": 2, "page_size": 64, "pages": 25}),
+        ("granite", {"tp": 2}, {"tp": 1}),
+        ("falcon", {}, {}),
+    ],
+)
+def test_windows_and_recurrent_states_are_served_too(
+    start: Callable[..., Service],
+    make_model: Callable[..., Any],
+    kind: str,
+    prefill: dict[str, int],
+    decode: dict[str, int],
+) -> None:
+    other = make_model(kind)
+    service = start(of=other, prefill={"budget": 48, **prefill}, decode=decode)
+    assert service.serve(PROMPTS) == [reference_tokens(other, prompt, NEW) for prompt in PROMPTS]
+    service.assert_nothing_held()
+
+
+def test_several_of_each_side_serve_each_other(start: Callable[..., Service], model: Any) -> None:
+    service = start(prefill={"count": 2}, decode={"count": 2})
+    service.until(lambda: all(link.welcome for one in service.decodes.values() for link in one.links), "the links")
+    prompts = [[number, *PROMPTS[0]] for number in range(8)]
+    assert service.serve(prompts) == [reference_tokens(model, prompt, NEW) for prompt in prompts]
+    assert all(one.stats().prompt_tokens for one in service.prefills.values())
+    assert all(one.stats().pages_pulled for one in service.decodes.values())
+    service.assert_nothing_held()
+
+
+def test_chunks_are_pulled_while_the_rest_of_the_prompt_runs(
+    start: Callable[..., Service], expected: list[list[int]]
+) -> None:
+    service = start(prefill={"budget": 32}, decode={"options": {"enable_runtime_checks": True}})
+    service.submit(PROMPTS[:1])
+    room = service.decode._rooms["r0"]
+    service.until(lambda: room.phase == "pulling", "the first chunk")
+    assert room.token is None
+    assert not service.tokens["r0"]
+    service.until(lambda: service.ended, "the last token")
+    assert service.tokens["r0"] == expected[0]
+    assert service.decode.stats().pages_pulled == -(-len(PROMPTS[0]) // 16)
+    service.assert_nothing_held()
 
 
 def test_decode_pulls_only_what_it_lacks(start: Callable[..., Service], expected: list[list[int]]) -> None:
@@ -182,7 +191,7 @@ def test_one_token_or_an_end_token_at_once_needs_no_decode(
 ) -> None:
     service = start()
     assert service.serve(PROMPTS, 1) == [tokens[:1] for tokens in expected]
-    service.loops[1].runner.eos_token_ids = frozenset({expected[0][0]})
+    service.loops["d0"].runner.eos_token_ids = frozenset({expected[0][0]})
     assert service.serve(PROMPTS[:1]) == [expected[0][:1]]
     assert service.ended["r0"].finished == "eos"
     assert service.decode.stats().pages_pulled == 0
@@ -215,23 +224,5 @@ def test_an_id_that_is_on_its_way_is_refused(start: Callable[..., Service], expe
 
 
 def wait_for_messages(service: Service) -> list[list[bytes]]:
-    assert service.client.poll(5000)
-    return list(received(service.client))
-
-
-def test_a_pull_that_fails_fails_its_request_and_gives_every_page_back(
-    start: Callable[..., Service], expected: list[list[int]]
-) -> None:
-    service = start()
-    service.until(lambda: service.decode.connected, "the hand-shake")
-    service.threads[1].call(lambda engine: engine.disconnect("prefill"))  # as after the loss of the peer
-    assert service.serve(PROMPTS[:1]) == [expected[0][:1]]
-    assert service.ended["r0"].finished == "error"
-    assert "prefill" in service.ended["r0"].error
-    service.assert_nothing_held()
-
-
-def test_pages_of_another_size_are_refused_before_a_byte_moves(start: Callable[..., Service]) -> None:
-    service = start(decode_page=32)
-    with pytest.raises(Exception, match="bytes"):
-        service.until(lambda: service.decode.connected, "the hand-shake")
+    assert service.clients["d0"].poll(5000)
+    return list(received(service.clients["d0"]))

@@ -1,0 +1,219 @@
+"""The transfers of one process: an engine with a thread for each replica, and the server that tells peers of them."""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING, NamedTuple
+
+from scheduler_adapters.hybrid import HybridKVCacheManager
+from scheduler_adapters.state_layout import state_group
+from transfer.boxes import ShardLayout
+from transfer.handshake import EngineCard, HandshakeClient, HandshakeServer
+from transfer.lease import new_lease_id
+from transfer.metadata import MemoryType
+from transfer.pull_state import LeaseRef, PagesOfGroup, PullEvent
+from transfer.rank import RankIdentity, RankTransfer, new_incarnation
+from transfer.replica import LeaseOver, Offered, ReplicaTransfer, Source
+from transfer.shapes import dense
+from transfer.thread import TransferThread
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from kvcache.manager import PagedKVCacheManager
+
+LEASE_SLOTS = 4096
+"""Leases that can stand at a time on one replica: the words of a `LeaseBook`."""
+
+
+class ReplicaEvent(NamedTuple):
+    """What happened on one replica of ours."""
+
+    replica: int
+    event: PullEvent | LeaseOver | Offered
+
+
+class Exchange:
+    """Leases pages of a manager to other processes, and pulls pages of others' into it.
+
+    Every method may be called at any time by the thread that runs the scheduler; none waits, but `wait` and `close`.
+
+    Args:
+        manager: whose pages. Its tensors must live until `close`.
+        name: of this process, as peers call it. Its replicas are the engines `<name>/<replica>`.
+        bind: ZMQ endpoint at which peers ask for what they need to know.
+        compatibility: what must agree with a peer, say the model.
+        replica_options: times of `ReplicaTransfer`, by name.
+
+    Attributes:
+        address: the endpoint, as bound.
+        incarnation: random, new with each start.
+
+    Raises:
+        AgentError: NIXL cannot be used.
+        HandshakeError: the endpoint cannot be bound.
+    """
+
+    def __init__(
+        self,
+        manager: PagedKVCacheManager,
+        name: str,
+        *,
+        bind: str = "tcp://127.0.0.1:0",
+        compatibility: Mapping[str, str] | None = None,
+        replica_options: Mapping[str, float] | None = None,
+    ) -> None:
+        self.incarnation = new_incarnation()
+        self._manager = manager
+        self._names = [f"{name}/{replica}" for replica in range(manager.num_replicas)]
+        self._threads: list[TransferThread] = []
+        self._slots: list[list[int]] = []
+        agreed = dict(compatibility or {})
+        cards: list[EngineCard] = []
+        try:
+            for replica, engine_id in enumerate(self._names):
+                ranks = self._ranks(manager, replica, engine_id, agreed)
+                transfers = ReplicaTransfer(ranks, HandshakeClient(), **(replica_options or {}))
+                self._threads.append(TransferThread(transfers))
+                self._slots.append(list(range(LEASE_SLOTS)))
+                cards.append(EngineCard(engine_id, self.incarnation, tuple(rank.metadata for rank in ranks), agreed))
+            self._server = HandshakeServer(cards, bind)
+        except BaseException:
+            for thread in self._threads:
+                thread.close()
+            raise
+        self.address = self._server.endpoint
+
+    def _ranks(
+        self, manager: PagedKVCacheManager, replica: int, engine_id: str, compatibility: Mapping[str, str]
+    ) -> list[RankTransfer]:
+        ranks: list[RankTransfer] = []
+        tensors = _regions(manager, replica)
+        for rank, (layout, regions) in enumerate(zip(shard_layouts(manager), tensors, strict=True)):
+            identity = RankIdentity(
+                engine_id=engine_id,
+                incarnation=self.incarnation,
+                rank=rank,
+                ranks=len(tensors),
+                compatibility=compatibility,
+            )
+            device = regions[0].device
+            memory = MemoryType.VRAM if device.type == "cuda" else MemoryType.DRAM
+            bases = [region.data_ptr() for region in regions]
+            ranks.append(RankTransfer(identity, layout, bases, memory, device.index or 0))
+        return ranks
+
+    def engine_id(self, replica: int) -> str:
+        """What peers call a replica."""
+        return self._names[replica]
+
+    @property
+    def pages_held(self) -> int:
+        """Pages of the manager that some request holds or a pull writes, state pages included."""
+        manager = self._manager
+        held = manager.total_num_pages - manager.num_free_blocks
+        return held + (manager.states.num_held if isinstance(manager, HybridKVCacheManager) else 0)
+
+    @property
+    def pull_seconds(self) -> float:
+        """Time in which at least one READ was under way, in seconds, of all replicas."""
+        return sum(thread.pull_seconds for thread in self._threads)
+
+    # ---- leases
+
+    def offer(self, replica: int, key: str, duration_s: float) -> LeaseRef | None:
+        """Asks for a lease; `Offered` tells that it stands, and only then may it leave the process.
+
+        Its time runs from `start_clock` on. None: as many leases stand as can.
+        """
+        if not self._slots[replica]:
+            return None
+        lease = LeaseRef(new_lease_id(), heapq.heappop(self._slots[replica]), duration_s)
+        self._threads[replica].offer(key, lease, running=True)
+        return lease
+
+    def start_clock(self, replica: int, lease: LeaseRef) -> None:
+        """All pages of a lease are computed: it ends where its reader says nothing for as long as it lasts."""
+        self._threads[replica].start_clock(lease.lease_id)
+
+    def revoke(self, replica: int, lease: LeaseRef, reason: str) -> None:
+        """Ends a lease: `LeaseOver` tells when no reader can take the pages for good any more."""
+        self._threads[replica].revoke(lease.lease_id, reason)
+
+    def free_slot(self, replica: int, lease: LeaseRef) -> None:
+        """The lease is over, or never stood."""
+        heapq.heappush(self._slots[replica], lease.slot)
+
+    # ---- pulls
+
+    def open_pull(self, replica: int, key: str, source: Source, timeout_s: float) -> None:
+        """Begins a pull: from now on the lease is renewed. `read` says of what; `PullEvent`s tell of its end."""
+        self._threads[replica].pull(key, source, None, timeout_s)
+
+    def read(self, replica: int, key: str, groups: Sequence[PagesOfGroup], *, last: bool) -> None:
+        """Reads pages, or further ones; `last` ends the pull with the fence after them."""
+        self._threads[replica].add_pages(key, groups, last=last)
+
+    def cancel_pull(self, replica: int, key: str, reason: str) -> None:
+        """Gives a pull up; its last event comes when nothing of it is in flight."""
+        self._threads[replica].cancel(key, reason)
+
+    def forget(self, engine_ids: Sequence[str], reason: str) -> None:
+        """Nothing that was learnt of these engines is used any more; pulls from them fail."""
+        for thread in self._threads:
+            for engine_id in engine_ids:
+                thread.forget(engine_id, reason)
+
+    # ---- what happened
+
+    def poll(self) -> list[ReplicaEvent]:
+        """What has happened since the last call."""
+        found: list[ReplicaEvent] = []
+        for replica, thread in enumerate(self._threads):
+            thread.raise_failure()
+            while thread.events:
+                found.append(ReplicaEvent(replica, thread.events.popleft()))
+        return found
+
+    def wait(self, replica: int, timeout_s: float) -> None:
+        """Waits until something has happened on a replica."""
+        thread = self._threads[replica]
+        thread.wait(lambda: bool(thread.events), timeout_s)
+
+    def totals(self) -> tuple[int, int]:
+        """Bytes that were pulled, and pulls that failed. Waits for the threads: for counters, not for serving."""
+        every = [thread.snapshot() for thread in self._threads]
+        return sum(one.num_bytes for one in every), sum(one.failed_pulls for one in every)
+
+    def close(self) -> None:
+        """Ends everything. Safe to call twice."""
+        for thread in self._threads:
+            thread.close()
+        self._server.close()
+
+
+def shard_layouts(manager: PagedKVCacheManager) -> list[ShardLayout]:
+    """What each shard of a replica of the manager holds: its keys and values, and its states as a second group."""
+    pages = manager.total_num_pages // manager.num_replicas + 1  # the null page is one of the tensor's
+    layouts = [dense(layout, pages) for layout in manager.layouts]
+    if not isinstance(manager, HybridKVCacheManager):
+        return layouts
+    pages = manager.states.num_pages + 1
+    return [
+        ShardLayout(
+            (*layout.groups, state_group(state, pages, region=len(layout.region_bytes))),
+            (*layout.region_bytes, pages * state.page_bytes),
+        )
+        for layout, state in zip(layouts, manager.states.layouts, strict=True)
+    ]
+
+
+def _regions(manager: PagedKVCacheManager, replica: int) -> list[list[torch.Tensor]]:
+    """Per shard the tensors in the order of its layout's regions."""
+    regions = [[tensor] for tensor in manager.device_tensors[replica]]
+    if isinstance(manager, HybridKVCacheManager):
+        for of_shard, states in zip(regions, manager.states.tensors, strict=True):
+            of_shard.append(states)
+    return regions
