@@ -136,17 +136,18 @@ class GroupPlan:
 
     def size(self, tokens: tuple[int, int]) -> tuple[int, int]:
         """Runs, where no two pages are neighbours, and bytes of a pull of `tokens`, as `tokens` has rounded them."""
-        return self._size(cut(tokens, self.local.page_size, self.remote.page_size))
+        found = self._lengths(cut(tokens, self.local.page_size, self.remote.page_size))
+        num_bytes = sum(places * int(length.sum()) for places, length in found)
+        return sum(places * len(length) for places, length in found), num_bytes
 
-    def _size(self, pieces: list[Pieces]) -> tuple[int, int]:
-        runs = num_bytes = 0
+    def _lengths(self, pieces: list[Pieces]) -> list[tuple[int, Ints]]:
+        """How often each set of runs occurs, and their bytes."""
+        found: list[tuple[int, Ints]] = []
         for kind in pieces:
-            lengths = [part.length for part in self.parts(kind, flowing=len(pieces) == 1)]
+            found += [(len(kind.local), part.length) for part in self.parts(kind, flowing=len(pieces) == 1)]
             if len(pieces) > 1:
-                lengths += [part.length * kind.num_tokens for part in self._flowing]
-            runs += len(kind.local) * sum(map(len, lengths))
-            num_bytes += len(kind.local) * sum(int(length.sum()) for length in lengths)
-        return runs, num_bytes
+                found += [(len(kind.local), part.length * kind.num_tokens) for part in self._flowing]
+        return found
 
     def runs(
         self, local_pages: Ints, remote_pages: Ints, tokens: tuple[int, int], local_bases: Ints, remote_bases: Ints
@@ -156,14 +157,16 @@ class GroupPlan:
         alike = len(pieces) == 1
         if not alike:  # else the pairs below find out, at no cost
             self.refuse_repeated(PagePairs(local_pages, local_pages))
-        count, _ = self._size(pieces)
+        count = sum(places * len(length) for places, length in self._lengths(pieces))
         if count > MAX_RUNS:
             raise InvalidTransferError(
                 f"{self.where}: tokens {tokens[0]} to {tokens[1]} take {count} runs, at most {MAX_RUNS} are made"
             )
         found: list[Runs] = []
         for kind in pieces:
-            pairs = PagePairs(local_pages[kind.local], remote_pages[kind.remote])
+            # Where all pieces are alike they are the pages: each takes one.
+            pages = (local_pages, remote_pages) if alike else (local_pages[kind.local], remote_pages[kind.remote])
+            pairs = PagePairs(*pages)
             self.refuse_repeated(pairs)
             found += [part.over(pairs, local_bases, remote_bases) for part in self.parts(kind, flowing=alike)]
         if not alike and self._flowing:
