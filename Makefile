@@ -10,9 +10,12 @@ TORCH ?= torch==2.13.0
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CONSTRAINTS = $(if $(HAS_GPU),,--constraint constraints.txt)
 ARGS ?=
+# SGLang has an environment of its own: it pins versions that are not ours, and takes 2 GB.
+SGLANG := .venvs/sglang
+SGLANG_PIP := $(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint types bench bench-peers clean
+.PHONY: help demo test test-sglang check lint types bench bench-peers clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -29,6 +32,18 @@ demo: $(STAMP) ## serve prompts across a prefill and a decode process (ARGS="--r
 
 test: $(STAMP) ## run all tests (ARGS="-k name ...")
 	@$(BIN)/python -m pytest $(ARGS)
+
+$(SGLANG)/.installed: tests/sglang_engine/requirements.txt pyproject.toml constraints.txt
+	@echo "setting up $(SGLANG) (once)"
+	@test -x $(SGLANG)/bin/python || $(PYTHON) -m venv $(SGLANG)
+	@$(SGLANG_PIP) $(CONSTRAINTS) --requirement tests/sglang_engine/requirements.txt
+	@$(SGLANG_PIP) --no-deps 'sglang==0.5.23' 'openai==2.8.0' 'xgrammar==0.2.7' --editable .
+	@touch $@
+
+test-sglang: $(SGLANG)/.installed ## run SGLang's real scheduler and a model over our cache, on the CPU
+	@for size in 16 1; do \
+	  PAGEWIRE_SGLANG_PAGE_SIZE=$$size $(SGLANG)/bin/python -m pytest tests/sglang_engine -W ignore $(ARGS) || exit 1; \
+	done
 
 check: lint types ## lint and types: what every commit must pass
 

@@ -1,0 +1,63 @@
+"""These tests run in an environment of their own (`make test-sglang`); elsewhere there is nothing to collect."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.sglang_engine import stand_ins
+
+collect_ignore_glob = [] if stand_ins.install() else ["test_*.py"]
+
+PAGE_SIZE = int(os.environ.get("PAGEWIRE_SGLANG_PAGE_SIZE", "16"))
+
+
+@pytest.fixture(scope="session")
+def page_size() -> int:
+    return PAGE_SIZE
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small random Llama, saved; it never gives its end token, so that lengths are known."""
+    from scheduler_adapters.tiny import EOS, tiny_llama
+
+    directory = tmp_path_factory.mktemp("model")
+    model = tiny_llama()
+    model.lm_head.weight.data[EOS] = 0
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def reference(model_dir: Path) -> Any:
+    """What the model's own `generate` appends to a prompt, up to a token of the caller's choice."""
+    from scheduler_adapters.hf import load_model, reference_tokens
+
+    model = load_model(model_dir)
+
+    def tokens(prompt: list[int], new: int, stop: int | None = None) -> list[int]:
+        model.generation_config.eos_token_id = stop
+        return reference_tokens(model, prompt, new)
+
+    return tokens
+
+
+@pytest.fixture(scope="session")
+def the_engine(model_dir: Path, page_size: int) -> Any:
+    from tests.sglang_engine.engine import Engine
+
+    return Engine(str(model_dir), page_size, "pagewire")
+
+
+@pytest.fixture
+def engine(the_engine: Any) -> Any:
+    """The engine with an empty cache; afterwards nothing may be held."""
+    assert the_engine.scheduler.flush_cache()
+    the_engine.retracted = 0
+    yield the_engine
+    the_engine.run()
+    assert the_engine.cache.protected_size() == 0
+    assert the_engine.allocator.available_size() + the_engine.cache.evictable_size() == the_engine.allocator.size
+    assert the_engine.scheduler.req_to_token_pool.available_size() == the_engine.scheduler.req_to_token_pool.size
