@@ -37,7 +37,7 @@ def arguments() -> argparse.Namespace:
 
 def available() -> list[str]:
     """The benchmarks that are here."""
-    return [name for name in (*NAMES, "pull") if (HERE / f"{name}.py").exists()]
+    return [name for name in (*NAMES, "plan", "pull") if (HERE / f"{name}.py").exists()]
 
 
 def run(name: str, path: Path, *, quick: bool) -> bool:
