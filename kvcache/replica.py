@@ -121,10 +121,10 @@ class Replica:
         if plan.cached:
             # First, as a context of the caller's own may refuse: then no page has moved yet.
             self.advance(row, context, plan.cached)
+        self._take(row, plan)
         if self.retainer is not None:
             self.retainer.come(row, context, len(plan.hits))
         self.counter.admit(row, context.end_idx)
-        self._take(row, plan)
         return plan.new
 
     def pages_needed(self, context: Context, num_steps: int) -> int:

@@ -59,7 +59,7 @@ class Retainer:
         return 0.0 if self._order is None else self._order.share
 
     def come(self, row: int, context: Context, found: int) -> None:
-        """The row's request comes for pages, and finds so many of them published."""
+        """The row's request has come for pages, and has found so many of them published."""
         self._found[row] += found
         if self._rows.prompt[row] >= 0:
             return
@@ -67,11 +67,10 @@ class Retainer:
         if self._shadow is None and self._most_hinted and _retention_of(context) is not None:
             self._start()
         if self._shadow is not None:
-            length, size = context.current_length, self._page_size
-            last = (length - 1) // size
+            last = (context.current_length - 1) // self._page_size
             words = self._hasher_of(row, context).digests(context.tokens, 0, last)[:, 0]
-            room = self._pool.num_pages - self._unfindable() - (length > last * size)
-            self._expected[row] = self._shadow.visit(words, room)
+            unfindable = self._unfindable() - (last - int(self._rows.committed[row]))
+            self._expected[row] = self._shadow.visit(words, self._pool.num_pages - unfindable)
 
     def share_pages(self, rows: Ints) -> None:
         """A page of each of `rows` turned out to be published by others before."""

@@ -1,0 +1,146 @@
+"""Where a request is best claimed, and whether it fits anywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcache import Admission, PagedKVCacheManager, PromptTooLongError, Routing, SequenceTooLongError, TextContext
+from kvcache.hashing import PrefixHasher
+from kvcache.routing import RoutingRule
+from tests.kvcache.build import manager_of
+
+
+def serve(manager: PagedKVCacheManager, tokens: Any, replica: int) -> None:
+    context = TextContext(tokens, 256)
+    with manager.claim(context, replica):
+        assert manager.maybe_reserve(context)
+        context.update(0)
+        manager.step([context])
+
+
+def running(manager: PagedKVCacheManager, tokens: Any, replica: int) -> TextContext:
+    context = TextContext(tokens, 256)
+    manager.external_claim(context.request_id, replica)
+    assert manager.maybe_reserve(context)
+    return context
+
+
+def test_it_says_what_is_cached_and_what_is_missing() -> None:
+    manager = manager_of(20, dp=2)
+    serve(manager, range(30), 1)
+    assert manager.admission(TextContext(range(30), 64)) == Admission(1, 7, 1, True)
+    assert manager.admission(TextContext(range(30), 64), num_steps=4) == Admission(1, 7, 2, True)
+    assert manager.admission(TextContext(range(50, 55), 64)).missing_pages == 2
+
+
+def test_a_prompt_that_never_fits_says_so_and_touches_nothing() -> None:
+    manager = manager_of(8, dp=2)
+    before = manager.metrics
+    for call in (manager.admission, manager.get_or_recommend_replica):
+        with pytest.raises(PromptTooLongError, match="33 tokens need 9 pages, the pool has 8"):
+            call(TextContext(range(33), 64))
+        with pytest.raises(SequenceTooLongError, match="300 tokens .* max_seq_len is 256"):
+            call(TextContext(range(300), 300))
+    assert manager.metrics == before
+
+
+def test_where_it_fits_now_comes_first_and_nowhere_is_said() -> None:
+    manager = manager_of(10, dp=2)
+    serve(manager, range(28), 0)
+    # Seven pages of its own and two others, of ten that are free.
+    waiting = TextContext(range(36), 64)
+    assert manager.admission(waiting) == Admission(0, 7, 2, True)
+    busy = running(manager, range(100, 108), 0)
+    assert manager.admission(waiting) == Admission(1, 0, 9, True)
+    other = running(manager, range(200, 208), 1)
+    found = manager.admission(waiting)
+    assert not found.fits
+    manager.external_claim(waiting.request_id, found.replica_idx)
+    assert not manager.maybe_reserve(waiting)  # as it was told
+    manager.release(waiting.request_id)
+    manager.release(busy.request_id)
+    assert manager.admission(waiting).fits
+    assert other.start_idx == 0
+
+
+def test_idle_pages_that_are_hit_are_no_room() -> None:
+    manager = manager_of(10)
+    serve(manager, range(28), 0)
+    assert manager.admission(TextContext(range(40), 64)) == Admission(0, 7, 3, True)
+    blocker = running(manager, range(100, 104), 0)
+    # Nine are free, of which seven are its own: three more are needed.
+    assert manager.admission(TextContext(range(40), 64)) == Admission(0, 7, 3, False)
+    manager.release(blocker.request_id)
+
+
+def test_a_replica_without_a_row_is_full() -> None:
+    manager = manager_of(16, dp=2, rows=1)
+    serve(manager, range(30), 0)
+    held = running(manager, range(100, 104), 0)
+    assert manager.admission(TextContext(range(30), 64)).replica_idx == 1
+    running(manager, range(200, 204), 1)
+    assert not manager.admission(TextContext(range(30), 64)).fits
+    manager.release(held.request_id)
+    assert manager.admission(TextContext(range(30), 64)) == Admission(0, 7, 1, True)
+
+
+@pytest.mark.parametrize(("rule", "wanted"), [("least-loaded", [0, 1, 2, 0]), ("round-robin", [0, 1, 2, 0])])
+def test_the_old_rules_can_be_chosen(rule: RoutingRule, wanted: list[int]) -> None:
+    manager = manager_of(32, dp=3, params={"routing": Routing(rule=rule)})
+    serve(manager, range(30), 2)
+    given = []
+    for _ in range(4):
+        context = TextContext(range(30), 64)
+        given.append(manager.get_or_recommend_replica(context))
+        manager.external_claim(context.request_id, given[-1])
+        assert manager.maybe_reserve(context)
+    assert given == wanted
+
+
+def test_the_old_rules_say_whether_it_fits_there() -> None:
+    manager = manager_of(8, dp=2, params={"routing": Routing(rule="round-robin")})
+    running(manager, range(20), 1)
+    assert manager.admission(TextContext(range(20), 64)) == Admission(0, 0, 5, True)
+    running(manager, range(100, 120), 0)
+    found = manager.admission(TextContext(range(100, 120), 64))
+    assert (found.replica_idx, found.fits) == (1, False)
+
+
+class Plain:
+    """A context of a caller's own, which can carry no hasher."""
+
+    request_id, start_idx = "plain", 0
+    active_idx = end_idx = active_length = current_length = 30
+    tokens = np.arange(30)
+    __slots__ = ()
+
+    def update(self, token: int) -> None:
+        raise NotImplementedError
+
+    def set_token_indices(self, **indices: int) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("make", [Plain, lambda: TextContext(range(30), 64)])
+def test_the_prompt_is_hashed_once_for_all_replicas(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+    extend = PrefixHasher._extend
+    monkeypatch.setattr(
+        PrefixHasher, "_extend", lambda self, tokens: (hashed.append(len(tokens)), extend(self, tokens))
+    )
+    manager = manager_of(20, dp=4)
+    serve(manager, range(30), 2)
+    hashed.clear()
+    assert manager.admission(make()).replica_idx == 2
+    assert hashed == [28]
+
+
+def test_without_caching_it_looks_at_room_and_load_alone() -> None:
+    manager = manager_of(20, dp=2, caching=False)
+    serve(manager, range(30), 0)
+    context = TextContext(range(30), 64)
+    assert manager.admission(context) == Admission(1, 0, 8, True)
+    assert context.prefix_hasher is None
