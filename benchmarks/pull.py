@@ -1,0 +1,89 @@
+"""How fast does a pull move pages, and what does it cost the host? Beside it, what the machine and others do.
+
+The pull is the real one: source and reader in two processes, a lease, READs of the data, the fence, its notification.
+`pagewire` polls without a pause, `pagewire, thread` goes through the transfer thread. The limit is `process_vm_readv`
+of the same runs, many in a call, by one thread; every ratio is of figures from one loop, in which all programs take
+turns on pages that are not in the caches any more. Source and reader may use every core; the source polls once a
+millisecond. `nixl as shipped` and vLLM run on their own, in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks.frame import Row, machine, options, progress, table, write
+from benchmarks.peers.environment import PeerError
+from benchmarks.pulls import figures, others
+from benchmarks.pulls.cases import equal, shares, topologies
+from benchmarks.pulls.rates import measure
+
+_WIDE = ("order", "memory", "n")
+
+
+def our_rows(*, quick: bool) -> Iterator[Row]:
+    """Ours beside the machine's limit."""
+    budget_s = 0.5 if quick else 3.0
+    for cases in (equal, topologies, shares):
+        for case in cases(quick=quick):
+            rows = measure(case, budget_s)
+            progress(f"{case.topology}, {case.order}, {case.page_bytes} × {case.pages}: {rows[0]['ratio']:.2f}")
+            yield from rows
+
+
+def other_rows(*, quick: bool) -> Iterator[Row]:
+    """NIXL as it comes, and vLLM where it can be run."""
+    sizes = [(case.page_bytes, case.pages) for case in equal(quick=quick) if case.scattered]
+    yield from others.as_shipped(sizes)
+    blocks = [(4, 4, 256)] if quick else [(4, 4, 2048), (16, 4, 512), (64, 1, 2048)]
+    try:
+        for huge in (False, True):
+            yield from others.vllm(blocks, huge=huge)
+    except PeerError as error:
+        progress(f"without vLLM: {error}")
+
+
+def with_limits(rows: list[Row]) -> list[Row]:
+    """Gives those that ran on their own the limit that was found beside ours for as many bytes."""
+    limits = {_size(row): row["limit_gbps"] for row in rows if row.get("limit_gbps") and row["order"] == "head-major"}
+    for row in rows:
+        limit = row.get("limit_gbps") or limits.get(_size(row))
+        row["limit_gbps"] = limit
+        row.setdefault("ratio", round(row["gbps"] / limit, 3) if limit else None)
+    return rows
+
+
+def _size(row: Row) -> tuple[object, ...]:
+    return row["page_bytes"], row["pages"], row["access"]
+
+
+def single_figures(*, quick: bool) -> Iterator[Row]:
+    """What is one number."""
+    budget_s = 0.5 if quick else 4.0
+    for asked in (figures.latency, figures.fence, figures.caller):
+        yield from asked(budget_s)
+    if not quick:
+        yield from figures.host(budget_s)
+        yield from figures.first_contact(5)
+
+
+def main(chosen: argparse.Namespace | None = None) -> None:
+    """Measure, print, write."""
+    chosen = chosen or options(__doc__)
+    logging.getLogger("pagewire").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    before = machine()
+    rows = with_limits([*our_rows(quick=chosen.quick), *other_rows(quick=chosen.quick)])
+    print(f"\npull\n{table([{key: row[key] for key in row if key not in _WIDE} for row in rows])}", flush=True)
+    found = list(single_figures(quick=chosen.quick))
+    print(f"\n{table(found)}", flush=True)
+    if chosen.json:
+        command = "python -m benchmarks.pull" + (" --quick" if chosen.quick else "")
+        write(chosen.json, {"command": command, "machine": before, "rows": rows, "figures": found})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The processes and programs that `benchmarks.pull` sets beside each other."""

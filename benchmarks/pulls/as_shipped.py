@@ -1,0 +1,96 @@
+"""NIXL as it comes, between two processes: default agents, no environment, the pages of a list, READs polled.
+
+`python -m benchmarks.pulls.as_shipped PAGE_BYTES,PAGES ...` prints a JSON row for each. It is its own program because
+UCX reads the environment once, and our agents set it. The pools lie in huge pages, as ours do.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from benchmarks.frame import Row, now, progress, summary
+from benchmarks.pulls.engines import Memory, huge_pages
+
+POOL_BYTES = 1 << 30
+_BUDGET_S = 1.5
+_LEAST, _MOST = 7, 200
+
+
+def agent_of(name: str, pool: Memory) -> Any:
+    """A default agent that has registered a pool."""
+    from nixl._api import nixl_agent  # noqa: PLC0415 - each process imports it once it is alone
+
+    agent = nixl_agent(name)
+    agent.register_memory([(pool.ctypes.data, POOL_BYTES, 0, "")], "DRAM")
+    return agent
+
+
+def source(pipe: Connection) -> None:
+    """The source: its agent's own thread serves, and it takes notifications every millisecond."""
+    pool = huge_pages(POOL_BYTES)
+    pool[:] = 7
+    agent = agent_of("source", pool)
+    pipe.send((agent.get_agent_metadata(), pool.ctypes.data))
+    while not pipe.poll(1e-3):
+        agent.get_new_notifs()
+
+
+def measure(agent: Any, peer: str, bases: tuple[int, int], size: int, count: int, *, scattered: bool) -> Row:
+    """Microseconds of READs of `count` pages of `size` bytes, each with a notification."""
+    pages = POOL_BYTES // size
+    rng = np.random.default_rng(0)
+    lists = [
+        agent.prep_xfer_dlist(who, [(base + at * size, size, 0) for at in range(pages)], "DRAM")
+        for who, base in zip(("", peer), bases, strict=True)
+    ]
+    times: list[float] = []
+    end = time.monotonic() + _BUDGET_S
+    while len(times) <= _LEAST or (len(times) <= _MOST and time.monotonic() < end):
+        ids = [
+            rng.permutation(pages)[:count] if scattered else np.arange(count) + rng.integers(pages - count + 1)
+            for _ in range(2)
+        ]
+        here, there = (found.astype(np.int32) for found in ids)
+        start = now()
+        handle = agent.make_prepped_xfer("READ", lists[0], here, lists[1], there, b"done")
+        state = agent.transfer(handle)
+        while state == "PROC":
+            state = agent.check_xfer_state(handle)
+        times.append((now() - start) / 1e3)
+        agent.release_xfer_handle(handle)
+    for made in lists:
+        agent.release_dlist_handle(made)
+    access = "random" if scattered else "contiguous"
+    return {"page_bytes": size, "pages": count, "access": access, **summary(times[1:])}
+
+
+def main() -> None:
+    """Measure and print."""
+    wanted = [tuple(map(int, argument.split(","))) for argument in sys.argv[1:]]
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=source, args=(theirs,), daemon=True)
+    child.start()
+    metadata, remote_base = ours.recv()
+    pool = huge_pages(POOL_BYTES)
+    agent = agent_of("reader", pool)
+    peer = agent.add_remote_agent(metadata)
+    for size, count in wanted:
+        for scattered in (False, True):
+            row = measure(agent, peer, (pool.ctypes.data, remote_base), size, count, scattered=scattered)
+            print(json.dumps(row), flush=True)
+    if int(pool[-1]) not in {0, 7}:
+        progress("the pages that NIXL read as shipped are not those of its source")
+    ours.send(None)
+    child.join(10)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""What is pulled: pairs of engines, how many pages, and how they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from benchmarks.pulls.engines import HEAD_MAJOR, TOKENS, Spec
+from transfer.shapes import PACKED_HND
+
+KIB = 1 << 10
+LAYER_BYTES = 16 * KIB
+"""Of a page of 16 tokens, all heads."""
+
+ACROSS_NHD = "layer,side,token,head,dim"
+ACROSS_HND = "layer,side,head,token,dim"
+ORDERS = {"head-major": HEAD_MAJOR, "HND": ACROSS_HND, "NHD": ACROSS_NHD, "a tensor a layer": PACKED_HND}
+TOPOLOGIES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
+    "equal": ({}, {}),
+    "TP 2→1": ({"tp": 2}, {}),
+    "TP 1→2": ({}, {"tp": 2}),
+    "TP 1→4": ({}, {"tp": 4}),
+    "PP 2→1": ({"pp": 2}, {}),
+    "PP 1→2": ({}, {"pp": 2}),
+    "pages 16→64": ({}, {"page_size": 64}),
+    "pages 64→16": ({"page_size": 64}, {}),
+}
+"""What differs from a plain engine: at the source, and at the reader."""
+
+_POOL_BYTES = 512 << 20
+_FINE_BYTES = 16 << 20
+
+
+class Case(NamedTuple):
+    """One pair of engines and one kind of pull.
+
+    Attributes:
+        topology: of `TOPOLOGIES`.
+        order: of `ORDERS`, on both sides.
+        page_bytes: of a page of the whole model, 16 tokens.
+        pages: pages of 16 tokens that a pull reads.
+        scattered: they lie anywhere in both pools; else side by side.
+        huge: both pools lie in huge pages.
+    """
+
+    topology: str
+    order: str
+    page_bytes: int
+    pages: int
+    scattered: bool = True
+    huge: bool = True
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one pull, over all ranks."""
+        return self.page_bytes * self.pages
+
+    def specs(self) -> tuple[Spec, Spec]:
+        """The source and the reader."""
+        pages = max(2 * self.pages, _POOL_BYTES // self.page_bytes)
+        made: list[Spec] = []
+        for name, differs in zip(("source", "reader"), TOPOLOGIES[self.topology], strict=True):
+            fields: dict[str, Any] = {
+                "name": name,
+                "layers": self.page_bytes // LAYER_BYTES,
+                "pages": pages * TOKENS // differs.get("page_size", TOKENS),
+                "order": ORDERS[self.order],
+                "huge": self.huge,
+            }
+            made.append(Spec(**fields | differs))
+        return made[0], made[1]
+
+
+def equal(*, quick: bool) -> Iterator[Case]:
+    """Equal layouts: sizes of pages, numbers of pages, in order and not."""
+    sizes = (64 * KIB,) if quick else (16 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB)
+    for page_bytes in sizes:
+        for pages in (1, 256) if quick else (1, 16, 256, 2048):
+            if page_bytes * pages <= 512 << 20:
+                for scattered in (True, False) if pages > 1 else (True,):
+                    yield Case("equal", "head-major", page_bytes, pages, scattered)
+
+
+def topologies(*, quick: bool) -> Iterator[Case]:
+    """Splits that differ, sized so that head-major runs of TP have 64 and 256 KiB; then the other orders."""
+    parts = {"TP 2→1": 2, "TP 1→2": 2, "TP 1→4": 4}
+    for run in (64 * KIB,) if quick else (64 * KIB, 256 * KIB):
+        for topology, share in parts.items():
+            yield Case(topology, "head-major", run * share, (256 if quick else 1024) * 64 * KIB // run // share)
+    if quick:
+        return
+    for topology in ("PP 2→1", "PP 1→2"):
+        yield Case(topology, "head-major", 1024 * KIB, 128)
+    for topology in ("pages 16→64", "pages 64→16"):
+        yield Case(topology, "head-major", 64 * KIB, _FINE_BYTES // (64 * KIB))
+    for order in ("HND", "NHD", "a tensor a layer"):
+        for topology in ("equal", "TP 1→2", "TP 2→1"):
+            fine = order == "NHD" and topology != "equal"
+            yield Case(topology, order, 256 * KIB, (_FINE_BYTES if fine else 128 << 20) // (256 * KIB))
+
+
+def shares(*, quick: bool) -> Iterator[Case]:
+    """What head-major pages and what huge pages contribute: each with and without, TP 1→2, page of 256 KiB."""
+    for huge in (False, True):
+        for order in ("HND", "head-major"):
+            yield Case("TP 1→2", order, 256 * KIB, 64 if quick else 512, huge=huge)

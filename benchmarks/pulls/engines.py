@@ -1,0 +1,183 @@
+"""Engines to pull between: their geometry, their pools, and elements whose values say where they belong."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.pools import expect
+from kvcache.layout import PageLayout
+from kvcache.storage import allocate_blocks
+from transfer.boxes import Box, ShardLayout
+from transfer.handshake import EngineCard, HandshakeClient
+from transfer.rank import RankIdentity, RankTransfer, new_incarnation
+from transfer.replica import ReplicaTransfer
+from transfer.shapes import dense, per_layer
+
+HEAD_MAJOR = "head,layer,side,token,dim"
+ITEMSIZE, TOKENS = 2, 16
+
+Memory = NDArray[np.uint8]
+Elements = NDArray[np.uint16]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """One engine. With what is given here as a default, a layer of a page has 16 KiB.
+
+    Attributes:
+        name: engine id.
+        layers: of the model.
+        pages: of each rank's pool.
+        heads: KV heads of the model.
+        head_dim: elements of a head.
+        tp: ranks that split the heads.
+        pp: stages that split the layers; one of `tp` and `pp` is 1.
+        page_size: tokens of a page.
+        order: of a pool over all layers; or, where it names the page, of a tensor for each layer (`transfer.shapes`).
+        huge: the pool lies in huge pages, as the manager allocates it; else in 4 KiB pages.
+    """
+
+    name: str
+    layers: int
+    pages: int
+    heads: int = 4
+    head_dim: int = 64
+    tp: int = 1
+    pp: int = 1
+    page_size: int = TOKENS
+    order: str = HEAD_MAJOR
+    huge: bool = True
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page of one rank."""
+        return 2 * ITEMSIZE * self.layers * self.heads * self.page_size * self.head_dim // (self.tp * self.pp)
+
+    def shards(self) -> Iterator[tuple[PageLayout, ShardLayout]]:
+        """The layout of each rank, for the manager and for transfers."""
+        heads, layers = self.heads // self.tp, self.layers // self.pp
+        for rank in range(self.tp * self.pp):
+            first_head, first_layer = (rank * heads, 0) if self.tp > 1 else (0, rank * layers)
+            layout = PageLayout(
+                dtype="bfloat16",
+                itemsize=ITEMSIZE,
+                num_layers=layers,
+                sides=2,
+                first_head=first_head,
+                num_heads=heads,
+                page_size=self.page_size,
+                head_dim=self.head_dim,
+                order=HEAD_MAJOR if "page" in self.order else self.order,
+            )
+            if "page" in self.order:
+                yield layout, per_layer(layout, self.pages, self.order, first_layer)
+            else:
+                yield layout, dense(layout, self.pages, first_layer)
+
+
+class Engine(NamedTuple):
+    """A running one.
+
+    Attributes:
+        replica: leases and pulls.
+        card: what its handshake tells.
+        shards: the layout of each rank.
+        regions: the memory of each region of each rank.
+    """
+
+    replica: ReplicaTransfer
+    card: EngineCard
+    shards: list[ShardLayout]
+    regions: list[list[Memory]]
+
+
+def make(spec: Spec) -> Engine:
+    """Allocates the pools and starts the agents."""
+    incarnation = new_incarnation()
+    ranks: list[RankTransfer] = []
+    every: list[list[Memory]] = []
+    shards = list(spec.shards())
+    for number, (layout, shard) in enumerate(shards):
+        whole = layout if len(shard.region_bytes) == 1 else msgspec.structs.replace(layout, num_layers=1)
+        regions = [_pool(whole, spec.pages, huge=spec.huge) for _ in shard.region_bytes]
+        identity = RankIdentity(engine_id=spec.name, incarnation=incarnation, rank=number, ranks=len(shards))
+        ranks.append(RankTransfer(identity, shard, [region.ctypes.data for region in regions]))
+        every.append(regions)
+    card = EngineCard(spec.name, incarnation, tuple(rank.metadata for rank in ranks))
+    return Engine(ReplicaTransfer(ranks, HandshakeClient()), card, [shard for _, shard in shards], every)
+
+
+def _pool(layout: PageLayout, pages: int, *, huge: bool) -> Memory:
+    num_bytes = pages * layout.page_bytes
+    if huge:
+        return huge_pages(num_bytes)
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping.madvise(mmap.MADV_NOHUGEPAGE)
+    memory = np.frombuffer(mapping, np.uint8)
+    memory[:: mmap.PAGESIZE] = 0  # an untouched page is slower still
+    return memory
+
+
+def huge_pages(num_bytes: int) -> Memory:
+    """Memory as the manager allocates it for its pools."""
+    layout = PageLayout("uint8", 1, 1, 1, 0, 1, 1, mmap.PAGESIZE, HEAD_MAJOR)
+    pages = -(-num_bytes // mmap.PAGESIZE)
+    return allocate_blocks(layout, pages, torch.device("cpu")).view(-1).numpy()[:num_bytes]
+
+
+def fill(spec: Spec, engine: Engine) -> None:
+    """Gives every element of a source a value that tells its page, token, layer, side, head and dim from others."""
+    slots = np.arange(spec.pages * spec.page_size).reshape(spec.pages, spec.page_size)
+    for box, held in _boxes(engine):
+        held[...] = _values(box, slots)
+
+
+def verify(
+    reader: tuple[Spec, Engine], source: Spec, local: Sequence[int], remote: Sequence[int], pages: int = 8
+) -> None:
+    """Stops where the first or last pages that were pulled do not hold what the source's pages hold.
+
+    Args:
+        reader: the engine that pulled whole pages from token 0 on.
+        source: what it pulled from.
+        local: its pages.
+        remote: the source's pages.
+        pages: how many are looked at from either end.
+    """
+    spec, engine = reader
+    remote_ids = np.asarray(remote)
+    for at in {*range(min(pages, len(local))), *range(max(0, len(local) - pages), len(local))}:
+        tokens = np.arange(at * spec.page_size, (at + 1) * spec.page_size)
+        slots = remote_ids[tokens // source.page_size] * source.page_size + tokens % source.page_size
+        for box, held in _boxes(engine):
+            same = (held[local[at]] == _values(box, slots[None])[0]).all()
+            expect(bool(same), f"page {local[at]} of {spec.name} holds what page {remote_ids[at]} of its source holds")
+
+
+def _boxes(engine: Engine) -> Iterator[tuple[Box, Elements]]:
+    """Each box of each rank, with its elements `[pages, layers, sides, heads, tokens, dims]`."""
+    for shard, regions in zip(engine.shards, engine.regions, strict=True):
+        (group,) = shard.groups
+        for box in group.boxes:
+            elements = regions[box.region][box.offset :].view(np.uint16)
+            strides = (box.page_stride, *box.strides)
+            yield box, np.lib.stride_tricks.as_strided(elements, (group.num_pages, *box.extent), strides)
+
+
+def _values(box: Box, slots: NDArray[np.int64]) -> Elements:
+    """`[pages, layers, sides, heads, tokens, dims]` of a box whose tokens lie in `slots`, int64 `[pages, tokens]`."""
+    layer, side, head, _ = box.first
+    layers, sides, heads, _, dims = box.extent
+    values = (slots * 40503)[:, None, None, None, :, None]
+    values = values + (np.arange(layers) + layer)[:, None, None, None, None] * 641
+    values = values + (np.arange(sides) + side)[:, None, None, None] * 9973
+    values = values + (np.arange(heads) + head)[:, None, None] * 2731 + np.arange(dims)
+    return values.astype(np.uint16)

@@ -1,0 +1,204 @@
+"""The reader: pulls under real leases, with a spinning poll, through the transfer thread, and with no fence."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.frame import now
+from benchmarks.pools import expect
+from benchmarks.pulls.engines import Engine, Spec, make
+from benchmarks.pulls.source import SourceProcess
+from transfer.plan import plan
+from transfer.pull_state import LeaseRef, PagesOfGroup, Part, PullEvent
+from transfer.rank import RankTransfer
+from transfer.remote import RemoteEngine
+from transfer.replica import Source
+from transfer.sources import sources
+from transfer.thread import TransferThread
+
+_TIMEOUT_S = 60.0
+Ids = NDArray[np.int32]
+Rows = NDArray[np.uint64]
+
+
+class Pages(NamedTuple):
+    """What one pull reads: ids of the reader's and of the source's pages, int32, and how many tokens."""
+
+    local: Ids
+    remote: Ids
+    tokens: int
+
+    @property
+    def groups(self) -> list[PagesOfGroup]:
+        """As a transfer takes them."""
+        return [PagesOfGroup(self.local, self.remote, (0, self.tokens))]
+
+
+class Times(NamedTuple):
+    """Microseconds of one pull.
+
+    Attributes:
+        total: from the call to the event that says that the pages may be used.
+        host: until the calls that began it had returned.
+        stall: the longest time that a loop beside it stood still; 0 where none ran.
+    """
+
+    total: float
+    host: float
+    stall: float = 0.0
+
+
+def draw(rng: np.random.Generator, reader: Spec, source: Spec, tokens: int, *, scattered: bool) -> Pages:
+    """Pages for a pull: anywhere in both pools, or neighbours in both."""
+    found: list[Ids] = []
+    for spec in (reader, source):
+        count = -(-tokens // spec.page_size)
+        if scattered:
+            ids = rng.permutation(spec.pages)[:count]
+        else:
+            ids = np.arange(count) + rng.integers(spec.pages - count + 1)
+        found.append(ids.astype(np.int32))
+    return Pages(found[0], found[1], tokens)
+
+
+class Reader:
+    """An engine in this process that pulls from one source.
+
+    Args:
+        spec: its geometry.
+        source: the running source.
+        source_spec: its geometry.
+    """
+
+    def __init__(self, spec: Spec, source: SourceProcess, source_spec: Spec) -> None:
+        self.spec, self.source_spec = spec, source_spec
+        self.engine: Engine = make(spec)
+        self.replica = self.engine.replica
+        self.thread: TransferThread | None = None
+        self._address = source.address
+        self._keys = (f"pull {number}" for number in itertools.count())
+
+    def _source(self, lease: LeaseRef) -> Source:
+        return Source(self._address.endpoint, self.source_spec.name, lease)
+
+    def pull(self, pages: Pages, lease: LeaseRef) -> Times:
+        """One pull, polled without a pause."""
+        key, source, groups, replica = next(self._keys), self._source(lease), pages.groups, self.replica
+        start = now()
+        replica.pull(key, source, _TIMEOUT_S)
+        replica.add_pages(key, groups, last=True)
+        begun = now()
+        while not replica.events:
+            replica.poll()
+        end = now()
+        _check(replica.events.popleft())
+        return Times((end - start) / 1e3, (begun - start) / 1e3)
+
+    def start_thread(self) -> TransferThread:
+        """Hands everything over to a transfer thread; `pull` must not be called from here on."""
+        self.thread = TransferThread(self.replica)
+        return self.thread
+
+    def pull_by_thread(self, pages: Pages, lease: LeaseRef) -> Times:
+        """One pull through the transfer thread, while this thread sleeps."""
+        if self.thread is None:
+            self.start_thread()
+        thread = self.thread
+        key, source, groups, events = next(self._keys), self._source(lease), pages.groups, thread.events
+        start = now()
+        thread.pull(key, source, groups, _TIMEOUT_S)
+        begun = now()
+        thread.wait(lambda: bool(events), _TIMEOUT_S)
+        end = now()
+        _check(events.popleft())
+        return Times((end - start) / 1e3, (begun - start) / 1e3)
+
+    def pull_beside_loop(self, pages: Pages, lease: LeaseRef) -> Times:
+        """The same while this thread goes on in Python, as a serving loop does: what it loses is `stall`."""
+        thread = self.thread or self.start_thread()
+        key, source, groups, events = next(self._keys), self._source(lease), pages.groups, thread.events
+        start = now()
+        thread.pull(key, source, groups, _TIMEOUT_S)
+        begun = last = now()
+        longest = 0
+        while not events:
+            at = now()
+            longest, last = max(longest, at - last), at
+        end = now()
+        _check(events.popleft())
+        return Times((end - start) / 1e3, (begun - start) / 1e3, longest / 1e3)
+
+    def pull_of_rank(self, pages: Pages, lease: LeaseRef, *, fenced: bool) -> Times:
+        """One pull of the first rank's puller alone: to its event, or to the arrival of the data before its fence."""
+        rank = self.replica.ranks[0]
+        key, puller, groups = next(self._keys), rank.puller, pages.groups
+        remote = self._remote(rank)
+        start = now()
+        rank.open_pull(key, remote, lease, _TIMEOUT_S)
+        rank.add_pages(key, groups, last=fenced)
+        begun = now()
+        pull = None if fenced else puller.get(key)
+        while not puller.events and (pull is None or pull.reading or pull.waiting):
+            puller.poll()
+        end = now()
+        if not fenced:
+            puller.add(key, [], last=True)
+            while not puller.events:
+                puller.poll()
+        _check(puller.events.popleft())
+        puller.ended.clear()
+        return Times((end - start) / 1e3, (begun - start) / 1e3)
+
+    def parts(self, pages: Pages) -> list[Part]:
+        """What all ranks read for a pull, as the transfer builds it. There must have been one before."""
+        found: list[Part] = []
+        for rank in self.replica.ranks:
+            found += self._remote(rank).parts("parts", pages.groups)
+        return found
+
+    def runs(self, pages: Pages) -> list[tuple[Rows, Rows]]:
+        """The same with no way round: runs from the source's pages into ours, uint64 `[runs, 3]` on both sides."""
+        found: list[tuple[Rows, Rows]] = []
+        for rank in self.replica.ranks:
+            there = self._remote(rank).ranks
+            for at, kept in sources(rank.layout, [one.layout for one in there], rank.identity.rank):
+                (group,) = pages.groups
+                planned = plan(kept, there[at].layout)
+                found.append(planned.runs(0, *group, rank.bases, there[at].bases).descriptors())
+        return found
+
+    def _remote(self, rank: RankTransfer) -> RemoteEngine:
+        remote = rank.remote(self.source_spec.name)
+        if remote is None:
+            raise RuntimeError("a source that was pulled from is known")
+        return remote
+
+    def read_whole(self, size: int) -> Times:
+        """Reads the first `size` bytes of the source's pool as one descriptor: no pages, no lease, no fence."""
+        rank = self.replica.ranks[0]
+        remote = self._remote(rank)
+        agent, there = remote.agent, remote.ranks[0]
+        local = np.array([[rank.bases[0], size, 0]], np.uint64)
+        source = np.array([[there.bases[0], size, 0]], np.uint64)
+        start = now()
+        handle, done = agent.read(there.agent_name, local, source)
+        begun = now()
+        while not done:
+            done = agent.done(handle)
+        end = now()
+        agent.release(handle)
+        return Times((end - start) / 1e3, (begun - start) / 1e3)
+
+    def close(self) -> None:
+        """Ends it."""
+        if self.thread is not None:
+            self.thread.close()
+        self.replica.close()
+
+
+def _check(event: object) -> None:
+    expect(isinstance(event, PullEvent) and event.safe and not event.error, f"a pull ends well, not so: {event}")

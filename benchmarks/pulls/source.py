@@ -1,0 +1,103 @@
+"""The source of a pull as a process of its own: it leases, answers handshakes and polls, about every millisecond."""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from benchmarks.pools import expect
+from benchmarks.pulls.engines import Spec, fill, make
+from transfer.handshake import HandshakeServer
+from transfer.lease import new_lease_id
+from transfer.pull_state import LeaseRef
+from transfer.replica import LeaseOver, ReplicaTransfer
+
+_POLL_S = 1e-3
+_DURATION_S = 600.0
+_BATCH = 32
+
+
+class Address(NamedTuple):
+    """Where a source is found: by readers, and by `process_vm_readv`."""
+
+    endpoint: str
+    pid: int
+
+
+class SourceProcess:
+    """Starts the source; a context manager that ends it.
+
+    Args:
+        spec: its geometry.
+        filled: its pages hold what `engines.verify` expects.
+
+    Attributes:
+        address: where it is.
+    """
+
+    def __init__(self, spec: Spec, *, filled: bool = True) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_main, args=(theirs, spec, filled), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._leases: list[LeaseRef] = []
+        endpoint = self._answer()
+        self.address = Address(endpoint, self._process.pid or 0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pipe.close()  # its end is what the process waits for
+        self._process.join(10)
+        self._process.kill()
+
+    def lease(self) -> LeaseRef:
+        """A new lease; all that were given before must have been read."""
+        if not self._leases:
+            self._pipe.send(_BATCH)
+            self._leases = self._answer()
+        return self._leases.pop()
+
+    def _answer(self) -> Any:
+        expect(self._pipe.poll(60), "the source answers within a minute")
+        return self._pipe.recv()
+
+
+def _main(pipe: Connection, spec: Spec, filled: bool) -> None:
+    engine = make(spec)
+    if filled:
+        fill(spec, engine)
+    with HandshakeServer([engine.card]) as server:
+        pipe.send(server.endpoint)
+        try:
+            _serve(pipe, engine.replica)
+        except EOFError:
+            pass
+        finally:
+            engine.replica.close()
+
+
+def _serve(pipe: Connection, replica: ReplicaTransfer) -> None:
+    standing = 0
+    wanted: list[int] = []
+    while True:
+        replica.poll()
+        while replica.events:
+            event = replica.events.popleft()
+            if isinstance(event, LeaseOver):
+                expect(event.reason == "read", f"a lease ends when it was read, not because it {event.reason}")
+                standing -= 1
+        if wanted and not standing:
+            standing = wanted.pop()
+            refs = [LeaseRef(new_lease_id(), slot, _DURATION_S) for slot in range(standing)]
+            for ref in refs:
+                replica.offer("request", ref)
+            pipe.send(refs)
+        if pipe.poll(_POLL_S):
+            wanted.append(pipe.recv())
