@@ -15,7 +15,7 @@ SGLANG := .venvs/sglang
 SGLANG_PIP := $(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-sglang check lint types bench bench-peers clean
+.PHONY: help demo test pairs test-sglang check lint types bench bench-peers clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -32,6 +32,9 @@ demo: $(STAMP) ## serve prompts across a prefill and a decode process (ARGS="--r
 
 test: $(STAMP) ## run all tests (ARGS="-k name ...")
 	@$(BIN)/python -m pytest $(ARGS)
+
+pairs: $(STAMP) ## transfer 300 random pairs of engines between processes, compare every byte (ARGS="--count 40 ...")
+	@$(BIN)/python -m tests.transfer.pairs $(ARGS)
 
 $(SGLANG)/.installed: tests/sglang_engine/requirements.txt pyproject.toml constraints.txt
 	@echo "setting up $(SGLANG) (once)"

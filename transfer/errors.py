@@ -86,3 +86,7 @@ class HandshakeError(TransferError, ConnectionError):
 
 class PullFailedError(TransferError):
     """A pull came to nothing. Its destination pages hold anything and must not be read."""
+
+
+class TransferParamsError(TransferError, ValueError):
+    """`kv_transfer_params` that cannot be used. Names the request, the key, its value and what may be there."""

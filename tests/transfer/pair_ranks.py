@@ -1,0 +1,230 @@
+"""Ranks for tests, one worker each: in this process, or in child processes that serve one pair after another."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
+from typing import Any
+
+from tests.transfer.pair_model import JUNK, GroupSpec, Pair, RankCaches, Side, group_config, reach, worker_config
+from transfer.companion import Progress, TransferCompanion
+from transfer.connector_metadata import ConnectorMetadata, WorkerOutput
+from transfer.rank import new_incarnation
+from transfer.worker import NixlConnectorWorker
+
+QUIET = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
+_PR_SET_PDEATHSIG = 1
+
+
+class RankHost:
+    """One rank: its caches and its worker. What a child process runs."""
+
+    def __init__(self) -> None:
+        self.worker: NixlConnectorWorker | None = None
+        self.caches: RankCaches | None = None
+
+    def make(
+        self, groups: tuple[GroupSpec, ...], side: Side, rank: int, engine_id: str, incarnation: str, options: dict
+    ) -> bytes:
+        self.close()
+        self.place = (groups, side, rank)
+        self.caches = RankCaches(groups, side, rank)
+        self.worker = NixlConnectorWorker(worker_config(groups, side, rank, engine_id, incarnation, **options))
+        if self.caches.names:
+            (tensor,) = self.caches.tensors.values()
+            self.worker.register_cross_layers_kv_caches(tensor, self.caches.names)
+        else:
+            self.worker.register_kv_caches(self.caches.tensors)
+        return self.worker.get_handshake_metadata()
+
+    def fill_source(self, pair: Pair) -> None:
+        """Junk everywhere, but for the request in its blocks, up to the end of the last one."""
+        self.caches.fill_all(JUNK)
+        for number, spec in enumerate(pair.groups):
+            config = group_config(spec, self.caches.side)
+            size = config.block_size
+            first = max(0, config.needed(pair.num_tokens) // size - 1)
+            end = -(-pair.num_tokens // size) * size
+            self.caches.write(number, pair.source_blocks[number][first:], first, (first * size, end))
+
+    def compare(self, pair: Pair) -> list[str]:
+        """What of the whole cache is not as it must be."""
+        expected, allowed = RankCaches(*self.place), RankCaches(*self.place)
+        for number, spec in enumerate(pair.groups):
+            begin, needed, end = reach(pair, number)
+            if pair.computed >= pair.num_tokens:
+                continue
+            config = group_config(spec, self.caches.side)
+            blocks, first = pair.reader_blocks[number], begin // config.block_size
+            expected.write(number, blocks, first, (needed, end))
+            allowed.write(number, blocks, first, (begin, end))
+            if self.caches.side.host_buffer and spec.kind != "mamba":  # comes back page by page: the rest is zeros
+                whole = -(-pair.num_tokens // config.page_size) * config.page_size
+                allowed.write(number, blocks, first, (end, whole), 0)
+        return self.caches.differences(expected, allowed)
+
+    def step(self, metadata: ConnectorMetadata) -> WorkerOutput:
+        self.worker.save_kv_to_host(metadata)
+        self.worker.start_load_kv(metadata)
+        return self.worker.take_output()
+
+    def stats(self) -> Any:
+        return self.worker._thread.snapshot()
+
+    def close(self) -> None:
+        if self.worker is not None:
+            self.worker.shutdown()
+        self.worker = self.caches = None
+
+
+class LocalRank:
+    """A rank in this process."""
+
+    def __init__(self) -> None:
+        self.host = RankHost()
+
+    def send(self, name: str, *args: object) -> None:
+        self.result = getattr(self.host, name)(*args)
+
+    def wait(self) -> Any:
+        return self.result
+
+    def stop(self) -> None:
+        self.host.close()
+
+
+class ChildRank:
+    """A rank in a process of its own, which takes one command after another."""
+
+    def __init__(self, context: BaseContext) -> None:
+        self.conn, theirs = multiprocessing.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, os.getpid()), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def send(self, name: str, *args: object) -> None:
+        self.conn.send((name, args))
+
+    def wait(self, timeout: float = 60.0) -> Any:
+        assert self.conn.poll(timeout), f"rank in process {self.process.pid} did not answer within {timeout} s"
+        error, value = self.conn.recv()
+        if error:
+            raise RuntimeError(value)
+        return value
+
+    def stop(self) -> None:
+        try:
+            self.send("close")
+            self.wait()
+            self.conn.send(None)
+            self.process.join(10)
+        except (OSError, EOFError, AssertionError, RuntimeError):
+            pass
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join(10)
+        self.conn.close()
+
+
+def _serve(conn: Connection, parent: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == 1 and parent != 1:
+        return
+    os.environ.update(QUIET)
+    host = RankHost()
+    while True:
+        try:
+            command = conn.recv()
+        except EOFError:
+            os._exit(0)
+        if command is None:
+            return
+        name, args = command
+        try:
+            conn.send((False, getattr(host, name)(*args)))
+        except Exception:  # noqa: BLE001 -- whatever it is, the test gets to see it
+            conn.send((True, traceback.format_exc()))
+
+
+def children(count: int) -> list[ChildRank]:
+    """Processes for ranks: forked from one that has torch and nixl imported, so that each starts at once."""
+    os.environ.update(QUIET)  # NIXL reads it when it is imported
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.transfer.pair_ranks", "nixl._api"])
+    return [ChildRank(context) for _ in range(count)]
+
+
+Rank = LocalRank | ChildRank
+
+
+class EngineUnderTest:
+    """The ranks of one engine, stepped together, and its companion in this process."""
+
+    def __init__(
+        self, ranks: Sequence[Rank], groups: tuple[GroupSpec, ...], side: Side, engine_id: str, **options: Any
+    ) -> None:
+        self.ranks = ranks
+        incarnation = new_incarnation()
+        for number, rank in enumerate(ranks):
+            rank.send("make", groups, side, number, engine_id, incarnation, options)
+        metadata = {number: rank.wait() for number, rank in enumerate(ranks)}
+        self.companion = TransferCompanion(worker_config(groups, side, 0, engine_id, incarnation, **options))
+        self.companion.set_handshake_metadata(metadata)
+        self.sent: dict[str, str] = {}
+        self.received: set[str] = set()
+        self.failed: dict[str, str] = {}
+        self.bad_blocks: set[int] = set()
+
+    def call(self, name: str, *args: object) -> list[Any]:
+        for rank in self.ranks:
+            rank.send(name, *args)
+        return [rank.wait() for rank in self.ranks]
+
+    def step(self) -> list[Progress]:
+        outputs = self.call("step", self.companion.build_metadata())
+        found = [self.companion.update(rank, output) for rank, output in enumerate(outputs)]
+        for progress in found:
+            assert not set(progress.sent) & set(self.sent)
+            assert not progress.received & self.received
+            self.sent |= progress.sent
+            self.received |= progress.received
+            self.failed |= progress.failed
+            self.bad_blocks |= progress.block_ids_with_errors
+        return found
+
+    def close(self) -> None:
+        self.companion.close()
+        self.call("close")
+
+
+def run_until(done: Callable[[], object], *engines: EngineUnderTest, seconds: float = 30.0) -> None:
+    """Steps engines in turn until something is so."""
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline, f"nothing within {seconds} s: {[vars(one) for one in engines]}"
+        for engine in engines:
+            engine.step()
+        time.sleep(5e-4)
+
+
+def transfer(pair: Pair, source: EngineUnderTest, reader: EngineUnderTest, request_id: str = "r") -> None:
+    """Sends a pair's request from one engine to the other. The source may free it then, and the reader has it."""
+    source.call("fill_source", pair)
+    groups = [group_config(spec, pair.reader) for spec in pair.groups]
+    if pair.source.host_buffer:
+        source.companion.save(request_id, pair.source_blocks)
+    source.companion.offer(request_id)
+    run_until(lambda: source.companion.is_offered(request_id), source)
+    params = source.companion.params(request_id, pair.source_blocks, pair.num_tokens)
+    pages = reader.companion.read(request_id, params)
+    firsts = [reach(pair, number)[0] // group.block_size for number, group in enumerate(groups)]
+    reader.companion.load(request_id, pages, pair.reader_blocks, pair.num_tokens, pair.computed, first_blocks=firsts)
+    silent = pair.computed >= pair.num_tokens
+    run_until(lambda: request_id in source.sent and (silent or request_id in reader.received), source, reader)
