@@ -109,7 +109,8 @@ class ReplicaTier:
         stream: the one that the model's work is ordered by; None means the current one.
 
     Attributes:
-        waiting: published pages to be copied to the host, oldest first, with their digests.
+        waiting: published pages to be copied to the host, oldest first, with their digests; an entry without pages
+            says that those digests were used.
         loads: by row, what is on its way back for it.
         stored: pages copied to the host so far.
         loaded: pages copied back so far.
@@ -123,6 +124,7 @@ class ReplicaTier:
             mover_of(shard, memory, stream) for shard, memory in zip(blocks, host.memory, strict=True)
         ]
         self._at_once = all(mover.at_once for mover in self._movers)
+        self._words = pool.index.digests_of(np.zeros(1, np.int32)).shape[1]
         self._storing = np.zeros(pool.num_pages + 1, np.bool_)  # waiting to be copied, or being copied
         self.waiting: deque[tuple[Pages, Digests]] = deque()
         self.loads: dict[int, list[Load]] = {}
@@ -145,7 +147,10 @@ class ReplicaTier:
 
     def store(self, most: int) -> int:
         """Copy, or begin to copy, the `most` pages that wait longest; returns how many were taken off the queue."""
+        self._pass_uses()  # where copies that ran beside us held them up
         pages, digests = self._take(most)
+        if not pages.size:
+            return 0
         pool = self.host.pool
         absent = pool.index.find(digests) == NO_PAGE
         new, names = pages[absent], digests[absent]
@@ -159,17 +164,16 @@ class ReplicaTier:
         kept[np.flatnonzero(absent)[:fits]] = False
         self._storing[pages[kept]] = False
         self.poll()
+        self._pass_uses()
         return len(pages)
 
     def keep(self, pages: Pages) -> None:
         """`pages` are about to be given away: what is still to be copied of them is copied now."""
         while self._storing[pages].any():
             if self._stores:
-                for mark in self._stores[0].marks:
-                    mark.wait()  # a copy that runs beside us, on its way since an earlier step
-                self.poll()
+                self._await_stores()  # copies that run beside us, on their way since an earlier step
             else:
-                self.store(len(self.waiting[0][0]))
+                self.store(self._next_entry())
 
     def poll(self) -> None:
         """Take up what the copies beside us have brought to its end."""
@@ -192,11 +196,14 @@ class ReplicaTier:
         self.waiting.clear()
 
     def touch(self, digests: Digests) -> None:
-        """A request has ended whose pages, in logical order, have these digests: it used them just now."""
-        slots = self.host.pool.index.find(digests)
-        self.host.touch(slots[slots != NO_PAGE])
-        if self.lower is not None:
-            self.lower.used(digests)
+        """A request has ended whose pages, in logical order, have these digests: it used them just now.
+
+        That counts once its last pages are copied: else these would go last, and its first ones, without which they
+        are worth nothing, before them.
+        """
+        if digests.size:
+            self.waiting.append((np.zeros(0, np.int32), digests))
+            self._pass_uses()
 
     # ---- and back
 
@@ -257,12 +264,9 @@ class ReplicaTier:
 
     def store_all(self) -> None:
         """Copy every page that waits, and wait for it."""
-        while self.waiting:
-            self.store(sum(len(pages) for pages, _ in self.waiting))
-        for store in self._stores:
-            for mark in store.marks:
-                mark.wait()
-        self.poll()
+        while self.waiting or self._stores:
+            self._await_stores()
+            self.store(self._next_entry())
 
     def load_all(self) -> None:
         """Bring back everything that is promised, and wait for it."""
@@ -299,16 +303,36 @@ class ReplicaTier:
         return slots
 
     def _take(self, most: int) -> tuple[Pages, Digests]:
-        taken: list[tuple[Pages, Digests]] = []
-        while most > 0 and self.waiting:
+        taken: list[tuple[Pages, Digests]] = [(np.zeros(0, np.int32), np.zeros((0, self._words), np.uint64))]
+        while most > 0 and self.waiting and self.waiting[0][0].size:
             pages, digests = self.waiting.popleft()
             if len(pages) > most:
                 self.waiting.appendleft((pages[most:], digests[most:]))
             taken.append((pages[:most], digests[:most]))
             most -= len(taken[-1][0])
-        if len(taken) == 1:
-            return taken[0]
+        if len(taken) == 2:
+            return taken[1]
         return np.concatenate([pages for pages, _ in taken]), np.concatenate([digests for _, digests in taken])
+
+    def _next_entry(self) -> int:
+        """Pages of the entry that waits longest."""
+        self._pass_uses()
+        return len(self.waiting[0][0]) if self.waiting else 0
+
+    def _pass_uses(self) -> None:
+        """Let the uses count that no page waits before."""
+        while self.waiting and not self.waiting[0][0].size and not self._stores:
+            _, digests = self.waiting.popleft()
+            slots = self.host.pool.index.find(digests)
+            self.host.touch(slots[slots != NO_PAGE])
+            if self.lower is not None:
+                self.lower.used(digests)
+
+    def _await_stores(self) -> None:
+        for store in self._stores:
+            for mark in store.marks:
+                mark.wait()
+        self.poll()
 
     def _begin(self, load: Load) -> list[Mark]:
         if load.marks is None:

@@ -71,8 +71,7 @@ class Tiers:
         self._credit = min(self._credit + self.share * (now - self._seen), _MOST_CREDIT_S)
         self._seen = now
         for tier in self.replicas:
-            while self._credit > 0 and tier.waiting:
-                tier.store(self._batch)
+            while self._credit > 0 and tier.store(self._batch):
                 before, self._seen = self._seen, time.perf_counter()
                 self._credit -= self._seen - before
         if self.files is not None:
@@ -134,7 +133,7 @@ def _check_queue(tier: ReplicaTier, number: int) -> None:
         marked[store.pages] += 1
     for pages, digests in tier.waiting:
         marked[pages] += 1
-        if not np.array_equal(tier.pool.index.digests_of(pages), digests):
+        if pages.size and not np.array_equal(tier.pool.index.digests_of(pages), digests):
             raise InvariantError(f"replica {number}: a page that waits to be copied holds another content")
     for page in np.flatnonzero(marked > 1)[:1]:
         raise InvariantError(f"replica {number}: page {page} waits to be copied {marked[page]} times")

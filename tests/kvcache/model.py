@@ -71,7 +71,8 @@ class Held:
 class ModelReplica:
     def __init__(self, num_pages: int, page_size: int, host: ModelHost | None = None) -> None:
         self.host = host
-        self.waiting: list[list[int]] = []  # pages to be copied to the host, by the step that published them
+        # Pages to be copied to the host, by the step that published them; and contents that were used, in between.
+        self.waiting: list[list[int] | list[Content]] = []
         self.page_size = page_size
         self.num_pages = num_pages
         self.page_of: dict[Content, int] = {}
@@ -158,14 +159,20 @@ class ModelReplica:
 
     def queue(self, pages: list[int]) -> None:
         """These pages were published together."""
-        waiting = {page for step in self.waiting for page in step}
+        waiting = {page for step in self.waiting for page in step if isinstance(page, int)}
         if self.host and (pages := [page for page in pages if page not in waiting]):
             self.waiting.append(pages)
 
     def store(self, page: int | None = None) -> None:
         """Copy what waits to the host, step by step; with `page` only until that is copied."""
         while self.host and self.waiting and (page is None or any(page in step for step in self.waiting)):
-            self.host.store([self.content_of[waiting] for waiting in self.waiting.pop(0)])
+            step = self.waiting.pop(0)
+            if isinstance(step[0], int):
+                self.host.store([self.content_of[waiting] for waiting in step])
+            else:
+                self.host.touch(step)
+        while self.host and self.waiting and not isinstance(self.waiting[0][0], int):
+            self.host.touch(self.waiting.pop(0))
 
     def fork(self, parent: str, child: str, computed: int, length: int) -> bool:
         full, needed = computed // self.page_size, -(-length // self.page_size)
@@ -181,7 +188,11 @@ class ModelReplica:
         held = self.requests.pop(name)
         if self.host:
             self.host.drop({name}, arrived=False)
-            self.host.touch([self.content_of[page] for page in held.pages[: held.committed]])
+            used = [self.content_of[page] for page in held.pages[: held.committed]]
+            if used and self.waiting:
+                self.waiting.append(used)
+            else:
+                self.host.touch(used)
         for page in reversed(held.pages):
             self._drop(page)
 

@@ -202,7 +202,7 @@ def test_a_step_copies_for_a_share_of_the_time_only(served: Any) -> None:
     it.tiers.share, it.tiers._credit = 1e-9, 1e-9
     it.fill(2)
     assert 0 < it.manager.metrics.d2h_blocks_copied <= 2 < waiting
-    it.tiers.share = 1e6
+    it.tiers.share, it.tiers._batch = 1e6, 64
     it.fill(2)
     assert it.manager.metrics.d2h_blocks_copied > waiting
 
@@ -225,6 +225,22 @@ def test_the_least_recently_used_slot_goes_first_and_a_tail_before_its_head(serv
         found[first] = request.start_idx
         it.manager.release(request.request_id)
     assert found == {100: 4, 200: 0, 300: 0, 400: 16}
+
+
+def test_a_long_prompt_copied_late_does_not_outlive_its_head(served: Any) -> None:
+    it = served(16, 14)
+    it.tiers.share = 0.0
+    it.serve([*range(33)])
+    it.tiers.settle()
+    grown = it.claim([*range(41)])  # eight pages that are there, two that are new
+    assert it.manager.maybe_reserve(grown)
+    it.run(grown)
+    it.manager.release(grown.request_id)
+    it.tiers.settle()
+    it.fill(9)  # eight slots, of which four are taken from the prompt: its last ones
+    it.tiers.settle()
+    it.manager._replicas.each[0].pool.forget_idle()
+    assert it.serve([*range(41)]) == 6 * SIZE
 
 
 def test_reset_forgets_the_host_pages_and_keeps_what_is_promised(served: Any) -> None:
