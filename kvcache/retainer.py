@@ -37,7 +37,7 @@ class Retainer:
     def __init__(
         self, pool: PagePool, rows: BlockRows, page_size: int, hasher_of: HasherOfRow, params: KVCacheParams
     ) -> None:
-        self._found: Ints = np.zeros(len(rows.request_ids), np.int64)
+        self._found = [0] * len(rows.request_ids)  # by row, pages that were published already
         self._pool = pool
         self._rows = rows
         self._page_size = page_size
@@ -60,11 +60,12 @@ class Retainer:
 
     def come(self, row: int, context: Context, found: int) -> None:
         """The row's request has come for pages, and has found so many of them published."""
-        self._found[row] += found
-        if self._rows.prompt[row] >= 0:
+        if found:
+            self._found[row] += found
+        if row in self._contexts:
             return
         self._contexts[row] = context
-        if self._shadow is None and self._most_hinted and _retention_of(context) is not None:
+        if self._shadow is None and getattr(context, "retention", None) is not None:
             self._start()
         if self._shadow is not None:
             last = (context.current_length - 1) // self._page_size
@@ -74,7 +75,8 @@ class Retainer:
 
     def share_pages(self, rows: Ints) -> None:
         """A page of each of `rows` turned out to be published by others before."""
-        np.add.at(self._found, rows, 1)
+        for row in rows.tolist():
+            self._found[row] += 1
 
     def adopt(self, row: int, context: Context) -> None:
         """The row is the request's, which has all its pages from another one."""
@@ -94,25 +96,27 @@ class Retainer:
     def leave(self, row: int) -> None:
         """The row is about to be released."""
         context = self._contexts.pop(row, None)
+        self._found[row], found = 0, self._found[row]
         if context is None:
             return
-        retention = _retention_of(context)
-        if self._shadow is None and self._most_hinted and retention is not None:
+        retention: Retention | None = getattr(context, "retention", None)
+        if self._shadow is None and retention is not None:
             self._start()
         if self._order is not None:
             pages = self._rows.pages(row)[: self._rows.committed[row]]
             if self._quotas is not None:
                 self._quotas.own(pages, getattr(context, "cache_salt", None))
             if self._shadow is not None:
-                self._judge(self._order, self._shadow, row, context, pages)
+                self._judge(self._order, self._shadow, row, context, pages, found)
                 self._order.hint(pages, retention and page_hints(retention, len(pages), self._page_size))
-        self._found[row] = 0
 
-    def _judge(self, order: HintedOrder, shadow: LruShadow, row: int, context: Context, pages: Pages) -> None:
+    def _judge(
+        self, order: HintedOrder, shadow: LruShadow, row: int, context: Context, pages: Pages, found: int
+    ) -> None:
         words = self._words(pages)
         expected = self._expected.pop(row, None)
         if expected is not None:
-            self._share.learn((shadow.count(words[: self._found[row]]) - expected) * shadow.rate)
+            self._share.learn((shadow.count(words[:found]) - expected) * shadow.rate)
             order.share = self._share.value
             last = (int(self._rows.prompt[row]) - 1) // self._page_size
             if len(pages) < last:  # given up before all of its prompt was computed
@@ -128,6 +132,8 @@ class Retainer:
 
     def _start(self) -> None:
         """The first hint."""
+        if not self._most_hinted:
+            return
         self._shadow = LruShadow(self._pool.num_pages)
         order = self._order or self._order_pages()
         order.share = self._share.value
@@ -150,7 +156,3 @@ class Retainer:
 
     def _words(self, pages: Pages) -> Words:
         return self._pool.index.digests_of(pages)[:, 0]
-
-
-def _retention_of(context: Context) -> Retention | None:
-    return getattr(context, "retention", None)
