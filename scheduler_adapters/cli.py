@@ -73,6 +73,16 @@ def _add_demo(commands: argparse._SubParsersAction[_Parser]) -> None:
         action="store_false",
         help="pull a prompt's pages when all of it has run, not while the rest still runs",
     )
+    demo.add_argument(
+        "--chaos",
+        metavar="SEED",
+        type=int,
+        nargs="?",
+        const=0,
+        default=text,
+        help="let READs and notifications fail, come late, twice, or wrong: requests may fail, none may be answered "
+        "wrongly, and no page may stay held",
+    )
     demo.add_argument("--device", default="cpu", help="torch device of the model and its pages")
     demo.add_argument("--seed", metavar="N", type=int, default=0, help="of the small Llama's weights")
 
@@ -101,6 +111,9 @@ def _add_replay(commands: argparse._SubParsersAction[_Parser]) -> None:
         choices=("prefix", "least-loaded", "round-robin"),
         default="prefix",
         help="how a replica is claimed",
+    )
+    replay.add_argument(
+        "--host-blocks", metavar="BLOCKS", type=int, default=0, help="blocks of a host tier below the replicas"
     )
     replay.add_argument(
         "--plots",

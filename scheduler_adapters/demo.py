@@ -31,6 +31,8 @@ _AT_LEAST_ONE = (
 )
 _STALL_S = 120.0  # nothing new for this long: something hangs
 _SETTLE_S = 5.0  # for the last notifications to come in
+# Under chaos notifications are lost: pages whose reader is done stay until their lease ends by itself.
+_LEASE_S, _CHAOS_LEASE_S = 10.0, 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +56,7 @@ class DemoOptions:
     prefills: int = 1
     decodes: int = 1
     chunkwise: bool = True
+    chaos: int | None = None
     device: str = "cpu"
     seed: int = 0
 
@@ -94,7 +97,8 @@ def run_demo(options: DemoOptions) -> int:
             serve(workers, served, options, show)
         stats = settled_stats(workers)
     notes, ties, equal = _compare(options, model, served, reporter)
-    figures = _figures(served, stats, equal=equal, ties=ties)
+    failed = {one.request_id: one.error for one in served if one.error} if options.chaos is not None else None
+    figures = _figures(served, stats, equal=equal, ties=ties, failed=failed)
     sides = [f"{side.title()} of {_of(options, side)}" for side in ("prefill", "decode")]
     where = sides[0] + " to " + sides[1].lower() + ", over NIXL"
     reporter.table(figures, where, notes + _leaks(stats))
@@ -188,6 +192,12 @@ def _page_size(options: DemoOptions, role: msg.Role) -> int:
     return (options.prefill_page_size if role == "prefill" else options.decode_page_size) or options.page_size
 
 
+def _is_alike(options: DemoOptions) -> bool:
+    """Whether a page of prefill is a page of decode, so that it can be verified."""
+    sides = ("prefill", "decode")
+    return len({(_tp(options, side), _page_size(options, side)) for side in sides}) == 1
+
+
 def _of(options: DemoOptions, role: msg.Role) -> str:
     shards = _tp(options, role)
     return f"pages of {_page_size(options, role)} tokens" + (f" on {shards} shards" if shards > 1 else "")
@@ -221,6 +231,9 @@ def _worker_configs(options: DemoOptions, model: PreTrainedModel, served: list[S
                 tp=_tp(options, role),
                 device=options.device,
                 chunkwise=options.chunkwise,
+                chaos=None if options.chaos is None else options.chaos + 1000 * len(configs),
+                verify=options.chaos is not None and _is_alike(options),
+                lease_s=_LEASE_S if options.chaos is None else _CHAOS_LEASE_S,
                 name=role if count == 1 else f"{role}-{number + 1}",
                 role=role,
             )
@@ -266,7 +279,7 @@ def _compare(
         for number, one in enumerate(served):
             theirs = reference_tokens(model, one.prompt, options.max_new_tokens)
             if one.error:
-                equal = False
+                equal = equal and options.chaos is not None  # it said so; an answer that is not the model's would not
                 notes.append(f"{one.request_id}: failed: {one.error}")
             elif one.tokens != theirs and is_rounding_tie(model, one.prompt, one.tokens, theirs):
                 ties += 1
@@ -286,7 +299,9 @@ def _difference(ours: list[int], theirs: list[int]) -> str:
     return f"{len(ours)} tokens, the model's own are {len(theirs)}"
 
 
-def _figures(served: list[Served], stats: dict[str, msg.Stats], *, equal: bool, ties: int) -> Figures:
+def _figures(
+    served: list[Served], stats: dict[str, msg.Stats], *, equal: bool, ties: int, failed: dict[str, str] | None
+) -> Figures:
     every = list(stats.values())
     prompt_tokens, cached_tokens = sum(one.prompt_tokens for one in every), sum(one.cached_tokens for one in every)
     bytes_pulled, pull_seconds = sum(one.bytes_pulled for one in every), sum(one.pull_seconds for one in every)
@@ -305,6 +320,7 @@ def _figures(served: list[Served], stats: dict[str, msg.Stats], *, equal: bool, 
         ttft_ms_p50=statistics.median(first) * 1e3 if first else 0.0,
         tpot_ms_p50=statistics.median(further) * 1e3 if further else 0.0,
         leaked_pages=sum(one.pages_held for one in every),
+        failed=failed,
     )
 
 

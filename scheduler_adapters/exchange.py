@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from scheduler_adapters.hybrid import HybridKVCacheManager
 from scheduler_adapters.state_layout import state_group
+from transfer.agent import Agent
 from transfer.boxes import ShardLayout
 from transfer.handshake import EngineCard, HandshakeClient, HandshakeServer
 from transfer.lease import new_lease_id
@@ -18,7 +19,7 @@ from transfer.shapes import dense
 from transfer.thread import TransferThread
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
@@ -46,6 +47,9 @@ class Exchange:
         bind: ZMQ endpoint at which peers ask for what they need to know.
         compatibility: what must agree with a peer, say the model.
         replica_options: times of `ReplicaTransfer`, by name.
+        verify: the source makes page checks, and the reader compares all that it pulls with them. Only between
+            processes whose pages are laid out alike.
+        agent: makes an agent, given its name and memory type. Replaced by one that misbehaves, to see what it harms.
 
     Attributes:
         address: the endpoint, as bound.
@@ -64,7 +68,10 @@ class Exchange:
         bind: str = "tcp://127.0.0.1:0",
         compatibility: Mapping[str, str] | None = None,
         replica_options: Mapping[str, float] | None = None,
+        verify: bool = False,
+        agent: Callable[[str, MemoryType], Agent] = Agent,
     ) -> None:
+        self._verify, self._agent = verify, agent
         self.incarnation = new_incarnation()
         self._manager = manager
         self._names = [f"{name}/{replica}" for replica in range(manager.num_replicas)]
@@ -102,7 +109,18 @@ class Exchange:
             device = regions[0].device
             memory = MemoryType.VRAM if device.type == "cuda" else MemoryType.DRAM
             bases = [region.data_ptr() for region in regions]
-            ranks.append(RankTransfer(identity, layout, bases, memory, device.index or 0))
+            ranks.append(
+                RankTransfer(
+                    identity,
+                    layout,
+                    bases,
+                    memory,
+                    device.index or 0,
+                    checks=self._verify,
+                    verify=float(self._verify),
+                    agent=self._agent,
+                )
+            )
         return ranks
 
     def engine_id(self, replica: int) -> str:
@@ -133,6 +151,11 @@ class Exchange:
         lease = LeaseRef(new_lease_id(), heapq.heappop(self._slots[replica]), duration_s)
         self._threads[replica].offer(key, lease, running=True)
         return lease
+
+    def seal(self, replica: int, pages: Sequence[Sequence[int]]) -> None:
+        """Makes the page checks of computed pages, a list for each group, where readers verify. Waits for that."""
+        if self._verify:
+            self._threads[replica].call(lambda transfers: [rank.seal(pages) for rank in transfers.ranks])
 
     def start_clock(self, replica: int, lease: LeaseRef) -> None:
         """All pages of a lease are computed: it ends where its reader says nothing for as long as it lasts."""

@@ -289,6 +289,7 @@ class PrefillScheduler:
         elif room.phase == "computing":
             room.move("offered", room.compute_by)
         room.told = table.num_tokens
+        self._exchange.seal(room.replica, table.groups)
         self._send(
             room.reader,
             msg.Offer(

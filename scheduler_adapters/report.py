@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _BAR_WIDTH = 32
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
+class Figures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The figures of a run, as `--json` writes them.
 
     Attributes:
@@ -32,6 +32,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
         ttft_ms_p50: median time from submission to the first token, in milliseconds.
         tpot_ms_p50: median over the requests of the mean time per further token, in milliseconds.
         leaked_pages: pages still held in either process after the last request.
+        failed: the requests that were not served, and why; only with `--chaos`, which lets them be.
     """
 
     requests: int
@@ -46,6 +47,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     ttft_ms_p50: float
     tpot_ms_p50: float
     leaked_pages: int
+    failed: dict[str, str] | None = None
 
 
 class Reporter:
@@ -116,5 +118,6 @@ def _rows(figures: Figures) -> list[tuple[str, str]]:
         ("time to first token, p50", f"{figures.ttft_ms_p50:.1f} ms"),
         ("time per token, p50", f"{figures.tpot_ms_p50:.2f} ms"),
         ("pages left held", f"{figures.leaked_pages:,}"),
+        *([("failed, each with its reason", f"{len(figures.failed):,}")] if figures.failed else []),
         ("equal to the model's own generate", f"{'yes' if figures.tokens_equal else 'NO'}{ties}"),
     ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -28,9 +29,15 @@ from scheduler_adapters.loop import ServingLoop
 from scheduler_adapters.prefill import PrefillScheduler
 from scheduler_adapters.rooms import PrefillTimes
 from scheduler_adapters.sockets import Context, Socket, bind_router, received, wait_for_any
+from transfer.agent import Agent
+from transfer.chaos import ChaosAgent, Rates
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from transformers import PreTrainedModel
+
+    from transfer.metadata import MemoryType
 
 _PR_SET_PDEATHSIG = 1
 _IDLE_MS = 1
@@ -55,6 +62,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         threads: of torch.
         chunkwise: decode pulls pages while the rest of a prompt still runs.
         lease_s: seconds that a lease stands without a word of its reader.
+        chaos: seed of an agent that misbehaves; None for one that does not.
+        verify: what is pulled is compared with the source's page checks.
         name: of the process.
         role: which scheduler it runs.
         front: endpoint of the parent, to connect to.
@@ -76,6 +85,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 1
     chunkwise: bool = True
     lease_s: float = 10.0
+    chaos: int | None = None
+    verify: bool = False
     name: str = ""
     role: msg.Role = "prefill"
     front: str = ""
@@ -136,10 +147,24 @@ def model_name(model: PreTrainedModel) -> str:
     return digest.hexdigest()[:16]
 
 
+def chaos_agents(seed: int, *, wrong_bytes: bool) -> Callable[[str, MemoryType], Agent]:
+    """Agents that misbehave, each by a seed of its own. Bytes that go wrong silently only where they are compared."""
+    seeds = itertools.count(seed)
+    rates = Rates(short=0.05, corrupt=0.05) if wrong_bytes else Rates()
+    return lambda name, memory_type: ChaosAgent(name, memory_type, seed=next(seeds), rates=rates)
+
+
 def serve(config: WorkerConfig, context: Context, front: Socket) -> None:
     """Set everything up, say `Ready`, and serve until told to stop."""
     loop, compatibility = build_loop(config)
-    exchange = Exchange(loop.manager, config.name, bind=config.handshake, compatibility=compatibility)
+    exchange = Exchange(
+        loop.manager,
+        config.name,
+        bind=config.handshake,
+        compatibility=compatibility,
+        verify=config.verify,
+        agent=Agent if config.chaos is None else chaos_agents(config.chaos, wrong_bytes=config.verify),
+    )
     try:
         scheduler: PrefillScheduler | DecodeScheduler
         if config.role == "prefill":

@@ -62,6 +62,22 @@ def test_the_default_model_on_the_default_prompts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sides", [(), ("--decode-tp", 2)], ids=["verified", "tp 1 to 2"])
+def test_under_chaos_what_is_answered_is_right_and_what_is_not_has_a_reason(
+    tmp_path: Path, sides: tuple[Any, ...]
+) -> None:
+    out = tmp_path / "o.json"
+    done = run("--requests", 5, "--max-new-tokens", 8, "--chaos", 3, "--json", out, *sides)
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(out.read_text())
+    assert list(figures) == [*KEYS, "failed"]
+    assert figures["tokens_equal"] is True
+    assert figures["leaked_pages"] == 0
+    assert len(figures["failed"]) < 5
+    assert all(figures["failed"].values())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "page_size", "tp"), [("qwen3", 128, 2), ("mistral", 16, 1)])
 def test_a_saved_model_of_another_architecture(
     model_dirs: Path, tmp_path: Path, kind: str, page_size: int, tp: int
