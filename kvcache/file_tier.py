@@ -178,8 +178,7 @@ class FileTier:
         self._writer.submit(self._folder.remove, self._folder.renew())
 
     def close(self) -> None:
-        """Write what is left, and end the threads. Safe twice."""
-        self.flush()
+        """End the threads, once all that was begun is done. Safe twice."""
         self._reader.shutdown()
         self._writer.shutdown()
 

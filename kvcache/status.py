@@ -65,6 +65,15 @@ class CacheStatus:
         """
         return self._replicas.prefetch(context)
 
+    def flush_tiers(self) -> None:
+        """Copy all published pages to the host tier, write them to files, and wait for it.
+
+        Nobody has to: pages are copied beside the steps, and before they are evicted. It is for a process that is about
+        to stop, or to be measured.
+        """
+        if self._replicas.tiers is not None:
+            self._replicas.tiers.flush()
+
     @property
     def metrics(self) -> KVCacheMetrics:
         """What was done since the manager was made or `reset_metrics`, over all replicas."""

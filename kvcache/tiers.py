@@ -90,10 +90,16 @@ class Tiers:
         for tier in self.replicas:
             tier.store_all()
 
+    def flush(self) -> None:
+        """`settle`, and write what the files lack."""
+        self.settle()
+        if self.files is not None:
+            self.files.flush()
+
     def close(self) -> None:
         """Copy and write what is left, and do without files from now on. Safe twice."""
         if self.files is not None:
-            self.settle()
+            self.flush()
             self.files.close()
             self.files = None
         for tier in self.replicas:

@@ -45,6 +45,7 @@ class ReplayResult(msgspec.Struct, frozen=True):
         window_load_mean: blocks that the busiest replica computes, of an even share, 1.0 or more: mean over the windows
             of `WINDOW` requests. None for one replica, or where there are no computed blocks.
         window_load_max: the same of the worst window.
+        restored: blocks among the hits that were copied back from the host tier.
     """
 
     requests: int
@@ -58,6 +59,7 @@ class ReplayResult(msgspec.Struct, frozen=True):
     us_per_request_p50: float
     window_load_mean: float | None = None
     window_load_max: float | None = None
+    restored: int = 0
 
 
 class _Request(msgspec.Struct):
@@ -97,6 +99,7 @@ def replay(
     *,
     hints: str = "none",
     routing: RoutingRule = "prefix",
+    host_blocks: int = 0,
 ) -> ReplayResult:
     """Drive a manager of `capacity` blocks, split over `replicas`, with the trace.
 
@@ -107,6 +110,7 @@ def replay(
         progress: told of each request that is done.
         hints: as `trace_hints.hints_for` takes them.
         routing: the rule by which a replica is claimed.
+        host_blocks: of a host tier below the replicas; 0 means none.
 
     Raises:
         ReplayError: a request does not fit into one replica, or there are no such hints.
@@ -117,7 +121,7 @@ def replay(
         raise ReplayError(
             f"a request of {longest} blocks does not fit: {capacity} blocks, {replicas} replicas, {share} each"
         )
-    manager = _manager(share, replicas, longest, Routing(rule=routing))
+    manager = _manager(share, replicas, longest, Routing(rule=routing), host_blocks)
     hits, times = 0, list[float]()
     computed = np.zeros((len(trace), replicas), np.int64)
     for number, (blocks, hint) in enumerate(zip(trace, hints_for(trace, hints), strict=True)):
@@ -146,6 +150,7 @@ def replay(
         gap_closed=(hits - lru) / (optimum - lru) if optimum > lru else None,
         us_per_request_p50=statistics.median(times) * 1e6,
         **_window_loads(computed),
+        restored=manager.metrics.h2d_blocks_copied,
     )
 
 
@@ -168,20 +173,30 @@ def run_replay(
     replicas: int,
     hints: str = "none",
     routing: RoutingRule = "prefix",
+    host_blocks: int = 0,
     json: Path | None = None,
     plots: Path | None = None,
 ) -> int:
     """`pagewire replay`: a progress bar, a table, and figures as JSON and plots where asked to. The exit status."""
     if capacity < 1 or replicas < 1:
         raise ReplayError(f"--capacity {capacity}, --replicas {replicas}: at least 1 is needed of each")
+    if host_blocks < 0:
+        raise ReplayError(f"--host-blocks {host_blocks}: at least 0 is needed")
     requests = load_trace(trace)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("replaying", total=len(requests))
         result = replay(
-            requests, capacity, replicas, lambda done: bar.advance(task, done), hints=hints, routing=routing
+            requests,
+            capacity,
+            replicas,
+            lambda done: bar.advance(task, done),
+            hints=hints,
+            routing=routing,
+            host_blocks=host_blocks,
         )
-    title = f"{trace.name}, {capacity:,} blocks, {replicas} replica(s), routing {routing}, hints {hints}"
+    below = f" and {host_blocks:,} on the host" if host_blocks else ""
+    title = f"{trace.name}, {capacity:,} blocks{below}, {replicas} replica(s), routing {routing}, hints {hints}"
     table = Table(title=title, show_header=False)
     for name, value in msgspec.structs.asdict(result).items():
         text = "" if value is None else f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
@@ -200,7 +215,7 @@ def run_replay(
     return 0
 
 
-def _manager(share: int, replicas: int, longest: int, routing: Routing) -> PagedKVCacheManager:
+def _manager(share: int, replicas: int, longest: int, routing: Routing, host_blocks: int) -> PagedKVCacheManager:
     params = KVCacheParams(
         dtype=torch.uint8,
         n_kv_heads=1,
@@ -211,6 +226,8 @@ def _manager(share: int, replicas: int, longest: int, routing: Routing) -> Paged
         n_devices=replicas,
         data_parallel_degree=replicas,
         routing=routing,
+        enable_kvcache_swapping_to_host=host_blocks > 0,
+        host_kvcache_swap_space_gb=host_blocks * PAGE_SIZE / 2**30,
     )
     # One page more than the capacity: the one that the token after the prompt lies on.
     memory = (share + 1) * PAGE_SIZE * replicas
@@ -228,6 +245,7 @@ def _serve(manager: PagedKVCacheManager, context: TextContext) -> tuple[int, int
         manager.fetch([context])
         context.update(0)
         manager.step([context])
+        manager.flush_tiers()  # as a server has, by the time that another request has run
     return replica, hits
 
 

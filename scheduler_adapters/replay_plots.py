@@ -13,7 +13,9 @@ from scheduler_adapters.replay import Blocks, ReplayResult, replay
 Row = dict[str, Any]
 
 CAPACITIES = (1000, 2000, 5000, 10_000, 20_000, 30_000)
-HINTS = ("none", "true", "wrong=0.2", "inverted")
+HOST = "+host"  # behind a kind of hints: with a host tier of `HOST_TIMES` the pool's blocks
+HOST_TIMES = 3
+HINTS = ("none", "true", "wrong=0.2", "inverted", "none+host")
 REPLICAS = (1, 2, 4, 8, 16)
 RULES: tuple[RoutingRule, ...] = ("prefix", "least-loaded", "round-robin")
 _LABELS = {
@@ -21,6 +23,7 @@ _LABELS = {
     "true": "hints, all right",
     "wrong=0.2": "hints, 20 % wrong",
     "inverted": "hints, all inverted",
+    "none+host": f"no hints, host tier of {HOST_TIMES} times the blocks",
 }
 
 
@@ -32,12 +35,14 @@ def sweep_capacities(
 ) -> list[Row]:
     """A row for each capacity, in blocks, and kind of hints: hits beside the reference LRU and the optimum, in %.
 
+    Reference and optimum are those of the capacity, also where a host tier lies below it.
     Capacities below the longest request are left out.
     """
     longest, rows = max(map(len, trace)), list[Row]()
     for capacity in (capacity for capacity in capacities if capacity >= longest):
         for kind in kinds:
-            result = replay(trace, capacity, hints=kind)
+            below = HOST_TIMES * capacity if kind.endswith(HOST) else 0
+            result = replay(trace, capacity, hints=kind.removesuffix(HOST), host_blocks=below)
             rows.append({"blocks": capacity, "hints": kind, **_percent(result)})
             note(rows[-1])
     return rows

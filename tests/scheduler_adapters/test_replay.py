@@ -72,6 +72,15 @@ def test_replicas_split_the_capacity() -> None:
     assert 0 < two.hits <= one.hits
 
 
+@pytest.mark.parametrize("host", [20, 40, 1000])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_host_tier_hits_as_often_as_a_pool_of_its_size(seed: int, host: int) -> None:
+    trace = trace_of(seed)
+    result = replay(trace, 9, host_blocks=host)
+    assert result.hits == reference_lru_hits(trace, host)
+    assert 0 < result.restored <= result.hits
+
+
 def long_trace(requests: int = 1500) -> list[list[int]]:
     """Sessions of three turns, interleaved, between prompts that never come again."""
     found = []
@@ -154,11 +163,15 @@ def test_the_command_prints_and_writes_its_figures(tmp_path: Path, capsys: pytes
         "us_per_request_p50",
         "window_load_mean",
         "window_load_max",
+        "restored",
     ]
     assert f"{figures['hits']:,}" in capsys.readouterr().out
     assert main(["replay", str(tmp_path / "missing")]) == 2
     assert main(["replay", str(path), "--capacity", "0"]) == 2
     assert main(["replay", str(path), "--hints", "maybe"]) == 2
+    assert main(["replay", str(path), "--host-blocks", "-1"]) == 2
+    assert main(["replay", str(path), "--capacity", "20", "--host-blocks", "60", "--json", str(out)]) == 0
+    assert json.loads(out.read_text())["restored"] > 0
     options = ["--hints", "wrong=0.5", "--routing", "round-robin", "--replicas", "2", "--json", str(out)]
     assert main(["replay", str(path), "--capacity", "40", *options]) == 0
     assert json.loads(out.read_text())["window_load_mean"] >= 1

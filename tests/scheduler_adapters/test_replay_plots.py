@@ -33,7 +33,7 @@ def test_both_pictures_are_drawn(tmp_path: Path) -> None:
     drawn = write_plots("mine", TRACE, 30, folder, noted.append, (6, 30), (1, 2))
     assert drawn == [folder / "mine_capacity.png", folder / "mine_replicas.png"]
     assert all(one.read_bytes().startswith(b"\x89PNG") and one.stat().st_size > 10_000 for one in drawn)
-    assert len(noted) == 2 * 4 + 2 * 3
+    assert len(noted) == 2 * 5 + 2 * 3
     assert write_plots("mine", TRACE, 1, tmp_path / "none", noted.append, (2,), (1,)) == []
 
 
