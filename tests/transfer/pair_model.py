@@ -210,7 +210,7 @@ class RankCaches:
         here = [layer for layer in spec.layers if layer in self.stage]
         wanted = torch.arange(*tokens)
         block, within = wanted // config.block_size - first, wanted % config.block_size
-        pages = torch.tensor(blocks)[block] * config.block_pages + within // config.page_size
+        pages = torch.tensor(blocks, dtype=torch.long)[block] * config.block_pages + within // config.page_size
         values = self._values(group, wanted, here, heads)
         if value is not None:
             values.fill_(value)
