@@ -15,7 +15,7 @@ from transfer.errors import InvalidTransferError, MetadataError
 from transfer.group_plan import GroupPlan
 from transfer.runs import Runs, keep_memory, no_runs
 from transfer.stacks import Ints, common
-from transfer.staging import ONE_HOST, Costs, Staging
+from transfer.staging import MAX_COPIES, ONE_HOST, Costs, Staging, copies_of
 
 
 class Plan:
@@ -57,7 +57,8 @@ class Plan:
 
         Raises:
             InvalidTransferError: too few pages for the tokens, a page that the pool does not have, a local page named
-                twice, a negative first token, or not one address for each region.
+                twice, a negative first token or more tokens than the pool holds, not one address for each region, or
+                more than `transfer.group_plan.MAX_RUNS` runs.
         """
         plan = self.groups[group]
         tokens = plan.tokens(tokens)
@@ -67,7 +68,11 @@ class Plan:
         return plan.runs(ours, theirs, tokens, *self._bases(local_bases, remote_bases))
 
     def staging(self, group: int) -> Staging:
-        """The other way for a group: whole remote pages into a staging area, and home from there. Host memory only."""
+        """The other way for a group: whole remote pages into a staging area, and home from there. Host memory only.
+
+        Raises:
+            InvalidTransferError: as `Staging`; `prefers_staging` is never True then.
+        """
         found = self._staging.get(group)
         if found is None:
             found = self._staging[group] = Staging(self.groups[group])
@@ -83,7 +88,9 @@ class Plan:
         direct = costs.wire_us(runs, num_bytes)
         # What is copied home is what direct runs would copy: as many bytes, and as many runs.
         home = costs.copy_us(runs, num_bytes)
-        return home < direct and costs.wire_us(*self.staging(group).size(rounded)) + home < direct
+        if home >= direct or copies_of(plan) > MAX_COPIES:
+            return False
+        return costs.wire_us(*self.staging(group).size(rounded)) + home < direct
 
     def _bases(self, local: ArrayLike, remote: ArrayLike) -> tuple[Ints, Ints]:
         bases = np.asarray(local, np.int64), np.asarray(remote, np.int64)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
+from math import prod
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -79,14 +80,31 @@ class _Atom(NamedTuple):
         return steps + self.stack.itemsize
 
 
+MAX_COPIES = 1 << 14
+"""Strided copies of one pull. A tensor for each layer, with K and V apart and heads outside of pages, takes thousands;
+only a layout that scatters its elements takes more."""
+
+
+def copies_of(plan: GroupPlan) -> int:
+    """The strided copies that staging a group takes for pages that lie alike."""
+    pages = [_NEVER if plan.remote.num_pages == 1 else stack.remote_page for stack in plan.stacks]
+    outer = [[n for n, _, step in stack.axes if step >= page] for stack, page in zip(plan.stacks, pages, strict=True)]
+    return sum(len(stack.local_region) * prod(steps) for stack, steps in zip(plan.stacks, outer, strict=True))
+
+
 class Staging:
     """One group of a plan, staged. Made by `Plan.staging`.
 
     The staging area holds, for each span, that span of every remote page of the pull, in the order of the request.
+
+    Raises:
+        InvalidTransferError: the remote layout scatters its elements so that more than `MAX_COPIES` are needed.
     """
 
     def __init__(self, plan: GroupPlan) -> None:
         self._plan = plan
+        if (copies := copies_of(plan)) > MAX_COPIES:
+            raise InvalidTransferError(f"{plan.where}: staging takes {copies} copies, at most {MAX_COPIES} are made")
         single = plan.remote.num_pages == 1
         self._atoms = [atom for stack in plan.stacks for atom in _atoms(stack, _NEVER if single else stack.remote_page)]
         self._atoms.sort(key=lambda atom: (atom.remote_region, atom.stack.remote_page, atom.remote_offset))

@@ -168,6 +168,19 @@ def test_nothing_to_pull_stages_nothing() -> None:
     assert (pool == -1).all()
 
 
+def test_a_peer_whose_heads_and_dims_lie_outside_its_pages_is_never_staged() -> None:
+    local = real(ORDERS[0])
+    (box,) = local.groups[0].boxes
+    step = 4096 * 2
+    strides = (step * 128 * 16 * 8 * 2, step * 128 * 16 * 8, step * 128 * 16, step * 128, step)
+    scattered = msgspec.structs.replace(box, page_stride=2, strides=strides)
+    remote = check(ShardLayout((msgspec.structs.replace(local.groups[0], boxes=(scattered,)),), local.region_bytes))
+    made = plan(local, remote)
+    assert not made.prefers_staging(0, (0, 16))
+    with pytest.raises(InvalidTransferError, match="group 0: staging takes 65536 copies, at most 16384 are made"):
+        made.staging(0)
+
+
 def test_a_group_with_nothing_in_common_stages_nothing() -> None:
     staging = plan(shard(range(2)), shard(range(2, 4))).staging(0)
     assert staging.num_bytes((0, 8)) == 0
