@@ -230,6 +230,8 @@ class ServingLoop:
         outputs: list[Output] = []
         while self._waiting:
             entry = self._waiting[0]
+            if self.manager.prefetch(entry.context) and self._running:
+                break  # pages of it come from files: the others run on meanwhile
             try:
                 admitted = self._claim(entry)
             except SequenceTooLongError as error:
