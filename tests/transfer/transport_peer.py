@@ -1,0 +1,85 @@
+"""A process with an agent over a pool and over memory that cannot be read, driven by a test. It dies with the test."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import signal
+import sys
+from multiprocessing.connection import Connection
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transfer.agent import Agent, Handle, start
+
+PAGE = 64 << 10
+FILLED = 7
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def region(pages: int, value: int) -> NDArray[np.uint8]:
+    """uint8 `[pages, PAGE]` of memory that nothing else lies in."""
+    memory = np.frombuffer(mmap.mmap(-1, pages * PAGE), np.uint8).reshape(pages, PAGE)
+    memory[:] = value
+    return memory
+
+
+def runs(base: int, pages: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """uint64 `[pages, 3]`, one descriptor for each page."""
+    rows = np.empty((len(pages), 3), np.uint64)
+    rows[:, 0] = base + pages * PAGE
+    rows[:, 1:] = PAGE, 0
+    return rows
+
+
+class Peer:
+    """Its `pool` stays. Of `gone` the second half of page 0 and all of page 1 are registered, and cannot be read.
+
+    Unmapped memory behaves in the same way, until something else is mapped there.
+    """
+
+    def __init__(self, pages: int) -> None:
+        self.pool, self.gone = region(pages, FILLED), region(2, FILLED)
+        self.agent = Agent(f"peer@{os.getpid()}")
+        self.agent.register([(memory.ctypes.data, memory.nbytes, 0) for memory in (self.pool, self.gone)])
+        address = ctypes.c_void_p(self.gone.ctypes.data + PAGE // 2)
+        if _LIBC.mprotect(address, ctypes.c_size_t(PAGE + PAGE // 2), 0):
+            raise OSError(ctypes.get_errno(), "mprotect")
+        self.handle: Handle = None
+
+    def describe(self) -> tuple[str, bytes, int, int]:
+        return self.agent.name, self.agent.metadata, self.pool.ctypes.data, self.gone.ctypes.data
+
+    def prepare_write(self, name: str, metadata: bytes, base: int, pages: int) -> None:
+        """Makes a WRITE of the first pages of the pool to another process. `write` posts it, as often as it likes."""
+        self.agent.add_peer(name, metadata)
+        agent, every = self.agent._agent, np.arange(pages)  # pyright: ignore[reportPrivateUsage] -- `Agent` only reads
+        here, there = (agent.get_xfer_descs(runs(at, every), "DRAM") for at in (self.pool.ctypes.data, base))
+        self.handle = agent.initialize_xfer("WRITE", here, there, name, b"")
+
+    def write(self) -> bool:
+        return start(self.agent._agent, self.agent.name, self.handle)  # pyright: ignore[reportPrivateUsage]
+
+    def has_written(self) -> bool:
+        return self.agent.done(self.handle)
+
+
+def main() -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    conn, peer = Connection(int(sys.argv[1])), Peer(int(sys.argv[2]))
+    conn.send(None)
+    while True:
+        if conn.poll(0.0005):
+            try:
+                name, args = conn.recv()
+            except (EOFError, ConnectionError):
+                os._exit(0)  # with a transfer in flight, perhaps: nothing is to be given back in order
+            conn.send(getattr(peer, name)(*args))
+        peer.agent.notifications()
+
+
+if __name__ == "__main__":
+    main()
