@@ -48,6 +48,12 @@ class CacheStatus:
         tiers = self._replicas.tiers
         return 0.0 if tiers is None else float(tiers.host.pool.index.published[1:].mean())
 
+    @property
+    def hint_share(self) -> float:
+        """Of the idle pages, how many follow retention hints now, 0.0 to 1.0, mean over the replicas."""
+        retainers = [replica.retainer for replica in self._replicas.each]
+        return sum(retainer.share for retainer in retainers if retainer is not None) / len(retainers)
+
     def admission(self, context: Context, num_steps: int = 1) -> Admission:
         """Where a request that is not claimed yet is best claimed, and whether it could have a row and pages now.
 

@@ -100,15 +100,13 @@ def rounds(manager: PagedKVCacheManager, first: Retention | None, last: Retentio
 
 
 def test_the_share_grows_while_hints_are_right_and_shrinks_while_they_are_wrong() -> None:
-    manager = manager_of(
-        40, checks=False
-    )  # of 8 prompts each comes again after 48 pages: plain LRU finds none, of 4 after 24: all
+    # Of 8 prompts each comes again after 48 pages: plain LRU finds none, of 4 after 24: all.
+    manager = manager_of(40, checks=False)
+    assert manager.hint_share == 0.0
     assert rounds(manager, FIRST, LAST)[1] > 0.95 * 200 * 8
-    retainer = manager._replicas.each[0].retainer
-    assert retainer is not None
-    assert retainer.share == 0.95
+    assert manager.hint_share == 0.95
     rounds(manager, LAST, FIRST, often=4)
-    assert retainer.share == 0.02
+    assert manager.hint_share == 0.02
     manager.check()
 
 
