@@ -15,7 +15,7 @@ SGLANG := .venvs/sglang
 SGLANG_PIP := $(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test pairs test-sglang check lint types bench bench-peers clean
+.PHONY: help demo test pairs test-sglang model check lint types bench bench-peers clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -47,6 +47,9 @@ test-sglang: $(SGLANG)/.installed ## run SGLang's real scheduler and a model ove
 	@for size in 16 1; do \
 	  PAGEWIRE_SGLANG_PAGE_SIZE=$$size $(SGLANG)/bin/python -m pytest tests/sglang_engine -W ignore $(ARGS) || exit 1; \
 	done
+
+model: $(STAMP) ## explore every interleaving of the ownership protocol (ARGS="--without fence")
+	@$(BIN)/python -m tests.transfer.protocol_model $(ARGS)
 
 check: lint types ## lint and types: what every commit must pass
 
