@@ -32,6 +32,7 @@ RunList: TypeAlias = "Descriptors | list[tuple[int, int, int]]"
 """The same, or a list where there are few: an array of one row takes 2 µs to make."""
 
 BACKEND = "UCX"
+FILE_BACKEND = "POSIX"
 # With a thread of its own, a post returns at once and the copy runs beside the caller. Without, it blocks until all is
 # copied. Batches below 8 descriptors are still copied inline: that is faster than waking the thread.
 _BACKEND_PARAMS = {"num_threads": "1", "split_batch_size": "8"}
@@ -71,6 +72,20 @@ def make_nixl_agent(agent_name: str, listen_port: int, memory_type: MemoryType) 
         AgentError: nixl is missing, or refuses the settings.
     """
     os.environ.update(effective_settings(memory_type))
+    return _make_agent(agent_name, listen_port, BACKEND, _BACKEND_PARAMS)
+
+
+def make_file_agent(agent_name: str, params: dict[str, str]) -> Any:
+    """Returns a NIXL agent with a POSIX backend of these params: it moves bytes between host memory and files.
+
+    Raises:
+        AgentError: nixl is missing, or refuses the params.
+    """
+    os.environ.update(effective_settings())
+    return _make_agent(agent_name, 0, FILE_BACKEND, params)
+
+
+def _make_agent(agent_name: str, listen_port: int, backend: str, params: dict[str, str]) -> Any:
     doing = f"making NIXL agent {agent_name!r}"
     try:
         api = _api()
@@ -85,7 +100,7 @@ def make_nixl_agent(agent_name: str, listen_port: int, memory_type: MemoryType) 
     )
     with refusals(doing):
         agent = api.nixl_agent(agent_name, config)
-        agent.create_backend(BACKEND, _BACKEND_PARAMS)
+        agent.create_backend(backend, params)
     return agent
 
 
