@@ -33,9 +33,8 @@ RunList: TypeAlias = "Descriptors | list[tuple[int, int, int]]"
 
 BACKEND = "UCX"
 FILE_BACKEND = "POSIX"
-# With a thread of its own, a post returns at once and the copy runs beside the caller. Without, it blocks until all is
-# copied. Batches below 8 descriptors are still copied inline: that is faster than waking the thread.
-_BACKEND_PARAMS = {"num_threads": "1", "split_batch_size": "8"}
+BACKGROUND_RUNS = 128
+"""Transfers of so many runs are copied by a thread of NIXL's, smaller ones by the thread that posts them."""
 
 
 @cache
@@ -65,14 +64,22 @@ def refusals(doing: str) -> Generator[None]:
         raise _wrapped(doing, error) from error
 
 
-def make_nixl_agent(agent_name: str, listen_port: int, memory_type: MemoryType) -> Any:
+def make_nixl_agent(agent_name: str, listen_port: int, memory_type: MemoryType, background_runs: int = 8) -> Any:
     """Returns a NIXL agent with a UCX backend, after setting what the environment leaves open.
+
+    Args:
+        agent_name: a name that no agent has had before.
+        listen_port: of NIXL's own metadata exchange, which is not used.
+        memory_type: memory that most of its regions live in; decides the transports.
+        background_runs: transfers of so many runs are copied by a thread of NIXL's, and the post returns at once unless
+            that thread is at work. A post of fewer returns when all is copied: faster than waking the thread.
 
     Raises:
         AgentError: nixl is missing, or refuses the settings.
     """
     os.environ.update(effective_settings(memory_type))
-    return _make_agent(agent_name, listen_port, BACKEND, _BACKEND_PARAMS)
+    params = {"num_threads": "1", "split_batch_size": str(background_runs)}
+    return _make_agent(agent_name, listen_port, BACKEND, params)
 
 
 def make_file_agent(agent_name: str, params: dict[str, str]) -> Any:
@@ -177,7 +184,7 @@ class Agent:
     def __init__(self, name: str, memory_type: MemoryType = MemoryType.DRAM) -> None:
         self.name = name
         self.memory_type = memory_type
-        self._agent: Any = make_nixl_agent(name, 0, memory_type)
+        self._agent: Any = make_nixl_agent(name, 0, memory_type, BACKGROUND_RUNS)
         self._registered: list[Any] = []
 
     def register(self, regions: Sequence[tuple[int, int, int]], memory_type: MemoryType | None = None) -> None:

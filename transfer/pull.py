@@ -12,8 +12,7 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from transfer.batches import next_transfer
 from transfer.errors import AgentError, InvalidTransferError, PullFailedError, TransferError
 from transfer.lease import CLEARED, WORD_BYTES, make_words
 from transfer.metadata import MemoryType
@@ -27,6 +26,9 @@ if TYPE_CHECKING:
     from transfer.remote import RemoteEngine
 
 _WORDS_IN = (MemoryType.DRAM, MemoryType.DRAM)
+_SLICE_S = 0.3e-3
+_MOST_IN_FLIGHT = 8
+"""Transfers of a pull at a time, where posts return before all is copied: 32 MiB on the wire, and the background."""
 
 
 class Puller:
@@ -42,6 +44,7 @@ class Puller:
 
     Attributes:
         words: uint64 `[slots]`, where fences put the lease words that they read. To be registered by the caller.
+        is_copying: there is more to copy, and who polls does it: the next poll should come at once.
     """
 
     def __init__(
@@ -61,6 +64,8 @@ class Puller:
         self._address = self.words.ctypes.data
         self._free = list(range(slots))
         self._pulls: dict[str, Pull] = {}
+        self._behind: dict[int, Handle] = {}  # by id of the source: what NIXL's thread copies from it
+        self.is_copying = False
 
     def __len__(self) -> int:
         return len(self._pulls)
@@ -145,6 +150,7 @@ class Puller:
 
     def poll(self) -> None:
         """Moves every pull on. What became of them is in `events`."""
+        self.is_copying = False
         now = self._clock()
         for pull in list(self._pulls.values()):
             if not pull.error and now >= pull.deadline:
@@ -177,27 +183,50 @@ class Puller:
         return 0 if pull is None else pull.passed
 
     def _post(self, pull: Pull) -> None:
+        """Posts what is waiting; of what the posts themselves copy only a little, for others wait to be polled."""
+        stop_at = pull.post_s + _SLICE_S
         while pull.waiting:
             part = pull.waiting[0]
-            if not part.is_ready():
+            if pull.post_s > stop_at:
+                self.is_copying = True
                 return
-            begin = time.perf_counter()
-            there = pull.engine.ranks[part.rank]
+            if len(pull.reading) >= _MOST_IN_FLIGHT or (not part.posted and not part.is_ready()):
+                return
+            last, background = next_transfer(part, background=id(pull.engine) not in self._behind)
+            handle, done = self._read(pull, part, last)
+            if handle is None:
+                return
+            if last == len(part.local):
+                pull.waiting.popleft()
+            if done:
+                _release(pull.engine.agent, handle)
+                self._came(pull, part, None)
+                continue
+            pull.reading.append((handle, part))
+            if background:
+                self._behind[id(pull.engine)] = handle
+
+    def _read(self, pull: Pull, part: Part, last: int) -> tuple[Handle | None, bool]:
+        """Posts a part's runs up to `last`. Returns no handle where that failed."""
+        first, there = part.posted, pull.engine.ranks[part.rank]
+        whole = last - first == len(part.local)
+        local, remote = (part.local, part.remote) if whole else (part.local[first:last], part.remote[first:last])
+        begin = time.perf_counter()
+        try:
             kinds = (self._memory_type, there.memory_type)
-            try:
-                handle, done = pull.engine.agent.read(there.agent_name, part.local, part.remote, b"", kinds)
-            except AgentError as error:
+            handle, done = pull.engine.agent.read(there.agent_name, local, remote, b"", kinds)
+        except AgentError as error:
+            self._on_error(pull, error)
+            if not part.in_flight:
                 part.settle()
-                self._on_error(pull, error)
-                return
-            pull.post_s += time.perf_counter() - begin
-            pull.waiting.popleft()
+            return None, False
+        pull.post_s += time.perf_counter() - begin
+        if not first:
             pull.read_ranks.add(part.rank)
             pull.num_bytes += part.num_bytes
-            pull.num_runs += len(part.local)
-            pull.reading.append((handle, part))
-            if done:
-                self._collect_reads(pull)
+        pull.num_runs += last - first
+        part.posted, part.in_flight = last, part.in_flight + 1
+        return handle, done
 
     def _collect_reads(self, pull: Pull) -> None:
         for entry in list(pull.reading):
@@ -206,10 +235,18 @@ class Puller:
             if not ended:
                 continue
             pull.reading.remove(entry)
-            if error is not None:
-                self._on_error(pull, error)
-            elif part.arrived is not None and not pull.error:
-                self._use(pull, part.arrived)
+            if self._behind.get(id(pull.engine)) is handle:
+                del self._behind[id(pull.engine)]
+            self._came(pull, part, error)
+
+    def _came(self, pull: Pull, part: Part, error: AgentError | None) -> None:
+        """A transfer of a part has ended, its handle is released."""
+        part.in_flight -= 1
+        if error is not None:
+            self._on_error(pull, error)
+        if part.is_here and part.arrived is not None and not pull.error:
+            self._use(pull, part.arrived)
+        if not part.in_flight and (pull.error or part.is_here):
             part.settle()
 
     def _use(self, pull: Pull, arrived: Callable[[], Part | None]) -> None:
@@ -236,9 +273,9 @@ class Puller:
         for rank in sorted(pull.read_ranks):
             slot = self._free.pop()
             self.words[slot] = CLEARED  # no lease: a fence that delivers nothing must not find an old word
-            local = np.array([[self._address + slot * WORD_BYTES, WORD_BYTES, 0]], np.uint64)
             there = pull.engine.ranks[rank]
-            remote = np.array([[there.words_addr + pull.lease.slot * WORD_BYTES, WORD_BYTES, 0]], np.uint64)
+            local = [(self._address + slot * WORD_BYTES, WORD_BYTES, 0)]
+            remote = [(there.words_addr + pull.lease.slot * WORD_BYTES, WORD_BYTES, 0)]
             try:
                 handle, _ = pull.engine.agent.read(there.agent_name, local, remote, note, _WORDS_IN)
             except AgentError as error:
@@ -286,6 +323,8 @@ class Puller:
         if pull.error:
             return  # the first reason is kept
         pull.error, pull.failed_at = reason, self._clock()
+        if pull.waiting and pull.waiting[0].posted and not pull.waiting[0].in_flight:
+            pull.waiting[0].settle()
         pull.waiting.clear()
         self._tell(pull, set(range(len(pull.engine.ranks))) - pull.told, "refused", reason)
         if pull.in_flight:
@@ -297,6 +336,8 @@ class Puller:
 
     def _tell(self, pull: Pull, ranks: set[int] | range, verdict: str, reason: str = "") -> None:
         """Sends a note to each rank. One that is lost costs the source time, not pages: its lease runs out."""
+        if not ranks:
+            return
         message = encode_message(self._note(pull, verdict, reason))
         for rank in ranks:
             with suppress(AgentError):
@@ -327,6 +368,7 @@ class Puller:
             for _, part in pull.reading:
                 part.settle()
             self._free += [slot for _, _, slot in pull.fencing]
+            self._behind.pop(id(pull.engine), None)
             pull.reading.clear()
             pull.fencing.clear()
             self._advance(pull)
@@ -341,6 +383,10 @@ def _is_over(agent: Agent, handle: Handle) -> tuple[bool, AgentError | None]:
         with suppress(AgentError):
             agent.release(handle)
         return True, error
-    with suppress(AgentError):  # it has ended, which is all that counts
-        agent.release(handle)
+    _release(agent, handle)
     return True, None
+
+
+def _release(agent: Agent, handle: Handle) -> None:
+    with suppress(AgentError):  # the transfer has ended, which is all that counts
+        agent.release(handle)

@@ -7,12 +7,14 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from numpy.typing import ArrayLike
+    from numpy.typing import ArrayLike, NDArray
 
-    from transfer.agent import Descriptors, Handle
+    from transfer.agent import Handle, RunList
     from transfer.remote import RemoteEngine
 
 
@@ -74,9 +76,9 @@ class PullEvent(NamedTuple):
     passed: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Part:
-    """Runs to read from one rank, posted together.
+    """Runs to read from one rank, by one transfer or several.
 
     Attributes:
         rank: of the source.
@@ -85,20 +87,37 @@ class Part:
         num_bytes: of all runs.
         arrived: called once they are there, to compare or to move them; returns what must be read after them, if
             anything, and raises PullFailedError where they are of no use. None where nothing is to be done.
+        posted: runs that were posted.
+        in_flight: transfers that have not ended.
     """
 
     rank: int
-    local: Descriptors
-    remote: Descriptors
+    local: RunList
+    remote: RunList
     num_bytes: int
     arrived: Callable[[], Part | None] | None = None
+    posted: int = 0
+    in_flight: int = 0
+    _ends: NDArray[np.int64] | None = None
+
+    @property
+    def ends(self) -> NDArray[np.int64]:
+        """int64 `[runs]`: bytes up to the end of each run."""
+        if self._ends is None:
+            self._ends = np.cumsum(np.asarray(self.local)[:, 1], dtype=np.int64)
+        return self._ends
+
+    @property
+    def is_here(self) -> bool:
+        """Whether all of it was posted and has ended."""
+        return not self.in_flight and self.posted == len(self.local)
 
     def is_ready(self) -> bool:
-        """Whether it can be posted now; asked again until it can, and posted then."""
+        """Whether it can be posted now; asked again until it can, and its first transfer posted then."""
         return True
 
     def settle(self) -> None:
-        """It was posted, and nothing of it is in flight any more."""
+        """Nothing of it is in flight any more, and nothing further will be posted."""
 
 
 @dataclass(slots=True, eq=False)

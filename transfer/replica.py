@@ -245,6 +245,11 @@ class ReplicaTransfer:
         reading = any(rank.puller.is_reading for rank in self.ranks)
         return reading or any(not pull.started for pull in self._pulls.values())
 
+    @property
+    def is_copying(self) -> bool:
+        """Whether the next poll should come at once, because it has something to copy."""
+        return any(rank.puller.is_copying for rank in self.ranks)
+
     def _collect_leases(self) -> None:
         for at, rank in enumerate(self.ranks):
             while rank.released:

@@ -52,6 +52,18 @@ class Runs:
         """The local and the remote side as NIXL takes them: uint64 `[runs, 3]` of address, bytes, device."""
         return self._rows(self.local, local_device), self._rows(self.remote, remote_device)
 
+    def shortened(self, longest: int) -> Runs:
+        """The same bytes in runs of `longest` bytes at the most."""
+        if not len(self) or int(self.length.max()) <= longest:
+            return self
+        counts = -(-self.length // longest)
+        skipped = (np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)) * longest
+        return Runs(
+            np.repeat(self.local, counts) + skipped,
+            np.repeat(self.remote, counts) + skipped,
+            np.minimum(np.repeat(self.length, counts) - skipped, longest),
+        )
+
     def _rows(self, address: Ints, device: int) -> NDArray[np.uint64]:
         rows = np.empty((len(address), 3), np.uint64)
         rows[:, 0] = address

@@ -185,7 +185,7 @@ class TransferThread:
         try:
             busy, since = False, time.perf_counter()
             while not self._stopping:
-                changed = self._run_commands(BUSY_POLL_S if busy else POLL_S)
+                changed = self._run_commands(0.0 if self._replica.is_copying else BUSY_POLL_S if busy else POLL_S)
                 now = time.perf_counter()
                 self.pull_seconds += now - since if busy else 0.0
                 busy, since = self._replica.poll(), now
@@ -202,7 +202,7 @@ class TransferThread:
     def _run_commands(self, pause_s: float) -> bool:
         """Sleeps until there is a command, but not longer than a poll may wait. Whether there was one."""
         with contextlib.suppress(Empty):
-            self._commands.get(timeout=pause_s)()
+            (self._commands.get(timeout=pause_s) if pause_s else self._commands.get_nowait())()
             with contextlib.suppress(Empty):
                 while True:
                     self._commands.get_nowait()()

@@ -57,7 +57,7 @@ class Agent:
             posted["state"] = "DONE"
         if posted["state"] == "ERR":
             raise AgentError("it broke", peer_lost=True)
-        slot = (int(posted["local"][0, 0]) - self.puller.words.ctypes.data) // 8
+        slot = (int(posted["local"][0][0]) - self.puller.words.ctypes.data) // 8
         if posted["state"] == "DONE" and self.word is not None and 0 <= slot < len(self.puller.words):
             self.puller.words[slot] = self.word
         if posted["state"] == "DONE" and posted["note"]:
@@ -116,7 +116,7 @@ def test_data_comes_first_then_the_word_of_each_rank_that_was_read(rig: Rig) -> 
     assert rig.polled() == [OK]
     data, fences = rig.agent.posted[:2], rig.agent.posted[2:]
     assert [bool(one["note"]) for one in (*data, *fences)] == [False, False, True, True]
-    assert [fence["remote"].tolist() for fence in fences] == [[[WORDS_AT + 16, 8, 0]], [[WORDS_AT + 4096 + 16, 8, 0]]]
+    assert [fence["remote"] for fence in fences] == [[(WORDS_AT + 16, 8, 0)], [(WORDS_AT + 4096 + 16, 8, 0)]]
     assert all(one["released"] == 1 for one in rig.agent.posted)
     assert rig.said("done") == ["p/0", "p/1"]
     assert {(n.lease_id, n.engine_id, n.rank, n.ranks) for _, n in rig.agent.notes} == {(LEASE.lease_id, "d", 1, 4)}
