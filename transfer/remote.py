@@ -185,11 +185,15 @@ class RemoteEngine:
             stop = max((box.end[LAYER] for box in boxes), default=0)
             edges = [start + (stop - start) * i // layer_chunks for i in range(layer_chunks + 1)]
             planned = [
-                (range(*edge), [self._plan(at, clip_layout(local, range(*edge))) for at, local in self._parts])
-                for edge in pairwise(edges)
+                (layers, [self._plan(at, _within(local, layers, range(start, stop))) for at, local in self._parts])
+                for layers in (range(*edge) for edge in pairwise(edges))
             ]
             self._plans[layer_chunks] = planned
         return planned
+
+
+def _within(layout: ShardLayout, layers: range, everything: range) -> ShardLayout:
+    return layout if layers == everything else clip_layout(layout, layers)
 
 
 def _resolved(planned: Plan, group: int, pages: PagesOfGroup | BlocksOfGroup) -> PagesOfGroup:

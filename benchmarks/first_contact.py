@@ -1,0 +1,92 @@
+"""What does the first request to an engine cost the reader's host, before its first byte moves?
+
+The engine has 64 layers, a tensor and a region each, of 100,000 pages: 51 GB of address space that nothing touches.
+connect is all of it: the metadata decoded and checked, sources and plans, the peer loaded into NIXL. pull is what the
+first pull of 2,048 pages then adds. Nothing is made for each page, so a hundredth of the pages costs the same.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from benchmarks.frame import Row, options, pin, report, samples, summary
+from kvcache.layout import PageLayout
+from transfer.boxes import ShardLayout
+from transfer.pull_state import PagesOfGroup
+from transfer.rank import RankIdentity, RankTransfer, new_incarnation
+from transfer.remote import RemoteEngine
+from transfer.shapes import PACKED_HND, per_layer
+from transfer.wire import open_rank
+
+LAYERS, HEADS, PAGE_SIZE, DIM, PULLED = 64, 8, 16, 16, 2048
+
+
+def shard(pages: int, heads: range) -> ShardLayout:
+    """A rank that holds some heads of every layer."""
+    page = PageLayout("bfloat16", 2, LAYERS, 2, heads.start, len(heads), PAGE_SIZE, DIM, "layer,head,token,side,dim")
+    return per_layer(page, pages, PACKED_HND)
+
+
+@contextmanager
+def ranks(engine_id: str, pages: int, tp: int) -> Iterator[list[RankTransfer]]:
+    """The ranks of an engine over address space that is reserved and never touched."""
+    incarnation, made, memories = new_incarnation(), list[RankTransfer](), list[mmap.mmap]()
+    try:
+        for rank in range(tp):
+            layout = shard(pages, range(rank * HEADS // tp, (rank + 1) * HEADS // tp))
+            bases: list[int] = []
+            for num_bytes in layout.region_bytes:
+                memories.append(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+                bases.append(np.frombuffer(memories[-1], np.uint8).ctypes.data)
+            identity = RankIdentity(engine_id=engine_id, incarnation=incarnation, rank=rank, ranks=tp)
+            made.append(RankTransfer(identity, layout, bases))
+        yield made
+    finally:
+        for one in made:
+            one.close()
+
+
+def contact(pages: int, tp: int, repeats: int) -> list[Row]:
+    """The rows of one size: a reader of one rank and a source of `tp`."""
+    with ranks("p", pages, tp) as source, ranks("d", pages, 1) as (reader,):
+        metadata = [rank.metadata for rank in source]
+        mine = open_rank(reader.metadata)
+        rng = np.random.default_rng(0)
+        groups = [PagesOfGroup(rng.permutation(pages)[:PULLED], rng.permutation(pages)[:PULLED], (0, PULLED * 16))]
+        steps = {
+            "connect": lambda _: reader.connect(metadata),
+            "decode and check": lambda _: [open_rank(data) for data in metadata],
+            "plan": lambda opened: RemoteEngine(opened, mine, {}),
+            "pull": lambda remote: remote.parts("r", groups),
+        }
+        given = {
+            "plan": lambda: [open_rank(data) for data in metadata],
+            "pull": lambda: RemoteEngine([open_rank(data) for data in metadata], mine, {}),
+        }
+        shape = {"pages": pages, "layers": LAYERS, "source_ranks": tp, "metadata_bytes": sum(map(len, metadata))}
+        return [
+            {"operation": name, **shape, **summary(samples(repeats, given.get(name, lambda: None), measured))}
+            for name, measured in steps.items()
+        ]
+
+
+def rows(sizes: Sequence[int], repeats: int) -> list[Row]:
+    """All rows."""
+    return [row for tp in (1, 8) for pages in sizes for row in contact(pages, tp, repeats)]
+
+
+def main() -> None:
+    """Measure and report."""
+    chosen = options(__doc__)
+    pin()
+    report(
+        "first_contact", rows((100_000,) if chosen.quick else (PULLED, 100_000), 20 if chosen.quick else 100), chosen
+    )
+
+
+if __name__ == "__main__":
+    main()
