@@ -294,9 +294,9 @@ class ReplicaTransfer:
                 for at, rank in enumerate(self.ranks):
                     remote = rank.remote(pull.source.engine_id)
                     if remote is not None:
-                        _check_ranks(key, pull.source, len(remote.ranks))
                         rank.open_pull(key, remote, pull.source.lease, left)
                         pull.open_ranks.add(at)
+                        _check_ranks(key, pull.source, len(remote.ranks))  # opened: the source learns of a refusal
             while pull.waiting:
                 more = pull.waiting.pop(0)
                 for rank in self.ranks:

@@ -211,6 +211,8 @@ def test_a_source_that_has_other_ranks_than_was_said_is_not_read_from(engine: An
     pull(d, p.source(p.offer())._replace(ranks=4))
     run(p, d, until=settled(d))
     assert d.pulls[-1].error == "request 'r': engine 'p' is said to have 4 ranks, it has 2"
+    run(p, d, until=lambda: p.overs)
+    assert "is said to have 4 ranks" in p.overs[0].reason
     pull(d, p.source(p.offer("s", 1))._replace(ranks=2), key="s")
     run(p, d, until=settled(d, "s"))
     assert d.pulls[-1].error == ""
