@@ -172,7 +172,8 @@ class NixlConnectorWorker:
         except InvalidTransferError as error:
             self._fail(thread, request_id, str(error), is_open=before is not None)
             return
-        chunks, arrived = self.config.layer_chunks, load.arrived.append
+        chunks = self.config.layer_chunks
+        arrived = load.arrived.append if chunks > 1 else None  # what comes at once needs no count of its parts
         if before is None:
             source = Source(asked.address, asked.engine_id, asked.lease, asked.incarnation, asked.ranks)
             timeout_s = self.config.timing.load
@@ -207,7 +208,7 @@ class NixlConnectorWorker:
                 self._host.save(number, self._pages(number, blocks))
 
     def wait_for_layer(self, request_id: str, layer: str, timeout_s: float = 30.0) -> None:
-        """Waits until all pages of a layer have come for a request, the others perhaps not yet.
+        """Waits until all pages of a layer have come for a request; with several `layer_chunks`, before others have.
 
         What is computed of them counts only if the request is among the received in the end and not among the failed:
         only then is it sure that the source had not given its pages away meanwhile. Returns at once for a request that
@@ -223,7 +224,7 @@ class NixlConnectorWorker:
 
         def ready() -> bool:
             self._drain()
-            return load.has(number) or bool(load.error)
+            return load.has(number) or bool(load.error) or self._loads.find(request_id) is not load
 
         came = self._running().wait(ready, timeout_s)
         if load.error or not came:

@@ -169,7 +169,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         pp_size: pipeline stages.
         kv_buffer_device: "cpu" to move pages through host memory; otherwise the caches' own device.
         registrable: kinds of devices whose memory NIXL can register.
-        layer_chunks: ranges of layers that are read one after another, for `wait_for_layer`.
+        layer_chunks: ranges of layers that are read one after another, so that `wait_for_layer` can return early.
         page_checks: a source notes a checksum of each page that it leases.
         verify: share of the pages that a reader compares with them.
         key: shared secret of the digests over metadata.

@@ -165,14 +165,14 @@ def test_layers_are_told_of_as_they_arrive_and_before_the_fence(engine: Any) -> 
     d.replica.pull("r", p.source(p.offer()), 20.0)
     d.replica.add_pages("r", WHOLE, last=True, layer_chunks=3, on_layers=on_layers)
     run(p, d, until=settled(d))
-    assert told == [range(2), range(2, 4), range(4, 6)]
+    assert sorted(told, key=min) == [range(2), range(2, 4), range(4, 6)]  # as they come, not as they were asked for
     assert not any(fenced)
     assert len(d.hindrances[0].reads) == 3 * 2 + 2
     assert np.array_equal(d.heads(LOCAL), p.heads(REMOTE))
     d.replica.pull("s", p.source(p.offer("s", 1)), 20.0)
     d.replica.add_pages("s", [PagesOfGroup([], [], (0, 0))], last=True, layer_chunks=2, on_layers=on_layers)
     run(p, d, until=settled(d, "s"))
-    assert told[3:] == [range(3), range(3, 6)]
+    assert sorted(told[3:], key=min) == [range(3), range(3, 6)]
 
 
 def test_a_prefill_s_chunks_are_read_while_it_computes_and_its_lease_does_not_run_out(engine: Any) -> None:

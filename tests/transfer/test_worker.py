@@ -283,6 +283,17 @@ def test_a_layer_can_be_waited_for_while_others_are_to_come(engine: Any) -> None
         ours.wait_for_layer("r", "x")
 
 
+def test_where_layers_come_together_who_waits_for_one_waits_for_all(engine: Any) -> None:
+    source, reader = engine("p"), engine("d")
+    pair = a_pair()
+    load(reader, pair, offer(source, pair))
+    reader.step()
+    worker(reader).wait_for_layer("r", "model.layers.1.mixer")
+    assert reader.call("compare", pair) == [[]]
+    run_until(lambda: reader.received, source, reader)
+    assert not reader.failed
+
+
 def test_who_waits_for_a_layer_learns_of_a_failure_at_once(engine: Any) -> None:
     source, reader = engine("p"), engine("d")
     pair = a_pair()
