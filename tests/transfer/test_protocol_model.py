@@ -14,14 +14,14 @@ from tests.transfer.protocol_model import Explorer
 from tests.transfer.protocol_room import COMMITTED, GIVEN_UP, Move, Protocol, Room, View
 from tests.transfer.protocol_rules import ASSUMPTIONS, CASTS, RULES, SHOWN_BY, Cast
 
-STALE_PAGE, ROBBED, WAITS, FAILS = "stale page", "lease ended as read while", "may never", "has not ended"
+STALE_PAGE, ROBBED, WAITS, WITHOUT_CAUSE = "stale page", "lease ended as read while", "may never", "has not ended"
 # What comes of leaving a rule out, and in how many moves at the least.
 HARM = {
     "fence": (STALE_PAGE, 10),
     "fence-after-data": (STALE_PAGE, 12),
     "clear-before-release": (STALE_PAGE, 11),
     "all-words": (STALE_PAGE, 18),
-    "word-before-offer": (FAILS, 6),
+    "word-before-offer": (WITHOUT_CAUSE, 6),
     "fresh-ids": (STALE_PAGE, 13),
     "mortal-words": (STALE_PAGE, 10),
     "no-revival": (STALE_PAGE, 13),
