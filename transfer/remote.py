@@ -6,6 +6,7 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from transfer.batches import LONGEST_RUN
 from transfer.boxes import LAYER, ShardLayout, clip_layout
 from transfer.errors import (
     AgentError,
@@ -15,6 +16,7 @@ from transfer.errors import (
     PullFailedError,
     SettingsMismatchError,
 )
+from transfer.few_pages import FewPages
 from transfer.handshake import differences
 from transfer.layers import OnLayers, counted
 from transfer.page_lists import NOTHING, resolved
@@ -70,12 +72,17 @@ class RemoteEngine:
         layouts = [found.layout for found in self.ranks]
         self._parts: list[tuple[int, ShardLayout]] = sources(mine.layout, layouts, mine.rank)
         self._plans: dict[int, list[tuple[range, list[tuple[int, Plan]]]]] = {}
-        self._chunked(1)
+        ((_, planned),) = self._chunked(1)
+        self._few = [self._few_pages(at, one) for at, one in planned]
         self._loaded: list[str] = []
         self._agent: Agent | None = None
 
     def _plan(self, at: int, local: ShardLayout) -> tuple[int, Plan]:
         return at, plan(local, self.ranks[at].layout)
+
+    def _few_pages(self, at: int, planned: Plan) -> FewPages:
+        there = self.ranks[at]
+        return FewPages(at, planned, (self._mine.bases, there.bases), (self._mine.device, there.device))
 
     @property
     def read_ranks(self) -> tuple[int, ...]:
@@ -145,6 +152,10 @@ class RemoteEngine:
             raise InvalidTransferError(
                 f"request {key!r}: pages for {len(groups)} groups, the layout has {len(self._mine.layout.groups)}"
             )
+        if layer_chunks == 1 and on_layers is None and self.verifier is None:
+            few = [part for pages in self._few if (part := pages.part(groups)) is not None]
+            if len(few) == len(self._few):
+                return few
         found: list[Part] = []
         for layers, plans in self._chunked(1 if self.verifier else layer_chunks):
             parts: list[Part] = []
@@ -174,7 +185,7 @@ class RemoteEngine:
                 found += [
                     StagedPart(at, self.staging, planned, group, piece, there.bases, there.device) for piece in pieces
                 ]
-        runs = concatenated(direct)
+        runs = concatenated(direct).shortened(LONGEST_RUN)
         local, remote = runs.descriptors(self._mine.device, there.device)
         return [Part(at, local, remote, runs.num_bytes), *found]
 

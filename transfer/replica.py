@@ -213,6 +213,7 @@ class ReplicaTransfer:
             return
         pull.waiting.append(_Pages(groups, last, layer_chunks, on_layers))
         self._start(key)
+        self._collect_pulls()  # few pages are here by now
 
     def cancel(self, key: str, reason: str) -> None:
         """Gives a pull up. Nothing happens where it has ended already."""
@@ -233,11 +234,7 @@ class ReplicaTransfer:
         for rank in self.ranks:
             rank.poll()
         self._collect_leases()
-        for at, rank in enumerate(self.ranks):
-            while rank.events:
-                self._on_rank(at, rank.events.popleft())
-            while rank.puller.ended:
-                self.stats.record(rank.puller.ended.popleft())
+        self._collect_pulls()
         self._expire()
         self.directory.watch(lambda: {pull.source.place for pull in self._pulls.values()})
         self.stats.failed_handshakes = self.directory.failed_handshakes
@@ -249,6 +246,13 @@ class ReplicaTransfer:
     def is_copying(self) -> bool:
         """Whether the next poll should come at once, because it has something to copy."""
         return any(rank.puller.is_copying for rank in self.ranks)
+
+    def _collect_pulls(self) -> None:
+        for at, rank in enumerate(self.ranks):
+            while rank.events:
+                self._on_rank(at, rank.events.popleft())
+            while rank.puller.ended:
+                self.stats.record(rank.puller.ended.popleft())
 
     def _collect_leases(self) -> None:
         for at, rank in enumerate(self.ranks):
