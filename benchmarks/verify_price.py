@@ -1,0 +1,120 @@
+"""What page checks cost: a pull with the fence alone, with a sample of its pages compared, and with all of them.
+
+`python -m benchmarks.verify_price [--quick] [--json FILE]`. Source and reader are agents of one process, polled in
+turn; the variants alternate, so that what else the machine does falls on all of them. Sealing is the source's part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from benchmarks.frame import now
+from benchmarks.pools import expect
+from benchmarks.pulls.engines import HEAD_MAJOR, huge_pages
+from kvcache.layout import PageLayout
+from transfer.handshake import EngineCard, HandshakeClient, HandshakeServer
+from transfer.lease import new_lease_id
+from transfer.pull_state import LeaseRef, PagesOfGroup, PullEvent
+from transfer.rank import RankIdentity, RankTransfer, new_incarnation
+from transfer.replica import ReplicaTransfer, Source
+from transfer.shapes import dense
+
+PAGE = PageLayout("bfloat16", 2, 4, 2, 0, 4, 16, 64, HEAD_MAJOR)
+SHARES = {"fence": 0.0, "sample 5 %": 0.05, "digest": 1.0}
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One variant. Microseconds of the whole pull, and of what the source does to seal the pages beforehand."""
+
+    variant: str
+    pages: int
+    page_bytes: int
+    us_min: float
+    us_median: float
+    ratio: float
+    seal_us: float
+
+
+def make(name: str, pages: int, *, checks: bool, verify: float) -> tuple[ReplicaTransfer, EngineCard]:
+    """An engine of one rank over a pool in huge pages."""
+    pool = huge_pages(pages * PAGE.page_bytes)
+    pool[:] = np.random.default_rng(0).integers(0, 256, 1 << 16, np.uint8).repeat(len(pool) >> 16)
+    incarnation = new_incarnation()
+    identity = RankIdentity(engine_id=name, incarnation=incarnation)
+    rank = RankTransfer(identity, dense(PAGE, pages), [pool.ctypes.data], checks=checks, verify=verify)
+    _POOLS.append(pool)
+    return ReplicaTransfer([rank], HandshakeClient()), EngineCard(name, incarnation, (rank.metadata,))
+
+
+_POOLS: list[np.ndarray] = []
+
+
+def measure(count: int, rounds: int) -> list[Row]:
+    """Pulls `count` pages, scattered in both pools, `rounds` times by each variant."""
+    pages = max(2 * count, 64)
+    source, card = make("source", pages, checks=True, verify=0.0)
+    readers = {name: make(f"reader {name}", pages, checks=False, verify=share)[0] for name, share in SHARES.items()}
+    rng = np.random.default_rng(1)
+    times: dict[str, list[float]] = {name: [] for name in SHARES}
+    seals: list[float] = []
+    with HandshakeServer([card]) as server:
+        for number in range(rounds + 2):
+            theirs, ours = (rng.permutation(pages)[:count].astype(np.int32) for _ in range(2))
+            for name, reader in readers.items():
+                lease = LeaseRef(new_lease_id(), number % 512, 60.0)
+                start = now()
+                source.ranks[0].seal([theirs])
+                seals.append((now() - start) / 1e3)
+                source.offer("r", lease)
+                start = now()
+                reader.pull("r", Source(server.endpoint, "source", lease), 60.0)
+                reader.add_pages("r", [PagesOfGroup(ours, theirs, (0, 16 * count))], last=True)
+                while not reader.events:
+                    reader.poll()
+                    if number < 2:
+                        source.poll()  # the first contact waits for it
+                times[name].append((now() - start) / 1e3)
+                expect(reader.events.popleft() == PullEvent("r", "", safe=True), "a pull ends well")
+                source.poll()
+                source.events.clear()
+    for replica in (source, *readers.values()):
+        replica.close()
+    base = min(times["fence"][2:])
+    return [
+        Row(
+            name,
+            count,
+            PAGE.page_bytes,
+            round(min(took[2:]), 1),
+            round(statistics.median(took[2:]), 1),
+            round(min(took[2:]) / base, 3),
+            round(min(seals), 1),
+        )
+        for name, took in times.items()
+    ]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rounds = 5 if args.quick else 30
+    rows = [*measure(1, 20 * rounds), *measure(64, 4 * rounds), *measure(2048, rounds)]
+    for row in rows:
+        print(
+            f"{row.pages:5} pages of {row.page_bytes:,} bytes, {row.variant:10}: min {row.us_min:9,.1f} us, median "
+            f"{row.us_median:9,.1f}, ratio {row.ratio:.3f}; sealing takes the source {row.seal_us:,.1f}"
+        )
+    if args.json:
+        args.json.write_bytes(msgspec.json.format(msgspec.json.encode({"rows": rows})))
+
+
+if __name__ == "__main__":
+    main()
