@@ -15,7 +15,7 @@ SGLANG := .venvs/sglang
 SGLANG_PIP := $(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test pairs test-sglang model check lint types bench bench-peers clean
+.PHONY: help demo test pairs test-sglang model check lint types bench bench-pull bench-peers clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -62,6 +62,9 @@ types: $(STAMP) ## pyright, strict on kvcache/ and transfer/
 
 bench: $(STAMP) ## measure the host cost of the manager, draw the plots (ARGS="--quick")
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+bench-pull: $(STAMP) ## measure pulls beside process_vm_readv, memcpy, NIXL and vLLM's connector (ARGS="--quick")
+	@$(BIN)/python -m benchmarks.pull $(ARGS)
 
 bench-peers: $(STAMP) ## measure MAX and vLLM in turn with ours, each in an environment of its own
 	@$(BIN)/python -m benchmarks.peers $(ARGS)
