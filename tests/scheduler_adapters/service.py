@@ -15,7 +15,7 @@ from scheduler_adapters.hf import HFRunner, kv_params_of, manager_for, num_layer
 from scheduler_adapters.hybrid import HybridKVCacheManager
 from scheduler_adapters.loop import ServingLoop
 from scheduler_adapters.prefill import PrefillScheduler
-from scheduler_adapters.rooms import DecodeTimes, PrefillTimes
+from scheduler_adapters.rooms import DecodeRoom, DecodeTimes, PrefillTimes
 from scheduler_adapters.sockets import bind_router, received
 
 NEW = 10
@@ -53,6 +53,7 @@ class Service:
         times: DecodeTimes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        directory.mkdir(exist_ok=True)
         self.model, self.directory = model, directory
         self.context: zmq.Context[Any] = zmq.Context()
         self.sides = {"prefill": prefill, "decode": decode}
@@ -63,6 +64,8 @@ class Service:
         self.decodes: dict[str, DecodeScheduler] = {}
         self.routers: dict[str, Any] = {}
         self.clients: dict[str, Any] = {}
+        self.fronts: dict[str, Any] = {}
+        self.buried: list[ServingLoop] = []
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, msg.Tokens] = {}
         for number in range(prefill.count):
@@ -112,7 +115,7 @@ class Service:
         client, front = self.context.socket(zmq.PAIR), self.context.socket(zmq.PAIR)
         client.bind(f"ipc://{self.directory}/{name}.front")
         front.connect(f"ipc://{self.directory}/{name}.front")
-        self.clients[name] = client
+        self.clients[name], self.fronts[name] = client, front
         prefills = [f"ipc://{self.directory}/p{number}" for number in range(self.sides["prefill"].count)]
         self.decodes[name] = DecodeScheduler(
             name,
@@ -130,8 +133,19 @@ class Service:
         """As when the process ends: its sockets close, its engines are gone."""
         del self.prefills[name]
         self.routers.pop(name).close()
+        self._stop(name)
+
+    def stop_decode(self, name: str) -> None:
+        """As when the process ends; what its client has not heard of is lost."""
+        self.decodes.pop(name).close()
+        self.clients.pop(name).close()
+        self.fronts.pop(name).close()
+        self._stop(name)
+
+    def _stop(self, name: str) -> None:
         self.exchanges.pop(name).close()
-        self.loops.pop(name).manager.close()
+        # A process's memory goes with it. Ours does not, and a READ of pages that are gone would be another fault.
+        self.buried.append(self.loops.pop(name))
 
     def close(self) -> None:
         for exchange in self.exchanges.values():
@@ -142,12 +156,22 @@ class Service:
 
     # ---- driving it
 
-    def submit(self, prompts: Sequence[Sequence[int]], new: int = NEW, **fields: Any) -> None:
+    def submit(self, prompts: Sequence[Sequence[int]], new: int = NEW) -> None:
         decodes = list(self.decodes.values())
         for number, prompt in enumerate(prompts):
-            submit = msg.Submit(request_id=f"r{number}", prompt=tuple(prompt), max_new_tokens=new, **fields)
-            decodes[number % len(decodes)].submit(submit)
-            self.tokens[f"r{number}"] = []
+            self._submit(f"r{number}", prompt, new, decodes[number % len(decodes)])
+
+    def submit_one(
+        self, request_id: str, prompt: Sequence[int], new: int = NEW, decode: DecodeScheduler | None = None
+    ) -> DecodeRoom:
+        decode = decode or self.decode
+        self._submit(request_id, prompt, new, decode)
+        return decode._rooms[request_id]
+
+    def _submit(self, request_id: str, prompt: Sequence[int], new: int, decode: DecodeScheduler) -> None:
+        self.tokens[request_id] = []
+        self.ended.pop(request_id, None)
+        decode.submit(msg.Submit(request_id=request_id, prompt=tuple(prompt), max_new_tokens=new))
 
     def poll(self) -> None:
         for scheduler in (*self.prefills.values(), *self.decodes.values()):
@@ -164,10 +188,17 @@ class Service:
                 if message.finished:
                     self.ended[message.request_id] = message
 
-    def until(self, condition: Callable[[], object], what: str, timeout_s: float = 30) -> None:
+    def until(
+        self,
+        condition: Callable[[], object],
+        what: str,
+        timeout_s: float = 30,
+        poll: Callable[[], object] | None = None,
+    ) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
-            self.poll()
+            (poll or self.poll)()
+            self.collect()
             assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
 
     def serve(self, prompts: Sequence[Sequence[int]], new: int = NEW) -> list[list[int]]:
