@@ -63,8 +63,8 @@ types: $(STAMP) ## pyright, strict on kvcache/ and transfer/
 bench: $(STAMP) ## measure the host cost of the manager, draw the plots (ARGS="--quick")
 	@$(BIN)/python -m benchmarks $(ARGS)
 
-bench-pull: $(STAMP) ## measure pulls beside process_vm_readv, memcpy, NIXL and vLLM's connector (ARGS="--quick")
-	@$(BIN)/python -m benchmarks.pull $(ARGS)
+bench-pull: $(STAMP) ## measure pulls beside process_vm_readv, memcpy, NIXL and vLLM's connector, draw them (ARGS="--quick")
+	@$(BIN)/python -m benchmarks pull $(ARGS)
 
 bench-peers: $(STAMP) ## measure MAX and vLLM in turn with ours, each in an environment of its own
 	@$(BIN)/python -m benchmarks.peers $(ARGS)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -83,6 +84,17 @@ def main(chosen: argparse.Namespace | None = None) -> None:
     if chosen.json:
         command = "python -m benchmarks.pull" + (" --quick" if chosen.quick else "")
         write(chosen.json, {"command": command, "machine": before, "rows": rows, "figures": found})
+        _draw(rows, chosen.json.with_suffix(".png"))
+
+
+def _draw(rows: list[Row], path: Path) -> None:
+    try:
+        from benchmarks.pulls.plots import draw  # noqa: PLC0415 - the tables come without matplotlib too
+    except ImportError as error:
+        progress(f"no plot: {error}; pip install -e '.[bench]'")
+        return
+    draw(rows, path)
+    progress(f"drew {path}")
 
 
 if __name__ == "__main__":

@@ -6,11 +6,12 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from time import perf_counter_ns as now
 from typing import Any
 
 import numpy as np
 
-from benchmarks.frame import Row, now, samples
+from benchmarks.frame import Row, samples
 from benchmarks.pulls.cases import KIB, Case
 from benchmarks.pulls.engines import TOKENS, Spec, verify
 from benchmarks.pulls.rates import Program, in_turn

@@ -5,10 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter_ns as now
 
 import numpy as np
 
-from benchmarks.frame import Row, now, settle
+from benchmarks.frame import Row, settle
 from benchmarks.pulls.cases import Case
 from benchmarks.pulls.copies import Reads, copy_pages, read_process, reads_of
 from benchmarks.pulls.engines import TOKENS, Memory, huge_pages, verify
@@ -88,7 +89,9 @@ def in_turn(programs: dict[str, Program], sets: int, budget_s: float) -> dict[st
         if at >= _LEAST and time.monotonic() > end:
             break
         for place, (name, program) in enumerate(programs.items()):
-            times[name].append(program((at + place * stride) % sets))
+            before = time.process_time_ns()
+            found = program((at + place * stride) % sets)
+            times[name].append(found._replace(cpu=(time.process_time_ns() - before) / 1e3))
     return times
 
 
@@ -98,6 +101,7 @@ def _rows(case: Case, page_bytes: int, runs: int, times: dict[str, list[Times]])
 
 def _each_row(case: Case, page_bytes: int, runs: int, times: dict[str, list[Times]]) -> Iterator[Row]:
     limits = [one.total for one in times[LIMIT]]
+    limit_cpu = min(one.cpu for one in times[LIMIT])
     for name, found in times.items():
         totals = [one.total for one in found]
         yield {
@@ -113,6 +117,7 @@ def _each_row(case: Case, page_bytes: int, runs: int, times: dict[str, list[Time
             "limit_gbps": round(case.num_bytes / min(limits) / 1e3, 2),
             "ratio": round(min(limits) / min(totals), 3),
             "ratio_median": round(statistics.median(a / b for a, b in zip(limits, totals, strict=True)), 3),
+            "cpu_ratio": round(limit_cpu / min(one.cpu for one in found), 3),
             "host_us": round(min(one.host for one in found), 1),
             "us": round(min(totals), 1),
             "us_median": round(statistics.median(totals), 1),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from time import perf_counter_ns as now
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.frame import now
 from benchmarks.pools import expect
 from benchmarks.pulls.engines import Engine, Spec, make
 from benchmarks.pulls.source import SourceProcess
@@ -45,11 +45,13 @@ class Times(NamedTuple):
         total: from the call to the event that says that the pages may be used.
         host: until the calls that began it had returned.
         stall: the longest time that a loop beside it stood still; 0 where none ran.
+        cpu: processor time of this process, all threads.
     """
 
     total: float
     host: float
     stall: float = 0.0
+    cpu: float = 0.0
 
 
 def draw(rng: np.random.Generator, reader: Spec, source: Spec, tokens: int, *, scattered: bool) -> Pages:
