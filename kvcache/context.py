@@ -97,6 +97,7 @@ class TextContext:
     """
 
     __slots__ = (
+        "__weakref__",
         "_active",
         "_buffer",
         "_end",

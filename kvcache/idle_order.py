@@ -13,6 +13,7 @@ Pages = NDArray[np.int32]
 Indices = NDArray[np.intp]
 
 CHUNK = 4096
+MOST_ORDERS = 40  # that the log of a pool has room for: the plain order, and one for each kind of retention hint
 _SCAN = 64
 
 
@@ -81,13 +82,14 @@ class IdleOrder:
 
     Attributes:
         count: pages of the order.
+        log: that it writes to.
         chunks: of the log, those that are this order's, oldest first.
     """
 
-    __slots__ = ("_family", "_filled", "_head", "_live", "_log", "_spare", "_stamp", "chunks", "count")
+    __slots__ = ("_family", "_filled", "_head", "_live", "_log", "_spare", "_stamp", "chunks", "count", "log")
 
     def __init__(self, num_pages: int, log: OrderLog | None = None) -> None:
-        log = log or OrderLog(num_pages)
+        self.log = log = log or OrderLog(num_pages)
         self._log, self._stamp, self._live, self._spare = log.entries, log.stamp, log.live, log.spare
         self._family = log.orders
         self._family.append(self)
@@ -155,6 +157,13 @@ class IdleOrder:
             if live.size or end == last:
                 return live
             self._head = end
+
+    def by_age(self, pages: Indices) -> Indices:
+        """`pages`, all of them in the order, oldest first."""
+        places = np.zeros(len(self._live), np.int64)
+        places[self.chunks] = np.arange(len(self.chunks))
+        chunks, offsets = np.divmod(self._stamp[pages], CHUNK)
+        return pages[np.argsort(places[chunks] * CHUNK + offsets)]
 
     def pages(self) -> Pages:
         """Every page of the order, oldest first."""

@@ -105,6 +105,14 @@ class PrefixIndex:
         """Digests that published `pages` are found by, uint64 `[len(pages), words]`."""
         return self._digests[pages]
 
+    def words_of(self, pages: NDArray[np.integer]) -> NDArray[np.uint64]:
+        """The first word of each of these digests, uint64 `[len(pages)]`."""
+        return self._words[pages]
+
+    def published_words(self, mask: np.uint64) -> Buckets:
+        """The published pages whose first word has none of the bits of `mask`."""
+        return np.flatnonzero(self.published & ((self._words & mask) == 0))
+
     def check(self) -> None:
         """Raise `InvariantError` unless every published page, and no other, is found by its digest."""
         linked = np.flatnonzero(self.published).astype(np.int32)

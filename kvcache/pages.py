@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError
-from kvcache.idle_order import IdleOrder, IdlePages
+from kvcache.idle_order import MOST_ORDERS, IdleOrder, IdlePages, OrderLog
 from kvcache.index import PrefixIndex
 
 Pages = NDArray[np.int32]
@@ -29,14 +29,27 @@ Pages = NDArray[np.int32]
 class PagePool:
     """Holders, writers and free order of the pages 1 to `num_pages`, in arrays. The null page, 0, is none of them."""
 
-    __slots__ = ("_fresh", "_fresh_count", "evictions", "guard", "holders", "idle", "index", "num_pages", "writers")
+    __slots__ = (
+        "_fresh",
+        "_fresh_count",
+        "evictions",
+        "guard",
+        "holders",
+        "idle",
+        "index",
+        "lru",
+        "num_pages",
+        "writers",
+    )
 
     def __init__(self, num_pages: int, digest_words: int) -> None:
         self.num_pages = num_pages
         self.holders = np.zeros(num_pages + 1, np.int32)
         self.writers = np.zeros(num_pages + 1, np.int16)
         self.index = PrefixIndex(num_pages, digest_words)
-        self.idle: IdlePages = IdleOrder(num_pages)  # another order takes its place where there are hints or quotas
+        # Another order takes its place where there are hints or quotas.
+        self.lru = IdleOrder(num_pages, OrderLog(num_pages, MOST_ORDERS))
+        self.idle: IdlePages = self.lru
         # A stack whose top is its end: filled downwards, so that the first pages handed out are 1, 2, 3 and so on.
         self._fresh = np.arange(num_pages, 0, -1, dtype=np.int32)
         self._fresh_count = num_pages

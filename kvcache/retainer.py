@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from weakref import ref
 
 import numpy as np
 
 from kvcache.block_table import BlockRows, Ints
-from kvcache.context import Context
+from kvcache.context import Context, TextContext
 from kvcache.hashing import PrefixHasher
 from kvcache.idle_order import Pages
 from kvcache.pages import PagePool
@@ -43,7 +44,7 @@ class Retainer:
         self._page_size = page_size
         self._hasher_of = hasher_of
         self._most_hinted = params.max_hint_share
-        self._contexts: dict[int, Context] = {}  # by row; a hint may be given until the release
+        self._contexts: dict[int, Context | ref[Context]] = {}  # by row; a hint may be given until the release
         self._expected: dict[int, int] = {}  # by row, pages that plain LRU would have found
         self._shadow: LruShadow | None = None
         self._share = HintShare(pool.num_pages, params.max_hint_share)
@@ -64,9 +65,9 @@ class Retainer:
             self._found[row] += found
         if row in self._contexts:
             return
-        self._contexts[row] = context
         if self._shadow is None and getattr(context, "retention", None) is not None:
             self._start()
+        self.adopt(row, context)
         if self._shadow is not None:
             last = (context.current_length - 1) // self._page_size
             words = self._hasher_of(row, context).digests(context.tokens, 0, last)[:, 0]
@@ -79,8 +80,10 @@ class Retainer:
             self._found[row] += 1
 
     def adopt(self, row: int, context: Context) -> None:
-        """The row is the request's, which has all its pages from another one."""
-        self._contexts[row] = context
+        """The row is the request's."""
+        # It may still be given a hint. While nobody gives any it lives no longer for our sake than for its owner's.
+        weakly = self._order is None and isinstance(context, TextContext)
+        self._contexts[row] = ref(context) if weakly else context
 
     def brought(self, words: Words) -> None:
         """Pages of these digests came from elsewhere: plain LRU would have them now, too."""
@@ -95,10 +98,11 @@ class Retainer:
 
     def leave(self, row: int) -> None:
         """The row is about to be released."""
-        context = self._contexts.pop(row, None)
+        kept = self._contexts.pop(row, None)
         self._found[row], found = 0, self._found[row]
-        if context is None:
+        if kept is None:
             return
+        context: Context | None = kept() if isinstance(kept, ref) else kept
         retention: Retention | None = getattr(context, "retention", None)
         if self._shadow is None and retention is not None:
             self._start()
@@ -111,15 +115,15 @@ class Retainer:
                 self._order.hint(pages, retention and page_hints(retention, len(pages), self._page_size))
 
     def _judge(
-        self, order: HintedOrder, shadow: LruShadow, row: int, context: Context, pages: Pages, found: int
+        self, order: HintedOrder, shadow: LruShadow, row: int, context: Context | None, pages: Pages, found: int
     ) -> None:
-        words = self._words(pages)
+        words = self._pool.index.words_of(pages)
         expected = self._expected.pop(row, None)
         if expected is not None:
             self._share.learn((shadow.count(words[:found]) - expected) * shadow.rate)
             order.share = self._share.value
             last = (int(self._rows.prompt[row]) - 1) // self._page_size
-            if len(pages) < last:  # given up before all of its prompt was computed
+            if context is not None and len(pages) < last:  # given up before all of its prompt was computed
                 digests = self._hasher_of(row, context).digests(context.tokens, len(pages), last)
                 shadow.forget(digests[:, 0])
         shadow.touch(words)
@@ -141,18 +145,18 @@ class Retainer:
 
     def _begin_with_what_is_there(self, shadow: LruShadow) -> None:
         pool = self._pool
-        used = np.flatnonzero(pool.index.published & (pool.holders > 0)).astype(np.int32)
-        for pages in (pool.idle.pages()[::-1], used):
-            shadow.touch(self._words(pages))
+        sampled = pool.index.published_words(shadow.mask)
+        used = pool.holders[sampled] > 0
+        idle = sampled[~used]
+        if idle.size:  # all of them in the plain order: nothing has followed a hint yet
+            shadow.touch(pool.index.words_of(pool.lru.by_age(idle)[::-1]))
+        shadow.touch(pool.index.words_of(sampled[used]))
 
     def _order_pages(self) -> HintedOrder:
         pool = self._pool
-        self._order = pool.idle = HintedOrder(pool.num_pages, pool.idle.pages(), self._quotas, self._left_by_quota)
+        self._order = pool.idle = HintedOrder(pool.num_pages, pool.lru, self._quotas, self._left_by_quota)
         return self._order
 
     def _left_by_quota(self, pages: Pages) -> None:
         if self._shadow is not None:
-            self._shadow.forget(self._words(pages))
-
-    def _words(self, pages: Pages) -> Words:
-        return self._pool.index.digests_of(pages)[:, 0]
+            self._shadow.forget(self._pool.index.words_of(pages))

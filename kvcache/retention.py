@@ -15,13 +15,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError
-from kvcache.idle_order import IdleOrder, Indices, OrderLog, Pages
+from kvcache.idle_order import IdleOrder, Indices, Pages
 from kvcache.quotas import TenantQuotas
 from kvcache.types import RangeRetention, Retention
 
@@ -33,7 +33,6 @@ _LEVELS = 5
 NEUTRAL = 2  # the level, and the code, of a page that nobody said anything about
 _TTL_CLASSES = 7  # without a time, then up to 4, 16, 64, 256, 1024 seconds, then above
 SHARED = _LEVELS * _TTL_CLASSES  # neutral, and not to be put first again: see `merge_codes`
-_CODES = SHARED + 1
 LEVEL_OF = np.array([*[code % _LEVELS for code in range(SHARED)], NEUTRAL], np.uint8)
 # Pool sizes that one level is worth. Two levels, 4 pools: on the public traces twice as much and half as much give
 # the same hits within 1 %, where the hints are right for all and for 80 % of the requests.
@@ -57,13 +56,22 @@ def page_hints(retention: Retention, pages: int, page_size: int) -> PageHints:
     """The hints of a request's first `pages` pages. A range speaks for the pages that lie in it with all tokens."""
     code, life = _code_of(retention), retention.ttl_s
     codes = np.full(pages, code, np.uint8)
+    if life is None and all(one.ttl_s is None for one in retention.ranges):
+        _fill(codes, retention, page_size, _code_of)
+        return PageHints(codes, None)
     lives = np.full(pages, math.inf if life is None else life)
+    _fill(codes, retention, page_size, _code_of)
+    _fill(lives, retention, page_size, lambda one: math.inf if one.ttl_s is None else one.ttl_s)
+    return PageHints(codes, lives)
+
+
+def _fill(
+    values: NDArray[Any], retention: Retention, page_size: int, value_of: Callable[[RangeRetention], float]
+) -> None:
+    """Put what the ranges say over what the whole says."""
     for one in retention.ranges:
-        first = -(-one.start // page_size)
-        last = pages if one.end is None else one.end // page_size
-        codes[first:last] = _code_of(one)
-        lives[first:last] = math.inf if one.ttl_s is None else one.ttl_s
-    return PageHints(codes, lives if np.isfinite(lives).any() else None)
+        last = len(values) if one.end is None else one.end // page_size
+        values[-(-one.start // page_size) : last] = value_of(one)
 
 
 def _code_of(hint: Retention | RangeRetention) -> int:
@@ -91,7 +99,7 @@ class HintedOrder:
 
     Args:
         num_pages: page ids are 1 to `num_pages`.
-        idle: the pages that are idle now, oldest first.
+        recent: the pages that are idle now, in a log with room for `MOST_ORDERS`.
         quotas: whose pages go first of all where a tenant has too many; None: nobody has a quota.
         on_surplus: told of the pages that go for a quota.
         clock: seconds, for hints with a time to live.
@@ -105,7 +113,7 @@ class HintedOrder:
     def __init__(
         self,
         num_pages: int,
-        idle: Pages,
+        recent: IdleOrder,
         quotas: TenantQuotas | None = None,
         on_surplus: Callable[[Pages], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
@@ -116,15 +124,13 @@ class HintedOrder:
         self._on_surplus = on_surplus
         self._clock = clock
         self._num_pages = num_pages
-        self._log = OrderLog(num_pages, _CODES + 1)
-        self._recent = IdleOrder(num_pages, self._log)
-        self._recent.append(idle)
+        self._recent = recent
         self._older: dict[int, IdleOrder] = {}  # by code
         self._settled = np.zeros(num_pages + 1, np.bool_)  # pages of `_older`
         self._since = np.zeros(num_pages + 1, np.int64)  # of each page of `_older`, its place in the LRU order
         self._expires: Times | None = None
         self._places = 0
-        self.count = len(idle)
+        self.count = recent.count
 
     def hint(self, pages: Pages, hints: PageHints | None) -> None:
         """A request that used `pages`, not idle, leaves them and says `hints` of them, or nothing."""
@@ -201,7 +207,7 @@ class HintedOrder:
         codes = self.codes[pages]
         for code in set(codes.tolist()):
             if code not in self._older:
-                self._older[code] = IdleOrder(self._num_pages, self._log)
+                self._older[code] = IdleOrder(self._num_pages, self._recent.log)
             self._older[code].append(pages[codes == code])
 
     def _take(self, pages: Pages | Indices) -> None:

@@ -28,13 +28,15 @@ class LruShadow:
         num_pages: of the pool.
 
     Attributes:
-        rate: one digest in so many is looked at.
+        rate: one digest in so many is looked at: those whose first word
+        mask: has none of these bits.
     """
 
     def __init__(self, num_pages: int) -> None:
         self.rate = 1
         while num_pages // (2 * self.rate) >= _LEAST_SAMPLE:
             self.rate *= 2
+        self.mask = np.uint64((self.rate - 1) << 32)  # other bits than the prefix index takes for its buckets
         self._room = max(1, num_pages // self.rate)  # as of the last visit
         self._kept: OrderedDict[int, None] = OrderedDict()  # least recently used first
 
@@ -77,8 +79,7 @@ class LruShadow:
     def _sample(self, words: Words) -> list[int]:
         if self.rate == 1:
             return words.tolist()
-        # Other bits than the prefix index takes for its buckets.
-        return words[(words >> np.uint64(32)) & np.uint64(self.rate - 1) == 0].tolist()
+        return words[words & self.mask == 0].tolist()
 
 
 class HintShare:

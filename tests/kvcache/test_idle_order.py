@@ -78,6 +78,8 @@ def test_chunks_thin_out_and_are_merged_in_order() -> None:
             known = np.concatenate((known[len(taken) :], taken))
         order.check()
         assert np.array_equal(order.pages(), known)
+        some = known[rng.random(len(known)) < 0.01]
+        assert order.by_age(rng.permutation(some).astype(np.intp)).tolist() == some.tolist()
 
 
 def test_more_than_there_is_and_broken_books_are_named() -> None:

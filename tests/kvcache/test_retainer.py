@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from weakref import ref
 
 import pytest
 
@@ -325,3 +326,51 @@ def test_whatever_is_said_every_page_is_accounted_for(seed: int) -> None:
     assert manager.num_free_blocks == manager.total_num_pages
     assert manager.metrics.evictions > 20
     assert manager.metrics.cache_tokens > 100
+
+
+def test_a_context_that_its_owner_drops_is_kept_for_its_hint_alone() -> None:
+    manager = manager_of(40)
+    dropped = TextContext(prompt(1), 64)
+    manager.external_claim(dropped.request_id)
+    assert manager.maybe_reserve(dropped)
+    name, seen = dropped.request_id, ref(dropped)
+    del dropped
+    assert seen() is None
+    manager.release(name)
+    trusting(manager)
+    hinted = TextContext(prompt(2), 64, retention=LAST)
+    manager.external_claim(hinted.request_id)
+    assert manager.maybe_reserve(hinted)
+    hinted.update(0)
+    manager.step([hinted])
+    name = hinted.request_id
+    del hinted
+    manager.release(name)
+    for number in range(100, 130):
+        serve(manager, prompt(number))
+    assert found(manager, 2) == [True]
+
+
+class Plain:
+    """A context of a caller's own, which nothing can refer to weakly."""
+
+    __slots__ = ("_inner", "prefix_hasher", "retention")
+
+    def __init__(self, inner: TextContext) -> None:
+        self._inner = inner
+        self.retention: Retention | None = None
+        self.prefix_hasher: object = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def test_a_context_of_another_class_may_bring_its_hint_at_the_end_too() -> None:
+    manager = manager_of(40)
+    context = Plain(TextContext(prompt(1), 64))
+    manager.external_claim(context.request_id)
+    assert manager.maybe_reserve(context)
+    assert manager.hint_share == 0.0
+    context.retention = LAST
+    manager.release(context.request_id)
+    assert manager.hint_share == 0.2

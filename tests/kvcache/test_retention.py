@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache import InvalidRequestError, InvariantError, RangeRetention, Retention
+from kvcache.idle_order import MOST_ORDERS, IdleOrder, OrderLog
 from kvcache.quotas import TenantQuotas
 from kvcache.retention import LEVEL_OF, NEUTRAL, SHARED, HintedOrder, PageHints, merge_codes, page_hints
 
@@ -27,12 +28,16 @@ def said(order: HintedOrder, hint: Retention | None, *ids: int) -> None:
 
 
 def order_of(share: float = 1.0, **options: object) -> HintedOrder:
-    order = HintedOrder(POOL, pages(), **options)  # pyright: ignore[reportArgumentType] - passed on
+    order = HintedOrder(POOL, IdleOrder(POOL, OrderLog(POOL, MOST_ORDERS)), **options)  # pyright: ignore[reportArgumentType] - passed on
     order.share = share
     return order
 
 
 # ---- what a hint means
+
+
+def test_there_is_room_for_an_order_of_each_kind() -> None:
+    assert SHARED + 2 <= MOST_ORDERS
 
 
 @pytest.mark.parametrize(
