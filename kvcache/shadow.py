@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 Words = NDArray[np.uint64]
 """The first word of each page's digest, in logical order: enough to tell pages apart, nearly always."""
 
-# Pages that the shadow keeps, at least, where the pool has as many. Fewer cost less and say less: with 1,024 of
-# 30,000 pages the share took within 0.2 points of hit rate the same course as with all of them, with 512 within 0.4.
+# Pages that the shadow keeps, at least, where the pool has as many. Fewer cost less and say less: on public traces, by
+# three samplings, hit rates stayed within 0.4 points of those with every page looked at, with 4,096 within 0.2.
 _LEAST_SAMPLE = 1024
 _FIRST_SHARE = 0.2
 _LEAST_SHARE = 0.02  # what is never asked could never prove right again
