@@ -10,7 +10,7 @@ import pytest
 
 from tests.transfer.replicas import PAGES, TOKENS, Engine, run
 from transfer.errors import PullFailedError
-from transfer.handshake import HandshakeServer
+from transfer.handshake import EngineCard, HandshakeServer
 from transfer.lease import new_lease_id
 from transfer.pull_state import LeaseRef, PagesOfGroup, PullEvent
 from transfer.replica import LeaseOver, Offered, Source
@@ -403,6 +403,19 @@ def test_an_engine_of_another_name_is_not_read_from(engine: Any) -> None:
     pull(d, p.source(p.offer())._replace(engine_id="q"))
     run(p, d, until=settled(d))
     assert "engine 'q' is not here: ['p']" in d.pulls[-1].error
+
+
+def test_a_server_that_tells_of_another_engine_does_not_take_its_place(engine: Any) -> None:
+    p, d = engine("p"), engine("d")
+    pull(d, p.source(p.offer()), groups=None)
+    run(p, d, until=lambda: len(d.ranks[0].puller))
+    with HandshakeServer([EngineCard("q", "i", p.card.ranks, p.card.compatibility)]) as liar:
+        pull(d, Source(liar.endpoint, "q", LeaseRef(1, 0, 5.0)), key="bad")
+        run(p, d, until=settled(d, "bad"))
+    assert "the metadata is that of 'p'" in d.pulls[-1].error
+    d.replica.add_pages("r", WHOLE, last=True)
+    run(p, d, until=settled(d))
+    assert d.pulls[-1] == PullEvent("r", "", safe=True)
 
 
 def test_what_is_not_compatible_is_refused_with_both_values(engine: Any) -> None:

@@ -198,6 +198,38 @@ def test_too_few_blocks_of_ours_are_an_error_of_their_request(engine: Any) -> No
     assert "local pages" in source.sent["r"]
 
 
+def test_blocks_that_cannot_be_resolved_fail_their_request_and_the_step_goes_on(engine: Any) -> None:
+    source, reader = engine("p"), engine("d")
+    pair = a_pair()
+    bad, good = offer(source, pair, "bad"), offer(source, pair, "good")
+    load(reader, replace(pair, reader_blocks=((11, 12),)), bad, "bad", first_blocks=(2,))
+    load(reader, pair, good, "good")
+    run_until(lambda: len(reader.received) == 2, source, reader)
+    assert reader.failed == {
+        "bad": "request 'bad': group 0: our blocks begin with token 16, token 0 is the first to read"
+    }
+    assert reader.bad_blocks == {11, 12}
+    assert reader.call("compare", pair) == [[]]
+
+
+def test_a_later_chunk_that_cannot_be_resolved_ends_the_load(engine: Any) -> None:
+    source, reader = engine("p"), engine("d")
+    pair = a_pair()
+    source.call("fill_source", pair)
+    source.companion.offer("r", running=True)
+    run_until(lambda: source.companion.is_offered("r"), source)
+    load(reader, pair, source.companion.params("r", pair.source_blocks, 8, total_tokens=21))
+    reader.step()
+    run_until(lambda: len(worker(reader)._rank.puller), source)
+    reader.companion.load_more("r", source.companion.params("r", pair.source_blocks, 21))
+    asked = reader.companion.build_metadata()
+    asked.reqs_to_recv["r"] = msgspec.structs.replace(asked.reqs_to_recv["r"], first_blocks=(9,))
+    worker(reader).start_load_kv(asked)
+    run_until(lambda: reader.received and source.sent, source, reader)
+    assert "our blocks begin with token 72" in reader.failed["r"]
+    assert "our blocks begin with token 72" in source.sent["r"]
+
+
 def test_a_load_that_is_given_up_is_received_and_not_failed(engine: Any) -> None:
     source, reader = engine("p"), engine("d")
     pair = a_pair()
