@@ -126,11 +126,17 @@ def test_pages_behind_a_gap_are_kept_and_the_gap_is_filled() -> None:
     manager.check()
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_whatever_is_found_is_what_was_computed(seed: int) -> None:
-    """Small pools, so that copies evict, on replicas that several requests use at a time."""
+@pytest.mark.parametrize("host_pages", [0, 30])
+@pytest.mark.parametrize("seed", range(2))
+def test_whatever_is_found_is_what_was_computed(seed: int, host_pages: int) -> None:
+    """Small pools, so that copies evict, on replicas that several requests use at a time, also above a host tier."""
     rng = random.Random(seed)
-    manager = of(12, dp=3, checks=False)
+    below: dict[str, Any] = {
+        "enable_kvcache_swapping_to_host": True,
+        "host_kvcache_swap_space_gb": host_pages * 256 / 2**30,
+    }
+    manager = of(12, dp=3, checks=False, params=below if host_pages else {})
+    assert manager.total_num_host_pages == host_pages
     heads = [[rng.randint(1, 9) for _ in range(20)] for _ in range(4)]
     for _ in range(150):
         running = []
