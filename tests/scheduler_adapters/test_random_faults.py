@@ -3,11 +3,13 @@
 import random
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvcache.errors import NoFreeRowError
 from scheduler_adapters.hf import reference_tokens
 from scheduler_adapters.rooms import DECODE_MOVES, PREFILL_MOVES, PrefillRoom, Room
 from tests.scheduler_adapters.service import Service, Side
@@ -16,7 +18,7 @@ from tests.scheduler_adapters.test_faults import empty, fill
 PROMPTS = [[seed * 7 % 250 + at % 5 for at in range(length)] for seed, length in enumerate((150, 40, 90, 16, 64, 100))]
 NEW = 6
 # A move that takes an error of the transfer thread, or a race of less than a millisecond.
-RARE = {("leasing", "over"), ("computing", "over"), ("leasing", "computing")}
+RARE = {("leasing", "over"), ("computing", "over"), ("leasing", "computing"), ("offered", "over")}
 
 
 class Moves:
@@ -70,7 +72,8 @@ class Storm:
             name = rng.choice(list(service.loops))
             manager = service.loops[name].manager
             if not manager.contains("hog") and manager.num_free_blocks and not service.loops[name].num_waiting:
-                fill(service, name)
+                with suppress(NoFreeRowError):  # as many requests as the replica has rows hold pages
+                    fill(service, name)
         elif kind in ("prefill", "decode"):
             self.restart(kind)
 
@@ -157,8 +160,10 @@ def test_storms_make_every_legal_move(storm: Any, monkeypatch: pytest.MonkeyPatc
     legal = {("prefill", a, b) for a, after in PREFILL_MOVES.items() for b in after}
     legal |= {("decode", a, b) for a, after in DECODE_MOVES.items() for b in after}
     wanted = {move for move in legal if move[1:] not in RARE}
-    for seed in range(100, 130):
-        storm(seed).run(80)
+    for seed in range(100, 108):
+        one = storm(seed)
+        one.run(80)
+        one.service.close()  # its threads would slow down the storms that follow
         if wanted <= set(moves.seen):
             break
     assert wanted <= set(moves.seen), f"never made: {sorted(wanted - set(moves.seen))}"
