@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from scheduler_adapters.worker import WorkerConfig
 
+PROGRAM = (sys.executable, "-m", "scheduler_adapters.worker")
 _START_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 10.0
 _LAST_WORDS_S = 0.2
@@ -32,13 +33,15 @@ class Workers:
 
     Args:
         configs: one for each process; `name` (where empty, the role), `front`, `listen` and `prefills` are filled in.
+        program: the command of a process, which takes its settings on standard input.
 
     Raises:
         WorkerError: from any method, when a process has died that nobody killed here, or does not answer. `__exit__`
             ends all of them then.
     """
 
-    def __init__(self, configs: Sequence[WorkerConfig]) -> None:
+    def __init__(self, configs: Sequence[WorkerConfig], program: Sequence[str] = PROGRAM) -> None:
+        self._program = list(program)
         self._directory = tempfile.TemporaryDirectory(prefix="pagewire-")
         self._configs = {config.name: config for config in map(self._filled_in, configs)}
         listening = tuple(config.listen for config in self._configs.values() if config.role == "prefill")
@@ -102,17 +105,25 @@ class Workers:
             self._check_alive()
             raise WorkerError(f"the {name} process cannot be reached: {error}") from error
 
-    def kill(self, name: str) -> None:
-        """End a process at once, as a crash would, and wait for it. `restart` starts it anew."""
+    def expect_end(self, name: str) -> None:
+        """A process may end from now on: that is no error. `restart` starts it anew."""
         self._down.add(name)
+
+    def kill(self, name: str) -> None:
+        """End a process at once, as a crash would, and wait for it."""
+        self.expect_end(name)
         self._processes[name].kill()
         self._processes[name].wait()
 
     def restart(self, name: str) -> None:
-        """Start a process that was killed, with the settings it had. `Ready` says when it serves."""
+        """Start a process that has ended, with the settings it had. `Ready` says when it serves."""
         self._close(name)
         self._start_one(name)
         self._down.discard(name)
+
+    def has_ended(self, name: str) -> bool:
+        """Whether the process is gone."""
+        return self._processes[name].poll() is not None
 
     def receive(self, timeout_s: float) -> list[msg.AnyMessage]:
         """What the processes have sent, waiting up to `timeout_s` for the first of it.
@@ -169,8 +180,8 @@ class Workers:
 
     def _spawn(self, name: str, config: bytes) -> subprocess.Popen[bytes]:
         log = self._logs[name] = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "scheduler_adapters.worker"],
+        process = subprocess.Popen(  # noqa: S603  (ours, or a test's of its own)
+            self._program,
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,

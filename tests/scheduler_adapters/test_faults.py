@@ -223,6 +223,21 @@ def test_prefill_gives_back_what_a_dead_decode_process_had_asked_for(
     assert_serves_on(service, expected)
 
 
+@pytest.mark.parametrize("phase", ["asked", "pulling"])
+def test_prefill_notices_a_dead_decode_process_when_it_has_something_to_say(
+    start: Callable[..., Service], expected: dict[str, list[int]], phase: str
+) -> None:
+    service = start(lease_s=1000.0)
+    PHASES[phase](service)
+    service.stop_decode("d0")
+    time.sleep(0.2)  # the end of the connection is on its way
+    empty(service)
+    service.until(lambda: not service.prefill.open_requests, "the failed message", timeout_s=10)
+    assert not service.prefill._readers
+    service.start_decode("d0")
+    assert_serves_on(service, expected)
+
+
 def test_a_decode_process_that_connects_anew_has_given_up_what_it_asked_for(
     start: Callable[..., Service], expected: dict[str, list[int]]
 ) -> None:

@@ -1,0 +1,115 @@
+"""The client of a fleet of real processes: what it asked for, of whom, and what has become of it."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from scheduler_adapters import messages as msg
+from scheduler_adapters.workers import Workers
+
+
+@dataclass
+class Asked:
+    """A request. Times are of `time.monotonic`."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    decode: str
+    submitted: float
+    expected: list[int] = field(default_factory=list[int])
+    tokens: list[int] = field(default_factory=list[int])
+    first: float = 0.0
+    ended: float = 0.0
+    finished: str = ""
+    error: str = ""
+
+    @property
+    def is_right(self) -> bool:
+        """Equal tokens, or a stated failure after tokens that are equal as far as they go."""
+        if self.finished in ("eos", "length"):
+            return self.tokens == self.expected
+        begun = self.tokens == self.expected[: len(self.tokens)]
+        return begun and (self.finished == "cancelled" or bool(self.error))
+
+
+class Client:
+    """Submits to decode processes, and hears from all."""
+
+    def __init__(self, workers: Workers) -> None:
+        self.workers = workers
+        self.asked: dict[str, Asked] = {}
+        self.aborts: list[tuple[float, str]] = []  # when to cancel which request
+        self.ready: list[str] = []
+        self.stats: dict[str, msg.Stats] = {}
+
+    @property
+    def open(self) -> list[Asked]:
+        """Requests that have not ended."""
+        return [one for one in self.asked.values() if not one.finished]
+
+    def submit(self, request_id: str, prompt: Sequence[int], new: int, decode: str, expected: list[int]) -> Asked:
+        """Ask a decode process to serve a prompt."""
+        asked = Asked(request_id, tuple(prompt), decode, time.monotonic(), expected)
+        self.asked[request_id] = asked
+        self.workers.send(decode, msg.Submit(request_id=request_id, prompt=asked.prompt, max_new_tokens=new))
+        return asked
+
+    def abort(self, request_id: str) -> None:
+        """Cancel a request, where its process lives."""
+        one = self.asked.get(request_id)
+        if one is not None and not one.finished and one.decode in self.workers.running:
+            self.workers.send(one.decode, msg.Abort(request_id=request_id))
+
+    def hear(self, timeout_s: float) -> None:
+        """Take in what the processes say, for at most so long. Cancels what is due."""
+        for due in [due for due in self.aborts if due[0] <= time.monotonic()]:
+            self.aborts.remove(due)
+            self.abort(due[1])
+        for message in self.workers.receive(timeout_s):
+            if isinstance(message, msg.Ready):
+                self.ready.append(message.name)
+            elif isinstance(message, msg.Stats):
+                self.stats[message.name] = message
+            elif isinstance(message, msg.Tokens):
+                self.take(self.asked[message.request_id], message)
+
+    def take(self, one: Asked, message: msg.Tokens) -> None:
+        """Book what came for a request; what comes after its end is of a process that was given up."""
+        if one.finished:
+            return
+        now = time.monotonic()
+        one.tokens += message.tokens
+        one.first = one.first or (now if message.tokens else 0.0)
+        if message.finished:
+            one.finished, one.error, one.ended = message.finished, message.error, now
+
+    def give_up(self, name: str, reason: str) -> int:
+        """A decode process is gone: what it had ends with this reason. How many there were."""
+        lost = [one for one in self.open if one.decode == name]
+        for one in lost:
+            one.finished, one.error, one.ended = "error", reason, time.monotonic()
+        return len(lost)
+
+    def wait_ready(self, name: str, timeout_s: float = 120.0) -> None:
+        """Until a process that was started serves."""
+        deadline = time.monotonic() + timeout_s
+        while name not in self.ready:
+            self.hear(0.05)
+            assert time.monotonic() < deadline, f"{name} is not ready after {timeout_s} s"
+        self.ready.remove(name)
+
+    def settle(self, timeout_s: float) -> float:
+        """Seconds until no process holds anything; raises where one still does after `timeout_s`."""
+        start = time.monotonic()
+        while True:
+            self.stats.clear()
+            for name in self.workers.running:
+                self.workers.send(name, msg.Ask())
+            while len(self.stats) < len(self.workers.running):
+                self.hear(0.05)
+                assert time.monotonic() < start + timeout_s + 30, f"no counters from {self.workers.running}"
+            held = {name: one for name, one in self.stats.items() if one.pages_held or one.open_requests}
+            if not held:
+                return time.monotonic() - start
+            assert time.monotonic() < start + timeout_s, f"still held: {held}"
+            time.sleep(0.02)

@@ -1,0 +1,44 @@
+"""A worker with a fuse: where a file named after its pid says so, it kills or stops itself in the midst of a move.
+
+The file holds a phase, a signal and a delay in seconds. It goes when the fuse is lit.
+"""
+
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from scheduler_adapters import worker
+from scheduler_adapters.rooms import Room
+
+FOLDER_VARIABLE = "PAGEWIRE_FUSES"
+
+
+def main() -> int:
+    """Run one process, as `scheduler_adapters.worker` does; the exit status."""
+    fuse = Path(os.environ[FOLDER_VARIABLE]) / str(os.getpid())
+    move = Room.move
+
+    def move_and_look(room: Room, phase: str, *deadline: Any) -> None:
+        move(room, phase, *deadline)
+        if fuse.exists():
+            wanted, signal, delay = fuse.read_text().split()
+            if phase == wanted:
+                fuse.unlink()
+                light(int(signal), float(delay))
+
+    Room.move = move_and_look  # type: ignore[method-assign]
+    return worker.main()
+
+
+def light(signal: int, delay_s: float) -> None:
+    """End or stop this process, all its threads, at once or a little later."""
+    if delay_s:
+        threading.Timer(delay_s, os.kill, (os.getpid(), signal)).start()
+    else:
+        os.kill(os.getpid(), signal)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

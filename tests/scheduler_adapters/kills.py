@@ -1,0 +1,273 @@
+"""Kills, stops and restarts prefill and decode processes in each phase, and shows that the others go on.
+
+`python -m tests.scheduler_adapters.kills [--runs 200] [--seed 0] [--json FILE]`
+
+Two prefill and two decode processes serve requests. In each run one of them gets a fuse: in a given phase of a request,
+at once or up to 5 ms later, it kills itself, or stops itself for longer than its leases last. A killed process is
+restarted at once, or after the others have ended their requests; it listens where it listened before. A run passes if
+
+- every request of the other processes ends within RECOVERY_S of the fault, and none waits for the victim for ever,
+- every output is equal to the model's own, or its failure has a reason and what came before is equal,
+- SETTLED_S after the last one nothing is held by any process, and `check()` finds nothing.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from scheduler_adapters.hf import load_model, reference_tokens
+from scheduler_adapters.rooms import DECODE_MOVES, PREFILL_MOVES
+from scheduler_adapters.worker import WorkerConfig
+from scheduler_adapters.workers import Workers
+from tests.scheduler_adapters.client import Client
+from tests.scheduler_adapters.kill_worker import FOLDER_VARIABLE
+from transfer.ports import available_port
+
+LEASE_S = 1.0
+STOPPED_S = 4.0
+RECOVERY_S = 20.0
+SETTLED_S = 20.0
+REQUESTS = 12
+CANCELLED = 0.15
+NEW = 12
+PROGRAM = (sys.executable, "-m", "tests.scheduler_adapters.kill_worker")
+PHASES = {
+    "prefill": [phase for phase in PREFILL_MOVES if phase not in ("queued", "over")],
+    "decode": [phase for phase in DECODE_MOVES if phase not in ("waiting", "over")],
+}
+
+
+class Fault(NamedTuple):
+    """What is done to whom, and when."""
+
+    role: str
+    phase: str
+    kind: str  # "kill": restarted when the others are done; "restart": at once; "stop"
+
+
+FAULTS = [Fault(role, phase, kind) for role in PHASES for phase in PHASES[role] for kind in ("kill", "restart", "stop")]
+
+
+class Outcome(NamedTuple):
+    """One run, in seconds from the fault."""
+
+    fault: Fault
+    others_s: float
+    settled_s: float
+    failed: list[str]
+    struck: bool
+
+
+def configs() -> list[WorkerConfig]:
+    """Two processes of each kind, at fixed TCP ports."""
+    made: list[WorkerConfig] = []
+    for number, role in enumerate(("prefill", "prefill", "decode", "decode")):
+        firsts = [20000 + 1000 * number + 500 * way for way in range(2)]
+        at = [f"tcp://127.0.0.1:{available_port(first, first + 499)}" for first in firsts]
+        made.append(
+            WorkerConfig(
+                model=None,
+                seed=0,
+                page_size=16 if role == "prefill" else 32,
+                cache_bytes=4 << 20,
+                max_seq_len=512,
+                max_requests=6,
+                token_budget=64,
+                tp=1 if role == "prefill" else 2,
+                device="cpu",
+                lease_s=LEASE_S,
+                name=f"{role}-{number % 2}",
+                role=role,  # type: ignore[arg-type]
+                listen=at[0] if role == "prefill" else "",
+                handshake=at[1],
+            )
+        )
+    return made
+
+
+class Range:
+    """The fleet that is shot at, and what it is asked for."""
+
+    def __init__(self, client: Client, folder: Path, seed: int) -> None:
+        self.client, self.workers, self.folder = client, client.workers, folder
+        self.random = random.Random(seed)
+        model = load_model(None)
+        lengths = [self.random.randrange(20, 330) for _ in range(24)]
+        self.prompts = [[self.random.randrange(256) for _ in range(length)] for length in lengths]
+        self.expected = [reference_tokens(model, prompt, NEW) for prompt in self.prompts]
+        self.served = 0
+
+    def submit(self) -> None:
+        """One round of requests, spread over the decode processes."""
+        for number in range(REQUESTS):
+            at, self.served = self.random.randrange(len(self.prompts)), self.served + 1
+            decode = f"decode-{number % 2}"
+            one = self.client.submit(f"r{self.served}", self.prompts[at], NEW, decode, self.expected[at])
+            if self.random.random() < CANCELLED:
+                self.client.aborts.append((one.submitted + self.random.uniform(0.0, 0.5), one.request_id))
+
+    def run(self, fault: Fault) -> Outcome:
+        """One run. What it asserts is what the module says."""
+        victim = f"{fault.role}-{self.random.randrange(2)}"
+        delay = self.random.choice([0.0, 0.0, self.random.uniform(0.0, 0.005)])
+        number = signal.SIGSTOP if fault.kind == "stop" else signal.SIGKILL
+        fuse = self.folder / str(self.workers.pids[victim])
+        fuse.write_text(f"{fault.phase} {int(number)} {delay}")
+        if number == signal.SIGKILL:
+            self.workers.expect_end(victim)
+        self.submit()
+        struck = self.wait_for_end_or_stop(victim, fuse)
+        at = time.monotonic()
+        if struck and fault.kind == "restart":
+            self.restart(victim)
+        if struck:
+            self.wait_for_others(victim, at)
+        others_s = max((one.ended - at for one in self.client.asked.values() if one.decode != victim), default=0.0)
+        if struck and fault.kind == "kill":
+            self.restart(victim)
+        elif struck and fault.kind == "stop":
+            self.let_go_on(victim, at)
+        elif not struck:
+            fuse.unlink(missing_ok=True)
+            if number == signal.SIGKILL:  # nothing came into that phase; it has not ended, so it is ended now
+                self.workers.kill(victim)
+                self.restart(victim)
+        self.wait_for_all(time.monotonic() + RECOVERY_S)
+        settled_s = self.client.settle(SETTLED_S)
+        return self.judged(fault, others_s, settled_s, struck=struck)
+
+    def wait_for_end_or_stop(self, victim: str, fuse: Path) -> bool:
+        """Until the victim is struck, or all is served without it."""
+        while self.client.open:
+            self.client.hear(0.002)
+            if not fuse.exists() and (self.workers.has_ended(victim) or is_stopped(self.workers.pids[victim])):
+                return True
+        return not fuse.exists()
+
+    def restart(self, victim: str) -> None:
+        """The victim comes back where it was; what it had is lost with it."""
+        while not self.workers.has_ended(victim):
+            time.sleep(0.001)
+        self.client.give_up(victim, f"the process {victim} was killed")
+        self.workers.restart(victim)
+        self.client.wait_ready(victim)
+
+    def let_go_on(self, victim: str, since: float) -> None:
+        """A stopped victim goes on, later than its leases last."""
+        while time.monotonic() < since + STOPPED_S:
+            self.client.hear(0.05)
+        os.kill(self.workers.pids[victim], signal.SIGCONT)
+
+    def wait_for_others(self, victim: str, at: float) -> None:
+        """Until every request that the victim does not decode has ended, which is soon enough after the fault."""
+        others = [one for one in self.client.asked.values() if one.decode != victim]
+        while not all(one.ended for one in others):
+            self.client.hear(0.01)
+            assert time.monotonic() < at + 2 * RECOVERY_S, f"{2 * RECOVERY_S} s after the fault: {self.client.open}"
+        late = [one for one in others if one.ended > at + RECOVERY_S]
+        assert not late, f"more than {RECOVERY_S} s after the fault: {late}"
+
+    def wait_for_all(self, deadline: float) -> None:
+        """Until every request has ended."""
+        while self.client.open:
+            self.client.hear(0.01)
+            assert time.monotonic() < deadline, f"{RECOVERY_S} s after all was well again: {self.client.open}"
+
+    def judged(self, fault: Fault, others_s: float, settled_s: float, *, struck: bool) -> Outcome:
+        """Every output is right."""
+        every = list(self.client.asked.values())
+        wrong = [one for one in every if not one.is_right]
+        assert not wrong, f"wrong: {wrong}"
+        self.client.asked.clear()
+        failed = [one.error for one in every if one.finished == "error"]
+        return Outcome(fault, max(0.0, others_s), settled_s, failed, struck)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process has been stopped by a signal."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def shoot(runs: int, seed: int, say: Callable[[str], None] = lambda _line: None) -> list[Outcome]:
+    """Run every fault in turn, in an order of the seed, until there were `runs`."""
+    torch.set_num_threads(1)
+    order = random.Random(seed)
+    queue: list[Fault] = []
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory(prefix="pagewire-fuses-") as folder:
+        os.environ[FOLDER_VARIABLE] = folder
+        with Workers(configs(), PROGRAM) as workers:
+            shooting = Range(Client(workers), Path(folder), seed)
+            while len(outcomes) < runs:
+                queue = queue or order.sample(FAULTS, len(FAULTS))
+                outcomes.append(shooting.run(queue.pop()))
+                say(line_of(len(outcomes), outcomes[-1]))
+    return outcomes
+
+
+def line_of(number: int, outcome: Outcome) -> str:
+    """One line about one run."""
+    fault = outcome.fault
+    what = f"run {number}: {fault.role} in {fault.phase!r}, {fault.kind}"
+    if not outcome.struck:
+        return f"{what}: no request came into that phase there"
+    reasons = "; ".join(sorted({reason[:100] for reason in outcome.failed}))
+    return (
+        f"{what}: the others done after {outcome.others_s:.2f} s, nothing held {outcome.settled_s:.2f} s after the "
+        f"last request; {len(outcome.failed)} failed {reasons}"
+    )
+
+
+def summary(outcomes: list[Outcome]) -> list[dict[str, object]]:
+    """A row for each kind of fault."""
+    rows: list[dict[str, object]] = []
+    for role in PHASES:
+        for kind in ("kill", "restart", "stop"):
+            some = [one for one in outcomes if (one.fault.role, one.fault.kind) == (role, kind) and one.struck]
+            rows.append(
+                {
+                    "victim": role,
+                    "fault": kind,
+                    "runs": len(some),
+                    "phases": len({one.fault.phase for one in some}),
+                    "others_s_max": round(max((one.others_s for one in some), default=0.0), 2),
+                    "settled_s_max": round(max((one.settled_s for one in some), default=0.0), 2),
+                    "failed": sum(len(one.failed) for one in some),
+                    "requests": len(some) * REQUESTS,
+                }
+            )
+    return rows
+
+
+def main() -> int:
+    """Shoot, and print what came of it; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.scheduler_adapters.kills", description=__doc__)
+    parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args()
+    start = time.monotonic()
+    outcomes = shoot(chosen.runs, chosen.seed, lambda line: print(line, flush=True))  # noqa: T201
+    rows = summary(outcomes)
+    for row in rows:
+        print("  ".join(f"{key} {value}" for key, value in row.items()))  # noqa: T201
+    struck = sum(one.struck for one in outcomes)
+    print(f"{len(outcomes)} runs, {struck} struck, seed {chosen.seed}, {time.monotonic() - start:.0f} s")  # noqa: T201
+    if chosen.json:
+        command = f"python -m tests.scheduler_adapters.kills --runs {chosen.runs} --seed {chosen.seed}"
+        chosen.json.write_text(json.dumps({"command": command, "struck": struck, "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
