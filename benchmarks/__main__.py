@@ -16,7 +16,18 @@ from pathlib import Path
 from benchmarks.frame import CLOCK_VARIABLE, Row, clock_option, progress
 
 HERE = Path(__file__).resolve().parent
-NAMES = ("decode_step", "admission", "growing_conversation", "release", "evict", "memory", "trace_replay")
+NAMES = (
+    "decode_step",
+    "admission",
+    "growing_conversation",
+    "release",
+    "evict",
+    "memory",
+    "recommend",
+    "trace_replay",
+    "trace_hints",
+    "trace_routing",
+)
 
 
 def arguments() -> argparse.Namespace:

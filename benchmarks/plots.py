@@ -14,6 +14,7 @@ from matplotlib import pyplot as plt
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from benchmarks.frame import Row
+from scheduler_adapters.replay_plots import draw_capacities, draw_replicas
 
 _LEAST_SPAN = 20
 
@@ -114,6 +115,18 @@ def draw(figures: Figures, folder: Path) -> list[Path]:
         if rows:
             made.append(folder / f"{plot.name}.png")
             _draw_one(plot, rows, made[-1])
+    return made + _draw_traces(figures, folder)
+
+
+def _draw_traces(figures: Figures, folder: Path) -> list[Path]:
+    """Hits against capacity, and against replicas with their load, for each trace."""
+    made: list[Path] = []
+    for source, draw_rows in (("trace_hints", draw_capacities), ("trace_routing", draw_replicas)):
+        rows = figures.get(source, ())
+        for trace in dict.fromkeys(row["trace"] for row in rows):
+            made.append(folder / f"{source}_{trace}.png")
+            title = f"{trace} trace" + (f", {rows[0]['blocks']:,} blocks in all" if draw_rows is draw_replicas else "")
+            draw_rows([row for row in rows if row["trace"] == trace], title, made[-1])
     return made
 
 

@@ -1,4 +1,4 @@
-"""What page checks cost: a pull with the fence alone, with a sample of its pages compared, and with all of them.
+"""What safety costs: a pull without its fence, with it, with a sample of its pages compared, and with all of them.
 
 `python -m benchmarks.verify_price [--quick] [--json FILE]`. Source and reader are agents of one process, polled in
 turn; the variants alternate, so that what else the machine does falls on all of them. Sealing is the source's part.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,7 +26,8 @@ from transfer.replica import ReplicaTransfer, Source
 from transfer.shapes import dense
 
 PAGE = PageLayout("bfloat16", 2, 4, 2, 0, 4, 16, 64, HEAD_MAJOR)
-SHARES = {"fence": 0.0, "sample 5 %": 0.05, "digest": 1.0}
+UNFENCED = "no fence"
+SHARES = {UNFENCED: 0.0, "fence": 0.0, "sample 5 %": 0.05, "digest": 1.0}
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -37,6 +39,7 @@ class Row(msgspec.Struct, frozen=True):
     us_min: float
     us_median: float
     ratio: float
+    ratio_median: float
     seal_us: float
 
 
@@ -54,11 +57,26 @@ def make(name: str, pages: int, *, checks: bool, verify: float) -> tuple[Replica
 _POOLS: list[np.ndarray] = []
 
 
+def take_fence_away(reader: ReplicaTransfer) -> None:
+    """Let a reader say that it is done as soon as its READs are, whatever the lease word holds: only to be timed."""
+    puller: Any = reader.ranks[0].puller
+
+    def go_on(pull: Any) -> None:
+        if not pull.fenced:
+            puller._tell(pull, pull.read_ranks, "done")  # noqa: SLF001 - what the fence carries otherwise
+            pull.told |= pull.read_ranks
+            pull.marking = 0
+            puller._passed(pull)  # noqa: SLF001
+
+    puller._fence = go_on  # noqa: SLF001
+
+
 def measure(count: int, rounds: int) -> list[Row]:
     """Pulls `count` pages, scattered in both pools, `rounds` times by each variant."""
     pages = max(2 * count, 64)
     source, card = make("source", pages, checks=True, verify=0.0)
     readers = {name: make(f"reader {name}", pages, checks=False, verify=share)[0] for name, share in SHARES.items()}
+    take_fence_away(readers[UNFENCED])
     rng = np.random.default_rng(1)
     times: dict[str, list[float]] = {name: [] for name in SHARES}
     seals: list[float] = []
@@ -84,7 +102,7 @@ def measure(count: int, rounds: int) -> list[Row]:
                 source.events.clear()
     for replica in (source, *readers.values()):
         replica.close()
-    base = min(times["fence"][2:])
+    base = times[UNFENCED][2:]
     return [
         Row(
             name,
@@ -92,7 +110,8 @@ def measure(count: int, rounds: int) -> list[Row]:
             PAGE.page_bytes,
             round(min(took[2:]), 1),
             round(statistics.median(took[2:]), 1),
-            round(min(took[2:]) / base, 3),
+            round(min(took[2:]) / min(base), 3),
+            round(statistics.median(a / b for a, b in zip(took[2:], base, strict=True)), 3),
             round(min(seals), 1),
         )
         for name, took in times.items()
@@ -110,7 +129,8 @@ def main() -> None:
     for row in rows:
         print(
             f"{row.pages:5} pages of {row.page_bytes:,} bytes, {row.variant:10}: min {row.us_min:9,.1f} us, median "
-            f"{row.us_median:9,.1f}, ratio {row.ratio:.3f}; sealing takes the source {row.seal_us:,.1f}"
+            f"{row.us_median:9,.1f}, ratio {row.ratio:.3f}, in pairs {row.ratio_median:.3f}; "
+            f"sealing takes the source {row.seal_us:,.1f}"
         )
     if args.json:
         args.json.write_bytes(msgspec.json.format(msgspec.json.encode({"rows": rows})))

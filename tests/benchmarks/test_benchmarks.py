@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import admission, decode_step, evict, growing_conversation, release
+from benchmarks import admission, decode_step, evict, growing_conversation, recommend, release
 
 pytestmark = pytest.mark.usefixtures("_unfrozen")
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +36,25 @@ def test_every_benchmark_measures_what_it_says_on_a_small_pool() -> None:
     assert len(release.measure(8192, 16, 3)) == 3
     assert evict.measure(4096, (1, 64), 3)[1]["at a time"] == 64
     assert len(growing_conversation.measure(1024, "xxh3_128", 3)) == 3
+    assert [row["case"] for row in recommend.measure(3, 256, "sha256", 3)] == ["cold", "one", "all", "again"]
+
+
+def test_sweeps_of_traces_are_drawn_one_by_one(tmp_path: Path) -> None:
+    plots = pytest.importorskip("benchmarks.plots")
+    hints = [
+        {"trace": trace, "blocks": 10 * at, "hints": kind, "hit_pct": 2.0, "optimum_pct": 3.0}
+        for trace in ("a", "b")
+        for at in (1, 2)
+        for kind in ("none", "true")
+    ]
+    split = {"trace": "a", "blocks": 10, "routing": "prefix", "hit_pct": 2.0, "lru_pct": 3.0}
+    loads = [
+        {**split, "replicas": count, "window_load_mean": load, "window_load_max": load}
+        for count, load in ((1, None), (2, 1.5))
+    ]
+    made = plots.draw({"trace_hints": hints, "trace_routing": loads}, tmp_path)
+    assert [path.name for path in made] == ["trace_hints_a.png", "trace_hints_b.png", "trace_routing_a.png"]
+    assert all(path.stat().st_size > 10_000 for path in made)
 
 
 @pytest.mark.slow
