@@ -27,7 +27,7 @@ _WIDE = ("order", "memory", "n")
 
 def our_rows(*, quick: bool) -> Iterator[Row]:
     """Ours beside the machine's limit."""
-    budget_s = 0.5 if quick else 3.0
+    budget_s = 0.5 if quick else 1.5
     for cases in (equal, topologies, shares):
         for case in cases(quick=quick):
             rows = measure(case, budget_s)

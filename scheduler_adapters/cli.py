@@ -83,6 +83,9 @@ def _add_demo(commands: argparse._SubParsersAction[_Parser]) -> None:
         help="let READs and notifications fail, come late, twice, or wrong: requests may fail, none may be answered "
         "wrongly, and no page may stay held",
     )
+    demo.add_argument(
+        "--curve", action="store_true", help="keys for the processes' sockets: encrypted, and closed to anybody else"
+    )
     demo.add_argument("--device", default="cpu", help="torch device of the model and its pages")
     demo.add_argument("--seed", metavar="N", type=int, default=0, help="of the small Llama's weights")
 

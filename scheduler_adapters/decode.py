@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from scheduler_adapters.exchange import Exchange
     from scheduler_adapters.sockets import Context, Socket
     from transfer.replica import LeaseOver, Offered
+    from transfer.side_channel import Keyring
 
 MAX_ATTEMPTS = 3
 _EXPIRE_S = 0.01
@@ -44,6 +45,7 @@ class DecodeScheduler:
         chunkwise: pull pages while the rest of the prompt still runs.
         times: of each phase.
         clock: seconds, monotonic.
+        keyring: what we show prefill processes, and know them by; None for plain sockets.
 
     Attributes:
         counts: messages that were "late", attempts that were followed by another ("retries"), requests that "failed".
@@ -62,6 +64,7 @@ class DecodeScheduler:
         chunkwise: bool = True,
         times: DecodeTimes | None = None,
         clock: Callable[[], float] = time.monotonic,
+        keyring: Keyring | None = None,
     ) -> None:
         self.name = name
         self.counts: Counter[str] = Counter()
@@ -72,7 +75,7 @@ class DecodeScheduler:
         self._times = times or DecodeTimes()
         self._clock = clock
         hello = msg.Hello(reader=name, incarnation=exchange.incarnation)
-        self.links = [PrefillLink(context, endpoint, hello, clock) for endpoint in prefills]
+        self.links = [PrefillLink(context, endpoint, hello, clock, keyring) for endpoint in prefills]
         self._rooms: dict[str, DecodeRoom] = {}
         self._pulls = Pulls(loop.manager, exchange)
         # Of each replica the rooms that wait for its pages, in the order of their offers.

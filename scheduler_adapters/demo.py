@@ -57,6 +57,7 @@ class DemoOptions:
     decodes: int = 1
     chunkwise: bool = True
     chaos: int | None = None
+    curve: bool = False
     device: str = "cpu"
     seed: int = 0
 
@@ -91,7 +92,7 @@ def run_demo(options: DemoOptions) -> int:
     served = _requests(options, model, texts)
     configs = _worker_configs(options, model, served)
     reporter.line("starting " + ", ".join(f"{config.name}" for config in configs))
-    with Workers(configs) as workers:
+    with Workers(configs, curve=options.curve) as workers:
         reporter.line("  " + ", ".join(f"{name}: pid {pid}" for name, pid in workers.pids.items()))
         with reporter.phase("serving", len(served)) as show:
             serve(workers, served, options, show)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvcache.manager import PagedKVCacheManager
+    from transfer.side_channel import Keyring
 
 LEASE_SLOTS = 4096
 """Leases that can stand at a time on one replica: the words of a `LeaseBook`."""
@@ -50,6 +51,7 @@ class Exchange:
         verify: the source makes page checks, and the reader compares all that it pulls with them. Only between
             processes whose pages are laid out alike.
         agent: makes an agent, given its name and memory type. Replaced by one that misbehaves, to see what it harms.
+        keyring: keys of the sockets over which engines tell each other of themselves; None for plain sockets.
 
     Attributes:
         address: the endpoint, as bound.
@@ -70,6 +72,7 @@ class Exchange:
         replica_options: Mapping[str, float] | None = None,
         verify: bool = False,
         agent: Callable[[str, MemoryType], Agent] = Agent,
+        keyring: Keyring | None = None,
     ) -> None:
         self._verify, self._agent = verify, agent
         self.incarnation = new_incarnation()
@@ -78,15 +81,16 @@ class Exchange:
         self._threads: list[TransferThread] = []
         self._slots: list[list[int]] = []
         agreed = dict(compatibility or {})
+        ask = None if keyring is None else keyring.secure_client
         cards: list[EngineCard] = []
         try:
             for replica, engine_id in enumerate(self._names):
                 ranks = self._ranks(manager, replica, engine_id, agreed)
-                transfers = ReplicaTransfer(ranks, HandshakeClient(), **(replica_options or {}))
+                transfers = ReplicaTransfer(ranks, HandshakeClient(ask), **(replica_options or {}))
                 self._threads.append(TransferThread(transfers))
                 self._slots.append(list(range(LEASE_SLOTS)))
                 cards.append(EngineCard(engine_id, self.incarnation, tuple(rank.metadata for rank in ranks), agreed))
-            self._server = HandshakeServer(cards, bind)
+            self._server = HandshakeServer(cards, bind, None if keyring is None else keyring.secure_server)
         except BaseException:
             for thread in self._threads:
                 thread.close()

@@ -17,6 +17,8 @@ from scheduler_adapters.sockets import Context, Socket, bounded_socket, received
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from transfer.side_channel import Keyring
+
 _serial = itertools.count()
 _PAUSE_S = 0.1
 _MAX_PAUSE_S = 2.0
@@ -33,6 +35,7 @@ class PrefillLink:
         endpoint: of the prefill process.
         hello: who we are.
         clock: seconds, monotonic.
+        keyring: what we show there, and know it by; None for plain sockets.
 
     Attributes:
         welcome: what the process says of itself; None while it is not there.
@@ -47,8 +50,10 @@ class PrefillLink:
         endpoint: str,
         hello: msg.Hello,
         clock: Callable[[], float] = time.monotonic,
+        keyring: Keyring | None = None,
     ) -> None:
         self.endpoint = endpoint
+        self._keyring = keyring
         self.welcome: msg.Welcome | None = None
         self.lost: list[str] = []
         self.load = 0
@@ -127,6 +132,8 @@ class PrefillLink:
     def _open(self) -> None:
         socket = bounded_socket(self._context, zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
+        if self._keyring is not None:
+            self._keyring.secure_client(socket)
         # Named by us: the name that pyzmq makes of the file descriptor is taken while an earlier socket still closes.
         self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED, f"inproc://pagewire-link-{next(_serial)}")
         socket.connect(self.endpoint)

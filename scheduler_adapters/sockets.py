@@ -8,9 +8,12 @@ import zmq
 
 from scheduler_adapters.errors import WorkerError
 from scheduler_adapters.messages import MAX_MESSAGE_BYTES
+from transfer.errors import HandshakeError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from transfer.side_channel import Keyring
 
 _HEARTBEAT_MS = 500
 _SILENT_MS = 2000
@@ -39,17 +42,28 @@ def bounded_socket(context: Context, kind: int) -> Socket:
     return socket
 
 
-def bind_router(context: Context, endpoint: str) -> Socket:
+def bind_router(context: Context, endpoint: str, keyring: Keyring | None = None) -> Socket:
     """A ROUTER that says so where a peer is gone, and lets a peer that comes back take its name over.
 
+    Args:
+        context: makes the socket.
+        endpoint: to bind.
+        keyring: lets in only the peers on its list, whose context must be the process's own; None for anybody.
+
     Raises:
+        HandshakeError: the keyring cannot be used here.
         WorkerError: the endpoint cannot be bound.
     """
     socket = bounded_socket(context, zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
     try:
+        if keyring is not None:
+            keyring.secure_server(socket)
         socket.bind(endpoint)
+    except HandshakeError:
+        socket.close()
+        raise
     except zmq.ZMQError as error:
         socket.close()
         raise WorkerError(f"no socket can be made at {endpoint!r}: {error}") from error

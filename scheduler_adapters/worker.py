@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -31,6 +32,7 @@ from scheduler_adapters.rooms import PrefillTimes
 from scheduler_adapters.sockets import Context, Socket, bind_router, received, wait_for_any
 from transfer.agent import Agent
 from transfer.chaos import ChaosAgent, Rates
+from transfer.side_channel import load_keyring
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,6 +72,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         listen: where a prefill process listens for decode processes.
         prefills: where the prefill processes listen, for a decode process.
         handshake: where the process tells peers of its engines.
+        keyring: file of this process's keys (`transfer.side_channel`); empty for plain sockets.
     """
 
     model: str | None
@@ -93,6 +96,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     listen: str = ""
     prefills: tuple[str, ...] = ()
     handshake: str = "tcp://127.0.0.1:0"
+    keyring: str = ""
 
 
 def die_with_parent() -> None:
@@ -156,6 +160,7 @@ def chaos_agents(seed: int, *, wrong_bytes: bool) -> Callable[[str, MemoryType],
 
 def serve(config: WorkerConfig, context: Context, front: Socket) -> None:
     """Set everything up, say `Ready`, and serve until told to stop."""
+    keyring = load_keyring(Path(config.keyring)) if config.keyring else None
     loop, compatibility = build_loop(config)
     exchange = Exchange(
         loop.manager,
@@ -164,17 +169,25 @@ def serve(config: WorkerConfig, context: Context, front: Socket) -> None:
         compatibility=compatibility,
         verify=config.verify,
         agent=Agent if config.chaos is None else chaos_agents(config.chaos, wrong_bytes=config.verify),
+        keyring=keyring,
     )
     try:
         scheduler: PrefillScheduler | DecodeScheduler
         if config.role == "prefill":
-            router = bind_router(context, config.listen)
+            router = bind_router(context, config.listen, keyring)
             scheduler = PrefillScheduler(
                 config.name, loop, exchange, router, times=PrefillTimes(lease_s=config.lease_s)
             )
         else:
             scheduler = DecodeScheduler(
-                config.name, loop, exchange, context, config.prefills, front, chunkwise=config.chunkwise
+                config.name,
+                loop,
+                exchange,
+                context,
+                config.prefills,
+                front,
+                chunkwise=config.chunkwise,
+                keyring=keyring,
             )
         front.send(msg.encode(msg.Ready(name=config.name)))
         _serve(scheduler, front)
@@ -208,12 +221,13 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and stops us in order
     sys.setswitchinterval(_SWITCH_S)
     torch.set_num_threads(config.threads)
+    # The front has a context of its own, so that its last words are waited for. Keys are looked at in the process's.
     context: Context = zmq.Context()
     front = context.socket(zmq.DEALER)
     front.setsockopt(zmq.IDENTITY, config.name.encode())
     front.connect(config.front)
     try:
-        serve(config, context, front)
+        serve(config, zmq.Context.instance(), front)
     except Exception as error:  # noqa: BLE001  (the parent reports it, whatever it is)
         traceback.print_exc()
         text = str(error) if isinstance(error, KVCacheError) else f"{type(error).__name__}: {error}"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Self
 
 import msgspec
@@ -15,6 +16,7 @@ import zmq
 from scheduler_adapters import messages as msg
 from scheduler_adapters.errors import WorkerError
 from scheduler_adapters.sockets import Context, received
+from transfer.side_channel import make_keyrings, save_keyring
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,13 +36,16 @@ class Workers:
     Args:
         configs: one for each process; `name` (where empty, the role), `front`, `listen` and `prefills` are filled in.
         program: the command of a process, which takes its settings on standard input.
+        curve: give each process keys of a new fleet. Their sockets then let nobody else in, and cannot be read.
 
     Raises:
         WorkerError: from any method, when a process has died that nobody killed here, or does not answer. `__exit__`
             ends all of them then.
     """
 
-    def __init__(self, configs: Sequence[WorkerConfig], program: Sequence[str] = PROGRAM) -> None:
+    def __init__(
+        self, configs: Sequence[WorkerConfig], program: Sequence[str] = PROGRAM, *, curve: bool = False
+    ) -> None:
         self._program = list(program)
         self._directory = tempfile.TemporaryDirectory(prefix="pagewire-")
         self._configs = {config.name: config for config in map(self._filled_in, configs)}
@@ -48,6 +53,11 @@ class Workers:
         for name, config in self._configs.items():
             if config.role == "decode" and not config.prefills:
                 self._configs[name] = msgspec.structs.replace(config, prefills=listening)
+        if curve:
+            for config, keyring in zip(list(self._configs.values()), make_keyrings(len(self._configs)), strict=True):
+                path = Path(self._directory.name) / f"{config.name}.keys"
+                save_keyring(keyring, path)
+                self._configs[config.name] = msgspec.structs.replace(config, keyring=str(path))
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._logs: dict[str, IO[bytes]] = {}
         self._down: set[str] = set()

@@ -68,10 +68,13 @@ class Keyring(msgspec.Struct, frozen=True, kw_only=True):
         """Makes a socket that has not bound yet let in only the clients on the list.
 
         Raises:
-            HandshakeError: this keyring has no service key.
+            HandshakeError: this keyring has no service key, or the socket is of another context than the process's
+                own (`zmq.Context.instance()`): nobody would look at the list there, and every key would be let in.
         """
         if not self.service_secret:
             raise HandshakeError("keyring: an engine needs the service key, this file has none")
+        if socket.context.underlying != zmq.Context.instance().underlying:  # pyright: ignore[reportUnknownMemberType]
+            raise HandshakeError("keyring: the allow-list holds for sockets of zmq.Context.instance() alone")
         domain = _Doorman.instance().admit(frozenset(key.encode() for key in self.allowed))
         socket.setsockopt(zmq.ZAP_DOMAIN, domain.encode())
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.service_secret.encode())

@@ -159,7 +159,8 @@ def verify(
         slots = remote_ids[tokens // source.page_size] * source.page_size + tokens % source.page_size
         for box, held in _boxes(engine):
             same = (held[local[at]] == _values(box, slots[None])[0]).all()
-            expect(bool(same), f"page {local[at]} of {spec.name} holds what page {remote_ids[at]} of its source holds")
+            page = slots[0] // source.page_size
+            expect(bool(same), f"page {local[at]} of {spec.name} holds what page {page} of its source holds")
 
 
 def _boxes(engine: Engine) -> Iterator[tuple[Box, Elements]]:
