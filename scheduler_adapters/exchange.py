@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from kvcache.manager import PagedKVCacheManager
     from transfer.side_channel import Keyring
 
+_STUCK_S = 10.0
+"""A stopped source's READs may never end. Until their agent is destroyed they hold pages and rows here."""
 LEASE_SLOTS = 4096
 """Leases that can stand at a time on one replica: the words of a `LeaseBook`."""
 
@@ -122,6 +124,7 @@ class Exchange:
                     device.index or 0,
                     checks=self._verify,
                     verify=float(self._verify),
+                    stuck_s=_STUCK_S,
                     agent=self._agent,
                 )
             )

@@ -49,6 +49,7 @@ class TransferThread:
     def __init__(self, replica: ReplicaTransfer) -> None:
         self.events: deque[Event] = deque()
         self.pull_seconds = 0.0
+        self._woken = 0.0  # when the first of the last commands came
         self._replica = replica
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._changed = threading.Condition()
@@ -183,12 +184,18 @@ class TransferThread:
 
     def _main(self) -> None:
         try:
-            busy, since = False, time.perf_counter()
+            busy, since = False, time.perf_counter()  # busy: something was under way at `since`
             while not self._stopping:
                 changed = self._run_commands(0.0 if self._replica.is_copying else BUSY_POLL_S if busy else POLL_S)
                 now = time.perf_counter()
-                self.pull_seconds += now - since if busy else 0.0
-                busy, since = self._replica.poll(), now
+                if busy:
+                    self.pull_seconds += now - since
+                    since = now
+                else:
+                    since = self._woken if changed else now
+                was_busy, busy = busy, self._replica.poll()
+                if not was_busy and not busy and any(isinstance(event, PullEvent) for event in self._replica.events):
+                    self.pull_seconds += time.perf_counter() - since  # the READs were made, and ended, in this round
                 if changed or busy or self._replica.events:
                     self.events.extend(self._replica.events)
                     self._replica.events.clear()
@@ -202,7 +209,9 @@ class TransferThread:
     def _run_commands(self, pause_s: float) -> bool:
         """Sleeps until there is a command, but not longer than a poll may wait. Whether there was one."""
         with contextlib.suppress(Empty):
-            (self._commands.get(timeout=pause_s) if pause_s else self._commands.get_nowait())()
+            command = self._commands.get(timeout=pause_s) if pause_s else self._commands.get_nowait()
+            self._woken = time.perf_counter()
+            command()
             with contextlib.suppress(Empty):
                 while True:
                     self._commands.get_nowait()()
