@@ -202,6 +202,9 @@ class DecodeScheduler:
                     self._on_late(link, message)
                 elif isinstance(message, msg.Failed):
                     self._fail(room, message.reason, final=message.final, tell_prefill=False)
+                elif message.token is not None and not self._loop.knows(message.token):
+                    reason = f"prefill process {link.name!r} sent token {message.token}, which the model does not know"
+                    self._fail(room, reason, final=False, tell_prefill=True)
                 else:
                     self._on_offer(room, message)
             case _:

@@ -75,6 +75,7 @@ class HFRunner:
         check_supported(model.config)
         self.model = model.eval()
         self.eos_token_ids = eos_token_ids_of(model)
+        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._layers = {layer: place for place, layer in enumerate(kv_layers_of(model.config))}
         self._recurrent = {layer: place for place, layer in enumerate(recurrent_layers_of(model.config))}

@@ -147,12 +147,21 @@ class ServingLoop:
         self._check_new(request.request_id)
         self._running.append(_Entry(request, context, self.manager.get_replica(context)))
 
+    def knows(self, token: int) -> bool:
+        """Whether the model has such a token. A runner without a `vocab_size` is asked nothing."""
+        vocab_size: int | None = getattr(self.runner, "vocab_size", None)
+        return vocab_size is None or 0 <= token < vocab_size
+
     def context_for(self, request: Request) -> TextContext:
         """The context of a new request, checked against the cache. Raises as `add` does."""
         self._check_new(request.request_id)
         if request.max_new_tokens < 1:
             raise InvalidRequestError(
                 f"request {request.request_id!r}: max_new_tokens is {request.max_new_tokens}: at least 1 is needed"
+            )
+        if request.prompt and not self.knows(max(request.prompt)):
+            raise InvalidRequestError(
+                f"request {request.request_id!r}: token {max(request.prompt)} is not one that the model knows"
             )
         total = len(request.prompt) + request.max_new_tokens
         context = TextContext(request.prompt, total, request.request_id, request.cache_salt)
