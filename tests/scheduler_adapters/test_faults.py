@@ -436,3 +436,14 @@ def test_the_same_id_may_come_again_while_its_first_pull_still_ends(
     service.until(lambda: "r" in service.ended and service.ended["r"].finished == "length", "the last of them")
     assert service.tokens["r"] == expected["r"]
     assert_serves_on(service, expected)
+
+
+def test_a_token_that_the_model_does_not_know_fails_its_request_alone(
+    start: Callable[..., Service], expected: dict[str, list[int]]
+) -> None:
+    service = start()
+    service.decode.submit(msg.Submit(request_id="odd", prompt=(1, 1 << 20), max_new_tokens=2))
+    service.collect()
+    assert "token 1048576 is not one that the model knows" in service.ended["odd"].error
+    service.ended.pop("odd")
+    assert_serves_on(service, expected)
