@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from typing import TYPE_CHECKING
 
-from kvcache.errors import InvalidParamsError, InvalidRequestError, SequenceTooLongError
+from kvcache.errors import InvalidParamsError, SequenceTooLongError
 from scheduler_adapters.errors import GenerationError, UnsupportedModelError
 from scheduler_adapters.hf import HFRunner, kv_params_of, num_layers_of, paged_attention
 from scheduler_adapters.loop import Request, ServingLoop
@@ -128,9 +128,6 @@ class PagedGenerator:
                 f"request {request.request_id!r}: {context.current_length} tokens and {request.max_new_tokens} new "
                 f"ones, max_seq_len is {limit}"
             )
-        highest, known = int(context.tokens.max()), self._model.config.get_text_config().vocab_size
-        if highest >= known:
-            raise InvalidRequestError(f"request {request.request_id!r}: token {highest}, the model knows {known}")
 
 
 def _check_pages(model: PreTrainedModel, manager: PagedKVCacheManager) -> None:

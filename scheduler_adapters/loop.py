@@ -108,6 +108,8 @@ class ServingLoop:
         self.manager = manager
         self.runner = runner
         self.token_budget = token_budget
+        # A runner without a vocabulary takes every token.
+        self.vocab_size: int | None = getattr(runner, "vocab_size", None)
         self.preemptions = 0
         self.on_admit: Callable[[str, int], None] | None = None
         self._waiting: deque[_Entry] = deque()
@@ -148,9 +150,8 @@ class ServingLoop:
         self._running.append(_Entry(request, context, self.manager.get_replica(context)))
 
     def knows(self, token: int) -> bool:
-        """Whether the model has such a token. A runner without a `vocab_size` is asked nothing."""
-        vocab_size: int | None = getattr(self.runner, "vocab_size", None)
-        return vocab_size is None or 0 <= token < vocab_size
+        """Whether the model has such a token."""
+        return self.vocab_size is None or 0 <= token < self.vocab_size
 
     def context_for(self, request: Request) -> TextContext:
         """The context of a new request, checked against the cache. Raises as `add` does."""
@@ -159,12 +160,13 @@ class ServingLoop:
             raise InvalidRequestError(
                 f"request {request.request_id!r}: max_new_tokens is {request.max_new_tokens}: at least 1 is needed"
             )
-        if request.prompt and not self.knows(max(request.prompt)):
-            raise InvalidRequestError(
-                f"request {request.request_id!r}: token {max(request.prompt)} is not one that the model knows"
-            )
         total = len(request.prompt) + request.max_new_tokens
         context = TextContext(request.prompt, total, request.request_id, request.cache_salt)
+        highest = int(context.tokens.max())
+        if not self.knows(highest):
+            raise InvalidRequestError(
+                f"request {request.request_id!r}: token {highest}, the model knows {self.vocab_size}"
+            )
         # The last token is never fed back, so it needs no room.
         capacity = self.manager.total_num_pages // self.manager.num_replicas * self.manager.page_size
         if total - 1 > capacity:
