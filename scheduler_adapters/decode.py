@@ -23,7 +23,7 @@ from transfer.replica import Source
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from scheduler_adapters.exchange import Exchange
+    from scheduler_adapters.base import PulledPages, Reads
     from scheduler_adapters.sockets import Context, Socket
     from transfer.replica import LeaseOver, Offered
     from transfer.side_channel import Keyring
@@ -55,8 +55,8 @@ class DecodeScheduler:
     def __init__(
         self,
         name: str,
-        loop: ServingLoop,
-        exchange: Exchange,
+        loop: ServingLoop[PulledPages],
+        exchange: Reads,
         context: Context,
         prefills: Sequence[str],
         front: Socket,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from kvcache.context import TextContext
 from kvcache.errors import (
@@ -24,15 +24,17 @@ from kvcache.errors import (
     SequenceTooLongError,
     UnknownRequestError,
 )
+from scheduler_adapters.base import Pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvcache.context import Context
-    from kvcache.manager import PagedKVCacheManager
     from kvcache.types import RaggedKVCacheInputs
 
 FinishReason = Literal["eos", "length", "error"]
+# What else its pages can do is for those who built the loop to know: `DecodeScheduler` fills them from elsewhere.
+PagesT_co = TypeVar("PagesT_co", bound=Pages, covariant=True)
 
 
 class ModelRunner(Protocol):
@@ -89,7 +91,7 @@ class _Entry:
     replica: int = 0
 
 
-class ServingLoop:
+class ServingLoop(Generic[PagesT_co]):
     """Serves requests from one manager with one model. Not thread-safe: one thread calls it.
 
     Args:
@@ -102,7 +104,7 @@ class ServingLoop:
         on_admit: called with a request's id and replica when it has pages and is about to run.
     """
 
-    def __init__(self, manager: PagedKVCacheManager, runner: ModelRunner, token_budget: int = 512) -> None:
+    def __init__(self, manager: PagesT_co, runner: ModelRunner, token_budget: int = 512) -> None:
         if token_budget < 1:
             raise InvalidRequestError(f"token_budget is {token_budget}: at least 1 is needed")
         self.manager = manager
@@ -328,7 +330,7 @@ def plan_chunks(pending: Sequence[int], budget: int) -> list[int]:
         A count for each request, 0 to `pending`.
     """
     left = max(1, budget - sum(count == 1 for count in pending))
-    counts = []
+    counts: list[int] = []
     for count in pending:
         run = count if count == 1 else min(count, left)
         left -= 0 if count == 1 else run

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvcache.block_table import BlockTable
-    from scheduler_adapters.exchange import Exchange, ReplicaEvent
+    from scheduler_adapters.base import Offers, Pages
+    from scheduler_adapters.exchange import ReplicaEvent
 
 _EXPIRE_S = 0.01
 # A lease that is asked for stands a fraction of a millisecond later, mostly while the model still runs. Where it does
@@ -42,7 +43,7 @@ class _Reader:
 
     name: str
     incarnation: str
-    rooms: dict[tuple[str, int], PrefillRoom] = field(default_factory=dict)
+    rooms: dict[tuple[str, int], PrefillRoom] = field(default_factory=dict[tuple[str, int], PrefillRoom])
 
 
 class PrefillScheduler:
@@ -63,8 +64,8 @@ class PrefillScheduler:
     def __init__(
         self,
         name: str,
-        loop: ServingLoop,
-        exchange: Exchange,
+        loop: ServingLoop[Pages],
+        exchange: Offers,
         socket: Socket,
         *,
         times: PrefillTimes | None = None,
@@ -152,14 +153,14 @@ class PrefillScheduler:
         match message:
             case msg.Hello():
                 self._welcome_reader(sender, message)
-            case msg.Rejected():
-                pass  # never answered, or two of us would go on for ever
-            case msg.Prefill() | msg.Cancel() if reader is None:
-                self._send(sender, msg.Rejected(reason="say Hello first", stranger=True))
-            case msg.Prefill():
+            case msg.Prefill() if reader is not None:
                 self._start(sender, reader, message)
-            case msg.Cancel():
+            case msg.Cancel() if reader is not None:
                 self._on_cancel(reader, message)
+            case msg.Prefill() | msg.Cancel():
+                self._send(sender, msg.Rejected(reason="say Hello first", stranger=True))
+            case _:
+                pass  # `Rejected` is never answered, or two of us would go on for ever
 
     def _reject(self, sender: bytes, reason: str) -> None:
         self.counts["malformed"] += 1

@@ -17,9 +17,8 @@ from scheduler_adapters.hybrid import HybridKVCacheManager
 from transfer.pull_state import PagesOfGroup
 
 if TYPE_CHECKING:
-    from kvcache.manager import PagedKVCacheManager
     from kvcache.pending import PageCopy, PendingImport
-    from scheduler_adapters.exchange import Exchange
+    from scheduler_adapters.base import PulledPages, Reads
     from scheduler_adapters.rooms import DecodeRoom
     from transfer.pull_state import PullEvent
     from transfer.replica import Source
@@ -43,7 +42,7 @@ class Pulls:
         counts: pages "pulled", and pages "reused": cached here already, and not pulled.
     """
 
-    def __init__(self, manager: PagedKVCacheManager, exchange: Exchange) -> None:
+    def __init__(self, manager: PulledPages, exchange: Reads) -> None:
         self.counts: Counter[str] = Counter()
         self._manager = manager
         self._exchange = exchange

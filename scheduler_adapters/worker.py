@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
+    from kvcache.manager import PagedKVCacheManager
     from transfer.metadata import MemoryType
 
 _PR_SET_PDEATHSIG = 1
@@ -116,7 +117,7 @@ def die_with_parent() -> None:
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
-def build_loop(config: WorkerConfig) -> tuple[ServingLoop, dict[str, str]]:
+def build_loop(config: WorkerConfig) -> tuple[ServingLoop[PagedKVCacheManager], dict[str, str]]:
     """The loop of one process, and what must agree with its peers.
 
     Raises:
