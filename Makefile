@@ -10,12 +10,14 @@ TORCH ?= torch==2.13.0
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CONSTRAINTS = $(if $(HAS_GPU),,--constraint constraints.txt)
 ARGS ?=
-# SGLang has an environment of its own: it pins versions that are not ours, and takes 2 GB.
+# SGLang and vLLM have environments of their own: they pin versions that are not ours, and take 2 and 3 GB.
 SGLANG := .venvs/sglang
 SGLANG_PIP := $(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check
+VLLM := .venvs/vllm-engine
+VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test pairs test-sglang model check lint types bench bench-pull bench-peers clean
+.PHONY: help demo test pairs test-sglang test-vllm model check lint types bench bench-pull bench-peers fleet first-token clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -48,6 +50,16 @@ test-sglang: $(SGLANG)/.installed ## run SGLang's real scheduler and a model ove
 	  PAGEWIRE_SGLANG_PAGE_SIZE=$$size $(SGLANG)/bin/python -m pytest tests/sglang_engine -W ignore $(ARGS) || exit 1; \
 	done
 
+$(VLLM)/.installed: tests/vllm_engine/requirements.txt pyproject.toml constraints.txt
+	@echo "setting up $(VLLM) (once)"
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	@$(VLLM_PIP) $(CONSTRAINTS) --requirement tests/vllm_engine/requirements.txt
+	@$(VLLM_PIP) --no-deps 'vllm==0.33.0' --editable .
+	@touch $@
+
+test-vllm: $(VLLM)/.installed ## run vLLM's real schedulers and workers with our connector, on the CPU
+	@$(VLLM)/bin/python -m pytest tests/vllm_engine -W ignore $(ARGS)
+
 model: $(STAMP) ## explore every interleaving of the ownership protocol (ARGS="--without fence")
 	@$(BIN)/python -m tests.transfer.protocol_model $(ARGS)
 
@@ -68,6 +80,12 @@ bench-pull: $(STAMP) ## measure pulls beside process_vm_readv, memcpy, NIXL and 
 
 bench-peers: $(STAMP) ## measure MAX and vLLM in turn with ours, each in an environment of its own
 	@$(BIN)/python -m benchmarks.peers $(ARGS)
+
+fleet: $(STAMP) ## 1,000 requests of a trace on four processes, with cancellations, and a kill on each side
+	@$(BIN)/python -m benchmarks.fleet $(ARGS)
+
+first-token: $(STAMP) ## what disaggregation adds to the time to the first and second token, part by part
+	@$(BIN)/python -m benchmarks.first_token $(ARGS)
 
 clean: ## remove the environment and every cache
 	@rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

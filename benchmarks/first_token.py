@@ -1,0 +1,247 @@
+"""What does disaggregation add to the time to the first token, and where?
+
+`make first-token`: requests of the conversation trace, scaled down (`fleet_trace`), arrive at one rate, by a Poisson
+process of the seed, whether or not those before are done. First at a prefill and a decode process, then at one process
+that runs the same loop alone; small Llama, pages over NIXL, one thread of torch each. Prefill sends the first token at
+once; the second is the first that decode makes. All processes stamp with the machine's monotonic clock. In order:
+
+    asked         of the queue: from the arrival until the decode process has asked the prefill process
+    queue         from the arrival until prefill starts: the prompt has a row and pages, and runs
+    prefill       until its last chunk has run, and the offer goes out
+    hand-over     until the decode process has the offer, and sends the first token on
+    first token   from the arrival until the client has it
+    pull          from the hand-over until all pages are here; they came chunk by chunk already, but for the last
+    join          until the first step of decode is done
+    second token  from the arrival until the client has it
+
+For one process the hand-over and the pull are not there, and `join` is the step after the prompt's last chunk.
+Percentiles of parts do not add up to those of their sum. `added` is the difference of the percentiles of both ways.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.fleet_client import Asked, Client
+from benchmarks.fleet_trace import PAGE, TraceError, TraceRequest, read_requests, synthetic_requests
+from benchmarks.fleet_worker import FOLDER_VARIABLE, Stamp, read_stamps
+from benchmarks.frame import Row, machine, progress, table, write
+from benchmarks.trace_replay import FOLDER, TRACES
+from kvcache.errors import KVCacheError
+from scheduler_adapters import messages as msg
+from scheduler_adapters.errors import WorkerError
+from scheduler_adapters.worker import WorkerConfig
+from scheduler_adapters.workers import Workers
+
+PROGRAM = (sys.executable, "-m", "benchmarks.fleet_worker")
+REQUESTS = 300
+RATE = 4.0
+PARTS = ("asked", "queue", "prefill", "hand-over", "first token", "pull", "join", "second token")
+_WARM_UP = 12
+_CACHE_BYTES = 48 << 20
+_MAX_REQUESTS = 16
+
+
+class Way(NamedTuple):
+    """One way to serve: the processes, by role, and what their program is told."""
+
+    name: str
+    roles: tuple[msg.Role, ...]
+    arguments: tuple[str, ...]
+
+
+WAYS = (Way("disaggregated", ("prefill", "decode"), ()), Way("one process", ("decode",), ("alone",)))
+
+
+class Served(NamedTuple):
+    """What came of one way: milliseconds of each part of each request, and the counters in the end."""
+
+    parts: dict[str, list[float]]
+    stats: dict[str, msg.Stats]
+    seconds: float
+
+
+def configs(way: Way, requests: list[TraceRequest]) -> list[WorkerConfig]:
+    """The processes of a way, for requests up to the longest of these."""
+    return [
+        WorkerConfig(
+            model=None,
+            seed=0,
+            page_size=PAGE,
+            cache_bytes=_CACHE_BYTES,
+            max_seq_len=max(len(one.prompt) + one.new for one in requests),
+            max_requests=_MAX_REQUESTS,
+            token_budget=256,
+            tp=1,
+            device="cpu",
+            role=role,
+        )
+        for role in way.roles
+    ]
+
+
+def arrivals(count: int, rate: float, seed: int) -> list[float]:
+    """Seconds from the start at which requests arrive: a Poisson process."""
+    rng, at, found = random.Random(seed), 0.0, list[float]()  # noqa: S311  (guards nothing)
+    for _ in range(count):
+        at += rng.expovariate(rate)
+        found.append(at)
+    return found
+
+
+def serve(way: Way, requests: list[TraceRequest], times: list[float]) -> Served:
+    """Submit each request at its time, and see to it that all end.
+
+    Raises:
+        WorkerError: a process died, a request failed or was tried twice, or something is held in the end.
+    """
+    with tempfile.TemporaryDirectory(prefix="pagewire-first-") as folder:
+        os.environ[FOLDER_VARIABLE] = folder
+        warm_up = synthetic_requests(_WARM_UP, seed=1)
+        with Workers(configs(way, [*requests, *warm_up]), (*PROGRAM, *way.arguments)) as workers:
+            client = Client(workers)
+            for number, request in enumerate(warm_up):
+                client.submit(f"warm-up-{number}", request)
+                while client.open:
+                    client.hear(0.01)
+            start = time.monotonic()
+            for number, (request, after) in enumerate(zip(requests, times, strict=True)):
+                hear_until(client, start + after)
+                client.submit(f"r{number}", request, start + after)
+            while client.open:
+                client.hear(0.01)
+            seconds = time.monotonic() - start
+            client.settle()
+            stamps = read_stamps(Path(folder))
+        asked = [client.asked[f"r{number}"] for number in range(len(requests))]
+    check(asked, stamps, client.stats)
+    measured = [parts_of(one, stamps[one.request_id]) for one in asked]
+    parts = {part: [1e3 * one[part] for one in measured if part in one] for part in PARTS}
+    return Served(parts, client.stats, seconds)
+
+
+def hear_until(client: Client, at: float) -> None:
+    """Take in what comes until it is time."""
+    while (left := at - time.monotonic()) > 0:
+        client.hear(min(left, 0.05))
+
+
+def check(asked: list[Asked], stamps: dict[str, list[Stamp]], stats: dict[str, msg.Stats]) -> None:
+    """What is measured is what was meant to be.
+
+    Raises:
+        WorkerError: it is not.
+    """
+    failed = [f"{one.request_id}: {one.error}" for one in asked if one.finished not in ("eos", "length")]
+    if failed:
+        raise WorkerError(f"{len(failed)} requests failed, the first: {failed[0]}")
+    if any(stamp.what == "waiting" for every in stamps.values() for stamp in every):
+        raise WorkerError("an attempt failed, and another one followed: its times are no times of a hand-over")
+    if any(one.pages_held or one.open_requests for one in stats.values()):
+        raise WorkerError(f"something is held when all is served: {stats}")
+
+
+def parts_of(one: Asked, stamps: list[Stamp]) -> dict[str, float]:
+    """Seconds of each part that the request had. One that wants a single token has no pull, and no second token."""
+    first_at = {(stamp.role, stamp.what): stamp.at for stamp in reversed(stamps)}
+    sent = [stamp.at for stamp in stamps if stamp.what == "token"]
+    begins = first_at["prefill", "leasing"]
+    asked, computed = first_at.get(("decode", "asked")), first_at.get(("prefill", "held"))
+    found = {
+        "queue": begins - one.submitted,
+        "prefill": (sent[0] if computed is None else computed) - begins,
+        "first token": one.times[0] - one.submitted,
+    }
+    if asked is not None:
+        found["asked"] = asked - one.submitted
+    if computed is not None:
+        found["hand-over"] = sent[0] - computed
+    if len(sent) > 1:
+        joined = first_at.get(("decode", "decoding"))
+        if joined is not None:
+            found["pull"] = joined - sent[0]
+        found["join"] = sent[1] - (sent[0] if joined is None else joined)
+        found["second token"] = one.times[1] - one.submitted
+    return found
+
+
+def rows_of(ways: dict[str, Served]) -> list[Row]:
+    """A row for each part: p50 and p99 in milliseconds of both ways, and what disaggregation adds."""
+    two, one = (ways[way.name].parts for way in WAYS)
+    rows: list[Row] = []
+    for part in PARTS:
+        row: Row = {"part": part, "n": len(two[part])}
+        for at in (50, 99):
+            ours = float(np.percentile(two[part], at)) if two[part] else None
+            theirs = float(np.percentile(one[part], at)) if one[part] else None
+            row[f"disaggregated_ms_p{at}"] = None if ours is None else round(ours, 2)
+            row[f"one_process_ms_p{at}"] = None if theirs is None else round(theirs, 2)
+            row[f"added_ms_p{at}"] = None if ours is None else round(ours - (theirs or 0.0), 2)
+        rows.append(row)
+    return rows
+
+
+def counters(served: Served) -> Row:
+    """What there is to know of a way beside its times."""
+    every = list(served.stats.values())
+    prompt_tokens = sum(one.prompt_tokens for one in every)
+    return {
+        "seconds": round(served.seconds, 1),
+        "hit_rate": round(sum(one.cached_tokens for one in every) / max(1, prompt_tokens), 4),
+        "preemptions": sum(one.preemptions for one in every),
+    }
+
+
+def measure(requests: list[TraceRequest], rate: float, seed: int) -> dict[str, Served]:
+    """Both ways, one after the other, with the same requests at the same times. Raises as `serve`."""
+    times = arrivals(len(requests), rate, seed)
+    found: dict[str, Served] = {}
+    for way in WAYS:
+        found[way.name] = serve(way, requests, times)
+        progress(f"first_token: {way.name}: {len(requests)} requests in {found[way.name].seconds:.0f} s")
+    return found
+
+
+def main() -> int:
+    """Measure, print, and write; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.first_token", description=__doc__)
+    parser.add_argument("--requests", type=int, default=REQUESTS, help=f"of the trace ({REQUESTS})")
+    parser.add_argument("--rate", type=float, default=RATE, help=f"requests that arrive in a second ({RATE})")
+    parser.add_argument("--seed", type=int, default=0, help="of the arrivals (0)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures and the machine")
+    chosen = parser.parse_args()
+    if chosen.requests < 1 or not chosen.rate > 0:
+        parser.error("--requests must be at least 1, and --rate more than 0")
+    try:
+        requests = read_requests(FOLDER / TRACES[0], chosen.requests)
+    except TraceError as error:
+        progress(
+            f"first_token: {error}. The trace is no part of the project; PAGEWIRE_TRACES names a folder that has it"
+        )
+        return 2
+    try:
+        ways = measure(requests, chosen.rate, chosen.seed)
+    except KVCacheError as error:
+        progress(f"first_token: {error}")
+        return 1
+    rows = rows_of(ways)
+    print(table(rows))
+    if chosen.json:
+        options = f"--requests {chosen.requests} --rate {chosen.rate:g} --seed {chosen.seed}"
+        served = {way: counters(one) for way, one in ways.items()}
+        figures = {"command": f"python -m benchmarks.first_token {options}", "machine": machine(), **served}
+        write(chosen.json, {**figures, "rows": rows})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,288 @@
+"""Does a fleet serve a real trace right while its processes are killed and its requests cancelled?
+
+`make fleet`: two prefill and two decode processes, pages over NIXL, a small Llama, and 1,000 requests of the
+conversation trace, scaled down (`fleet_trace`), at most 24 at a time. Every tenth is cancelled, in a phase and a round
+of the seed: in the queue (nothing has run), in prefill, in the pull, in decode. After a third of the requests one
+prefill process is killed, after two thirds one decode process, and each is started anew at once.
+
+A request must end with the tokens of the model's own greedy `generate`, or, where it is cancelled or fails, with a
+stated reason and tokens that are equal as far as they go. In the end no page may be held by any process. Exit status 0
+only then; 2 where there is no trace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.fleet_client import Asked, Client
+from benchmarks.fleet_trace import PAGE, TraceError, TraceRequest, ideal_hit_rate, read_requests
+from benchmarks.fleet_worker import FOLDER_VARIABLE, PHASES, Phase, Planned, Stamp, read_stamps, write_plan
+from benchmarks.frame import Row, machine, progress, table, write
+from benchmarks.trace_replay import FOLDER, TRACES
+from kvcache.errors import KVCacheError
+from scheduler_adapters import messages as msg
+from scheduler_adapters.hf import is_rounding_tie, load_model, reference_tokens
+from scheduler_adapters.worker import WorkerConfig
+from scheduler_adapters.workers import Workers
+
+PROGRAM = (sys.executable, "-m", "benchmarks.fleet_worker")
+REQUESTS = 1000
+CONCURRENCY = 24
+CANCELLED = 0.1
+WINDOW_S = 10.0  # before and after a kill, in which silences are looked for
+_WHOLE = ("eos", "length")
+_ROUNDS = 8  # of its process that a cancellation may let pass
+_CACHE_BYTES = 24 << 20  # 768 pages: far fewer than the trace has
+
+
+class Killed(NamedTuple):
+    """A process that was killed, and when, by `time.monotonic`."""
+
+    name: str
+    at: float
+
+
+class Run(NamedTuple):
+    """What a run left: requests, kills, counters of processes that live and of those that were killed, and stamps."""
+
+    asked: list[Asked]
+    planned: int
+    kills: list[Killed]
+    started: dict[str, float]
+    stats: dict[str, msg.Stats]
+    lost_stats: list[msg.Stats]
+    stamps: dict[str, list[Stamp]]
+    seconds: float
+    settled_s: float
+
+
+def configs(requests: list[TraceRequest]) -> list[WorkerConfig]:
+    """Two processes of each kind, for requests up to the longest of these."""
+    roles: tuple[msg.Role, ...] = ("prefill", "prefill", "decode", "decode")
+    return [
+        WorkerConfig(
+            model=None,
+            seed=0,
+            page_size=PAGE,
+            cache_bytes=_CACHE_BYTES,
+            max_seq_len=max(len(one.prompt) + one.new for one in requests),
+            max_requests=CONCURRENCY // 2,
+            token_budget=256,
+            tp=1,
+            device="cpu",
+            name=f"{role}-{number % 2 + 1}",
+            role=role,
+        )
+        for number, role in enumerate(roles)
+    ]
+
+
+def plan_of(requests: list[TraceRequest], rng: random.Random) -> dict[str, Planned]:
+    """Which requests are cancelled, and where. One that wants a single token comes no further than prefill."""
+    chosen = rng.sample(range(len(requests)), round(CANCELLED * len(requests)))
+    plan: dict[str, Planned] = {}
+    for number in chosen:
+        phases = PHASES[: 4 if requests[number].new > 2 else 3 if requests[number].new == 2 else 2]
+        phase: Phase = rng.choice(phases)
+        # A pull is over after a round or two, and a decode phase after as many rounds as there are tokens.
+        most = {"queue": _ROUNDS, "prefill": 2, "pull": 1, "decode": min(_ROUNDS, requests[number].new - 2)}[phase]
+        plan[f"r{number}"] = Planned(phase, rng.randrange(max(1, most)))
+    return plan
+
+
+def run(requests: list[TraceRequest], seed: int) -> Run:
+    """Serve the requests, with kills and cancellations of the seed.
+
+    Raises:
+        WorkerError: a process died that was not killed, or nothing goes on any more.
+    """
+    rng = random.Random(seed)  # noqa: S311  (guards nothing)
+    plan = plan_of(requests, rng)
+    count = len(requests)
+    due = [(count // 3, f"prefill-{rng.randrange(1, 3)}"), (2 * count // 3, f"decode-{rng.randrange(1, 3)}")]
+    kills: list[Killed] = []
+    with tempfile.TemporaryDirectory(prefix="pagewire-fleet-") as folder:
+        write_plan(Path(folder), plan)
+        os.environ[FOLDER_VARIABLE] = folder
+        with Workers(configs(requests), PROGRAM) as workers:
+            client, start = Client(workers), time.monotonic()
+            while len(client.asked) < count or client.open:
+                while len(client.asked) < count and len(client.open) < CONCURRENCY and client.decodes:
+                    number = len(client.asked)
+                    client.submit(f"r{number}", requests[number])
+                client.hear(0.1)
+                done = len(client.asked) - len(client.open)
+                if due and done >= due[0][0]:
+                    name = due.pop(0)[1]
+                    kills.append(Killed(name, client.kill(name)))
+                    progress(f"fleet: {name} killed after {done} requests, {kills[-1].at - start:.1f} s")
+            seconds = time.monotonic() - start
+            client.wait_until_whole()
+            settled_s = client.settle()
+            stamps = read_stamps(Path(folder))
+    asked = list(client.asked.values())
+    return Run(asked, len(plan), kills, client.started, client.stats, client.lost_stats, stamps, seconds, settled_s)
+
+
+# ---- what is said of a run
+
+
+def judge(model: Any, asked: list[Asked]) -> dict[str, str]:
+    """Of each request, by its id: "equal", as far as it goes; "tie", which rounding explains; or what is wrong."""
+    known: dict[TraceRequest, list[int]] = {}
+    verdicts: dict[str, str] = {}
+    for one in asked:
+        if one.request not in known:
+            known[one.request] = reference_tokens(model, one.request.prompt, one.request.new)
+        theirs = known[one.request]
+        is_whole = one.finished in _WHOLE
+        if not is_whole and one.finished != "cancelled" and not one.error:
+            verdict = f"ended {one.finished!r}, and says not why"
+        elif one.tokens == (theirs if is_whole else theirs[: len(one.tokens)]):
+            verdict = "equal"
+        elif is_rounding_tie(model, one.request.prompt, one.tokens, theirs):
+            verdict = "tie"
+        else:
+            verdict = f"has {one.tokens}, the model's own are {theirs}"
+        verdicts[one.request_id] = verdict
+    return verdicts
+
+
+def cancelled_in(stamps: list[Stamp]) -> str:
+    """The phase in which a request was cancelled.
+
+    What its decode process takes for the queue may be its prefill: the prefill process knows that.
+    """
+    cancel = next(stamp for stamp in stamps if stamp.what.startswith("cancel "))
+    phase = cancel.what.removeprefix("cancel ")
+    begun = any(
+        (stamp.role, stamp.what, stamp.attempt) == ("prefill", "leasing", cancel.attempt) and stamp.at < cancel.at
+        for stamp in stamps
+    )
+    return "prefill" if phase == "queue" and begun else phase
+
+
+def longest_gap(times: list[float], start: float, end: float) -> float:
+    """Longest part of the time from start to end without any of the times; 0.0 where there is no such part."""
+    marks = [start, *(at for at in sorted(times) if start < at < end), max(start, end)]
+    return max(after - before for before, after in itertools.pairwise(marks))
+
+
+def longest_wait(asked: list[Asked], start: float, end: float) -> float:
+    """Longest time for which a request that was open between start and end had no token, in seconds."""
+    return max(
+        (
+            after - before
+            for one in asked
+            for before, after in zip([one.submitted, *one.times], [*one.times, one.ended], strict=True)
+            if before < end and after > start
+        ),
+        default=0.0,
+    )
+
+
+def silence_of(run: Run, kill: Killed) -> Row:
+    """How long nothing came after a kill, and, to compare, before it."""
+    times = [at for one in run.asked for at in one.times]
+    lost = [one for one in run.asked if one.error.startswith("decode process") and one.ended == kill.at]
+    others = [one for one in run.asked if one not in lost]
+    last = max(one.ended for one in run.asked)
+    before, after = (kill.at - WINDOW_S, kill.at), (kill.at, min(kill.at + WINDOW_S, last))
+    return {
+        "killed": kill.name,
+        "silence_s": round(longest_gap(times, *after), 3),
+        "silence_s_before": round(longest_gap(times, *before), 3),
+        "longest_wait_s": round(longest_wait(others, *after), 3),
+        "longest_wait_s_before": round(longest_wait(others, *before), 3),
+        "serves_again_s": round(run.started[kill.name] - kill.at, 2),
+        "requests_lost": len(lost),
+    }
+
+
+def attempts(stamps: list[Stamp]) -> int:
+    """How often a request was begun."""
+    return 1 + sum((stamp.role, stamp.what) == ("decode", "waiting") for stamp in stamps)
+
+
+def figures(requests: list[TraceRequest], seed: int, run: Run, verdicts: dict[str, str]) -> Row:
+    """What the JSON says."""
+    wrong = [f"{name} {verdict}" for name, verdict in verdicts.items() if verdict not in ("equal", "tie")]
+    every = [*run.lost_stats, *run.stats.values()]
+    prompt_tokens = sum(one.prompt_tokens for one in every)
+    pulled, reused = sum(one.pages_pulled for one in every), sum(one.pages_reused for one in every)
+    reasons = Counter(one.error.replace(repr(one.request_id), "...") for one in run.asked if one.finished == "error")
+    phases = Counter(cancelled_in(run.stamps[one.request_id]) for one in run.asked if one.finished == "cancelled")
+    return {
+        "seed": seed,
+        "requests": len(requests),
+        "prompt_tokens": sum(len(one.prompt) for one in requests),
+        "new_tokens": sum(len(one.tokens) for one in run.asked),
+        "equal": sum(one.finished in _WHOLE and verdicts[one.request_id] == "equal" for one in run.asked),
+        "rounding_ties": sum(verdict == "tie" for verdict in verdicts.values()),
+        "wrong": wrong,
+        "cancellations_planned": run.planned,
+        "cancelled": {phase: phases[phase] for phase in PHASES},
+        "failed": dict(reasons),
+        "retried": sum(attempts(stamps) > 1 for stamps in run.stamps.values()),
+        "prefill_hit_rate": round(sum(one.cached_tokens for one in every) / max(1, prompt_tokens), 4),
+        "decode_hit_rate": round(reused / max(1, reused + pulled), 4),
+        "infinite_cache_hit_rate": round(ideal_hit_rate(requests), 4),
+        "pages_pulled": pulled,
+        "preemptions": sum(one.preemptions for one in every),
+        "malformed": sum(one.malformed for one in every),
+        "kills": [silence_of(run, kill) for kill in run.kills],
+        "pages_held": sum(one.pages_held for one in run.stats.values()),
+        "open_requests": sum(one.open_requests for one in run.stats.values()),
+        "settled_s": round(run.settled_s, 2),
+        "seconds": round(run.seconds, 1),
+        "requests_per_s": round(len(requests) / run.seconds, 2),
+    }
+
+
+def is_good(found: Row) -> bool:
+    """Whether all is as the module says."""
+    return not (found["wrong"] or found["pages_held"] or found["open_requests"])
+
+
+def main() -> int:
+    """Run, print, and write; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fleet", description=__doc__)
+    parser.add_argument("--requests", type=int, default=REQUESTS, help=f"of the trace ({REQUESTS})")
+    parser.add_argument("--seed", type=int, default=0, help="of the kills and cancellations (0)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures and the machine")
+    chosen = parser.parse_args()
+    if chosen.requests < 3:
+        parser.error(f"--requests is {chosen.requests}: at least 3 are needed, as two processes are killed")
+    try:
+        requests = read_requests(FOLDER / TRACES[0], chosen.requests)
+    except TraceError as error:
+        progress(f"fleet: {error}. The trace is no part of the project; PAGEWIRE_TRACES names a folder that has it")
+        return 2
+    torch.set_num_threads(1)
+    try:
+        ran = run(requests, chosen.seed)
+    except KVCacheError as error:
+        progress(f"fleet: {error}")
+        return 1
+    progress(f"fleet: {len(requests)} requests in {ran.seconds:.0f} s; comparing with the model's own tokens")
+    found = figures(requests, chosen.seed, ran, judge(load_model(None), ran.asked))
+    print(table([{"figure": key, "value": str(value)} for key, value in found.items()]))
+    if chosen.json:
+        command = f"python -m benchmarks.fleet --requests {chosen.requests} --seed {chosen.seed}"
+        write(chosen.json, {"command": command, "machine": machine(), **found})
+    return 0 if is_good(found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

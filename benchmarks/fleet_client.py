@@ -1,0 +1,181 @@
+"""The client of a fleet of processes: what it asked for, of whom, and what came of it, and when."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from scheduler_adapters import messages as msg
+from scheduler_adapters.errors import WorkerError
+
+if TYPE_CHECKING:
+    from benchmarks.fleet_trace import TraceRequest
+    from scheduler_adapters.workers import Workers
+
+STALL_S = 120.0
+_START_S = 120.0
+_SETTLE_S = 30.0
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """A request. Times are seconds of `time.monotonic`.
+
+    Attributes:
+        request_id: its name.
+        request: what was asked for.
+        decode: the process that it was asked of.
+        submitted: when.
+        tokens: what came.
+        times: when each message of tokens came.
+        finished: why it ended; empty where it goes on.
+        error: what failed.
+        ended: when it ended.
+    """
+
+    request_id: str
+    request: TraceRequest
+    decode: str
+    submitted: float
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    finished: str = ""
+    error: str = ""
+    ended: float = 0.0
+
+
+class Client:
+    """Submits to decode processes, and hears from all. One thread calls it.
+
+    Args:
+        workers: entered: all of them serve.
+
+    Attributes:
+        asked: every request by its id.
+        open: those that have not ended.
+        stats: the latest counters of each process.
+        lost_stats: the last counters of those that were killed.
+        started: when each process that was restarted served again.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self.workers = workers
+        self.asked: dict[str, Asked] = {}
+        self.open: dict[str, Asked] = {}
+        self.stats: dict[str, msg.Stats] = {}
+        self.lost_stats: list[msg.Stats] = []
+        self.started: dict[str, float] = {}
+        self._starting: set[str] = set()
+        self._heard = time.monotonic()
+
+    @property
+    def decodes(self) -> list[str]:
+        """The decode processes that serve."""
+        workers = self.workers
+        return [name for name in workers.running if workers.role(name) == "decode" and name not in self._starting]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every process serves."""
+        return not self._starting
+
+    def submit(self, request_id: str, request: TraceRequest, at: float | None = None) -> None:
+        """Ask the decode process that has the fewest of our open requests. It arrived `at`; None: now."""
+        load = dict.fromkeys(self.decodes, 0)
+        for one in self.open.values():
+            if one.decode in load:
+                load[one.decode] += 1
+        decode = min(load, key=lambda name: load[name])
+        one = Asked(request_id, request, decode, time.monotonic() if at is None else at)
+        self.asked[request_id] = self.open[request_id] = one
+        submit = msg.Submit(request_id=request_id, prompt=request.prompt, max_new_tokens=request.new)
+        self.workers.send(decode, submit)
+
+    def hear(self, timeout_s: float) -> None:
+        """Take in what the processes say, waiting up to `timeout_s` for the first of it.
+
+        Raises:
+            WorkerError: a process has died that nobody killed; or requests are open, and nothing came for two minutes.
+        """
+        messages = self.workers.receive(timeout_s)
+        now = time.monotonic()
+        for message in messages:
+            match message:
+                case msg.Tokens():
+                    self._take(message, now)
+                case msg.Ready(name=name):
+                    self._starting.discard(name)
+                    self.started[name] = now
+                case msg.Stats():
+                    self.stats[message.name] = message
+                case _:
+                    pass
+        if messages or not self.open:
+            self._heard = now
+        elif now > self._heard + STALL_S:
+            raise WorkerError(f"nothing came for {STALL_S:.0f} s, and {len(self.open)} requests are open")
+
+    def _take(self, message: msg.Tokens, now: float) -> None:
+        one = self.open.get(message.request_id)
+        if one is None:
+            return  # of a process that was killed: what it had was given up
+        if message.tokens:
+            one.tokens += message.tokens
+            one.times.append(now)
+        if message.finished:
+            one.finished, one.error, one.ended = message.finished, message.error, now
+            del self.open[one.request_id]
+
+    def kill(self, name: str) -> float:
+        """End a process as a crash would, and start it anew. What a decode process had has failed. When it was killed.
+
+        Its counters are asked for before.
+        """
+        self.count([name])
+        self.lost_stats.append(self.stats.pop(name))
+        self.workers.kill(name)
+        at = time.monotonic()
+        for one in [one for one in self.open.values() if one.decode == name]:
+            one.finished, one.error, one.ended = "error", f"decode process {name!r} was killed", at
+            del self.open[one.request_id]
+        self._starting.add(name)
+        self.workers.restart(name)
+        return at
+
+    def wait_until_whole(self) -> None:
+        """Until each process that was started anew serves.
+
+        Raises:
+            WorkerError: one does not.
+        """
+        deadline = time.monotonic() + _START_S
+        while self._starting:
+            self.hear(0.05)
+            if time.monotonic() > deadline:
+                raise WorkerError(f"not ready after {_START_S:.0f} s: {', '.join(sorted(self._starting))}")
+
+    def count(self, names: list[str]) -> None:
+        """Have the counters of these processes, as they are now, in `stats`.
+
+        Raises:
+            WorkerError: one does not answer, or finds its pages in disorder.
+        """
+        for name in names:
+            self.stats.pop(name, None)
+            self.workers.send(name, msg.Ask())
+        deadline = time.monotonic() + _SETTLE_S
+        while not all(name in self.stats for name in names):
+            self.hear(0.05)
+            if time.monotonic() > deadline:
+                raise WorkerError(f"no counters after {_SETTLE_S:.0f} s from {', '.join(names)}")
+
+    def settle(self) -> float:
+        """Seconds until nothing is held any more, or half a minute; `stats` says what is held then."""
+        start = time.monotonic()
+        while True:
+            self.count(self.workers.running)
+            passed = time.monotonic() - start
+            if passed > _SETTLE_S or not any(one.pages_held or one.open_requests for one in self.stats.values()):
+                return passed
+            time.sleep(0.02)

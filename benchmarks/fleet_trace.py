@@ -1,0 +1,101 @@
+"""Requests of a public trace, scaled down to the small model: everything over 32.
+
+A block of the trace, 512 tokens, becomes one page of 16. Its tokens are the first 16 bytes of the sha256 of its id, so
+that prompts which share blocks there share pages here, and no others. The last block is as full as it was: one token
+for each 32 begun; so is the output. Arrival times are not taken: the small model has a pace of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from kvcache.errors import KVCacheError
+
+BLOCK = 512
+SCALE = 32
+PAGE = BLOCK // SCALE
+
+
+class TraceError(KVCacheError):
+    """A trace cannot be read, or has too few requests."""
+
+
+class TraceRequest(NamedTuple):
+    """A request of the small model: its prompt, and how many tokens it wants."""
+
+    prompt: tuple[int, ...]
+    new: int
+
+
+class _Line(msgspec.Struct):
+    input_length: Annotated[int, Meta(ge=1)]
+    output_length: Annotated[int, Meta(ge=0)]
+    hash_ids: Annotated[list[int], Meta(min_length=1)]
+
+
+def read_requests(path: Path, count: int) -> list[TraceRequest]:
+    """The first `count` requests of a trace in the Mooncake format, scaled down.
+
+    Raises:
+        TraceError: naming the file, the line, and what is wrong with it; or there are fewer requests.
+    """
+    decoder, found = msgspec.json.Decoder(_Line), list[TraceRequest]()
+    try:
+        with path.open("rb") as lines:
+            for line in lines:
+                if len(found) == count:
+                    break
+                read = decoder.decode(line)
+                found.append(scaled(read.hash_ids, read.input_length, read.output_length))
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+        raise TraceError(f"{path}, line {len(found) + 1}: {error}") from error
+    if len(found) < count:
+        raise TraceError(f"{path} has {len(found)} requests: {count} are asked for")
+    return found
+
+
+def scaled(hash_ids: list[int], input_length: int, output_length: int) -> TraceRequest:
+    """One request of a trace, scaled down.
+
+    Raises:
+        ValueError: the blocks do not make up the length.
+    """
+    if -(-input_length // BLOCK) != len(hash_ids):
+        raise ValueError(f"{input_length} tokens are not {len(hash_ids)} blocks of {BLOCK}")
+    tokens = [token for block in hash_ids for token in page_of(block)]
+    return TraceRequest(tuple(tokens[: -(-input_length // SCALE)]), max(1, -(-output_length // SCALE)))
+
+
+def page_of(block: int) -> bytes:
+    """The tokens of a block: bytes, all of which the small model knows."""
+    return hashlib.sha256(str(block).encode()).digest()[:PAGE]
+
+
+def synthetic_requests(count: int, seed: int) -> list[TraceRequest]:
+    """Requests like those of a trace, for where there is none: conversations that begin alike and go on differently."""
+    rng, found = random.Random(seed), list[TraceRequest]()  # noqa: S311  (guards nothing)
+    for number in range(count):
+        shared = rng.randrange(1, 8)
+        blocks = [*range(shared), *range(1000 * (number + 1), 1000 * (number + 1) + rng.randrange(1, 16))]
+        length = BLOCK * (len(blocks) - 1) + rng.randrange(1, BLOCK + 1)
+        found.append(scaled(blocks, length, rng.randrange(1, 16 * SCALE)))
+    return found
+
+
+def ideal_hit_rate(requests: list[TraceRequest]) -> float:
+    """Share of the prompts' full pages that an infinite cache of one process would have had."""
+    seen, hits, pages = set[tuple[int, ...]](), 0, 0
+    for request in requests:
+        for end in range(PAGE, len(request.prompt) + 1, PAGE):
+            page = request.prompt[end - PAGE : end]  # its block names the whole prefix
+            hits, pages = hits + (page in seen), pages + 1
+            seen.add(page)
+    return hits / pages if pages else 0.0

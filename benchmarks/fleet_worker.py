@@ -1,0 +1,210 @@
+"""A worker that is watched: it stamps what becomes of each request, and cancels requests in the phases of a plan.
+
+`python -m benchmarks.fleet_worker [alone]`, started by `Workers`. The folder that PAGEWIRE_FLEET names holds the plan,
+and takes the stamps. `alone`: a decode process that computes its prompts itself.
+
+A plan's cancellation does what a client's `Abort` does that arrives between two rounds of the decode process; sent from
+outside, hardly one would come in the few milliseconds of a pull.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from kvcache.errors import KVCacheError
+from scheduler_adapters import messages as msg
+from scheduler_adapters import worker
+from scheduler_adapters.decode import DecodeScheduler
+from scheduler_adapters.loop import Request, ServingLoop
+from scheduler_adapters.rooms import DecodeRoom, Room
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from scheduler_adapters.exchange import Exchange
+    from scheduler_adapters.sockets import Socket
+
+FOLDER_VARIABLE = "PAGEWIRE_FLEET"
+PLAN = "plan.json"
+Phase = Literal["queue", "prefill", "pull", "decode"]
+PHASES: tuple[Phase, ...] = ("queue", "prefill", "pull", "decode")
+
+
+class Stamp(msgspec.Struct, frozen=True, array_like=True):
+    """Something that happened to a request.
+
+    Attributes:
+        at: seconds of `time.monotonic`, which is the same clock in all processes of a host.
+        request_id: as the client calls it.
+        what: a phase that its room went to (`rooms`); "token" for a message of tokens to the client; "cancel PHASE".
+        role: of the process.
+        attempt: of the room; 0 where it is not known.
+    """
+
+    at: float
+    request_id: str
+    what: str
+    role: msg.Role
+    attempt: int = 0
+
+
+class Planned(msgspec.Struct, frozen=True):
+    """A cancellation: in this phase, or in the first one after it that the request comes to.
+
+    Attributes:
+        phase: where to cancel.
+        rounds: of the decode process to let pass first.
+    """
+
+    phase: Phase
+    rounds: int
+
+
+def write_plan(folder: Path, plan: dict[str, Planned]) -> None:
+    """Leave a plan for the workers, by request id."""
+    (folder / PLAN).write_bytes(msgspec.json.encode(plan))
+
+
+def read_stamps(folder: Path) -> dict[str, list[Stamp]]:
+    """What all processes have stamped, by request id, in the order of time."""
+    decoder, found = msgspec.json.Decoder(Stamp), list[Stamp]()
+    for path in folder.glob("*.stamps"):
+        found += map(decoder.decode, path.read_bytes().splitlines())
+    by_id: dict[str, list[Stamp]] = {}
+    for stamp in sorted(found, key=lambda one: one.at):
+        by_id.setdefault(stamp.request_id, []).append(stamp)
+    return by_id
+
+
+def stage(room: DecodeRoom) -> Phase:
+    """Where a request stands, as far as its decode process knows.
+
+    Nothing is said to it before the first chunk has run: until then all is queue.
+    """
+    if room.phase == "decoding":
+        return "decode"
+    if room.phase in ("offered", "pulling"):
+        return "prefill" if room.token is None else "pull"
+    return "queue"
+
+
+class _Notes:
+    """The stamps of this process. A line is one write, so that none is torn when the process is killed."""
+
+    def __init__(self, folder: Path) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        self._file = os.open(folder / f"{os.getpid()}.stamps", flags, 0o600)
+
+    def add(self, request_id: str, what: str, role: msg.Role, attempt: int = 0) -> None:
+        stamp = Stamp(time.monotonic(), request_id, what, role, attempt)
+        os.write(self._file, msgspec.json.encode(stamp) + b"\n")
+
+
+class WatchedDecode(DecodeScheduler):
+    """Stamps each message of tokens, and carries the plan out."""
+
+    notes: _Notes
+    plan: dict[str, Planned]
+
+    def poll(self) -> bool:
+        """Cancel what is due, then as ever."""
+        for room in [room for room in self._rooms.values() if room.request_id in self.plan]:
+            planned, now = self.plan[room.request_id], stage(room)
+            if PHASES.index(now) < PHASES.index(planned.phase):
+                continue
+            if planned.rounds:
+                self.plan[room.request_id] = msgspec.structs.replace(planned, rounds=planned.rounds - 1)
+                continue
+            del self.plan[room.request_id]
+            self.notes.add(room.request_id, f"cancel {now}", "decode", room.attempt)
+            self.abort(room.request_id)
+        return super().poll()
+
+    def _emit(self, message: msg.Tokens) -> None:
+        if message.tokens:
+            self.notes.add(message.request_id, "token", "decode")
+        super()._emit(message)
+
+
+class Alone:
+    """In the place of a `DecodeScheduler`: the same loop in one process, which computes its prompts itself."""
+
+    notes: _Notes
+
+    def __init__(self, name: str, loop: ServingLoop, exchange: Exchange, *others: Any, **_: Any) -> None:
+        self._name, self._loop, self._exchange = name, loop, exchange
+        self._front: Socket = others[-1]
+        self.sockets: list[Socket] = []
+        loop.on_admit = lambda request_id, _: self.notes.add(request_id, "leasing", "prefill")
+
+    def submit(self, message: msg.Submit) -> None:
+        """Queue a prompt."""
+        request = Request(message.request_id, message.prompt, message.max_new_tokens, cache_salt=message.cache_salt)
+        try:
+            self._loop.add(request)
+        except KVCacheError as error:
+            self._emit(msg.Tokens(request_id=message.request_id, finished="error", error=str(error)))
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request."""
+        if self._loop.abort(request_id):
+            self._emit(msg.Tokens(request_id=request_id, finished="cancelled"))
+
+    def poll(self) -> bool:
+        """One step. Whether there was anything to do."""
+        for output in self._loop.step():
+            tokens = () if output.token is None else (output.token,)
+            self._emit(
+                msg.Tokens(request_id=output.request_id, tokens=tokens, finished=output.finished, error=output.error)
+            )
+        return self._loop.has_work
+
+    def stats(self) -> msg.Stats:
+        """Counters now."""
+        manager = self._loop.manager
+        manager.check()
+        return msg.Stats(
+            name=self._name,
+            role="decode",
+            pages_held=self._exchange.pages_held,
+            open_requests=self._loop.num_running + self._loop.num_waiting,
+            prompt_tokens=manager.metrics.prompt_tokens,
+            cached_tokens=manager.metrics.cache_tokens,
+            preemptions=self._loop.preemptions,
+        )
+
+    def _emit(self, message: msg.Tokens) -> None:
+        if message.tokens:
+            self.notes.add(message.request_id, "token", "decode")
+        self._front.send(msg.encode(message))
+
+
+def stamped(move: Callable[..., None], notes: _Notes) -> Callable[..., None]:
+    """`Room.move` that stamps where each room goes."""
+
+    def move_and_stamp(room: Room, phase: str, *deadline: Any) -> None:
+        move(room, phase, *deadline)
+        notes.add(room.request_id, phase, "decode" if isinstance(room, DecodeRoom) else "prefill", room.attempt)
+
+    return move_and_stamp
+
+
+def main(arguments: Iterable[str]) -> int:
+    """Run one process, as `scheduler_adapters.worker` does; the exit status."""
+    folder = Path(os.environ[FOLDER_VARIABLE])
+    notes, plan = _Notes(folder), folder / PLAN
+    Room.move = stamped(Room.move, notes)  # type: ignore[method-assign]
+    WatchedDecode.notes = Alone.notes = notes
+    WatchedDecode.plan = msgspec.json.decode(plan.read_bytes(), type=dict[str, Planned]) if plan.exists() else {}
+    worker.DecodeScheduler = Alone if "alone" in arguments else WatchedDecode  # type: ignore[misc, assignment]
+    return worker.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
