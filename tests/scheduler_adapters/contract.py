@@ -1,0 +1,325 @@
+"""What every adapter must do, written once: a test class for adapters, and what it asks of a driver of one.
+
+A test module of an adapter says
+
+    class TestMine(AdapterContract):
+        driver = MyDriver
+
+        @pytest.fixture
+        def adapter(self): ...  # yields a MyDriver that is idle, and closes it
+
+and has a fixture `reference`: a function that gives the model's own greedy tokens for a prompt. After each case every
+output is those, or there is a stated failure where the case allows one; no page is held, and `check` finds nothing.
+"""
+
+import random
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import pytest
+
+NEW = 8
+LIMIT_S = 30.0
+Reference = Callable[[Sequence[int], int], list[int]]
+
+
+class Limits(NamedTuple):
+    """What one engine of the adapter has. The cases choose their sizes by it."""
+
+    page_size: int
+    pages: int
+    rows: int  # requests that run at a time
+    budget: int  # most tokens of one run of the model, where only one request runs
+
+    @property
+    def tokens(self) -> int:
+        return self.page_size * self.pages
+
+
+class Outcome(NamedTuple):
+    """What has become of a request: its tokens so far, why it ended ("" while it goes on), and what failed."""
+
+    tokens: list[int]
+    finished: str = ""  # "eos", "length", "cancelled", "error"
+    error: str = ""
+
+
+class Counters(NamedTuple):
+    """What an adapter has done since it was started. Where it is of several engines: of all that live.
+
+    Attributes:
+        preemptions: requests that gave their pages up to others.
+        reused_tokens: prompt tokens that were found cached, by every engine that a request passes through.
+        most_tokens: of one run of the model.
+        peak_pages: most pages that were held at a time, as seen in the runs.
+        failed_pulls: that somebody noticed.
+    """
+
+    preemptions: int
+    reused_tokens: int
+    most_tokens: int
+    peak_pages: int
+    failed_pulls: int = 0
+
+
+class Adapter(Protocol):
+    """A driver: an adapter with its engines, the model and, where it has any, its peers."""
+
+    phases: ClassVar[Sequence[str]]
+    """Where a request may be cancelled, in the order in which it gets there."""
+    peers: ClassVar[Sequence[str]]
+    """Kinds of processes that may die; none where nothing crosses processes."""
+    survives: ClassVar[Collection[str]]
+    """What costs no request its tokens: the death of such a peer; "pull": a pull that fails once."""
+    limits: Limits
+
+    @property
+    def idle(self) -> bool:
+        """Whether every request has ended, and whatever had to follow its end."""
+        ...
+
+    def submit(self, request_id: str, prompt: Sequence[int], new: int) -> None:
+        """Ask for so many tokens. No id begins with another."""
+        ...
+
+    def step(self) -> None:
+        """One turn of everything; harmless where there is nothing to do."""
+        ...
+
+    def bring(self, request_id: str, phase: str) -> tuple[list[int], int]:
+        """Submit a request and step until it is in the phase, and stays until the next step. Its prompt and length.
+
+        The length is more than a few tokens. Others may run. A phase that comes after the last token is fine.
+        """
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """The client does not want it any more. Nothing happens where it has ended or is not known."""
+        ...
+
+    def outcome(self, request_id: str) -> Outcome:
+        """What has become of a request by now."""
+        ...
+
+    def counters(self) -> Counters: ...
+
+    def held_pages(self) -> int:
+        """Pages that a request holds or a transfer may still write, on every engine that lives. Idle ones are none."""
+        ...
+
+    def check(self) -> None:
+        """Recount everything; raises where something does not add up."""
+        ...
+
+    def kill_peer(self, peer: str) -> Collection[str]:
+        """End a process as `kill -9` would. The requests that were lost with it: their outcome is an error."""
+        ...
+
+    def revive_peer(self, peer: str) -> None:
+        """Start it anew, where it was."""
+        ...
+
+    def fail_pull(self, request_id: str, *, final: bool) -> None:
+        """Let the READs of a request that is in the phase "pulling" fail: of this attempt, or of every one."""
+        ...
+
+    def close(self) -> None:
+        """Take everything down. Safe twice."""
+        ...
+
+
+class Case:
+    """An adapter, what was asked of it, and what must have come of that at the end."""
+
+    def __init__(self, adapter: Adapter, reference: Reference, limit_s: float = LIMIT_S) -> None:
+        self.adapter, self.limits = adapter, adapter.limits
+        self._reference = reference
+        self._limit_s = limit_s
+        self._asked: dict[str, tuple[Sequence[int], int]] = {}
+        self._most: dict[str, int] = {}  # of the cancelled ones, the tokens that may have come
+        self._may_fail: set[str] = set()
+
+    def submit(self, request_id: str, prompt: Sequence[int], new: int = NEW) -> None:
+        self._asked[request_id] = prompt, new
+        self.adapter.submit(request_id, prompt, new)
+
+    def bring(self, request_id: str, phase: str) -> None:
+        self._asked[request_id] = self.adapter.bring(request_id, phase)
+
+    def again(self, request_id: str, name: str) -> None:
+        """What was asked for, asked for once more: pages that were left wrong would show."""
+        self.submit(name, self._asked[request_id][0])
+
+    def cancel(self, request_id: str) -> None:
+        before = self.adapter.outcome(request_id)
+        # A step that was under way may bring one more.
+        self._most.setdefault(request_id, len(before.tokens) + (not before.finished))
+        self.adapter.cancel(request_id)
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + self._limit_s
+        while not condition():
+            self.adapter.step()
+            assert time.monotonic() < deadline, f"waited {self._limit_s} s for {what}"
+
+    def start_bystander(self) -> None:
+        """A request that runs by itself by now, and that nothing which happens to others may touch."""
+        self.submit("bystander", prompt_of(0, self.limits.page_size + 1), 4 * NEW)
+        outcome = self.adapter.outcome
+        self.until(lambda: len(outcome("bystander").tokens) > 1 or outcome("bystander").finished, "the bystander")
+
+    def finish(self, may_fail: Collection[str] = ()) -> None:
+        """Run until nothing is left to do; look at every outcome, earlier ones too, and at what is held."""
+        self._may_fail.update(may_fail)
+        self.until(lambda: self.adapter.idle, "the end")
+        for request_id, (prompt, new) in self._asked.items():
+            wanted, outcome = self._reference(prompt, new), self.adapter.outcome(request_id)
+            begun = outcome.tokens == wanted[: len(outcome.tokens)]
+            assert begun, f"{request_id}: {outcome.tokens}, the model's own are {wanted}"
+            assert outcome.finished, f"{request_id} has not ended"
+            if request_id in self._most:
+                assert len(outcome.tokens) <= self._most[request_id], f"{request_id} went on: {outcome}"
+            elif outcome.finished == "error" and request_id in self._may_fail:
+                assert outcome.error, f"{request_id} failed, and nothing says why"
+            else:
+                assert outcome.finished in {"eos", "length"}, f"{request_id}: {outcome}"
+                assert len(outcome.tokens) == len(wanted), f"{request_id}: {outcome.tokens} of {wanted}"
+        held = self.adapter.held_pages()
+        assert held == 0, f"{held} pages are held, and nobody runs"
+        self.adapter.check()
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    """Random tokens; different from the first on for each seed below 200."""
+    chance = random.Random(seed)
+    return [seed, *(chance.randrange(250) for _ in range(length - 1))]
+
+
+def _params(driver: type[Adapter], names: tuple[str, ...], rows: list[tuple[object, ...]], lacks: str) -> list[Any]:
+    reason = f"{driver.__name__} {lacks}"
+    return rows or [pytest.param(*[None] * len(names), marks=pytest.mark.skip(reason=reason))]
+
+
+class AdapterContract:
+    """The cases. Subclasses name a driver, and yield one from the fixture `adapter`."""
+
+    driver: ClassVar[type[Adapter]]
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """The phases and peers of the driver; a skip that names it where it has none."""
+        driver = self.driver
+        rows: dict[tuple[str, ...], tuple[list[tuple[object, ...]], str]] = {
+            ("phase",): ([(phase,) for phase in driver.phases], "has nothing to cancel"),
+            ("peer", "dies_in"): (
+                [(peer, phase) for peer in driver.peers for phase in driver.phases],
+                "has no peers that could die",
+            ),
+            ("final",): ([(final,) for final in (False, True) if driver.peers], "pulls nothing"),
+        }
+        for names, (values, lacks) in rows.items():
+            if set(names) <= set(metafunc.fixturenames):
+                metafunc.parametrize(names, _params(driver, names, values, lacks))
+
+    @pytest.fixture
+    def case(self, adapter: Adapter, reference: Reference) -> Case:
+        assert adapter.idle
+        assert adapter.held_pages() == 0
+        return Case(adapter, reference)
+
+    def test_admission(self, case: Case) -> None:
+        """More requests than rows and pages: they wait for each other, and all end."""
+        limits = case.limits
+        for number in range(limits.rows + 2):
+            case.submit(f"r{number:02}", prompt_of(number, limits.tokens // 2))
+        case.finish()
+        peak = case.adapter.counters().peak_pages
+        assert limits.pages // 2 <= peak <= limits.pages, f"{peak} of {limits.pages} pages were held at a time"
+
+    def test_hit(self, case: Case) -> None:
+        """A prompt whose head was served before runs only its tail, a prompt that was served whole its last page."""
+        size, before = case.limits.page_size, case.adapter.counters().reused_tokens
+        head = prompt_of(1, max(size, 16) * 3)
+        for name, tail, reused in (
+            ("first", [1, 2, 3, 4, 5], 0),
+            ("second", [9, 8, 7], len(head)),
+            ("third", [1, 2, 3, 4, 5], (len(head) + 4) // size * size),
+        ):
+            case.submit(name, [*head, *tail])
+            case.finish()
+            found = case.adapter.counters().reused_tokens - before
+            before += found
+            assert found == reused, f"{name}: {found} tokens were found cached, {reused} were served before"
+
+    def test_chunk(self, case: Case) -> None:
+        """A prompt longer than the budget of a run takes several."""
+        budget = case.limits.budget
+        case.submit("long", prompt_of(2, 5 * budget // 2))
+        case.finish()
+        most = case.adapter.counters().most_tokens
+        assert 0 < most <= budget, f"{most} tokens ran at a time, the budget is {budget}"
+
+    def test_preempt(self, case: Case) -> None:
+        """Requests that all fit at first and not at last: some give way, and nobody's tokens change."""
+        limits = case.limits
+        length = limits.page_size + 1
+        new = 8 * limits.tokens // (5 * limits.rows) - length
+        assert (
+            limits.rows * -(-length // limits.page_size)
+            <= limits.pages
+            < limits.rows * (length + new) / limits.page_size
+        )
+        before = case.adapter.counters().preemptions
+        for number in range(limits.rows):
+            case.submit(f"r{number:02}", prompt_of(number, length), new)
+        case.finish()
+        assert case.adapter.counters().preemptions > before, "nobody gave way: this has shown nothing"
+
+    def test_cancel(self, case: Case, phase: str) -> None:
+        """A cancelled request takes nothing with it, and leaves nothing behind."""
+        case.start_bystander()
+        case.bring("victim", phase)
+        for _ in range(2):  # once is enough, and twice is no harm
+            case.cancel("victim")
+        case.adapter.cancel("nobody")
+        case.finish()
+        case.again("victim", "next")
+        case.finish()
+
+    def test_peer_death(self, case: Case, peer: str, dies_in: str) -> None:
+        """A request whose peer dies gets its tokens elsewhere or fails with a reason; no other one is touched."""
+        case.start_bystander()
+        case.bring("victim", dies_in)
+        may_fail = {*case.adapter.kill_peer(peer)}
+        for _ in range(5):
+            case.adapter.step()
+        case.adapter.revive_peer(peer)
+        case.finish(may_fail if peer in case.adapter.survives else {*may_fail, "victim"})
+        case.again("victim", "next")
+        case.finish()
+
+    def test_failed_pull(self, case: Case, *, final: bool) -> None:
+        """Bytes that cannot be had are never made up: another attempt has them, or the request fails with a reason."""
+        case.start_bystander()
+        before = case.adapter.counters().failed_pulls
+        case.bring("victim", "pulling")
+        case.adapter.fail_pull("victim", final=final)
+        case.finish(() if "pull" in case.adapter.survives and not final else {"victim"})
+        assert case.adapter.counters().failed_pulls > before, "no pull failed: this has shown nothing"
+        case.again("victim", "next")
+        case.finish()
+
+    def test_drain(self, case: Case) -> None:
+        """What is under way in every state ends; after that nothing moves, and closing finds nothing to do."""
+        limits = case.limits
+        for number, length in enumerate(
+            (limits.tokens // 2, 3, 2 * limits.budget, limits.page_size, limits.tokens // 2)
+        ):
+            case.submit(f"r{number:02}", prompt_of(number, length))
+            case.adapter.step()
+        case.cancel("r02")
+        case.finish()
+        case.adapter.step()
+        case.finish()
+        case.adapter.close()
+        case.adapter.close()

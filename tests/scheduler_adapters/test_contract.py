@@ -1,0 +1,390 @@
+"""The contract of the adapters that run here: the loop, the generator, and both schedulers with pulls between them."""
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scheduler_adapters.exchange import Exchange
+from scheduler_adapters.generate import PagedGenerator
+from scheduler_adapters.hf import reference_tokens
+from scheduler_adapters.loop import Request, ServingLoop
+from tests.scheduler_adapters.contract import (
+    NEW,
+    AdapterContract,
+    Case,
+    Counters,
+    Limits,
+    Outcome,
+    Reference,
+    prompt_of,
+)
+from tests.scheduler_adapters.service import Service, Side
+from tests.scheduler_adapters.serving import new_loop, new_manager
+from transfer.agent import Agent
+from transfer.errors import AgentError
+
+LIMITS = Limits(page_size=16, pages=12, rows=4, budget=32)
+LONG = prompt_of(201, 5 * LIMITS.budget // 2)  # in chunks
+
+
+@pytest.fixture(scope="module")
+def model(make_model: Callable[..., Any]) -> Any:
+    return make_model("llama")
+
+
+@pytest.fixture(scope="module")
+def reference(model: Any) -> Reference:
+    known = functools.cache(lambda prompt, new: reference_tokens(model, prompt, new))
+    return lambda prompt, new: known(tuple(prompt), new)
+
+
+def watch(loop: ServingLoop[Any], most: Counter[str]) -> None:
+    """Count what the runs of a loop's model take."""
+    manager, run = loop.manager, loop.runner.run
+
+    def watched(batch: Sequence[Any], inputs: Any) -> list[int]:
+        most["tokens"] = max(most["tokens"], sum(context.active_length for context in batch))
+        most["pages"] = max(most["pages"], manager.total_num_pages - manager.num_free_blocks)
+        return run(batch, inputs)
+
+    loop.runner.run = watched  # type: ignore[method-assign]
+
+
+class LoopDriver:
+    """`ServingLoop` with a real model, in one process."""
+
+    phases = ("waiting", "prefill", "decoding", "held")
+    peers = ()
+    survives = ()
+    limits = LIMITS
+
+    def __init__(self, model: Any, limits: Limits = LIMITS) -> None:
+        self.loop = new_loop(model, limits.pages, limits.budget, page_size=limits.page_size, rows=limits.rows)
+        self.most: Counter[str] = Counter()
+        self.outcomes: dict[str, Outcome] = {}
+        watch(self.loop, self.most)
+
+    @property
+    def idle(self) -> bool:
+        return not self.loop.has_work
+
+    def submit(self, request_id: str, prompt: Sequence[int], new: int, *, hold: bool = False) -> None:
+        self.outcomes[request_id] = Outcome([])
+        self.loop.add(Request(request_id, prompt, new, hold_pages=hold))
+
+    def step(self) -> None:
+        for output in self.loop.step():
+            tokens = self.outcomes[output.request_id].tokens + ([] if output.token is None else [output.token])
+            self.outcomes[output.request_id] = Outcome(tokens, output.finished or "", output.error)
+
+    def bring(self, request_id: str, phase: str) -> tuple[list[int], int]:
+        new = 2 if phase == "held" else 3 * NEW
+        self.submit(request_id, LONG, new, hold=phase == "held")
+        reached: dict[str, Callable[[], object]] = {
+            "waiting": lambda: self.loop.num_waiting,
+            "prefill": lambda: self.loop.manager.contains(request_id),
+            "decoding": lambda: len(self.outcomes[request_id].tokens) > 2,
+            "held": lambda: self.outcomes[request_id].finished,
+        }
+        while not reached[phase]():
+            self.step()
+        assert phase != "prefill" or not self.outcomes[request_id].tokens
+        return LONG, new
+
+    def cancel(self, request_id: str) -> None:
+        if self.loop.abort(request_id) and not self.outcomes[request_id].finished:
+            self.outcomes[request_id] = self.outcomes[request_id]._replace(finished="cancelled")
+
+    def outcome(self, request_id: str) -> Outcome:
+        return self.outcomes[request_id]
+
+    def counters(self) -> Counters:
+        reused = self.loop.manager.metrics.cache_tokens
+        return Counters(self.loop.preemptions, reused, self.most["tokens"], self.most["pages"])
+
+    def held_pages(self) -> int:
+        return self.loop.manager.total_num_pages - self.loop.manager.num_free_blocks
+
+    def check(self) -> None:
+        self.loop.manager.check()
+
+    def kill_peer(self, peer: str) -> Collection[str]:
+        raise NotImplementedError
+
+    revive_peer = fail_pull = kill_peer
+
+    def close(self) -> None:
+        self.loop.manager.close()
+
+
+class GeneratorDriver(LoopDriver):
+    """`PagedGenerator`: a step is a call with all that was submitted; a cancellation interrupts the call."""
+
+    phases = ("prefill", "decoding")
+
+    def __init__(self, model: Any) -> None:
+        limits = self.limits
+        manager = new_manager(model, limits.pages, limits.page_size, limits.rows)
+        self.generator = PagedGenerator(model, manager, limits.budget)
+        self.loop = self.generator._loop
+        self.most = Counter()
+        self.outcomes = {}
+        self.queue: dict[str, tuple[Sequence[int], int]] = {}
+        self.phase = ""
+        watch(self.loop, self.most)
+
+    @property
+    def idle(self) -> bool:
+        return not self.queue
+
+    def submit(self, request_id: str, prompt: Sequence[int], new: int, *, hold: bool = False) -> None:  # noqa: ARG002
+        self.outcomes[request_id] = Outcome([])
+        self.queue[request_id] = prompt, new
+
+    def step(self) -> None:
+        for new in {new for _, new in self.queue.values()}:
+            mine = {request_id: prompt for request_id, (prompt, count) in self.queue.items() if count == new}
+            for request_id, tokens in zip(mine, self.generator.generate(list(mine.values()), new), strict=True):
+                self.outcomes[request_id] = Outcome(tokens, "length" if len(tokens) == new else "eos")
+                del self.queue[request_id]
+
+    def bring(self, request_id: str, phase: str) -> tuple[list[int], int]:
+        self.phase = phase
+        self.submit(request_id, LONG, 3 * NEW)
+        return LONG, 3 * NEW
+
+    def cancel(self, request_id: str) -> None:
+        if request_id not in self.queue:
+            return
+        run, least = self.loop.runner.run, {"prefill": 1, "decoding": len(LONG) + 2}[self.phase]
+
+        def interrupted(batch: Sequence[Any], inputs: Any) -> list[int]:
+            if any(c.start_idx >= least and c.tokens[: len(LONG)].tolist() == LONG for c in batch):
+                raise KeyboardInterrupt
+            return run(batch, inputs)
+
+        self.loop.runner.run = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            self.step()
+        self.loop.runner.run = run  # type: ignore[method-assign]
+        del self.queue[request_id]
+        self.outcomes[request_id] = Outcome([], "cancelled")
+
+
+class WatchedService(Service):
+    """The service, with counted runs."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.most: Counter[str] = Counter()
+        super().__init__(*args, **options)
+
+    def _start(self, name: str, side: Side) -> tuple[ServingLoop[Any], Exchange]:
+        started = super()._start(name, side)
+        watch(started[0], self.most)
+        return started
+
+
+class PairDriver:
+    """`PrefillScheduler` and `DecodeScheduler`, over real sockets and real READs, polled in turns."""
+
+    phases = ("waiting", "asked", "offered", "pulling", "decoding")
+    peers = ("prefill", "decode")
+    survives = ("prefill", "pull")
+    limits = Limits(page_size=16, pages=20, rows=4, budget=32)
+
+    def __init__(self, model: Any, directory: Path) -> None:
+        limits = self.limits
+        side = Side(pages=limits.pages, page_size=limits.page_size, rows=limits.rows, budget=limits.budget)
+        self.service = WatchedService(model, directory, side, side, lease_s=1.0)
+        self.service.until(lambda: self.service.decode.connected, "the link")
+        self.lost: set[str] = set()
+        self.victim, self.refusals, self.stalled = "", 0.0, False
+        self.patch = pytest.MonkeyPatch()
+        self._meddle_with_reads()
+
+    def _meddle_with_reads(self) -> None:
+        """NIXL reads whatever is asked for; these have some reads refused, or not done until we say so."""
+        read, done = Agent.read, Agent.done
+
+        def meddled_read(*args: Any) -> Any:
+            if self.refusals > 0 and self.victim not in self.service.ended:
+                self.refusals -= 1
+                raise AgentError("the READ is refused, says the test")
+            handle, at_once = read(*args)
+            return handle, at_once and not self.stalled
+
+        self.patch.setattr(Agent, "read", meddled_read)
+        self.patch.setattr(Agent, "done", lambda *args: not self.stalled and done(*args))
+
+    @property
+    def idle(self) -> bool:
+        service = self.service
+        ended = all(self.outcome(request_id).finished for request_id in service.tokens)
+        return ended and not any(one.open_requests for one in (*service.prefills.values(), *service.decodes.values()))
+
+    def submit(self, request_id: str, prompt: Sequence[int], new: int) -> None:
+        self.service.submit_one(request_id, prompt, new)
+
+    def step(self) -> None:
+        self.stalled = False
+        self.service.poll()
+
+    def bring(self, request_id: str, phase: str) -> tuple[list[int], int]:
+        # In "offered" it stays where decode has no room for it beside any other request, in "pulling" with a READ that
+        # is in flight.
+        self.stalled = phase == "pulling"
+        prompt, new = (prompt_of(202, 300), 10) if phase == "offered" else (LONG, 3 * NEW)
+        room = self.service.submit_one(request_id, prompt, new)
+        many = 2 if phase == "decoding" else 0
+        self.service.until(lambda: room.phase == phase and len(self.service.tokens[request_id]) >= many, phase)
+        return prompt, new
+
+    def cancel(self, request_id: str) -> None:
+        self.service.decode.abort(request_id)
+        self.service.collect()
+
+    def outcome(self, request_id: str) -> Outcome:
+        tokens, end = self.service.tokens[request_id], self.service.ended.get(request_id)
+        if end is not None:
+            return Outcome(tokens, str(end.finished), end.error)
+        return Outcome(tokens, "error", "its process was killed") if request_id in self.lost else Outcome(tokens)
+
+    def counters(self) -> Counters:
+        service, page_size = self.service, self.limits.page_size
+        prefill, decode = service.prefill.stats(), service.decode.stats()
+        return Counters(
+            sum(loop.preemptions for loop in service.loops.values()),
+            min(prefill.cached_tokens, decode.pages_reused * page_size),
+            service.most["tokens"],
+            service.most["pages"],
+            service.exchanges["d0"].totals()[1],
+        )
+
+    def held_pages(self) -> int:
+        return sum(exchange.pages_held for exchange in self.service.exchanges.values())
+
+    def check(self) -> None:
+        for loop in self.service.loops.values():
+            loop.manager.check()
+
+    def kill_peer(self, peer: str) -> Collection[str]:
+        if peer == "prefill":
+            self.service.stop_prefill("p0")
+            return ()
+        self.stalled = False  # or the end of its engine, here in this process, would wait for the READ
+        self.service.stop_decode("d0")
+        lost = {request_id for request_id in self.service.tokens if request_id not in self.service.ended}
+        self.lost |= lost
+        return lost
+
+    def revive_peer(self, peer: str) -> None:
+        self.service.start_prefill("p0") if peer == "prefill" else self.service.start_decode("d0")
+
+    def fail_pull(self, request_id: str, *, final: bool) -> None:
+        self.victim, self.refusals = request_id, math.inf if final else 1
+
+    def close(self) -> None:
+        self.stalled = False
+        self.service.close()
+        self.patch.undo()
+
+
+class TestServingLoop(AdapterContract):
+    driver = LoopDriver
+
+    @pytest.fixture
+    def adapter(self, model: Any) -> Iterator[LoopDriver]:
+        made = self.driver(model)
+        yield made
+        made.close()
+
+
+class TestPagedGenerator(TestServingLoop):
+    driver = GeneratorDriver
+
+
+class TestPrefillAndDecode(AdapterContract):
+    driver = PairDriver
+
+    @pytest.fixture
+    def adapter(self, model: Any, tmp_path: Path) -> Iterator[PairDriver]:
+        made = PairDriver(model, tmp_path)
+        yield made
+        made.close()
+
+
+def keep_pages_at_abort(driver: LoopDriver) -> None:
+    def abort(request_id: str) -> bool:
+        running = driver.loop._running
+        driver.loop._running = [one for one in running if one.request.request_id != request_id]
+        return driver.loop._running != running
+
+    driver.loop.abort = abort  # type: ignore[method-assign]
+
+
+def never_find_anything(driver: LoopDriver) -> None:
+    manager, reserve = driver.loop.manager, driver.loop.manager.maybe_reserve
+    manager.maybe_reserve = lambda *args: manager.reset_prefix_cache() or reserve(*args)
+
+
+def say_other_tokens(driver: LoopDriver) -> None:
+    run = driver.loop.runner.run
+    driver.loop.runner.run = lambda *args: [(token + 1) % 250 for token in run(*args)]  # type: ignore[method-assign]
+
+
+BROKEN: dict[str, tuple[Callable[[Any], Any], Callable[[AdapterContract, Case], None], str]] = {
+    "an ended request keeps its pages": (
+        lambda driver: setattr(driver.loop.manager, "release", lambda request_id: None),
+        AdapterContract.test_hit,
+        "4 pages are held",
+    ),
+    "a cancelled request keeps its pages": (
+        keep_pages_at_abort,
+        lambda cases, case: cases.test_cancel(case, "prefill"),
+        "pages are held",
+    ),
+    "a cancelled request runs on": (
+        lambda driver: setattr(driver.loop, "abort", lambda request_id: False),
+        lambda cases, case: cases.test_cancel(case, "decoding"),
+        "victim went on",
+    ),
+    "a request never ends": (
+        lambda driver: setattr(driver.loop, "step", list),
+        AdapterContract.test_drain,
+        "waited 2 s for the end",
+    ),
+    "tokens are not the model's": (say_other_tokens, AdapterContract.test_admission, "the model's own are"),
+    "nothing is found again": (never_find_anything, AdapterContract.test_hit, "0 tokens were found cached, 48 were"),
+    "the budget is not kept": (
+        lambda driver: setattr(driver.loop, "token_budget", 512),
+        AdapterContract.test_chunk,
+        "80 tokens ran at a time",
+    ),
+    "there is room for all": (
+        lambda driver: driver.__init__(driver.loop.runner.model, LIMITS._replace(pages=100)),
+        AdapterContract.test_preempt,
+        "nobody gave way",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_the_contract_notices_a_loop_that_is_broken(model: Any, reference: Reference, what: str) -> None:
+    driver = LoopDriver(model)
+    break_it, run, message = BROKEN[what]
+    break_it(driver)
+    with pytest.raises(AssertionError, match=message):
+        run(AdapterContract(), Case(driver, reference, limit_s=2))
+
+
+def test_the_contract_notices_pages_that_a_failed_pull_keeps(model: Any, reference: Reference, tmp_path: Path) -> None:
+    driver = PairDriver(model, tmp_path)
+    driver.service.loops["d0"].manager.cancel_import = lambda pending: None
+    with pytest.raises(AssertionError, match="pages are held"):
+        AdapterContract().test_cancel(Case(driver, reference), "pulling")
+    driver.close()
