@@ -1,9 +1,9 @@
 """Does a fleet serve a real trace right while its processes are killed and its requests cancelled?
 
 `make fleet`: two prefill and two decode processes, pages over NIXL, a small Llama, and 1,000 requests of the
-conversation trace, scaled down (`fleet_trace`), at most 24 at a time. Every tenth is cancelled, in a phase and a round
+conversation trace, scaled down (`fleet_trace`), at most 32 at a time. Every tenth is cancelled, in a phase and a round
 of the seed: in the queue (nothing has run), in prefill, in the pull, in decode. After a third of the requests one
-prefill process is killed, after two thirds one decode process, and each is started anew at once.
+prefill process is killed while it is busy, after two thirds one decode process, and each is started anew at once.
 
 A request must end with the tokens of the model's own greedy `generate`, or, where it is cancelled or fails, with a
 stated reason and tokens that are equal as far as they go. In the end no page may be held by any process. Exit status 0
@@ -38,19 +38,21 @@ from scheduler_adapters.workers import Workers
 
 PROGRAM = (sys.executable, "-m", "benchmarks.fleet_worker")
 REQUESTS = 1000
-CONCURRENCY = 24
+CONCURRENCY = 32
 CANCELLED = 0.1
 WINDOW_S = 10.0  # before and after a kill, in which silences are looked for
 _WHOLE = ("eos", "length")
 _ROUNDS = 8  # of its process that a cancellation may let pass
-_CACHE_BYTES = 24 << 20  # 768 pages: far fewer than the trace has
+_BUSY = 2  # open requests of a process that is worth killing
+_CACHE_BYTES = 64 << 20  # 2,048 pages: a tenth of those that the trace has
 
 
 class Killed(NamedTuple):
-    """A process that was killed, and when, by `time.monotonic`."""
+    """A process that was killed, when, by `time.monotonic`, and the requests that it had open."""
 
     name: str
     at: float
+    requests: int
 
 
 class Run(NamedTuple):
@@ -122,17 +124,28 @@ def run(requests: list[TraceRequest], seed: int) -> Run:
                     number = len(client.asked)
                     client.submit(f"r{number}", requests[number])
                 client.hear(0.1)
-                done = len(client.asked) - len(client.open)
-                if due and done >= due[0][0]:
-                    name = due.pop(0)[1]
-                    kills.append(Killed(name, client.kill(name)))
-                    progress(f"fleet: {name} killed after {done} requests, {kills[-1].at - start:.1f} s")
+                kills += kill_due(client, due, len(requests))
             seconds = time.monotonic() - start
             client.wait_until_whole()
             settled_s = client.settle()
             stamps = read_stamps(Path(folder))
     asked = list(client.asked.values())
     return Run(asked, len(plan), kills, client.started, client.stats, client.lost_stats, stamps, seconds, settled_s)
+
+
+def kill_due(client: Client, due: list[tuple[int, str]], count: int) -> list[Killed]:
+    """Kill a process when so many requests have ended as `due` says, and it is busy, or a little later if it is not."""
+    done = len(client.asked) - len(client.open)
+    if not due or done < due[0][0]:
+        return []
+    after, name = due[0]
+    client.count([name])
+    held = client.stats[name].open_requests
+    if held < _BUSY and done < after + count // 8:
+        return []
+    del due[0]
+    progress(f"fleet: {name} is killed after {done} requests, with {held} of them open there")
+    return [Killed(name, client.kill(name), held)]
 
 
 # ---- what is said of a run
@@ -197,8 +210,8 @@ def silence_of(run: Run, kill: Killed) -> Row:
     times = [at for one in run.asked for at in one.times]
     lost = [one for one in run.asked if one.error.startswith("decode process") and one.ended == kill.at]
     others = [one for one in run.asked if one not in lost]
-    last = max(one.ended for one in run.asked)
-    before, after = (kill.at - WINDOW_S, kill.at), (kill.at, min(kill.at + WINDOW_S, last))
+    first, last = min(times), max(one.ended for one in run.asked)
+    before, after = (max(kill.at - WINDOW_S, first), kill.at), (kill.at, min(kill.at + WINDOW_S, last))
     return {
         "killed": kill.name,
         "silence_s": round(longest_gap(times, *after), 3),
@@ -206,7 +219,8 @@ def silence_of(run: Run, kill: Killed) -> Row:
         "longest_wait_s": round(longest_wait(others, *after), 3),
         "longest_wait_s_before": round(longest_wait(others, *before), 3),
         "serves_again_s": round(run.started[kill.name] - kill.at, 2),
-        "requests_lost": len(lost),
+        "requests_there": kill.requests,
+        "requests_failed": len(lost),
     }
 
 

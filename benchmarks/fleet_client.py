@@ -130,9 +130,8 @@ class Client:
     def kill(self, name: str) -> float:
         """End a process as a crash would, and start it anew. What a decode process had has failed. When it was killed.
 
-        Its counters are asked for before.
+        Its counters must be in `stats`: what it has done since they were taken is not counted.
         """
-        self.count([name])
         self.lost_stats.append(self.stats.pop(name))
         self.workers.kill(name)
         at = time.monotonic()
