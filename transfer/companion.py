@@ -142,6 +142,7 @@ class TransferCompanion:
         *,
         first_blocks: Sequence[int] = (),
         total_tokens: int = 0,
+        granted: bool = True,
     ) -> dict[str, Any]:
         """Returns `kv_transfer_params` for the reader of a request whose lease stands.
 
@@ -153,12 +154,14 @@ class TransferCompanion:
             num_tokens: tokens whose pages are written.
             first_blocks: for each group, which block of the request the first of them is; 0 for all where empty.
             total_tokens: tokens that will be computed; `num_tokens` where 0. Where it is more, further params follow.
+            granted: every rank must have said that the lease stands. A scheduler that has to answer in the step in
+                which the workers were told of it leaves this out: a reader that is quicker than a worker is refused.
 
         Raises:
             InvalidLeaseError: the lease does not stand on every rank, or not any more.
             InvalidTransferError: too few blocks for the tokens, or blocks of another number of groups.
         """
-        lease = self._offers.standing(request_id)
+        lease = self._offers.standing(request_id) if granted else self._offers.promised(request_id)
         if lease is None:
             raise InvalidLeaseError(
                 f"request {request_id!r}: no lease of it stands: {self._offers.missing(request_id)}"
@@ -214,6 +217,16 @@ class TransferCompanion:
         """
         return max(0, self._loads.check(request_id, pages, num_tokens) - num_computed_tokens)
 
+    def hold(self, request_id: str, pages: RemotePages) -> None:
+        """Tells a source that a request waits for its pages, which has no blocks yet: the lease is renewed until then.
+
+        The time of the load runs from now on. `load` goes on with it; `cancel` gives it up, and the source is told.
+
+        Raises:
+            InvalidTransferError: the request has a load that is not over.
+        """
+        self._loads.hold(self._metadata, request_id, pages)
+
     def load(
         self,
         request_id: str,
@@ -225,6 +238,8 @@ class TransferCompanion:
         first_blocks: Sequence[int] = (),
     ) -> None:
         """Has every rank read the pages of a request. Where nothing is missing, the source is told, and that is all.
+
+        A request whose source is held (`hold`) is among the received afterwards even if nothing was missing.
 
         Args:
             request_id: the request.

@@ -12,6 +12,8 @@ from transfer.pull_state import LeaseRef
 class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Pages that a request needs from elsewhere, or further pages of a load that goes on.
 
+    Without any token it only has the source's lease renewed, until pages are asked for.
+
     Attributes:
         address: ZMQ endpoint of the source's handshake.
         engine_id: the source.
@@ -45,6 +47,11 @@ class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
     def last(self) -> bool:
         """Whether nothing follows."""
         return self.num_tokens >= self.total_tokens
+
+    @property
+    def brings_layers(self) -> bool:
+        """Whether pages are asked for, or said to be all."""
+        return self.num_tokens > 0
 
 
 class SendRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -64,7 +64,7 @@ class Directory:
         times: limits.
         clock: seconds, monotonic.
         on_ready: called with an engine that has just said who it is, every time that it does.
-        on_lost: called with the place of an engine that is not to be read from any more, and why.
+        on_lost: called with an engine that is not to be read from any more, and why.
 
     Attributes:
         failed_handshakes: engines that did not answer, or not well.
@@ -77,7 +77,7 @@ class Directory:
         times: Times,
         clock: Callable[[], float],
         on_ready: Callable[[Peer], None],
-        on_lost: Callable[[Place, str], None],
+        on_lost: Callable[[Peer, str], None],
     ) -> None:
         self.failed_handshakes = 0
         self._ranks = ranks
@@ -232,5 +232,5 @@ class Directory:
         if peer.incarnation and all(other.incarnation != peer.incarnation for other in others):
             for rank in self._ranks:
                 rank.disconnect(engine_id, reason, peer.incarnation)
-        self._on_lost(peer.place, reason)
+        self._on_lost(peer, reason)
         self._client.forget(address)

@@ -108,7 +108,7 @@ class Loads:
             load = Load(request_id, f"{request_id}#{next(self._numbers)}", pages=[[] for _ in self._groups])
             self._by_request[request_id] = self._by_key[load.key] = load
         load.blocks.update(*asked.local_block_ids)
-        load.asked += 1
+        load.asked += asked.brings_layers
         load.closed = asked.last
         found = self._pages(request_id, asked)
         for pages, group in zip(load.pages, found, strict=True):

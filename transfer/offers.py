@@ -80,6 +80,11 @@ class Offers:
             return None
         return offer.lease
 
+    def promised(self, request_id: str) -> LeaseRef | None:
+        """Returns the lease of a request that no rank has ended or refused, whether or not all have granted it yet."""
+        offer = self._by_request.get(request_id)
+        return None if offer is None or offer.over or offer.aborted else offer.lease
+
     def missing(self, request_id: str) -> str:
         """Says why a lease does not stand."""
         offer = self._by_request.get(request_id)

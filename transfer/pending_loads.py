@@ -24,6 +24,7 @@ class Pending:
         asked: tokens that have been asked for, or were here already.
         received: ranks that are done with it.
         failed: a rank has failed.
+        held: there are no blocks yet.
     """
 
     source: RemotePages
@@ -33,6 +34,7 @@ class Pending:
     asked: int
     received: set[int] = field(default_factory=set[int])
     failed: bool = False
+    held: bool = False
 
 
 class PendingLoads:
@@ -69,6 +71,19 @@ class PendingLoads:
             )
         return min(source.total_tokens, num_tokens)
 
+    def hold(self, metadata: ConnectorMetadata, request_id: str, source: RemotePages) -> None:
+        """Has every rank tell a source that its pages are waited for. `begin` says where they are to go.
+
+        Raises:
+            InvalidTransferError: the request has a load.
+        """
+        if request_id in self._by_request:
+            raise InvalidTransferError(f"request {request_id!r}: its load has not ended on every rank yet")
+        nothing: tuple[tuple[int, ...], ...] = ((),) * len(self._groups)
+        pending = Pending(source, nothing, (0,) * len(self._groups), source.total_tokens, 0, held=True)
+        self._ask(metadata, request_id, pending, source, stop=0)
+        self._by_request[request_id] = pending
+
     def begin(
         self,
         metadata: ConnectorMetadata,
@@ -82,9 +97,11 @@ class PendingLoads:
         """Asks every rank for what is missing of a request. Where nothing is, the source is told, and that is all.
 
         Raises:
-            InvalidTransferError: the request has a load, or the blocks are not those of all groups.
+            InvalidTransferError: the request has a load, or its source could not be held; or the blocks are not those
+                of all groups.
         """
-        if request_id in self._by_request:
+        held = self._by_request.get(request_id)
+        if held is not None and (not held.held or held.failed):
             raise InvalidTransferError(f"request {request_id!r}: its load has not ended on every rank yet")
         if len(blocks) != len(self._groups) or len(first_blocks) != len(self._groups):
             raise InvalidTransferError(
@@ -92,8 +109,12 @@ class PendingLoads:
             )
         pending = Pending(source, blocks, first_blocks, limit, num_computed_tokens)
         silent = num_computed_tokens >= min(source.total_tokens, limit)
+        if metadata.reqs_to_recv.pop(request_id, None) is not None:
+            held = None  # no rank has heard of it yet
         self._ask(metadata, request_id, pending, source)
-        if not silent:
+        self._by_request.pop(request_id, None)
+        if not silent or held is not None:
+            pending.received = set() if held is None else held.received
             self._by_request[request_id] = pending
 
     def more(self, metadata: ConnectorMetadata, request_id: str, source: RemotePages) -> None:
@@ -122,9 +143,16 @@ class PendingLoads:
         if queued is None and pending.asked == before and request_id in metadata.reqs_to_recv:
             del metadata.reqs_to_recv[request_id]  # no block is full yet
 
-    def _ask(self, metadata: ConnectorMetadata, request_id: str, pending: Pending, source: RemotePages) -> None:
+    def _ask(
+        self,
+        metadata: ConnectorMetadata,
+        request_id: str,
+        pending: Pending,
+        source: RemotePages,
+        stop: int | None = None,
+    ) -> None:
         total = min(source.total_tokens, pending.limit)
-        stop = min(source.num_tokens, total)
+        stop = min(source.num_tokens, total) if stop is None else stop
         if stop < total:
             stop = max(stop // self._chunk * self._chunk, pending.asked)
         metadata.reqs_to_recv[request_id] = LoadRequest(

@@ -5,6 +5,7 @@ Single-threaded: `transfer.thread` runs it. `transfer.directory` finds the sourc
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -74,6 +75,7 @@ class Offered(NamedTuple):
 
 
 _ALL = 1 << 62
+_REFUSED = "\0refused "  # names that no pull of an owner has
 Event = PullEvent | LeaseOver | Offered
 
 
@@ -94,6 +96,7 @@ class _Pull:
     error: str = ""
     told: bool = False
     passed: dict[int, int] = field(default_factory=dict[int, int])
+    refusal: str = ""
 
 
 class ReplicaTransfer:
@@ -131,6 +134,7 @@ class ReplicaTransfer:
         self._client = client
         self._clock = clock
         self._pulls: dict[str, _Pull] = {}
+        self._refusals = itertools.count()
         self._leases: dict[int, set[int]] = {}
         times = Times(handshake_timeout_s, heartbeat_s, dead_after_s, idle_s)
         self.directory = Directory(self.ranks, client, times, clock, self._start_all, self._fail_all)
@@ -216,9 +220,17 @@ class ReplicaTransfer:
         self._collect_pulls()  # few pages are here by now
 
     def cancel(self, key: str, reason: str) -> None:
-        """Gives a pull up. Nothing happens where it has ended already."""
-        if key in self._pulls:
-            self._fail(key, reason)
+        """Gives a pull up. Nothing happens where it has ended already.
+
+        A source that has not answered yet is told when it does: it keeps the pages for nobody.
+        """
+        pull = self._pulls.get(key)
+        if pull is None:
+            return
+        if not pull.started and not pull.error:
+            refused = _Pull(pull.source, pull.deadline, refusal=reason)
+            self._pulls[f"{_REFUSED}{next(self._refusals)}"] = refused
+        self._fail(key, reason)
 
     def forget(self, engine_id: str, reason: str) -> None:
         """Takes an engine for gone, of which the owner has heard so elsewhere: pulls from it fail."""
@@ -278,9 +290,13 @@ class ReplicaTransfer:
             else:
                 self._start(key)
 
-    def _fail_all(self, place: Place, reason: str) -> None:
-        for key in self._of(place):
-            self._fail(key, reason)
+    def _fail_all(self, peer: Peer, reason: str) -> None:
+        for key in self._of(peer.place):
+            pull = self._pulls[key]
+            if peer.incarnation and not pull.started and pull.source.incarnation not in ("", peer.incarnation):
+                self.directory.connect(peer.place)  # another start has promised it: most likely the one that is there
+            else:
+                self._fail(key, reason)
 
     def _start(self, key: str) -> None:
         """Opens a pull on every rank once its source is known, and reads what has been asked for."""
@@ -301,6 +317,8 @@ class ReplicaTransfer:
                         rank.open_pull(key, remote, pull.source.lease, left)
                         pull.open_ranks.add(at)
                         _check_ranks(key, pull.source, len(remote.ranks))  # opened: the source learns of a refusal
+            if pull.refusal:
+                self._fail(key, pull.refusal)
             while pull.waiting:
                 more = pull.waiting.pop(0)
                 for rank in self.ranks:
@@ -333,7 +351,8 @@ class ReplicaTransfer:
         if not pull.error:
             pull.error = reason
             pull.waiting.clear()
-            self.stats.record_failure(reason)
+            if not pull.refusal:
+                self.stats.record_failure(reason)
             for at in sorted(pull.open_ranks):
                 told = [event.passed for event in self.ranks[at].puller.events if event.key == key]
                 pull.passed[at] = max([self.ranks[at].puller.passed(key), *told])
@@ -341,10 +360,11 @@ class ReplicaTransfer:
                 self._take_safe(at, key, pull)
         if not pull.open_ranks:
             del self._pulls[key]
-            self.events.append(PullEvent(key, pull.error, safe=True, passed=self._passed(pull)))
-        elif not pull.told:
-            pull.told = True
-            self.events.append(PullEvent(key, pull.error, safe=False))
+        if pull.refusal or (pull.open_ranks and pull.told):
+            return
+        pull.told = True
+        safe = not pull.open_ranks
+        self.events.append(PullEvent(key, pull.error, safe=safe, passed=self._passed(pull) if safe else 0))
 
     def _take_safe(self, at: int, key: str, pull: _Pull) -> None:
         """A pull that had nothing in flight is safe as soon as it has failed."""

@@ -34,6 +34,7 @@ class StatsSnapshot(msgspec.Struct, frozen=True, kw_only=True):
         num_bytes: read in all.
         num_runs: descriptors posted in all.
         interval_pulls: pulls since the last snapshot; at most the last 4,096 are kept.
+        records: each of these.
         total_ms: p50 and p90 of the time from the start of such a pull to its end.
         post_ms: likewise, of the time that its posts took.
         mb_per_s: bytes over time of such pulls, each counted alone, in 1e6 bytes a second.
@@ -46,6 +47,7 @@ class StatsSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     num_runs: int
     interval_pulls: int
+    records: tuple[PullRecord, ...]
     total_ms: tuple[float, float]
     post_ms: tuple[float, float]
     mb_per_s: float
@@ -105,6 +107,7 @@ class TransferStats:
             num_bytes=self._bytes,
             num_runs=self._runs,
             interval_pulls=len(records),
+            records=tuple(records),
             total_ms=_percentiles([record.total_s for record in records]),
             post_ms=_percentiles([record.post_s for record in records]),
             mb_per_s=sum(record.num_bytes for record in records) / seconds / 1e6 if seconds else 0.0,

@@ -173,7 +173,8 @@ class NixlConnectorWorker:
             self._fail(thread, request_id, str(error), is_open=before is not None)
             return
         chunks = self.config.layer_chunks
-        arrived = load.arrived.append if chunks > 1 else None  # what comes at once needs no count of its parts
+        # What comes at once needs no count of its parts.
+        arrived = load.arrived.append if chunks > 1 and asked.brings_layers else None
         if before is None:
             source = Source(asked.address, asked.engine_id, asked.lease, asked.incarnation, asked.ranks)
             timeout_s = self.config.timing.load

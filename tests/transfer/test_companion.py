@@ -221,6 +221,61 @@ def test_nothing_to_load_is_told_to_the_source_and_waited_for_by_nobody(make: An
     companion.load("R", companion.read("R", params(companion)), [[]], 20, 24)  # there is no load that has not ended
 
 
+def test_params_can_be_made_in_the_step_that_tells_the_workers_of_the_lease(make: Any) -> None:
+    companion = make(tp=2)
+    companion.offer("r")
+    with pytest.raises(InvalidLeaseError, match="have not granted it yet"):
+        params(companion)
+    early = params(companion, granted=False)
+    for rank in range(2):
+        companion.update(rank, WorkerOutput(offered={"r": ""}))
+    assert params(companion) == early
+    companion.abort("r", "the client left")
+    with pytest.raises(InvalidLeaseError, match="it is being ended"):
+        params(companion, granted=False)
+
+
+def test_a_source_is_held_until_there_are_blocks(make: Any) -> None:
+    companion = make(tp=2)
+    offered(companion)
+    read = companion.read("R", params(companion))
+    companion.hold("R", read)
+    with pytest.raises(InvalidTransferError, match="request 'R': its load has not ended"):
+        companion.hold("R", read)
+    held = companion.build_metadata().reqs_to_recv["R"]
+    assert (held.num_tokens, held.total_tokens, held.last, held.brings_layers) == (0, 20, False, False)
+    asked = loading(companion, read, 17, 8)
+    assert (asked.num_computed_tokens, asked.num_tokens, asked.last) == (8, 17, True)
+    with pytest.raises(InvalidTransferError, match="request 'R': its load has not ended"):
+        companion.load("R", read, [[1, 2, 3]], 17, 8)
+    companion.update(0, WorkerOutput(received={"R"}))
+    assert companion.update(1, WorkerOutput(received={"R"})).received == {"R"}
+
+
+def test_where_nothing_is_missing_after_all_a_held_source_is_waited_for(make: Any) -> None:
+    companion = make()
+    offered(companion)
+    read = companion.read("R", params(companion))
+    companion.hold("R", read)
+    companion.build_metadata()
+    assert loading(companion, read, 20, 24).last
+    assert companion.update(0, WorkerOutput(received={"R"})).received == {"R"}
+    companion.hold("R", read)  # no rank has heard of this one: it is as if it had not been
+    assert loading(companion, read, 20, 24).last
+    companion.load("R", read, [[]], 20, 24)
+
+
+def test_a_source_that_could_not_be_held_is_not_loaded_from(make: Any) -> None:
+    companion = make(tp=2)
+    offered(companion)
+    read = companion.read("R", params(companion))
+    companion.hold("R", read)
+    companion.build_metadata()
+    assert companion.update(0, WorkerOutput(failed={"R": "lost"})).failed == {"R": "lost"}
+    with pytest.raises(InvalidTransferError, match="request 'R': its load has not ended"):
+        companion.load("R", read, [[1, 2, 3]], 20, 0)
+
+
 def test_chunks_are_asked_for_in_whole_blocks_until_the_last(make: Any) -> None:
     companion = make()
     offered(companion, running=True)

@@ -244,6 +244,31 @@ def test_a_load_that_is_given_up_is_received_and_not_failed(engine: Any) -> None
     assert (reader.failed, reader.bad_blocks, source.sent) == ({}, set(), {"r": "the client left"})
 
 
+@pytest.mark.parametrize("computed", [0, 8, 21])
+def test_a_lease_is_renewed_while_its_reader_has_no_blocks(engine: Any, computed: int) -> None:
+    pair = a_pair(computed=computed, reader=Side(tp=2))
+    source, reader = engine("p", timing=Timing(lease=0.3)), engine("d", side=pair.reader)
+    read = reader.companion.read("r", offer(source, pair))
+    reader.companion.hold("r", read)
+    end = time.monotonic() + 1.0
+    run_until(lambda: time.monotonic() > end, source, reader)
+    assert not source.sent
+    reader.companion.load("r", read, pair.reader_blocks, pair.num_tokens, computed)
+    run_until(lambda: source.sent and reader.received, source, reader)
+    assert (reader.failed, source.sent) == ({}, {"r": "read"})
+    assert reader.call("compare", pair) == [[], []]
+
+
+def test_a_held_source_is_let_go_when_its_reader_gives_up(engine: Any) -> None:
+    source, reader = engine("p"), engine("d")
+    read = reader.companion.read("r", offer(source, a_pair()))
+    reader.companion.hold("r", read)
+    reader.step()
+    assert reader.companion.cancel("r", "the client left")
+    run_until(lambda: reader.received and source.sent, source, reader)
+    assert (reader.failed, source.sent) == ({}, {"r": "the client left"})
+
+
 def test_a_lease_that_nobody_reads_ends_by_itself(engine: Any) -> None:
     source = engine("p", timing=Timing(lease=0.2))
     offer(source, a_pair())

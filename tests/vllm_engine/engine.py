@@ -1,0 +1,319 @@
+"""vLLM engines of one process, on the CPU: its real scheduler, block manager and connector classes, and a small model.
+
+What vLLM cannot run without a GPU is its model runner. In its place is a model that writes keys and values into the
+blocks that vLLM's scheduler hands out, and makes each token out of all of them that its layers look at: one wrong byte
+in one block, and the tokens are others. Each rank holds its heads, and vLLM's own aggregator puts their outputs
+together.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config.parallel import ParallelConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from transfer.worker_config import share
+
+LAYERS, HEAD_DIM = 2, 16
+OURS = ("PagewireConnector", "scheduler_adapters.vllm")
+_FIRST, _TOKENS = 1000, 1000
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An engine. `windows` has an entry for each group: 0 for full attention.
+
+    All groups share their tensors, as vLLM lays them out: layer i of each lies in tensor i.
+    """
+
+    blocks: int = 60
+    block_size: int = 16
+    tp_size: int = 1
+    heads: int = 4
+    windows: tuple[int, ...] = (0,)
+    policy: str = "fail"
+    max_batched: int = 64
+    connector: tuple[str, str | None] = OURS
+    extra: dict[str, Any] = field(default_factory=lambda: {"host": "127.0.0.1", "port": 0})
+
+
+def model_dir(folder: Path, heads: int) -> str:
+    """A folder with the config of a small Llama: vLLM wants to read one."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": heads * HEAD_DIM,
+        "intermediate_size": 128,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "num_hidden_layers": LAYERS,
+        "vocab_size": 200_000,
+        "max_position_embeddings": 131_072,
+        "torch_dtype": "float16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "head_dim": HEAD_DIM,
+    }
+    folder = folder / f"heads-{heads}"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def make_config(model: str, role: str, engine_id: str, shape: Shape, rank: int, start: str = "1") -> VllmConfig:
+    name, module = shape.connector
+    config = VllmConfig(
+        model_config=ModelConfig(
+            model=model, tokenizer=model, skip_tokenizer_init=True, dtype="float16", enforce_eager=True,
+            max_model_len=65_536,
+        ),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=16, max_num_batched_tokens=shape.max_batched, max_model_len=65_536,
+            enable_chunked_prefill=True, is_encoder_decoder=False, async_scheduling=False,
+            disable_hybrid_kv_cache_manager=False,
+        ),
+        cache_config=CacheConfig(block_size=shape.block_size, cache_dtype="auto", enable_prefix_caching=True),
+        device_config=DeviceConfig("cpu"),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector=name, kv_connector_module_path=module, kv_role=role, engine_id=engine_id,
+            kv_connector_extra_config=shape.extra, kv_load_failure_policy=shape.policy, kv_buffer_device="cpu",
+        ),
+        parallel_config=ParallelConfig(),
+    )  # fmt: skip
+    # Set afterwards: vLLM would look for as many devices, and this process plays all ranks.
+    config.parallel_config.tensor_parallel_size = shape.tp_size
+    config.parallel_config.rank = rank
+    config.instance_id = start
+    config.cache_config.num_gpu_blocks = shape.blocks
+    return config
+
+
+def make_cache_config(shape: Shape) -> KVCacheConfig:
+    common = {
+        "block_size": shape.block_size,
+        "num_kv_heads": len(share(shape.heads, shape.tp_size, 0)),
+        "head_size": HEAD_DIM,
+        "dtype": torch.float16,
+    }
+    groups = [
+        KVCacheGroupSpec(
+            [f"model.layers.{group + layer * len(shape.windows)}.self_attn.attn" for layer in range(LAYERS)],
+            SlidingWindowSpec(sliding_window=window, **common) if window else FullAttentionSpec(**common),
+        )
+        for group, window in enumerate(shape.windows)
+    ]
+    return KVCacheConfig(num_blocks=shape.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def contents(tokens: torch.Tensor, positions: torch.Tensor, layer: int, heads: Sequence[int]) -> torch.Tensor:
+    """Keys and values of some tokens: `[tokens, heads, 2 * HEAD_DIM]`, small whole numbers."""
+    first = (tokens * 31 + positions * 7 + layer * 3)[:, None] + torch.tensor(list(heads)) * 5
+    return ((first % 251)[:, :, None] + torch.arange(2 * HEAD_DIM) % 3).to(torch.float16)
+
+
+def look(cache: torch.Tensor, positions: torch.Tensor) -> int:
+    """What a layer makes of the keys and values that it looks at: `[tokens, heads, 2 * HEAD_DIM]`."""
+    weights = torch.arange(1, cache.shape[-1] + 1) * 3
+    return int((cache.long() * weights).sum((1, 2)) @ (positions % 13 + 1))
+
+
+def expected_tokens(prompt: Sequence[int], count: int, shape: Shape) -> list[int]:
+    """What the model gives without any cache."""
+    tokens = list(prompt)
+    for _ in range(count):
+        total = 0
+        for group, window in enumerate(shape.windows):
+            positions = torch.arange(max(0, len(tokens) - window) if window else 0, len(tokens))
+            for index in range(LAYERS):
+                layer = group + index * len(shape.windows)
+                seen = contents(torch.tensor(tokens)[positions], positions, layer, range(shape.heads))
+                total += look(seen, positions)
+        tokens.append(_FIRST + total % _TOKENS)
+    return tokens[len(prompt) :]
+
+
+class Engine:
+    """A scheduler, its connector's two roles, and the small model on each rank."""
+
+    def __init__(self, folder: Path, role: str, shape: Shape, engine_id: str) -> None:
+        self.shape = shape
+        model, start = model_dir(folder, shape.heads), secrets.token_hex(3)
+        config, caches = make_config(model, role, engine_id, shape, 0, start), make_cache_config(shape)
+        self.scheduler = Scheduler(
+            vllm_config=config,
+            kv_cache_config=caches,
+            block_size=shape.block_size,
+            log_stats=True,
+            structured_output_manager=StructuredOutputManager(config),
+        )
+        self.workers: list[Any] = []
+        self.caches: list[dict[str, torch.Tensor]] = []
+        for rank in range(shape.tp_size):
+            self.add_rank(make_config(model, role, engine_id, shape, rank, start), caches, rank)
+        self.connector.set_xfer_handshake_metadata_pp_aware(
+            {(0, rank): worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
+        )
+        self._aggregator = KVOutputAggregator.from_connector(self.workers[0], shape.tp_size)
+        self.outputs: list[Any] = []
+        self.scheduled: list[dict[str, int]] = []
+        self.stats: list[Any] = []
+        self.free_at_start = self.free_blocks
+
+    @property
+    def connector(self) -> Any:
+        return self.scheduler.connector
+
+    def add_rank(self, config: VllmConfig, caches: KVCacheConfig, rank: int) -> None:
+        shape, heads = self.shape, share(self.shape.heads, self.shape.tp_size, rank)
+        tensors = [
+            torch.zeros(shape.blocks, len(heads), shape.block_size, 2 * HEAD_DIM, dtype=torch.float16)
+            for _ in range(LAYERS)
+        ]
+        views = {
+            name: tensors[index] for group in caches.kv_cache_groups for index, name in enumerate(group.layer_names)
+        }
+        worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, caches)
+        worker.register_kv_caches(views)
+        self.workers.append(worker)
+        self.caches.append(views)
+
+    @property
+    def free_blocks(self) -> int:
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    def add(self, request_id: str, prompt: Sequence[int], count: int, params: Any = None) -> None:
+        self.scheduler.add_request(make_request(request_id, prompt, count, self.shape.block_size, params))
+
+    def step(self) -> None:
+        plan = self.scheduler.schedule()
+        ids = list(plan.num_scheduled_tokens)
+        self.scheduled.append(dict(plan.num_scheduled_tokens))
+        sampled = [self._run(request_id, plan.num_scheduled_tokens[request_id]) for request_id in ids]
+        outputs: list[ModelRunnerOutput | None] = []
+        for worker in self.workers:
+            output = ModelRunnerOutput(
+                req_ids=ids,
+                req_id_to_index={request_id: at for at, request_id in enumerate(ids)},
+                sampled_token_ids=sampled,
+            )
+            output.kv_connector_output = run_worker(worker, plan)
+            outputs.append(output)
+        combined = self._aggregator.aggregate(outputs)
+        if (stats := combined.kv_connector_output.kv_connector_stats) is not None:
+            self.stats.append(stats)
+        for found in self.scheduler.update_from_output(plan, combined).values():
+            self.outputs += found.outputs
+
+    def _run(self, request_id: str, count: int) -> list[int]:
+        """Writes the keys and values of some tokens; where they are the last known ones, the next token."""
+        request = self.scheduler.requests[request_id]
+        end, size = request.num_computed_tokens, self.shape.block_size
+        tokens = torch.tensor(list(request.all_token_ids))
+        tables = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+        is_last, total = end >= request.num_tokens, 0
+        for rank, caches in enumerate(self.caches):
+            heads = share(self.shape.heads, self.shape.tp_size, rank)
+            owned = [at for at, head in enumerate(heads) if rank == 0 or head not in share(
+                self.shape.heads, self.shape.tp_size, rank - 1)]  # fmt: skip
+            for group, window in enumerate(self.shape.windows):
+                table = torch.tensor(tables[group])
+                for index in range(LAYERS):
+                    layer = group + index * len(self.shape.windows)
+                    cache = caches[f"model.layers.{layer}.self_attn.attn"]
+                    written = torch.arange(end - count, end)
+                    cache[table[written // size], :, written % size] = contents(tokens[written], written, layer, heads)
+                    if is_last:
+                        seen = torch.arange(max(0, end - window) if window else 0, end)
+                        total += look(cache[table[seen // size], :, seen % size][:, owned], seen)
+        return [_FIRST + total % _TOKENS] if is_last else []
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [token for output in self.outputs if output.request_id == request_id for token in output.new_token_ids]
+
+    def finish_reason(self, request_id: str) -> str:
+        found = [output.finish_reason for output in self.outputs if output.request_id == request_id]
+        return "" if not found or found[-1] is None else str(found[-1])
+
+    def params(self, request_id: str) -> dict[str, Any]:
+        """What it says of a request's pages, as it comes out of an HTTP body."""
+        (found,) = [
+            output.kv_transfer_params
+            for output in self.outputs
+            if output.request_id == request_id and output.kv_transfer_params is not None
+        ]
+        return json.loads(json.dumps(found))
+
+    def abort(self, request_id: str) -> None:
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.shutdown()
+        self.scheduler.shutdown()
+
+
+def run_worker(worker: Any, plan: Any) -> KVConnectorOutput:
+    """What vLLM's model runner does with a worker's connector in a step, in its order."""
+    worker.handle_preemptions(plan.kv_connector_metadata)
+    worker.bind_connector_metadata(plan.kv_connector_metadata)
+    worker.start_load_kv(None)
+    worker.wait_for_save()
+    results = worker.get_transfer_results(plan.finished_req_ids)
+    output = KVConnectorOutput(
+        finished_sending=results.finished_sending or None,
+        finished_recving=results.finished_recving or None,
+        failed_recving=results.failed_recving,
+        invalid_block_ids=worker.get_block_ids_with_load_errors(),
+        kv_connector_stats=worker.get_kv_connector_stats(),
+        kv_connector_worker_meta=worker.build_connector_worker_meta(),
+    )
+    worker.clear_connector_metadata()
+    return output
+
+
+_hashers: dict[int, Any] = {}
+
+
+def make_request(request_id: str, prompt: Sequence[int], count: int, block_size: int, params: Any) -> Request:
+    if block_size not in _hashers:
+        init_none_hash(sha256)
+        _hashers[block_size] = get_request_block_hasher(block_size, sha256)
+    sampling = SamplingParams(
+        max_tokens=count, ignore_eos=True, extra_args=None if params is None else {"kv_transfer_params": params}
+    )
+    return Request(request_id, list(prompt), sampling, None, block_hasher=_hashers[block_size])
+
+
+def run_until(engines: Sequence[Engine], done: Callable[[], object], timeout_s: float = 20.0) -> None:
+    """Steps engines in turn until something is so."""
+    end = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < end, [
+            (list(engine.scheduler.requests.values()), engine.scheduled[-3:]) for engine in engines
+        ]
+        for engine in engines:
+            engine.step()
+        time.sleep(0.001)

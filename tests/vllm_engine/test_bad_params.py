@@ -1,0 +1,98 @@
+"""Inputs that end or hang vLLM's own connector: here each fails its request alone, as the policy says."""
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.vllm_engine.engine import Engine, Shape, expected_tokens, run_until
+from tests.vllm_engine.test_engine import PROMPT, assert_empty, prefilled, served
+
+Make = Callable[..., Engine]
+Params = dict[str, Any]
+
+
+def closed_port() -> int:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return held.getsockname()[1]
+
+
+def without(key: str) -> Callable[[Params], object]:
+    return lambda params: {name: value for name, value in params.items() if name != key}
+
+
+def with_(**changes: Any) -> Callable[[Params], object]:
+    return lambda params: params | changes
+
+
+# By the names of `reference/vllm.md` 3.3 and 2.8, where they have one.
+BAD: dict[str, Callable[[Params], object]] = {
+    "remote_block_ids missing": without("remote_block_ids"),
+    "remote_block_ids empty": with_(remote_block_ids=[]),
+    "remote_block_ids of no block": with_(remote_block_ids=[[]]),
+    "fewer remote blocks than decode needs": lambda params: (
+        params | {"remote_block_ids": [params["remote_block_ids"][0][:3]]}
+    ),
+    "remote_host missing": without("remote_host"),
+    "remote_host that no host can be": with_(remote_host="tcp://a b"),
+    "remote_port missing": without("remote_port"),
+    "remote_port out of range": with_(remote_port=1 << 20),
+    "dead port": lambda params: params | {"remote_port": closed_port()},
+    "remote_engine_id missing": without("remote_engine_id"),
+    "another engine's id": with_(remote_engine_id="nobody"),
+    "remote_request_id missing": without("remote_request_id"),
+    "block id out of range": lambda params: params | {"remote_block_ids": [[10_000] * 7]},
+    "block id below zero": lambda params: params | {"remote_block_ids": [[-1] * 7]},
+    "block id that is no number": lambda params: params | {"remote_block_ids": [["x"] * 7]},
+    "a group too many": lambda params: params | {"remote_block_ids": params["remote_block_ids"] * 2},
+    "tp_size that prefill does not have": with_(tp_size=99),
+    "tp_size of zero": with_(tp_size=0),
+    "lease_id missing": without("lease_id"),
+    "another lease": with_(lease_id="0x1234"),
+    "another slot": with_(lease_slot=77),
+    "another start of the engine": with_(remote_incarnation="before"),
+    "remote_num_tokens of zero": with_(remote_num_tokens=0),
+    "do_remote_prefill that is no truth value": with_(do_remote_prefill="yes"),
+    "a mode of transfer that there is not": with_(transfer_mode="push"),
+}
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("spoil", BAD.values(), ids=BAD)
+def test_a_bad_input_fails_its_request_alone(make: Make, spoil: Callable[[Params], object], policy: str) -> None:
+    shape = Shape(extra={"host": "127.0.0.1", "port": 0, "kv_lease_duration": 2})
+    prefill, decode = make("kv_producer", shape), make("kv_consumer", Shape(policy=policy))
+    params = prefilled(prefill, "p", PROMPT)
+    decode.add("bad", PROMPT, 3, spoil(params))
+    run_until([prefill, decode], lambda: decode.finish_reason("bad"))
+    if policy == "fail":
+        assert (decode.finish_reason("bad"), decode.tokens("bad")) == ("error", [])
+    else:
+        assert decode.tokens("bad") == expected_tokens(PROMPT, 3, decode.shape)
+    good = PROMPT[::-1]
+    assert served([prefill, decode], "good", good, 3, prefilled(prefill, "q", good)) == expected_tokens(
+        good, 3, decode.shape
+    )
+    assert_empty(prefill, decode)
+
+
+@pytest.mark.parametrize("params", [{}, {"do_remote_prefill": False}, {"strange": 1}], ids=str)
+def test_params_that_ask_for_nothing_are_no_error(make: Make, params: Params) -> None:
+    decode = make("kv_consumer")
+    assert served([decode], "d", PROMPT, 2, params) == expected_tokens(PROMPT, 2, decode.shape)
+    assert_empty(decode)
+
+
+def test_two_readers_of_one_lease_do_not_disturb_prefill(make: Make) -> None:
+    """The second comes when the pages are others' perhaps: it fails, or it read before."""
+    prefill, decode = make("kv_producer"), make("kv_consumer")
+    params = prefilled(prefill, "p", PROMPT)
+    assert served([prefill, decode], "first", PROMPT, 2, params) == expected_tokens(PROMPT, 2, decode.shape)
+    run_until([prefill], lambda: prefill.free_blocks == prefill.free_at_start)
+    other = make("kv_consumer")
+    other.add("second", PROMPT, 2, params)
+    run_until([prefill, other], lambda: other.finish_reason("second"))
+    assert other.finish_reason("second") == "error"
+    assert_empty(prefill, decode, other)

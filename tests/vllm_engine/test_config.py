@@ -1,0 +1,136 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+
+from scheduler_adapters.vllm_config import Options, worker_config
+from tests.vllm_engine.engine import Shape, make_cache_config, make_config, model_dir
+from transfer.errors import InvalidEngineError
+from transfer.side_channel import make_keyrings, save_keyring
+from transfer.worker_config import check_config
+
+CHUNKED = ChunkedLocalAttentionSpec(
+    block_size=16, num_kv_heads=4, head_size=16, dtype=torch.float16, attention_chunk_size=64
+)
+
+
+def configs(folder: Path, shape: Shape, rank: int = 0) -> tuple[Any, KVCacheConfig]:
+    return make_config(model_dir(folder, shape.heads), "kv_producer", "engine", shape, rank), make_cache_config(shape)
+
+
+def attention(**changes: Any) -> FullAttentionSpec:
+    return FullAttentionSpec(
+        **({"block_size": 16, "num_kv_heads": 4, "head_size": 16, "dtype": torch.float16} | changes)
+    )
+
+
+def groups_of(folder: Path, spec: Any, names: list[str], shape: Shape | None = None, **parallel: int) -> Any:
+    config, caches = configs(folder, shape or Shape())
+    for name, value in parallel.items():
+        setattr(config.parallel_config, name, value)
+    caches = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(names, spec)])
+    return check_config(worker_config(config, caches)).groups
+
+
+def test_groups_ranks_and_names_are_vllms(tmp_path: Path) -> None:
+    found = check_config(worker_config(*configs(tmp_path, Shape(tp_size=2, windows=(0, 40)), rank=1)))
+    assert (found.engine_id, found.tp_rank, found.tp_size, found.pp_size) == ("engine", 1, 2, 1)
+    full, window = found.groups
+    assert (full.kind, full.block_size, full.num_kv_heads, full.head_dim, full.dtype) == ("full", 16, 4, 16, "float16")
+    assert (window.kind, window.window) == ("sliding_window", 40)
+    assert list(full.layers.values()) == [0, 2]
+    assert list(window.layers.values()) == [1, 3]
+
+
+def test_a_restart_is_told_from_the_start_before(tmp_path: Path) -> None:
+    config, caches = configs(tmp_path, Shape())
+    before = worker_config(config, caches).incarnation
+    config.instance_id = "other"
+    assert worker_config(config, caches).incarnation != before
+
+
+def test_layers_without_numbers_are_taken_in_their_natural_order(tmp_path: Path) -> None:
+    (group,) = groups_of(tmp_path, attention(), ["a.b10", "a.b9", "a.b1"])
+    assert group.layers == {"a.b1": 0, "a.b9": 1, "a.b10": 2}
+
+
+def test_a_pipeline_stage_names_the_layers_of_all(tmp_path: Path) -> None:
+    (group,) = groups_of(tmp_path, attention(), ["model.layers.1.attn"], pipeline_parallel_size=2, rank=1)
+    assert group.layers == {"model.layers.0.attn": 0, "model.layers.1.attn": 1}
+
+
+def test_a_latent_is_one_head_on_every_rank(tmp_path: Path) -> None:
+    spec = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    (group,) = groups_of(tmp_path, spec, ["model.layers.0.attn"])
+    assert (group.kind, group.num_kv_heads, group.head_dim, group.dtype) == ("mla", 1, 576, "bfloat16")
+
+
+def test_a_state_is_a_part_for_each_tensor(tmp_path: Path) -> None:
+    spec = MambaSpec(block_size=64, shapes=((48, 3), (8, 16, 16)), dtypes=(torch.float16, torch.float32))
+    (group,) = groups_of(tmp_path, spec, ["model.layers.0.mixer"], Shape(tp_size=2))
+    assert [(part.units, part.width, part.dtype) for part in group.state] == [
+        (2, 144, "float16"),
+        (2, 2048, "float32"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("spec", "names", "parallel", "message"),
+    [
+        (attention(), ["layer.0"], {"decode_context_parallel_size": 2}, "decode_context_parallel_size is 2"),
+        (attention(), ["a", "b"], {"pipeline_parallel_size": 2}, "does not say which"),
+        (attention(), ["layers.0.a", "layers.1.b"], {"pipeline_parallel_size": 2}, "is not named as"),
+        (attention(num_kv_heads=1), ["layer.0"], {"tensor_parallel_size": 2}, "1 heads on each of 2 ranks"),
+        (attention(head_size=3, head_size_v=4), ["layer.0"], {}, "7 elements"),
+        (attention(tokens_per_state=2), ["layer.0"], {}, "2 tokens in a state"),
+        (CHUNKED, ["layer.0"], {}, "caches of ChunkedLocalAttentionSpec are not moved"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_not_supported_is_refused_by_name(
+    tmp_path: Path, spec: Any, names: list[str], parallel: dict[str, int], message: str
+) -> None:
+    with pytest.raises(InvalidEngineError, match=message):
+        groups_of(tmp_path, spec, names, **parallel)
+
+
+def test_layers_with_other_heads_than_the_model_have_an_even_share_of_them(tmp_path: Path) -> None:
+    assert groups_of(tmp_path, attention(num_kv_heads=3), ["layer.0"], tensor_parallel_size=2)[0].num_kv_heads == 6
+
+
+def test_options_are_checked(tmp_path: Path) -> None:
+    config, _ = configs(tmp_path, Shape(extra={"kv_lease": 3}))
+    with pytest.raises(InvalidEngineError, match="'kv_lease'; the options are"):
+        Options(config)
+
+
+def test_options_are_vllms_own_where_none_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "10.0.0.1")
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "7000")
+    config, _ = configs(tmp_path, Shape(extra={}))
+    options = Options(config)
+    assert (options.host, options.port, options.keyring, options.timing.lease) == ("10.0.0.1", 7000, None, 30.0)
+
+
+def test_a_keyring_is_read(tmp_path: Path) -> None:
+    (keyring,) = make_keyrings(1)
+    save_keyring(keyring, tmp_path / "keys")
+    config, _ = configs(tmp_path, Shape(extra={"keyring": str(tmp_path / "keys"), "kv_lease_duration": 7}))
+    options = Options(config)
+    assert (options.keyring, options.timing.lease) == (keyring, 7.0)
+
+
+def test_a_window_is_known(tmp_path: Path) -> None:
+    spec = SlidingWindowSpec(block_size=16, num_kv_heads=4, head_size=16, dtype=torch.float16, sliding_window=33)
+    (group,) = groups_of(tmp_path, spec, ["layer.0"])
+    assert (group.kind, group.window) == ("sliding_window", 33)
