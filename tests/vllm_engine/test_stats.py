@@ -20,7 +20,9 @@ def test_what_is_moved_reaches_the_log_and_prometheus(make: Callable[..., Engine
         total = total.aggregate(PagewireConnector.build_kv_connector_stats(sent))
     line = total.reduce()
     assert line["pulls"] == 2, "one of each rank"
-    assert round(line["mean MB"], 6) == round(7 * 16 * 2 * 2 * 32 * 2 / 1e6, 3), "half the heads of 7 blocks, of 2 layers"
+    assert round(line["mean MB"], 6) == round(7 * 16 * 2 * 2 * 32 * 2 / 1e6, 3), (
+        "half the heads of 7 blocks, of 2 layers"
+    )
 
     registry = CollectorRegistry()
     kinds = {
