@@ -1,14 +1,16 @@
 """What does disaggregation add to the time to the first token, and where?
 
 `make first-token`: requests of the conversation trace, scaled down (`fleet_trace`), arrive at one rate, by a Poisson
-process of the seed, whether or not those before are done. First at a prefill and a decode process, then at one process
-that runs the same loop alone; small Llama, pages over NIXL, one thread of torch each. Prefill sends the first token at
-once; the second is the first that decode makes. All processes stamp with the machine's monotonic clock. In order:
+process of the seed, whether or not those before are done: at a prefill and a decode process, and at one process that
+runs the same loop alone; in turn, rounds of new processes each. Small Llama, pages over NIXL, torch on one thread.
+Prefill sends the first token at once; the second is the first that decode makes. All processes stamp with the machine's
+monotonic clock. In order:
 
     asked         of the queue: from the arrival until the decode process has asked the prefill process
     queue         from the arrival until prefill starts: the prompt has a row and pages, and runs
     prefill       until its last chunk has run, and the offer goes out
     hand-over     until the decode process has the offer, and sends the first token on
+    delivery      until the client has it
     first token   from the arrival until the client has it
     pull          from the hand-over until all pages are here; they came chunk by chunk already, but for the last
     join          until the first step of decode is done
@@ -45,7 +47,8 @@ from scheduler_adapters.workers import Workers
 PROGRAM = (sys.executable, "-m", "benchmarks.fleet_worker")
 REQUESTS = 300
 RATE = 4.0
-PARTS = ("asked", "queue", "prefill", "hand-over", "first token", "pull", "join", "second token")
+ROUNDS = 3
+PARTS = ("asked", "queue", "prefill", "hand-over", "delivery", "first token", "pull", "join", "second token")
 _WARM_UP = 12
 _CACHE_BYTES = 48 << 20
 _MAX_REQUESTS = 16
@@ -63,11 +66,10 @@ WAYS = (Way("disaggregated", ("prefill", "decode"), ()), Way("one process", ("de
 
 
 class Served(NamedTuple):
-    """What came of one way: milliseconds of each part of each request, and the counters in the end."""
+    """What came of one way: milliseconds of each part of each request, and the counters of its processes in the end."""
 
     parts: dict[str, list[float]]
-    stats: dict[str, msg.Stats]
-    seconds: float
+    stats: list[msg.Stats]
 
 
 def configs(way: Way, requests: list[TraceRequest]) -> list[WorkerConfig]:
@@ -119,14 +121,13 @@ def serve(way: Way, requests: list[TraceRequest], times: list[float]) -> Served:
                 client.submit(f"r{number}", request, start + after)
             while client.open:
                 client.hear(0.01)
-            seconds = time.monotonic() - start
             client.settle()
             stamps = read_stamps(Path(folder))
         asked = [client.asked[f"r{number}"] for number in range(len(requests))]
     check(asked, stamps, client.stats)
     measured = [parts_of(one, stamps[one.request_id]) for one in asked]
     parts = {part: [1e3 * one[part] for one in measured if part in one] for part in PARTS}
-    return Served(parts, client.stats, seconds)
+    return Served(parts, list(client.stats.values()))
 
 
 def hear_until(client: Client, at: float) -> None:
@@ -159,6 +160,7 @@ def parts_of(one: Asked, stamps: list[Stamp]) -> dict[str, float]:
     found = {
         "queue": begins - one.submitted,
         "prefill": (sent[0] if computed is None else computed) - begins,
+        "delivery": one.times[0] - sent[0],
         "first token": one.times[0] - one.submitted,
     }
     if asked is not None:
@@ -192,22 +194,26 @@ def rows_of(ways: dict[str, Served]) -> list[Row]:
 
 def counters(served: Served) -> Row:
     """What there is to know of a way beside its times."""
-    every = list(served.stats.values())
-    prompt_tokens = sum(one.prompt_tokens for one in every)
+    prompt_tokens = sum(one.prompt_tokens for one in served.stats)
     return {
-        "seconds": round(served.seconds, 1),
-        "hit_rate": round(sum(one.cached_tokens for one in every) / max(1, prompt_tokens), 4),
-        "preemptions": sum(one.preemptions for one in every),
+        "hit_rate": round(sum(one.cached_tokens for one in served.stats) / max(1, prompt_tokens), 4),
+        "preemptions": sum(one.preemptions for one in served.stats),
     }
 
 
-def measure(requests: list[TraceRequest], rate: float, seed: int) -> dict[str, Served]:
-    """Both ways, one after the other, with the same requests at the same times. Raises as `serve`."""
-    times = arrivals(len(requests), rate, seed)
-    found: dict[str, Served] = {}
-    for way in WAYS:
-        found[way.name] = serve(way, requests, times)
-        progress(f"first_token: {way.name}: {len(requests)} requests in {found[way.name].seconds:.0f} s")
+def measure(requests: list[TraceRequest], rate: float, seed: int, rounds: int) -> dict[str, Served]:
+    """Both ways in turn, with the same requests at the same times, a share of them in each round. Raises as `serve`."""
+    found = {way.name: Served({part: [] for part in PARTS}, []) for way in WAYS}
+    for number in range(rounds):
+        some = requests[number * len(requests) // rounds : (number + 1) * len(requests) // rounds]
+        times = arrivals(len(some), rate, seed + number)
+        for way in WAYS if number % 2 == 0 else WAYS[::-1]:
+            served = serve(way, some, times)
+            for part in PARTS:
+                found[way.name].parts[part].extend(served.parts[part])
+            found[way.name].stats.extend(served.stats)
+            typical = float(np.median(served.parts["first token"]))
+            progress(f"first_token: round {number + 1}, {way.name}: {typical:.1f} ms to the first token in the median")
     return found
 
 
@@ -216,11 +222,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.first_token", description=__doc__)
     parser.add_argument("--requests", type=int, default=REQUESTS, help=f"of the trace ({REQUESTS})")
     parser.add_argument("--rate", type=float, default=RATE, help=f"requests that arrive in a second ({RATE})")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of both ways in turn ({ROUNDS})")
     parser.add_argument("--seed", type=int, default=0, help="of the arrivals (0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures and the machine")
     chosen = parser.parse_args()
-    if chosen.requests < 1 or not chosen.rate > 0:
-        parser.error("--requests must be at least 1, and --rate more than 0")
+    if not 1 <= chosen.rounds <= chosen.requests or not chosen.rate > 0:
+        parser.error("--rounds must be at least 1, --requests at least as many, and --rate more than 0")
     try:
         requests = read_requests(FOLDER / TRACES[0], chosen.requests)
     except TraceError as error:
@@ -229,14 +236,14 @@ def main() -> int:
         )
         return 2
     try:
-        ways = measure(requests, chosen.rate, chosen.seed)
+        ways = measure(requests, chosen.rate, chosen.seed, chosen.rounds)
     except KVCacheError as error:
         progress(f"first_token: {error}")
         return 1
     rows = rows_of(ways)
     print(table(rows))
     if chosen.json:
-        options = f"--requests {chosen.requests} --rate {chosen.rate:g} --seed {chosen.seed}"
+        options = " ".join(f"--{name} {getattr(chosen, name):g}" for name in ("requests", "rate", "rounds", "seed"))
         served = {way: counters(one) for way, one in ways.items()}
         figures = {"command": f"python -m benchmarks.first_token {options}", "machine": machine(), **served}
         write(chosen.json, {**figures, "rows": rows})

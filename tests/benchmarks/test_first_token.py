@@ -37,6 +37,7 @@ def test_parts_follow_each_other_from_the_arrival_to_the_second_token() -> None:
         "queue": 3.0,
         "prefill": 4.0,
         "hand-over": 1.0,
+        "delivery": 0.5,
         "first token": 8.5,
         "pull": 5.0,
         "join": 10.0,
@@ -52,12 +53,13 @@ def test_one_process_hands_nothing_over_and_one_token_has_no_second() -> None:
     assert first_token.parts_of(asked, alone) == {
         "queue": 1.0,
         "prefill": 4.0,
+        "delivery": 0.5,
         "first token": 5.5,
         "join": 1.0,
         "second token": 6.5,
     }
     asked.times.pop()
-    assert set(first_token.parts_of(asked, alone[:2])) == {"queue", "prefill", "first token"}
+    assert set(first_token.parts_of(asked, alone[:2])) == {"queue", "prefill", "delivery", "first token"}
 
 
 def test_arrivals_are_of_the_rate_and_the_seed() -> None:
@@ -79,7 +81,7 @@ def test_without_the_trace_the_command_says_so(
 @pytest.mark.timeout(300)
 def test_both_ways_are_measured_part_by_part() -> None:
     requests = fleet_trace.synthetic_requests(8, seed=5)
-    rows = {row["part"]: row for row in first_token.rows_of(first_token.measure(requests, 20.0, 0))}
+    rows = {row["part"]: row for row in first_token.rows_of(first_token.measure(requests, 20.0, seed=0, rounds=2))}
     assert list(rows) == list(first_token.PARTS)
     assert all(row["disaggregated_ms_p50"] >= 0 for row in rows.values())
     assert [part for part, row in rows.items() if row["one_process_ms_p50"] is None] == ["asked", "hand-over", "pull"]
