@@ -52,6 +52,7 @@ class Shape:
     windows: tuple[int, ...] = (0,)
     policy: str = "fail"
     max_batched: int = 64
+    rows: int = 16
     connector: tuple[str, str | None] = OURS
     extra: dict[str, Any] = field(default_factory=lambda: {"host": "127.0.0.1", "port": 0})
 
@@ -89,7 +90,7 @@ def make_config(model: str, role: str, engine_id: str, shape: Shape, rank: int, 
             max_model_len=65_536,
         ),
         scheduler_config=SchedulerConfig(
-            max_num_seqs=16, max_num_batched_tokens=shape.max_batched, max_model_len=65_536,
+            max_num_seqs=shape.rows, max_num_batched_tokens=shape.max_batched, max_model_len=65_536,
             enable_chunked_prefill=True, is_encoder_decoder=False, async_scheduling=False,
             disable_hybrid_kv_cache_manager=False,
         ),
@@ -177,6 +178,7 @@ class Engine:
         self._aggregator = KVOutputAggregator.from_connector(self.workers[0], shape.tp_size)
         self.outputs: list[Any] = []
         self.scheduled: list[dict[str, int]] = []
+        self.preempted = self.peak_blocks = 0  # requests that gave way in the last step; most blocks in use
         self.stats: list[Any] = []
         self.free_at_start = self.free_blocks
 
@@ -209,6 +211,8 @@ class Engine:
         plan = self.scheduler.schedule()
         ids = list(plan.num_scheduled_tokens)
         self.scheduled.append(dict(plan.num_scheduled_tokens))
+        self.preempted = len(plan.preempted_req_ids or ())
+        self.peak_blocks = max(self.peak_blocks, self.free_at_start - self.free_blocks)
         sampled = [self._run(request_id, plan.num_scheduled_tokens[request_id]) for request_id in ids]
         outputs: list[ModelRunnerOutput | None] = []
         for worker in self.workers:
@@ -254,6 +258,10 @@ class Engine:
     def finish_reason(self, request_id: str) -> str:
         found = [output.finish_reason for output in self.outputs if output.request_id == request_id]
         return "" if not found or found[-1] is None else str(found[-1])
+
+    def status(self, request_id: str) -> Any:
+        request = self.scheduler.requests.get(request_id)
+        return None if request is None else request.status
 
     def params(self, request_id: str) -> dict[str, Any]:
         """What it says of a request's pages, as it comes out of an HTTP body."""
