@@ -159,7 +159,8 @@ class PulledPages(Pages, Protocol):
     def commit_import(self, context: Context, pending: PendingImport) -> None:
         """Every page was read, and under its lease: the tokens count as cached, full pages are published.
 
-        Only after a `PullEvent` without error. Raises `UnknownRequestError` for a request that was released meanwhile.
+        Only after a `PullEvent` without error, or where nothing was left to read. Raises `UnknownRequestError` for a
+        request that was released meanwhile: `cancel_import` is what remains.
         """
 
     def cancel_import(self, pending: PendingImport) -> None:
