@@ -49,6 +49,7 @@ class SchedulerSide:
         self.manager: KVCacheManager | None = None
         self._serves = bool(vllm_config.kv_transfer_config and vllm_config.kv_transfer_config.is_kv_producer)
         self._saves = config.kv_buffer_device == "cpu"
+        self._has_states = any(group.is_state for group in config.groups)
         self._shortens = any(group.is_state or group.window for group in config.groups)
         self._select = kv_cache_config.select_transfer_block_ids
         address = socket.gethostbyname(options.host) if self._serves else "127.0.0.1"
@@ -110,7 +111,9 @@ class SchedulerSide:
         if request_id in self._refused:
             return missing
         pages = self._waiting.get(request_id)
-        if pages is None:
+        # A state after the last token is of no use: decode runs this token in any case. A prompt of one token has none
+        # before it.
+        if pages is None or (self._has_states and pages.total_tokens >= request.num_prompt_tokens):
             return 0
         return self._companion.external_tokens(request_id, pages, request.num_prompt_tokens, num_computed_tokens)
 

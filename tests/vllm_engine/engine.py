@@ -9,6 +9,7 @@ together.
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -34,6 +35,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from transfer.worker_config import share
 
 LAYERS, HEAD_DIM = 2, 16
+STATES = ((6, 3), (4, 5))  # of one rank and layer: what a convolution keeps, and the state proper
 OURS = ("PagewireConnector", "scheduler_adapters.vllm")
 _FIRST, _TOKENS = 1000, 1000
 
@@ -42,7 +44,8 @@ _FIRST, _TOKENS = 1000, 1000
 class Shape:
     """An engine. `windows` has an entry for each group: 0 for full attention.
 
-    All groups share their tensors, as vLLM lays them out: layer i of each lies in tensor i.
+    All groups share their tensors, as vLLM lays them out: layer i of each lies in tensor i. With `states` there is one
+    more group, of recurrent layers, and no prefix cache.
     """
 
     blocks: int = 60
@@ -50,6 +53,7 @@ class Shape:
     tp_size: int = 1
     heads: int = 4
     windows: tuple[int, ...] = (0,)
+    states: bool = False
     policy: str = "fail"
     max_batched: int = 64
     rows: int = 16
@@ -94,7 +98,9 @@ def make_config(model: str, role: str, engine_id: str, shape: Shape, rank: int, 
             enable_chunked_prefill=True, is_encoder_decoder=False, async_scheduling=False,
             disable_hybrid_kv_cache_manager=False,
         ),
-        cache_config=CacheConfig(block_size=shape.block_size, cache_dtype="auto", enable_prefix_caching=True),
+        cache_config=CacheConfig(
+            block_size=shape.block_size, cache_dtype="auto", enable_prefix_caching=not shape.states
+        ),
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=KVTransferConfig(
             kv_connector=name, kv_connector_module_path=module, kv_role=role, engine_id=engine_id,
@@ -124,7 +130,21 @@ def make_cache_config(shape: Shape) -> KVCacheConfig:
         )
         for group, window in enumerate(shape.windows)
     ]
+    if shape.states:
+        spec = MambaSpec(block_size=1024, shapes=STATES, dtypes=(torch.float16, torch.float32))
+        groups.append(KVCacheGroupSpec([_mixer(layer) for layer in range(LAYERS)], spec))
     return KVCacheConfig(num_blocks=shape.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def _mixer(layer: int) -> str:
+    return f"model.layers.{100 + layer}.mixer"
+
+
+def recur(state: Sequence[torch.Tensor], token: int, layer: int, rank: int) -> int:
+    """Moves a recurrent layer on by a token, in place. Returns what it makes of it."""
+    for number, part in enumerate(state):
+        part.copy_((part * 3 + token % 97 + layer + rank + torch.arange(part.numel()).view(part.shape) + number) % 499)
+    return int(sum(int(part.long().sum()) for part in state))
 
 
 def contents(tokens: torch.Tensor, positions: torch.Tensor, layer: int, heads: Sequence[int]) -> torch.Tensor:
@@ -142,8 +162,17 @@ def look(cache: torch.Tensor, positions: torch.Tensor) -> int:
 def expected_tokens(prompt: Sequence[int], count: int, shape: Shape) -> list[int]:
     """What the model gives without any cache."""
     tokens = list(prompt)
+    states = [
+        (layer, rank, [torch.zeros(part) for part in STATES])
+        for layer in range(LAYERS if shape.states else 0)
+        for rank in range(shape.tp_size)
+    ]
+    ran = 0
     for _ in range(count):
         total = 0
+        for layer, rank, state in states:
+            total += [recur(state, token, layer, rank) for token in tokens[ran:]][-1]
+        ran = len(tokens)
         for group, window in enumerate(shape.windows):
             positions = torch.arange(max(0, len(tokens) - window) if window else 0, len(tokens))
             for index in range(LAYERS):
@@ -164,12 +193,12 @@ class Engine:
         self.scheduler = Scheduler(
             vllm_config=config,
             kv_cache_config=caches,
-            block_size=shape.block_size,
+            block_size=math.lcm(*(group.kv_cache_spec.block_size for group in caches.kv_cache_groups)),
             log_stats=True,
             structured_output_manager=StructuredOutputManager(config),
         )
         self.workers: list[Any] = []
-        self.caches: list[dict[str, torch.Tensor]] = []
+        self.caches: list[dict[str, Any]] = []
         for rank in range(shape.tp_size):
             self.add_rank(make_config(model, role, engine_id, shape, rank, start), caches, rank)
         self.connector.set_xfer_handshake_metadata_pp_aware(
@@ -192,9 +221,14 @@ class Engine:
             torch.zeros(shape.blocks, len(heads), shape.block_size, 2 * HEAD_DIM, dtype=torch.float16)
             for _ in range(LAYERS)
         ]
-        views = {
-            name: tensors[index] for group in caches.kv_cache_groups for index, name in enumerate(group.layer_names)
+        views: dict[str, Any] = {
+            name: tensors[index]
+            for group in caches.kv_cache_groups[: len(shape.windows)]
+            for index, name in enumerate(group.layer_names)
         }
+        for layer in range(LAYERS if shape.states else 0):
+            conv, state = (torch.zeros(shape.blocks, *part) for part in STATES)
+            views[_mixer(layer)] = [conv.to(torch.float16), state]
         worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, caches)
         worker.register_kv_caches(views)
         self.workers.append(worker)
@@ -250,7 +284,19 @@ class Engine:
                     if is_last:
                         seen = torch.arange(max(0, end - window) if window else 0, end)
                         total += look(cache[table[seen // size], :, seen % size][:, owned], seen)
+            if self.shape.states:
+                total += self._recur(caches, tables[-1][-1], tokens[end - count : end].tolist(), rank, end == count)
         return [_FIRST + total % _TOKENS] if is_last else []
+
+    def _recur(self, caches: dict[str, Any], block: int, tokens: list[int], rank: int, is_first: bool) -> int:
+        total = 0
+        for layer in range(LAYERS):
+            state = [part[block] for part in caches[_mixer(layer)]]
+            if is_first:  # blocks come as others left them
+                for part in state:
+                    part.zero_()
+            total += [recur(state, token, layer, rank) for token in tokens][-1]
+        return total
 
     def tokens(self, request_id: str) -> list[int]:
         return [token for output in self.outputs if output.request_id == request_id for token in output.new_token_ids]

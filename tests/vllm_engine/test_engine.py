@@ -43,6 +43,11 @@ SIDES = {
     "blocks of 16 to 8, TP 2 to 1": ({"tp_size": 2}, {"block_size": 8}),
     "full and window": ({"windows": (0, 40)}, {"windows": (0, 40)}),
     "full and window, TP 1 to 2": ({"windows": (0, 40)}, {"windows": (0, 40), "tp_size": 2}),
+    "full and states": ({"states": True}, {"states": True}),
+    "full, window and states, TP 2": (
+        {"states": True, "windows": (0, 40), "tp_size": 2},
+        {"states": True, "windows": (0, 40), "tp_size": 2},
+    ),
     "window alone": ({"windows": (33,)}, {"windows": (33,)}),
 }
 
@@ -58,7 +63,8 @@ def test_decode_parks_pulls_and_goes_on_and_both_sides_release(
     assert prefill.free_blocks < prefill.free_at_start, "prefill keeps what decode is to read"
     decode.add("d", prompt, 5, params)
     decode.step()
-    assert decode.scheduler.requests["d"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    if not (decode.shape.states and length == 1):  # there is no state before the first token
+        assert decode.status("d") is RequestStatus.WAITING_FOR_REMOTE_KVS
     run_until([prefill, decode], lambda: decode.finish_reason("d"))
     assert decode.tokens("d") == expected_tokens(prompt, 5, decode.shape)
     assert sum(sum(step.values()) for step in decode.scheduled) == 5, "decode runs one token for each it gives"
@@ -242,3 +248,13 @@ def test_a_hundred_requests_with_aborts_at_any_time(make: Make, right: dict[str,
         assert decode.tokens(name) == expected_tokens(prompts[name], 4, decode.shape), name
     assert aborted
     assert_empty(prefill, decode)
+
+
+def test_states_need_equal_tensor_parallelism(make: Make) -> None:
+    prefill, decode = make("kv_producer", Shape(states=True)), make("kv_consumer", Shape(states=True, tp_size=2))
+    decode.add("d", PROMPT, 3, prefilled(prefill, "p", PROMPT))
+    run_until([prefill, decode], lambda: decode.finish_reason("d"))
+    assert (decode.finish_reason("d"), decode.tokens("d")) == ("error", [])
+    decode.add("local", PROMPT, 3)
+    run_until([decode], lambda: decode.finish_reason("local"))
+    assert decode.tokens("local") == expected_tokens(PROMPT, 3, decode.shape)
