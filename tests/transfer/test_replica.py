@@ -329,6 +329,30 @@ def test_a_cancelled_pull_ends_the_lease_with_its_reason(engine: Any) -> None:
     assert len(d.pulls) == 1
 
 
+def test_a_pull_that_is_cancelled_before_its_source_has_answered_is_refused_there(engine: Any) -> None:
+    p, d = engine("p", 2), engine("d", 2)
+    pull(d, p.source(p.offer()))
+    d.replica.cancel("r", "the client left")
+    d.take()
+    assert d.pulls == [PullEvent("r", "the client left", safe=True)], "its owner waits for nobody"
+    pull(d, p.source(p.offer("other", 1)))  # the name is free
+    run(p, d, until=lambda: len(d.pulls) == 2 and len(p.overs) == 2)
+    assert {over.request_id: over.reason for over in p.overs} == {"r": "the client left", "other": "read"}
+    assert d.pulls[1].error == ""
+    assert not d.replica._pulls
+
+
+def test_what_was_to_be_refused_is_forgotten_where_nobody_answers(engine: Any) -> None:
+    p, d = engine("p"), engine("d", handshake_timeout_s=0.2)
+    source = p.source(p.offer())
+    p.server.close()
+    pull(d, source, timeout_s=0.3)
+    d.replica.cancel("r", "the client left")
+    run(d, until=lambda: not d.replica._pulls)
+    d.take()
+    assert d.pulls == [PullEvent("r", "the client left", safe=True)]
+
+
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
@@ -482,6 +506,26 @@ def test_an_engine_restarted_at_its_address_is_found_out_and_read_from_anew(engi
     pull(d, successor.source(successor.offer()), key="again")
     run(successor, d, until=settled(d, "again"))
     assert d.pulls[-1].error == ""
+    assert np.array_equal(d.heads(LOCAL), successor.heads(REMOTE))
+
+
+def test_the_first_request_of_a_restarted_engine_is_served(engine: Any) -> None:
+    """It names the start that has promised it, so that it is no fault of its own that another one is known here."""
+    p, d = engine("p"), engine("d")
+    address = p.serve()
+    pull(d, p.source(p.offer()))
+    run(p, d, until=settled(d))
+    p.close()
+    successor = engine("p", seed=50)
+    successor.serve(address)
+    promised = successor.source(successor.offer())._replace(incarnation=successor.incarnation)
+    older = promised._replace(incarnation="before")
+    pull(d, promised, key="new")
+    pull(d, older, key="old")
+    run(successor, d, until=lambda: settled(d, "new")() and settled(d, "old")())
+    errors = {event.key: event.error for event in d.pulls}
+    assert errors["new"] == ""
+    assert "is not the start of it that granted the lease" in errors["old"]
     assert np.array_equal(d.heads(LOCAL), successor.heads(REMOTE))
 
 
