@@ -17,7 +17,7 @@ VLLM := .venvs/vllm-engine
 VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test pairs test-sglang test-vllm model check lint types bench bench-pull bench-peers fleet first-token clean
+.PHONY: help demo test pairs test-sglang test-vllm kills fuzz model check lint types bench bench-pull bench-peers fleet first-token clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -59,6 +59,13 @@ $(VLLM)/.installed: tests/vllm_engine/requirements.txt pyproject.toml constraint
 
 test-vllm: $(VLLM)/.installed ## run vLLM's real schedulers and workers with our connector, on the CPU
 	@$(VLLM)/bin/python -m pytest tests/vllm_engine -W ignore $(ARGS)
+
+kills: $(STAMP) ## kill, stop and restart processes of a service in every phase, 240 times (ARGS="--seed 1")
+	@$(BIN)/python -m tests.scheduler_adapters.kills --runs 240 $(ARGS)
+
+fuzz: $(STAMP) ## a million bad messages to each: the metadata and its handshake, and the schedulers' sockets
+	@$(BIN)/python -m tests.transfer.fuzz $(ARGS)
+	@$(BIN)/python -m tests.scheduler_adapters.fuzz_sockets --messages 1000000 $(ARGS)
 
 model: $(STAMP) ## explore every interleaving of the ownership protocol (ARGS="--without fence")
 	@$(BIN)/python -m tests.transfer.protocol_model $(ARGS)
