@@ -226,3 +226,21 @@ def test_an_id_that_is_on_its_way_is_refused(start: Callable[..., Service], expe
 def wait_for_messages(service: Service) -> list[list[bytes]]:
     assert service.clients["d0"].poll(5000)
     return list(received(service.clients["d0"]))
+
+
+def test_tenants_share_no_page_on_either_side(start: Callable[..., Service], expected: list[list[int]]) -> None:
+    """One prompt of two tenants is prefilled, pulled and kept twice; of one tenant once."""
+    service = start()
+    pages, seen = -(-len(PROMPTS[0]) // 16), []
+    for request_id, salt in (("a", "one"), ("b", "other"), ("c", None), ("a again", "one"), ("b again", "other")):
+        service.tokens[request_id] = []
+        service.decode.submit(
+            msg.Submit(request_id=request_id, prompt=tuple(PROMPTS[0]), max_new_tokens=NEW, cache_salt=salt)
+        )
+        service.until(lambda request_id=request_id: request_id in service.ended, request_id)
+        assert service.tokens[request_id] == expected[0]
+        seen.append((service.prefill.stats().cached_tokens, service.decode.stats().pages_pulled))
+    full = len(PROMPTS[0]) // 16
+    assert seen[:3] == [(0, pages), (0, 2 * pages), (0, 3 * pages)], "nothing of one is found by another"
+    assert seen[4] == (2 * 16 * full, 3 * pages + 2 * (pages - full)), "each finds what is its own, on both sides"
+    service.assert_nothing_held()
