@@ -198,10 +198,10 @@ class SchedulerSide:
             self._companion.abort(request_id, f"the request has ended: {request.status}")
             return True, None
         blocks, first_blocks = _without_null(self._select(block_ids))
+        computed = request.num_computed_tokens  # with steps in flight, maybe more than has run; a prompt has
+        tokens = computed if self._has_states else min(computed, request.num_prompt_tokens)
         try:
-            params = self._companion.params(
-                request_id, blocks, request.num_computed_tokens, first_blocks=first_blocks, granted=False
-            )
+            params = self._companion.params(request_id, blocks, tokens, first_blocks=first_blocks, granted=False)
         except TransferError:
             logger.exception("request %r: nobody can read it", request_id)
             self._companion.abort(request_id, "its params could not be made")
