@@ -172,7 +172,7 @@ class Cancel(OfRoom, frozen=True, kw_only=True, tag=True):
 
 
 class Ready(Message, frozen=True, kw_only=True, tag=True):
-    """Worker to front: set up, and connected to the other workers."""
+    """Worker to front: set up. A decode process may not have reached every prefill process yet, and waits for one."""
 
     name: Name
 
