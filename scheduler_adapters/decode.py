@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvcache.errors import AlreadyClaimedError, KVCacheError
 from scheduler_adapters import messages as msg
+from scheduler_adapters.affinity import chunks_of
 from scheduler_adapters.links import PrefillLink
 from scheduler_adapters.loop import Output, Request, ServingLoop, finish_reason
 from scheduler_adapters.pulls import Pulls
@@ -176,9 +177,15 @@ class DecodeScheduler:
 
     def _ask(self) -> None:
         for room in [room for room in self._rooms.values() if room.phase == "waiting"]:
-            there = [link for link in self.links if link.welcome]
-            # One where it failed before is asked again only where there is no other.
-            link = min(there, key=lambda one: (one.name in room.avoid, one.load), default=None)
+            chunks = chunks_of(room.tokens, room.request.cache_salt) if len(self.links) > 1 else []
+            missing = {link: len(room.tokens) - link.asked_for.tokens_of(chunks) for link in self.links if link.welcome}
+            # Where it will have been computed first, else where less is cached; where it failed before only where there
+            # is no other.
+            link = min(
+                missing,
+                key=lambda one: (one.name in room.avoid, one.load + missing[one], len(one.asked_for)),
+                default=None,
+            )
             if link is None:
                 return
             message = msg.Prefill(
@@ -190,8 +197,9 @@ class DecodeScheduler:
                 cache_salt=room.request.cache_salt,
             )
             if link.send(message):
-                room.link, room.load = link, len(message.prompt)
+                room.link, room.load = link, missing[link]
                 link.load += room.load
+                link.asked_for.add(chunks)
                 room.move("asked", self._clock() + self._times.prefill_s)
 
     def _on_message(self, link: PrefillLink, message: msg.ToDecode) -> None:

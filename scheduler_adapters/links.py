@@ -11,6 +11,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from scheduler_adapters import messages as msg
+from scheduler_adapters.affinity import AskedFor
 from scheduler_adapters.errors import MessageError
 from scheduler_adapters.sockets import Context, Socket, bounded_socket, received
 
@@ -40,7 +41,8 @@ class PrefillLink:
     Attributes:
         welcome: what the process says of itself; None while it is not there.
         lost: reasons of losses since the owner looked.
-        load: prompt tokens that were asked for and have not come.
+        load: prompt tokens that it has to compute for us and that have not come.
+        asked_for: what it may have cached.
         malformed: messages that could not be decoded.
     """
 
@@ -57,6 +59,7 @@ class PrefillLink:
         self.welcome: msg.Welcome | None = None
         self.lost: list[str] = []
         self.load = 0
+        self.asked_for = AskedFor()
         self.malformed = 0
         self._context = context
         self._hello = hello
@@ -117,6 +120,7 @@ class PrefillLink:
             self.lost.append(reason)
         self.close()
         self.welcome, self.load = None, 0
+        self.asked_for.clear()
         self._again_at = self._clock() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
 

@@ -173,7 +173,7 @@ class DecodeRoom(Room):
         request: what the client asked for.
         emitted: tokens that the client has had before this attempt's first.
         link: the prefill process that was asked.
-        load: prompt tokens that were asked of it and have not come.
+        load: prompt tokens that it has to compute, as far as is known, and that have not come.
         avoid: names of those where an attempt failed.
         replica: ours.
         table: of the latest offer.

@@ -1,5 +1,6 @@
 """The service as a whole: what it serves, and that nothing is held afterwards."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,24 @@ def test_several_of_each_side_serve_each_other(start: Callable[..., Service], mo
     assert service.serve(prompts) == [reference_tokens(model, prompt, NEW) for prompt in prompts]
     assert all(one.stats().prompt_tokens for one in service.prefills.values())
     assert all(one.stats().pages_pulled for one in service.decodes.values())
+    service.assert_nothing_held()
+
+
+def test_a_prompt_goes_where_its_head_was_computed_and_others_go_elsewhere(
+    start: Callable[..., Service], model: Any
+) -> None:
+    service = start(prefill={"count": 2})
+    service.until(lambda: all(link.welcome for link in service.decode.links), "the links")
+    computed = []
+    for number, prompt in enumerate(([1, *PROMPTS[0]], [2, *PROMPTS[0]], [1, *PROMPTS[0], 3], [2, *PROMPTS[0], 4]) * 2):
+        name = f"r{number}"
+        service.submit_one(name, prompt)
+        service.until(lambda name=name: name in service.ended, name)
+        assert service.tokens[name] == reference_tokens(model, prompt, NEW)
+        computed.append(tuple(one.stats().cached_tokens for one in service.prefills.values()))
+    assert computed[1] == (0, 0), "neither of the first two was found anywhere"
+    assert all(sum(after) > sum(before) for before, after in itertools.pairwise(computed[1:])), "all the others were"
+    assert min(computed[-1]) > 0, "and both processes had their share"
     service.assert_nothing_held()
 
 
