@@ -33,7 +33,7 @@ RunList: TypeAlias = "Descriptors | list[tuple[int, int, int]]"
 
 BACKEND = "UCX"
 FILE_BACKEND = "POSIX"
-BACKGROUND_RUNS = 256
+BACKGROUND_RUNS = 128
 """Transfers of so many runs are copied by a thread of NIXL's, smaller ones by the thread that posts them."""
 
 

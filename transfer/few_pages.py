@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from transfer.batches import LONGEST_RUN
 from transfer.group_plan import Pieces
 from transfer.plan import Plan
 from transfer.pull_state import BlocksOfGroup, PagesOfGroup, Part
@@ -65,10 +66,18 @@ class FewPages:
             pairs = None if group is None else _pairs(group, pages)
             if group is None or pairs is None:
                 return None
-            for ours, theirs in pairs:
-                for run in group.runs:
-                    here.append((run.local + ours * run.local_page, run.length, our_device))
-                    there.append((run.remote + theirs * run.remote_page, run.length, their_device))
+            for run in group.runs:
+                our_end = their_end = joined = 0
+                for ours, theirs in pairs:
+                    local, remote = run.local + ours * run.local_page, run.remote + theirs * run.remote_page
+                    if local == our_end and remote == their_end and joined + run.length <= LONGEST_RUN:
+                        joined += run.length  # neighbours on both sides: NIXL takes 2 to 4 µs for each run
+                        here[-1], there[-1] = (here[-1][0], joined, our_device), (there[-1][0], joined, their_device)
+                    else:
+                        joined = run.length
+                        here.append((local, joined, our_device))
+                        there.append((remote, joined, their_device))
+                    our_end, their_end = local + run.length, remote + run.length
                     num_bytes += run.length
         return Part(self._rank, here, there, num_bytes) if len(here) <= MOST_RUNS else None
 

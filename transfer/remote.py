@@ -6,7 +6,7 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from transfer.batches import LONGEST_RUN
+from transfer.batches import longest_run
 from transfer.boxes import LAYER, ShardLayout, clip_layout
 from transfer.errors import (
     AgentError,
@@ -185,7 +185,8 @@ class RemoteEngine:
                 found += [
                     StagedPart(at, self.staging, planned, group, piece, there.bases, there.device) for piece in pieces
                 ]
-        runs = concatenated(direct).shortened(LONGEST_RUN)
+        runs = concatenated(direct)
+        runs = runs.shortened(longest_run(runs.num_bytes))
         local, remote = runs.descriptors(self._mine.device, there.device)
         return [Part(at, local, remote, runs.num_bytes), *found]
 

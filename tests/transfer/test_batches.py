@@ -9,7 +9,7 @@ import pytest
 
 from tests.transfer.replicas import Engine
 from transfer.agent import BACKGROUND_RUNS
-from transfer.batches import BACKGROUND_BYTES, FOREGROUND_BYTES, next_transfer
+from transfer.batches import BACKGROUND_BYTES, FOREGROUND_BYTES, LONGEST_RUN, longest_run, next_transfer
 from transfer.pull_state import PagesOfGroup, Part, PullEvent
 from transfer.runs import Runs
 
@@ -54,6 +54,14 @@ def test_half_of_what_is_left_goes_to_the_background_while_that_is_worth_waking_
     assert cut(part_of(2048, 64 * KIB), background=True)[:3] == [(1024, True), (512, True), (256, True)]
     assert not any(behind for _, behind in cut(part_of(2 * BACKGROUND_RUNS - 1, 64 * KIB), background=True))
     assert not any(behind for _, behind in cut(part_of(1000, 4 * MIB), background=True))
+
+
+@pytest.mark.parametrize("num_bytes", [4 * KIB, 16 * MIB, 32 * MIB, 64 * MIB, 128 * MIB, 512 * MIB])
+def test_a_large_part_of_few_runs_is_cut_into_enough_for_two_threads(num_bytes: int) -> None:
+    longest = longest_run(num_bytes)
+    assert 128 * KIB <= longest <= LONGEST_RUN
+    behind = [background for _, background in cut(part_of(-(-num_bytes // longest), longest), background=True)]
+    assert any(behind) == (num_bytes >= 32 * MIB)
 
 
 def test_long_runs_are_cut_and_nothing_else_changes() -> None:

@@ -46,6 +46,8 @@ def test_the_runs_are_those_of_the_plan(local: ShardLayout, remote: ShardLayout)
         (np.array([9], np.int32), np.array([0], np.int32), (32, 41)),
         ((4, 9, 2), (1, 5, 30), (16, 64)),
         ([1, 3, 5, 7], [2, 4, 6, 8], (0, 50)),
+        ([3, 4, 5, 9], [6, 7, 8, 9], (0, 64)),
+        ([3, 4, 5, 6], [6, 7, 9, 10], (0, 50)),
     ):
         part = few.part([PagesOfGroup(here, there, tokens)])
         runs = planned.runs(0, here, there, tokens, BASES[0][:ours], BASES[1][:theirs])
