@@ -190,12 +190,6 @@ class Exchange:
         """Gives a pull up; its last event comes when nothing of it is in flight."""
         self._threads[replica].cancel(key, reason)
 
-    def forget(self, engine_ids: Sequence[str], reason: str) -> None:
-        """Nothing that was learnt of these engines is used any more; pulls from them fail."""
-        for thread in self._threads:
-            for engine_id in engine_ids:
-                thread.forget(engine_id, reason)
-
     # ---- what happened
 
     def poll(self) -> list[ReplicaEvent]:
