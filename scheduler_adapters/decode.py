@@ -177,17 +177,14 @@ class DecodeScheduler:
 
     def _ask(self) -> None:
         for room in [room for room in self._rooms.values() if room.phase == "waiting"]:
+            there = [link for link in self.links if link.welcome]
+            if not there:
+                return
             chunks = chunks_of(room.tokens, room.request.cache_salt) if len(self.links) > 1 else []
-            missing = {link: len(room.tokens) - link.asked_for.tokens_of(chunks) for link in self.links if link.welcome}
+            missing = {link: len(room.tokens) - link.asked_for.tokens_of(chunks) for link in there}
             # Where it will have been computed first, else where less is cached; where it failed before only where there
             # is no other.
-            link = min(
-                missing,
-                key=lambda one: (one.name in room.avoid, one.load + missing[one], len(one.asked_for)),
-                default=None,
-            )
-            if link is None:
-                return
+            link = min(there, key=lambda one: (one.name in room.avoid, one.load + missing[one], len(one.asked_for)))
             message = msg.Prefill(
                 request_id=room.request_id,
                 attempt=room.attempt,

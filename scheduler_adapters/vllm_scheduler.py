@@ -54,7 +54,7 @@ class SchedulerSide:
         self._select = kv_cache_config.select_transfer_block_ids
         address = socket.gethostbyname(options.host) if self._serves else "127.0.0.1"
         self._companion = TransferCompanion(config, options.host, f"tcp://{address}:{options.port}", options.keyring)
-        self._sources: dict[str, Request] = {}  # with a lease, until they end
+        self._sources: set[str] = set()  # with a lease, until they end
         self._unsaved: dict[str, Request] = {}  # of these, those whose blocks are not in host buffers yet
         self._waiting: dict[str, RemotePages] = {}  # readers that have no blocks yet
         self._refused: dict[str, str] = {}  # readers whose load cannot be, until they are parked
@@ -105,17 +105,23 @@ class SchedulerSide:
         self._refused[request_id] = reason
 
     def match(self, request: Request, num_computed_tokens: int) -> int:
-        """Returns how many tokens beyond those that are here a load brings. Changes nothing but a refusal."""
+        """Returns how many tokens beyond those that are here a load brings. Changes nothing."""
         request_id = request.request_id
         missing = max(0, request.num_prompt_tokens - num_computed_tokens)
         if request_id in self._refused:
             return missing
-        pages = self._waiting.get(request_id)
-        # A state after the last token is of no use: decode runs this token in any case. A prompt of one token has none
-        # before it.
-        if pages is None or (self._has_states and pages.total_tokens >= request.num_prompt_tokens):
+        pages, limit = self._waiting.get(request_id), self._limit(request)
+        if pages is None or (self._has_states and pages.total_tokens > limit):
             return 0
-        return self._companion.external_tokens(request_id, pages, request.num_prompt_tokens, num_computed_tokens)
+        return self._companion.external_tokens(request_id, pages, limit, num_computed_tokens)
+
+    def _limit(self, request: Request) -> int:
+        """Tokens of a prompt that are loaded at most. vLLM runs the last one again where it has all of them.
+
+        But by then it has given up the block that only this token's window begins in, and a state is that after it: so
+        with windows or states the last token is not loaded.
+        """
+        return request.num_prompt_tokens - self._shortens
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """A request has its blocks: a source's gets its lease, a reader's its load."""
@@ -135,21 +141,21 @@ class SchedulerSide:
                 self._failing[request_id] = reason
 
     def _offer(self, request: Request) -> None:
-        if request.request_id in self._sources:
-            return  # it was preempted, and its lease stands
-        try:
-            self._companion.offer(request.request_id, running=True)
-        except TransferError:
-            logger.exception("request %r: it is prefilled, but nobody will be able to read it", request.request_id)
-            return
-        self._sources[request.request_id] = request
-        if self._saves:
+        if request.request_id not in self._sources:  # else it was preempted, and its lease stands
+            try:
+                self._companion.offer(request.request_id, running=True)
+            except TransferError:
+                logger.exception("request %r: it is prefilled, but nobody will be able to read it", request.request_id)
+                return
+            self._sources.add(request.request_id)
+        if self._saves:  # also what was saved before: its blocks are others now
             self._unsaved[request.request_id] = request
 
     def _load(self, request: Request, pages: RemotePages, blocks: KVCacheBlocks, num_external_tokens: int) -> str:
         """Has every rank read what is missing. Returns why not, where it cannot be."""
         block_ids, first_blocks = _without_null(self._select(blocks.get_block_ids()))
-        total = request.num_prompt_tokens
+        # Where nothing is missing the source is told that all is here.
+        total = self._limit(request) if num_external_tokens else request.num_prompt_tokens
         computed = min(pages.total_tokens, total) - num_external_tokens
         try:
             self._companion.load(request.request_id, pages, block_ids, total, computed, first_blocks=first_blocks)
@@ -191,8 +197,9 @@ class SchedulerSide:
         self._waiting.pop(request_id, None)
         self._companion.cancel(request_id, f"the request has ended: {request.status}")
         self._unsaved.pop(request_id, None)
-        if self._sources.pop(request_id, None) is None:
+        if request_id not in self._sources:
             return False, None
+        self._sources.remove(request_id)
         self._finished.add(request_id)
         if request.status not in _DONE:
             self._companion.abort(request_id, f"the request has ended: {request.status}")

@@ -63,7 +63,8 @@ def test_decode_parks_pulls_and_goes_on_and_both_sides_release(
     assert prefill.free_blocks < prefill.free_at_start, "prefill keeps what decode is to read"
     decode.add("d", prompt, 5, params)
     decode.step()
-    if not (decode.shape.states and length == 1):  # there is no state before the first token
+    # With windows or states the last token of a prompt is decode's: of a prompt of one nothing is loaded.
+    if length > 1 or not (decode.shape.states or any(decode.shape.windows)):
         assert decode.status("d") is RequestStatus.WAITING_FOR_REMOTE_KVS
     run_until([prefill, decode], lambda: decode.finish_reason("d"))
     assert decode.tokens("d") == expected_tokens(prompt, 5, decode.shape)
@@ -258,3 +259,21 @@ def test_states_need_equal_tensor_parallelism(make: Make) -> None:
     decode.add("local", PROMPT, 3)
     run_until([decode], lambda: decode.finish_reason("local"))
     assert decode.tokens("local") == expected_tokens(PROMPT, 3, decode.shape)
+
+
+@pytest.mark.parametrize("windows", [(0, 40), (33,)], ids=["full and window", "window alone"])
+@pytest.mark.parametrize("spoilt", [{}, {"_shortened": True}], ids=["prompt cut short", "all prefilled"])
+def test_the_last_token_sees_its_whole_window_wherever_that_begins(
+    make: Make, windows: tuple[int, ...], spoilt: dict[str, Any]
+) -> None:
+    """Decode computes it again, so what its window begins with must be there, whatever was prefilled."""
+    shape = Shape(windows=windows, policy="recompute")
+    prefill, decode = make("kv_producer", shape), make("kv_consumer", shape)
+    for length in range(79, 101):
+        prompt = [length, *range(1001, 1100)]
+        name = f"p{length}"
+        prefill.add(name, prompt[:length] if spoilt else prompt, 1, PREFILL | spoilt)
+        run_until([prefill], lambda name=name: prefill.finish_reason(name))
+        tokens = served([prefill, decode], f"d{length}", prompt[:length], 2, prefill.params(name))
+        assert tokens == expected_tokens(prompt[:length], 2, shape), length
+    assert_empty(prefill, decode)
