@@ -3,6 +3,7 @@
 from kvcache.batch import Batch
 from kvcache.block_table import BlockTable
 from kvcache.context import Context, TextContext
+from kvcache.copier import ImportCopier, ImportProof
 from kvcache.errors import (
     AlreadyClaimedError,
     BlockTableMismatchError,
@@ -19,6 +20,7 @@ from kvcache.errors import (
 )
 from kvcache.inputs import RaggedKVCacheInputSymbols
 from kvcache.layout import PageLayout
+from kvcache.leases import PageLease
 from kvcache.manager import PagedKVCacheManager
 from kvcache.metrics import KVCacheMetrics
 from kvcache.params import KVCacheParams
@@ -33,6 +35,8 @@ __all__ = [
     "BlockTable",
     "BlockTableMismatchError",
     "Context",
+    "ImportCopier",
+    "ImportProof",
     "InvalidParamsError",
     "InvalidRequestError",
     "InvariantError",
@@ -43,6 +47,7 @@ __all__ = [
     "NotReservedError",
     "PageCopy",
     "PageLayout",
+    "PageLease",
     "PagedKVCacheManager",
     "PendingImport",
     "PoolTooSmallError",

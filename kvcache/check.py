@@ -32,8 +32,8 @@ def checked_around(method: Callable[_P, _R], check: Callable[[], None]) -> Calla
 def check_replica(replica: Replica) -> None:
     """Raise `InvariantError` at the first discrepancy: rows, then holders, writers and free pages, then the index.
 
-    Holders are counted by walking the rows, writers by walking the open imports and the pages on their way from a
-    lower tier, free pages by difference.
+    Holders are counted by walking the rows and the leases, writers by walking the imports that have not given their
+    pages back and the pages on their way from a lower tier, free pages by difference.
     """
     pool, rows = replica.pool, replica.rows
     holders = np.zeros(pool.num_pages + 1, np.int64)
@@ -46,7 +46,10 @@ def check_replica(replica: Replica) -> None:
     for row, request_id in enumerate(rows.request_ids):
         if request_id is None and (rows.num_pages[row] or rows.table[row].any()):
             raise InvariantError(f"row {row} is free, but names {rows.num_pages[row]} pages")
-    for pending in replica.imports:
+    replica.leases.check()
+    holders += replica.leases.holders()
+    replica.imports.check()
+    for pending in replica.imports.each:
         np.add.at(writers, pending.dst_pages, 1)
     for load in replica.tier.open_loads if replica.tier is not None else ():
         np.add.at(writers, load.pages, 1)

@@ -13,6 +13,20 @@ from kvcache.replica import Replica
 from kvcache.types import RequestID
 
 
+def refuse_other_context(reserved: Context, context: Context, call: str) -> None:
+    """Raise unless `context` is the very object that the request's pages were reserved with.
+
+    Another object of the same request id may have other tokens: its digests would name pages that hold something else.
+
+    Raises:
+        InvalidRequestError: (a ValueError) it is another one.
+    """
+    if context is not reserved:
+        raise InvalidRequestError(
+            f"request {reserved.request_id!r}: {call} with another context object than its pages were reserved with"
+        )
+
+
 class Claims:
     """Request id → place; a place is a row of a replica: `replica × rows_per_replica + row`."""
 

@@ -6,12 +6,15 @@ Until `commit_import` the pages are in no index and no batch: bytes that never a
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.block_table import BlockTable, Ints
+from kvcache.claims import refuse_other_context
 from kvcache.context import Context
+from kvcache.copier import ImportProof
 from kvcache.errors import BlockTableMismatchError, InvalidRequestError
 from kvcache.hashing import DIGEST_BYTES, PrefixHasher, hasher_of, new_hasher
 from kvcache.params import HashAlgorithm
@@ -144,6 +147,10 @@ def begin_import(
     have = min(replica.pages_here(row), end)
     pending = PendingImport(
         request_id=context.request_id,
+        context=context,
+        owner=replica,
+        page_size=size,
+        src_page_size=table.page_size,
         replica_idx=replica_idx,
         src_replica_idx=table.replica_idx,
         num_tokens=0,
@@ -153,7 +160,7 @@ def begin_import(
         hasher=hasher,
     )
     _take_up(pending, table)
-    replica.begin_import(row, pending)
+    replica.imports.begin(row, pending)
     return pending
 
 
@@ -166,9 +173,11 @@ def extend_import(
         BlockTableMismatchError: (a ValueError) it covers less, names other pages for what it covered, or as before.
         InvalidRequestError: (a ValueError) the import is closed, or not of this request any more.
     """
-    _check_open(replica, context, pending)
-    pending.hasher = check_table(replica, context, table, pending.hasher)
+    _check_open(replica, context, pending, "extend_import")
+    hasher = check_table(replica, context, table, pending.hasher)
     _check_part(context, table, last=last)
+    if table.page_size != pending.src_page_size:
+        raise _mismatch(context, f"has pages of {table.page_size} tokens, {pending.src_page_size} before")
     room = pending.tokens[0] // replica.page_size + len(pending.dst_pages)
     if not pending.num_tokens <= table.num_tokens <= room * replica.page_size:
         raise _mismatch(
@@ -178,11 +187,9 @@ def extend_import(
     now = np.array(table.groups[0], np.int32)[before[0] // table.page_size :]
     if pending.src_replica_idx != table.replica_idx or not np.array_equal(now[: len(known)], known):
         raise _mismatch(context, "names other pages than before")
+    pending.hasher = hasher
     _take_up(pending, table)
-    first, stop = before[1], pending.tokens[1]
-    dst = pending.dst_pages[first // replica.page_size - before[0] // replica.page_size :]
-    src = pending.src_pages[first // table.page_size - before[0] // table.page_size :]
-    return PageCopy(dst, src, (first, stop))
+    return pending.copy_from(before[1])
 
 
 def _check_part(context: Context, table: BlockTable, *, last: bool) -> None:
@@ -200,23 +207,69 @@ def _take_up(pending: PendingImport, table: BlockTable) -> None:
     pending.src_pages = np.array(table.groups[0], np.int32)[first // table.page_size :]
 
 
-def _check_open(replica: Replica, context: Context, pending: PendingImport) -> int:
+def own_import(replicas: Sequence[Replica], pending: PendingImport, call: str) -> Replica:
+    """The replica whose import it is, open or closed.
+
+    Raises:
+        InvalidRequestError: (a ValueError) no import, or one of another manager.
+    """
+    if not isinstance(pending, PendingImport):  # pyright: ignore[reportUnnecessaryIsInstance] - callers need no types
+        raise InvalidRequestError(f"{call}: {type(pending).__name__} is no import: one of import_block_table is needed")
+    for replica in replicas:
+        if pending.owner is replica:
+            return replica
+    raise InvalidRequestError(f"request {pending.request_id!r}: {call} of another manager's import")
+
+
+def open_import(replicas: Sequence[Replica], pending: PendingImport, call: str) -> Replica:
+    """The replica whose open import it is.
+
+    Raises:
+        InvalidRequestError: (a ValueError) as `own_import`, or it is closed.
+    """
+    replica = own_import(replicas, pending, call)
+    if pending.closed:
+        raise InvalidRequestError(f"request {pending.request_id!r}: {call}: this import is closed")
+    return replica
+
+
+def _check_open(replica: Replica, context: Context, pending: PendingImport, call: str) -> int:
     row = replica.rows.row_of[context.request_id]
-    if pending.closed or replica.import_of(row) is not pending:
-        raise InvalidRequestError(f"request {context.request_id!r}: this import is closed, or another request's")
+    open_import([replica], pending, call)
+    if replica.imports.of_row.get(row) is not pending:
+        raise InvalidRequestError(f"request {context.request_id!r}: {call}: this import is another request's")
+    refuse_other_context(pending.context, context, call)
     return row
 
 
-def finish_import(replica: Replica, context: Context, pending: PendingImport) -> None:
+def _check_proof(replica: Replica, pending: PendingImport, proof: ImportProof | None) -> None:
+    """The bytes are there, and are what the table says: nobody knows but whoever copied them."""
+    start = f"request {pending.request_id!r}: commit_import"
+    copier = replica.imports.copier_of(pending)
+    if proof is None:
+        if pending.needs_copy:
+            raise InvalidRequestError(
+                f"{start} without a proof that its pages were copied: its copier gives one, or the pull that passed"
+            )
+    elif copier is None or copier.proof is not proof:
+        raise InvalidRequestError(f"{start} with a proof that is not this import's")
+    elif proof.num_tokens < pending.tokens[1]:
+        raise InvalidRequestError(
+            f"{start} with a proof of {proof.num_tokens} tokens, its table covers {pending.tokens[1]} by now"
+        )
+
+
+def finish_import(replica: Replica, context: Context, pending: PendingImport, proof: ImportProof | None) -> None:
     """Every byte has arrived: the tokens count as cached, the full pages can be found.
 
     Raises:
-        InvalidRequestError: (a ValueError) the import is closed, or not of this request any more.
+        InvalidRequestError: (a ValueError) the import is closed, or not of this request any more, or not proven.
     """
-    row = _check_open(replica, context, pending)
+    row = _check_open(replica, context, pending, "commit_import")
+    _check_proof(replica, pending, proof)
     cached = max(pending.num_tokens, context.start_idx)
     context.set_token_indices(start_idx=cached, active_idx=context.end_idx)
-    replica.close_import(pending)
+    replica.imports.commit(pending)
     replica.counter.ran_elsewhere(row, cached)
     digests_of = functools.partial(_digests, replica, row, context)
     replica.step(np.array([row]), np.array([cached]), digests_of)

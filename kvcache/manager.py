@@ -18,6 +18,7 @@ from kvcache.check import checked_around
 from kvcache.claims import Claims
 from kvcache.context import Context, check_fork
 from kvcache.errors import InvalidParamsError, InvalidRequestError
+from kvcache.handover import PageHandover
 from kvcache.inputs import RaggedKVCacheInputSymbols
 from kvcache.layout import PageLayout, replica_fingerprint, shard_layout
 from kvcache.params import KVCacheParams, resolve_page_size
@@ -40,6 +41,8 @@ _CHANGES_SOMETHING = (
     "fork",
     "fetch",
     "step",
+    "lease",
+    "end_lease",
     "import_block_table",
     "extend_import",
     "commit_import",
@@ -48,7 +51,7 @@ _CHANGES_SOMETHING = (
 )
 
 
-class PagedKVCacheManager(CacheSizing, CacheStatus):
+class PagedKVCacheManager(CacheSizing, CacheStatus, PageHandover):
     """A paged KV cache over data-parallel replicas of tensor-parallel shards.
 
     The life of a request: `external_claim`, then for each step `maybe_reserve`, `fetch`, the model, `context.update`,
@@ -167,6 +170,8 @@ class PagedKVCacheManager(CacheSizing, CacheStatus):
 
     def release(self, request_id: RequestID) -> None:
         """Give back the request's row and pages. With prefix caching its full pages stay findable while there is room.
+
+        Pages under a lease stay as they are, for nobody else, until the lease has ended.
 
         Raises:
             UnknownRequestError: (a KeyError) not claimed, or released before.
@@ -299,7 +304,7 @@ class PagedKVCacheManager(CacheSizing, CacheStatus):
     # ---- pages from and for another manager
 
     def block_table(self, request_id: RequestID, *, full_pages: bool = False) -> BlockTable:
-        """The pages of what the request had computed by its last `step`. Good while the request stays claimed.
+        """The pages of what the request had computed by its last `step`. Good while it is claimed, or a lease is open.
 
         `full_pages` leaves out the page that is not full. While the prompt still runs, only full ones stay as they are.
 
@@ -315,9 +320,10 @@ class PagedKVCacheManager(CacheSizing, CacheStatus):
     ) -> PendingImport | None:
         """Reserve the claimed request's pages and say which to copy from the maker of `table`. None: too few pages.
 
-        Pages cached here are shared, not copied. The request can run after `commit_import`; after `cancel_import` it
-        holds its pages and computes its tokens itself, or is released. The table may be of any page size and split;
-        `partial`: it covers the first full pages only, and `extend_import` follows.
+        Pages cached here are shared, not copied. `copier` gives the right to copy the others. The request can run after
+        `commit_import`; after `cancel_import` it holds its pages and computes its tokens itself, or is released. The
+        table may be of any page size and split; `partial`: it covers the first full pages only, and `extend_import`
+        follows.
 
         Raises:
             UnknownRequestError: (a KeyError) not claimed.
@@ -334,26 +340,9 @@ class PagedKVCacheManager(CacheSizing, CacheStatus):
 
         Raises as `import_block_table`, also for pages other than before, or an import that is closed.
         """
+        imports.own_import(self._replicas.each, pending, "extend_import")
         replica, _, _ = self._claims.locate(context.request_id, "extend_import")
         return imports.extend_import(replica, context, pending, table, last=last)
-
-    def commit_import(self, context: Context, pending: PendingImport) -> None:
-        """Every page has been copied: the tokens count as cached, the full pages are published.
-
-        Raises:
-            UnknownRequestError: (a KeyError) released meanwhile: `cancel_import`.
-            InvalidRequestError: (a ValueError) the import is closed, or another request's.
-        """
-        replica, _, _ = self._claims.locate(context.request_id, "commit_import")
-        imports.finish_import(replica, context, pending)
-
-    def cancel_import(self, pending: PendingImport) -> None:
-        """The copy failed or was given up, and nothing writes to its pages any more. Safe twice.
-
-        Until this call its pages are not handed out to anybody, also where the request was released.
-        """
-        if not pending.closed:
-            self._replicas.each[pending.replica_idx].close_import(pending)
 
     # ---- what is where
 

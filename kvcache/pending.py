@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.context import Context
 from kvcache.hashing import PrefixHasher
 from kvcache.types import RequestID
 
@@ -35,6 +37,10 @@ class PendingImport:
 
     Attributes:
         request_id: whose pages.
+        context: the request, as `import_block_table` was called with it.
+        owner: whose import it is: a replica of the manager that made it.
+        page_size: tokens of our pages.
+        src_page_size: tokens of the other manager's.
         replica_idx: ours.
         src_replica_idx: the other manager's.
         num_tokens: tokens that the table covers; more once it is extended.
@@ -46,9 +52,15 @@ class PendingImport:
         hasher: of the request's own tokens, in the page size and algorithm of the table; None where that has no
             digests.
         closed: committed or cancelled.
+        wholes: of each further group of layers the other manager's page and ours: pages of the request as a whole.
+        on_free: called when a cancelled import has given its pages back, for who keeps further ones for it.
     """
 
     request_id: RequestID
+    context: Context
+    owner: object
+    page_size: int
+    src_page_size: int
     replica_idx: int
     src_replica_idx: int
     num_tokens: int
@@ -57,8 +69,28 @@ class PendingImport:
     dst_pages: Pages
     hasher: PrefixHasher | None = None
     closed: bool = False
+    wholes: tuple[tuple[int, int], ...] = ()
+    on_free: Callable[[], None] | None = None
 
     @property
     def copy(self) -> PageCopy:
-        """All that is to be copied by now."""
+        """All that is to be copied by now, of the pages of tokens."""
         return PageCopy(self.dst_pages, self.src_pages, self.tokens)
+
+    @property
+    def needs_copy(self) -> bool:
+        """Whether anything is to be copied by now: False where all was cached here."""
+        return self.tokens[0] < self.tokens[1] or bool(self.wholes)
+
+    def copy_from(self, token: int) -> PageCopy:
+        """What is to be copied by now from `token` on, which is none before the first."""
+        first, stop = self.tokens
+        dst = self.dst_pages[token // self.page_size - first // self.page_size :]
+        src = self.src_pages[token // self.src_page_size - first // self.src_page_size :]
+        return PageCopy(dst, src, (token, stop))
+
+    def copies(self, token: int, *, last: bool) -> list[PageCopy]:
+        """`copy_from`, then what is to be copied of each further group: of a state nothing before all has run."""
+        whole = (0, self.num_tokens if last else 0)
+        pairs = ((np.array([ours], np.int32), np.array([theirs], np.int32)) for theirs, ours in self.wholes)
+        return [self.copy_from(token), *(PageCopy(dst, src, whole) for dst, src in pairs)]

@@ -18,10 +18,11 @@ from kvcache.errors import (
 )
 from kvcache.hashing import DIGEST_BYTES, PrefixHasher, hasher_of
 from kvcache.host_tier import ReplicaTier
+from kvcache.import_book import ImportBook
+from kvcache.leases import PageLeases
 from kvcache.metrics import KVCacheMetrics, PromptCounter
 from kvcache.pages import PagePool
 from kvcache.params import HashAlgorithm
-from kvcache.pending import PendingImport
 from kvcache.retainer import Retainer
 
 Pages = NDArray[np.int32]
@@ -81,8 +82,8 @@ class Replica:
         self.hash_algorithm: HashAlgorithm = hash_algorithm
         self.pool = PagePool(num_pages, DIGEST_BYTES[hash_algorithm] // 8)
         self.rows = BlockRows(rows, max_seq_len, page_size, pinned=pinned, room=room, first_place=first_place)
-        self.imports: list[PendingImport] = []
-        self._importing: dict[int, PendingImport] = {}
+        self.imports = ImportBook(self.pool, self.rows)
+        self.leases = PageLeases(self.pool, self.rows, page_size)
         self._hashers: dict[int, PrefixHasher] = {}  # by row, of the contexts that cannot carry their own
         self.counter = PromptCounter(self.rows)
         self.tier: ReplicaTier | None = None
@@ -204,7 +205,7 @@ class Replica:
         # One page each is a decode step's need. Other needs, a full pool, pending imports: one request at a time.
         if (missing != 1).any() or len(lacking) > self.pool.free_count or (state.prompt[lacking] < 0).any():
             return False
-        if self._importing or lengths.max() > self.max_seq_len:
+        if self.imports.of_row or lengths.max() > self.max_seq_len:
             return False
         state.append(lacking, self.pool.allocate(len(lacking)))
         return True
@@ -240,6 +241,8 @@ class Replica:
         `digests_of(at, firsts, lasts)` gives, of the requests at `at` in `rows`, the digests of these pages.
         """
         state = self.rows
+        # Of leased rows: what they had computed when their tables were last looked at.
+        told = state.cached.copy() if self.leases.of_row else None
         self.counter.computed(rows, computed)
         if not self.caching:
             return
@@ -257,11 +260,11 @@ class Replica:
             flat_rows = np.repeat(filled, counts)
             columns = np.arange(len(flat_rows)) + np.repeat(firsts - np.cumsum(counts) + counts, counts)
         if len(filled) == 1 or len(set(digests[:, 0].tolist())) == len(digests):
-            self._publish(flat_rows, columns, digests)
+            self._publish(flat_rows, columns, digests, told)
         else:  # the same new content twice in one step: the second finds the first
             for row in filled:
                 mine = flat_rows == row
-                self._publish(flat_rows[mine], columns[mine], digests[mine])
+                self._publish(flat_rows[mine], columns[mine], digests[mine], told)
         state.commit(filled, lasts)
 
     def hasher(self, row: int | None, context: Context) -> PrefixHasher:
@@ -275,16 +278,21 @@ class Replica:
         return hasher
 
     def release(self, row: int) -> None:
-        """Give back the row and its pages; those of a pending import stay with the transfer until it is closed."""
+        """Give back the row and its pages.
+
+        Those of a pending import stay with the transfer until it is closed, those under a lease with the lease.
+        """
         if self.retainer is not None:
             self.retainer.leave(row)
-        self._importing.pop(row, None)
+        self.imports.of_row.pop(row, None)
         self._hashers.pop(row, None)
         self.counter.forget(row)
         pages = self.rows.pages(row).copy()
         if self.tier is not None:
             self.tier.leave(row)
             self.tier.touch(self.pool.index.digests_of(pages[: int(self.rows.committed[row])]))
+        if self.leases.of_row:
+            self.leases.leave(row, pages)
         self.rows.unbind(row)
         self.pool.release(pages)
 
@@ -294,34 +302,13 @@ class Replica:
         if self.retainer is not None:
             self.retainer.reset()
 
-    def begin_import(self, row: int, pending: PendingImport) -> None:
-        """The destination pages belong to a transfer from now on."""
-        self.pool.add_writer(pending.dst_pages)
-        self.rows.measure(row, usable=False)
-        self._importing[row] = pending
-        self.imports.append(pending)
-
-    def close_import(self, pending: PendingImport) -> None:
-        """The transfer is over: its pages have no writer any more."""
-        pending.closed = True
-        self.imports.remove(pending)
-        row = self.rows.row_of.get(pending.request_id)
-        if row is not None and self._importing.get(row) is pending:
-            del self._importing[row]
-            self.rows.measure(row)
-        self.pool.drop_writer(pending.dst_pages)
-
-    def import_of(self, row: int) -> PendingImport | None:
-        """The row's import that is not closed yet."""
-        return self._importing.get(row)
-
     def pages_here(self, row: int) -> int:
         """Pages of the row, from the first on, that are published, or on their way from the host tier."""
         return int(self.rows.committed[row]) + (0 if self.tier is None else self.tier.loading(row))
 
     def refuse_pending(self, row: int, call: str) -> None:
         """Raise `NotReservedError` while an import of the row is pending."""
-        if row in self._importing:
+        if row in self.imports.of_row:
             raise NotReservedError(
                 f"request {self.rows.request_ids[row]!r}: {call} while its import is pending: "
                 "commit_import or cancel_import first"
@@ -381,6 +368,8 @@ class Replica:
         if plan.hits.size:
             self.pool.hold(plan.hits)
             if plan.replaced.size:
+                if self.leases.of_row:
+                    self.leases.replace(row, plan.first, plan.replaced, int(rows.cached[row]))
                 self.pool.release(plan.replaced)
             rows.write(row, plan.first, plan.hits)
             rows.commit(row, plan.first + len(plan.hits))
@@ -389,8 +378,8 @@ class Replica:
         if tier is not None and plan.slots.size:
             tier.restore(row, rows.pages(row)[plan.restored :][: len(plan.slots)].copy(), plan.slots)
 
-    def _publish(self, rows: Ints, columns: Ints, digests: NDArray[np.uint64]) -> None:
-        """Publish the pages at `rows`, `columns`; `digests` are distinct."""
+    def _publish(self, rows: Ints, columns: Ints, digests: NDArray[np.uint64], told: Ints | None) -> None:
+        """Publish the pages at `rows`, `columns`; `digests` are distinct. `told`: by row, tokens told to others."""
         own = self.rows.table[rows, columns]
         kept = self.pool.index.publish(own, digests)
         duplicate = kept != own
@@ -399,6 +388,10 @@ class Replica:
             self.pool.hold(kept[duplicate])
             self.rows.table[rows[duplicate], columns[duplicate]] = kept[duplicate]
             self.rows.changed[rows] = True
+            if told is not None:
+                for at in np.flatnonzero(duplicate).tolist():
+                    row = int(rows[at])
+                    self.leases.replace(row, int(columns[at]), own[at : at + 1], int(told[row]))
             self.pool.release(own[duplicate])
             if self.retainer is not None:
                 self.retainer.share_pages(rows[duplicate])

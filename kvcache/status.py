@@ -26,6 +26,11 @@ class CacheStatus:
         return sum(replica.pool.free_count for replica in self._replicas.each)
 
     @property
+    def num_leased_blocks(self) -> int:
+        """Pages of all replicas that leases of released requests hold. Those of claimed ones are their rows' still."""
+        return sum(replica.leases.num_pages for replica in self._replicas.each)
+
+    @property
     def free_blocks_pct(self) -> float:
         """Free share of the pages, 0.0 to 1.0, mean over the replicas."""
         replicas = self._replicas.each

@@ -7,8 +7,8 @@ What a scheduler does, and what does it here:
     table     `Pages.fetch` for the model, `Pages.block_table` for a peer
     commit    `Pages.step`, `PulledPages.commit_import`                   computed here, or read from a peer
     release   `Pages.release`                                             the end of a request
-    abort     `Pages.release`, at any time; with an import pending also `PulledPages.cancel_import`, once that is safe
-    offer     `Offers.offer`                                              a lease over computed pages
+    abort     `Pages.release`, at any time; with an import pending also `PulledPages.cancel_import`, at any time
+    offer     `Offers.offer`                                              a lease over what a request computes
     accept    `Reads.open_pull`, `Reads.read`                             of what a peer offered
     poll      `Offers.poll`, `Reads.poll`                                 what has become of both
 
@@ -28,13 +28,14 @@ if TYPE_CHECKING:
 
     from kvcache.block_table import BlockTable
     from kvcache.context import Context
+    from kvcache.copier import ImportProof
     from kvcache.manager import PagedKVCacheManager
     from kvcache.metrics import KVCacheMetrics
     from kvcache.pending import PageCopy, PendingImport
     from kvcache.types import RaggedKVCacheInputs, RequestID
     from scheduler_adapters.exchange import Exchange, ReplicaEvent
     from scheduler_adapters.hybrid import HybridKVCacheManager
-    from transfer.pull_state import LeaseRef, PagesOfGroup
+    from transfer.pull_state import LeaseRef
     from transfer.replica import Source
 
 
@@ -119,13 +120,16 @@ class Pages(Protocol):
     def block_table(self, request_id: RequestID, *, full_pages: bool = False) -> BlockTable:
         """The pages of what a claimed request computed by its last `step`: for a peer to read.
 
-        Good while the request stays claimed, so it is released only when no lease over it stands (`Offers`). While the
-        prompt runs, only the full pages stay as they are. Raises `InvalidRequestError` where nothing is computed yet.
+        Good while the request stays claimed or a lease over it stands (`Offers`), which holds the pages itself. While
+        the prompt runs, only the full pages stay as they are. Raises `InvalidRequestError` where nothing is computed
+        yet.
         """
         ...
 
     def release(self, request_id: RequestID) -> None:
         """Give row and pages back, at any time between two steps. Published pages stay findable while there is room.
+
+        Leased pages stay with their lease, those of a pending import with the import.
 
         Raises:
             UnknownRequestError: not claimed, or released before.
@@ -156,15 +160,16 @@ class PulledPages(Pages, Protocol):
         """What to read beyond what was named before, now that a `partial` import's source has computed more."""
         ...
 
-    def commit_import(self, context: Context, pending: PendingImport) -> None:
-        """Every page was read, and under its lease: the tokens count as cached, full pages are published.
+    def commit_import(self, context: Context, pending: PendingImport, proof: ImportProof | None = None) -> None:
+        """Every page was read, and under its lease, as `proof` says: the tokens count as cached, and can be found.
 
-        Only after a `PullEvent` without error, or where nothing was left to read. Raises `UnknownRequestError` for a
-        request that was released meanwhile: `cancel_import` is what remains.
+        The proof comes with the last event of a pull that passed; None where nothing was left to read. Raises
+        `InvalidRequestError` without it, `UnknownRequestError` for a request that was released meanwhile:
+        `cancel_import` is what remains.
         """
 
     def cancel_import(self, pending: PendingImport) -> None:
-        """Give an import's pages up. Only when nothing writes to them any more: after `PullEvent.safe`. Safe twice."""
+        """Give an import up, at any time. While a pull may still write to its pages nobody gets them. Safe twice."""
 
 
 class Transfers(Protocol):
@@ -190,9 +195,10 @@ class Transfers(Protocol):
 
 
 class Offers(Transfers, Protocol):
-    """The end that has the pages: `offer`, `Offered`, `start_clock`, `LeaseOver`, `free_slot`, `Pages.release`.
+    """The end that has the pages: `offer`, `Offered`, `start_clock`, `LeaseOver`.
 
-    Between `Offered` and `start_clock` table and lease go to the peer; the request stays claimed until `LeaseOver`.
+    Between `Offered` and `start_clock` table and lease go to the peer. The request may be released at any time: its
+    pages stay as they are until `LeaseOver`.
     """
 
     @property
@@ -204,11 +210,14 @@ class Offers(Transfers, Protocol):
         """What peers call a replica."""
         ...
 
-    def offer(self, replica: int, key: str, duration_s: float) -> LeaseRef | None:
+    def offer(self, request_id: RequestID, duration_s: float) -> LeaseRef | None:
         """Ask for a lease. It may leave the process once `Offered` says that it stands. None: no word is free.
 
-        For a request that holds pages. Ended by `LeaseOver`: its reader is done, or was silent for `duration_s` after
-        `start_clock`, or `revoke` was called.
+        For a claimed request; it covers what that has computed and will compute, whatever becomes of it. Ended by
+        `LeaseOver`: its reader is done, or was silent for `duration_s` after `start_clock`, or `revoke` was called.
+
+        Raises:
+            UnknownRequestError, NotReservedError: not claimed; an import is pending.
         """
         ...
 
@@ -219,10 +228,7 @@ class Offers(Transfers, Protocol):
         """All is computed: from now on a silent reader ends the lease. Once for each lease."""
 
     def revoke(self, replica: int, lease: LeaseRef, reason: str) -> None:
-        """End a lease that stands. The pages may go at `LeaseOver`, and no sooner."""
-
-    def free_slot(self, replica: int, lease: LeaseRef) -> None:
-        """Give the lease's word back: once, after `LeaseOver` or a failed `Offered`."""
+        """End a lease that stands. Its pages go at `LeaseOver`, and no sooner."""
 
     def wait(self, replica: int, timeout_s: float) -> None:
         """Wait until something has happened on a replica, for at most `timeout_s`."""
@@ -239,13 +245,14 @@ class Reads(Transfers, Protocol):
     def open_pull(self, replica: int, key: str, source: Source, timeout_s: float) -> None:
         """Take an offer up: the source's lease is renewed from now on. Pages need not be there yet.
 
-        `key` names the pull, and never another one.
+        `key` names the pull, and never another one. Raises `InvalidRequestError` where it names one that is open.
         """
 
-    def read(self, replica: int, key: str, groups: Sequence[PagesOfGroup], *, last: bool) -> None:
-        """Read pages into those of an open import, `last` with the fence behind them.
+    def read(self, replica: int, key: str, pending: PendingImport, *, last: bool) -> None:
+        """Read what an open import lacks and was not read before, `last` with the fence behind it.
 
-        They are the transfer's until `PullEvent.safe`: also after a failure or `cancel_pull` a READ may still write.
+        The pages are the transfer's until `PullEvent.safe`: also after a failure or `cancel_pull` a READ may still
+        write. Raises `InvalidRequestError` for an import that is not the pull's to fill.
         """
 
     def cancel_pull(self, replica: int, key: str, reason: str) -> None:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from scheduler_adapters.base import PulledPages, Reads
+    from scheduler_adapters.exchange import ReplicaEvent
     from scheduler_adapters.sockets import Context, Socket
-    from transfer.replica import LeaseOver, Offered
     from transfer.side_channel import Keyring
 
 MAX_ATTEMPTS = 3
@@ -139,7 +139,7 @@ class DecodeScheduler:
                 busy = True
             self._on_losses(link)
         for happened in self._exchange.poll():
-            self._on_event(happened.event)
+            self._on_event(happened)
             busy = True
         self._expire()
         self._ask()
@@ -300,10 +300,11 @@ class DecodeScheduler:
         self._loop.adopt(room.request, self._pulls.commit(room))
         room.move("decoding", self._clock() + self._times.decode_s)
 
-    def _on_event(self, event: PullEvent | LeaseOver | Offered) -> None:
+    def _on_event(self, happened: ReplicaEvent) -> None:
+        event = happened.event
         if not isinstance(event, PullEvent):
             return  # this process leases nothing
-        room = self._pulls.on_event(event)
+        room = self._pulls.on_event(event, happened.proof)
         if room is not None and event.error:
             self._fail(room, event.error)
         elif room is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvcache.errors import InvalidRequestError
 from scheduler_adapters.hybrid import HybridKVCacheManager
 from scheduler_adapters.state_layout import state_group
 from transfer.agent import Agent
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
 
     import torch
 
+    from kvcache.copier import ImportCopier, ImportProof
+    from kvcache.leases import PageLease
     from kvcache.manager import PagedKVCacheManager
+    from kvcache.pending import PendingImport
     from transfer.side_channel import Keyring
 
 _STUCK_S = 10.0
@@ -33,14 +37,25 @@ LEASE_SLOTS = 4096
 
 
 class ReplicaEvent(NamedTuple):
-    """What happened on one replica of ours."""
+    """What happened on one replica of ours.
+
+    Attributes:
+        replica: which.
+        event: what.
+        proof: of a pull that has passed, for `commit_import`; None for all else, and of a pull that read nothing.
+    """
 
     replica: int
     event: PullEvent | LeaseOver | Offered
+    proof: ImportProof | None = None
 
 
 class Exchange:
     """Leases pages of a manager to other processes, and pulls pages of others' into it.
+
+    What is leased is held by the manager, whatever becomes of its request, from `offer` until the lease word is cleared
+    on every shard; what is pulled into is the pull's until nothing of it is in flight, whatever becomes of the import.
+    Both ends are booked by `poll`.
 
     Every method may be called at any time by the thread that runs the scheduler; none waits, but `wait` and `close`.
 
@@ -82,6 +97,9 @@ class Exchange:
         self._names = [f"{name}/{replica}" for replica in range(manager.num_replicas)]
         self._threads: list[TransferThread] = []
         self._slots: list[list[int]] = []
+        self._leases: list[dict[int, tuple[LeaseRef, PageLease]]] = []  # of each replica, by the id in the word
+        self._pulls: list[dict[str, ImportCopier | None]] = []  # of each replica those that are open, by key
+        self._happened: list[ReplicaEvent] = []  # at the end of a thread
         agreed = dict(compatibility or {})
         ask = None if keyring is None else keyring.secure_client
         cards: list[EngineCard] = []
@@ -91,6 +109,8 @@ class Exchange:
                 transfers = ReplicaTransfer(ranks, HandshakeClient(ask), **(replica_options or {}))
                 self._threads.append(TransferThread(transfers))
                 self._slots.append(list(range(LEASE_SLOTS)))
+                self._leases.append({})
+                self._pulls.append({})
                 cards.append(EngineCard(engine_id, self.incarnation, tuple(rank.metadata for rank in ranks), agreed))
             self._server = HandshakeServer(cards, bind, None if keyring is None else keyring.secure_server)
         except BaseException:
@@ -148,15 +168,29 @@ class Exchange:
 
     # ---- leases
 
-    def offer(self, replica: int, key: str, duration_s: float) -> LeaseRef | None:
-        """Asks for a lease; `Offered` tells that it stands, and only then may it leave the process.
+    def offer(self, request_id: str, duration_s: float) -> LeaseRef | None:
+        """Leases what a claimed request computes; `Offered` tells that the lease stands, and only then may it leave.
 
-        Its time runs from `start_clock` on. None: as many leases stand as can.
+        The manager holds the pages from now on, also when the request is released, until `LeaseOver` or a failed
+        `Offered` has come out of `poll`. The time of the lease runs from `start_clock` on. None: as many stand as can.
+
+        Raises:
+            UnknownRequestError: (a KeyError) the manager has no such request.
+            NotReservedError: (a RuntimeError) an import of its pages is pending.
+            EngineClosedError: the transfer thread has died.
         """
-        if not self._slots[replica]:
-            return None
-        lease = LeaseRef(new_lease_id(), heapq.heappop(self._slots[replica]), duration_s)
-        self._threads[replica].offer(key, lease, running=True)
+        held = self._manager.lease(request_id)
+        replica = held.replica_idx
+        lease = None
+        try:
+            self._threads[replica].raise_failure()
+            if self._slots[replica]:
+                lease = LeaseRef(new_lease_id(), heapq.heappop(self._slots[replica]), duration_s)
+                self._leases[replica][lease.lease_id] = (lease, held)
+                self._threads[replica].offer(request_id, lease, running=True)
+        finally:
+            if lease is None:
+                self._manager.end_lease(held)
         return lease
 
     def seal(self, replica: int, pages: Sequence[Sequence[int]]) -> None:
@@ -172,18 +206,39 @@ class Exchange:
         """Ends a lease: `LeaseOver` tells when no reader can take the pages for good any more."""
         self._threads[replica].revoke(lease.lease_id, reason)
 
-    def free_slot(self, replica: int, lease: LeaseRef) -> None:
-        """The lease is over, or never stood."""
-        heapq.heappush(self._slots[replica], lease.slot)
-
     # ---- pulls
 
     def open_pull(self, replica: int, key: str, source: Source, timeout_s: float) -> None:
-        """Begins a pull: from now on the lease is renewed. `read` says of what; `PullEvent`s tell of its end."""
-        self._threads[replica].pull(key, source, None, timeout_s)
+        """Begins a pull: from now on the lease is renewed. `read` says of what; `PullEvent`s tell of its end.
 
-    def read(self, replica: int, key: str, groups: Sequence[PagesOfGroup], *, last: bool) -> None:
-        """Reads pages, or further ones; `last` ends the pull with the fence after them."""
+        Raises:
+            InvalidRequestError: (a ValueError) a pull of this name is open.
+        """
+        if key in self._pulls[replica]:
+            raise InvalidRequestError(f"a pull {key!r} is open on replica {replica} already")
+        self._threads[replica].pull(key, source, None, timeout_s)
+        self._pulls[replica][key] = None
+
+    def read(self, replica: int, key: str, pending: PendingImport, *, last: bool) -> None:
+        """Reads what an import lacks and was not read before; `last` ends the pull with the fence after it.
+
+        The pull has the import's copier from the first call on: the proof that it gives comes with its last event.
+
+        Raises:
+            InvalidRequestError: (a ValueError) no such pull is open, or its last pages were asked for; the import is
+                closed, of another manager, replica or pull, or somebody else copies it.
+        """
+        if key not in self._pulls[replica] or pending.replica_idx != replica:
+            raise InvalidRequestError(
+                f"request {pending.request_id!r}: its import is on replica {pending.replica_idx}, and "
+                f"{'a' if key in self._pulls[replica] else 'no'} pull {key!r} is open on replica {replica}"
+            )
+        copier = self._pulls[replica][key]
+        if copier is None:
+            copier = self._pulls[replica][key] = self._manager.copier(pending)
+        elif copier.pending is not pending:
+            raise InvalidRequestError(f"request {pending.request_id!r}: the pull {key!r} is of another import")
+        groups = [PagesOfGroup(*copy) for copy in copier.take(last=last)]
         self._threads[replica].add_pages(key, groups, last=last)
 
     def cancel_pull(self, replica: int, key: str, reason: str) -> None:
@@ -193,13 +248,44 @@ class Exchange:
     # ---- what happened
 
     def poll(self) -> list[ReplicaEvent]:
-        """What has happened since the last call."""
-        found: list[ReplicaEvent] = []
+        """What has happened since the last call. Pages whose lease or pull is over are the manager's again.
+
+        Raises:
+            EngineClosedError: a transfer thread has died. What is leased or pulled stays held: a word may still stand,
+                a READ may still write.
+        """
+        found, self._happened = self._happened, []
         for replica, thread in enumerate(self._threads):
             thread.raise_failure()
-            while thread.events:
-                found.append(ReplicaEvent(replica, thread.events.popleft()))
+            found += self._take(replica)
         return found
+
+    def _take(self, replica: int) -> list[ReplicaEvent]:
+        events, found = self._threads[replica].events, list[ReplicaEvent]()
+        while events:
+            event, proof = events.popleft(), None
+            if isinstance(event, PullEvent):
+                proof = self._end_copy(replica, event) if event.safe else None
+            elif isinstance(event, LeaseOver) or event.error:
+                self._end_lease(replica, event.lease_id)
+            found.append(ReplicaEvent(replica, event, proof))
+        return found
+
+    def _end_copy(self, replica: int, event: PullEvent) -> ImportProof | None:
+        """Nothing of a pull is in flight any more. Gives the proof of one that has passed."""
+        copier = self._pulls[replica].pop(event.key, None)
+        if copier is None:
+            return None
+        if not event.error:
+            return copier.prove()
+        copier.give_up()
+        return None
+
+    def _end_lease(self, replica: int, lease_id: int) -> None:
+        """The word of a lease is cleared on every rank, or never stood: word and pages may be used again."""
+        lease, held = self._leases[replica].pop(lease_id)
+        heapq.heappush(self._slots[replica], lease.slot)
+        self._manager.end_lease(held)
 
     def wait(self, replica: int, timeout_s: float) -> None:
         """Waits until something has happened on a replica."""
@@ -212,9 +298,21 @@ class Exchange:
         return sum(one.num_bytes for one in every), sum(one.failed_pulls for one in every)
 
     def close(self) -> None:
-        """Ends everything. Safe to call twice."""
-        for thread in self._threads:
+        """Ends everything: leases and pulls give their pages back. Safe to call twice.
+
+        Those of a thread that cannot be ended stay held: nobody knows what it still does.
+        """
+        for replica, thread in enumerate(self._threads):
             thread.close()
+            self._happened += self._take(replica)
+            if thread.is_closed:
+                # Of what was asked for last the thread has said nothing: it never began, and now never will.
+                for lease_id in list(self._leases[replica]):
+                    self._end_lease(replica, lease_id)
+                for copier in self._pulls[replica].values():
+                    if copier is not None:
+                        copier.give_up()
+                self._pulls[replica].clear()
         self._server.close()
 
 

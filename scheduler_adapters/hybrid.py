@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import msgspec
 import torch
 
 from kvcache.errors import BlockTableMismatchError, InvalidParamsError
+from kvcache.imports import own_import
 from kvcache.manager import PagedKVCacheManager
 from scheduler_adapters.errors import NoFreeStatePageError, StatePageError
 from scheduler_adapters.state_pages import StatePages
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
     from kvcache.block_table import BlockTable
     from kvcache.context import Context
+    from kvcache.copier import ImportProof
+    from kvcache.leases import PageLease
     from kvcache.params import KVCacheParams
     from kvcache.pending import PageCopy, PendingImport
     from kvcache.types import RequestID
@@ -31,8 +35,8 @@ class HybridKVCacheManager(PagedKVCacheManager):
 
     - No prefix caching: a state is of all tokens before it, so no page of keys and values can stand for it.
     - `block_table` has a second group, the state page. `import_block_table` takes such a table, and `state_import` says
-      which state page to copy to which, beside the pages of the `PendingImport`; `commit_import` and `cancel_import`
-      are for both.
+      which state page to copy to which, beside the pages of the `PendingImport`; its copier names both, `commit_import`
+      and `cancel_import` are for both. So are leases.
     - One replica: its state pages are of one set of devices.
 
     Args:
@@ -89,7 +93,7 @@ class HybridKVCacheManager(PagedKVCacheManager):
             raise
 
     def release(self, request_id: RequestID) -> None:
-        """As the base; gives the state page back too, unless a transfer still writes it."""
+        """As the base; gives the state page back too, unless a transfer still writes it or a lease holds it."""
         super().release(request_id)
         self.states.release(request_id)
 
@@ -121,7 +125,20 @@ class HybridKVCacheManager(PagedKVCacheManager):
             raise StatePageError(
                 f"request {request_id!r}: its pages hold {table.num_tokens} tokens, its state has taken up {tokens}"
             )
+        if not full_pages:
+            self.states.tell(request_id)
         return msgspec.structs.replace(table, groups=(*table.groups, (page,)))
+
+    def lease(self, request_id: RequestID) -> PageLease:
+        """As the base, for the state page too: once a table has named its state, the request cannot run on."""
+        lease = super().lease(request_id)
+        self.states.lease(request_id, lease)
+        return lease
+
+    def end_lease(self, lease: PageLease) -> None:
+        """As the base; the state page goes as well."""
+        super().end_lease(lease)
+        self.states.end_lease(lease)
 
     def import_block_table(
         self, context: Context, table: BlockTable, num_steps: int = 1, *, partial: bool = False
@@ -130,11 +147,14 @@ class HybridKVCacheManager(PagedKVCacheManager):
         of_pages, source = _without_state(context, table)
         pending = super().import_block_table(context, of_pages, num_steps, partial=partial)
         if pending is not None:
-            self._state_imports[pending] = (source, self.states.begin_import(context.request_id))
+            pages = self._state_imports[pending] = (source, self.states.begin_import(context.request_id))
+            pending.wholes = (pages,)
+            pending.on_free = functools.partial(self._cancel_state, pending)
         return pending
 
     def extend_import(self, context: Context, pending: PendingImport, table: BlockTable, *, last: bool) -> PageCopy:
         """As the base; the state page stays the same."""
+        own_import(self._replicas.each, pending, "extend_import")
         of_pages, source = _without_state(context, table)
         before = self._state_imports.get(pending, (source, 0))[0]
         if source != before:
@@ -147,18 +167,14 @@ class HybridKVCacheManager(PagedKVCacheManager):
         """The state page to read, of the other manager, and the one to write, of ours, of an import that is open."""
         return self._state_imports[pending]
 
-    def commit_import(self, context: Context, pending: PendingImport) -> None:
+    def commit_import(self, context: Context, pending: PendingImport, proof: ImportProof | None = None) -> None:
         """As the base; the state page has been copied as well."""
-        super().commit_import(context, pending)
+        super().commit_import(context, pending, proof)
         del self._state_imports[pending]
         self.states.commit_import(context.request_id, pending.num_tokens)
 
-    def cancel_import(self, pending: PendingImport) -> None:
-        """As the base; nothing writes to the state page any more either."""
-        super().cancel_import(pending)
-        pages = self._state_imports.pop(pending, None)
-        if pages is not None:
-            self.states.cancel_import(pages[1])
+    def _cancel_state(self, pending: PendingImport) -> None:
+        self.states.cancel_import(self._state_imports.pop(pending)[1])
 
     def check(self) -> None:
         """As the base, and the state pages too."""

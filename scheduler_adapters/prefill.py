@@ -1,8 +1,9 @@
 """`PrefillScheduler`: computes prompts for decode processes, and keeps the pages under leases until they are read.
 
-Who holds what: a request holds its pages from its first chunk until its lease is over on every shard (`LeaseOver`).
-Nothing frees a page while its lease word stands. The loop never takes the pages of a running prompt away: it has pages
-for all of its tokens when it is admitted, and asks for no more.
+Who holds what: a request holds its pages while it runs; from then on its lease holds them, until it is over on every
+shard (`LeaseOver`). So a request is released as soon as its prompt has ended, or is given up; nothing frees a page
+while its lease word stands. The loop never takes the pages of a running prompt away: it has pages for all of its tokens
+when it is admitted, and asks for no more.
 """
 
 from __future__ import annotations
@@ -217,12 +218,12 @@ class PrefillScheduler:
         if room is None:
             return  # a request of somebody else's
         room.replica = replica
-        room.lease = self._exchange.offer(replica, key, self._times.lease_s)
+        room.lease = self._exchange.offer(key, self._times.lease_s)
         if room.lease is not None:  # always: each replica has a lease word for each room
             room.move("leasing", self._clock() + self._times.step_s)
 
     def _on_output(self, output: Output) -> None:
-        """A prompt has ended. Its pages stay, under its lease."""
+        """A prompt has ended: its row is free, its pages stay under its lease."""
         room = self._rooms.get(output.request_id)
         if room is None or room.phase == "ending":
             return
@@ -230,6 +231,8 @@ class PrefillScheduler:
             self._end(room, output.error.replace(repr(room.key), repr(room.request_id)), final=True)
             return
         room.token = output.token
+        room.table = self._loop.manager.block_table(room.key)
+        self._loop.free(room.key)
         if room.phase in ("computing", "offered"):
             self._offer(room)
 
@@ -241,11 +244,13 @@ class PrefillScheduler:
 
     def _table(self, room: PrefillRoom) -> BlockTable | None:
         """What the reader may read by now; None where that is nothing new."""
+        if room.table is not None:
+            return room.table
         try:
-            table = self._loop.manager.block_table(room.key, full_pages=room.token is None)
+            table = self._loop.manager.block_table(room.key, full_pages=True)
         except InvalidRequestError:
             return None  # its first chunk has not run yet
-        return table if room.token is not None or table.num_tokens > room.told else None
+        return table if table.num_tokens > room.told else None
 
     def _take_events(self) -> bool:
         events = self._exchange.poll()
@@ -258,7 +263,6 @@ class PrefillScheduler:
             case Offered(request_id=key, error=error):
                 room = self._rooms[key]
                 if error:
-                    self._free_lease(room)
                     self._fail(room, error)
                 elif room.phase == "leasing" and room.token is None:
                     room.move("computing", room.compute_by)
@@ -266,18 +270,12 @@ class PrefillScheduler:
                     self._offer(room)
             case LeaseOver(request_id=key, reason=reason):
                 room = self._rooms[key]
-                self._free_lease(room)
                 if reason == "read":
                     self._forget(room)
                 else:
                     self._fail(room, reason)
             case _:
                 pass  # this process pulls nothing
-
-    def _free_lease(self, room: PrefillRoom) -> None:
-        if room.lease is not None:
-            self._exchange.free_slot(room.replica, room.lease)
-            room.lease = None
 
     def _offer(self, room: PrefillRoom) -> None:
         """Tell the reader what it may read by now, where there is anything new."""
@@ -322,8 +320,9 @@ class PrefillScheduler:
             self._end(room, f"timed out in phase {room.phase!r} on prefill process {self.name!r}")
 
     def _end(self, room: PrefillRoom, reason: str, *, silent: bool = False, final: bool = False) -> None:
-        """Give a room up: at once, or, where a reader may be at it, when its lease is over."""
+        """Give a room up: its request at once, the room when its lease, if any, is over."""
         room.silent, room.final = room.silent or silent, room.final or final
+        self._loop.abort(room.key)
         if room.lease is None:
             self._fail(room, reason)
         elif room.phase != "ending":
@@ -332,7 +331,7 @@ class PrefillScheduler:
             self._exchange.revoke(room.replica, room.lease, reason)
 
     def _fail(self, room: PrefillRoom, reason: str) -> None:
-        """Nothing of the room is leased: its pages go, and its reader hears the first reason."""
+        """Nothing of the room is leased any more: its reader hears the first reason."""
         self.counts["failed"] += 1
         reason = room.blame(reason)
         self._forget(room)

@@ -1,34 +1,25 @@
 """The pulls of a decode process, and the pages here that they fill.
 
-A pull outlives the attempt that it is of: where that fails, its pages stay with the transfer until nothing of it is in
-flight (`PullEvent.safe`), and only then go back to the pool.
+A pull outlives the attempt that it is of: where that fails its import is cancelled at once, and the manager takes the
+pages back when nothing of the pull is in flight (`PullEvent.safe`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcache.context import TextContext
 from kvcache.errors import NoFreeRowError
 from scheduler_adapters.errors import WorkerError
-from scheduler_adapters.hybrid import HybridKVCacheManager
-from transfer.pull_state import PagesOfGroup
 
 if TYPE_CHECKING:
-    from kvcache.pending import PageCopy, PendingImport
+    from kvcache.copier import ImportProof
+    from kvcache.pending import PendingImport
     from scheduler_adapters.base import PulledPages, Reads
     from scheduler_adapters.rooms import DecodeRoom
     from transfer.pull_state import PullEvent
     from transfer.replica import Source
-
-
-@dataclass(slots=True, eq=False)
-class _Pull:
-    room: DecodeRoom
-    replica: int
-    pending: PendingImport | None = None
 
 
 class Pulls:
@@ -46,18 +37,19 @@ class Pulls:
         self.counts: Counter[str] = Counter()
         self._manager = manager
         self._exchange = exchange
-        self._open: dict[str, _Pull] = {}
+        self._open: dict[str, DecodeRoom] = {}
+        self._proofs: dict[str, ImportProof] = {}  # of pulls that have passed, and are yet to be committed
 
     @property
     def num_left_over(self) -> int:
         """Pulls that have not ended, of attempts that are over."""
-        return sum(pull.room.phase == "over" or pull.room.key != key for key, pull in self._open.items())
+        return sum(room.phase == "over" or room.key != key for key, room in self._open.items())
 
     def open(self, room: DecodeRoom, source: Source, patience_s: float) -> None:
         """Keep the source's lease alive from now on, for at most `patience_s`."""
         # The replica is chosen now, as it is the one that renews the lease.
         room.replica = self._manager.get_or_recommend_replica(context_of(room))
-        self._open[room.key] = _Pull(room, room.replica)
+        self._open[room.key] = room
         self._exchange.open_pull(room.replica, room.key, source, patience_s)
 
     def reserve(self, room: DecodeRoom) -> bool:
@@ -82,14 +74,13 @@ class Pulls:
         if pending is None:
             return False
         room.context, room.pending = context, pending
-        self._open[room.key].pending = pending
         return True
 
     def begin(self, room: DecodeRoom) -> bool:
         """Read what the source has by now. Whether anything is left to come: False where all was cached here."""
         pending = _pending(room)
         self.counts["reused"] += pending.tokens[0] // self._manager.page_size
-        return self._read(room, pending.copy)
+        return self._read(room, new=pending.tokens[0] < pending.tokens[1])
 
     def extend(self, room: DecodeRoom) -> bool:
         """Read what the source has beyond what it had; as `begin`.
@@ -100,19 +91,15 @@ class Pulls:
         if room.context is None or room.table is None:
             raise WorkerError(f"request {room.request_id!r} pulls without a context or a table")
         last = room.token is not None
-        return self._read(room, self._manager.extend_import(room.context, _pending(room), room.table, last=last))
+        start, stop = self._manager.extend_import(room.context, _pending(room), room.table, last=last).tokens
+        return self._read(room, new=start < stop)
 
-    def _read(self, room: DecodeRoom, copy: PageCopy) -> bool:
-        manager, pending, last = self._manager, _pending(room), room.token is not None
-        groups = [PagesOfGroup(*copy)]
-        if isinstance(manager, HybridKVCacheManager):
-            source, ours = manager.state_import(pending)
-            # A state is of the whole prompt: there is nothing to read of it before all has run.
-            groups.append(PagesOfGroup([ours], [source], (0, pending.num_tokens) if last else (0, 0)))
-        elif last and pending.tokens[0] == pending.tokens[1]:
+    def _read(self, room: DecodeRoom, *, new: bool) -> bool:
+        pending, last = _pending(room), room.token is not None
+        if last and not pending.needs_copy:
             return False
-        if last or copy.tokens[0] < copy.tokens[1]:
-            self._exchange.read(room.replica, room.key, groups, last=last)
+        if last or new:
+            self._exchange.read(room.replica, room.key, pending, last=last)
         return True
 
     def commit(self, room: DecodeRoom) -> TextContext:
@@ -120,7 +107,7 @@ class Pulls:
         context = room.context
         if context is None:
             raise WorkerError(f"request {room.request_id!r} ends a pull without a context")
-        self._manager.commit_import(context, _pending(room))
+        self._manager.commit_import(context, _pending(room), self._proofs.pop(room.key, None))
         room.pending = room.context = None
         return context
 
@@ -130,24 +117,22 @@ class Pulls:
             self._exchange.cancel_pull(room.replica, room.key, reason)
 
     def release(self, room: DecodeRoom) -> None:
-        """Give the attempt's row back now, and its pages when nothing writes to them."""
+        """Give the attempt's row back now; the manager has its pages back when nothing writes to them."""
         pending, room.pending, room.context = room.pending, None, None
         if pending is not None:
             self._manager.release(room.request_id)
-            if room.key not in self._open:
-                self._manager.cancel_import(pending)
+            self._manager.cancel_import(pending)
 
-    def on_event(self, event: PullEvent) -> DecodeRoom | None:
+    def on_event(self, event: PullEvent, proof: ImportProof | None) -> DecodeRoom | None:
         """Book what became of a pull. The room, where it is of the attempt that its room is at, and no news else."""
-        pull = self._open[event.key]
-        room = pull.room
+        room = self._open[event.key]
         mine = room.key == event.key and room.phase in ("offered", "pulling")
         if event.safe:
             del self._open[event.key]
-            if pull.pending is not None and (event.error or not mine):
-                self._manager.cancel_import(pull.pending)
         if mine and not event.error:
             self.counts["pulled"] += len(_pending(room).dst_pages)
+            if proof is not None:
+                self._proofs[event.key] = proof
         return room if mine else None
 
 

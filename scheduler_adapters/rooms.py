@@ -145,7 +145,8 @@ class PrefillRoom(Room):
         chunkwise: the reader takes pages while the prompt runs.
         replica: ours that holds the pages, once there is a lease.
         lease: once asked for.
-        token: the first new token, once computed.
+        table: of the whole prompt, once computed.
+        token: the first new token, likewise.
         told: tokens that the reader has been offered.
         silent: the reader need not be told of the end: it asked for it, or is gone.
         final: it would fail elsewhere too.
@@ -159,6 +160,7 @@ class PrefillRoom(Room):
     chunkwise: bool = False
     replica: int = 0
     lease: LeaseRef | None = None
+    table: BlockTable | None = None
     token: int | None = None
     told: int = 0
     silent: bool = False

@@ -28,7 +28,8 @@ class StatePages:
     """The state pages of one process: memory, who holds which page, and how far the state in it has come.
 
     A request holds one page from `allocate` to `release`. A page that a transfer writes (`begin_import`) goes to nobody
-    else before `commit_import` or `cancel_import`, also where its request is released meanwhile.
+    else before `commit_import` or `cancel_import`, also where its request is released meanwhile. A leased one (`lease`)
+    goes to nobody else before its last lease has ended, and is not run on from the tokens that were told of it.
 
     Args:
         shape: of the model.
@@ -59,6 +60,8 @@ class StatePages:
         self._free = list(range(1, num_pages + 1))  # a heap: lower pages first, as rows are
         self._tokens = np.zeros(num_pages + 1, np.int64)
         self._importing = set[int]()
+        self._leases: dict[int, set[object]] = {}  # of each leased page
+        self._told: dict[int, int] = {}  # of each page the tokens of the state that a table named last
 
     @property
     def num_free(self) -> int:
@@ -67,7 +70,7 @@ class StatePages:
 
     @property
     def num_held(self) -> int:
-        """Pages that a request holds, or that a transfer writes."""
+        """Pages that a request or a lease holds, or that a transfer writes."""
         return self.num_pages - len(self._free)
 
     # ---- who holds what
@@ -95,8 +98,7 @@ class StatePages:
         """
         page = self.page_of(request_id)
         del self._page_of[request_id]
-        if page not in self._importing:
-            heapq.heappush(self._free, page)
+        self._free_unused(page)
 
     def page_of(self, request_id: str) -> int:
         """The request's page.
@@ -166,7 +168,35 @@ class StatePages:
         if page in self._page_of.values():
             self._reset(page)
         else:
-            heapq.heappush(self._free, page)
+            self._free_unused(page)
+
+    # ---- pages that others read
+
+    def lease(self, request_id: str, lease: object) -> None:
+        """Hold the request's page until `end_lease`, also when the request is released meanwhile.
+
+        Raises:
+            UnknownRequestError, StatePageError: as `tokens_of`.
+        """
+        self.tokens_of(request_id)
+        self._leases.setdefault(self.page_of(request_id), set()).add(lease)
+
+    def end_lease(self, lease: object) -> None:
+        """Nobody reads under the lease any more. Safe twice."""
+        for page in [page for page, leases in self._leases.items() if lease in leases]:
+            self._leases[page].remove(lease)
+            if not self._leases[page]:
+                del self._leases[page]
+                if page not in self._page_of.values():
+                    self._free_unused(page)
+
+    def tell(self, request_id: str) -> None:
+        """A table has named the request's state as it is now: while it is leased it stays so.
+
+        Raises:
+            UnknownRequestError, StatePageError: as `tokens_of`.
+        """
+        self._told[self.page_of(request_id)] = self.tokens_of(request_id)
 
     # ---- what a model reads and writes
 
@@ -174,10 +204,11 @@ class StatePages:
         """The requests' pages, int64 `[requests]`, whose states have taken up just `tokens`.
 
         A state cannot go back, and does not say by itself how far it is: a step run twice would take tokens up twice.
+        And it is written over: one that others were told of, under a lease, cannot run on.
 
         Raises:
             UnknownRequestError: (a KeyError) a request holds no page.
-            StatePageError: (a ValueError) a state is elsewhere, or a transfer is writing it.
+            StatePageError: (a ValueError) a state is elsewhere, or leased, or a transfer is writing it.
         """
         for request_id, start in zip(request_ids, tokens, strict=True):
             has = self.tokens_of(request_id)
@@ -185,6 +216,12 @@ class StatePages:
                 raise StatePageError(
                     f"request {request_id!r} runs from token {start}, its state has taken up {has}: "
                     "release it and run it from its first token"
+                )
+            page = self.page_of(request_id)
+            if page in self._leases and self._told.get(page) == has:
+                raise StatePageError(
+                    f"request {request_id!r}: its state after {has} tokens is leased, running on would write over it: "
+                    "end the lease, or release the request and run it from its first token"
                 )
         return torch.tensor([self.page_of(request_id) for request_id in request_ids], device=self.tensors[0].device)
 
@@ -219,7 +256,7 @@ class StatePages:
         return self._views[shard][kind]
 
     def check(self, request_ids: Sequence[str] | None = None) -> None:
-        """Every page is free, held by one request, or written for one that is gone; page 0 is empty.
+        """Every page is free, held by one request, or written for or leased from one that is gone; page 0 is empty.
 
         Args:
             request_ids: where given, just these requests hold a page.
@@ -228,10 +265,12 @@ class StatePages:
             InvariantError: (a RuntimeError) naming the first discrepancy.
         """
         held = sorted(self._page_of.values())
-        orphans = self._importing.difference(held)
+        orphans = (self._importing | self._leases.keys()).difference(held)
         every = sorted([*self._free, *held, *orphans])
         if every != list(range(1, self.num_pages + 1)):
-            raise InvariantError(f"state pages free {sorted(self._free)}, held {held}, written {sorted(orphans)}")
+            raise InvariantError(
+                f"state pages free {sorted(self._free)}, held {held}, written or leased {sorted(orphans)}"
+            )
         if any(tensor[0].any() for tensor in self.tensors):
             raise InvariantError("state page 0, which is nobody's, was written")
         if request_ids is not None and set(request_ids) != set(self._page_of):
@@ -242,6 +281,12 @@ class StatePages:
         for tensor in self.tensors:
             tensor[page] = 0
         self._tokens[page] = 0
+        self._told.pop(page, None)
+
+    def _free_unused(self, page: int) -> None:
+        """The page of a request that is gone is free, unless a transfer writes it or a lease holds it."""
+        if page not in self._importing and page not in self._leases:
+            heapq.heappush(self._free, page)
 
 
 def _allocate(page_bytes: int, num_pages: int, device: torch.device) -> torch.Tensor:

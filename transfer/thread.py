@@ -44,10 +44,12 @@ class TransferThread:
     Attributes:
         events: what happened, in order. Taken from the left by one thread.
         pull_seconds: time in which at least one READ was under way, or a source was waited for, in seconds.
+        is_closed: `close` has ended it: every lease word is cleared, nothing is in flight, no event will follow.
     """
 
     def __init__(self, replica: ReplicaTransfer) -> None:
         self.events: deque[Event] = deque()
+        self.is_closed = False
         self.pull_seconds = 0.0
         self._woken = 0.0  # when the first of the last commands came
         self._replica = replica
@@ -177,6 +179,7 @@ class TransferThread:
             self._replica.close()
             self.events.extend(self._replica.events)
             self._replica.events.clear()
+            self.is_closed = True
 
     def _hand_over(self, command: Callable[[], None]) -> None:
         self.raise_failure()

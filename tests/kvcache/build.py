@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from kvcache import KVCacheParams, PagedKVCacheManager
+from kvcache import ImportProof, KVCacheParams, PagedKVCacheManager, PendingImport
 
 
 def manager_of(
@@ -53,3 +53,10 @@ def manager_of(
         enable_runtime_checks=checks,
         **options,
     )
+
+
+def proven(manager: PagedKVCacheManager, pending: PendingImport) -> ImportProof:
+    """A test's word that the pages of an import hold what they should."""
+    copier = manager.copier(pending)
+    copier.take()
+    return copier.prove()

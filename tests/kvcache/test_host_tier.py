@@ -11,7 +11,7 @@ import torch
 
 from kvcache import InvariantError, KVCacheParams, PagedKVCacheManager, PoolTooSmallError, TextContext
 from kvcache.host_tier import ReplicaTier
-from tests.kvcache.build import manager_of
+from tests.kvcache.build import manager_of, proven
 from tests.kvcache.served import SIZE, Served
 
 
@@ -275,7 +275,7 @@ def test_an_import_leaves_restored_pages_to_the_tier(served: Any) -> None:
     theirs, ours = source.manager.device_tensors[0][0], it.manager.device_tensors[0][0]
     for src, dst in zip(pending.src_pages.tolist(), pending.dst_pages.tolist(), strict=True):
         ours[dst] = theirs[src]
-    it.manager.commit_import(taker, pending)
+    it.manager.commit_import(taker, pending, proven(it.manager, pending))
     it.manager.maybe_reserve(taker)
     it.run(taker)
     assert it.kv.compared == 24

@@ -16,6 +16,7 @@ from kvcache import (
     TextContext,
     UnknownRequestError,
 )
+from tests.kvcache.build import proven
 
 PROMPT = list(range(100, 118))  # 18 tokens: 4 full pages of 4 and a partial one
 
@@ -67,7 +68,7 @@ def test_pages_are_copied_committed_and_run(make: Any, caching: bool) -> None:
         with pytest.raises(NotReservedError, match="'d'.*import is pending"):
             call([context])
     copy(source, target, pending)
-    target.commit_import(context, pending)
+    target.commit_import(context, pending, proven(target, pending))
     assert (context.start_idx, context.active_idx, context.end_idx) == (18, 19, 19)
     (entry,) = target.fetch([context])
     assert entry.cache_lengths.tolist() == [18]
@@ -85,11 +86,12 @@ def test_what_is_cached_here_is_not_copied(make: Any) -> None:
     _, table = prefilled(make)
     target = make(16, page_size=4)
     first = receiver(target)
-    target.commit_import(first, target.import_block_table(first, table))
+    pending = target.import_block_table(first, table)
+    target.commit_import(first, pending, proven(target, pending))
     second = receiver(target, name="e")
     pending = target.import_block_table(second, table)
     assert pending.src_pages.tolist() == [table.groups[0][4]]  # only the partial page
-    target.commit_import(second, pending)
+    target.commit_import(second, pending, proven(target, pending))
     assert second.start_idx == 18
     whole_source, whole = prefilled(make, PROMPT[:16])
     third = receiver(target, PROMPT[:16], name="f")
@@ -108,7 +110,7 @@ def test_until_commit_the_pages_are_in_no_index(make: Any) -> None:
     other = receiver(target, name="other")
     assert target.maybe_reserve(other)
     assert other.start_idx == 0
-    target.commit_import(context, pending)
+    target.commit_import(context, pending, proven(target, pending))
     target.release("other")
     late = receiver(target, name="late")
     assert target.maybe_reserve(late)
@@ -141,7 +143,7 @@ def test_pages_of_a_released_request_stay_with_the_transfer_until_it_is_over(mak
     with pytest.raises(UnknownRequestError, match="'d': commit_import"):
         target.commit_import(context, pending)
     target.external_claim("d")  # the same name, another request
-    with pytest.raises(InvalidRequestError, match="closed, or another"):
+    with pytest.raises(InvalidRequestError, match="another request's"):
         target.commit_import(context, pending)
     target.cancel_import(pending)
     target.cancel_import(pending)
@@ -222,7 +224,7 @@ def test_a_table_of_another_page_size_names_what_is_lacking_in_both_sizes(
     assert pending.copy == (pending.dst_pages, pending.src_pages, (0, 70))
     assert pending.src_pages.tolist() == list(table.groups[0])
     assert pending.dst_pages.tolist() == target.get_req_blocks("d")[: -(-70 // ours)]
-    target.commit_import(first, pending)
+    target.commit_import(first, pending, proven(target, pending))
     second = receiver(target, [*tokens[:50], 9, *tokens[51:]], "e")
     _, other = prefilled(make, [*tokens[:50], 9, *tokens[51:]], size=theirs, params={"hash_algorithm": hashes[0]})
     pending = target.import_block_table(second, other)
@@ -230,7 +232,7 @@ def test_a_table_of_another_page_size_names_what_is_lacking_in_both_sizes(
     assert pending.tokens == (start, 70)
     assert pending.src_pages.tolist() == list(other.groups[0][start // theirs :])
     assert pending.dst_pages.tolist() == target.get_req_blocks("e")[start // ours : -(-70 // ours)]
-    target.commit_import(second, pending)
+    target.commit_import(second, pending, proven(target, pending))
     assert second.start_idx == 70
 
 
@@ -276,7 +278,7 @@ def test_an_import_that_grows_names_each_page_when_it_is_there(make: Any, theirs
     assert span == (48, 70)
     assert src.tolist() == list(table.groups[0][48 // theirs :])
     assert pending.copy.tokens == (0, 70)
-    target.commit_import(context, pending)
+    target.commit_import(context, pending, proven(target, pending))
     assert (context.start_idx, context.active_idx, context.end_idx) == (70, 71, 71)
     target.fetch([context])
 

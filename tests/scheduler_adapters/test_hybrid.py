@@ -24,6 +24,7 @@ from scheduler_adapters.loop import Output, Request, ServingLoop
 from scheduler_adapters.recurrent import PagedStates, state_shape_of
 from scheduler_adapters.state_layout import state_layouts
 from scheduler_adapters.tiny import ByteTokenizer
+from tests.kvcache.build import proven
 from tests.scheduler_adapters.serving import assert_nothing_held, new_manager, requests_of, serve, tokens_of
 
 TEXTS = ("A state is of all tokens before it, and of no page of them. " * 2, "x", "Who wrote it?", "abc" * 30, "Why?")
@@ -118,7 +119,7 @@ def test_a_request_goes_on_from_pages_and_a_state_page_that_were_copied(
             blocks = [loop.manager.device_tensors[0][shard] for loop in (target, source)]
             blocks[0][pending.dst_pages] = blocks[1][pending.src_pages]
             states_of(target).tensors[shard][here] = states_of(source).tensors[shard][there]
-        target.manager.commit_import(context, pending)
+        target.manager.commit_import(context, pending, proven(target.manager, pending))
         target.adopt(Request(name, prompt, NEW), context)
         source.free(name)
     assert_nothing_held(source.manager)

@@ -8,6 +8,7 @@ from kvcache.errors import AlreadyClaimedError, InvalidRequestError, PromptTooLo
 from scheduler_adapters.hf import HFRunner, reference_tokens
 from scheduler_adapters.loop import Output, Request, ServingLoop, finish_reason, plan_chunks
 from scheduler_adapters.tiny import ByteTokenizer
+from tests.kvcache.build import proven
 from tests.scheduler_adapters import serving
 from tests.scheduler_adapters.serving import assert_nothing_held, new_loop, new_manager, serve, tokens_of
 
@@ -213,7 +214,7 @@ def test_an_adopted_request_goes_on_where_another_manager_stopped(model: Any, ex
     for there, here in zip(pending.src_pages, pending.dst_pages, strict=True):
         blocks = [loop.manager.device_tensors[0][0] for loop in (target, source)]
         blocks[0][int(here)] = blocks[1][int(there)]
-    target.manager.commit_import(context, pending)
+    target.manager.commit_import(context, pending, proven(target.manager, pending))
     target.adopt(request, context)
     tokens = [expected[0][0]]
     while target.has_work:
