@@ -106,27 +106,7 @@ def _add_demo(commands: argparse._SubParsersAction[_Parser]) -> None:
         default=512,
         help="most tokens of one step of a process",
     )
-    demo.add_argument(
-        "--no-chunkwise",
-        dest="chunkwise",
-        action="store_false",
-        help="pull a prompt's pages when all of it has run, not while the rest still runs",
-    )
-    demo.add_argument(
-        "--chaos",
-        metavar="SEED",
-        type=_SEED,
-        nargs="?",
-        const=0,
-        default=text,
-        help="let READs and notifications fail, come late, twice, or wrong: requests may fail, none may be answered "
-        "wrongly, and no page may stay held",
-    )
-    demo.add_argument(
-        "--curve", action="store_true", help="keys for the processes' sockets: encrypted, and closed to anybody else"
-    )
-    demo.add_argument("--device", type=arguments.device, default="cpu", help="torch device of the model and its pages")
-    demo.add_argument("--seed", metavar="N", type=_SEED, default=0, help="of the small Llama's weights")
+    _add_service(demo)
 
 
 def _add_layout(demo: _Parser) -> None:
@@ -141,6 +121,31 @@ def _add_layout(demo: _Parser) -> None:
     for side in ("prefill", "decode"):
         demo.add_argument(f"--{side}-tp", metavar="N", type=_SHARDS, default=text, help=f"those of {side} alone")
         demo.add_argument(f"--{side}s", metavar="N", type=_PROCESSES, default=1, help=f"{side} processes")
+
+
+def _add_service(demo: _Parser) -> None:
+    """How the processes work together."""
+    demo.add_argument(
+        "--no-chunkwise",
+        dest="chunkwise",
+        action="store_false",
+        help="pull a prompt's pages when all of it has run, not while the rest still runs",
+    )
+    demo.add_argument(
+        "--chaos",
+        metavar="SEED",
+        type=_SEED,
+        nargs="?",
+        const=0,
+        default=argparse.SUPPRESS,
+        help="let READs and notifications fail, come late, twice, or wrong: requests may fail, none may be answered "
+        "wrongly, and no page may stay held",
+    )
+    demo.add_argument(
+        "--curve", action="store_true", help="keys for the processes' sockets: encrypted, and closed to anybody else"
+    )
+    demo.add_argument("--device", type=arguments.device, default="cpu", help="torch device of the model and its pages")
+    demo.add_argument("--seed", metavar="N", type=_SEED, default=0, help="of the small Llama's weights")
 
 
 def _add_replay(commands: argparse._SubParsersAction[_Parser]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from scheduler_adapters import cli, demo, replay
+from scheduler_adapters import arguments, cli, demo, replay
 
 NEVER = ("inf", "-inf", "nan", "-1", "1e30", "1e400", "0x10", "", " ", "text", "1\n2", "\udcff", "٣x", "9" * 5000)
 NUMBERS = ("0", "1", "2", "0.5", "1_0", str(2**31), str(2**32), str(2**40), str(2**63), str(2**64))
@@ -34,7 +34,7 @@ def commands() -> dict[str, argparse.ArgumentParser]:
     return dict(choices)
 
 
-def arguments() -> list[Any]:
+def valued() -> list[Any]:
     return [
         pytest.param(
             command, action, id=f"{command} {action.option_strings[-1] if action.option_strings else action.dest}"
@@ -82,7 +82,7 @@ def status_of(
     return run
 
 
-@pytest.mark.parametrize(("command", "action"), arguments())
+@pytest.mark.parametrize(("command", "action"), valued())
 def test_a_hostile_value_is_one_line_or_is_taken(
     command: str, action: argparse.Action, status_of: Callable[[list[str]], int | None], tmp_path: Path
 ) -> None:
@@ -98,6 +98,8 @@ def test_a_hostile_value_is_one_line_or_is_taken(
         if numeric and text not in NUMBERS:
             assert status == 2, value
         if numeric and text in (str(2**40), str(2**63), str(2**64)):
+            assert status == 2, value
+        if text == "{tmp}" and action.type in (arguments.input_file, arguments.output_file):
             assert status == 2, value
         if text in ("", "a\0b"):
             assert status == 2, value
