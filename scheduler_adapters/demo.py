@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvcache.errors import InvalidParamsError, PoolTooSmallError
+from kvcache.errors import PoolTooSmallError
 from kvcache.manager import PagedKVCacheManager
 from scheduler_adapters import messages as msg
 from scheduler_adapters.errors import AdapterError, PromptsError, WorkerError
@@ -25,10 +26,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DEFAULT_REQUESTS = 32
-_AT_LEAST_ONE = (
-    *("requests", "max_new_tokens", "concurrency", "token_budget", "prefills", "decodes"),
-    *("tp", "prefill_tp", "decode_tp", "page_size", "prefill_page_size", "decode_page_size"),
-)
 _STALL_S = 120.0  # nothing new for this long: something hangs
 _SETTLE_S = 5.0  # for the last notifications to come in
 # Under chaos notifications are lost: pages whose reader is done stay until their lease ends by itself.
@@ -84,8 +81,8 @@ def run_demo(options: DemoOptions) -> int:
     """
     from scheduler_adapters.hf import load_model  # noqa: PLC0415  (heavy, and of an optional extra)
 
-    reporter = Reporter()
     _check_options(options)
+    reporter = Reporter()
     texts = read_prompts(options.prompts) if options.prompts else None
     reporter.line(f"model: {options.model or 'a small random Llama over bytes'}")
     model = load_model(options.model, options.seed, options.device)
@@ -157,14 +154,12 @@ def _write(path: str, figures: Figures) -> None:
 
 
 def _check_options(options: DemoOptions) -> None:
-    for name in _AT_LEAST_ONE:
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise InvalidParamsError(f"--{name.replace('_', '-')} is {value}: at least 1 is needed")
-    if not options.cache_mb > 0:
-        raise InvalidParamsError(f"--cache-mb is {options.cache_mb}: more than 0 is needed")
-    if options.json and not Path(options.json).absolute().parent.is_dir():
-        raise AdapterError(f"--json {options.json!r}: its directory does not exist")
+    """What the types of the arguments, each by itself, cannot see."""
+    processes = options.prefills + options.decodes
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+    if options.device == "cpu" and processes * options.cache_mb > machine:
+        needed = f"{processes} processes with {options.cache_mb:,.0f} MB each"
+        raise PoolTooSmallError(f"--cache-mb {options.cache_mb:g}: {needed}, the machine has {machine:,.0f}")
 
 
 def _requests(options: DemoOptions, model: PreTrainedModel, texts: list[str] | None) -> list[Served]:

@@ -40,6 +40,7 @@ allow it. To ask for a deposit was refused as unfriendly. To send the list of mi
 names, was accepted by five votes to two, for one season, as a trial. The librarian asked to note that she had
 proposed this in 1998. The next meeting is on the first Tuesday after the spring tour, in the room behind the stage.""",
 )
+_LONGEST_FILE = 64 << 20  # bytes; a device file would fill the memory
 _QUESTIONS = (
     "What happened first, and when?",
     "Which number in the text is the largest?",
@@ -73,7 +74,11 @@ def read_prompts(path: str | Path) -> list[str]:
         PromptsError: the file cannot be read, is no UTF-8 text, holds no prompt, or has a bad line, which is named.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        with Path(path).open("rb") as file:
+            data = file.read(_LONGEST_FILE + 1)
+        if len(data) > _LONGEST_FILE:
+            raise PromptsError(f"prompts file {str(path)!r} is longer than {_LONGEST_FILE:,} bytes")
+        text = data.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise PromptsError(f"prompts file {str(path)!r} cannot be read: {reason}") from error
@@ -97,14 +102,14 @@ class _Line(msgspec.Struct):
 def _is_object(line: str) -> bool:
     try:
         return isinstance(msgspec.json.decode(line), dict)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return False
 
 
 def _prompt_of(path: str | Path, number: int, line: str) -> str:
     try:
         prompt = msgspec.json.decode(line, type=_Line).prompt
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise PromptsError(f"prompts file {str(path)!r}, line {number}: {error}") from error
     if not prompt:
         raise PromptsError(f"prompts file {str(path)!r}, line {number}: the prompt is empty")

@@ -26,11 +26,12 @@ from rich.table import Table
 from kvcache import KVCacheParams, PagedKVCacheManager, Routing, TextContext
 from kvcache.routing import RoutingRule
 from scheduler_adapters.errors import ReplayError
-from scheduler_adapters.trace_hints import hints_for
+from scheduler_adapters.trace_hints import check_hints, hints_for
 
 PAGE_SIZE = 2  # a page is (block id, 0): two tokens, as a page of one would publish the token that follows, too
 WINDOW = 500  # requests over which the load of the replicas is compared
 _NEVER = 1 << 60
+_LONGEST_LINE = 64 << 20  # bytes; a file without line ends must not fill the memory
 
 Blocks = Sequence[int]
 
@@ -74,8 +75,10 @@ def load_trace(path: Path) -> list[list[int]]:
     """
     decoder, found = msgspec.json.Decoder(_Request), list[list[int]]()
     try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
+        with path.open("rb") as file:
+            for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE + 1), b""), 1):
+                if len(line) > _LONGEST_LINE:
+                    raise ReplayError(f"{path}, line {number}: longer than {_LONGEST_LINE:,} bytes")
                 blocks = decoder.decode(line).hash_ids
                 if not blocks or min(blocks) < 0 or max(blocks) >= 1 << 31:
                     raise ReplayError(
@@ -84,7 +87,7 @@ def load_trace(path: Path) -> list[list[int]]:
                 found.append(blocks)
     except OSError as error:
         raise ReplayError(f"{path}: {error.strerror}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ReplayError(f"{path}, line {len(found) + 1}: {error}") from error
     if not found:
         raise ReplayError(f"{path}: no requests")
@@ -178,10 +181,7 @@ def run_replay(
     plots: Path | None = None,
 ) -> int:
     """`pagewire replay`: a progress bar, a table, and figures as JSON and plots where asked to. The exit status."""
-    if capacity < 1 or replicas < 1:
-        raise ReplayError(f"--capacity {capacity}, --replicas {replicas}: at least 1 is needed of each")
-    if host_blocks < 0:
-        raise ReplayError(f"--host-blocks {host_blocks}: at least 0 is needed")
+    check_hints(hints)
     requests = load_trace(trace)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:

@@ -38,6 +38,16 @@ def hints_for(trace: Sequence[Blocks], kind: str, seed: int = 0) -> list[Retenti
     return [Retention(session_continues=true != (rng.random() < wrong)) for true in continues(trace)]
 
 
+def check_hints(kind: str) -> None:
+    """Look at a kind of hints before anything is read.
+
+    Raises:
+        ReplayError: (a ValueError) no such kind.
+    """
+    if kind != "none":
+        _share_wrong(kind)
+
+
 def _share_wrong(kind: str) -> float:
     """The share of requests whose hint is inverted."""
     name, _, text = kind.partition("=")
@@ -49,5 +59,5 @@ def _share_wrong(kind: str) -> float:
     except ValueError:
         share = -1.0
     if not 0.0 <= share <= 1.0:
-        raise ReplayError(f"--hints {kind}: none, true, inverted or wrong=SHARE is needed, a share from 0 to 1")
+        raise ReplayError(f"--hints {kind!a}: none, true, inverted or wrong=SHARE is needed, a share from 0 to 1")
     return share

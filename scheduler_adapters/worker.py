@@ -1,18 +1,15 @@
-"""The main program of a prefill or decode process: `python -m scheduler_adapters.worker`.
+"""What a prefill or decode process does (`scheduler_adapters.program` starts it).
 
 Its settings come as one line of JSON on standard input. The pipe stays open: its end means that the parent is gone.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import itertools
 import json
-import os
 import signal
 import sys
-import threading
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +24,7 @@ from scheduler_adapters.decode import DecodeScheduler
 from scheduler_adapters.exchange import Exchange
 from scheduler_adapters.hybrid import HybridKVCacheManager
 from scheduler_adapters.loop import ServingLoop
+from scheduler_adapters.parent import die_with_parent
 from scheduler_adapters.prefill import PrefillScheduler
 from scheduler_adapters.rooms import PrefillTimes
 from scheduler_adapters.sockets import Context, Socket, bind_router, received, wait_for_any
@@ -42,7 +40,6 @@ if TYPE_CHECKING:
     from kvcache.manager import PagedKVCacheManager
     from transfer.metadata import MemoryType
 
-_PR_SET_PDEATHSIG = 1
 _IDLE_MS = 1
 # A thread that computes in Python gives the lock up after this long: the transfer thread polls every millisecond.
 _SWITCH_S = 2e-4
@@ -98,23 +95,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefills: tuple[str, ...] = ()
     handshake: str = "tcp://127.0.0.1:0"
     keyring: str = ""
-
-
-def die_with_parent() -> None:
-    """End this process when its parent ends, in whatever way. Called first, with the settings line read already.
-
-    Standard input ends with the parent. On Linux the kernel also kills us, should Python be stuck.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-    def watch() -> None:
-        # Not through sys.stdin: its lock, held by a reading thread, would abort an orderly exit.
-        while os.read(sys.stdin.fileno(), 1):
-            pass
-        os._exit(3)
-
-    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 def build_loop(config: WorkerConfig) -> tuple[ServingLoop[PagedKVCacheManager], dict[str, str]]:
@@ -217,8 +197,8 @@ def _serve(scheduler: PrefillScheduler | DecodeScheduler, front: Socket) -> None
 
 def main() -> int:
     """Run one process; the exit status."""
-    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
     die_with_parent()
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and stops us in order
     sys.setswitchinterval(_SWITCH_S)
     torch.set_num_threads(config.threads)
@@ -237,7 +217,3 @@ def main() -> int:
     finally:
         context.destroy(linger=1000)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

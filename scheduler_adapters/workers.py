@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
+from contextlib import ExitStack, suppress
 from typing import IO, TYPE_CHECKING, Self
 
 import msgspec
@@ -15,6 +15,8 @@ import zmq
 
 from scheduler_adapters import messages as msg
 from scheduler_adapters.errors import WorkerError
+from scheduler_adapters.interrupts import held
+from scheduler_adapters.run_folder import RunFolder
 from scheduler_adapters.sockets import Context, received
 from transfer.side_channel import make_keyrings, save_keyring
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
     from scheduler_adapters.worker import WorkerConfig
 
-PROGRAM = (sys.executable, "-m", "scheduler_adapters.worker")
+PROGRAM = (sys.executable, "-m", "scheduler_adapters.program")
 _START_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 10.0
 _LAST_WORDS_S = 0.2
@@ -47,31 +49,35 @@ class Workers:
         self, configs: Sequence[WorkerConfig], program: Sequence[str] = PROGRAM, *, curve: bool = False
     ) -> None:
         self._program = list(program)
-        self._directory = tempfile.TemporaryDirectory(prefix="pagewire-")
-        self._configs = {config.name: config for config in map(self._filled_in, configs)}
+        self._asked = tuple(configs)
+        self._curve = curve
+        self._configs: dict[str, WorkerConfig] = {}
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._logs: dict[str, IO[bytes]] = {}
+        self._down: set[str] = set()
+        self._made = ExitStack()  # all that is made is ended by it, the last made first
+
+    def _configure(self) -> None:
+        self._configs = {config.name: config for config in map(self._filled_in, self._asked)}
         listening = tuple(config.listen for config in self._configs.values() if config.role == "prefill")
         for name, config in self._configs.items():
             if config.role == "decode" and not config.prefills:
                 self._configs[name] = msgspec.structs.replace(config, prefills=listening)
-        if curve:
+        if self._curve:
             for config, keyring in zip(list(self._configs.values()), make_keyrings(len(self._configs)), strict=True):
-                path = Path(self._directory.name) / f"{config.name}.keys"
+                path = self._folder.path / f"{config.name}.keys"
                 save_keyring(keyring, path)
                 self._configs[config.name] = msgspec.structs.replace(config, keyring=str(path))
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._logs: dict[str, IO[bytes]] = {}
-        self._down: set[str] = set()
-        self._context: Context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
 
     def _filled_in(self, config: WorkerConfig) -> WorkerConfig:
         name = config.name or config.role
-        at = f"ipc://{self._directory.name}"
+        at = f"ipc://{self._folder.path}"
         listen = config.listen or (f"{at}/{name}" if config.role == "prefill" else "")
         return msgspec.structs.replace(config, name=name, front=f"{at}/front", listen=listen)
 
     def __enter__(self) -> Self:
         try:
+            self._make()
             self._start()
         except BaseException:
             self._stop()
@@ -168,8 +174,19 @@ class Workers:
             messages.append(message)
         return messages
 
+    def _make(self) -> None:
+        """Make what the processes need, and book it: a signal never comes in between."""
+        with held():
+            self._folder = RunFolder()
+            self._made.callback(self._folder.close)
+            self._context: Context = zmq.Context()
+            self._made.callback(self._context.destroy, linger=0)
+            self._socket = self._context.socket(zmq.ROUTER)
+            self._made.callback(self._close_all)
+            self._configure()
+
     def _start(self) -> None:
-        front = f"ipc://{self._directory.name}/front"
+        front = f"ipc://{self._folder.path}/front"
         try:
             self._socket.bind(front)
         except zmq.ZMQError as error:
@@ -186,11 +203,16 @@ class Workers:
             self._check_deadline(deadline, ready, _START_TIMEOUT_S)
 
     def _start_one(self, name: str) -> None:
-        self._processes[name] = self._spawn(name, msgspec.json.encode(self._configs[name]))
+        with held():
+            self._logs[name] = tempfile.TemporaryFile(dir=self._folder.path)  # noqa: SIM115  (closed with the process)
+            try:
+                self._processes[name] = self._spawn(self._logs[name])
+            except OSError as error:
+                raise WorkerError(f"the {name} process cannot be started: {error}") from error
+        self._tell(name, self._processes[name])
 
-    def _spawn(self, name: str, config: bytes) -> subprocess.Popen[bytes]:
-        log = self._logs[name] = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
-        process = subprocess.Popen(  # noqa: S603  (ours, or a test's of its own)
+    def _spawn(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(  # noqa: S603  (ours, or a test's of its own)
             self._program,
             stdin=subprocess.PIPE,
             stdout=log,
@@ -199,11 +221,15 @@ class Workers:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             start_new_session=True,  # Ctrl-C is ours to handle
         )
+
+    def _tell(self, name: str, process: subprocess.Popen[bytes]) -> None:
         if process.stdin is None:
             raise WorkerError(f"the {name} process has no standard input")
-        process.stdin.write(config + b"\n")
-        process.stdin.flush()  # and it stays open: its end tells the process that we are gone
-        return process
+        try:
+            process.stdin.write(msgspec.json.encode(self._configs[name]) + b"\n")
+            process.stdin.flush()  # and it stays open: its end tells the process that we are gone
+        except BrokenPipeError:
+            return  # the process has ended already: who listens to it learns how
 
     def _check_alive(self) -> None:
         for name in self.running:
@@ -232,14 +258,19 @@ class Workers:
         process.kill()
         process.wait()
         if process.stdin is not None:
-            process.stdin.close()
+            with suppress(BrokenPipeError):  # settings that the process did not read are still in the buffer
+                process.stdin.close()
         self._logs[name].close()
 
-    def _stop(self) -> None:
+    def _close_all(self) -> None:
         for name in self._processes:
             self._close(name)
-        self._context.destroy(linger=0)
-        self._directory.cleanup()
+        for log in self._logs.values():  # also that of a process which could not be started
+            log.close()
+
+    def _stop(self) -> None:
+        with held():
+            self._made.close()
 
 
 def _how(status: int) -> str:

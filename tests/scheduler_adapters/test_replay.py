@@ -166,13 +166,10 @@ def test_the_command_prints_and_writes_its_figures(tmp_path: Path, capsys: pytes
         "restored",
     ]
     assert f"{figures['hits']:,}" in capsys.readouterr().out
-    assert main(["replay", str(tmp_path / "missing")]) == 2
-    assert main(["replay", str(path), "--capacity", "0"]) == 2
     assert main(["replay", str(path), "--hints", "maybe"]) == 2
-    assert main(["replay", str(path), "--host-blocks", "-1"]) == 2
     assert main(["replay", str(path), "--capacity", "20", "--host-blocks", "60", "--json", str(out)]) == 0
     assert json.loads(out.read_text())["restored"] > 0
     options = ["--hints", "wrong=0.5", "--routing", "round-robin", "--replicas", "2", "--json", str(out)]
     assert main(["replay", str(path), "--capacity", "40", *options]) == 0
     assert json.loads(out.read_text())["window_load_mean"] >= 1
-    assert main(["replay", str(path), "--json", str(tmp_path)]) == 2
+    assert main(["replay", str(path), "--capacity", "20", "--json", "/dev/full"]) == 2

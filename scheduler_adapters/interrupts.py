@@ -1,0 +1,76 @@
+"""Signals that end a command: each becomes an exception, so that everything the command has made is ended with it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ENDING_S = 10.0  # a command that is told to end is left alone for so long: ending takes less
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal has told the command to end.
+
+    Attributes:
+        signal: which.
+        status: exit status that says so, by the convention of shells.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.signal = signal.Signals(number)
+        self.status = 128 + number
+        super().__init__(f"interrupted by {self.signal.name}")
+
+
+@contextmanager
+def raised() -> Generator[None]:
+    """Within the block, a signal raises `Interrupted` in the main thread; a signal that is ignored stays ignored.
+
+    A second signal within ten seconds does nothing: the first is still being obeyed.
+    """
+    obeyed = float("-inf")
+
+    def obey(number: int, _frame: Any) -> None:
+        nonlocal obeyed
+        if time.monotonic() - obeyed > _ENDING_S:
+            obeyed = time.monotonic()
+            raise Interrupted(number)
+
+    with _handled(obey):
+        yield
+
+
+@contextmanager
+def held() -> Generator[None]:
+    """A signal that comes within the block acts at its end, so that whatever is made in the block is also booked.
+
+    Does nothing outside of the main thread, where no signal is handled.
+    """
+    came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    try:
+        with _handled(lambda number, _frame: came.append(number)):
+            yield
+    finally:
+        for number in came:
+            signal.raise_signal(number)
+
+
+@contextmanager
+def _handled(handler: Any) -> Generator[None]:
+    replaced = (number for number in SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None))
+    before = {number: signal.signal(number, handler) for number in replaced}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)

@@ -1,0 +1,15 @@
+"""What concerns all tests."""
+
+import importlib.util
+
+import pytest
+
+# Each needs an environment of its own, and collects nothing elsewhere.
+ENGINES = {"sglang": "tests/sglang_engine (make test-sglang)", "vllm": "tests/vllm_engine (make test-vllm)"}
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says which tests were left out, as none of them counts as skipped."""
+    left_out = [where for package, where in ENGINES.items() if importlib.util.find_spec(package) is None]
+    if left_out:
+        terminalreporter.write_line(f"not run here, as they need environments of their own: {', '.join(left_out)}")

@@ -1,0 +1,123 @@
+"""What a command leaves behind: processes, files, shared memory. And a command that is started to be ended."""
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+MARK = "PAGEWIRE_TEST_RUN"
+COMMAND = (sys.executable, "-m", "scheduler_adapters.cli")
+STAGES = {"start": "starting ", "serving": "serving ", "checking": "checking "}
+"""The line of the demo's output with which a stage begins."""
+
+
+class Run:
+    """A command in a folder for temporary files of its own. All that descends from it carries a mark.
+
+    Args:
+        folder: of its temporary files; made where it is not there.
+        arguments: of `pagewire`.
+    """
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        self._mark = secrets.token_hex(8)
+        self._seen = 0
+        self.lines: list[str] = []
+        self._shared: set[str] = set()
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(folder),
+            "TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "torch"),  # torch's own, made at its import
+            MARK: self._mark,
+        }
+        # Tests that run in a shell's background are started with SIGINT ignored, and hand that on.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            self.process = subprocess.Popen(
+                [*COMMAND, *arguments],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=environment,
+                start_new_session=True,
+            )
+        finally:
+            signal.signal(signal.SIGINT, before)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+
+    def wait_for(self, beginning: str, timeout_s: float = 60) -> None:
+        """Wait until the command has printed a line that begins so."""
+        deadline = time.monotonic() + timeout_s
+        while not any(line.startswith(beginning) for line in self.lines):
+            assert self.process.poll() is None, (self.lines, self.stderr())
+            assert time.monotonic() < deadline, self.lines
+            time.sleep(0.002)
+
+    def stderr(self) -> str:
+        assert self.process.stderr is not None
+        return self.process.stderr.read()
+
+    def end(self, *numbers: int, every_s: float = 0.05) -> tuple[int, str]:
+        """Send these signals, one after another; the status, and what it said on standard error."""
+        self.descendants()
+        for number in numbers:
+            self.process.send_signal(number)
+            time.sleep(every_s)
+        with self.process:
+            text = self.stderr()
+            return self.process.wait(60), text
+
+    def descendants(self) -> dict[int, str]:
+        """Processes that carry the mark, by id, with their command lines."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdigit() and f"{MARK}={self._mark}".encode() in (entry / "environ").read_bytes():
+                    found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
+            except OSError:  # it has ended, or is nobody's any more
+                continue
+        self._shared |= set(map(str, found))
+        return found
+
+    def leftovers(self, *, files: bool = True) -> list[str]:
+        """What is left: processes, files, shared memory."""
+        left = [f"process {pid}: {line}" for pid, line in self.descendants().items()]
+        left += [f"file {path}" for path in self.folder.rglob("*") if files]
+        for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]:
+            if line.split()[4] in self._shared:  # who made it
+                left.append(f"shared memory: {line}")
+        return left
+
+    def assert_nothing_left(self, *, files: bool = True, within_s: float = 5.0) -> None:
+        deadline = time.monotonic() + within_s
+        while left := self.leftovers(files=files):
+            assert time.monotonic() < deadline, left
+            time.sleep(0.02)
+
+
+def shared_files() -> set[str]:
+    """Files of shared memory that no process has mapped."""
+    names = {path.name for path in Path("/dev/shm").iterdir()}  # noqa: S108  (it is looked at alone)
+    for entry in Path("/proc").iterdir():
+        if names and entry.name.isdigit():
+            try:
+                text = (entry / "maps").read_text()
+            except OSError:
+                continue
+            names -= {name for name in names if f"/dev/shm/{name}" in text}  # noqa: S108  (as above)
+    return names

@@ -1,0 +1,198 @@
+"""Every argument of every command with values that nobody should give: one line and a status, never a traceback."""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scheduler_adapters import arguments, cli, demo, replay
+
+NEVER = ("inf", "-inf", "nan", "-1", "1e30", "1e400", "0x10", "", " ", "text", "1\n2", "\udcff", "٣x", "9" * 5000)
+NUMBERS = ("0", "1", "2", "0.5", "1_0", str(2**31), str(2**32), str(2**40), str(2**63), str(2**64))
+PATHS = ("{tmp}/none", "{tmp}/none/none", "{tmp}", "{tmp}/file", "/proc/self/mem", "/dev/zero", "{tmp}/file/x", "a\0b")
+LONG = ("x" * 300, "x/" * 3000)
+HOSTILE = (*NEVER, *NUMBERS, *PATHS, *LONG)
+
+TRACE = '{"hash_ids": [1, 2, 3]}\n{"hash_ids": [1, 2, 4]}\n'
+
+
+class Reached(Exception):  # noqa: N818  (no error: the command line was taken)
+    pass
+
+
+def commands() -> dict[str, argparse.ArgumentParser]:
+    (choices,) = [
+        action.choices for action in cli.build_parser()._actions if isinstance(action, argparse._SubParsersAction)
+    ]
+    return dict(choices)
+
+
+def valued() -> list[Any]:
+    return [
+        pytest.param(
+            command, action, id=f"{command} {action.option_strings[-1] if action.option_strings else action.dest}"
+        )
+        for command, parser in commands().items()
+        for action in parser._actions
+        if action.nargs != 0  # those that take no value
+    ]
+
+
+def command_line(command: str, action: argparse.Action, value: str, trace: Path) -> list[str]:
+    if not action.option_strings:
+        return [command, "--", value]
+    return [command, *([str(trace)] if command == "replay" else []), f"{action.option_strings[-1]}={value}"]
+
+
+@pytest.fixture
+def status_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Callable[[list[str]], int | None]:
+    """Returns what runs a command line up to where it would start processes, or make pages: its status, None there."""
+
+    def reached(*_: object, **__: object) -> None:
+        raise Reached
+
+    monkeypatch.setattr(demo, "Workers", reached)
+    monkeypatch.setattr(subprocess, "Popen", reached)
+    monkeypatch.setattr(replay, "replay", reached)
+    monkeypatch.chdir(tmp_path)
+
+    def run(line: list[str]) -> int | None:
+        capsys.readouterr()
+        try:
+            status = cli.main(line)
+        except SystemExit as error:
+            status = int(str(error.code))
+        except Reached:
+            return None
+        printed = capsys.readouterr().err
+        assert printed.startswith(f"pagewire {line[0]}: error: "), line
+        assert printed.count("\n") == 1, printed
+        assert len(printed) < 1100, printed
+        return status
+
+    return run
+
+
+@pytest.mark.parametrize(("command", "action"), valued())
+def test_a_hostile_value_is_one_line_or_is_taken(
+    command: str, action: argparse.Action, status_of: Callable[[list[str]], int | None], tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace"
+    trace.write_text(TRACE)
+    (tmp_path / "file").write_text("{]\n")
+    numeric = action.default not in (None, argparse.SUPPRESS) and isinstance(action.default, int | float)
+    numeric = numeric or action.metavar in ("N", "P", "SEED")
+    for text in HOSTILE:
+        value = text.replace("{tmp}", str(tmp_path))
+        status = status_of(command_line(command, action, value, trace))
+        assert status in (2, None), (value, status)
+        if numeric and text not in NUMBERS:
+            assert status == 2, value
+        if numeric and text in (str(2**40), str(2**63), str(2**64)):
+            assert status == 2, value
+        if text == "{tmp}" and action.type in (arguments.input_file, arguments.output_file):
+            assert status == 2, value
+        if text in ("", "a\0b"):
+            assert status == 2, value
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "file", tmp_path / "trace"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_arguments_that_are_each_in_range_are_one_line_or_are_taken(
+    seed: int, status_of: Callable[[list[str]], int | None], tmp_path: Path
+) -> None:
+    trace, rng = tmp_path / "trace", random.Random(seed)
+    trace.write_text(TRACE)
+    (tmp_path / "prompts").write_text("short\n" + "x" * 3000 + "\n")
+    found = set()
+    for _ in range(25):
+        for command, parser in commands().items():
+            line = [command, *([str(trace)] if command == "replay" else [])]
+            for action in rng.sample(parser._actions, 3):
+                if action.nargs != 0 and action.option_strings:
+                    value = rng.choice([*NUMBERS, "3", "7", "1000", "50000", str(tmp_path / "prompts")])
+                    line.append(f"{action.option_strings[-1]}={value}")
+            found.add(status_of(line))
+    assert found == {2, None}
+
+
+BROKEN = {
+    "empty": b"",
+    "blank": b"\n\n",
+    "no JSON": b"{]",
+    "cut": TRACE.encode()[:-20],
+    "zeros": bytes(100),
+    "no text": b"\xff\xfe{}",
+    "deep": b'{"x": ' + b"[" * 100_000,
+    "deep first": b"[" * 100_000,
+    "surrogate": b'{"hash_ids": [1], "x": "\\ud800"}',
+    "huge id": b'{"hash_ids": [' + b"9" * 10_000 + b"]}",
+    "2**31": b'{"hash_ids": [2147483648]}',
+    "fraction": b'{"hash_ids": [1.5]}',
+    "true": b'{"hash_ids": [true]}',
+    "no ids": b'{"hash_ids": []}',
+    "null": b'{"hash_ids": null}',
+    "other": b'{"prompt": 7}',
+    "longer than the pool": json.dumps({"hash_ids": [*range(20_000)]}).encode(),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_damaged_file_is_one_line(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(TRACE.encode() + BROKEN[name] if name != "empty" else b"")
+    assert cli.main(["replay", str(path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+    def reached(*_: object, **__: object) -> None:
+        raise Reached
+
+    monkeypatch.setattr(demo, "Workers", reached)
+    path.write_bytes(BROKEN[name])
+    try:
+        assert cli.main(["demo", "--prompts", str(path)]) == 2
+    except Reached:  # lines of text that are no JSON objects are prompts
+        return
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1, printed
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_trace_with_changed_bytes_is_replayed_or_is_one_line(
+    seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng, path, found = random.Random(seed), tmp_path / "trace", set()
+    for _ in range(40):
+        data = bytearray(TRACE.encode())
+        for _ in range(rng.randint(1, 4)):
+            data[rng.randrange(len(data))] = rng.choice(b'0123456789[]{},:"\n\xff-e. ')
+        path.write_bytes(data)
+        status = cli.main(["replay", str(path), "--capacity", "50", "--host-blocks", str(rng.choice([0, 1, 9]))])
+        assert capsys.readouterr().err.count("\n") == (status == 2)
+        found.add(status)
+    assert found == {0, 2}
+
+
+def test_a_reader_that_goes_away_is_no_traceback(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    trace.write_text(TRACE)
+    command = [sys.executable, "-m", "scheduler_adapters.cli", "replay", str(trace)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    with process:
+        assert process.stderr.read() == b""
+        assert process.wait(60) in (1, 141)

@@ -1,0 +1,201 @@
+"""A command that is ended by a signal, in every stage: nothing outlives it, and the status says which signal it was."""
+
+import itertools
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from scheduler_adapters import interrupts
+from scheduler_adapters.run_folder import PREFIX
+from tests.scheduler_adapters.leftovers import STAGES, Run, shared_files
+
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+EVERY = (*HANDLED, signal.SIGKILL)
+KINDS = {
+    "plain": (),
+    "curve": ("--curve",),
+    "chaos": ("--chaos", "3"),
+    "many": ("--curve", "--prefills", "2", "--decodes", "2", "--prefill-tp", "2"),
+}
+SERVED = {"start": "2000", "serving": "2000", "checking": "40"}
+
+
+def run_demo(folder: Path, stage: str, *arguments: str) -> Run:
+    """A demo that has come to a stage."""
+    run = Run(folder, "demo", "--requests", SERVED[stage], "--max-new-tokens", "8", *arguments)
+    run.wait_for(STAGES[stage])
+    return run
+
+
+def assert_ended(run: Run, number: int) -> None:
+    before = shared_files()
+    status, said = run.end(number)
+    if number == signal.SIGKILL:
+        assert status == -signal.SIGKILL
+        run.assert_nothing_left(files=False)
+        # What is left is what the next start removes: no more than the folder of the run.
+        assert all(path.name.startswith(PREFIX) for path in run.folder.iterdir())
+        following = Run(run.folder, "demo", "--requests", "2000")
+        following.wait_for(STAGES["serving"])
+        assert len(list(run.folder.iterdir())) == 1
+        assert following.end(signal.SIGTERM)[0] == 128 + signal.SIGTERM
+        following.assert_nothing_left()
+    else:
+        assert status == 128 + number
+        assert said == f"pagewire demo: interrupted by {signal.Signals(number).name}\n"
+        run.assert_nothing_left()
+    assert not shared_files() - before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("number", EVERY, ids=lambda number: number.name)
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_outlives_the_demo(tmp_path: Path, kind: str, number: signal.Signals, stage: str) -> None:
+    run = run_demo(tmp_path / "t", stage, *KINDS[kind])
+    # Anywhere in the stage: while processes are made, import, connect, serve.
+    time.sleep(random.Random(f"{kind} {number} {stage}").uniform(0, 3 if stage == "start" else 0.5))
+    assert_ended(run, number)
+
+
+def test_the_demo_that_starts_with_keys_leaves_nothing_at_a_hangup(tmp_path: Path) -> None:
+    assert_ended(run_demo(tmp_path / "t", "start", "--curve"), signal.SIGHUP)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("number", EVERY, ids=lambda number: number.name)
+def test_a_child_that_is_ended_alone_takes_everything_along(tmp_path: Path, role: str, number: signal.Signals) -> None:
+    run = Run(tmp_path / "t", "demo", "--requests", "2000", "--curve")
+    run.wait_for(STAGES["serving"])
+    (pid,) = re.findall(rf"{role}: pid (\d+)", "".join(run.lines))
+    if number == signal.SIGINT:  # the parent hears it too, and ends its children: alone it does nothing
+        os.kill(int(pid), number)
+        assert run.process.poll() is None
+        number = signal.SIGKILL
+    os.kill(int(pid), number)
+    status, said = run.end()
+    assert (status, said) == (2, f"pagewire demo: error: the {role} process died (signal {number.value})\n")
+    run.assert_nothing_left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("numbers", list(itertools.permutations(HANDLED)), ids=str)
+def test_further_signals_do_not_stop_the_end(tmp_path: Path, numbers: tuple[signal.Signals, ...]) -> None:
+    run = run_demo(tmp_path / "t", "serving", "--curve")
+    status, said = run.end(*numbers, every_s=0.003)
+    assert (status, said.count("\n")) == (128 + numbers[0], 1)
+    run.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_a_hangup_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+    try:
+        run = run_demo(tmp_path / "t", "serving")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    run.process.send_signal(signal.SIGHUP)
+    time.sleep(0.3)
+    assert run.process.poll() is None
+    assert run.end(signal.SIGTERM)[0] == 143
+    run.assert_nothing_left()
+
+
+@pytest.mark.parametrize("number", HANDLED, ids=lambda number: number.name)
+def test_a_replay_ends_with_one_line(tmp_path: Path, number: signal.Signals) -> None:
+    trace = tmp_path / "trace"
+    trace.write_text("".join(f'{{"hash_ids": [{block}, {block + 1}]}}\n' for block in range(0, 2_000_000, 2)))
+    run = Run(tmp_path / "t", "replay", str(trace), "--host-blocks", "100")
+    time.sleep(2)
+    status, said = run.end(number)
+    assert (status, said) == (128 + number, f"pagewire replay: interrupted by {number.name}\n")
+    run.assert_nothing_left()
+
+
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-m", "scheduler_adapters.program"], stdin=subprocess.PIPE)
+print(child.pid, flush=True)
+time.sleep({wait})
+{then}
+"""
+
+
+@pytest.mark.parametrize("wait", [0, 0.03, 0.3])
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_process_ends_with_its_parent_from_its_first_moment_on(wait: float, stopped: bool) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", PARENT.format(wait=wait, then="time.sleep(60)" if stopped else "")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        if stopped:
+            time.sleep(wait)
+            parent.kill()
+        started = time.monotonic()
+    while alive(pid):
+        assert time.monotonic() - started < 1, "what it imports takes longer: it was not asked before"
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("number", HANDLED, ids=lambda number: number.name)
+def test_a_signal_is_an_exception_once(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(interrupts.Interrupted) as raised, interrupts.raised():  # noqa: PT012  (the block is tested)
+        try:
+            signal.raise_signal(number)
+        finally:
+            signal.raise_signal(number)  # the first is still being obeyed
+    assert (raised.value.signal, raised.value.status) == (number, 128 + number)
+    assert signal.getsignal(number) is before
+
+
+def test_a_signal_that_is_lost_can_be_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupts, "_ENDING_S", 0.0)
+    with interrupts.raised():
+        for _ in range(2):
+            with pytest.raises(interrupts.Interrupted):
+                signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_signal_that_is_held_acts_at_the_end_of_the_block(fails: bool) -> None:
+    reached = []
+    with interrupts.raised(), pytest.raises(interrupts.Interrupted):  # noqa: PT012  (the block is what is tested)
+        with interrupts.held():
+            signal.raise_signal(signal.SIGHUP)
+            reached.append(1)
+            if fails:
+                raise ZeroDivisionError
+        reached.append(2)
+    assert reached == [1]
+
+
+def test_other_threads_hold_nothing() -> None:
+    reached = []
+
+    def work() -> None:
+        with interrupts.held():
+            reached.append(1)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert reached == [1]
