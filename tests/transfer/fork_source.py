@@ -1,4 +1,4 @@
-"""A source that forks: its child lives on with a copy of its memory, and with its pid where the kernel gives that again.
+"""A source that forks: its child lives on with a copy of its memory, and with its pid if that is wanted.
 
 The processes tell the test of themselves over one pipe.
 """

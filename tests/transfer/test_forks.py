@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
-import signal
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
@@ -60,7 +59,7 @@ class Forking:
         return self.told()
 
     def kill(self) -> None:
-        os.kill(self._process.pid, signal.SIGKILL)
+        self._process.kill()
         self._process.join()
 
     @property
