@@ -1,7 +1,8 @@
 """Which engines a replica reads from: found by address and engine id, watched while pulls go on, forgotten in the end.
 
 A request says where its source is, and may be wrong: what it says touches no request that says otherwise. Metadata is
-asked for at the first request, and an engine is forgotten when it dies, is replaced, or is idle.
+asked for at the first request, and an engine is forgotten when it dies, is replaced, or is idle. It is replaced when it
+is known to be gone, and not because somebody else answers to its name: whoever does waits until it has been asked.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ class Directory:
         self._on_lost = on_lost
         self._compatibility: Mapping[str, str] = ranks[0].identity.compatibility
         self._peers: dict[Place, Peer] = {}
+        self._waiting: dict[Place, MetadataReply] = {}  # other starts of engines that are being asked if they live
         self._next_watch = 0.0
 
     def __len__(self) -> int:
@@ -108,7 +110,6 @@ class Directory:
 
         def done(answer: Answer | TransferError) -> None:
             if self._peers.get(place) is peer:
-                peer.connecting = False
                 self._on_metadata(peer, answer)
 
         self._client.ask_metadata(*place, self._compatibility, done, self._times.handshake)
@@ -142,18 +143,53 @@ class Directory:
         return all(remote is not None and remote.incarnation == incarnation for remote in remotes)
 
     def _on_metadata(self, peer: Peer, answer: Answer | TransferError) -> None:
+        """Loads what an engine has answered. Where another start of it is loaded, that one is asked if it lives."""
         address, engine_id = peer.place
         try:
             if not isinstance(answer, MetadataReply):
                 raise answer if isinstance(answer, TransferError) else HandshakeError(f"{address}: no metadata")
             if not self._is_loaded(engine_id, answer.incarnation):
+                if known := self._others(peer, answer.incarnation):
+                    self._waiting[peer.place] = answer
+                    for other in known:
+                        self._ping(other)
+                    return
                 self._load(peer, answer.ranks, answer.incarnation)
         except TransferError as error:
             self.failed_handshakes += 1
             self._forget(peer, f"handshake with engine {engine_id!r} at {address}: {error}")
             return
+        peer.connecting = False
         peer.incarnation, peer.heard = answer.incarnation, self._clock()
+        self._on_alive(peer)
+
+    def _others(self, peer: Peer, incarnation: str) -> list[Peer]:
+        """The places at which another start of an engine is known, and loaded."""
+        same = [other for other in self._peers.values() if other.place[1] == peer.place[1] and other is not peer]
+        return [other for other in same if other.incarnation != incarnation and self._is_connected(other)]
+
+    def _on_alive(self, peer: Peer) -> None:
+        """An engine has said who it is: whoever waits for its place does so in vain."""
         self._on_ready(peer)
+        address, engine_id = peer.place
+        for place, answer in list(self._waiting.items()):
+            if place in self._waiting and place[1] == engine_id and answer.incarnation != peer.incarnation:
+                self.failed_handshakes += 1
+                self._forget(
+                    self._peers[place],
+                    f"handshake with engine {engine_id!r} at {place[0]}: an engine of this id is known at {address} "
+                    f"and lives there, as {peer.incarnation!r}; the one at {place[0]} is {answer.incarnation!r}",
+                )
+
+    def _admit(self, engine_id: str) -> None:
+        """Goes on with who waits for an engine's place, if that is empty now: with one, for whom the others wait."""
+        for place, answer in list(self._waiting.items()):
+            if place not in self._waiting or place[1] != engine_id:
+                continue
+            peer = self._peers[place]
+            if not self._others(peer, answer.incarnation):
+                del self._waiting[place]
+                self._on_metadata(peer, answer)
 
     def _load(self, peer: Peer, ranks: Sequence[bytes], incarnation: str) -> None:
         address, engine_id = peer.place
@@ -166,6 +202,7 @@ class Directory:
             for rank in loaded:
                 rank.disconnect(engine_id, str(error))
             raise
+        peer.incarnation = incarnation
         for other in [other for other in self._peers.values() if other.place[1] == engine_id]:
             if other.incarnation not in {"", incarnation}:
                 self._forget(other, f"engine {engine_id!r} was started anew, at {address}")
@@ -215,7 +252,7 @@ class Directory:
                 self._forget(peer, f"engine {engine_id!r} was restarted")
             else:
                 peer.heard = self._clock()
-                self._on_ready(peer)
+                self._on_alive(peer)
 
         self._client.ping(*peer.place, done, self._times.dead_after)
 
@@ -228,9 +265,11 @@ class Directory:
         """Drops what was learnt at a place; the next request asks anew."""
         address, engine_id = peer.place
         self._peers.pop(peer.place, None)
+        self._waiting.pop(peer.place, None)
         others = [other for other in self._peers.values() if other.place[1] == engine_id]
         if peer.incarnation and all(other.incarnation != peer.incarnation for other in others):
             for rank in self._ranks:
                 rank.disconnect(engine_id, reason, peer.incarnation)
         self._on_lost(peer, reason)
         self._client.forget(address)
+        self._admit(engine_id)

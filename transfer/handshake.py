@@ -270,7 +270,7 @@ class HandshakeClient:
         """Hands every answer and every time-out to the `done` of its question."""
         if not self._asked:
             return
-        for socket in list(self._sockets.values()):
+        for address, socket in list(self._sockets.items()):
             for _ in range(_BATCH):
                 if socket.closed:
                     break  # what the last answer said made its asker forget this address
@@ -278,22 +278,23 @@ class HandshakeClient:
                     data = socket.recv(zmq.NOBLOCK)
                 except zmq.Again:
                     break
-                self._deliver(data)
+                self._deliver(address, data)
         now = self._clock()
         for query_id, asked in [(key, asked) for key, asked in self._asked.items() if asked.deadline <= now]:
             del self._asked[query_id]
             self.forget(asked.address)  # a socket whose peer is gone queues questions for its successor
             asked.done(HandshakeError(f"no answer from {asked.address} in time"))
 
-    def _deliver(self, data: bytes) -> None:
+    def _deliver(self, address: str, data: bytes) -> None:
         try:
             answer = decode_answer(data)
         except MetadataError as error:
             log.warning("dropped an answer: %s", error)
             return
-        asked = self._asked.pop(answer.query_id, None)
-        if asked is None:
-            return  # late, or an answer to nothing
+        asked = self._asked.get(answer.query_id)
+        if asked is None or asked.address != address:
+            return  # late, an answer to nothing, or to a question that another peer was asked
+        del self._asked[answer.query_id]
         if isinstance(answer, Refusal):
             asked.done(HandshakeError(f"{asked.address} refuses: {answer.reason}"))
         elif isinstance(answer, MetadataReply) and not 0 < len(answer.ranks) <= MAX_RANKS:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from transfer.errors import InvalidLeaseError
+from transfer.errors import InvalidEngineError, InvalidLeaseError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,13 +34,30 @@ CLEARED = 0
 """What a lease word holds while no lease stands in it. No lease has this id."""
 
 _MAX_ENDED = 1 << 16
+_MADV_WIPEONFORK = 18
+"""Of Linux; Python has no name for it. A fork gets pages of zeros in place of a copy."""
 
 Verdict = Literal["accepted", "unknown", "late", "duplicate", "malformed"]
 
 
 def make_words(count: int) -> npt.NDArray[np.uint64]:
-    """Returns `count` words of zero, uint64, in pages of their own: a transfer may read them, and nothing else."""
-    memory = mmap.mmap(-1, count * WORD_BYTES)  # private pages of zeros, aligned; freed with the last view of them
+    """Returns `count` words of zero, uint64, in pages of their own: a transfer may read them, and nothing else.
+
+    They are this process's alone. A process that is forked from it finds zeros at their address, and what it writes
+    there nobody else sees: whoever reads a lease word of the fork, say because the fork has got our pid and is older
+    than the lease's end, finds no lease.
+
+    Raises:
+        InvalidEngineError: (a ValueError) the kernel cannot keep memory from forks; Linux can from 4.14 on.
+    """
+    size = count * WORD_BYTES
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # freed with the last view of it
+    try:
+        memory.madvise(_MADV_WIPEONFORK)
+    except OSError as error:
+        raise InvalidEngineError(
+            f"{size} bytes of lease words: this kernel cannot wipe them in a fork: {error}"
+        ) from error
     return np.frombuffer(memory, np.uint64)
 
 

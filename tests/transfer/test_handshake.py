@@ -250,6 +250,26 @@ def test_a_question_is_answered_once_and_late_answers_are_dropped() -> None:
         router.close(0)
 
 
+def test_nobody_answers_a_question_that_another_was_asked(client: Any, answers: Answers) -> None:
+    asked, other = (zmq.Context.instance().socket(zmq.ROUTER) for _ in range(2))
+    addresses = [f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}" for router in (asked, other)]
+    wrong = Answers(client)
+    try:
+        client.ping(addresses[0], "p", answers.append, 5.0)
+        client.ping(addresses[1], "p", wrong.append, 5.0)
+        identity, _ = asked.recv_multipart()
+        theirs, _ = other.recv_multipart()
+        other.send_multipart([theirs, encode_message(Pong(query_id=0, engine_id="p", incarnation="false"))])
+        other.send_multipart([theirs, encode_message(Pong(query_id=1, engine_id="p", incarnation="own"))])
+        wrong.wait(1)
+        assert not answers
+        asked.send_multipart([identity, encode_message(Pong(query_id=0, engine_id="p", incarnation="true"))])
+        assert answers.wait(1).incarnation == "true"
+    finally:
+        asked.close(0)
+        other.close(0)
+
+
 @pytest.mark.parametrize("ranks", [(), (b"",) * 4097])
 def test_an_engine_of_no_ranks_or_of_too_many_is_refused(
     ranks: tuple[bytes, ...], client: Any, answers: Answers

@@ -482,17 +482,6 @@ def test_one_engine_at_two_addresses_is_one_engine(engine: Any) -> None:
     assert {event.key: event.error for event in d.pulls} == {"r": "", "s": ""}
 
 
-def test_an_engine_that_comes_back_elsewhere_takes_its_predecessor_s_place(engine: Any) -> None:
-    p, d = engine("p"), engine("d")
-    pull(d, p.source(p.offer()), groups=None)
-    run(p, d, until=lambda: len(d.ranks[0].puller))
-    successor = engine("p", seed=50)
-    pull(d, successor.source(successor.offer()), key="new")
-    run(p, successor, d, until=lambda: settled(d, "new")() and settled(d)())
-    assert {event.key: bool(event.error) for event in d.pulls} == {"new": False, "r": True}
-    assert np.array_equal(d.heads(LOCAL), successor.heads(REMOTE))
-
-
 def test_an_engine_restarted_at_its_address_is_found_out_and_read_from_anew(engine: Any) -> None:
     p, d = engine("p"), engine("d", heartbeat_s=0.02, dead_after_s=0.5)
     address = p.serve()

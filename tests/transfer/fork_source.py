@@ -1,0 +1,85 @@
+"""A source that forks: its child lives on with a copy of its memory, and with its pid if that is wanted.
+
+The processes tell the test of themselves over one pipe.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from tests.transfer.replicas import Engine
+
+LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
+SLOT = 2
+_TRIES = 300
+
+
+def can_choose_pids() -> bool:
+    """Whether this process may tell the kernel which pid comes next."""
+    with suppress(OSError):
+        LAST_PID.write_text(LAST_PID.read_text())
+        return True
+    return False
+
+
+def serve(pipe: Connection, life: Connection, reborn: bool) -> None:
+    """Leases pages, tells of itself, forks when it is told to, and is killed by the test.
+
+    Args:
+        pipe: to the test.
+        life: forks end when the test closes its end of it.
+        reborn: the fork takes the pid of its parent once the parent is gone.
+    """
+    source = Engine("p", seed=3)
+    lease = source.offer("r", slot=SLOT, duration_s=1000.0)
+    rank = source.ranks[0]
+    words, pages = rank.leases.words, source.pools[0]
+    fences = rank.puller.words
+    fences[5] = 77
+    pipe.send((source.serve(), [rank.metadata], lease, words.ctypes.data, pages.ctypes.data, fences.ctypes.data))
+    while not pipe.poll(1e-3):
+        source.replica.poll()
+    pipe.recv()
+    parent = os.getpid()
+    if not os.fork():
+        seen = (int(words.sum()), int(fences.sum()), bool(pages.any()))
+        words[0] = fences[5] = 1234  # reaches nobody
+        pipe.send((os.getpid(), seen))
+        if reborn:
+            _take_pid(parent, pipe, life)
+        _wait(life)
+    while True:
+        source.replica.poll()
+        if pipe.poll(1e-3):
+            pipe.recv()
+            pipe.send((words[:3].tolist() == [0, 0, lease.lease_id], int(fences[5]) == 77))
+
+
+def _take_pid(parent: int, pipe: Connection, life: Connection) -> None:
+    """Forks until a child has the pid of the dead parent; that one tells of itself and stays."""
+    while os.getppid() == parent or Path(f"/proc/{parent}").exists():
+        time.sleep(1e-3)
+    for _ in range(_TRIES):
+        LAST_PID.write_text(str(parent - 1))
+        child = os.fork()
+        if not child:
+            if os.getpid() == parent:
+                pipe.send(parent)
+                _wait(life)
+            os._exit(0)
+        if child == parent:
+            os.waitpid(child, 0)
+            os._exit(0)
+        os.waitpid(child, 0)
+    pipe.send(0)
+
+
+def _wait(life: Connection) -> None:
+    """Ends this process when the test has closed its end."""
+    with suppress(EOFError, OSError):
+        life.recv()
+    os._exit(0)
