@@ -23,7 +23,7 @@ from kvcache.errors import InvariantError, PoolTooSmallError
 from kvcache.file_index import NO_ENTRY, FileIndex
 from kvcache.host_tier import HostTier
 from kvcache.index import NO_PAGE
-from kvcache.page_files import FileFormat, PageIO, Part, read_pages, write_pages
+from kvcache.page_files import FileFormat, PageIO, Part, Refusals, read_pages, write_pages
 from kvcache.page_folder import PageFolder, Scan, touch
 
 Slots = NDArray[np.int32]
@@ -70,6 +70,7 @@ class FileTier:
         written: pages written so far.
         read: pages read so far.
         refused: pages that were found wrong, cut short or gone when they were to be read.
+        refusals: of those pages, how many for each reason.
 
     Raises:
         PoolTooSmallError: (a RuntimeError) `max_bytes` does not hold a file of one page.
@@ -96,6 +97,7 @@ class FileTier:
         self._scanned = time.monotonic()
         self._paused_until = 0.0
         self.written = self.read = self.refused = 0
+        self.refusals = Refusals()
         self._take_up_scan(folder.scan(layout, frozenset(), first=True))
 
     # ---- up: from files to host slots
@@ -182,6 +184,11 @@ class FileTier:
         self._reader.shutdown()
         self._writer.shutdown()
 
+    @property
+    def files_refused(self) -> int:
+        """Files that lay in the folder and were not taken up. `PageFolder.refusals` has the reasons."""
+        return self._folder.refusals.total()
+
     # ---- recounted by `check`
 
     @property
@@ -204,7 +211,8 @@ class FileTier:
         self._index.use(entries)
         for name, first, at in self._index.whereabouts(entries):
             path, parts = self._folder.path / name, self._host.parts(slots[at])
-            right = self._reader.submit(_read, path, self._layout, first, digests[at], parts, self._read_io)
+            seen = self.refusals
+            right = self._reader.submit(_read, path, self._layout, first, digests[at], parts, self._read_io, seen)
             self._reads.append(_Read(entries[at], slots[at], digests[at], right))
 
     def _await_reads(self) -> None:
@@ -240,9 +248,8 @@ class FileTier:
             return
         self._host.pool.hold(slots)
         self._make_room(self._layout.size_of(len(slots)))
-        folder, name = self._folder.path, self._folder.temporary_name()
         parts = self._host.parts(slots)
-        named = self._writer.submit(write_pages, folder, name, self._layout, digests, parts, self._write_io)
+        named = self._writer.submit(_write, self._folder, self._layout, digests, parts, self._write_io)
         self._write = _Write(slots, digests, named)
 
     def _unqueue(self, count: int) -> None:
@@ -282,9 +289,26 @@ class FileTier:
 
 
 def _read(
-    path: Path, layout: FileFormat, first: int, digests: Digests, pages: Sequence[Sequence[Part]], io: PageIO
+    path: Path,
+    layout: FileFormat,
+    first: int,
+    digests: Digests,
+    pages: Sequence[Sequence[Part]],
+    io: PageIO,
+    refusals: Refusals,
 ) -> NDArray[np.bool_]:
     """Read pages, and let the file count as used just now: for other processes, and for the next start."""
-    right = read_pages(path, layout, first, digests, pages, io)
+    right = read_pages(path, layout, first, digests, pages, io, refusals)
     touch(path)
     return right
+
+
+def _write(
+    folder: PageFolder, layout: FileFormat, digests: Digests, pages: Sequence[Sequence[Part]], io: PageIO
+) -> tuple[str, int]:
+    """Write a file of pages, into a folder that is made again where somebody has deleted or replaced it."""
+    try:
+        return write_pages(folder.path, folder.temporary_name(), layout, digests, pages, io)
+    except (FileNotFoundError, NotADirectoryError):
+        folder.make_again()
+        return write_pages(folder.path, folder.temporary_name(), layout, digests, pages, io)

@@ -20,7 +20,13 @@ class KVCacheMetrics(msgspec.Struct, frozen=True):
         d2d_blocks_copied: pages copied from one replica to another.
         file_blocks_written: pages written to the file tier.
         file_blocks_read: pages read from the file tier into the host tier.
-        file_blocks_refused: pages of the file tier that were found corrupted, cut short or gone.
+        file_blocks_refused: pages of the file tier that were not read, for one of these reasons:
+        file_blocks_gone: their file is deleted.
+        file_blocks_unreadable: something else has the file's name, or the system fails to read it.
+        file_blocks_cut: their file has another size than it had.
+        file_blocks_foreign: the file has other pages in their place.
+        file_blocks_corrupted: their checksums are others.
+        files_refused: files that lay in the file tier's folder and were not taken up: broken, or of another kind.
     """
 
     input_tokens: int = 0
@@ -32,6 +38,12 @@ class KVCacheMetrics(msgspec.Struct, frozen=True):
     file_blocks_written: int = 0
     file_blocks_read: int = 0
     file_blocks_refused: int = 0
+    file_blocks_gone: int = 0
+    file_blocks_unreadable: int = 0
+    file_blocks_cut: int = 0
+    file_blocks_foreign: int = 0
+    file_blocks_corrupted: int = 0
+    files_refused: int = 0
 
     @property
     def prompt_tokens(self) -> int:

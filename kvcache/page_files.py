@@ -17,9 +17,12 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import struct
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -35,7 +38,25 @@ _FOOTER = struct.Struct("<8s16sQII16s")
 _SUM_BYTES = 16
 _Move = Callable[[int, Sequence[Part], int], int]
 _MOST_PARTS = 1024  # of one preadv or pwritev
-_TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # the last for a name that is a pipe: opening it would wait
+# Not through a link, which may name anything; and without waiting, where the name is a pipe's.
+_TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+_TO_WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+OWN_FILE = 0o600
+"""Prompts can be told from KV: files are for their owner alone, whatever the umask."""
+
+
+class Refusal(StrEnum):
+    """Why a page, or a file, is not read."""
+
+    GONE = "gone"  # no file of this name any more
+    UNREADABLE = "unreadable"  # a link, a folder, a pipe; or the system fails to read it
+    CUT = "cut"  # not of the size of a file, or it ends before the page
+    FOREIGN = "foreign"  # pages of another model or layout, or of other digests than it is known for
+    CORRUPTED = "corrupted"  # its checksum is another
+
+
+Refusals = Counter[Refusal]
 
 
 class PageIO(Protocol):
@@ -139,8 +160,9 @@ def write_pages(
     name = xxhash.xxh3_128_hexdigest(layout.namespace + rows) + ".pages"
     path = folder / temporary
     try:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        file = open_in(path, _TO_WRITE)
         try:
+            os.fchmod(file, OWN_FILE)
             io.write(file, [part for parts in pages for part in parts], 0)
             end = rows + layout.footer(rows, len(names))
             SystemIO().write(file, [np.frombuffer(end, np.uint8)], len(names) * layout.page_bytes)
@@ -153,54 +175,135 @@ def write_pages(
     return name, layout.size_of(len(names))
 
 
-def read_rows(path: Path, layout: FileFormat) -> Digests | None:
+def read_rows(path: Path, layout: FileFormat, refusals: Refusals | None = None) -> Digests | None:
     """The digests of the pages of a file, uint64 `[pages, words]`; None for a file that is not whole, or not of ours.
+
+    `refusals`: where it is counted why a file is not. A file that others may read is made its owner's alone.
 
     Raises:
         OSError: the file cannot be read.
     """
-    file = os.open(path, _TO_READ)
+    file = open_in(path, _TO_READ)
     try:
-        size = os.fstat(file).st_size
-        count = layout.count_of(size)
+        status = os.fstat(file)
+        count = layout.count_of(status.st_size)
         start = count * layout.page_bytes
-        end = os.pread(file, size - start, start) if count else b""
+        end = os.pread(file, status.st_size - start, start) if count else b""
+        if count and status.st_mode & 0o077:
+            os.fchmod(file, OWN_FILE)
     finally:
         os.close(file)
-    rows = end[: count * layout.row_bytes]
-    if not count or end[len(rows) :] != layout.footer(rows, count):
+    table = np.frombuffer(end[: count * layout.row_bytes], np.uint8).reshape(count, -1) if count else None
+    refusal = _judge(layout, status, count, end)
+    if refusal is None and table is not None:
+        digests = np.ascontiguousarray(table[:, : layout.digest_bytes]).view(np.uint64)
+        if len({row.tobytes() for row in digests}) == count:
+            return digests
+    if refusals is not None:
+        refusals[refusal or Refusal.FOREIGN] += 1
+    return None
+
+
+def _judge(layout: FileFormat, status: os.stat_result, count: int, end: bytes) -> Refusal | None:
+    """What is wrong with a file whose rows and footer are `end`."""
+    if not stat.S_ISREG(status.st_mode):
+        return Refusal.UNREADABLE
+    rows, footer = end[: count * layout.row_bytes], end[count * layout.row_bytes :]
+    if not count or len(footer) != _FOOTER.size:
+        return Refusal.CUT
+    wanted = layout.footer(rows, count)
+    if footer == wanted:
         return None
-    table = np.frombuffer(rows, np.uint8).reshape(count, layout.row_bytes)
-    digests = np.ascontiguousarray(table[:, : layout.digest_bytes]).view(np.uint64)
-    return digests if len({row.tobytes() for row in digests}) == count else None
+    return Refusal.FOREIGN if footer[:-_SUM_BYTES] != wanted[:-_SUM_BYTES] else Refusal.CORRUPTED
 
 
 def read_pages(
-    path: Path, layout: FileFormat, first: int, digests: Digests, pages: Sequence[Sequence[Part]], io: PageIO
+    path: Path,
+    layout: FileFormat,
+    first: int,
+    digests: Digests,
+    pages: Sequence[Sequence[Part]],
+    io: PageIO,
+    refusals: Refusals | None = None,
 ) -> NDArray[np.bool_]:
     """Fill `pages` with those of a file from `first` on, which are to have these digests; which of them are right.
 
-    What the others are filled with means nothing. Never raises: what cannot be read is not right.
+    What the others are filled with means nothing. Never raises: what cannot be read is not right, and `refusals`
+    counts why.
     """
     right = np.zeros(len(pages), np.bool_)
+    seen = Refusals()
     try:
-        file = os.open(path, _TO_READ)
-    except OSError:
-        return right
-    try:
-        count, width = layout.count_of(os.fstat(file).st_size), layout.row_bytes
-        start = count * layout.page_bytes + first * width
-        rows = os.pread(file, len(pages) * width, start) if first + len(pages) <= count else b""
-        if len(rows) == len(pages) * width:
-            io.read(file, [part for parts in pages for part in parts], first * layout.page_bytes)
-            for at, (digest, parts) in enumerate(zip(digests, pages, strict=True)):
-                wanted = digest.tobytes()
-                row = rows[at * width : (at + 1) * width]
-                right[at] = row[: layout.digest_bytes] == wanted and row[layout.digest_bytes :] == layout.checksum(
-                    wanted, parts
-                )
-    except OSError:
-        right[:] = False
-    finally:
-        os.close(file)
+        file = open_in(path, _TO_READ)
+    except OSError as error:
+        gone = isinstance(error, FileNotFoundError)
+        seen[Refusal.GONE if gone else Refusal.UNREADABLE] += len(pages)
+    else:
+        try:
+            _read_pages(file, layout, first, digests, pages, io, right, seen)
+        except OSError:
+            right[:] = False
+            seen = Refusals({Refusal.UNREADABLE: len(pages)})
+        finally:
+            os.close(file)
+    if refusals is not None:
+        refusals.update(seen)
     return right
+
+
+def _read_pages(
+    file: int,
+    layout: FileFormat,
+    first: int,
+    digests: Digests,
+    pages: Sequence[Sequence[Part]],
+    io: PageIO,
+    right: NDArray[np.bool_],
+    refusals: Refusals,
+) -> None:
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode):
+        refusals[Refusal.UNREADABLE] += len(pages)
+        return
+    count, width = layout.count_of(status.st_size), layout.row_bytes
+    start = count * layout.page_bytes + first * width
+    rows = os.pread(file, len(pages) * width, start) if first + len(pages) <= count else b""
+    if len(rows) != len(pages) * width:
+        refusals[Refusal.CUT] += len(pages)
+        return
+    io.read(file, [part for parts in pages for part in parts], first * layout.page_bytes)
+    for at, (digest, parts) in enumerate(zip(digests, pages, strict=True)):
+        wanted = digest.tobytes()
+        row = rows[at * width : (at + 1) * width]
+        if row[: layout.digest_bytes] != wanted:
+            refusals[Refusal.FOREIGN] += 1
+        elif row[layout.digest_bytes :] != layout.checksum(wanted, parts):
+            refusals[Refusal.CORRUPTED] += 1
+        else:
+            right[at] = True
+
+
+def open_in(path: Path, flags: int) -> int:
+    """Open a file of a folder of ours. Neither the file nor the folder is a link, which could name anybody's.
+
+    Raises:
+        OSError: it cannot be opened so.
+    """
+    folder = os.open(path.parent, _FOLDER)
+    try:
+        return os.open(path.name, flags, OWN_FILE, dir_fd=folder)
+    finally:
+        os.close(folder)
+
+
+def list_folder(path: Path) -> list[str]:
+    """The names in a folder, which is no link.
+
+    Raises:
+        OSError: it cannot be listed.
+    """
+    folder = os.open(path, _FOLDER)
+    try:
+        return os.listdir(folder)  # noqa: PTH208 - a path cannot be held to what was opened
+    finally:
+        os.close(folder)

@@ -35,7 +35,9 @@ class KVCacheParams:
         host_kvcache_swap_space_gb: size of that host memory, which all replicas share, in units of 2**30 bytes. It
             holds what the device holds, too: several times the device's pages are worth having.
         file_tier_dir: folder for pages below the host tier, found again after a restart, shared by any number of
-            processes; None means no files. Who may write there is trusted: checksums guard against accidents alone.
+            processes of one user; None means no files. Files and folders are that user's alone, whatever the umask:
+            a folder with wider rights is tightened, another user's or a link in its place is refused. Who may write
+            there is trusted: checksums guard against accidents alone.
         file_tier_max_gb: most bytes of the files of this key and layout, in units of 2**30.
         file_tier_key: names what KV depends on besides tokens, salt and layout: the model and its weights. Pages of
             different keys are never mixed up.

@@ -10,6 +10,7 @@ import numpy as np
 from kvcache.block_table import BlockRows, Ints
 from kvcache.context import Context, TextContext
 from kvcache.hashing import PrefixHasher
+from kvcache.hinted_shadow import HintedShadow
 from kvcache.idle_order import Pages
 from kvcache.pages import PagePool
 from kvcache.params import KVCacheParams
@@ -45,8 +46,10 @@ class Retainer:
         self._hasher_of = hasher_of
         self._most_hinted = params.max_hint_share
         self._contexts: dict[int, Context | ref[Context]] = {}  # by row; a hint may be given until the release
-        self._expected: dict[int, int] = {}  # by row, pages that plain LRU would have found
+        # By row, pages that plain LRU would have found, and hints at their largest share; and those looked for.
+        self._expected: dict[int, tuple[int, int, int]] = {}
         self._shadow: LruShadow | None = None
+        self._trusting: HintedShadow | None = None
         self._share = HintShare(pool.num_pages, params.max_hint_share)
         self._order: HintedOrder | None = None
         self._quotas: TenantQuotas | None = None
@@ -68,11 +71,12 @@ class Retainer:
         if self._shadow is None and getattr(context, "retention", None) is not None:
             self._start()
         self.adopt(row, context)
-        if self._shadow is not None:
+        if self._shadow is not None and self._trusting is not None:
             last = (context.current_length - 1) // self._page_size
             words = self._hasher_of(row, context).digests(context.tokens, 0, last)[:, 0]
             unfindable = self._unfindable() - (last - int(self._rows.committed[row]))
-            self._expected[row] = self._shadow.visit(words, self._pool.num_pages - unfindable)
+            room = self._pool.num_pages - unfindable
+            self._expected[row] = (self._shadow.visit(words, room), self._trusting.visit(words, room), len(words))
 
     def share_pages(self, rows: Ints) -> None:
         """A page of each of `rows` turned out to be published by others before."""
@@ -87,14 +91,16 @@ class Retainer:
 
     def brought(self, words: Words) -> None:
         """Pages of these digests came from elsewhere: plain LRU would have them now, too."""
-        if self._shadow is not None:
+        if self._shadow is not None and self._trusting is not None:
             self._shadow.touch(words)
+            self._trusting.touch(words)
 
     def reset(self) -> None:
         """Every idle page was forgotten."""
-        if self._shadow is not None:
+        if self._shadow is not None and self._trusting is not None:
             self._shadow.clear()
-            self._begin_with_what_is_there(self._shadow)
+            self._trusting.clear()
+            self._begin_with_what_is_there(self._shadow, self._trusting)
 
     def leave(self, row: int) -> None:
         """The row is about to be released."""
@@ -110,23 +116,35 @@ class Retainer:
             pages = self._rows.pages(row)[: self._rows.committed[row]]
             if self._quotas is not None:
                 self._quotas.own(pages, getattr(context, "cache_salt", None))
-            if self._shadow is not None:
-                self._judge(self._order, self._shadow, row, context, pages, found)
-                self._order.hint(pages, retention and page_hints(retention, len(pages), self._page_size))
+            if self._shadow is not None and self._trusting is not None:
+                words = self._pool.index.words_of(pages)
+                self._judge(self._order, self._shadow, row, words[:found])
+                self._forget_given_up(row, context, len(pages))
+                hints = retention and page_hints(retention, len(pages), self._page_size)
+                self._order.hint(pages, hints)
+                self._shadow.touch(words)
+                self._trusting.leave(words, hints)
 
-    def _judge(
-        self, order: HintedOrder, shadow: LruShadow, row: int, context: Context | None, pages: Pages, found: int
-    ) -> None:
-        words = self._pool.index.words_of(pages)
+    def _judge(self, order: HintedOrder, shadow: LruShadow, row: int, found: Words) -> None:
+        """What the row has `found`, beside what others would have."""
         expected = self._expected.pop(row, None)
-        if expected is not None:
-            self._share.learn((shadow.count(words[:found]) - expected) * shadow.rate)
-            order.share = self._share.value
-            last = (int(self._rows.prompt[row]) - 1) // self._page_size
-            if context is not None and len(pages) < last:  # given up before all of its prompt was computed
-                digests = self._hasher_of(row, context).digests(context.tokens, len(pages), last)
-                shadow.forget(digests[:, 0])
-        shadow.touch(words)
+        if expected is None:
+            return
+        plain, trusting, looked = expected
+        gained, promised = shadow.count(found) - plain, trusting - plain
+        self._share.learn(gained * shadow.rate, promised * shadow.rate, looked)
+        order.share = self._share.value
+
+    def _forget_given_up(self, row: int, context: Context | None, computed: int) -> None:
+        """Of a prompt that is given up before all of it was computed the shadows have pages that the pool has not."""
+        last = (int(self._rows.prompt[row]) - 1) // self._page_size
+        if context is not None and computed < last:
+            self._forget(self._hasher_of(row, context).digests(context.tokens, computed, last)[:, 0])
+
+    def _forget(self, words: Words) -> None:
+        if self._shadow is not None and self._trusting is not None:
+            self._shadow.forget(words)
+            self._trusting.forget(words)
 
     def _unfindable(self) -> int:
         """Pages that running requests hold and that no shadow has: those past their prompts that are not full."""
@@ -138,19 +156,22 @@ class Retainer:
         """The first hint."""
         if not self._most_hinted:
             return
-        self._shadow = LruShadow(self._pool.num_pages)
+        shadow = self._shadow = LruShadow(self._pool.num_pages)
+        self._trusting = HintedShadow(self._pool.num_pages, shadow.rate, shadow.mask, self._most_hinted)
         order = self._order or self._order_pages()
         order.share = self._share.value
-        self._begin_with_what_is_there(self._shadow)
+        self._begin_with_what_is_there(shadow, self._trusting)
 
-    def _begin_with_what_is_there(self, shadow: LruShadow) -> None:
+    def _begin_with_what_is_there(self, *shadows: LruShadow | HintedShadow) -> None:
         pool = self._pool
-        sampled = pool.index.published_words(shadow.mask)
+        sampled = pool.index.published_words(shadows[0].mask)
         used = pool.holders[sampled] > 0
         idle = sampled[~used]
         if idle.size:  # all of them in the plain order: nothing has followed a hint yet
-            shadow.touch(pool.index.words_of(pool.lru.by_age(idle)[::-1]))
-        shadow.touch(pool.index.words_of(sampled[used]))
+            idle = pool.lru.by_age(idle)[::-1]
+        for shadow in shadows:
+            shadow.touch(pool.index.words_of(idle))
+            shadow.touch(pool.index.words_of(sampled[used]))
 
     def _order_pages(self) -> HintedOrder:
         pool = self._pool
@@ -158,5 +179,4 @@ class Retainer:
         return self._order
 
     def _left_by_quota(self, pages: Pages) -> None:
-        if self._shadow is not None:
-            self._shadow.forget(self._pool.index.words_of(pages))
+        self._forget(self._pool.index.words_of(pages))

@@ -17,7 +17,7 @@ from kvcache.hashing import DIGEST_BYTES, PrefixHasher
 from kvcache.host_tier import HostTier, ReplicaTier
 from kvcache.layout import PageLayout, replica_fingerprint
 from kvcache.metrics import KVCacheMetrics
-from kvcache.page_files import FileFormat, PageIO, SystemIO
+from kvcache.page_files import FileFormat, PageIO, Refusal, SystemIO
 from kvcache.page_folder import PageFolder, namespace_of
 from kvcache.params import KVCacheParams
 from kvcache.placement import PlacedReplica
@@ -63,6 +63,8 @@ class Tiers:
             file_blocks_written=sum(files.written for files in self._counted),
             file_blocks_read=sum(files.read for files in self._counted),
             file_blocks_refused=sum(files.refused for files in self._counted),
+            files_refused=sum(files.files_refused for files in self._counted),
+            **{f"file_blocks_{why}": sum(files.refusals[why] for files in self._counted) for why in Refusal},
         )
 
     def tick(self) -> None:

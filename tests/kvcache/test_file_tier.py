@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -108,33 +109,49 @@ def test_shards_lie_side_by_side_in_a_file(served: Make) -> None:
     assert again.kv.compared == 32
 
 
-def damage(path: Path, how: str, rng: np.random.Generator) -> None:
+def damage(it: FileTier, path: Path, how: str, rng: np.random.Generator) -> None:
     content = bytearray(path.read_bytes())
-    if how == "gone":
-        path.unlink()
+    table = it._layout.count_of(len(content)) * it._layout.page_bytes
+    if how in ("gone", "folder", "link"):
+        path.rename(path.with_suffix(".moved"))
+    if how == "folder":
+        path.mkdir()
+    elif how == "link":
+        path.symlink_to(path.with_suffix(".moved"))
     elif how == "empty":
         path.write_bytes(b"")
     elif how == "cut":
         path.write_bytes(content[: int(rng.integers(len(content)))])
     elif how == "longer":
-        path.write_bytes(content + b"?" * int(rng.integers(1, 500)))
-    elif how == "foreign":
+        path.write_bytes(content + b"?" * int(rng.integers(1, it._layout.page_bytes)))
+    elif how == "noise":
         path.write_bytes(rng.integers(0, 256, len(content), np.uint8).tobytes())
-    elif how == "folder":
-        path.unlink()
-        path.mkdir()
-    else:
-        content[int(rng.integers(len(content)))] ^= int(rng.integers(1, 256))
+    elif how != "gone":
+        first, last = {"page": (0, table), "row": (table, len(content) - 56), "footer": (len(content) - 56, None)}[how]
+        content[int(rng.integers(first, last or len(content)))] ^= int(rng.integers(1, 256))
         path.write_bytes(content)
 
 
-DAMAGE = ("gone", "empty", "cut", "longer", "foreign", "folder", "flip", "flip", "flip", "flip")
+# Of each damage, why pages are refused where it is done while the tier runs, and files where it is done before.
+DAMAGE: dict[str, tuple[set[str], set[str]]] = {
+    "gone": ({"gone"}, set()),
+    "folder": ({"unreadable"}, {"unreadable"}),
+    "link": ({"unreadable"}, {"unreadable"}),
+    "empty": ({"cut"}, {"cut"}),
+    "cut": ({"cut"}, {"cut"}),
+    "longer": ({"cut"}, {"cut"}),
+    "noise": ({"foreign"}, {"foreign"}),
+    "page": ({"corrupted"}, set()),  # what a start reads of a file is its end
+    "row": ({"foreign", "corrupted"}, {"corrupted"}),
+    "footer": (set(), {"foreign", "corrupted"}),
+}
 
 
 @pytest.mark.parametrize("when", ["before the start", "while it runs"])
-def test_damaged_files_are_misses(served: Make, tmp_path: Path, when: str) -> None:
-    rng = np.random.default_rng(11)
-    for round_number in range(12):
+@pytest.mark.parametrize("how", DAMAGE)
+def test_damaged_files_are_misses(served: Make, tmp_path: Path, how: str, when: str) -> None:
+    rng, pages, files = np.random.default_rng(11), Counter[str](), Counter[str]()
+    for round_number in range(3):
         it = served(8, 200, key=f"{round_number}")
         prompts = [[first, *range(int(rng.integers(8, 30)))] for first in range(3)]
         for prompt in prompts:
@@ -143,15 +160,29 @@ def test_damaged_files_are_misses(served: Make, tmp_path: Path, when: str) -> No
         it.manager.close()
         again = None if when == "before the start" else served(8, 200, key=f"{round_number}")
         for path in page_files(tmp_path):
-            damage(path, DAMAGE[int(rng.integers(len(DAMAGE)))], rng)
+            damage(it.manager._replicas.tiers._counted[0], path, how, rng)
         again = again or served(8, 200, key=f"{round_number}")
         for prompt in prompts * 2:
             again.serve(prompt)  # its KV is compared
         again.manager.check()
+        counted = again.manager.metrics
+        assert counted.file_blocks_refused == files_of(again).refusals.total()
+        assert {why: getattr(counted, f"file_blocks_{why}") for why in files_of(again).refusals} == files_of(
+            again
+        ).refusals
+        assert counted.files_refused == files_of(again)._folder.refusals.total()
+        pages += files_of(again).refusals
+        files += files_of(again)._folder.refusals
         down(again)
         again.manager.close()
         shutil.rmtree(tmp_path)
         tmp_path.mkdir()
+    running, starting = DAMAGE[how]
+    if when == "while it runs":
+        assert (bool(pages), pages.keys() <= running, files) == (bool(running), True, {})
+    else:
+        assert (bool(files), files.keys() <= starting) == (bool(starting), True)
+        assert pages.keys() == ({"corrupted"} if how == "page" else set())
 
 
 def test_a_page_found_wrong_is_written_again(served: Make, tmp_path: Path) -> None:
@@ -160,7 +191,7 @@ def test_a_page_found_wrong_is_written_again(served: Make, tmp_path: Path) -> No
     it.manager.close()
     (path,) = page_files(tmp_path)
     again = served()
-    damage(path, "foreign", np.random.default_rng(0))
+    damage(files_of(again), path, "noise", np.random.default_rng(0))
     assert again.serve(PROMPT) == 0
     assert again.manager.metrics.file_blocks_refused == 4
     again.manager.close()
@@ -254,19 +285,166 @@ def test_a_neighbour_that_is_reset_too_shares_again(served: Make) -> None:
     assert files_of(it)._folder.path == files_of(neighbour)._folder.path
 
 
-def test_a_folder_that_disappears(served: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    it = served()
+@pytest.mark.parametrize("what", ["root", "namespace", "epoch", "name", "files", "a file instead", "a link instead"])
+def test_a_folder_that_disappears_is_made_again(
+    served: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    """While it runs: what was there is a miss, what comes is written, and found by the next start."""
+    it = served(8, 8)
     it.serve(PROMPT)
     down(it)
-    shutil.rmtree(tmp_path)
+    epoch, elsewhere = files_of(it)._folder.path, tmp_path.parent / f"{tmp_path.name}-elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / f"{'0' * 32}.pages").write_text("somebody's")
+    if what in ("root", "namespace", "epoch"):
+        shutil.rmtree({"root": tmp_path, "namespace": epoch.parent, "epoch": epoch}[what])
+    elif what == "name":
+        (epoch.parent / "current").unlink()
+    elif what == "files":
+        for path in page_files(tmp_path):
+            path.unlink()
+    else:
+        shutil.rmtree(epoch)
+        if what == "a file instead":
+            epoch.touch(0o600)
+        else:
+            epoch.symlink_to(elsewhere)
     it.fill(8)
+    it.fill(8)  # the host has lost the prompt
     down(it)
-    assert "no page is written for 10 s" in caplog.text
-    it.fill(8)
+    assert it.serve(PROMPT) == (16 if what == "name" else 0)
     down(it)
-    assert caplog.text.count("no page is written") == 1
-    assert it.serve(PROMPT) == 16  # from the host
     it.manager.check()
+    assert "no page is written" not in caplog.text
+    assert modes(tmp_path) <= {(True, 0o700), (False, 0o600)}
+    assert [path.read_text() for path in elsewhere.iterdir()] == ["somebody's"]
+    it.manager.close()
+    assert served(8, 8).serve(PROMPT) == (0 if what == "name" else 16)
+
+
+@pytest.mark.parametrize("what", ["root", "namespace", "epoch"])
+def test_a_folder_deleted_before_a_reset_or_between_two_runs(served: Make, tmp_path: Path, what: str) -> None:
+    for deleted_before in ("reset", "start"):
+        it = served()
+        it.serve(PROMPT)
+        down(it)
+        epoch = files_of(it)._folder.path
+        folder = {"root": tmp_path, "namespace": epoch.parent, "epoch": epoch}[what]
+        if deleted_before == "reset":
+            shutil.rmtree(folder)
+            it.manager.reset_prefix_cache()
+        else:
+            it.manager.close()
+            shutil.rmtree(folder)
+            it = served()
+        assert it.serve(PROMPT) == 0
+        it.manager.close()
+        assert served().serve(PROMPT) == 16
+        shutil.rmtree(tmp_path, ignore_errors=True)
+
+
+def modes(folder: Path) -> set[tuple[bool, int]]:
+    """Of the folder and all that is in it: whether it is one, and who may read it."""
+    found = [folder, *folder.rglob("*")]
+    return {(path.is_dir(), path.lstat().st_mode & 0o7777) for path in found if not path.is_symlink()}
+
+
+@pytest.fixture
+def umask() -> Iterable[Callable[[int], int]]:
+    before = os.umask(0o022)
+    yield os.umask
+    os.umask(before)
+
+
+@pytest.mark.parametrize("mask", [0, 0o022, 0o077, 0o277])
+def test_files_and_folders_are_their_owners_alone(
+    served: Make, tmp_path: Path, umask: Callable[[int], int], mask: int
+) -> None:
+    class Watched(SystemIO):
+        def write(self, file: int, parts: Any, offset: int) -> None:
+            seen.update(modes(tmp_path))  # temporary files, too
+            super().write(file, parts, offset)
+
+    seen: set[tuple[bool, int]] = set()
+    shutil.rmtree(tmp_path)
+    umask(mask)
+    it = served(io=lambda memory: Watched())
+    it.serve(PROMPT)
+    down(it)
+    it.manager.reset_prefix_cache()
+    it.serve(PROMPT)
+    it.manager.close()
+    assert page_files(tmp_path)
+    assert seen == modes(tmp_path) == {(True, 0o700), (False, 0o600)}
+
+
+def test_what_is_there_with_wider_rights_is_tightened(served: Make, tmp_path: Path) -> None:
+    it = served()
+    it.serve(PROMPT)
+    it.manager.close()
+    for path in [tmp_path, *tmp_path.rglob("*")]:
+        path.chmod(0o777 if path.is_dir() else 0o666)
+    again = served()
+    assert again.serve(PROMPT) == 16
+    again.manager.reset_prefix_cache()
+    again.manager.close()
+    assert modes(tmp_path) == {(True, 0o700), (False, 0o600)}
+
+
+def test_a_root_with_other_things_is_left_as_it_is(served: Make, tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("x")
+    tmp_path.chmod(0o755)
+    assert served().serve(PROMPT) == 0
+    assert tmp_path.stat().st_mode & 0o7777 == 0o755
+    assert (tmp_path / "other").stat().st_mode & 0o077 == 0o044
+    tmp_path.chmod(0o1777)  # as /tmp
+    assert served(key="b").serve(PROMPT) == 0
+    tmp_path.chmod(0o777)
+    with pytest.raises(InvalidParamsError, match="others may rename what is in it: mode 777"):
+        served(key="c")
+
+
+def test_no_link_is_followed(served: Make, tmp_path: Path) -> None:
+    """Planted where a folder or a file of ours is to be: nothing beyond it is read, written or removed."""
+    elsewhere = tmp_path.parent / f"{tmp_path.name}-elsewhere"
+    it = served()
+    it.serve(PROMPT)
+    it.manager.close()
+    epoch = files_path = next(path for path in tmp_path.rglob("epoch-*") if path.is_dir())
+    home, (file,) = epoch.parent, page_files(files_path)
+    shutil.copytree(epoch, elsewhere)
+    (elsewhere / f"{'f' * 32}.pages").write_text("somebody's")
+    before = {path.name: path.read_bytes() for path in elsewhere.iterdir()}
+    shutil.move(file, elsewhere / "moved")
+    file.symlink_to(elsewhere / "moved")
+    assert served().serve(PROMPT) == 0
+    shutil.rmtree(epoch)
+    epoch.symlink_to(elsewhere)
+    assert served().serve(PROMPT) == 0
+    (home / "current").unlink()
+    (home / "current").symlink_to(elsewhere / "name")
+    (elsewhere / "name").write_text("epoch-0123456789abcdef")
+    assert served().serve(PROMPT) == 0
+    assert not (home / "epoch-0123456789abcdef").exists()
+    (elsewhere / "name").unlink()
+    (elsewhere / "moved").unlink()
+    assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == before
+    shutil.rmtree(home)
+    home.symlink_to(elsewhere)
+    with pytest.raises(InvalidParamsError, match="cannot be used"):
+        served()
+    assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == before
+
+
+def test_a_folder_of_somebody_else_is_refused(served: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served()
+    link = tmp_path.parent / f"{tmp_path.name}-link"
+    link.symlink_to(tmp_path)
+    assert PageFolder(link, bytes(16)).path.is_relative_to(tmp_path)
+    owner = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.raises(InvalidParamsError, match=f"cannot be used: .* is user {owner}'s"):
+        served()
 
 
 def test_a_full_disk_is_no_error(served: Make, caplog: pytest.LogCaptureFixture) -> None:

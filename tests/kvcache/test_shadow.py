@@ -72,16 +72,41 @@ def test_a_sample_counts_what_the_whole_would() -> None:
 
 def test_a_share_is_earned_and_lost_by_the_page() -> None:
     share = HintShare(1000, 0.9)
-    assert share.value == 0.2
-    share.learn(10)
-    assert share.value == pytest.approx(0.28)
-    share.learn(-5)
-    assert share.value == pytest.approx(0.24)
-    share.learn(500)
-    assert share.value == 0.9
-    share.learn(-500)
-    assert share.value == 0.02
+    for gained, value in ((0, 0.2), (10, 0.28), (-5, 0.24), (500, 0.9), (-500, 0.02)):
+        share.learn(gained, 0, 10)
+        assert share.value == pytest.approx(value)
     assert HintShare(1000, 0.1).value == 0.1
     none = HintShare(1000, 0.01)
-    none.learn(-100)
+    none.learn(-100, 0, 100)
     assert none.value == 0.01
+
+
+def test_a_share_that_shows_nothing_follows_what_the_largest_one_promises() -> None:
+    share = HintShare(1000, 0.9)
+    for _ in range(20):
+        share.learn(0, 10, 10)
+    assert share.value == 0.9
+    for _ in range(25):
+        share.learn(-5, -5, 10)
+    assert share.value == 0.02
+    for _ in range(60):
+        share.learn(0, 10, 10)
+    assert share.value == 0.9
+
+
+def test_a_promise_is_no_better_than_the_real_share_where_that_one_hits_as_much() -> None:
+    share = HintShare(1000, 0.9)
+    for _ in range(100):
+        share.learn(4, 3, 10)
+        assert share._promise <= 0
+
+
+def test_a_promise_that_never_comes_true_costs_no_more_than_its_credit() -> None:
+    """However long it lasts: a quarter of the pool, an eighth of it to lose the share, and a page in 100 lookups."""
+    share, lost, looked = HintShare(1000, 0.95), 0, 0
+    for _ in range(20_000):
+        gained = -round(10 * share.value)
+        share.learn(gained, 10, 10)
+        lost, looked = lost - gained, looked + 10
+        assert lost <= 250 + 1000 / 8 + 0.01 * looked
+    assert lost > 1000  # it was believed again and again
