@@ -21,6 +21,7 @@ from kvcache.errors import KVCacheError
 from scheduler_adapters import messages as msg
 from scheduler_adapters import worker
 from scheduler_adapters.decode import DecodeScheduler
+from scheduler_adapters.front import Front
 from scheduler_adapters.loop import Request, ServingLoop
 from scheduler_adapters.rooms import DecodeRoom, Room
 
@@ -139,7 +140,7 @@ class Alone:
 
     def __init__(self, name: str, loop: ServingLoop, exchange: Exchange, *others: Any, **_: Any) -> None:
         self._name, self._loop, self._exchange = name, loop, exchange
-        self._front: Socket = others[-1]
+        self.front = Front(others[-1])
         self.sockets: list[Socket] = []
         loop.on_admit = lambda request_id, _: self.notes.add(request_id, "leasing", "prefill")
 
@@ -151,13 +152,14 @@ class Alone:
         except KVCacheError as error:
             self._emit(msg.Tokens(request_id=message.request_id, finished="error", error=str(error)))
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, serial: int = 0) -> None:  # noqa: ARG002  (its front numbers nothing)
         """Forget a request."""
         if self._loop.abort(request_id):
             self._emit(msg.Tokens(request_id=request_id, finished="cancelled"))
 
     def poll(self) -> bool:
         """One step. Whether there was anything to do."""
+        self.front.flush()
         for output in self._loop.step():
             tokens = () if output.token is None else (output.token,)
             self._emit(
@@ -182,7 +184,7 @@ class Alone:
     def _emit(self, message: msg.Tokens) -> None:
         if message.tokens:
             self.notes.add(message.request_id, "token", "decode")
-        self._front.send(msg.encode(message))
+        self.front.send(message)
 
 
 def stamped(move: Callable[..., None], notes: _Notes) -> Callable[..., None]:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from kvcache.errors import AlreadyClaimedError, KVCacheError
 from scheduler_adapters import messages as msg
-from scheduler_adapters.affinity import chunks_of
-from scheduler_adapters.links import PrefillLink
+from scheduler_adapters.front import MAX_UNREAD, Front
+from scheduler_adapters.links import PrefillLink, choose
 from scheduler_adapters.loop import Output, Request, ServingLoop, finish_reason
 from scheduler_adapters.pulls import Pulls
-from scheduler_adapters.rooms import DecodeRoom, DecodeTimes
+from scheduler_adapters.rooms import DecodeRoom, DecodeTimes, Recent
 from transfer.pull_state import LeaseRef, PullEvent
 from transfer.replica import Source
 
@@ -43,6 +43,7 @@ class DecodeScheduler:
         context: makes the sockets to the prefill processes.
         prefills: endpoints of the prefill processes. A request goes to the one with the fewest prompt tokens to do.
         front: a socket to whoever submits requests; `Tokens` are sent to it.
+        max_unread: messages that the front may leave unread; beyond that its requests fail.
         chunkwise: pull pages while the rest of the prompt still runs.
         times: of each phase.
         clock: seconds, monotonic.
@@ -50,6 +51,7 @@ class DecodeScheduler:
 
     Attributes:
         counts: messages that were "late", attempts that were followed by another ("retries"), requests that "failed".
+        front: what the front is told goes through it. While it `is_deaf`, nothing should be submitted.
         links: to the prefill processes.
     """
 
@@ -62,6 +64,7 @@ class DecodeScheduler:
         prefills: Sequence[str],
         front: Socket,
         *,
+        max_unread: int = MAX_UNREAD,
         chunkwise: bool = True,
         times: DecodeTimes | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -71,7 +74,7 @@ class DecodeScheduler:
         self.counts: Counter[str] = Counter()
         self._loop = loop
         self._exchange = exchange
-        self._front = front
+        self.front = Front(front, max_unread)
         self._chunkwise = chunkwise
         self._times = times or DecodeTimes()
         self._clock = clock
@@ -79,10 +82,11 @@ class DecodeScheduler:
         self.links = [PrefillLink(context, endpoint, hello, clock, keyring) for endpoint in prefills]
         self._rooms: dict[str, DecodeRoom] = {}
         self._pulls = Pulls(loop.manager, exchange)
-        # Of each replica the rooms that wait for its pages, in the order of their offers.
-        self._arrived: list[deque[DecodeRoom]] = [deque() for _ in range(loop.manager.num_replicas)]
+        # Of each replica the rooms that wait for its pages, in the order of their offers, each with its attempt.
+        self._arrived: list[deque[tuple[DecodeRoom, int]]] = [deque() for _ in range(loop.manager.num_replicas)]
         # Counted over all requests: a request whose id comes again is told from the earlier one.
         self._attempts = itertools.count(1)
+        self._submitted: Recent[int] = Recent()
         self._expire_at = 0.0
 
     @property
@@ -103,24 +107,33 @@ class DecodeScheduler:
     # ---- what the front says
 
     def submit(self, message: msg.Submit) -> None:
-        """Have a prompt prefilled. What can never fit fails at once, and alone."""
-        request = Request(message.request_id, message.prompt, message.max_new_tokens, cache_salt=message.cache_salt)
+        """Have a prompt prefilled. What can never fit fails at once, and alone; what comes again is dropped."""
+        if message.serial and not self._submitted.add(message.serial):
+            self.counts["late"] += 1
+            return
+        name, serial = message.request_id, message.serial
+        request = Request(name, message.prompt, message.max_new_tokens, cache_salt=message.cache_salt)
         try:
-            if request.request_id in self._rooms:
-                raise AlreadyClaimedError(f"request {request.request_id!r} is on its way already")
+            if name in self._rooms:
+                raise AlreadyClaimedError(f"request {name!r} is on its way already")
             self._loop.context_for(request)
         except KVCacheError as error:
-            self._emit(msg.Tokens(request_id=request.request_id, finished="error", error=str(error)))
+            self._emit(msg.Tokens(request_id=name, finished="error", error=str(error), serial=serial))
             return
-        room = DecodeRoom(
-            request.request_id, next(self._attempts), "waiting", self._clock() + self._times.wait_s, request=request
-        )
-        self._rooms[request.request_id] = room
+        attempt, deadline = next(self._attempts), self._clock() + self._times.wait_s
+        self._rooms[name] = DecodeRoom(name, attempt, "waiting", deadline, request=request, serial=serial)
 
-    def abort(self, request_id: str) -> None:
-        """Forget a request, wherever it is; the front hears `cancelled`. Nothing happens where it is not known."""
+    def abort(self, request_id: str, serial: int = 0) -> None:
+        """Forget a request, wherever it is; the front hears `cancelled`. Nothing happens where it is over.
+
+        With the `serial` of a submission that one is meant, even if it is yet to come.
+        """
+        if serial and self._submitted.add(serial):
+            # Its submission comes too late now.
+            self._emit(msg.Tokens(request_id=request_id, finished="cancelled", serial=serial))
+            return
         room = self._rooms.get(request_id)
-        if room is not None:
+        if room is not None and serial in (0, room.serial):
             self._give_up(room, "cancelled by the client", tell_prefill=True)
             self._finish(room, "cancelled")
 
@@ -133,6 +146,8 @@ class DecodeScheduler:
             EngineClosedError: the transfer thread has died: this process cannot go on.
         """
         busy = False
+        if self.front.flush():
+            self._give_up_front()
         for link in self.links:
             for message in link.poll():
                 self._on_message(link, message)
@@ -177,14 +192,9 @@ class DecodeScheduler:
 
     def _ask(self) -> None:
         for room in [room for room in self._rooms.values() if room.phase == "waiting"]:
-            there = [link for link in self.links if link.welcome]
-            if not there:
+            choice = choose(self.links, room.tokens, room.request.cache_salt, room.avoid)
+            if choice is None:
                 return
-            chunks = chunks_of(room.tokens, room.request.cache_salt) if len(self.links) > 1 else []
-            missing = {link: len(room.tokens) - link.asked_for.tokens_of(chunks) for link in there}
-            # Where it will have been computed first, else where less is cached; where it failed before only where there
-            # is no other.
-            link = min(there, key=lambda one: (one.name in room.avoid, one.load + missing[one], len(one.asked_for)))
             message = msg.Prefill(
                 request_id=room.request_id,
                 attempt=room.attempt,
@@ -193,10 +203,10 @@ class DecodeScheduler:
                 chunkwise=self._chunkwise,
                 cache_salt=room.request.cache_salt,
             )
-            if link.send(message):
-                room.link, room.load = link, missing[link]
-                link.load += room.load
-                link.asked_for.add(chunks)
+            if choice.link.send(message):
+                room.link, room.load = choice.link, choice.load
+                choice.link.load += room.load
+                choice.link.asked_for.add(choice.chunks)
                 room.move("asked", self._clock() + self._times.prefill_s)
 
     def _on_message(self, link: PrefillLink, message: msg.ToDecode) -> None:
@@ -207,6 +217,10 @@ class DecodeScheduler:
                     self._on_late(link, message)
                 elif isinstance(message, msg.Failed):
                     self._fail(room, message.reason, final=message.final, tell_prefill=False)
+                elif room.has_had(message.table, message.token):
+                    self.counts["late"] += 1
+                elif room.lease is not None and room.lease.lease_id != message.lease_id:
+                    self._fail(room, f"prefill process {link.name!r} has offered two leases for one attempt")
                 elif message.token is not None and not self._loop.knows(message.token):
                     reason = f"prefill process {link.name!r} sent token {message.token}, which the model does not know"
                     self._fail(room, reason, final=False, tell_prefill=True)
@@ -234,10 +248,10 @@ class DecodeScheduler:
         """Keep the lease alive from now on; queue for pages."""
         times = self._times
         room.move("offered", self._clock() + times.prefill_s + times.room_s)
-        lease = LeaseRef(offer.lease_id, offer.slot, offer.duration_s)
-        source = Source(offer.address, offer.engine_id, lease, offer.incarnation)
+        room.lease = LeaseRef(offer.lease_id, offer.slot, offer.duration_s)
+        source = Source(offer.address, offer.engine_id, room.lease, offer.incarnation)
         self._pulls.open(room, source, times.prefill_s + times.room_s + times.pull_s)
-        self._arrived[room.replica].append(room)
+        self._arrived[room.replica].append((room, room.attempt))
 
     def _on_first_token(self, room: DecodeRoom, token: int) -> bool:
         """Emit it at once. Whether there is more to do."""
@@ -250,7 +264,7 @@ class DecodeScheduler:
             self._give_up(room, "ended with its first token", tell_prefill=True)
             self._finish(room, reason, (token,))
             return False
-        self._emit(msg.Tokens(request_id=room.request_id, tokens=(token,)))
+        self._emit(msg.Tokens(request_id=room.request_id, tokens=(token,), serial=room.serial))
         patience_s = self._times.room_s if room.phase == "offered" else self._times.pull_s
         room.deadline = self._clock() + patience_s
         if room.context is not None:
@@ -266,8 +280,8 @@ class DecodeScheduler:
         """
         for queue in self._arrived:
             while queue and not self._loop.num_waiting:
-                room = queue[0]
-                if room.phase != "offered":
+                room, attempt = queue[0]
+                if (room.phase, room.attempt) != ("offered", attempt):
                     queue.popleft()  # it ended while it waited
                     continue
                 try:
@@ -317,7 +331,7 @@ class DecodeScheduler:
             room.blame(output.error)
             self._finish(room, output.finished, tokens)
         else:
-            self._emit(msg.Tokens(request_id=output.request_id, tokens=tokens))
+            self._emit(msg.Tokens(request_id=output.request_id, tokens=tokens, serial=room.serial))
 
     # ---- the end, or another attempt
 
@@ -335,6 +349,14 @@ class DecodeScheduler:
         for room in [room for room in self._rooms.values() if room.deadline <= now]:
             self._fail(room, f"timed out in phase {room.phase!r} on decode process {self.name!r}")
 
+    def _give_up_front(self) -> None:
+        """The front has left too much unread: its requests end, their pages go, and it may read why."""
+        reason = f"the front of decode process {self.name!r} has left {self.front.max_unread} messages unread"
+        for room in list(self._rooms.values()):
+            self._give_up(room, reason, tell_prefill=True)
+            room.blame(reason)
+            self._finish(room, "error")
+
     def _fail(self, room: DecodeRoom, reason: str, *, final: bool = False, tell_prefill: bool = True) -> None:
         """An attempt has come to nothing. Another one follows, unless it would fail as well or was the last."""
         avoid, again = room.link, room.phase in ("asked", "offered", "pulling")
@@ -350,7 +372,7 @@ class DecodeScheduler:
         if avoid is not None:
             room.avoid.add(avoid.name)
         room.attempt = next(self._attempts)
-        room.token = room.table = room.link = None
+        room.token = room.table = room.lease = room.link = None
         room.move("waiting", self._clock() + self._times.wait_s)
 
     def _give_up(self, room: DecodeRoom, reason: str, *, tell_prefill: bool) -> None:
@@ -378,8 +400,8 @@ class DecodeScheduler:
         room.move("over")
         del self._rooms[room.request_id]
         self.counts["failed"] += finished == "error"
-        error = room.reason if finished == "error" else ""
-        self._emit(msg.Tokens(request_id=room.request_id, tokens=tokens, finished=finished, error=error))
+        error, name, serial = room.reason if finished == "error" else "", room.request_id, room.serial
+        self._emit(msg.Tokens(request_id=name, tokens=tokens, finished=finished, error=error, serial=serial))
 
     def _emit(self, message: msg.Tokens) -> None:
-        self._front.send(msg.encode(message))
+        self.front.send(message)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import itertools
 import time
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from scheduler_adapters import messages as msg
-from scheduler_adapters.affinity import AskedFor
+from scheduler_adapters.affinity import AskedFor, chunks_of
 from scheduler_adapters.errors import MessageError
 from scheduler_adapters.sockets import Context, Socket, bounded_socket, received
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from transfer.side_channel import Keyring
 
@@ -107,7 +107,7 @@ class PrefillLink:
                     self.welcome, self._pause_s = message, _PAUSE_S
                     yield message
                 case msg.Rejected(stranger=True):
-                    self.lose(f"prefill process {self.name!r} was restarted")
+                    self.lose(f"prefill process {self.name!r} was restarted, or has given this connection up")
                     return
                 case msg.Offer() | msg.Failed() | msg.Rejected():
                     yield message
@@ -151,3 +151,27 @@ class PrefillLink:
             self.malformed += 1
             self.send(msg.Rejected(reason=msg.clipped(str(error))))
             return None
+
+
+class Choice(NamedTuple):
+    """Whom to ask for a prompt: the link, the tokens it has to compute, and what it will have cached then."""
+
+    link: PrefillLink
+    load: int
+    chunks: list[int]
+
+
+def choose(
+    links: Sequence[PrefillLink], tokens: Sequence[int], salt: str | None, avoid: AbstractSet[str]
+) -> Choice | None:
+    """The prefill process that will have computed the prompt first; None where none is there.
+
+    Between equals the one with less in its cache; one that is to be avoided only where there is no other.
+    """
+    there = [link for link in links if link.welcome]
+    if not there:
+        return None
+    chunks = chunks_of(tokens, salt) if len(links) > 1 else []
+    missing = {link: len(tokens) - link.asked_for.tokens_of(chunks) for link in there}
+    link = min(there, key=lambda one: (one.name in avoid, one.load + missing[one], len(one.asked_for)))
+    return Choice(link, missing[link], chunks)

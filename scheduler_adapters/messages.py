@@ -38,6 +38,7 @@ Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Prompt = Annotated[tuple[Token, ...], Meta(min_length=1, max_length=_MAX_PROMPT)]
 Count = Annotated[int, Meta(ge=1, le=_MAX_PROMPT)]
 Attempt = Annotated[int, Meta(ge=1, lt=1 << 53)]
+Serial = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Seconds = Annotated[float, Meta(gt=0, le=1e6)]
 
 
@@ -90,27 +91,52 @@ class Rejected(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Submit(Message, frozen=True, kw_only=True, tag=True):
-    """Front to decode: serve this prompt."""
+    """Front to decode: serve this prompt.
+
+    Attributes:
+        request_id: what the client calls the request; free again once it has ended.
+        prompt: its tokens.
+        max_new_tokens: most tokens to generate.
+        cache_salt: requests with different salts never share a page.
+        serial: a number that the front gives no other submission: one that comes again is dropped. 0 for none: the
+            front sends each submission once.
+    """
 
     request_id: Name
     prompt: Prompt
     max_new_tokens: Count
     cache_salt: Salt | None = None
+    serial: Serial = 0
 
 
 class Abort(Message, frozen=True, kw_only=True, tag=True):
-    """Front to decode: the client does not want this request any more."""
+    """Front to decode: the client does not want this request any more.
+
+    Attributes:
+        request_id: of the request.
+        serial: of the submission that is meant, also of one that is yet to come; 0 for the one that is on its way.
+    """
 
     request_id: Name
+    serial: Serial = 0
 
 
 class Tokens(Message, frozen=True, kw_only=True, tag=True):
-    """Decode to front: new tokens of a request, its end, or its failure."""
+    """Decode to front: new tokens of a request, its end, or its failure.
+
+    Attributes:
+        request_id: as the client calls the request.
+        tokens: those that follow the ones before.
+        finished: why it ended; None while it goes on.
+        error: what failed, where `finished` is "error".
+        serial: of the submission.
+    """
 
     request_id: Name
     tokens: tuple[Token, ...] = ()
     finished: Finished | None = None
     error: str = ""
+    serial: Serial = 0
 
 
 class Prefill(OfRoom, frozen=True, kw_only=True, tag=True):
@@ -206,7 +232,8 @@ class Stats(Message, frozen=True, kw_only=True, tag=True):
         retries: attempts that failed and were followed by another.
         failed: requests that failed.
         malformed: messages that could not be decoded.
-        late: messages of attempts that were over.
+        late: messages of attempts that were over, or that had come before.
+        faults: how often each fault was injected, where the process runs under chaos.
     """
 
     name: Name
@@ -224,6 +251,7 @@ class Stats(Message, frozen=True, kw_only=True, tag=True):
     failed: int = 0
     malformed: int = 0
     late: int = 0
+    faults: dict[str, int] = {}
 
 
 class Stop(Message, frozen=True, kw_only=True, tag=True):
@@ -233,7 +261,7 @@ class Stop(Message, frozen=True, kw_only=True, tag=True):
 ToPrefill = Hello | Prefill | Cancel | Rejected
 ToDecode = Welcome | Offer | Failed | Rejected
 FromFront = Submit | Abort | Ask | Stop
-ToFront = Tokens | Ready | Fatal | Stats
+ToFront = Tokens | Ready | Fatal | Stats | Rejected
 AnyMessage = ToPrefill | ToDecode | FromFront | ToFront
 
 _encoder = msgspec.msgpack.Encoder()

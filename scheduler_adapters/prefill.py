@@ -21,7 +21,7 @@ from scheduler_adapters import messages as msg
 from scheduler_adapters.errors import MessageError, WorkerError
 from scheduler_adapters.exchange import LEASE_SLOTS
 from scheduler_adapters.loop import Output, Request, ServingLoop
-from scheduler_adapters.rooms import PrefillRoom, PrefillTimes
+from scheduler_adapters.rooms import PrefillRoom, PrefillTimes, Recent
 from scheduler_adapters.sockets import Socket, received
 from transfer.replica import LeaseOver, Offered
 
@@ -45,6 +45,7 @@ class _Reader:
     name: str
     incarnation: str
     rooms: dict[tuple[str, int], PrefillRoom] = field(default_factory=dict[tuple[str, int], PrefillRoom])
+    begun: Recent[tuple[str, int]] = field(default_factory=Recent[tuple[str, int]])  # attempts, cancelled ones too
 
 
 class PrefillScheduler:
@@ -169,10 +170,18 @@ class PrefillScheduler:
 
     def _welcome_reader(self, sender: bytes, hello: msg.Hello) -> None:
         """A connection is new, so whatever its process asked for on an earlier one is over."""
-        for identity in [key for key, reader in self._readers.items() if reader.name == hello.reader]:
-            self._lose(identity, f"decode process {hello.reader!r} has connected anew")
-        self._readers[sender] = _Reader(hello.reader, hello.incarnation)
+        known = self._readers.get(sender)
+        if known is not None and (known.name, known.incarnation) != (hello.reader, hello.incarnation):
+            self._lose(sender, f"decode process {known.name!r} calls itself {hello.reader!r} now")
+        self._readers.setdefault(sender, _Reader(hello.reader, hello.incarnation))
         self._send(sender, self._welcome)
+        if sender not in self._readers:
+            return  # it has hung up: its `Hello` came after that of the connection that followed
+        reason = f"decode process {hello.reader!r} has connected anew"
+        for identity in [key for key, reader in self._readers.items() if reader.name == hello.reader and key != sender]:
+            self._lose(identity, reason)
+            # Mostly nobody is there any more. Where somebody is, it would wait for what has been given up.
+            self._send(identity, msg.Rejected(reason=msg.clipped(reason), stranger=True))
 
     def _lose(self, sender: bytes, reason: str) -> None:
         """A reader is gone: nothing of it is computed or kept any more."""
@@ -182,6 +191,9 @@ class PrefillScheduler:
 
     def _start(self, sender: bytes, reader: _Reader, message: msg.Prefill) -> None:
         request_id, attempt = message.request_id, message.attempt
+        if not reader.begun.add((request_id, attempt)):
+            self.counts["late"] += 1
+            return
         for other in [room for room in reader.rooms.values() if room.request_id == request_id]:
             if other.attempt >= attempt:
                 self.counts["late"] += 1
@@ -207,6 +219,7 @@ class PrefillScheduler:
         room = reader.rooms.get((message.request_id, message.attempt))
         if room is None:
             self.counts["late"] += 1
+            reader.begun.add((message.request_id, message.attempt))  # its `Prefill` may come yet
         else:
             self._end(room, message.reason, silent=True)
 

@@ -30,13 +30,14 @@ this process; what the other side is told is a duration. The first reason of a f
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from scheduler_adapters.errors import IllegalMoveError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Hashable, Mapping
 
     from kvcache.block_table import BlockTable
     from kvcache.context import TextContext
@@ -96,6 +97,29 @@ class DecodeTimes:
     room_s: float = 120.0
     pull_s: float = 30.0
     decode_s: float = 600.0
+
+
+MAX_REMEMBERED = 16_384
+"""Names that `Recent` keeps: what comes again after so many others is taken for new."""
+
+_Name = TypeVar("_Name", bound="Hashable")
+
+
+class Recent(Generic[_Name]):
+    """Names that were used before, the youngest `most` of them: what comes again is told from what is new."""
+
+    def __init__(self, most: int = MAX_REMEMBERED) -> None:
+        self._most = most
+        self._names: OrderedDict[_Name, None] = OrderedDict()
+
+    def add(self, name: _Name) -> bool:
+        """Keep a name. Whether it is new."""
+        if name in self._names:
+            return False
+        self._names[name] = None
+        if len(self._names) > self._most:
+            self._names.popitem(last=False)
+        return True
 
 
 @dataclass(slots=True, eq=False)
@@ -173,12 +197,14 @@ class DecodeRoom(Room):
 
     Attributes:
         request: what the client asked for.
+        serial: of its submission; 0 for none.
         emitted: tokens that the client has had before this attempt's first.
         link: the prefill process that was asked.
         load: prompt tokens that it has to compute, as far as is known, and that have not come.
         avoid: names of those where an attempt failed.
         replica: ours.
-        table: of the latest offer.
+        lease: of the offers of this attempt.
+        table: of the longest offer.
         token: the first new token of this attempt, once offered.
         context: once pages are reserved.
         pending: likewise.
@@ -188,11 +214,13 @@ class DecodeRoom(Room):
     moves = DECODE_MOVES
 
     request: Request = field(kw_only=True)
+    serial: int = 0
     emitted: list[int] = field(default_factory=list)
     link: PrefillLink | None = None
     load: int = 0
     avoid: set[str] = field(default_factory=set)
     replica: int = 0
+    lease: LeaseRef | None = None
     table: BlockTable | None = None
     token: int | None = None
     context: TextContext | None = None
@@ -208,3 +236,9 @@ class DecodeRoom(Room):
     def tokens(self) -> list[int]:
         """The prompt and all that the client has had."""
         return [*self.request.prompt, *self.emitted]
+
+    def has_had(self, table: BlockTable, token: int | None) -> bool:
+        """Whether an offer of this attempt says nothing new: it comes again, or after a younger one."""
+        if self.token is not None or self.table is None:
+            return self.token is not None
+        return token is None and table.num_tokens <= self.table.num_tokens

@@ -11,6 +11,8 @@ import json
 import signal
 import sys
 import traceback
+from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +23,9 @@ import zmq
 from kvcache.errors import KVCacheError
 from scheduler_adapters import messages as msg
 from scheduler_adapters.decode import DecodeScheduler
+from scheduler_adapters.errors import MessageError
 from scheduler_adapters.exchange import Exchange
+from scheduler_adapters.front import MAX_UNREAD, Front
 from scheduler_adapters.hybrid import HybridKVCacheManager
 from scheduler_adapters.loop import ServingLoop
 from scheduler_adapters.parent import die_with_parent
@@ -33,14 +37,13 @@ from transfer.chaos import ChaosAgent, Rates
 from transfer.side_channel import load_keyring
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from transformers import PreTrainedModel
 
     from kvcache.manager import PagedKVCacheManager
     from transfer.metadata import MemoryType
 
 _IDLE_MS = 1
+_LAST_WORDS_MS = 1000
 # A thread that computes in Python gives the lock up after this long: the transfer thread polls every millisecond.
 _SWITCH_S = 2e-4
 
@@ -64,6 +67,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         lease_s: seconds that a lease stands without a word of its reader.
         chaos: seed of an agent that misbehaves; None for one that does not.
         verify: what is pulled is compared with the source's page checks.
+        max_unread: messages that the parent may leave unread; beyond that its requests fail.
         name: of the process.
         role: which scheduler it runs.
         front: endpoint of the parent, to connect to.
@@ -88,6 +92,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: float = 10.0
     chaos: int | None = None
     verify: bool = False
+    max_unread: int = MAX_UNREAD
     name: str = ""
     role: msg.Role = "prefill"
     front: str = ""
@@ -132,15 +137,31 @@ def model_name(model: PreTrainedModel) -> str:
     return digest.hexdigest()[:16]
 
 
-def chaos_agents(seed: int, *, wrong_bytes: bool) -> Callable[[str, MemoryType], Agent]:
-    """Agents that misbehave, each by a seed of its own. Bytes that go wrong silently only where they are compared."""
-    seeds = itertools.count(seed)
-    rates = Rates(short=0.05, corrupt=0.05) if wrong_bytes else Rates()
-    return lambda name, memory_type: ChaosAgent(name, memory_type, seed=next(seeds), rates=rates)
+class ChaosAgents:
+    """Makes agents that misbehave, each by a seed of its own. Bytes go wrong silently only where they are compared."""
+
+    def __init__(self, seed: int, *, wrong_bytes: bool) -> None:
+        self._seeds = itertools.count(seed)
+        self._rates = Rates(short=0.05, corrupt=0.05) if wrong_bytes else Rates()
+        self._made: list[ChaosAgent] = []
+
+    def __call__(self, name: str, memory_type: MemoryType) -> Agent:
+        """One more."""
+        self._made.append(ChaosAgent(name, memory_type, seed=next(self._seeds), rates=self._rates))
+        return self._made[-1]
+
+    @property
+    def faults(self) -> dict[str, int]:
+        """How often each fault has happened, all agents together; 0 for one that has not."""
+        total: Counter[str] = Counter(dict.fromkeys(self._rates.kinds, 0))
+        for agent in self._made:
+            total.update(agent.faults.copy())  # the transfer thread goes on counting
+        return dict(total)
 
 
-def serve(config: WorkerConfig, context: Context, front: Socket) -> None:
+def serve(config: WorkerConfig, context: Context, socket: Socket) -> None:
     """Set everything up, say `Ready`, and serve until told to stop."""
+    chaos = None if config.chaos is None else ChaosAgents(config.chaos, wrong_bytes=config.verify)
     keyring = load_keyring(Path(config.keyring)) if config.keyring else None
     loop, compatibility = build_loop(config)
     exchange = Exchange(
@@ -149,7 +170,7 @@ def serve(config: WorkerConfig, context: Context, front: Socket) -> None:
         bind=config.handshake,
         compatibility=compatibility,
         verify=config.verify,
-        agent=Agent if config.chaos is None else chaos_agents(config.chaos, wrong_bytes=config.verify),
+        agent=chaos or Agent,
         keyring=keyring,
     )
     try:
@@ -166,33 +187,47 @@ def serve(config: WorkerConfig, context: Context, front: Socket) -> None:
                 exchange,
                 context,
                 config.prefills,
-                front,
+                socket,
+                max_unread=config.max_unread,
                 chunkwise=config.chunkwise,
                 keyring=keyring,
             )
-        front.send(msg.encode(msg.Ready(name=config.name)))
-        _serve(scheduler, front)
+        _serve(scheduler, socket, config.name, chaos)
     finally:
         exchange.close()
         loop.manager.close()
 
 
-def _serve(scheduler: PrefillScheduler | DecodeScheduler, front: Socket) -> None:
+def _serve(scheduler: PrefillScheduler | DecodeScheduler, socket: Socket, name: str, chaos: ChaosAgents | None) -> None:
+    front = scheduler.front if isinstance(scheduler, DecodeScheduler) else Front(socket)
+    front.send(msg.Ready(name=name))
     while True:
-        for (data,) in received(front):
-            match msg.decode(data):
-                case msg.Stop():
-                    return
-                case msg.Ask():
-                    front.send(msg.encode(scheduler.stats()))
-                case msg.Submit() as submit if isinstance(scheduler, DecodeScheduler):
-                    scheduler.submit(submit)
-                case msg.Abort(request_id=request_id) if isinstance(scheduler, DecodeScheduler):
-                    scheduler.abort(request_id)
-                case _:
-                    pass
+        # A front that leaves its answers unread is not heard either: what it sends waits, until its own deadline.
+        hears = [] if front.is_deaf else [socket]
+        for frames in itertools.chain.from_iterable(map(received, hears)):
+            try:
+                message = msg.decode_frames(frames, msg.FromFront)
+            except MessageError as error:
+                front.send(msg.Rejected(reason=msg.clipped(str(error))))
+                continue
+            if isinstance(message, msg.Stop):
+                return
+            if isinstance(message, msg.Ask):
+                faults = {} if chaos is None else chaos.faults
+                front.send(msgspec.structs.replace(scheduler.stats(), faults=faults))
+            elif isinstance(scheduler, DecodeScheduler):
+                _take(scheduler, message)
+        if isinstance(scheduler, PrefillScheduler):
+            front.flush()
         if not scheduler.poll():
-            wait_for_any([front, *scheduler.sockets], _IDLE_MS)
+            wait_for_any([*hears, *scheduler.sockets], _IDLE_MS)
+
+
+def _take(scheduler: DecodeScheduler, message: msg.AnyMessage) -> None:
+    if isinstance(message, msg.Submit):
+        scheduler.submit(message)
+    elif isinstance(message, msg.Abort):
+        scheduler.abort(message.request_id, message.serial)
 
 
 def main() -> int:
@@ -212,7 +247,9 @@ def main() -> int:
     except Exception as error:  # noqa: BLE001  (the parent reports it, whatever it is)
         traceback.print_exc()
         text = str(error) if isinstance(error, KVCacheError) else f"{type(error).__name__}: {error}"
-        front.send(msg.encode(msg.Fatal(name=config.name, error=text)))
+        front.setsockopt(zmq.SNDTIMEO, _LAST_WORDS_MS)
+        with suppress(zmq.Again):  # nobody reads: the exit status tells the parent as well
+            front.send(msg.encode(msg.Fatal(name=config.name, error=text)))
         return 1
     finally:
         context.destroy(linger=1000)

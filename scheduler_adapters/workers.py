@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 PROGRAM = (sys.executable, "-m", "scheduler_adapters.program")
 _START_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 10.0
+_SEND_TIMEOUT_S = 10.0
 _LAST_WORDS_S = 0.2
 
 
@@ -39,6 +40,7 @@ class Workers:
         configs: one for each process; `name` (where empty, the role), `front`, `listen` and `prefills` are filled in.
         program: the command of a process, which takes its settings on standard input.
         curve: give each process keys of a new fleet. Their sockets then let nobody else in, and cannot be read.
+        send_timeout_s: most seconds that `send` waits for a process that takes nothing in.
 
     Raises:
         WorkerError: from any method, when a process has died that nobody killed here, or does not answer. `__exit__`
@@ -46,8 +48,14 @@ class Workers:
     """
 
     def __init__(
-        self, configs: Sequence[WorkerConfig], program: Sequence[str] = PROGRAM, *, curve: bool = False
+        self,
+        configs: Sequence[WorkerConfig],
+        program: Sequence[str] = PROGRAM,
+        *,
+        curve: bool = False,
+        send_timeout_s: float = _SEND_TIMEOUT_S,
     ) -> None:
+        self._send_timeout_s = send_timeout_s
         self._program = list(program)
         self._asked = tuple(configs)
         self._curve = curve
@@ -110,13 +118,19 @@ class Workers:
         return self._configs[name].role
 
     def send(self, name: str, message: msg.AnyMessage) -> None:
-        """Queue a message to one process.
+        """Queue a message to one process. Waits while its queue is full: it takes nothing while its answers pile up.
 
         Raises:
-            WorkerError: it is gone.
+            WorkerError: it is gone, or its queue stays full.
         """
         try:
             self._socket.send_multipart([name.encode(), msg.encode(message)])
+        except zmq.Again as error:
+            self._check_alive()
+            raise WorkerError(
+                f"the {name} process has taken no message for {self._send_timeout_s:g} s: it is stopped, "
+                "or waits for what it has sent to be received"
+            ) from error
         except zmq.ZMQError as error:  # ROUTER_MANDATORY: there is no such peer any more
             self._check_alive()
             raise WorkerError(f"the {name} process cannot be reached: {error}") from error
@@ -194,6 +208,7 @@ class Workers:
         # Without MANDATORY a message to a process that is not connected yet would vanish.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a process that was killed comes back under its name
+        self._socket.setsockopt(zmq.SNDTIMEO, int(self._send_timeout_s * 1000))
         for name in self._configs:
             self._start_one(name)
         ready: set[str] = set()
@@ -251,6 +266,8 @@ class Workers:
     def _wait_for_exit(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while any(process.poll() is None for process in self._processes.values()) and time.monotonic() < deadline:
+            for _ in received(self._socket):
+                pass  # one that waits for its answers to be read hears `Stop` after that
             time.sleep(0.01)
 
     def _close(self, name: str) -> None:

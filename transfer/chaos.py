@@ -11,7 +11,7 @@ import ctypes
 import random
 from collections import Counter, deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from transfer.agent import Agent
 from transfer.errors import AgentError
@@ -50,6 +50,12 @@ class Rates:
     duplicate: float = 0.1
     late: float = 0.2
     polls: int = 20
+
+    @property
+    def kinds(self) -> list[Fault]:
+        """The faults that can happen at these rates."""
+        faults: tuple[Fault, ...] = get_args(Fault)
+        return [fault for fault in faults if getattr(self, "break_" if fault == "break" else fault) > 0]
 
 
 class _Delayed:

@@ -1,0 +1,188 @@
+"""The last hop of every message: it delivers twice, late, and out of order, by a seed, and counts what it did when.
+
+The messages travel over the schedulers' own sockets. Where a scheduler would take them off a socket, it takes what is
+due here. How a message is delivered:
+
+    in time     as it came
+    again       once more, after it was delivered before
+    overtaken   after a younger message of the same request
+    late        some rounds later than it came, and none had overtaken it
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+
+from scheduler_adapters import links
+from scheduler_adapters import messages as msg
+from scheduler_adapters import prefill as prefill_module
+from scheduler_adapters.decode import DecodeScheduler
+from scheduler_adapters.prefill import PrefillScheduler
+from scheduler_adapters.sockets import received
+from tests.scheduler_adapters.service import Service
+
+
+class Reached(NamedTuple):
+    """A message of a type that was delivered in some way while its room stood in some phase."""
+
+    message: str
+    phase: str
+    how: str
+
+
+@dataclass(eq=False)
+class _Held:
+    item: Any
+    message: msg.AnyMessage
+    number: int  # in the order of arrival
+    due: int
+    copy: bool
+    late: bool = False
+
+
+@dataclass
+class _Hop:
+    """What waits for one receiver, and the youngest that was delivered of each request."""
+
+    held: list[_Held] = field(default_factory=list)
+    youngest: dict[str, int] = field(default_factory=dict)
+
+
+class Deliverer:
+    """Stands before every scheduler of a service.
+
+    Args:
+        service: whose messages.
+        seed: decides what happens to each message.
+        patch: takes the place of the schedulers' own `received`.
+        twice: share of the messages that come again.
+        late: share that comes late.
+        rounds: most rounds that anything is put off.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        seed: int,
+        patch: pytest.MonkeyPatch,
+        *,
+        twice: float = 0.3,
+        late: float = 0.3,
+        rounds: int = 60,
+    ) -> None:
+        self.service, self.random = service, random.Random(seed)
+        self.twice, self.late, self.rounds = twice, late, rounds
+        self.reached: Counter[Reached] = Counter()
+        self.round = self._number = 0
+        self._hops: dict[Any, _Hop] = {}
+        self._seen: set[tuple[Any, ...]] = set()
+        patch.setattr(links, "received", self._received_here)
+        patch.setattr(prefill_module, "received", self._received_here)
+
+    @property
+    def num_held(self) -> int:
+        """Messages that are still to be delivered, those for sockets that are closed not counted."""
+        return sum(len(hop.held) for key, hop in self._hops.items() if not getattr(key, "closed", False))
+
+    def to_decode(self, name: str, message: msg.Submit | msg.Abort) -> None:
+        """A front says something to a decode process."""
+        self._take(self._hops.setdefault(name, _Hop()), message, message)
+
+    def deliver_to_decodes(self) -> None:
+        """What fronts have said and is due."""
+        for name, decode in self.service.decodes.items():
+            for held in self._due(self._hops.setdefault(name, _Hop()), lambda m, d=decode: _front_phase(d, m)):
+                message = held.message
+                if isinstance(message, msg.Submit):
+                    decode.submit(message)
+                elif isinstance(message, msg.Abort):
+                    decode.abort(message.request_id, message.serial)
+
+    def _received_here(self, socket: Any) -> Iterator[list[bytes]]:
+        hop = self._hops.setdefault(socket, _Hop())
+        for frames in received(socket):
+            self._take(hop, frames, msg.decode(frames[-1]))
+        for held in self._due(hop, self._phase_at(socket)):
+            yield held.item
+
+    def _take(self, hop: _Hop, item: Any, message: msg.AnyMessage) -> None:
+        self._number += 1
+        rng = self.random
+        late = rng.random() < self.late
+        due = self.round + (rng.randrange(1, self._delay()) if late else 0)
+        hop.held.append(_Held(item, message, self._number, due, copy=False, late=late))
+        while rng.random() < self.twice:
+            due += rng.choice((0, rng.randrange(1, self._delay())))
+            hop.held.append(_Held(item, message, self._number, due, copy=True))
+
+    def _delay(self) -> int:
+        return self.random.choice((3, 12, self.rounds)) + 1
+
+    def _due(self, hop: _Hop, phase: Callable[[Any], str]) -> Iterator[_Held]:
+        """One after the other: the phase of the next is what the one before has made of it."""
+        for held in sorted((one for one in hop.held if one.due <= self.round), key=lambda one: (one.due, one.number)):
+            hop.held.remove(held)
+            request_id = getattr(held.message, "request_id", "")
+            if held.copy:
+                how = "again"
+            elif hop.youngest.get(request_id, 0) > held.number:
+                how = "overtaken"
+            else:
+                how = "late" if held.late else "in time"
+            hop.youngest[request_id] = max(held.number, hop.youngest.get(request_id, 0))
+            self.reached[Reached(_name(held.message), phase(held.item), how)] += 1
+            yield held
+
+    def _phase_at(self, socket: Any) -> Callable[[Any], str]:
+        for prefill in self.service.prefills.values():
+            if socket in prefill.sockets:
+                return lambda frames: self._prefill_phase(prefill, frames)
+        for decode in self.service.decodes.values():
+            if any(socket in link.sockets for link in decode.links):
+                return lambda frames: _decode_phase(decode, msg.decode(frames[-1]))
+        return lambda _: "nobody"
+
+    def _prefill_phase(self, prefill: PrefillScheduler, frames: list[bytes]) -> str:
+        message, reader = msg.decode(frames[-1]), prefill._readers.get(frames[0])
+        if not isinstance(message, (msg.Prefill, msg.Cancel)):
+            return "known" if reader else "new"
+        key = (frames[0], message.request_id, message.attempt)
+        seen, _ = key in self._seen, self._seen.add(key) if isinstance(message, msg.Prefill) else None
+        if reader is None:
+            return "stranger"
+        room = reader.rooms.get((message.request_id, message.attempt))
+        if room is not None:
+            return room.phase
+        others = [attempt for request_id, attempt in reader.rooms if request_id == message.request_id]
+        if others:
+            return "a younger attempt is there" if max(others) > message.attempt else "an older attempt is there"
+        return "over" if seen else "not begun"
+
+
+def _decode_phase(decode: DecodeScheduler, message: msg.AnyMessage) -> str:
+    if not isinstance(message, (msg.Offer, msg.Failed)):
+        return "-"
+    room = decode._rooms.get(message.request_id)
+    if room is None:
+        return "over"
+    if room.attempt != message.attempt:
+        return f"another attempt, {room.phase}"
+    if isinstance(message, msg.Offer) and room.table is not None and room.phase != "decoding":
+        size = "smaller" if message.table.num_tokens < room.table.num_tokens else "not smaller"
+        return f"{room.phase}, {'after the last' if room.token is not None else size}"
+    return room.phase
+
+
+def _front_phase(decode: DecodeScheduler, message: msg.Submit | msg.Abort) -> str:
+    room = decode._rooms.get(message.request_id)
+    return "no room" if room is None else room.phase
+
+
+def _name(message: msg.AnyMessage) -> str:
+    if isinstance(message, msg.Offer):
+        return "last Offer" if message.token is not None else "Offer"
+    return type(message).__name__
