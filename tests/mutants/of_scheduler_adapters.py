@@ -1,0 +1,5 @@
+"""m"""
+
+from tests.mutants.mutation import Module
+
+SCHEDULER_ADAPTERS: tuple[Module, ...] = ()
