@@ -13,6 +13,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,10 +22,11 @@ from tests.mutants.of_kvcache import KVCACHE
 from tests.mutants.of_kvcache_tiers import KVCACHE_TIERS
 from tests.mutants.of_scheduler_adapters import SCHEDULER_ADAPTERS
 from tests.mutants.of_transfer import TRANSFER
+from tests.mutants.of_transfer_plan import TRANSFER_PLAN
 from tests.mutants.tree import ROOT, Run, Tree
 
-MODULES: tuple[Module, ...] = (*KVCACHE, *KVCACHE_TIERS, *TRANSFER, *SCHEDULER_ADAPTERS)
-LIMIT_S = 90.0  # a mutation that makes a test wait for ever is noticed by that
+MODULES: tuple[Module, ...] = (*KVCACHE, *KVCACHE_TIERS, *TRANSFER, *TRANSFER_PLAN, *SCHEDULER_ADAPTERS)
+LIMIT_S = 150.0  # a mutation that makes a test wait for ever is noticed by that
 UNCHANGED_LIMIT_S = 1200.0
 
 
@@ -56,39 +58,46 @@ def chosen(only: Sequence[str]) -> list[tuple[Module, Mutation]]:
     return found
 
 
-def try_all(pairs: Sequence[tuple[Module, Mutation]], jobs: int, tell: Callable[[Tried], None]) -> list[Tried]:
-    """Try every mutation, `jobs` at a time, after the tests have passed without one.
+def try_all(
+    pairs: Sequence[tuple[Module, Mutation]], jobs: int, tell: Callable[[Tried], None], *, unchecked: bool = False
+) -> list[Tried]:
+    """Try every mutation, `jobs` at a time, after the tests have passed without one (unless `unchecked`).
 
     Raises:
         RuntimeError: the tests do not pass on the unchanged packages.
     """
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        trees: queue.SimpleQueue[Tree] = queue.SimpleQueue()
-        first = Tree(Path(folder, "0").absolute())
-        first.check_imports()
-        tests = sorted({test for module, mutation in pairs for test in module.tests_of(mutation)})
-        unchanged = first.run(tests, UNCHANGED_LIMIT_S, write_compiled=True)
-        if unchanged.outcome != "passed":
-            raise RuntimeError(f"the tests do not pass without a mutation: {unchanged.outcome}, {unchanged.by}")
-        trees.put(first)
-        for number in range(1, jobs):
-            trees.put(Tree(Path(folder, str(number)).absolute()))
+    trees: queue.SimpleQueue[Tree] = queue.SimpleQueue()
 
-        def one(pair: tuple[Module, Mutation]) -> Tried:
-            module, mutation = pair
-            tree = trees.get()
-            try:
-                source = mutated((ROOT / module.path).read_text(), mutation)
-                tried = Tried(
-                    module, mutation, tree.run_mutated(module.path, source, module.tests_of(mutation), LIMIT_S)
-                )
-            finally:
-                trees.put(tree)
-            tell(tried)
-            return tried
+    def one(pair: tuple[Module, Mutation]) -> Tried:
+        module, mutation = pair
+        source, tests = mutated((ROOT / module.path).read_text(), mutation), module.tests_of(mutation)
+        tree = trees.get()
+        try:
+            tried = Tried(module, mutation, tree.run_mutated(module.path, source, tests, LIMIT_S))
+        finally:
+            trees.put(tree)
+        tell(tried)
+        return tried
 
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ExitStack() as stack:
+        for number in range(jobs):
+            tree = Tree(Path(folder, str(number)).absolute())
+            stack.callback(tree.close)
+            trees.put(tree)
+        tree = trees.get()
+        tree.check_imports()
+        if not unchecked:
+            _check_unchanged(tree, pairs)
+        trees.put(tree)
         with ThreadPoolExecutor(jobs) as pool:
             return list(pool.map(one, pairs))
+
+
+def _check_unchanged(tree: Tree, pairs: Sequence[tuple[Module, Mutation]]) -> None:
+    tests = sorted({test for module, mutation in pairs for test in module.tests_of(mutation)})
+    run = tree.run(tests, UNCHANGED_LIMIT_S, compiled=True)
+    if run.outcome != "passed":
+        raise RuntimeError(f"the tests do not pass without a mutation: {run.outcome}, {run.by}")
 
 
 def table(tried: Sequence[Tried]) -> list[str]:
@@ -142,6 +151,7 @@ def main() -> int:
     )
     parser.add_argument("--jobs", type=int, default=1, help="mutations at a time")
     parser.add_argument("--list", action="store_true", help="name the mutations, and try none")
+    parser.add_argument("--unchecked", action="store_true", help="do not run the tests without a mutation first")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     pairs = chosen(asked.only)
@@ -151,7 +161,7 @@ def main() -> int:
         for module, mutation in pairs:
             _print(f"{module.name}: {mutation.function}: {mutation.old!r} -> {mutation.new!r}")
         return 0
-    tried = try_all(pairs, max(1, asked.jobs), lambda one: _print(line_of(one)))
+    tried = try_all(pairs, max(1, asked.jobs), lambda one: _print(line_of(one)), unchecked=asked.unchecked)
     for line in table(tried):
         _print(line)
     wrong = [one for one in tried if one.verdict not in ("noticed", "equivalent")]

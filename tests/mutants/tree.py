@@ -1,9 +1,9 @@
 """A copy of the packages and their tests, in which one mutation at a time is tried. The working tree stays as it is."""
 
+import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -46,6 +46,7 @@ class Tree:
             else:
                 shutil.copy2(ROOT / part, folder / part)
         self._stamp = time.time_ns()
+        self._forker: subprocess.Popen[str] | None = None
 
     def check_imports(self) -> None:
         """Raise `RuntimeError` unless a program that runs here imports the packages of the copy."""
@@ -76,43 +77,46 @@ class Tree:
             file.write_bytes(before)
             os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
 
-    def run(self, tests: Sequence[str], limit_s: float, *, write_compiled: bool = False) -> Run:
-        """Run tests up to the first that fails. `write_compiled`: keep what Python compiles, for the next runs."""
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:randomly", "-p", "no:cacheprovider"]
-        command += ["--basetemp", str(self.folder / "basetemp"), *tests]
+    def run(self, tests: Sequence[str], limit_s: float, *, compiled: bool = False) -> Run:
+        """Run tests up to the first that fails. `compiled`: keep what Python compiles, for the next runs."""
+        options = ["-x", "-q", "-p", "no:randomly", "-p", "no:cacheprovider", f"--basetemp={self.folder / 'basetemp'}"]
+        options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # hypothesis is loaded before pytest begins
+        asked = {"tests": list(tests), "options": options, "limit_s": limit_s, "compiled": compiled}
+        if self._forker is None:
+            self._forker = self._start_forker()
+        assert self._forker.stdin is not None
+        assert self._forker.stdout is not None
         start = time.monotonic()
-        with subprocess.Popen(
-            command,
-            cwd=self.folder,
-            env=self._environment() | ({} if write_compiled else {"PYTHONDONTWRITEBYTECODE": "1"}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        ) as process:
-            try:
-                output, _ = process.communicate(timeout=limit_s)
-                outcome = _outcome(process.returncode)
-            except subprocess.TimeoutExpired:
-                output, outcome = "", "timed out"
-            finally:
-                _end_all(process)  # also what a test started and a failure left behind
+        self._forker.stdin.write(json.dumps(asked) + "\n")
+        self._forker.stdin.flush()
+        answer = json.loads(self._forker.stdout.readline())
+        outcome, output = _outcome(answer["status"]), answer["output"]
         found = _FAILED.search(output)
         by = output[-2000:] if outcome == "broken" else found[1] if found else ""
         return Run(outcome, by, time.monotonic() - start)
+
+    def close(self) -> None:
+        """End what runs the tests."""
+        if self._forker is not None:
+            self._forker.communicate()
+
+    def _start_forker(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.mutants.forker"],
+            cwd=self.folder,
+            env=self._environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
     def _environment(self) -> dict[str, str]:
         return dict(os.environ) | {"PYTHONPATH": str(self.folder)}
 
 
-def _outcome(status: int) -> str:
+def _outcome(status: int | None) -> str:
+    if status is None:
+        return "timed out"
     if status < 0:
         return "crashed"
     return {0: "passed", 1: "failed"}.get(status, "broken")
-
-
-def _end_all(process: subprocess.Popen[str]) -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
