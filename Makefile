@@ -17,7 +17,7 @@ VLLM := .venvs/vllm-engine
 VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test pairs test-sglang test-vllm kills fuzz model check lint types bench bench-pull bench-peers fleet first-token clean
+.PHONY: help demo test pairs test-sglang test-vllm kills fuzz model mutants check lint types bench bench-pull bench-peers fleet first-token clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -69,6 +69,9 @@ fuzz: $(STAMP) ## a million bad messages to each: the metadata and its handshake
 
 model: $(STAMP) ## explore every interleaving of the ownership protocol (ARGS="--without fence")
 	@$(BIN)/python -m tests.transfer.protocol_model $(ARGS)
+
+mutants: $(STAMP) ## try every mutation of a fixed list: the tests must notice each (ARGS="--only kvcache.pages --jobs 2")
+	@$(BIN)/python -m tests.mutants $(ARGS)
 
 check: lint types ## lint and types: what every commit must pass
 

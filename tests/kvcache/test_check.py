@@ -45,6 +45,14 @@ BREAKS: dict[str, tuple[Callable[[PagedKVCacheManager, Replica], Any], str]] = {
         "in 2 of",
     ),
     "the null page in use": (lambda m, r: r.pool.idle.append(np.zeros(1, np.int32)), "null page|in 2 of|not published"),
+    "an idle page not published": (
+        lambda m, r: r.pool.index.withdraw(r.pool.idle.pages()[:1].copy()),
+        "is idle, but not published",
+    ),
+    "a fresh page published": (
+        lambda m, r: r.pool.index.publish(r.pool._fresh[:1].copy(), np.full((1, 4), 7, np.uint64)),
+        "is fresh, but published",
+    ),
     "a published page not in the index": (lambda m, r: set_entry(r.pool.index._digests, (1, 0), 5), "finds page 0"),
     "a committed page not published": (
         lambda m, r: r.pool.index.withdraw(r.rows.pages(r.rows.row_of["one"])[:1].copy()),

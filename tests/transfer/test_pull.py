@@ -243,6 +243,36 @@ def test_a_post_that_is_refused_stops_the_others_and_waits_for_what_is_in_flight
     assert len(rig.agent.posted) == 2
     rig.agent.end(0)
     assert [event.safe for event in rig.polled()] == [False, True]
+    assert rig.engine.failure == ""  # refused, not lost: the next pull may be taken
+
+
+def test_a_fence_of_two_ranks_has_passed_when_both_words_match(rig: Rig) -> None:
+    rig.agent.auto = False
+    rig.open()
+    rig.add(part(0), part(1), last=False)
+    rig.agent.end(0)
+    rig.agent.end(1)
+    rig.polled()
+    rig.agent.end(2)
+    rig.polled()
+    assert rig.puller.passed("r") == 0
+    rig.agent.word = 7
+    rig.agent.end(3)
+    (event,) = rig.polled()
+    assert "engine 'p' rank 1 had given the pages away" in event.error
+    assert event.passed == 0
+
+
+def test_a_rank_that_was_told_done_is_not_told_refused(rig: Rig) -> None:
+    rig.agent.auto = False
+    rig.open()
+    rig.add(part(0), part(1))
+    for number in range(3):
+        rig.agent.end(number)
+        rig.polled()
+    rig.puller.fail("r", "cancelled")
+    assert rig.said("done") == ["p/0"]
+    assert rig.said("refused") == ["p/1"]
 
 
 def test_a_fence_that_cannot_be_posted_fails_the_pull_and_keeps_no_word(rig: Rig) -> None:
@@ -384,6 +414,36 @@ def test_an_engine_s_pulls_are_given_up_together_and_no_others(rig: Rig) -> None
     assert [event.key for event in rig.polled()] == ["r", "r"]
     assert not rig.puller.uses(rig.engine)
     assert "s" in rig.puller
+    with pytest.raises(PullFailedError, match="engine 'p' was lost: gone"):
+        rig.open("t")
+
+
+def test_what_was_in_flight_of_an_abandoned_engine_is_given_back_once_its_agent_is_gone(rig: Rig) -> None:
+    settled: list[int] = []
+
+    class Slab(Part):
+        def settle(self) -> None:
+            settled.append(self.rank)
+
+    rows = np.ones((2, 3), np.uint64)
+    rig.agent.auto = False
+    rig.open()
+    rig.add(Slab(0, rows, rows, 100))
+    rig.open("s")
+    rig.add(part(0), part(1), key="s")
+    rig.agent.end(1)
+    rig.agent.end(2)
+    rig.polled()
+    assert len(rig.puller._free) == 6
+    pulls = rig.puller.abandon(rig.engine)
+    assert [one["released"] for one in rig.agent.posted] == [1] * 5
+    assert not any(event.safe for event in rig.puller.events)
+    assert settled == []
+    rig.puller.conclude(pulls)
+    assert {event.key for event in rig.puller.events if event.safe} == {"r", "s"}
+    assert settled == [0]
+    assert len(rig.puller._free) == 8
+    assert len(rig.puller) == 0
 
 
 def test_telemetry_of_a_pull_adds_up(rig: Rig) -> None:

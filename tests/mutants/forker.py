@@ -1,0 +1,103 @@
+"""Runs pytest in a fork of a process that has the libraries loaded already: loading them takes longer than most tests.
+
+`python -m tests.mutants.forker`, in a copy of the repository. Each line of its standard input is a run as JSON; each
+line of its standard output is what came of one. The packages under test are not loaded here, only in the forks.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+# What the packages and their tests import. None of it starts a thread, so that a fork is a whole process.
+_LIBRARIES = (
+    "hypothesis",
+    "msgspec",
+    "nixl",
+    "numpy",
+    "pytest",
+    "rich",
+    "torch",
+    "transformers.models.llama.modeling_llama",
+    "xxhash",
+    "zmq",
+)
+_LOOK_S = 0.01
+
+
+def run(tests: Sequence[str], options: Sequence[str], limit_s: float, *, compiled: bool) -> dict[str, Any]:
+    """Run tests in a fork.
+
+    Args:
+        tests: paths and node ids.
+        options: of pytest, before them.
+        limit_s: seconds until the fork is killed.
+        compiled: keep what Python compiles, for the next runs.
+
+    Returns:
+        `status`: of the fork, negative where a signal ended it, None where it ran out of time; `output`: its last part.
+    """
+    with tempfile.TemporaryFile() as output:
+        child = os.fork()
+        if child == 0:
+            _become_pytest([*options, *tests], output.fileno(), compiled=compiled)
+        status = _wait(child, limit_s)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # also what a test has started and left behind
+        if status is None:
+            os.waitpid(child, 0)
+        output.seek(max(0, output.seek(0, os.SEEK_END) - 20_000))
+        return {"status": status, "output": output.read().decode(errors="replace")}
+
+
+def _wait(child: int, limit_s: float) -> int | None:
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(_LOOK_S)
+    return None
+
+
+def _become_pytest(arguments: Sequence[str], output: int, *, compiled: bool) -> None:
+    status = 70
+    try:
+        os.setsid()
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.dont_write_bytecode = not compiled
+        if not compiled:
+            os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+        status = int(importlib.import_module("pytest").main(list(arguments)))
+    except BaseException:  # noqa: BLE001 - whatever it is, the fork must not go on as its parent does
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def main() -> None:
+    """Serve runs until the input ends."""
+    for name in _LIBRARIES:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            continue  # of an optional extra: the tests that need it are skipped
+    for line in sys.stdin:
+        sys.stdout.write(json.dumps(run(**json.loads(line))) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

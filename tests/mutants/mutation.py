@@ -1,0 +1,104 @@
+"""What a mutation is, and how it is laid over the source of a function."""
+
+import ast
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+Defined = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+class Mutation(NamedTuple):
+    """A small change of one function.
+
+    Attributes:
+        function: its qualified name in the module ("PagePool.release"), or that of a class or a constant.
+        old: text that occurs once in it.
+        new: what takes its place.
+        tests: that must notice, paths or node ids; those of the module where empty.
+        equivalent: why no test can notice; empty where one must.
+    """
+
+    function: str
+    old: str
+    new: str
+    tests: Sequence[str] = ()
+    equivalent: str = ""
+
+
+class Module(NamedTuple):
+    """The mutations of one module.
+
+    Attributes:
+        name: dotted.
+        tests: that must notice, where a mutation names no others.
+        mutations: of its functions.
+    """
+
+    name: str
+    tests: Sequence[str]
+    mutations: Sequence[Mutation]
+
+    @property
+    def path(self) -> Path:
+        """Its file, from the root of the repository."""
+        return Path(*self.name.split(".")).with_suffix(".py")
+
+    def tests_of(self, mutation: Mutation) -> tuple[str, ...]:
+        """The tests that must notice a mutation."""
+        return tuple(mutation.tests or self.tests)
+
+
+class StaleMutationError(ValueError):
+    """The list of mutations does not fit the source any more."""
+
+
+def mutated(source: str, mutation: Mutation) -> str:
+    """The source with one mutation.
+
+    Raises:
+        StaleMutationError: no such function, its old text is not there just once, or what comes out is no program or
+            the same one.
+    """
+    first, last = _span(source, mutation.function)
+    lines = source.splitlines(keepends=True)
+    text = "".join(lines[first:last])
+    if (count := text.count(mutation.old)) != 1:
+        raise StaleMutationError(f"{mutation.function}: the text {mutation.old!r} occurs {count} times in it")
+    changed = "".join([*lines[:first], text.replace(mutation.old, mutation.new), *lines[last:]])
+    try:
+        same = ast.dump(ast.parse(changed)) == ast.dump(ast.parse(source))
+    except SyntaxError as error:
+        raise StaleMutationError(f"{mutation.function}: {mutation.new!r} leaves no program: {error}") from error
+    if same:
+        raise StaleMutationError(f"{mutation.function}: {mutation.new!r} changes nothing")
+    return changed
+
+
+def _span(source: str, qualified: str) -> tuple[int, int]:
+    """The lines of a function, class or constant: the first, and the one after the last."""
+    body: Sequence[ast.stmt] = ast.parse(source).body
+    found: ast.stmt | None = None
+    for name in qualified.split("."):
+        found = next((node for node in reversed(list(_nested(body))) if name in _names(node)), None)
+        if found is None:
+            raise StaleMutationError(f"{qualified}: there is no {name!r}")
+        body = found.body if isinstance(found, Defined) else ()
+    assert found is not None
+    first = min([found.lineno, *(one.lineno for one in getattr(found, "decorator_list", []))])
+    return first - 1, found.end_lineno or found.lineno
+
+
+def _nested(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of a body, those of its `if`, `try` and loops included; not those of its functions and classes."""
+    for node in body:
+        yield node
+        if not isinstance(node, Defined):
+            yield from _nested([child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)])
+
+
+def _names(node: ast.stmt) -> set[str]:
+    if isinstance(node, Defined):
+        return {node.name}
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return {target.id for target in targets if isinstance(target, ast.Name)}

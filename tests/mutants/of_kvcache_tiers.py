@@ -1,0 +1,177 @@
+"""Mutations of what lies around the pools of the manager: tiers, hints, quotas, routing, sizes."""
+
+from tests.mutants.mutation import Module, Mutation
+
+KVCACHE_TIERS: tuple[Module, ...] = (
+    Module(
+        "kvcache.idle_order",
+        ["tests/kvcache/test_idle_order.py"],
+        [
+            Mutation("IdleOrder.remove", "self._stamp[pages] = -1", "pass"),
+            Mutation("IdleOrder.pop", "self.count -= count", "self.count -= len(taken)"),
+            Mutation("IdleOrder.squeeze", "pairs.min() > CHUNK", "pairs.min() >= CHUNK"),
+            Mutation("IdleOrder._give_up", "self._spare.append(chunk)", "pass"),
+        ],
+    ),
+    Module(
+        "kvcache.retention",
+        ["tests/kvcache/test_retention.py"],
+        [
+            Mutation("page_hints", "_fill(codes, retention, page_size, _code_of)\n        return", "return"),
+            Mutation("_fill", "-(-one.start // page_size)", "one.start // page_size"),
+            Mutation("merge_codes", "refuted | (old == SHARED)", "refuted"),
+            Mutation("HintedOrder.append", "(1.0 - self.share)", "self.share"),
+            Mutation("HintedOrder.pop", "self.codes[gone] = NEUTRAL", "pass"),
+            Mutation("HintedOrder.pop", "self._on_surplus(taken[0])", "pass", ["tests/kvcache/test_retainer.py"]),
+            Mutation("HintedOrder._pop_older", "pages, lead = pages[:expired], 0", "pages = pages[:expired]"),
+            Mutation("HintedOrder._pop_older", "bound - lead", "bound"),
+            Mutation("HintedOrder._expired", "> now", ">= 0"),
+        ],
+    ),
+    Module(
+        "kvcache.retainer",
+        ["tests/kvcache/test_retainer.py"],
+        [
+            Mutation("Retainer.come", "self._found[row] += found", "self._found[row] = found"),
+            Mutation("Retainer.brought", "self._shadow.touch(words)", "pass"),
+            Mutation("Retainer._judge", " * shadow.rate", ""),
+            Mutation("Retainer._judge", "shadow.forget(digests[:, 0])", "pass"),
+            Mutation("Retainer._left_by_quota", "self._shadow.forget(self._pool.index.words_of(pages))", "pass"),
+        ],
+    ),
+    Module(
+        "kvcache.shadow",
+        ["tests/kvcache/test_shadow.py", "tests/kvcache/test_retainer.py"],
+        [
+            Mutation("LruShadow.visit", "room // self.rate", "room"),
+            Mutation("LruShadow._touch", "while len(kept) > self._room:", "while len(kept) > self._room + 1:"),
+            Mutation("HintShare.learn", "max(_LEAST_SHARE,", "max(0.0,"),
+            Mutation("HintShare.learn", "min(self._most,", "min(1.0,"),
+        ],
+    ),
+    Module(
+        "kvcache.quotas",
+        ["tests/kvcache/test_retention.py", "tests/kvcache/test_retainer.py"],
+        [
+            Mutation("TenantQuotas._weigh", "> self._quotas[owner]", ">= self._quotas[owner]"),
+            Mutation("TenantQuotas._id_of", "self._shares.get(salt, self._share)", "self._share"),
+            Mutation("TenantQuotas._new_id", "if not order.count and", "if"),
+        ],
+    ),
+    Module(
+        "kvcache.routing",
+        ["tests/kvcache/test_routing.py"],
+        [
+            Mutation("Router.recommend", "(not fits[replica], costs", "(costs"),
+            Mutation("Router.admitted", "self._loads = [load * decay for load in self._loads]", "pass"),
+        ],
+    ),
+    Module(
+        "kvcache.partial",
+        ["tests/kvcache/test_partial.py"],
+        [
+            Mutation("PartialReuse.find", "context.current_length - 1)", "context.current_length)"),
+            Mutation("PartialReuse.find", "pool.holders[own] != 1 or", ""),
+            Mutation("PartialReuse._is_published", "bool(index.published[page]) and", ""),
+            Mutation("PartialReuse._prefix", 'b"" if salt is None else b"=" + salt.encode()', 'b""'),
+        ],
+    ),
+    Module(
+        "kvcache.peer_copies",
+        ["tests/kvcache/test_peer_copies.py"],
+        [
+            Mutation("PeerCopies.bring", "mine.pool.hold(present)", "pass"),
+            Mutation("PeerCopies.bring", "self.copied += len(brought)", "self.copied += len(pages)"),
+            Mutation("PeerCopies.bring", "new + mine.pool.would_be_taken(present)", "new"),
+        ],
+    ),
+    Module(
+        "kvcache.sizing",
+        ["tests/kvcache/test_sizing.py", "tests/kvcache/test_manager.py"],
+        [
+            Mutation("CacheSizing.infer_optimal_batch_size", "max(dp, min", "max(1, min"),
+            Mutation("CacheSizing.estimated_memory_size", "-(-max_batch_size // dp)", "(max_batch_size // dp)"),
+            Mutation("pages_per_replica", "if share < size:", "if share <= size:"),
+            Mutation("check_sizes", "if value < least:", "if value < 1:"),
+        ],
+    ),
+    Module(
+        "kvcache.check",
+        ["tests/kvcache/test_check.py"],
+        [
+            Mutation("check_replica", "np.add.at(holders, rows.pages(row), 1)", "pass"),
+            Mutation(
+                "check_replica", "np.add.at(writers, pending.dst_pages, 1)", "pass", ["tests/kvcache/test_imports.py"]
+            ),
+            Mutation("_check_row", "rows.table[row, len(pages) :].any()", "False"),
+            Mutation("_check_row", "not pool.index.published[pages[:committed]].all()", "False"),
+        ],
+    ),
+    Module(
+        "kvcache.host_tier",
+        ["tests/kvcache/test_host_tier.py"],
+        [
+            Mutation("ReplicaTier.match", "(context.current_length - 1)", "context.current_length"),
+            Mutation("ReplicaTier.store", "fits = min(len(new), pool.free_count)", "fits = len(new)"),
+            Mutation("ReplicaTier.poll", "self._storing[pages] = False", "pass"),
+            Mutation("ReplicaTier.poll", "self.host.pool.release(slots)", "pass"),
+            Mutation("ReplicaTier.forget_waiting", "self.waiting.clear()", "pass"),
+            Mutation("ReplicaTier.restore", "self.pool.add_writer(pages)", "pass"),
+            Mutation("ReplicaTier._end", "self.host.pool.release(load.slots)", "pass"),
+        ],
+    ),
+    Module(
+        "kvcache.tiers",
+        ["tests/kvcache/test_host_tier.py"],
+        [
+            Mutation(
+                "Tiers.tick",
+                "min(self._credit + self.share * (now - self._seen), _MOST_CREDIT_S)",
+                "self._credit + self.share * (now - self._seen)",
+            ),
+            Mutation("Tiers.reset", "tier.load_all()", "pass"),
+            Mutation("Tiers.reset", "self.host.pool.forget_idle()", "pass"),
+            Mutation("_check_queue", "if pages.size and not", "if not pages.size and not"),
+        ],
+    ),
+    Module(
+        "kvcache.file_tier",
+        ["tests/kvcache/test_file_tier.py"],
+        [
+            Mutation("FileTier.__init__", "host.pool.num_pages // 4", "host.pool.num_pages"),
+            Mutation("FileTier.promote", "self._host.pool.free_count // 2", "self._host.pool.free_count"),
+            Mutation("FileTier.tick", "or time.monotonic() - self._queue[0][0] > _LONGEST_QUEUED_S", ""),
+            Mutation("FileTier.tick", "time.monotonic() - self._scanned > _RESCAN_S", "False"),
+            Mutation("FileTier._take_up_reads", "read.slots[right], read.digests[right]", "read.slots, read.digests"),
+            Mutation("FileTier._take_up_reads", "self.refused += int((~right).sum())", "self.refused += 1"),
+            Mutation("FileTier._begin_write", "& (self._index.find(digests[once]) == NO_ENTRY)", ""),
+            Mutation("FileTier._take_up_write", "self._paused_until = time.monotonic() + _PAUSE_S", "pass"),
+            Mutation(
+                "FileTier._make_room",
+                "self._writer.submit(Path.unlink, self._folder.path / name, missing_ok=True)",
+                "pass",
+            ),
+        ],
+    ),
+    Module(
+        "kvcache.page_files",
+        ["tests/kvcache/test_page_files.py"],
+        [
+            Mutation("read_pages", "row[: layout.digest_bytes] == wanted and ", ""),
+            Mutation("read_pages", "wanted, parts\n", "row[: layout.digest_bytes], parts\n"),
+            Mutation("read_rows", " or end[len(rows) :] != layout.footer(rows, count)", ""),
+            Mutation("read_rows", "if len({row.tobytes() for row in digests}) == count else None", ""),
+            Mutation("FileFormat.count_of", "0 if rest or count < 0 else count", "max(0, count)"),
+            Mutation("write_pages", "path.unlink(missing_ok=True)", "pass"),
+        ],
+    ),
+    Module(
+        "kvcache.file_index",
+        ["tests/kvcache/test_file_tier.py"],
+        [
+            Mutation("FileIndex.use", "self._files.move_to_end(self._names[number])", "pass"),
+            Mutation("FileIndex.room_for", "self.bytes + size > self._max_bytes", "self.bytes > self._max_bytes"),
+            Mutation("FileIndex.forget", "self.bytes -= file.size", "pass"),
+        ],
+    ),
+)

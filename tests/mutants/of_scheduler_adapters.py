@@ -1,0 +1,161 @@
+"""Mutations of the schedulers: the loop, the rooms of both sides, their pulls, messages, and what runs the model."""
+
+from tests.mutants.mutation import Module, Mutation
+
+SCHEDULER_ADAPTERS: tuple[Module, ...] = (
+    Module(
+        "scheduler_adapters.loop",
+        ["tests/scheduler_adapters/test_loop.py"],
+        [
+            Mutation("ServingLoop.context_for", "if total - 1 > capacity:", "if total > capacity:"),
+            Mutation("ServingLoop.context_for", "if not self.knows(highest):", "if highest < 0:"),
+            Mutation("ServingLoop.knows", "0 <= token < self.vocab_size", "0 <= token <= self.vocab_size"),
+            Mutation("ServingLoop._reserve_running", "if e.replica == entry.replica", "if e"),
+            Mutation("ServingLoop._reserve_running", "reversed(self._running)", "self._running"),
+            Mutation("ServingLoop._preempt", "entry.context.reset()", "pass"),
+            Mutation("ServingLoop._preempt", "appendleft", "append"),
+            Mutation("ServingLoop._claim", "if not reserved:", "if reserved is None:"),
+            Mutation(
+                "ServingLoop._run",
+                "sorted(batch, key=lambda pair: pair[0].replica)",
+                "batch",
+                ["tests/scheduler_adapters/test_loop.py", "tests/scheduler_adapters/test_service.py"],
+            ),
+            Mutation("ServingLoop._output", "if request.hold_pages:", "if not request:"),
+            Mutation("ServingLoop._check_new", "request_id in self._held or", ""),
+            Mutation("plan_chunks", "max(1, budget", "max(0, budget"),
+            Mutation("plan_chunks", "min(count, left)", "count"),
+            Mutation("finish_reason", ">= request.max_new_tokens", "> request.max_new_tokens"),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.rooms",
+        ["tests/scheduler_adapters/test_rooms.py"],
+        [
+            Mutation(
+                "PREFILL_MOVES",
+                '"held": frozenset({"ending", "over"})',
+                '"held": frozenset({"ending", "over", "queued"})',
+            ),
+            Mutation("DECODE_MOVES", '"decoding": frozenset({"over"})', '"decoding": frozenset({"over", "waiting"})'),
+            Mutation("Room.blame", "self.reason or reason", "reason or self.reason"),
+            Mutation("Room.move", "deadline\n", "self.deadline\n"),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.decode",
+        ["tests/scheduler_adapters/test_faults.py", "tests/scheduler_adapters/test_service.py"],
+        [
+            Mutation("DecodeScheduler._on_message", "(message.attempt, link)", "(room.attempt, link)"),
+            Mutation("DecodeScheduler._on_message", "not self._loop.knows(message.token)", "message.token < 0"),
+            Mutation("DecodeScheduler._on_late", "link.send(cancel)", "pass"),
+            Mutation("DecodeScheduler._admit", "while queue and not self._loop.num_waiting:", "while queue:"),
+            Mutation("DecodeScheduler._fail", "len(room.reasons) >= MAX_ATTEMPTS", "len(room.reasons) > MAX_ATTEMPTS"),
+            Mutation("DecodeScheduler._fail", "room.avoid.add(avoid.name)", "pass"),
+            Mutation("DecodeScheduler._give_up", "self._loop.abort(room.request_id)", "pass"),
+            Mutation("DecodeScheduler._give_up_source", "room.link.send(cancel)", "pass"),
+            Mutation("DecodeScheduler._expire", "room.deadline <= now", "room.deadline < 0"),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.prefill",
+        ["tests/scheduler_adapters/test_faults.py", "tests/scheduler_adapters/test_service.py"],
+        [
+            Mutation("PrefillScheduler._welcome_reader", "if reader.name == hello.reader", "if not reader"),
+            Mutation(
+                "PrefillScheduler._start", "min(message.within_s, self._times.compute_s)", "self._times.compute_s"
+            ),
+            Mutation("PrefillScheduler._on_event", "self._free_lease(room)\n                if reason", "if reason"),
+            Mutation("PrefillScheduler._table", "full_pages=room.token is None", "full_pages=False"),
+            Mutation("PrefillScheduler._offer", "self._exchange.start_clock(room.replica, lease)", "pass"),
+            Mutation("PrefillScheduler._end", "if room.lease is None:", "if room.lease:"),
+            Mutation("PrefillScheduler._lose", "silent=True", "silent=False"),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.pulls",
+        ["tests/scheduler_adapters/test_faults.py", "tests/scheduler_adapters/test_service.py"],
+        [
+            Mutation("Pulls.release", "if room.key not in self._open:", "if room.key:"),
+            Mutation("Pulls.on_event", "and (event.error or not mine)", "and event.error"),
+            Mutation("Pulls.on_event", "room.key == event.key and", ""),
+            Mutation("Pulls.begin", '["reused"] += pending.tokens[0] //', '["reused"] += pending.tokens[1] //'),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.messages",
+        ["tests/scheduler_adapters/test_messages.py"],
+        [
+            Mutation("decode_frames", "if len(frames) != 1:", "if not frames:"),
+            Mutation("decode_frames", "if not isinstance(message, wanted):", "if not message:"),
+            Mutation("clipped", "_MAX_REASON - 3", "_MAX_REASON"),
+            Mutation("Token", "lt=1 << 31", "le=1 << 31"),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.affinity",
+        ["tests/scheduler_adapters/test_affinity.py"],
+        [
+            Mutation("chunks_of", "len(tokens) - CHUNK + 1", "len(tokens)"),
+            Mutation("chunks_of", "hash(cache_salt)", "0"),
+            Mutation("AskedFor.add", "reversed(chunks)", "chunks"),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.state_pages",
+        ["tests/scheduler_adapters/test_state_pages.py"],
+        [
+            Mutation("StatePages.allocate", "self._reset(page)", "pass"),
+            Mutation("StatePages.release", "if page not in self._importing:", "if page:"),
+            Mutation("StatePages.pages_at", "if has != start:", "if has < start:"),
+            Mutation("StatePages.fork", "self._tokens[target] = tokens", "pass"),
+            Mutation("StatePages.cancel_import", "self._reset(page)", "pass"),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.state_layout",
+        ["tests/scheduler_adapters/test_state_layout.py"],
+        [
+            Mutation("state_layout", "shard * shape.groups // shards", "shard * groups"),
+            Mutation("state_layout", "offset += parts[-1].num_bytes", "offset += parts[-1].stride"),
+            Mutation("StateShape.__post_init__", "if self.kernel < 2:", "if self.kernel < 1:"),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.hybrid",
+        ["tests/scheduler_adapters/test_hybrid.py"],
+        [
+            Mutation("HybridKVCacheManager.external_claim", "super().release(request_id)", "pass"),
+            Mutation("HybridKVCacheManager.fork", "self.states.fork(parent.request_id, child.request_id)", "pass"),
+            Mutation("HybridKVCacheManager.extend_import", "if source != before:", "if not source:"),
+            Mutation("HybridKVCacheManager.cancel_import", "self.states.cancel_import(pages[1])", "pass"),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.paged_attention",
+        ["tests/scheduler_adapters/test_paged_attention.py"],
+        [
+            Mutation("PagedBatch._group", "(distance < window)", "(distance <= window)"),
+            Mutation("PagedBatch._group", "(starts - window + 1)", "(starts - window + 2)"),
+            Mutation("PagedBatch._read", "states[group.stale[0], :, group.stale[1]] = 0", "pass"),
+            Mutation("PagedBatch._group", "-(-ends // self._page_size)", "ends // self._page_size"),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.replay",
+        ["tests/scheduler_adapters/test_replay.py"],
+        [
+            Mutation("reference_lru_hits", "reversed(blocks)", "blocks"),
+            Mutation("optimum_hits", "if resident.get(block) == (use, depth):", "if block in resident:"),
+            Mutation("_window_loads", "each.max() * replicas / each.sum()", "each.max() / each.sum()"),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.trace_hints",
+        ["tests/scheduler_adapters/test_trace_hints.py"],
+        [
+            Mutation("continues", "(len(blocks) - 1) // 2", "-1"),
+            Mutation("_share_wrong", "if not 0.0 <= share <= 1.0:", "if not -1.0 <= share <= 1.0:"),
+        ],
+    ),
+)

@@ -1,0 +1,226 @@
+"""Mutations of the protocol: leases, pulls and their fences, ranks, engines, handshakes."""
+
+from tests.mutants.mutation import Module, Mutation
+
+TRANSFER: tuple[Module, ...] = (
+    Module(
+        "transfer.lease",
+        ["tests/transfer/test_lease.py"],
+        [
+            Mutation("Lease.is_read", "ended >= self.engines", "ended >= 1"),
+            Mutation("Lease.is_read", "len(ranks) == self.ranks[engine]", "len(ranks) >= 1"),
+            Mutation("LeaseBook.grant", "self.words[slot] = lease_id", "pass"),
+            Mutation("LeaseBook.grant", " or lease_id in self._by_id", ""),
+            Mutation("LeaseBook.grant", " or slot in self._slots", ""),
+            Mutation("LeaseBook.grant", "math.inf if running else self._clock()", "self._clock()"),
+            Mutation("LeaseBook.grant", "now + duration_s * self._longest", "math.inf"),
+            Mutation("LeaseBook.start_clock", " and lease.deadline == math.inf", ""),
+            Mutation("LeaseBook.start_clock", "self._next_deadline = min", "self._next_deadline = max"),
+            Mutation("LeaseBook.hear", "note.reason or", "lease.refusal or"),
+            Mutation("LeaseBook.hear", " and not lease.refusal", ""),
+            Mutation("LeaseBook._verdict", " or lease.ranks.get(note.engine_id, note.ranks) != note.ranks", ""),
+            Mutation("LeaseBook._verdict", "if note.rank in lease.heard", "if note.ranks in lease.heard"),
+            Mutation(
+                "LeaseBook._renew", "min(self._clock() + lease.duration_s, lease.last_deadline)", "lease.last_deadline"
+            ),
+            Mutation("LeaseBook._renew", "max(lease.deadline,", "max(0.0,"),
+            Mutation("LeaseBook.expire", "lease.deadline <= now", "lease.deadline < now"),
+            Mutation("LeaseBook.expire", "if now < self._next_deadline:", "if now <= self._next_deadline:"),
+            Mutation("LeaseBook._end", "self.words[lease.slot] = CLEARED", "pass"),
+            Mutation("LeaseBook._end", "self._ended[lease.lease_id] = None", "pass"),
+            Mutation("LeaseBook.check", "self.words != expected", "self.words < expected"),
+        ],
+    ),
+    Module(
+        "transfer.pull",
+        ["tests/transfer/test_pull.py"],
+        [
+            Mutation("Puller.open", "0 <= lease.slot < engine.words", "0 <= lease.slot <= engine.words"),
+            Mutation("Puller.open", "lease.duration_s / 3", "lease.duration_s"),
+            Mutation("Puller.get", " or not pull.more", ""),
+            Mutation("Puller.fail_engine", "engine.failure = engine.failure or reason", "pass"),
+            Mutation("Puller.poll", "now >= pull.deadline", "now < 0"),
+            Mutation("Puller.poll", "pull.renew_at = now + pull.lease.duration_s / 3", "pass"),
+            Mutation("Puller._advance", "not pull.reading and ", ""),
+            Mutation("Puller._advance", "pull.in_flight or (", "("),
+            Mutation("Puller._advance", "(not pull.more or pull.passed < pull.added)", "not pull.more"),
+            Mutation("Puller._read", "pull.read_ranks.add(part.rank)", "pass"),
+            Mutation("Puller._fence", "self.words[slot] = CLEARED", "pass"),
+            Mutation("Puller._fence", "pull.lease.slot * WORD_BYTES", "slot * WORD_BYTES"),
+            Mutation("Puller._fence", 'b"" if pull.more else', 'b"" if not pull else'),
+            Mutation("Puller._fence", "sorted(pull.read_ranks)", "sorted(pull.read_ranks)[:1]"),
+            Mutation("Puller._fence", "self._free.append(slot)", "pass"),
+            Mutation("Puller._collect_fences", "word != pull.lease.lease_id", "word == CLEARED"),
+            Mutation("Puller._collect_fences", "elif not pull.fencing and", "elif"),
+            Mutation("Puller._collect_fences", "self._free.append(slot)", "pass"),
+            Mutation("Puller._collect_fences", "pull.told.add(rank)", "pass"),
+            Mutation("Puller._collect_reads", "pull.reading.remove(entry)", "pull.reading.clear()"),
+            Mutation("Puller._came", " and not pull.error:\n            self._use", ":\n            self._use"),
+            Mutation("Puller._fail", "if pull.error:", "if not pull:"),
+            Mutation("Puller._fail", " - pull.told", ""),
+            Mutation("Puller._on_error", "if error.peer_lost and", "if"),
+            Mutation("Puller.conclude", "part.settle()", "pass"),
+            Mutation("Puller.conclude", "self._free += [slot for _, _, slot in pull.fencing]", "pass"),
+        ],
+    ),
+    Module(
+        "transfer.rank",
+        ["tests/transfer/test_replica.py"],
+        [
+            Mutation("RankTransfer._give_up_stuck", "self._destroy(remote)", "pass"),
+            Mutation("RankTransfer._give_up_stuck", "if not self.puller.is_stuck(remote, self._stuck_s):", "if True:"),
+            Mutation("RankTransfer.poll", "self.released.extend(self.leases.expire())", "self.leases.expire()"),
+            Mutation("RankTransfer.connect", "if remote.engine_id == self.identity.engine_id:", "if not remote:"),
+            Mutation(
+                "RankTransfer.connect", "expected not in {None, (remote.engine_id, remote.incarnation)}", "not ranks"
+            ),
+            Mutation("RankTransfer.disconnect", "self.puller.fail_engine(remote, reason)", "pass"),
+            Mutation("RankTransfer.end_lease", "self.released.append(lease)", "pass"),
+            Mutation("RankTransfer._reap", "if not self.puller.uses(remote)", "if remote"),
+            Mutation("RankTransfer.add_pages", "self.puller.fail(key, str(error))", "pass"),
+            Mutation("RankTransfer.close", 'self.end_lease(lease_id, "this rank was shut down")', "pass"),
+        ],
+    ),
+    Module(
+        "transfer.remote",
+        ["tests/transfer/test_replica.py"],
+        [
+            Mutation(
+                "RemoteEngine.__init__", "min(found.words for found in ranks)", "max(found.words for found in ranks)"
+            ),
+            Mutation("RemoteEngine.parts", "if len(few) == len(self._few):", "if few:"),
+            Mutation("RemoteEngine.parts", " and self.verifier is None", "", ["tests/transfer/test_worker.py"]),
+            Mutation("_check_ranks", "if len(same) != 1:", "if not same:"),
+            Mutation("_check_ranks", "list(range(first.ranks))", "[found.rank for found in ranks]"),
+            Mutation(
+                "_check_fit",
+                "differences(mine.settings, found.settings)",
+                "differences(mine.settings, ranks[0].settings)",
+            ),
+            Mutation("_check_fit", "differences(compatibility, found.compatibility)", "differences({}, {})"),
+            Mutation(
+                "_check_fit", "if len(found.layout.groups) != len(mine.layout.groups):", "if not found.layout.groups:"
+            ),
+        ],
+    ),
+    Module(
+        "transfer.replica",
+        ["tests/transfer/test_replica.py"],
+        [
+            Mutation("ReplicaTransfer.offer", 'rank.leases.end(lease.lease_id, "not granted by every rank")', "pass"),
+            Mutation("ReplicaTransfer.pull", "if key in self._pulls:", "if not key:"),
+            Mutation("ReplicaTransfer._collect_leases", "if not left:", "if True:"),
+            Mutation("ReplicaTransfer._collect_leases", "left.discard(at)", "left.clear()"),
+            Mutation(
+                "ReplicaTransfer._on_rank", "elif not pull.open_ranks and not pull.error:", "elif not pull.error:"
+            ),
+            Mutation("ReplicaTransfer._passed", "return min(", "return max("),
+            Mutation("ReplicaTransfer._start", 'pull.source.incarnation not in ("", peer.incarnation)', "False"),
+            Mutation("ReplicaTransfer._start", "_check_ranks(key, pull.source, len(remote.ranks))", "pass"),
+            Mutation("ReplicaTransfer._fail", "self.ranks[at].puller.fail(key, reason)", "pass"),
+            Mutation("ReplicaTransfer._fail", "safe = not pull.open_ranks", "safe = True"),
+            Mutation("ReplicaTransfer._expire", "now >= pull.deadline", "now < 0"),
+            Mutation("ReplicaTransfer.cancel", "if not pull.started and not pull.error:", "if not pull:"),
+            Mutation("_check_ranks", "{0, ranks}", "{source.ranks, ranks}"),
+        ],
+    ),
+    Module(
+        "transfer.directory",
+        ["tests/transfer/test_replica.py"],
+        [
+            Mutation("Directory._is_loaded", "return all(", "return any("),
+            Mutation("Directory._load", "rank.disconnect(engine_id, str(error))", "pass"),
+            Mutation("Directory._on_metadata", "self.failed_handshakes += 1", "pass"),
+            Mutation("Directory._ping", "elif answer.incarnation != peer.incarnation:", "elif not answer.incarnation:"),
+            Mutation("Directory._forget", "rank.disconnect(engine_id, reason, peer.incarnation)", "pass"),
+            Mutation("Directory.watch", "now - peer.used > self._times.idle", "now < 0"),
+            Mutation("Directory.watch", "> self._times.heartbeat:", "> self._times.idle:"),
+        ],
+    ),
+    Module(
+        "transfer.stats",
+        ["tests/transfer/test_replica.py"],
+        [
+            Mutation("TransferStats.record_lease", '"expired" if reason.startswith("expired") else "other"', '"other"'),
+            Mutation("TransferStats.record_failure", "self._failed += 1", "pass"),
+        ],
+    ),
+    Module(
+        "transfer.handshake",
+        ["tests/transfer/test_handshake.py", "tests/transfer/test_side_channel.py"],
+        [
+            Mutation("differences", "{*ours, *theirs}", "ours"),
+            Mutation("HandshakeServer._answer", "if not self._throttle.admits(identity):", "if not identity:"),
+            Mutation("HandshakeServer._answer_to", "if cards and not engine_id else None", "if cards else None"),
+            Mutation(
+                "HandshakeServer._answer_to",
+                "differences(card.compatibility, query.compatibility)",
+                "differences({}, {})",
+            ),
+            Mutation("HandshakeServer.serve", "{**self._cards, card.engine_id: card}", "{card.engine_id: card}"),
+            Mutation("HandshakeClient.poll", "asked.deadline <= now", "asked.deadline < 0"),
+            Mutation(
+                "HandshakeClient.forget",
+                "if any(asked.address == address for asked in self._asked.values()):",
+                "if not address:",
+            ),
+            Mutation(
+                "HandshakeClient._deliver", "self._asked.pop(answer.query_id, None)", "self._asked.get(answer.query_id)"
+            ),
+        ],
+    ),
+    Module(
+        "transfer.wire",
+        ["tests/transfer/test_wire.py", "tests/transfer/test_metadata.py"],
+        [
+            Mutation(
+                "open_rank", "if not hmac.compare_digest(rank.digest, _digest(rank, key)):", "if not rank.digest:"
+            ),
+            Mutation("open_rank", "if len(data) > MAX_METADATA_BYTES:", "if not data:"),
+            Mutation("open_rank", "check(rank.layout)", "pass"),
+            Mutation("open_rank", "if not 0 <= rank.rank < rank.ranks", "if not 0 <= rank.rank <= rank.ranks"),
+            Mutation("_check_memory", "len(rank.bases) != len(sizes)", "len(rank.bases) < len(sizes)"),
+            Mutation("_check_memory", "0 < base < base + size", "0 < base <= base + size"),
+            Mutation("decode_note", "0 <= note.rank < note.ranks", "0 <= note.rank <= note.ranks"),
+            Mutation(
+                "_digest",
+                "hashlib.sha256(key).digest() if key else",
+                '"" if not key else hashlib.sha256().digest() if not rank else',
+            ),
+        ],
+    ),
+    Module(
+        "transfer.inbox",
+        ["tests/transfer/test_inbox.py"],
+        [
+            Mutation("Inbox.accept", "if transfers.get(name) == self._shards", "if transfers.get(name)"),
+            Mutation("Inbox._verdict", "peer is None or peer not in self.completed", "peer is None"),
+            Mutation("Inbox.disconnect", "if shards == self._shards", "if not shards"),
+        ],
+    ),
+    Module(
+        "transfer.transfers",
+        ["tests/transfer/test_engine.py"],
+        [
+            Mutation("Transfers._fail", "self.quarantine.park(posting)", "pass"),
+            Mutation("Transfers._drain", "self.quarantine.release(ended)", "pass"),
+            Mutation(
+                "Transfers._is_ours",
+                "if self._name not in (request.src_name, request.dst_name):",
+                "if not request.src_name:",
+            ),
+            Mutation("Transfers.wait", "if not timeout_s >= 0:", "if timeout_s < 0:"),
+            Mutation("Transfers.disconnect", "self.inbox.disconnect(name)", "pass"),
+        ],
+    ),
+    Module(
+        "transfer.quarantine",
+        ["tests/transfer/test_engine.py"],
+        [
+            Mutation("Quarantine.park", "and posting not in self._parked", ""),
+            Mutation("Quarantine.pages", "if held.replica == replica", "if held"),
+            Mutation("Quarantine.of_peer", "held.peer == peer and name not in ours", "held.peer == peer"),
+            Mutation("Quarantine.reap", "if not posting.in_flight:", "if posting:"),
+        ],
+    ),
+)

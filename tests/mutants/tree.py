@@ -1,0 +1,122 @@
+"""A copy of the packages and their tests, in which one mutation at a time is tried. The working tree stays as it is."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+PARTS = ("kvcache", "transfer", "scheduler_adapters", "tests", "docs", "pyproject.toml")
+NO_CACHES = shutil.ignore_patterns("__pycache__", ".pytest_cache", ".hypothesis")
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+
+
+class Run(NamedTuple):
+    """What came of a run of tests.
+
+    Attributes:
+        outcome: "passed", "failed", "timed out", "crashed" (ended by a signal), or "broken": no test ran.
+        by: the test that failed first; the end of the output where the run is broken.
+        seconds: that it took.
+    """
+
+    outcome: str
+    by: str
+    seconds: float
+
+
+class Tree:
+    """The copy, in a folder of its own.
+
+    Args:
+        folder: empty; the caller removes it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for part in PARTS:
+            if (ROOT / part).is_dir():
+                shutil.copytree(ROOT / part, folder / part, ignore=NO_CACHES)
+            else:
+                shutil.copy2(ROOT / part, folder / part)
+        self._stamp = time.time_ns()
+        self._forker: subprocess.Popen[str] | None = None
+
+    def check_imports(self) -> None:
+        """Raise `RuntimeError` unless a program that runs here imports the packages of the copy."""
+        code = (
+            "import kvcache, transfer, scheduler_adapters as s; print(kvcache.__file__, transfer.__file__, s.__file__)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=self.folder,
+            env=self._environment(),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        if not all(Path(path).is_relative_to(self.folder) for path in done.stdout.split()):
+            raise RuntimeError(f"the packages are imported from elsewhere: {done.stdout.strip()}")
+
+    def run_mutated(self, path: Path, source: str, tests: Sequence[str], limit_s: float) -> Run:
+        """Run tests with another source in a file, which is as before afterwards."""
+        file = self.folder / path
+        before, status = file.read_bytes(), file.stat()
+        self._stamp += 2_000_000_000  # compiled files are compared by whole seconds and size: each change is a new one
+        try:
+            file.write_text(source)
+            os.utime(file, ns=(self._stamp, self._stamp))
+            return self.run(tests, limit_s)
+        finally:
+            file.write_bytes(before)
+            os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    def run(self, tests: Sequence[str], limit_s: float, *, compiled: bool = False) -> Run:
+        """Run tests up to the first that fails. `compiled`: keep what Python compiles, for the next runs."""
+        options = ["-x", "-q", "-p", "no:randomly", "-p", "no:cacheprovider", f"--basetemp={self.folder / 'basetemp'}"]
+        options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # hypothesis is loaded before pytest begins
+        asked = {"tests": list(tests), "options": options, "limit_s": limit_s, "compiled": compiled}
+        if self._forker is None:
+            self._forker = self._start_forker()
+        assert self._forker.stdin is not None
+        assert self._forker.stdout is not None
+        start = time.monotonic()
+        self._forker.stdin.write(json.dumps(asked) + "\n")
+        self._forker.stdin.flush()
+        answer = json.loads(self._forker.stdout.readline())
+        outcome, output = _outcome(answer["status"]), answer["output"]
+        found = _FAILED.search(output)
+        by = output[-2000:] if outcome == "broken" else found[1] if found else ""
+        return Run(outcome, by, time.monotonic() - start)
+
+    def close(self) -> None:
+        """End what runs the tests."""
+        if self._forker is not None:
+            self._forker.communicate()
+
+    def _start_forker(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.mutants.forker"],
+            cwd=self.folder,
+            env=self._environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def _environment(self) -> dict[str, str]:
+        return dict(os.environ) | {"PYTHONPATH": str(self.folder)}
+
+
+def _outcome(status: int | None) -> str:
+    if status is None:
+        return "timed out"
+    if status < 0:
+        return "crashed"
+    return {0: "passed", 1: "failed"}.get(status, "broken")
