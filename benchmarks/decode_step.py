@@ -2,6 +2,10 @@
 
 The requests are spread evenly over their last pages, so that each step `batch / page` of them cross a page. With few
 requests most steps cross none: `page_mean` is the mean over a page's worth of steps, where each crosses once.
+
+A `Batch` keeps lengths and tokens in arrays; its contexts catch up when somebody reads them, and by themselves every
+256 steps. `Batch, contexts read` reads the last token of every context after each step, as a server does that streams
+from its contexts; `us_mean` and `us_max` are of all steps of a row, the one where all contexts catch up among them.
 """
 
 from __future__ import annotations
@@ -17,6 +21,11 @@ from kvcache import PagedKVCacheManager, TextContext
 
 PROMPT = 1024
 LONGEST = 4096
+CALLS = ("Batch", "Batch, contexts read", "per request")
+_STATISTICS = (
+    "columns us_*: minimum, median, mean and maximum of the n steps of a row; page_mean: median of the means over as "
+    "many steps as a page has tokens"
+)
 
 
 def running(batch: int, page_size: int, steps: int, *, full: bool) -> tuple[PagedKVCacheManager, list[TextContext]]:
@@ -59,13 +68,25 @@ def bound(manager: PagedKVCacheManager, contexts: list[TextContext]) -> Callable
     return step
 
 
+def read_after(step: Callable[[], None], contexts: list[TextContext]) -> Callable[[], None]:
+    """The step, and then every context read."""
+
+    def both() -> None:
+        step()
+        for context in contexts:
+            _ = context.tokens[-1]
+
+    return both
+
+
 def measure(batch: int, page_size: int, repeats: int, *, full: bool = False) -> list[Row]:
-    """The rows of one batch size: by `Batch` and by plain calls, each on requests of its own."""
+    """The rows of one batch size: by `Batch`, contexts read or not, and by plain calls, each on requests of its own."""
     repeats = -(-repeats // page_size) * page_size  # whole pages, so that every request crosses as often
     rows: list[Row] = []
-    for calls in ("Batch", "per request"):
+    for calls in CALLS:
         manager, contexts = running(batch, page_size, repeats + WARM_UP, full=full)
-        step = bound(manager, contexts) if calls == "Batch" else lambda m=manager, c=contexts: by_calls(m, c)
+        step = bound(manager, contexts) if calls != "per request" else lambda m=manager, c=contexts: by_calls(m, c)
+        step = read_after(step, contexts) if calls == "Batch, contexts read" else step
         free, evicted = manager.num_free_blocks, manager.metrics.evictions
         times = samples(repeats, lambda: None, lambda _, step=step: step())
         crossed = free - manager.num_free_blocks
@@ -74,7 +95,8 @@ def measure(batch: int, page_size: int, repeats: int, *, full: bool = False) -> 
         expect(not full or manager.metrics.evictions - evicted >= crossed - 1, "every new page is evicted")
         windows = [statistics.mean(times[at : at + page_size]) for at in range(0, repeats, page_size)]
         shape = {"page": page_size, "batch": batch, "pool": "full" if full else "new", "calls": calls}
-        rows.append({**shape, **summary(times), "page_mean": round(statistics.median(windows), 2)})
+        means = {"page_mean": round(statistics.median(windows), 2), "us_mean": round(statistics.mean(times), 2)}
+        rows.append({**shape, **summary(times), **means, "us_max": round(max(times), 2)})
     return rows
 
 
@@ -83,10 +105,10 @@ def main() -> None:
     chosen = options(__doc__)
     pin()
     batches = [1, 64, 1024] if chosen.quick else [1, 4, 16, 64, 256, 1024]
-    repeats = 32 if chosen.quick else 128
+    repeats = 32 if chosen.quick else 256
     rows = [row for page in (16, 128) for batch in batches for row in measure(batch, page, repeats)]
     rows += [row for batch in (1, 1024) for row in measure(batch, 16, repeats, full=True)]
-    report("decode_step", rows, chosen)
+    report("decode_step", rows, chosen, _STATISTICS)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,11 @@ from benchmarks.frame import POOL_SIZES, WARM_UP, Row, options, pin, report, set
 from benchmarks.pools import Prompts, age, compute, expect, manager_of
 from kvcache import PagedKVCacheManager, TextContext
 
+_STATISTICS = (
+    "columns *_min and *_median: minimum and median of the n samples of a row; evict_min is the difference of the "
+    "two minima, evict_median the median of the differences of pairs"
+)
+
 
 def hashed(manager: PagedKVCacheManager, prompts: Prompts, count: int) -> TextContext:
     """A new prompt of `count` pages whose digests are on the context already: asking for a replica makes them."""
@@ -69,7 +74,7 @@ def main() -> None:
     pin()
     sizes = POOL_SIZES[:2] if chosen.quick else POOL_SIZES
     rows = [row for pages in sizes for row in measure(pages, (1, 64, 256, 2048), 15 if chosen.quick else 60)]
-    report("evict", rows, chosen)
+    report("evict", rows, chosen, _STATISTICS)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ import numpy as np
 from benchmarks.fleet_client import Asked, Client
 from benchmarks.fleet_trace import PAGE, TraceError, TraceRequest, read_requests, synthetic_requests
 from benchmarks.fleet_worker import FOLDER_VARIABLE, Stamp, read_stamps
-from benchmarks.frame import Row, machine, progress, table, write
+from benchmarks.frame import Row, header, progress, table, write
 from benchmarks.trace_replay import FOLDER, TRACES
 from kvcache.errors import KVCacheError
 from scheduler_adapters import messages as msg
@@ -245,7 +245,8 @@ def main() -> int:
     if chosen.json:
         options = " ".join(f"--{name} {getattr(chosen, name):g}" for name in ("requests", "rate", "rounds", "seed"))
         served = {way: counters(one) for way, one in ways.items()}
-        figures = {"command": f"python -m benchmarks.first_token {options}", "machine": machine(), **served}
+        command = f"python -m benchmarks.first_token {options}"
+        figures = {**header(command, "columns *_p50 and *_p99: median and 99th percentile of n requests"), **served}
         write(chosen.json, {**figures, "rows": rows})
     return 0
 

@@ -28,7 +28,7 @@ import torch
 from benchmarks.fleet_client import Asked, Client
 from benchmarks.fleet_trace import PAGE, TraceError, TraceRequest, ideal_hit_rate, read_requests
 from benchmarks.fleet_worker import FOLDER_VARIABLE, PHASES, Phase, Planned, Stamp, read_stamps, write_plan
-from benchmarks.frame import Row, machine, progress, table, write
+from benchmarks.frame import Row, header, progress, table, write
 from benchmarks.trace_replay import FOLDER, TRACES
 from kvcache.errors import KVCacheError
 from scheduler_adapters import messages as msg
@@ -294,7 +294,7 @@ def main() -> int:
     print(table([{"figure": key, "value": str(value)} for key, value in found.items()]))
     if chosen.json:
         command = f"python -m benchmarks.fleet --requests {chosen.requests} --seed {chosen.seed}"
-        write(chosen.json, {"command": command, "machine": machine(), **found})
+        write(chosen.json, {**header(command, "one run; counts, and seconds as they were"), **found})
     return 0 if is_good(found) else 1
 
 

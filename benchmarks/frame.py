@@ -1,4 +1,4 @@
-"""What every benchmark shares: one pinned core, a warm-up, minima and medians, and rows that say where they were made.
+"""What every benchmark shares: one pinned core, a warm-up, minima and medians, and where they were made.
 
 The garbage collector stays on: a collection that our calls cause is part of what they cost. What the imports left
 behind is frozen first, as servers do it, for that garbage is not ours.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.metadata
 import json
 import logging
 import os
@@ -22,7 +23,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.measured import ROOT, measured
+
 Row = dict[str, Any]
+
+HEADER = ("command", "commit", "uncommitted", "date", "statistics", "machine", "versions", "measures")
+"""The keys that every result begins with."""
+MINIMA_AND_MEDIANS = "columns *_min and *_median: minimum and median of the n samples of a row"
+_LOAD_BEFORE = round(os.getloadavg()[0], 2)  # what this process adds is not meant
 
 WARM_UP = 3
 CLOCK_VARIABLE = "BENCH_CLOCK"
@@ -71,34 +79,54 @@ def options(description: str | None) -> argparse.Namespace:
     """The options of every benchmark."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows, the machine and the commit")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows, and how, where and of what")
     return parser.parse_args()
 
 
-def machine() -> Row:
-    """Where the figures were made."""
-    cpu = next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), platform.machine())
+def header(command: str, statistics: str = MINIMA_AND_MEDIANS, clock: str = "") -> Row:
+    """What every result begins with: how, when, where and of what it was made.
+
+    Args:
+        command: what makes it again.
+        statistics: which columns are minima, and which medians.
+        clock: `wall` or `cpu`, where the figures were not made by this process's clock.
+    """
+    changed = _git("status", "--porcelain", "--", "kvcache", "transfer", "scheduler_adapters", "benchmarks/*.py")
     return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "clock": "cpu" if now is time.thread_time_ns else "wall",
-        "pinned_to": sorted(os.sched_getaffinity(0)),
-        "load": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "command": command,
         "commit": _git("rev-parse", "--short=12", "HEAD"),
-        "uncommitted": _git("status", "--porcelain", "--", "kvcache", "benchmarks/*.py").splitlines(),
+        "uncommitted": changed.splitlines(),
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "statistics": statistics,
+        "machine": machine() | ({"clock": clock} if clock else {}),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in ("torch", "nixl", "numpy")},
+        },
+        "measures": measured(),
     }
 
 
-def report(name: str, rows: Sequence[Row], chosen: argparse.Namespace) -> None:
+def machine() -> Row:
+    """Where the figures were made. `load` is that of the minute before this process started."""
+    cpu = _cpuinfo("model name")
+    return {
+        "cpu": cpu or platform.machine(),
+        "cores": os.cpu_count(),
+        "sha_extensions": bool({"sha_ni", "sha2"} & {*_cpuinfo("flags").split(), *_cpuinfo("Features").split()}),
+        "clock": "cpu" if now is time.thread_time_ns else "wall",
+        "pinned_to": sorted(os.sched_getaffinity(0)),
+        "load": _LOAD_BEFORE,
+    }
+
+
+def report(name: str, rows: Sequence[Row], chosen: argparse.Namespace, statistics: str = MINIMA_AND_MEDIANS) -> None:
     """Print the rows as a table; write them as JSON where asked to."""
     print(f"\n{name}\n{table(rows)}", flush=True)
     if chosen.json:
         clock = f"{CLOCK_VARIABLE}=cpu " if now is time.thread_time_ns else ""
         command = f"{clock}python -m benchmarks.{name}" + (" --quick" if chosen.quick else "")
-        write(chosen.json, {"command": command, "machine": machine(), "rows": list(rows)})
+        write(chosen.json, {**header(command, statistics), "rows": list(rows)})
 
 
 def write(path: Path, figures: Row) -> None:
@@ -147,10 +175,12 @@ def _cell(value: Any) -> str:
 
 
 def _git(*arguments: str) -> str:
-    run = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)  # noqa: S603, S607 - git as the user has it
-    return run.stdout.strip()
+    run = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)  # noqa: S603, S607 - git as the user has it
+    return run.stdout.rstrip()
 
 
-def _cpuinfo() -> list[str]:
+def _cpuinfo(field: str) -> str:
+    """What the kernel says of the first core; empty where it says nothing."""
     path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(field)), "")

@@ -2,7 +2,9 @@
 
 A turn adds 256 tokens: 16 pages. kept: the same context goes on (a session that stays open). hasher kept: a new
 request, whose context takes over the page hashes of the one before. new: a new request that brings nothing along, as
-over HTTP: all of its tokens have to be hashed again, for only its hashes say what is cached.
+over HTTP: all of its tokens have to be hashed again, for only its hashes say what is cached. In these three the context
+is there, and reserving is timed. new, from a list: as `new`, from the list of integers on that a tokenizer gives: the
+context is made and claimed, too.
 """
 
 from __future__ import annotations
@@ -48,6 +50,16 @@ class Conversation:
         self.context = claimed(self.manager, np.concatenate((self.history, self.prompts.tokens(TURN))))
         return self.context
 
+    def next_list(self) -> list[int]:
+        """The tokens of a new request as a list: the history and `TURN` tokens more."""
+        self.manager.release(self.context.request_id)
+        return np.concatenate((self.history, self.prompts.tokens(TURN))).tolist()
+
+    def reserve_list(self, tokens: list[int]) -> None:
+        """From a list of tokens to pages."""
+        self.context = claimed(self.manager, tokens)
+        reserve(self.manager, self.context)
+
     def with_hasher(self) -> TextContext:
         """As `next_request`; it takes over the hasher of a request that ran the history."""
         before = claimed(self.manager, self.history)
@@ -61,10 +73,13 @@ class Conversation:
 def measure(length: int, algorithm: str, repeats: int) -> list[Row]:
     """The rows of one length."""
     rows: list[Row] = []
-    for case in ("kept", "hasher kept", "new"):
+    for case in ("kept", "hasher kept", "new", "new, from a list"):
         talk = Conversation(length, algorithm)
-        prepare = {"kept": talk.kept, "hasher kept": talk.with_hasher, "new": talk.next_request}[case]
-        times = samples(repeats, prepare, talk.manager.maybe_reserve)
+        from_context = {"kept": talk.kept, "hasher kept": talk.with_hasher, "new": talk.next_request}
+        if case in from_context:
+            times = samples(repeats, from_context[case], talk.manager.maybe_reserve)
+        else:
+            times = samples(repeats, talk.next_list, talk.reserve_list)
         hit = length // PAGE * PAGE
         expect(talk.context.start_idx == hit, f"the {length} tokens of before are cached")
         expect(len(talk.manager.get_req_blocks(talk.context.request_id)) >= (length + TURN) // PAGE, "pages are there")

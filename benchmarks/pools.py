@@ -47,7 +47,7 @@ class Prompts:
         return int(self._rng.integers(count))
 
 
-def claimed(manager: PagedKVCacheManager, tokens: np.ndarray) -> TextContext:
+def claimed(manager: PagedKVCacheManager, tokens: np.ndarray | list[int]) -> TextContext:
     """A claimed request of these tokens."""
     context = TextContext(tokens, LONGEST)
     manager.external_claim(context.request_id)

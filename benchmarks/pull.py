@@ -4,7 +4,9 @@ The pull is the real one: source and reader in two processes, a lease, READs of 
 `pagewire` polls without a pause, `pagewire, thread` goes through the transfer thread. The limit is `process_vm_readv`
 of the same runs, many in a call, by one thread; every ratio is of figures from one loop, in which all programs take
 turns on pages that are not in the caches any more. Source and reader may use every core; the source polls once a
-millisecond. `nixl as shipped` and vLLM run on their own, in the same run.
+millisecond. `process_vm_readv` is one thread, and ours has a second one, of NIXL's: `cpu_ratio` compares the bytes of a
+second of processor time, of the source's, too. `nixl as shipped` and vLLM run on their own, in the same run; and both
+again with the environment and the threads of NIXL that our agents have, as `nixl as ours` and `vLLM, UCX as ours`.
 """
 
 from __future__ import annotations
@@ -16,19 +18,23 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.frame import Row, machine, options, progress, table, write
+from benchmarks.frame import Row, header, options, progress, table, write
 from benchmarks.peers.environment import PeerError
 from benchmarks.pulls import figures, others
-from benchmarks.pulls.cases import equal, shares, topologies
-from benchmarks.pulls.rates import measure
+from benchmarks.pulls.cases import QUICK_VLLM_BLOCKS, VLLM_BLOCKS, as_vllm, equal, shares, topologies
+from benchmarks.pulls.rates import LIMIT, measure
 
 _WIDE = ("order", "memory", "n")
+_STATISTICS = (
+    "rows: gbps, limit_gbps, us, host_us and ratio are of minima, *_median are medians, cpu_us and cpu_ratio of means, "
+    "of n samples; figures: min and median of n samples"
+)
 
 
 def our_rows(*, quick: bool) -> Iterator[Row]:
     """Ours beside the machine's limit."""
     budget_s = 0.5 if quick else 1.5
-    for cases in (equal, topologies, shares):
+    for cases in (equal, as_vllm, topologies, shares):
         for case in cases(quick=quick):
             rows = measure(case, budget_s)
             progress(f"{case.topology}, {case.order}, {case.page_bytes} × {case.pages}: {rows[0]['ratio']:.2f}")
@@ -38,27 +44,28 @@ def our_rows(*, quick: bool) -> Iterator[Row]:
 def other_rows(*, quick: bool) -> Iterator[Row]:
     """NIXL as it comes, and vLLM where it can be run."""
     sizes = [(case.page_bytes, case.pages) for case in equal(quick=quick) if case.scattered]
-    yield from others.as_shipped(sizes)
-    blocks = [(4, 4, 256)] if quick else [(4, 4, 2048), (16, 4, 512), (64, 1, 2048)]
+    for as_ours in (False, True):
+        yield from others.nixl(sizes, as_ours=as_ours)
     try:
-        for huge in (False, True):
-            yield from others.vllm(blocks, huge=huge)
+        for way in others.VLLM:
+            yield from others.vllm(QUICK_VLLM_BLOCKS if quick else VLLM_BLOCKS, way)
     except PeerError as error:
         progress(f"without vLLM: {error}")
 
 
 def with_limits(rows: list[Row]) -> list[Row]:
-    """Gives those that ran on their own the limit that was found beside ours for as many bytes."""
-    limits = {_size(row): row["limit_gbps"] for row in rows if row.get("limit_gbps") and row["order"] == "head-major"}
+    """Gives those that ran on their own the limit that was found beside ours, of the same runs in the same memory."""
+    limits = {_shape(row): row["limit_gbps"] for row in rows if row["program"] == LIMIT}
     for row in rows:
-        limit = row.get("limit_gbps") or limits.get(_size(row))
+        limit = row.get("limit_gbps") or limits.get(_shape(row))
         row["limit_gbps"] = limit
         row.setdefault("ratio", round(row["gbps"] / limit, 3) if limit else None)
     return rows
 
 
-def _size(row: Row) -> tuple[object, ...]:
-    return row["page_bytes"], row["pages"], row["access"]
+def _shape(row: Row) -> tuple[object, ...]:
+    """What two rows have in common that read the same bytes in the same way."""
+    return tuple(row[key] for key in ("topology", "order", "memory", "access", "page_bytes", "pages", "runs"))
 
 
 def single_figures(*, quick: bool) -> Iterator[Row]:
@@ -76,14 +83,13 @@ def main(chosen: argparse.Namespace | None = None) -> None:
     chosen = chosen or options(__doc__)
     logging.getLogger("pagewire").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    before = machine()
+    before = header("python -m benchmarks.pull" + (" --quick" if chosen.quick else ""), _STATISTICS)
     rows = with_limits([*our_rows(quick=chosen.quick), *other_rows(quick=chosen.quick)])
     print(f"\npull\n{table([{key: row[key] for key in row if key not in _WIDE} for row in rows])}", flush=True)
     found = list(single_figures(quick=chosen.quick))
     print(f"\n{table(found)}", flush=True)
     if chosen.json:
-        command = "python -m benchmarks.pull" + (" --quick" if chosen.quick else "")
-        write(chosen.json, {"command": command, "machine": before, "rows": rows, "figures": found})
+        write(chosen.json, {**before, "rows": rows, "figures": found})
         _draw(rows, chosen.json.with_suffix(".png"))
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.frame import Row, machine, options, pin, progress, table, timed, write
+from benchmarks.frame import Row, header, options, pin, progress, table, timed, write
 from benchmarks.pools import LONGEST, Prompts, claimed, expect
 from kvcache import KVCacheParams, PagedKVCacheManager
 from kvcache.file_tier import FileTier
@@ -41,6 +41,7 @@ PAGE = 16
 PROMPT = 1008  # 63 pages
 _GIB = 2**30
 _WINDOW = 24  # steps between two changes from idle to busy and back
+_STATISTICS = "columns *_min, *_max, *_median and *_mean: of the samples of a row; GB/s are maxima, times minima"
 _WAITING = 3500  # pages, 110 MiB, at the start of a busy window
 
 
@@ -319,7 +320,7 @@ def main() -> None:
         print(f"\n{table([row for row in rows if row['case'] == case])}", flush=True)
     if chosen.json:
         command = "python -m benchmarks.tiers" + (" --quick" if quick else "")
-        write(chosen.json, {"command": command, "machine": machine(), "rows": rows})
+        write(chosen.json, {**header(command, _STATISTICS), "rows": rows})
 
 
 if __name__ == "__main__":

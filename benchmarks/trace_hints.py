@@ -10,7 +10,7 @@ import sys
 
 from benchmarks.frame import Row, options, pin, progress, report
 from benchmarks.pools import expect
-from benchmarks.trace_replay import FOLDER, TRACES
+from benchmarks.trace_replay import COUNTED, FOLDER, TRACES
 from scheduler_adapters.replay import load_trace
 from scheduler_adapters.replay_plots import CAPACITIES, sweep_capacities
 
@@ -33,7 +33,7 @@ def main() -> int:
         progress(f"trace_hints: no {missing[0]} in {FOLDER}; PAGEWIRE_TRACES names another folder")
         return 0
     capacities = (5000,) if chosen.quick else CAPACITIES
-    report("trace_hints", [row for name in TRACES for row in measure(name, capacities)], chosen)
+    report("trace_hints", [row for name in TRACES for row in measure(name, capacities)], chosen, COUNTED)
     return 0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from benchmarks.frame import Row, options, pin, progress, report
-from benchmarks.trace_replay import FOLDER, TRACES
+from benchmarks.trace_replay import COUNTED, FOLDER, TRACES
 from scheduler_adapters.replay import load_trace
 from scheduler_adapters.replay_plots import REPLICAS, sweep_replicas
 
@@ -32,9 +32,8 @@ def main() -> int:
     if missing:
         progress(f"trace_routing: no {missing[0]} in {FOLDER}; PAGEWIRE_TRACES names another folder")
         return 0
-    report(
-        "trace_routing", [row for name in TRACES for row in measure(name, (8,) if chosen.quick else REPLICAS)], chosen
-    )
+    rows = [row for name in TRACES for row in measure(name, (8,) if chosen.quick else REPLICAS)]
+    report("trace_routing", rows, chosen, COUNTED)
     return 0
 
 

@@ -6,15 +6,13 @@ turn; the variants alternate, so that what else the machine does falls on all of
 
 from __future__ import annotations
 
-import argparse
 import statistics
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from benchmarks.frame import now
+from benchmarks.frame import header, now, options, table, write
 from benchmarks.pools import expect
 from benchmarks.pulls.engines import HEAD_MAJOR, huge_pages
 from kvcache.layout import PageLayout
@@ -27,10 +25,14 @@ from transfer.shapes import dense
 
 PAGE = PageLayout("bfloat16", 2, 4, 2, 0, 4, 16, 64, HEAD_MAJOR)
 UNFENCED = "no fence"
+_STATISTICS = (
+    "us_min and us_median: minimum and median of n pulls; ratio: of the minima, ratio_median: median of the ratios "
+    "within a round; seal_us: minimum"
+)
 SHARES = {UNFENCED: 0.0, "fence": 0.0, "sample 5 %": 0.05, "digest": 1.0}
 
 
-class Row(msgspec.Struct, frozen=True):
+class Price(msgspec.Struct, frozen=True):
     """One variant. Microseconds of the whole pull, and of what the source does to seal the pages beforehand."""
 
     variant: str
@@ -41,6 +43,7 @@ class Row(msgspec.Struct, frozen=True):
     ratio: float
     ratio_median: float
     seal_us: float
+    n: int
 
 
 def make(name: str, pages: int, *, checks: bool, verify: float) -> tuple[ReplicaTransfer, EngineCard]:
@@ -71,7 +74,7 @@ def take_fence_away(reader: ReplicaTransfer) -> None:
     puller._fence = go_on  # noqa: SLF001
 
 
-def measure(count: int, rounds: int) -> list[Row]:
+def measure(count: int, rounds: int) -> list[Price]:
     """Pulls `count` pages, scattered in both pools, `rounds` times by each variant."""
     pages = max(2 * count, 64)
     source, card = make("source", pages, checks=True, verify=0.0)
@@ -104,7 +107,7 @@ def measure(count: int, rounds: int) -> list[Row]:
         replica.close()
     base = times[UNFENCED][2:]
     return [
-        Row(
+        Price(
             name,
             count,
             PAGE.page_bytes,
@@ -113,6 +116,7 @@ def measure(count: int, rounds: int) -> list[Row]:
             round(min(took[2:]) / min(base), 3),
             round(statistics.median(a / b for a, b in zip(took[2:], base, strict=True)), 3),
             round(min(seals), 1),
+            rounds,
         )
         for name, took in times.items()
     ]
@@ -120,20 +124,14 @@ def measure(count: int, rounds: int) -> list[Row]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    rounds = 5 if args.quick else 30
-    rows = [*measure(1, 20 * rounds), *measure(64, 4 * rounds), *measure(2048, rounds)]
-    for row in rows:
-        print(
-            f"{row.pages:5} pages of {row.page_bytes:,} bytes, {row.variant:10}: min {row.us_min:9,.1f} us, median "
-            f"{row.us_median:9,.1f}, ratio {row.ratio:.3f}, in pairs {row.ratio_median:.3f}; "
-            f"sealing takes the source {row.seal_us:,.1f}"
-        )
-    if args.json:
-        args.json.write_bytes(msgspec.json.format(msgspec.json.encode({"rows": rows})))
+    chosen = options(__doc__)
+    rounds = 5 if chosen.quick else 30
+    prices = [*measure(1, 20 * rounds), *measure(64, 4 * rounds), *measure(2048, rounds)]
+    rows = [msgspec.to_builtins(price) for price in prices]
+    print(f"\nverify_price\n{table(rows)}", flush=True)
+    if chosen.json:
+        command = "python -m benchmarks.verify_price" + (" --quick" if chosen.quick else "")
+        write(chosen.json, {**header(command, _STATISTICS), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """What the peers' scripts print, as figures by name: minimum and median in microseconds, or bytes.
 
 The names say what was measured: `decode 16 1024` is a step of 1,024 requests on pages of 16; `cold 16 32768` reserves
-an unseen prompt of 32,768 tokens, hash included; `get` and `alloc` are parts that are added up.
+an unseen prompt of 32,768 tokens, hash included, and `admit` publishes its pages, too; `get` and `alloc` are parts that
+are added up. Lines of JSON with a name are figures as they are: `aside.py` prints them.
 """
 
 from __future__ import annotations
@@ -43,12 +44,26 @@ _MEMORY = {
 }
 
 
-def rows_of_max(output: str, kind: str) -> Figures:
-    """The rows of one of MAX's managers: JSON, one a line."""
+_MEMORY_OF_MAX = (
+    ("build 1M", "build_s", 1e6),
+    ("memory 1M", "bytes_per_page_all_committed", 1.0),
+    ("gc 1M", "full_gc_s", 1e6),
+)
+
+
+def rows_of_kind(output: str, kind: str) -> Figures:
+    """The rows of one of MAX's managers, or of one way to use NIXL: JSON, one a line."""
     figures: Figures = {}
     for line in output.splitlines():
         row = json.loads(line) if line.startswith("{") else {}
         if row.get("kind") != kind or not row.get("caching", True):
+            continue
+        if "name" in row:
+            figures[row["name"]] = Figure(row["min"], row["med"])
+            continue
+        if row["test"] == "mem_1M_pages":
+            for name, column, factor in _MEMORY_OF_MAX:
+                figures[name] = Figure(row[column] * factor, row[column] * factor)
             continue
         parts = {key: Figure(value["min"], value["med"]) for key, value in row.items() if isinstance(value, dict)}
         if row["test"] == "decode" and row["prompt"] == 1024:
@@ -58,6 +73,7 @@ def rows_of_max(output: str, kind: str) -> Figures:
             figures[f"{row['phase'].removesuffix('_fresh_pool').replace('cold_', '')} {at}"] = parts["alloc"]
             if row["phase"] == "cold_fresh_pool":
                 figures[f"publish {at}"], figures[f"release {at}"] = parts["step"], parts["release"]
+                figures[f"admit {at}"] = parts["alloc"] + parts["step"]
     if f"evicting 16 {PROMPT}" in figures:
         figures["evict"] = figures[f"evicting 16 {PROMPT}"].less(figures[f"cold 16 {PROMPT}"], PAGES)
     return figures
@@ -68,6 +84,10 @@ def rows_of_vllm(output: str) -> Figures:
     figures: Figures = {}
     section = ""
     for line in output.splitlines():
+        if line.startswith("{"):
+            row = json.loads(line)
+            figures[row["name"]] = Figure(row["min"], row["med"])
+            continue
         section = line if line.startswith("==") else section
         times = _TIMES.search(line)
         found = Figure(float(times[2]), float(times[1])) if times else None
@@ -86,6 +106,12 @@ def rows_of_vllm(output: str) -> Figures:
     return figures | _sums_of_vllm(figures)
 
 
+def rows_of_json(output: str) -> Figures:
+    """Lines of JSON with a name, a minimum and a median, as `ours` prints them."""
+    rows = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    return {row["name"]: Figure(row["min"], row["med"]) for row in rows}
+
+
 def _sums_of_vllm(parts: Figures) -> Figures:
     """Its script measures hashing, lookup and allocation apart: what a prompt costs is their sum."""
     sums: Figures = {}
@@ -100,6 +126,8 @@ def _sums_of_vllm(parts: Figures) -> Figures:
                 if all(name in parts for name in names):
                     first, second, third = (parts[name] for name in names)
                     sums[f"{case} 16 {length} {algorithm}"] = first + second + third
+            if f"cold 16 {length} {algorithm}" in sums:  # its allocation publishes the pages at once
+                sums[f"admit 16 {length} {algorithm}"] = sums[f"cold 16 {length} {algorithm}"]
         if f"free {length}" in parts:
             sums[f"release 16 {length}"] = parts[f"free {length}"]
     if f"evict_alloc {PROMPT}" in parts:

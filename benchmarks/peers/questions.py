@@ -1,10 +1,23 @@
-"""The rows of the comparison: a question, our figure, the figure of each peer that answers it, and the target."""
+"""The rows of the comparison: a question, our figure, the figure of each peer that answers it, and the target.
+
+What is in a row, where the programs differ:
+
+- A decode step of ours and of MAX is reserve, tables and step, which hashes and publishes; ours takes up the new
+  tokens, too, which MAX's figure leaves out. vLLM's is allocation, append and hash: it builds no table there.
+- Reserving a prompt is its hash, its lookup and its pages, of a request that is made already; ours and vLLM's are
+  compared by the same hash function, MAX's is one of 64 bits. vLLM's allocation publishes the pages at once, ours and
+  MAX's do so in `step`: for a prompt that nobody has seen, `reserved and published` is what compares like with like.
+- `next turn` is of a request that goes on by 256 tokens. `context kept` and `hasher kept` are what no peer offers: what
+  compares is `new context`, and, from the list of tokens of an HTTP request on, `from a list`.
+- vLLM's script turns the garbage collector off while it measures (not for `next turn`); ours and MAX's run with it.
+- Pages of ours are released into a pool that was used for long, those of the peers into a new one.
+- vLLM's and MAX's memory is their block pool's alone, ours is the whole manager's.
+- NIXL by itself reads the same pages without a lease, a fence, or anybody to tell that the pages are good.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
-
-MAX = ("max257", "max-legacy", "max-jenga")
 
 
 class Question(NamedTuple):
@@ -17,6 +30,7 @@ class Question(NamedTuple):
         max: the name of the figure of MAX's managers.
         vllm: the name of vLLM's.
         unit: microseconds are divided by it.
+        nixl: the name of the figure of NIXL by itself.
     """
 
     text: str
@@ -25,48 +39,72 @@ class Question(NamedTuple):
     max: str = ""
     vllm: str = ""
     unit: float = 1.0
+    nixl: str = ""
 
     def of(self, peer: str) -> str:
         """The name of the peer's figure; empty where it has none."""
-        return self.max if peer in MAX else self.vllm if peer == "vllm" else ""
+        return self.max if peer.startswith("max") else self.nixl if peer.startswith("nixl") else self.vllm
 
 
 def _prompts() -> list[Question]:
     targets = {("sha256", 4096): 170, ("sha256", 32_768): 1000, ("xxh3_128", 4096): 100, ("xxh3_128", 32_768): 500}
     questions: list[Question] = []
     for page in (16, 128):
-        for case in ("cold", "warm", "evicting"):
+        for case in ("cold", "admit", "warm", "evicting"):
             for (algorithm, length), target in targets.items():
                 theirs = "xxhash" if algorithm == "xxh3_128" else algorithm
+                named = "cold, reserved and published" if case == "admit" else case
                 questions.append(
                     Question(
-                        f"reserve {length:,} tokens, {case}, {algorithm}, pages of {page}",
+                        f"reserve {length:,} tokens, {named}, {algorithm}, pages of {page}",
                         f"{case} {page} {length} {algorithm}",
-                        target if page == 16 and case != "evicting" else None,
+                        target if page == 16 and case in {"cold", "warm"} else None,
                         f"{case} {page} {length}",
-                        f"{case} {page} {length} {theirs}",
+                        # What vLLM reserves is published: it has no figure without.
+                        "" if case == "cold" else f"{case} {page} {length} {theirs}",
                     )
                 )
     return questions
 
 
-# MAX's figure leaves `update` out, ours has it. vLLM's is allocation, append and hash; it builds no table there.
+def _pulls() -> list[Question]:
+    return [
+        Question(f"pull {what} of 64 KiB", f"pull 64 {pages}", nixl=f"pull 64 {pages}")
+        for pages, what in ((1, "1 page"), (256, "256 random pages"), (2048, "2,048 random pages"))
+    ]
+
+
 QUESTIONS = (
     Question("decode step, 1,024 requests, Batch", "decode 16 1024 Batch", 150, "decode 16 1024", "decode 16 1024"),
+    Question(
+        "the same, every context read after it",
+        "decode 16 1024 Batch, contexts read",
+        None,
+        "decode 16 1024",
+        "decode 16 1024",
+    ),
     Question("the same, plain calls", "decode 16 1024 per request", 1500, "decode 16 1024", "decode 16 1024"),
     Question("decode step, 1 request, Batch", "decode 16 1 Batch", 20, "decode 16 1", "decode 16 1"),
-    Question("the same, plain calls", "decode 16 1 per request", 20, "decode 16 1", "decode 16 1"),
+    Question("decode step, 1 request, plain calls", "decode 16 1 per request", 20, "decode 16 1", "decode 16 1"),
     Question("decode step, 1,024 requests, Batch, pages of 128", "decode 128 1024 Batch", None, "decode 128 1024"),
-    Question("the same, plain calls", "decode 128 1024 per request", None, "decode 128 1024"),
+    Question("the same, plain calls, pages of 128", "decode 128 1024 per request", None, "decode 128 1024"),
     *_prompts(),
     Question("next turn at 32,768 tokens, context kept", "next turn kept"),
     Question("next turn at 32,768 tokens, hasher kept", "next turn hasher kept"),
-    Question("next turn at 32,768 tokens, new context, sha256", "next turn new", None, "", "warm 16 32768 sha256"),
+    Question("next turn at 32,768 tokens, new context", "next turn new", None, "next turn new", "next turn new"),
+    Question(
+        "next turn at 32,768 tokens, from a list",
+        "next turn new, from a list",
+        None,
+        "next turn list",
+        "next turn list",
+    ),
     Question("publish 2,048 pages (step)", "publish 16 32768 sha256", None, "publish 16 32768"),
     Question("release 2,048 pages", "release 16 32768", 40, "release 16 32768", "release 16 32768"),
     Question("evict, per page, small pool", "evict 32768", 0.3, "evict", "evict"),
     Question("evict, per page, 4M pages", "evict 4000000", 0.3),
-    Question("memory per page, 1M pages, all published, B", "memory 1M", 100, "", "memory 1M"),
-    Question("build a pool of 1M pages, ms", "build 1M", 100, "", "build 1M", 1e3),
-    Question("gc pass with 1M pages, ms", "gc 1M", None, "", "gc 1M", 1e3),
+    Question("memory per page, 1M pages, all published, B", "memory 1M", 100, "memory 1M", "memory 1M"),
+    Question("build a pool of 1M pages, ms", "build 1M", 100, "build 1M", "build 1M", 1e3),
+    Question("gc pass with 1M pages, ms", "gc 1M", None, "gc 1M", "gc 1M", 1e3),
+    *_pulls(),
 )

@@ -1,7 +1,8 @@
-"""NIXL as it comes, between two processes: default agents, no environment, the pages of a list, READs polled.
+"""NIXL by itself, between two processes: the pages of a list, READs polled, a notification each; no lease, no fence.
 
-`python -m benchmarks.pulls.as_shipped PAGE_BYTES,PAGES ...` prints a JSON row for each. It is its own program because
-UCX reads the environment once, and our agents set it. The pools lie in huge pages, as ours do.
+`python -m benchmarks.pulls.as_shipped [--as-ours] PAGE_BYTES,PAGES ...` prints a JSON row for each. It is a program
+because UCX reads the environment once, and our agents set it. As shipped: default agents, and no environment. As ours:
+the environment that our agents set, and the agents as ours are made. The pools lie in huge pages, as ours do.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import multiprocessing
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -17,26 +19,29 @@ import numpy as np
 
 from benchmarks.frame import Row, now, progress, summary
 from benchmarks.pulls.engines import Memory, huge_pages
+from transfer.agent import make_nixl_agent
+from transfer.metadata import MemoryType
 
 POOL_BYTES = 1 << 30
+AS_OURS = "--as-ours"
 _BUDGET_S = 1.5
 _LEAST, _MOST = 7, 200
 
 
-def agent_of(name: str, pool: Memory) -> Any:
-    """A default agent that has registered a pool."""
+def agent_of(name: str, pool: Memory, *, as_ours: bool) -> Any:
+    """An agent that has registered a pool."""
     from nixl._api import nixl_agent  # noqa: PLC0415 - each process imports it once it is alone
 
-    agent = nixl_agent(name)
+    agent = make_nixl_agent(name, 0, MemoryType.DRAM) if as_ours else nixl_agent(name)
     agent.register_memory([(pool.ctypes.data, POOL_BYTES, 0, "")], "DRAM")
     return agent
 
 
-def source(pipe: Connection) -> None:
-    """The source: its agent's own thread serves, and it takes notifications every millisecond."""
+def source(pipe: Connection, as_ours: bool) -> None:
+    """The source: it takes notifications every millisecond."""
     pool = huge_pages(POOL_BYTES)
     pool[:] = 7
-    agent = agent_of("source", pool)
+    agent = agent_of("source", pool, as_ours=as_ours)
     pipe.send((agent.get_agent_metadata(), pool.ctypes.data))
     while not pipe.poll(1e-3):
         agent.get_new_notifs()
@@ -71,25 +76,31 @@ def measure(agent: Any, peer: str, bases: tuple[int, int], size: int, count: int
     return {"page_bytes": size, "pages": count, "access": access, **summary(times[1:])}
 
 
-def main() -> None:
-    """Measure and print."""
-    wanted = [tuple(map(int, argument.split(","))) for argument in sys.argv[1:]]
+def rows(wanted: Sequence[tuple[int, ...]], *, as_ours: bool) -> Iterator[Row]:
+    """Two rows for each (bytes of a page, pages): contiguous, and random."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    child = context.Process(target=source, args=(theirs,), daemon=True)
+    child = context.Process(target=source, args=(theirs, as_ours), daemon=True)
     child.start()
     metadata, remote_base = ours.recv()
     pool = huge_pages(POOL_BYTES)
-    agent = agent_of("reader", pool)
+    agent = agent_of("reader", pool, as_ours=as_ours)
     peer = agent.add_remote_agent(metadata)
     for size, count in wanted:
         for scattered in (False, True):
-            row = measure(agent, peer, (pool.ctypes.data, remote_base), size, count, scattered=scattered)
-            print(json.dumps(row), flush=True)
+            yield measure(agent, peer, (pool.ctypes.data, remote_base), size, count, scattered=scattered)
     if int(pool[-1]) not in {0, 7}:
-        progress("the pages that NIXL read as shipped are not those of its source")
+        progress("the pages that NIXL read are not those of its source")
     ours.send(None)
     child.join(10)
+
+
+def main() -> None:
+    """Measure and print."""
+    given = sys.argv[1:]
+    wanted = [tuple(map(int, argument.split(","))) for argument in given if argument != AS_OURS]
+    for row in rows(wanted, as_ours=AS_OURS in given):
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ from benchmarks.pulls.engines import HEAD_MAJOR, TOKENS, Spec
 from transfer.shapes import PACKED_HND
 
 KIB = 1 << 10
-LAYER_BYTES = 16 * KIB
-"""Of a page of 16 tokens, all heads."""
+HEAD_BYTES = 4 * KIB
+"""Of a layer of a page of 16 tokens."""
 
 ACROSS_NHD = "layer,side,token,head,dim"
 ACROSS_HND = "layer,side,head,token,dim"
@@ -41,6 +41,7 @@ class Case(NamedTuple):
         pages: pages of 16 tokens that a pull reads.
         scattered: they lie anywhere in both pools; else side by side.
         huge: both pools lie in huge pages.
+        heads: KV heads of the model.
     """
 
     topology: str
@@ -49,6 +50,7 @@ class Case(NamedTuple):
     pages: int
     scattered: bool = True
     huge: bool = True
+    heads: int = 4
 
     @property
     def num_bytes(self) -> int:
@@ -62,7 +64,8 @@ class Case(NamedTuple):
         for name, differs in zip(("source", "reader"), TOPOLOGIES[self.topology], strict=True):
             fields: dict[str, Any] = {
                 "name": name,
-                "layers": self.page_bytes // LAYER_BYTES,
+                "layers": self.page_bytes // (HEAD_BYTES * self.heads),
+                "heads": self.heads,
                 "pages": pages * TOKENS // differs.get("page_size", TOKENS),
                 "order": ORDERS[self.order],
                 "huge": self.huge,
@@ -104,3 +107,15 @@ def shares(*, quick: bool) -> Iterator[Case]:
     for huge in (False, True):
         for order in ("HND", "head-major"):
             yield Case("TP 1→2", order, 256 * KIB, 64 if quick else 512, huge=huge)
+
+
+VLLM_BLOCKS = ((4, 4, 2048), (16, 4, 512), (64, 1, 2048))
+"""Layers, heads and blocks of what vLLM's connector pulls, and ours in the same layout: a tensor a layer."""
+QUICK_VLLM_BLOCKS = ((4, 4, 256),)
+
+
+def as_vllm(*, quick: bool) -> Iterator[Case]:
+    """What vLLM's connector is asked for, in 4 KiB pages, as torch allocates by itself, and in huge pages."""
+    for layers, heads, blocks in QUICK_VLLM_BLOCKS if quick else VLLM_BLOCKS:
+        for huge in (False, True):
+            yield Case("equal", "a tensor a layer", layers * heads * HEAD_BYTES, blocks, huge=huge, heads=heads)

@@ -10,52 +10,68 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.frame import Row, progress
-from benchmarks.peers.__main__ import PEERS
-from benchmarks.peers.environment import PeerError, needed, python_of, scripts_folder
+from benchmarks.peers.environment import PeerError, needed, scripts_folder
+from benchmarks.peers.peers import interpreter
+from benchmarks.pulls.as_shipped import AS_OURS
+from transfer.settings import effective_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 _VLLM_SCRIPT = "vllm_nixl_cpu_demo.py"
 
 
-def as_shipped(sizes: Sequence[tuple[int, int]]) -> list[Row]:
-    """A row for each (bytes of a page, pages), contiguous and random."""
-    command = [sys.executable, "-m", "benchmarks.pulls.as_shipped", *(f"{size},{pages}" for size, pages in sizes)]
-    return [_row("nixl as shipped", found["page_bytes"], found) for found in _run("NIXL as shipped", command, {})]
+_HUGE = {"THP_MEM_ALLOC_ENABLE": "1"}  # torch allocates in huge pages, as ours does, which is not its default
+VLLM: dict[str, dict[str, str]] = {
+    "vLLM": {"UCX_TLS": "all"},  # UCX's own default: the script would choose another one
+    "vLLM, huge pages": {"UCX_TLS": "all", **_HUGE},
+    "vLLM, UCX as ours": {**effective_settings(environ={}), **_HUGE, "PAGEWIRE_VLLM_NIXL_THREADS": "1"},
+}
+"""The environment of each way to run vLLM's connector."""
 
 
-def vllm(sizes: Sequence[tuple[int, int, int]], *, huge: bool) -> list[Row]:
+def nixl(sizes: Sequence[tuple[int, int]], *, as_ours: bool) -> list[Row]:
+    """A row for each (bytes of a page, pages), contiguous and random; agents as shipped, or made as ours are."""
+    command = [sys.executable, "-m", "benchmarks.pulls.as_shipped", *([AS_OURS] if as_ours else [])]
+    name = "nixl as ours" if as_ours else "nixl as shipped"
+    found = _run(name, [*command, *(f"{size},{pages}" for size, pages in sizes)], {})
+    return [_row(name, "huge pages", row["page_bytes"], row) | {"runs": _runs(row)} for row in found]
+
+
+def _runs(row: Row) -> int:
+    """Runs as the limit counts them: pages that lie side by side on both sides are one."""
+    return 1 if row["access"] == "contiguous" else row["pages"]
+
+
+def vllm(sizes: Sequence[tuple[int, int, int]], way: str) -> list[Row]:
     """A row for each (layers, heads, blocks): random blocks of 16 tokens, a tensor for each layer, head_dim of 64.
 
     Args:
         sizes: what is pulled.
-        huge: torch allocates in huge pages, as ours does, which is not its default.
+        way: of `VLLM`.
 
     Raises:
         PeerError: vLLM's environment or script is missing, or it failed.
     """
     folder = scripts_folder(None)
     needed(folder, _VLLM_SCRIPT)
-    path = needed(folder, PEERS["vllm"].requirements)
-    python = python_of("vllm", ["--no-deps", "--requirement", str(path)], path.read_bytes())
+    python = interpreter("vllm", folder)
     script = str(Path(__file__).with_name("vllm_worker.py"))
     lists = [f"{layers},{heads},64,{blocks},{max(blocks * 5 // 4, 512)}" for layers, heads, blocks in sizes]
-    memory = {"THP_MEM_ALLOC_ENABLE": "1"} if huge else {}
+    memory = "4 KiB pages" if way == "vLLM" else "huge pages"
     rows: list[Row] = []
-    for found in _run("vLLM", [str(python), script, str(folder), *lists], memory):
+    for found in _run(way, [str(python), script, str(folder), *lists], VLLM[way]):
         page_bytes = found["layers"] * found["heads"] * 4096
-        one = {**found, "page_bytes": page_bytes, "pages": found["blocks"], "access": "random"}
-        name = "vLLM, huge pages" if huge else "vLLM"
-        rows.append(_row(name, page_bytes, one) | {"runs": found["layers"] * found["blocks"]})
+        one = {**found, "pages": found["blocks"], "access": "random"}
+        rows.append(_row(way, memory, page_bytes, one) | {"runs": found["layers"] * found["blocks"]})
     return rows
 
 
-def _row(program: str, page_bytes: int, found: Row) -> Row:
+def _row(program: str, memory: str, page_bytes: int, found: Row) -> Row:
     return {
         "program": program,
         "topology": "equal",
         "order": "a tensor a layer" if "layers" in found else "head-major",
         "access": found["access"],
-        "memory": "4 KiB pages" if program == "vLLM" else "huge pages",
+        "memory": memory,
         "page_bytes": page_bytes,
         "pages": found["pages"],
         "gbps": round(page_bytes * found["pages"] / found["us_min"] / 1e3, 2),

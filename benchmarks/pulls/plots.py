@@ -17,7 +17,8 @@ from benchmarks.frame import Row
 from benchmarks.pulls.rates import LIMIT, SPUN, THREADED
 
 KIB = 1 << 10
-_BESIDE = (SPUN, THREADED, LIMIT, "memcpy", "nixl as shipped", "vLLM", "vLLM, huge pages")
+_VLLM = ("vLLM", "vLLM, huge pages", "vLLM, UCX as ours")
+_BESIDE = (SPUN, THREADED, LIMIT, "memcpy", "nixl as shipped", "nixl as ours", *_VLLM)
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

@@ -45,7 +45,7 @@ class Times(NamedTuple):
         total: from the call to the event that says that the pages may be used.
         host: until the calls that began it had returned.
         stall: the longest time that a loop beside it stood still; 0 where none ran.
-        cpu: processor time of this process, all threads.
+        cpu: processor time of this process, all threads, and of the source where there is one that takes part.
     """
 
     total: float

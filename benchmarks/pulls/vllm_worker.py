@@ -38,6 +38,9 @@ def engine(demo: Any, role: str, sizes: tuple[int, ...]) -> Any:
         port = found.getsockname()[1]
     os.sched_setaffinity(0, range(os.cpu_count() or 1))  # vLLM pins itself to one core, which both would share
     demo.L, demo.H, demo.DH = sizes[:3]
+    if threads := os.environ.get("PAGEWIRE_VLLM_NIXL_THREADS"):
+        configure = demo.d.vcfg
+        demo.d.vcfg = lambda *given, **named: configure(*given, **named, extra={"num_threads": int(threads)})
     demo.PORT[0] = port - 10  # it adds 10 for each engine
     return demo.NixlEngine(role, sizes[4])
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import admission, decode_step, evict, growing_conversation, recommend, release
+from benchmarks.frame import HEADER
 
 pytestmark = pytest.mark.usefixtures("_unfrozen")
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +25,7 @@ def _unfrozen() -> Iterator[None]:
 @pytest.mark.parametrize("full", [False, True])
 def test_a_decode_step_is_measured_both_ways(full: bool) -> None:
     rows = decode_step.measure(4, 16, 16, full=full)
-    assert [row["calls"] for row in rows] == ["Batch", "per request"]
+    assert [row["calls"] for row in rows] == ["Batch", "Batch, contexts read", "per request"]
 
 
 def test_every_benchmark_measures_what_it_says_on_a_small_pool() -> None:
@@ -35,7 +36,7 @@ def test_every_benchmark_measures_what_it_says_on_a_small_pool() -> None:
     }
     assert len(release.measure(8192, 16, 3)) == 3
     assert evict.measure(4096, (1, 64), 3)[1]["at a time"] == 64
-    assert len(growing_conversation.measure(1024, "xxh3_128", 3)) == 3
+    assert len(growing_conversation.measure(1024, "xxh3_128", 3)) == 4
     assert [row["case"] for row in recommend.measure(3, 256, "sha256", 3)] == ["cold", "one", "all", "again"]
 
 
@@ -65,4 +66,6 @@ def test_results_say_where_and_how_they_were_made(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "release.json").read_text())
     assert result["command"] == "BENCH_CLOCK=cpu python -m benchmarks.release --quick"
     assert result["machine"]["clock"] == "cpu"
-    assert {"cpu", "commit", "python", "load"} <= set(result["machine"])
+    assert [*result][: len(HEADER)] == [*HEADER]
+    assert {"kvcache", "benchmarks/release.py"} <= set(result["measures"])
+    assert "transfer" not in result["measures"]

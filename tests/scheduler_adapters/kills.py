@@ -12,7 +12,6 @@ restarted at once, or after the others have ended their requests; it listens whe
 """
 
 import argparse
-import json
 import os
 import random
 import signal
@@ -25,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks.frame import header, write
 from scheduler_adapters.hf import load_model, reference_tokens
 from scheduler_adapters.rooms import DECODE_MOVES, PREFILL_MOVES
 from scheduler_adapters.worker import WorkerConfig
@@ -265,7 +265,8 @@ def main() -> int:
     print(f"{len(outcomes)} runs, {struck} struck, seed {chosen.seed}, {time.monotonic() - start:.0f} s")  # noqa: T201
     if chosen.json:
         command = f"python -m tests.scheduler_adapters.kills --runs {chosen.runs} --seed {chosen.seed}"
-        chosen.json.write_text(json.dumps({"command": command, "struck": struck, "rows": rows}, indent=1) + "\n")
+        head = header(command, "counts; columns *_max: the most of the runs of a row")
+        write(chosen.json, {**head, "struck": struck, "rows": rows})
     return 0
 
 

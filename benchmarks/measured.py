@@ -1,0 +1,66 @@
+"""What a result measured, so that it can be told later whether that has changed since.
+
+A result names the packages of ours that its process had loaded, and the benchmarks that made it, each with a digest of
+its code. Comments, docstrings and empty lines are not in the digest: they change no figure. Neither commits nor dates
+are compared: a result stays good when its commit is squashed or rebased, and grows old by one changed line that runs.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import io
+import sys
+import tokenize
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("kvcache", "transfer", "scheduler_adapters")
+_FRAME = {"__init__", "frame", "measured", "plots", "readme", "results", "figures", "schedule", "environment"}
+"""Modules of the benchmarks that write, draw, read and install: no figure depends on them."""
+
+
+def measured() -> dict[str, str]:
+    """Path → digest of each package of ours that is loaded, and of each benchmark."""
+    paths = [name for name in PACKAGES if name in sys.modules]
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if file and Path(file).is_relative_to(ROOT / "benchmarks"):
+            path = Path(file).relative_to(ROOT)
+            if path.stem not in _FRAME and str(path) != "benchmarks/__main__.py":
+                paths.append(str(path))
+    return {path: digest(ROOT / path) for path in dict.fromkeys(sorted(paths))}
+
+
+def changed(measures: Mapping[str, str], root: Path = ROOT) -> list[str]:
+    """The paths whose code is not what it was when `measures` was made, or is gone."""
+    return [path for path, was in measures.items() if not (root / path).exists() or digest(root / path) != was]
+
+
+def digest(path: Path) -> str:
+    """16 hexadecimal digits of the code of a file, or of all Python files below a folder and their names."""
+    found = hashlib.blake2b(digest_size=8)
+    for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
+        name = "" if file == path else str(file.relative_to(path))
+        found.update(f"{name}\0{code_of(file.read_text())}\0".encode())
+    return found.hexdigest()
+
+
+def code_of(text: str) -> str:
+    """A program without its comments, docstrings and empty lines."""
+    lines = text.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for first, last in _docstrings(ast.parse(text)):
+        lines[first - 1 : last] = [""] * (last - first + 1)
+    return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
+def _docstrings(tree: ast.Module) -> Iterator[tuple[int, int]]:
+    """First and last line of each string that stands alone."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.end_lineno or node.lineno

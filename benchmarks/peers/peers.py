@@ -1,0 +1,100 @@
+"""The peers, as `versions.toml` names them: how each is installed, run and read."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from benchmarks.peers.environment import PeerError, needed, python_of
+from benchmarks.peers.parse import Figures, Parser, rows_of_kind, rows_of_vllm
+
+HERE = Path(__file__).resolve().parent
+ASIDE = str(HERE / "aside.py")
+_VERSION = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
+
+
+class Peer(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry of `versions.toml`, which says what each field means."""
+
+    title: str
+    package: str
+    version: str
+    script: str = ""
+    arguments: tuple[str, ...] = ()
+    requirements: str = ""
+    packages: tuple[str, ...] = ()
+    kinds: dict[str, str] = {}
+
+    @property
+    def parsers(self) -> dict[str, Parser]:
+        """What reads its output: by the name that the figures go under."""
+        if self.kinds:
+            return {name: partial(rows_of_kind, kind=kind) for name, kind in self.kinds.items()}
+        return {self.package: rows_of_vllm}
+
+
+PEERS = msgspec.convert(tomllib.loads((HERE / "versions.toml").read_text()), dict[str, Peer])
+
+
+class Program(NamedTuple):
+    """A command whose output is figures.
+
+    Attributes:
+        name: of the peer.
+        command: to run.
+        parsers: what reads its output, by the name that the figures go under.
+    """
+
+    name: str
+    command: list[str]
+    parsers: dict[str, Callable[[str], Figures]]
+
+
+def interpreter(name: str, folder: Path) -> Path:
+    """The interpreter of a peer's environment, which is made here where it is missing, with the version that we name.
+
+    Raises:
+        PeerError: pip failed, or what is installed is another version.
+    """
+    peer = PEERS[name]
+    if peer.requirements:
+        path = needed(folder, peer.requirements)
+        python = python_of(name, ["--no-deps", "--requirement", str(path)], path.read_bytes())
+    elif peer.packages:
+        wanted = [f"{peer.package}=={peer.version}", *peer.packages]
+        python = python_of(name, wanted, " ".join(wanted).encode())
+    else:
+        python = Path(sys.executable)
+    found = _version(python, peer.package)
+    if found != peer.version:
+        raise PeerError(f"{name}: {peer.package} {found or 'is missing'} in its environment, {peer.version} is named")
+    return python
+
+
+def program(name: str, folder: Path, clock: str, *, quick: bool) -> Program:
+    """How a peer is run. Raises as `interpreter`."""
+    peer, python = PEERS[name], interpreter(name, folder)
+    if not peer.script:
+        return Program(name, [str(python), "-m", "benchmarks.peers.raw_nixl"], peer.parsers)
+    arguments = [*peer.arguments, *(["--quick"] if quick and name == "max267" else [])]
+    command = [str(python), ASIDE, clock, str(needed(folder, peer.script)), *arguments]
+    return Program(name, command, peer.parsers)
+
+
+def _version(python: Path, package: str) -> str:
+    if str(python) == sys.executable:
+        return importlib.metadata.version(package)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(  # noqa: S603 - an interpreter that we made
+        [str(python), "-c", _VERSION, package], env=environment, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip()

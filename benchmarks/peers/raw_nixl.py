@@ -1,0 +1,47 @@
+"""NIXL by itself beside our pulls in `benchmarks.peers`: the same pages between two processes, no lease and no fence.
+
+`as shipped`, and, in a process of its own, `as ours`: with the agents and the environment of our transfer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from benchmarks.frame import Row
+from benchmarks.pulls.as_shipped import AS_OURS
+
+SIZES = ((64 << 10, 1), (64 << 10, 256), (64 << 10, 2048))
+
+
+def row(found: Row, way: str) -> Row:
+    """A figure by its name."""
+    name = f"pull {found['page_bytes'] >> 10} {found['pages']}"
+    return {"kind": way, "name": name, "min": found["us_min"], "med": found["us_median"]}
+
+
+def main() -> None:
+    """Measure and print. Source and reader use every core, as ours do in `ours`."""
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("UCX_", "NIXL_"))}
+    ways: dict[str, list[str]] = {"as shipped": [], "as ours": [AS_OURS]}
+    for way, option in ways.items():
+        sizes = [f"{size},{pages}" for size, pages in SIZES]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.pulls.as_shipped",
+            *option,
+            *sizes,
+        ]
+        done = subprocess.run(command, env=clean, stdout=subprocess.PIPE, text=True, check=True)  # noqa: S603 - our own
+        for line in done.stdout.splitlines():
+            found: Row = json.loads(line) if line.startswith("{") else {}
+            if found.get("access") == "random":
+                print(json.dumps(row(found, way)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
