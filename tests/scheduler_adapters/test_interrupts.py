@@ -52,7 +52,10 @@ def assert_ended(run: Run, number: int) -> None:
         assert status == 128 + number
         assert said == f"pagewire demo: interrupted by {signal.Signals(number).name}\n"
         run.assert_nothing_left()
-    assert not shared_files() - before
+    deadline = time.monotonic() + 5
+    while left := shared_files() - before:  # others on the machine may be about to map theirs
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
 
 
 @pytest.mark.slow
@@ -162,7 +165,8 @@ def test_a_signal_is_an_exception_once(number: signal.Signals) -> None:
         try:
             signal.raise_signal(number)
         finally:
-            signal.raise_signal(number)  # the first is still being obeyed
+            for other in HANDLED:
+                signal.raise_signal(other)  # the first is still being obeyed
     assert (raised.value.signal, raised.value.status) == (number, 128 + number)
     assert signal.getsignal(number) is before
 
