@@ -59,7 +59,7 @@ def assert_ended(run: Run, number: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("number", EVERY, ids=lambda number: number.name)
 @pytest.mark.parametrize("kind", KINDS)
@@ -70,6 +70,7 @@ def test_nothing_outlives_the_demo(tmp_path: Path, kind: str, number: signal.Sig
     assert_ended(run, number)
 
 
+@pytest.mark.timeout(240)
 def test_the_demo_that_starts_with_keys_leaves_nothing_at_a_hangup(tmp_path: Path) -> None:
     assert_ended(run_demo(tmp_path / "t", "start", "--curve"), signal.SIGHUP)
 
