@@ -60,7 +60,7 @@ class Run:
         for line in self.process.stdout:
             self.lines.append(line)
 
-    def wait_for(self, beginning: str, timeout_s: float = 60) -> None:
+    def wait_for(self, beginning: str, timeout_s: float = 150) -> None:
         """Wait until the command has printed a line that begins so."""
         deadline = time.monotonic() + timeout_s
         while not any(line.startswith(beginning) for line in self.lines):

@@ -52,11 +52,14 @@ def assert_ended(run: Run, number: int) -> None:
         assert status == 128 + number
         assert said == f"pagewire demo: interrupted by {signal.Signals(number).name}\n"
         run.assert_nothing_left()
-    assert not shared_files() - before
+    deadline = time.monotonic() + 5
+    while left := shared_files() - before:  # others on the machine may be about to map theirs
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("number", EVERY, ids=lambda number: number.name)
 @pytest.mark.parametrize("kind", KINDS)
@@ -67,6 +70,7 @@ def test_nothing_outlives_the_demo(tmp_path: Path, kind: str, number: signal.Sig
     assert_ended(run, number)
 
 
+@pytest.mark.timeout(240)
 def test_the_demo_that_starts_with_keys_leaves_nothing_at_a_hangup(tmp_path: Path) -> None:
     assert_ended(run_demo(tmp_path / "t", "start", "--curve"), signal.SIGHUP)
 
@@ -162,7 +166,8 @@ def test_a_signal_is_an_exception_once(number: signal.Signals) -> None:
         try:
             signal.raise_signal(number)
         finally:
-            signal.raise_signal(number)  # the first is still being obeyed
+            for other in HANDLED:
+                signal.raise_signal(other)  # the first is still being obeyed
     assert (raised.value.signal, raised.value.status) == (number, 128 + number)
     assert signal.getsignal(number) is before
 
