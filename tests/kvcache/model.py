@@ -66,6 +66,15 @@ class Held:
 
     pages: list[int] = field(default_factory=list)
     committed: int = 0
+    cached: int = 0
+    leases: list[ModelLease] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class ModelLease:
+    """The pages of a request that has left, and those that left it before; each part in logical order."""
+
+    parts: list[list[int]] = field(default_factory=list)
 
 
 class ModelReplica:
@@ -121,6 +130,7 @@ class ModelReplica:
         start = max(start, cached * self.page_size)
         for page in hits:
             self._hold(page)
+        self._keep(held, [page for at, page in enumerate(dropped, first) if at * self.page_size < held.cached])
         for page in reversed(dropped):
             self._drop(page)
         held.pages[first:end] = hits
@@ -141,6 +151,7 @@ class ModelReplica:
     def step(self, name: str, tokens: list[int], salt: str | None, start: int) -> tuple[int, list[int]]:
         """Publish the full pages; returns how many are shared instead, and the pages that are published."""
         held = self.requests[name]
+        told, held.cached = held.cached, start
         duplicates, new = [], []
         for page in range(held.committed, start // self.page_size):
             content, mine = self.content(tokens, salt, page), held.pages[page]
@@ -151,6 +162,7 @@ class ModelReplica:
             else:
                 self._hold(kept)
                 held.pages[page] = kept
+                self._keep(held, [mine] if page * self.page_size < told else [])
                 duplicates.append(mine)
             held.committed = page + 1
         for page in reversed(duplicates):
@@ -181,7 +193,9 @@ class ModelReplica:
         held, shared = self.requests[parent], self.requests[parent].pages[:full]
         for page in shared:
             self._hold(page)
-        self.requests[child] = Held(shared + [self._take() for _ in range(needed - full)], min(full, held.committed))
+        self.requests[child] = Held(
+            shared + [self._take() for _ in range(needed - full)], min(full, held.committed), computed
+        )
         return True
 
     def release(self, name: str) -> None:
@@ -193,8 +207,29 @@ class ModelReplica:
                 self.waiting.append(used)
             else:
                 self.host.touch(used)
+        self._keep(held, held.pages[: max(held.committed, -(-held.cached // self.page_size))])
         for page in reversed(held.pages):
             self._drop(page)
+
+    def lease(self, name: str) -> ModelLease:
+        lease = ModelLease()
+        self.requests[name].leases.append(lease)
+        return lease
+
+    def end_lease(self, lease: ModelLease) -> None:
+        for held in self.requests.values():
+            held.leases = [other for other in held.leases if other is not lease]
+        for pages in lease.parts:
+            for page in reversed(pages):
+                self._drop(page)
+        lease.parts.clear()
+
+    def _keep(self, held: Held, pages: list[int]) -> None:
+        """These pages leave the request: its leases hold them."""
+        for lease in held.leases if pages else []:
+            for page in pages:
+                self._hold(page)
+            lease.parts.append(pages)
 
     def reset(self) -> None:
         for page in self.idle:

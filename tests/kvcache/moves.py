@@ -10,17 +10,27 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from kvcache import PagedKVCacheManager, PromptTooLongError, TextContext
+from kvcache import PagedKVCacheManager, PageLease, PromptTooLongError, TextContext
 from kvcache.tiers import Tiers
 from tests.kvcache.build import manager_of
 from tests.kvcache.kv import KVTokens, Run
-from tests.kvcache.model import Content, Held, ModelHost, ModelReplica
+from tests.kvcache.model import Content, Held, ModelHost, ModelLease, ModelReplica
 
 T = TypeVar("T")
 
 PAGES, PAGE_SIZE, ROWS, LONGEST = 12, 3, 4, 60
 HOST_SLOTS = (0, 6, 20, 60)  # 0: no host tier
-WEIGHTS = {"claim": 6, "reserve": 8, "run": 12, "run_batch": 4, "fork": 3, "release": 5}
+WEIGHTS = {
+    "claim": 6,
+    "reserve": 8,
+    "run": 12,
+    "run_batch": 4,
+    "fork": 3,
+    "release": 5,
+    "lease": 3,
+    "tell": 3,
+    "end": 3,
+}
 KINDS = [kind for kind, weight in WEIGHTS.items() for _ in range(weight)]
 
 
@@ -47,6 +57,14 @@ class SeededChooser:
 
     def pick(self, choices: Sequence[T]) -> T:
         return self._random.choice(choices)
+
+
+class Leased:
+    """A lease on both sides, and what readers were told of it: pages, and the bytes of the tokens in them."""
+
+    def __init__(self, ours: PageLease, model: ModelLease) -> None:
+        self.ours, self.model = ours, model
+        self.told: list[tuple[list[int], int, torch.Tensor]] = []
 
 
 class Moves:
@@ -79,6 +97,7 @@ class Moves:
         self.reserved: set[str] = set()
         self.stepped: dict[str, int] = {}
         self.past: list[list[int]] = [[1, 1, 1, 1, 1, 1, 1, 1, 1]]
+        self.leases: list[Leased] = []
         self.seen: Counter[str] = Counter()
         self.made = 0
 
@@ -205,6 +224,8 @@ class Moves:
                     shared, pages = model.step(context.request_id, tokens, context.cache_salt, len(tokens) - 1)
                     self.seen["shared"] += shared
                     published.append(pages)
+                else:
+                    model.requests[context.request_id].cached = len(tokens) - 1
             # The same content twice in one step: they are published one after another.
             together = [[*chain(*published)]] if len(set(filled)) == len(filled) else published
             for pages in together:
@@ -248,6 +269,51 @@ class Moves:
         self.reserved.discard(name)
         return True
 
+    def lease(self) -> bool:
+        if not self.live or len(self.leases) == 4:
+            return False
+        name = self.choose.pick(sorted(self.live))
+        model = self.models[self.manager.get_replica(self.live[name])]
+        self.leases.append(Leased(self.manager.lease(name), model.lease(name)))
+        return True
+
+    def tell(self) -> bool:
+        """Somebody is told the pages of a leased request: from now on they stay as they are."""
+        leases = [lease for lease in self.leases if self.stepped.get(lease.ours.request_id)]
+        leases = [lease for lease in leases if lease.ours.request_id in self.live]
+        if not leases:
+            return False
+        lease = self.choose.pick(leases)
+        table = self.manager.block_table(lease.ours.request_id)
+        pages = list(table.groups[0])
+        lease.told.append((pages, table.num_tokens, self.bytes_of(lease, pages, table.num_tokens)))
+        return True
+
+    def end(self) -> bool:
+        """A lease ends, also of a request that goes on, or has not begun; or has ended before."""
+        if not self.leases:
+            return False
+        lease = self.choose.pick(self.leases)
+        self.same_bytes(lease)
+        self.seen["outlived"] += lease.ours.request_id not in self.live
+        self.seen["kept"] += lease.ours.request_id in self.live and bool(lease.model.parts)
+        self.manager.end_lease(lease.ours)
+        self.models[lease.ours.replica_idx].end_lease(lease.model)
+        assert lease.ours.is_over
+        if self.choose.integer(0, 1):
+            self.manager.end_lease(lease.ours)
+        self.leases.remove(lease)
+        return True
+
+    def bytes_of(self, lease: Leased, pages: list[int], tokens: int) -> torch.Tensor:
+        """The KV of the first `tokens` tokens in `pages`: whoever reads them gets this."""
+        blocks = self.manager.device_tensors[lease.ours.replica_idx][0][pages]
+        return blocks.transpose(1, 3).reshape(len(pages) * PAGE_SIZE, -1)[:tokens].clone()
+
+    def same_bytes(self, lease: Leased) -> None:
+        for pages, tokens, before in lease.told:
+            assert torch.equal(self.bytes_of(lease, pages, tokens), before), f"{lease.ours}: pages were rewritten"
+
     def reset(self) -> None:
         self.seen["reset"] += 1
         self.manager.reset_prefix_cache()
@@ -261,6 +327,9 @@ class Moves:
         """Everything is released: every page is free."""
         for name in list(self.live):
             self.manager.release(name)
+        for lease in self.leases:
+            self.same_bytes(lease)
+            self.manager.end_lease(lease.ours)
         assert self.manager.num_free_blocks == self.manager.total_num_pages
         self.manager.check()
 
@@ -291,6 +360,8 @@ class Moves:
             self.seen["shared"] += shared
             model.queue(new)
             self.store()
+        else:
+            self.models[self.manager.get_replica(context)].requests[context.request_id].cached = context.start_idx
 
     def same_books(self) -> None:
         self.manager.check()
@@ -301,6 +372,12 @@ class Moves:
             assert (metrics.d2h_blocks_copied, metrics.h2d_blocks_copied) == (self.host.stored, self.host.loaded)
             slots, published = self.host.num_slots, len(self.host.idle) + len(self.host.held)
             assert self.manager.host_committed_block_pct == published / slots
+        for lease in self.leases:
+            self.same_bytes(lease)
+        leased = {
+            (lease.ours.replica_idx, page) for lease in self.leases for part in lease.model.parts for page in part
+        }
+        assert self.manager.num_leased_blocks == len(leased)
         names: dict[tuple[int, int], int] = {}
         for request_id, context in self.live.items():
             replica = self.manager.get_replica(context)

@@ -37,7 +37,10 @@ def set_entry(array: Any, at: Any, value: int) -> None:
 BREAKS: dict[str, tuple[Callable[[PagedKVCacheManager, Replica], Any], str]] = {
     "a holder too many": (lambda m, r: set_entry(r.pool.holders, 1, 9), "page 1 has 9 holders"),
     "a writer too many": (lambda m, r: set_entry(r.pool.writers, 20, 1), "page 20 has 1 writers, but 0"),
-    "a writer too few": (lambda m, r: set_entry(r.pool.writers, r.imports.each[0].dst_pages, 0), "has 0 writers, but 1"),
+    "a writer too few": (
+        lambda m, r: set_entry(r.pool.writers, r.imports.each[0].dst_pages, 0),
+        "has 0 writers, but 1",
+    ),
     "a page lost": (lambda m, r: setattr(r.pool, "_fresh_count", r.pool._fresh_count - 1), "in 0 of the states"),
     "a page twice fresh": (lambda m, r: set_entry(r.pool._fresh, 0, r.pool._fresh[1]), "of the states"),
     "a held page in the idle order": (

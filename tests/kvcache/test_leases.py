@@ -1,0 +1,322 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvcache import (
+    InvalidRequestError,
+    InvariantError,
+    NotReservedError,
+    PagedKVCacheManager,
+    TextContext,
+    UnknownRequestError,
+)
+from tests.kvcache.build import proven
+
+
+def run(manager: PagedKVCacheManager, context: TextContext, chunk: int = 64, token: int = 7) -> None:
+    """One step of a claimed request, over as many as `chunk` tokens."""
+    context.set_token_indices(active_idx=min(context.end_idx, context.start_idx + chunk))
+    assert manager.maybe_reserve(context)
+    manager.fetch([context])
+    context.update(token)
+    manager.step([context])
+
+
+def computed(
+    manager: PagedKVCacheManager, tokens: Any, name: str = "r", replica: int = 0, chunk: int = 64
+) -> TextContext:
+    context = TextContext([*tokens], 64, name)
+    manager.external_claim(name, replica)
+    run(manager, context, chunk)
+    return context
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_release_passes_what_is_computed_to_the_lease_and_the_rest_is_free(make: Any, caching: bool) -> None:
+    manager = make(8, page_size=4, caching=caching)
+    computed(manager, range(9))
+    lease = manager.lease("r")
+    assert manager.maybe_reserve(TextContext([*range(9), 7], 64, "r"), 8)  # pages that nothing is computed in
+    pages = manager.get_req_blocks("r")
+    assert len(pages) == 5
+    assert manager.num_leased_blocks == 0  # the row holds them
+    manager.release("r")
+    assert (manager.num_leased_blocks, manager.num_free_blocks) == (3, 5)
+    other = computed(manager, range(100, 119), "other")
+    assert not set(manager.get_req_blocks("other")) & set(pages[:3])
+    assert other.start_idx == 19
+    manager.end_lease(lease)
+    manager.end_lease(lease)
+    assert (manager.num_leased_blocks, manager.num_free_blocks) == (0, 3)
+
+
+def test_leased_pages_are_found_by_their_prefix_and_survive_a_reset(make: Any) -> None:
+    manager = make(8, page_size=4)
+    computed(manager, range(9))
+    lease = manager.lease("r")
+    manager.release("r")
+    manager.reset_prefix_cache()
+    again = TextContext([*range(9)], 64, "again")
+    manager.external_claim("again")
+    assert manager.maybe_reserve(again)
+    assert again.start_idx == 8
+    manager.end_lease(lease)
+    assert manager.num_free_blocks == 8 - 3
+    manager.release("again")
+    assert manager.num_free_blocks == 8
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+@pytest.mark.parametrize("release_at", [0, 1, 2, 3])
+def test_leases_of_one_request_end_in_any_order_before_and_after_its_release(
+    make: Any, order: tuple[int, ...], release_at: int
+) -> None:
+    manager = make(8, page_size=4)
+    manager.external_claim("r")
+    context = TextContext([*range(12)], 64, "r")
+    leases = [manager.lease("r")]
+    run(manager, context, 5)
+    leases += [manager.lease("r"), manager.lease("r")]
+    run(manager, context)
+    for at, nth in enumerate(order):
+        if at == release_at:
+            manager.release("r")
+        manager.end_lease(leases[nth])
+        assert leases[nth].is_over
+        assert manager.num_free_blocks == (5 if at < 2 or release_at == 3 else 8)
+    if release_at == 3:
+        manager.release("r")
+    assert manager.num_free_blocks == 8
+
+
+def test_a_request_of_the_same_id_has_nothing_to_do_with_an_older_lease(make: Any) -> None:
+    manager = make(8, page_size=4)
+    computed(manager, range(8))
+    lease = manager.lease("r")
+    manager.release("r")
+    computed(manager, range(20, 32))
+    manager.release("r")
+    assert manager.num_leased_blocks == 2
+    computed(manager, range(40, 44))
+    manager.end_lease(lease)
+    assert len(manager.get_req_blocks("r")) == 1
+    assert manager.num_free_blocks == 7
+
+
+def test_leases_of_replicas_and_forks_are_apart(make: Any) -> None:
+    manager = make(8, page_size=4, dp=2)
+    parent = computed(manager, range(9))
+    run(manager, parent)
+    computed(manager, range(9), "s", replica=1)
+    child = parent.fork("child")
+    assert manager.fork(parent, child)
+    lease = manager.lease("r")
+    manager.release("r")
+    manager.release("child")
+    manager.release("s")
+    assert lease.replica_idx == 0
+    assert (manager.num_leased_blocks, manager.num_free_blocks) == (3, 13)
+    assert manager._replicas.each[1].pool.free_count == 8
+    manager.end_lease(lease)
+    assert manager.num_free_blocks == 16
+
+
+def test_a_page_that_was_told_is_kept_when_the_step_finds_its_content_elsewhere(make: Any) -> None:
+    """A request that goes on under its lease: its last page was told of while it was not full."""
+    manager = make(8, page_size=4)
+    manager.external_claim("r")
+    context, twin = TextContext([*range(6)], 64, "r"), TextContext([*range(6), 7, 7], 64, "twin")
+    run(manager, context)
+    lease = manager.lease("r")
+    told = manager.block_table("r").groups[0]
+    manager.external_claim("twin")
+    run(manager, twin)
+    for _ in range(2):
+        run(manager, context)
+    assert manager.get_req_blocks("r")[1] == manager.get_req_blocks("twin")[1] != told[1]
+    assert manager.num_leased_blocks == 1
+    manager.release("twin")
+    manager.release("r")
+    assert manager.num_leased_blocks == 3
+    computed(manager, range(100, 119), "o")
+    assert not set(manager.get_req_blocks("o")) & set(told)
+    manager.release("o")
+    manager.end_lease(lease)
+    assert manager.num_free_blocks == 8
+
+
+def test_a_page_that_was_told_is_kept_when_a_later_chunk_hits_the_cache(make: Any) -> None:
+    manager = make(8, page_size=4)
+    tokens = [*range(14)]
+    manager.external_claim("r")
+    context = TextContext(tokens, 64, "r")
+    run(manager, context, 6)
+    lease = manager.lease("r")
+    told = manager.block_table("r").groups[0]
+    computed(manager, tokens, "twin")
+    run(manager, context)
+    assert manager.get_req_blocks("r")[1] == manager.get_req_blocks("twin")[1] != told[1]
+    assert manager.num_leased_blocks == 1
+    manager.end_lease(lease)
+    assert manager.num_leased_blocks == 0
+
+
+def test_a_lease_under_which_nothing_was_computed_holds_nothing(make: Any) -> None:
+    manager = make(8, page_size=4)
+    with pytest.raises(UnknownRequestError, match="'r': lease of a request that is not claimed"):
+        manager.lease("r")
+    manager.external_claim("r")
+    lease = manager.lease("r")
+    assert manager.maybe_reserve(TextContext([1, 2], 64, "r"))
+    manager.release("r")
+    assert manager.num_free_blocks == 8
+    assert not lease.is_over
+    manager.end_lease(lease)
+
+
+def test_a_lease_waits_for_an_import_and_then_holds_its_pages(make: Any) -> None:
+    source, target = make(8, page_size=4), make(8, page_size=4)
+    computed(source, range(8))
+    context = TextContext([*range(8), 7], 64, "r")
+    target.external_claim("r")
+    before = target.lease("r")
+    pending = target.import_block_table(context, source.block_table("r"))
+    with pytest.raises(NotReservedError, match="import is pending"):
+        target.lease("r")
+    target.commit_import(context, pending, proven(target, pending))
+    target.release("r")
+    assert target.num_leased_blocks == 2
+    target.end_lease(before)
+    assert target.num_free_blocks == 8
+
+
+def test_pages_on_their_way_from_the_host_are_nobody_s_until_they_have_come(make: Any) -> None:
+    manager = make(8, page_size=4, host_slots=16)
+    computed(manager, range(24), "first")
+    manager.release("first")
+    manager.flush_tiers()
+    computed(manager, range(100, 130), "flush")
+    manager.release("flush")
+    context = TextContext([*range(24)], 64, "r")
+    manager.external_claim("r")
+    assert manager.maybe_reserve(context)
+    assert context.start_idx
+    lease = manager.lease("r")
+    manager.release("r")  # the copies from the host are not waited for
+    manager.check()
+    manager.end_lease(lease)
+    assert manager.num_free_blocks == 8
+
+
+@pytest.mark.parametrize("what", ["lost", "twice", "row"])
+def test_check_counts_what_leases_hold(make: Any, what: str) -> None:
+    manager = make(8, page_size=4, checks=False)
+    computed(manager, range(9))
+    lease, other = manager.lease("r"), manager.lease("r")
+    books = manager._replicas.each[0].leases
+    if what == "row":
+        books.of_row[0].remove(other)
+    else:
+        manager.release("r")
+        held = books._held[lease]
+        held.append(held[0]) if what == "twice" else held.clear()
+    with pytest.raises(InvariantError, match="leases are booked" if what == "row" else "holders, but"):
+        manager.check()
+    manager.check = lambda: None
+
+
+def test_check_finds_an_import_that_nobody_can_close(make: Any) -> None:
+    """What another manager's `cancel_import` left behind once: closed, and with its pages for ever."""
+    source, target = make(8, page_size=4), make(8, page_size=4, checks=False)
+    computed(source, range(8))
+    target.external_claim("r")
+    pending = target.import_block_table(TextContext([*range(8), 7], 64, "r"), source.block_table("r"))
+    pending.closed = True
+    with pytest.raises(InvariantError, match="'r': its import is closed, but still has its pages"):
+        target.check()
+    target.check = lambda: None
+
+
+def test_an_import_is_copied_in_parts_and_proven_once_all_were_taken(make: Any) -> None:
+    source, target = make(8, page_size=4), make(8, page_size=4)
+    whole = computed(source, range(18), chunk=9)
+    first = source.block_table("r", full_pages=True)
+    context = TextContext([*range(18)], 64, "r")
+    target.external_claim("r")
+    pending = target.import_block_table(context, first, 2, partial=True)
+    copier = target.copier(pending)
+    (part,) = copier.take(last=False)
+    assert part.tokens == (0, 8)
+    with pytest.raises(InvalidRequestError, match="took tokens up to 8, and not yet the last"):
+        copier.prove()
+    run(source, whole)
+    context.update(7)
+    target.extend_import(context, pending, source.block_table("r"), last=True)
+    (part,) = copier.take()
+    assert part.tokens == (8, 18)
+    assert part.dst_pages.tolist() == pending.dst_pages[2:].tolist()
+    proof = copier.prove()
+    with pytest.raises(InvalidRequestError, match="has ended"):
+        copier.prove()
+    with pytest.raises(InvalidRequestError, match="no pages are left"):
+        copier.take()
+    target.commit_import(context, pending, proof)
+    assert context.start_idx == 18
+
+
+def test_a_proof_that_is_older_than_the_last_table_is_refused(make: Any) -> None:
+    source, target = make(8, page_size=4), make(8, page_size=4)
+    whole = computed(source, range(18), chunk=9)
+    context = TextContext([*range(18)], 64, "r")
+    target.external_claim("r")
+    pending = target.import_block_table(context, source.block_table("r", full_pages=True), 2, partial=True)
+    proof = proven(target, pending)
+    run(source, whole)
+    context.update(7)
+    target.extend_import(context, pending, source.block_table("r"), last=True)
+    with pytest.raises(InvalidRequestError, match="'r': commit_import with a proof of 8 tokens, its table covers 18"):
+        target.commit_import(context, pending, proof)
+    assert not pending.closed
+    target.cancel_import(pending)
+    target.release("r")
+    assert target.num_free_blocks == 8
+
+
+def test_of_a_cancelled_import_the_copier_s_end_frees_the_pages(make: Any) -> None:
+    source, target = make(8, page_size=4), make(8, page_size=4)
+    computed(source, range(8))
+    context = TextContext([*range(8), 7], 64, "r")
+    target.external_claim("r")
+    pending = target.import_block_table(context, source.block_table("r"))
+    copier = target.copier(pending)
+    copier.take()
+    target.cancel_import(pending)
+    target.cancel_import(pending)
+    with pytest.raises(NotReservedError, match="import is pending"):
+        target.maybe_reserve(context)
+    target.release("r")
+    assert target.num_free_blocks == 6
+    assert copier.prove() is not None  # of no use any more
+    copier.give_up()
+    assert target.num_free_blocks == 8
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_what_is_read_under_a_lease_stays_as_it_was(make: Any, caching: bool) -> None:
+    manager = make(6, page_size=4, caching=caching)
+    computed(manager, range(9))
+    blocks = manager.device_tensors[0][0]
+    pages = list(manager.block_table("r").groups[0])
+    lease = manager.lease("r")
+    blocks[pages] = 1.0
+    manager.release("r")
+    for number in range(8):
+        name = f"o{number}"
+        computed(manager, range(100 * number + 100, 100 * number + 111), name)
+        blocks[manager.get_req_blocks(name)] = 2.0
+        manager.release(name)
+    assert torch.equal(blocks[pages], torch.ones_like(blocks[pages]))
+    manager.end_lease(lease)
