@@ -161,9 +161,7 @@ class Choice(NamedTuple):
     chunks: list[int]
 
 
-def choose(
-    links: Sequence[PrefillLink], tokens: Sequence[int], salt: str | None, avoid: AbstractSet[str]
-) -> Choice | None:
+def choose(links: Sequence[PrefillLink], tokens: Sequence[int], salt: str | None, avoid: set[str]) -> Choice | None:
     """The prefill process that will have computed the prompt first; None where none is there.
 
     Between equals the one with less in its cache; one that is to be avoided only where there is no other.

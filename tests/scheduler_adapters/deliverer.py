@@ -33,6 +33,10 @@ class Reached(NamedTuple):
     phase: str
     how: str
 
+    def covers(self, other: "Reached") -> bool:
+        """Whether the other is of this kind: its phase may say more."""
+        return (self.message, self.how) == (other.message, other.how) and other.phase.startswith(self.phase)
+
 
 @dataclass(eq=False)
 class _Held:

@@ -261,3 +261,28 @@ def test_the_pages_are_gone_from_a_batch_that_a_poisoned_page_would_spoil(
         blocks[1:] = float("nan")  # what a reused page may hold: anything
     assert tokens_of(serve(loop, requests_of(PROMPTS))) == expected
     assert not any(torch.any(blocks[0]) for blocks in loop.manager.device_tensors[0])
+
+
+def test_a_request_may_fill_the_cache_to_its_last_token_and_not_beyond(model: Any) -> None:
+    loop = new_loop(model, pages=4)  # 64 tokens; the last token of a request is never fed back, and needs no room
+    prompt = PROMPTS[3][:50]
+    outputs = serve(loop, [Request("fits", prompt, 15)])
+    assert tokens_of(outputs) == [reference_tokens(model, prompt, 15)]
+    with pytest.raises(PromptTooLongError, match=r"50 prompt tokens and 16 new ones do not fit into a cache of 64"):
+        loop.add(Request("too long", prompt, 16))
+    assert_nothing_held(loop.manager)
+
+
+def test_a_replica_short_of_pages_takes_none_from_another(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest request of all runs on the other replica, and is never preempted."""
+    loop = new_loop(model, pages=12, page_size=4, n_devices=2, data_parallel_degree=2, enable_prefix_caching=False)
+    at = {"r0": 0, "r1": 0, "r2": 1}
+    monkeypatch.setattr(loop.manager, "get_or_recommend_replica", lambda context: at[context.request_id])
+    admitted: list[tuple[str, int]] = []
+    loop.on_admit = lambda request_id, replica: admitted.append((request_id, replica))
+    prompts = [[5] * 10, [6] * 10, [7] * 10]
+    outputs = serve(loop, requests_of(prompts, new=30))
+    assert tokens_of(outputs) == [reference_tokens(model, prompt, 30) for prompt in prompts]
+    assert loop.preemptions == 1
+    assert admitted == [("r0", 0), ("r1", 0), ("r2", 1), ("r1", 0)]
+    assert_nothing_held(loop.manager)

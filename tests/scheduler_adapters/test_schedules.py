@@ -12,7 +12,7 @@ import pytest
 from kvcache.errors import NoFreeRowError
 from scheduler_adapters import messages as msg
 from scheduler_adapters.hf import reference_tokens
-from tests.scheduler_adapters.deliverer import Deliverer
+from tests.scheduler_adapters.deliverer import Deliverer, Reached
 from tests.scheduler_adapters.service import Service, Side
 from tests.scheduler_adapters.test_faults import empty, fill
 
@@ -155,10 +155,56 @@ def schedule(
 @pytest.mark.parametrize("seed", range(2))
 def test_delivery_alone_costs_no_request_and_no_token(schedule: Callable[[int], Schedule], seed: int) -> None:
     one = schedule(seed)
-    one.run(12, trouble=False)
+    one.run(20, trouble=False)
+    happened = Counter(reached.how for reached in one.deliverer.reached.elements())
+    assert min(happened[how] for how in ("in time", "again", "late")) > 0, happened
 
 
 @pytest.mark.parametrize("seed", range(10, 12))
 def test_late_messages_of_attempts_that_failed_touch_no_other(schedule: Callable[[int], Schedule], seed: int) -> None:
     one = schedule(seed)
-    one.run(12, trouble=True)
+    one.run(20, trouble=True)
+    assert one.trouble.total() > 0
+
+
+# A message, the beginning of the phase in which it came, and how it was delivered.
+WANTED = {
+    *(Reached("last Offer", phase, "again") for phase in ("offered, after the last", "pulling, after the last")),
+    *(Reached("last Offer", phase, "again") for phase in ("decoding", "over", "another attempt")),
+    *(Reached("last Offer", phase, "overtaken") for phase in ("over", "another attempt")),
+    *(Reached("Offer", phase, "again") for phase in ("offered", "pulling", "decoding", "over")),
+    *(Reached("Offer", phase, "overtaken") for phase in ("offered, after the last", "pulling, after the last")),
+    *(Reached("Offer", phase, "overtaken") for phase in ("decoding", "over", "another attempt")),
+    *(Reached("Failed", phase, "again") for phase in ("over", "another attempt")),
+    *(Reached("Failed", phase, "late") for phase in ("asked", "offered", "pulling")),
+    *(Reached("Prefill", phase, "again") for phase in ("queued", "leasing", "offered", "held", "over")),
+    *(Reached("Prefill", "not begun", how) for how in ("late", "overtaken")),
+    *(Reached("Cancel", phase, "again") for phase in ("ending", "over")),
+    *(Reached("Cancel", phase, "late") for phase in ("not begun", "held", "over")),
+    Reached("Cancel", "a younger attempt is there", "overtaken"),
+    Reached("Hello", "known", "again"),
+    Reached("Hello", "new", "overtaken"),
+    Reached("Welcome", "-", "again"),
+    *(Reached("Submit", phase, "again") for phase in ("no room", "waiting", "asked", "pulling", "decoding")),
+    Reached("Submit", "no room", "overtaken"),
+    *(Reached("Abort", phase, "again") for phase in ("no room",)),
+    *(Reached("Abort", phase, "in time") for phase in ("asked", "offered", "pulling", "decoding")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_schedules_reach_every_message_in_every_phase(schedule: Callable[[int], Schedule]) -> None:
+    total: Counter[Reached] = Counter()
+    missing, seeds = set(WANTED), range(100, 160)
+    for seed in seeds:
+        one = schedule(seed)
+        one.run(30, trouble=bool(seed % 3))
+        total += one.deliverer.reached
+        print(f"seed {seed}: {one.deliverer.reached.total()} deliveries, {dict(one.trouble)}")  # noqa: T201
+        missing -= {wanted for wanted in missing if any(wanted.covers(reached) for reached in one.deliverer.reached)}
+        if not missing:
+            break
+    for reached, count in sorted(total.items()):
+        print(f"{count:6} {', '.join(reached)}")  # noqa: T201
+    assert not missing, f"never reached with seeds {seeds}: {sorted(missing)}"
