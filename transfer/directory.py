@@ -3,6 +3,7 @@
 A request says where its source is, and may be wrong: what it says touches no request that says otherwise. Metadata is
 asked for at the first request, and an engine is forgotten when it dies, is replaced, or is idle. It is replaced when it
 is known to be gone, and not because somebody else answers to its name: whoever does waits until it has been asked.
+Metadata that no key vouches for is tried elsewhere before it is loaded.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from transfer.errors import HandshakeError, MetadataError, TransferError
+from transfer.trials import Attempt, Trials
 from transfer.wire import Answer, MetadataReply, Pong, open_rank
 
 if TYPE_CHECKING:
     from transfer.handshake import HandshakeClient
     from transfer.rank import RankTransfer
+    from transfer.remote import RemoteEngine
+
+_UNTRIED = "its metadata is sealed with no key, and a process in which it was tried found it wrong"
 
 Place: TypeAlias = tuple[str, str]
 """ZMQ endpoint of a handshake, and the id of the engine that is expected there."""
@@ -56,6 +61,15 @@ class Peer:
     pinging: bool = False
 
 
+@dataclass(slots=True, eq=False)
+class _Newcomer:
+    """What an engine has answered that is not loaded yet: for each rank here what is known of it, and its trial."""
+
+    incarnation: str
+    remotes: list[RemoteEngine]
+    attempt: Attempt | None = None
+
+
 class Directory:
     """The engines that are known to all ranks of this process, or are being asked. Single-threaded.
 
@@ -66,6 +80,7 @@ class Directory:
         clock: seconds, monotonic.
         on_ready: called with an engine that has just said who it is, every time that it does.
         on_lost: called with an engine that is not to be read from any more, and why.
+        trials: try what is not sealed with a key; those of the process where None.
 
     Attributes:
         failed_handshakes: engines that did not answer, or not well.
@@ -79,6 +94,7 @@ class Directory:
         clock: Callable[[], float],
         on_ready: Callable[[Peer], None],
         on_lost: Callable[[Peer, str], None],
+        trials: Trials | None = None,
     ) -> None:
         self.failed_handshakes = 0
         self._ranks = ranks
@@ -89,7 +105,8 @@ class Directory:
         self._on_lost = on_lost
         self._compatibility: Mapping[str, str] = ranks[0].identity.compatibility
         self._peers: dict[Place, Peer] = {}
-        self._waiting: dict[Place, MetadataReply] = {}  # other starts of engines that are being asked if they live
+        self._newcomers: dict[Place, _Newcomer] = {}
+        self._trials = None if ranks[0].identity.key else trials or Trials.shared()
         self._next_watch = 0.0
 
     def __len__(self) -> int:
@@ -107,6 +124,8 @@ class Directory:
         if peer.connecting or self._is_connected(peer):
             return
         peer.connecting = True
+        if self._trials is not None:
+            self._trials.start()
 
         def done(answer: Answer | TransferError) -> None:
             if self._peers.get(place) is peer:
@@ -129,7 +148,10 @@ class Directory:
         first = open_rank(ranks[0], self._ranks[0].identity.key)
         peer = Peer((address, first.engine_id), used=self._clock(), heard=self._clock())
         if not self._is_loaded(first.engine_id, first.incarnation):
-            self._load(peer, ranks, first.incarnation)
+            remotes = self._inspect(peer, ranks, first.incarnation)
+            if self._trials is not None and (verdict := self._trials.run(remotes[0].ranks, self._ranks[0].memory_type)):
+                raise HandshakeError(f"engine {first.engine_id!r} at {address}: {_UNTRIED}: {verdict}")
+            self._load(peer, remotes)
         peer.incarnation = first.incarnation
         self._peers[peer.place] = peer
         self._on_ready(peer)
@@ -143,69 +165,107 @@ class Directory:
         return all(remote is not None and remote.incarnation == incarnation for remote in remotes)
 
     def _on_metadata(self, peer: Peer, answer: Answer | TransferError) -> None:
-        """Loads what an engine has answered. Where another start of it is loaded, that one is asked if it lives."""
         address, engine_id = peer.place
         try:
             if not isinstance(answer, MetadataReply):
                 raise answer if isinstance(answer, TransferError) else HandshakeError(f"{address}: no metadata")
-            if not self._is_loaded(engine_id, answer.incarnation):
-                if known := self._others(peer, answer.incarnation):
-                    self._waiting[peer.place] = answer
+            loaded = self._is_loaded(engine_id, answer.incarnation)
+            remotes = [] if loaded else self._inspect(peer, answer.ranks, answer.incarnation)
+        except TransferError as error:
+            self._refuse(peer, str(error))
+            return
+        self._newcomers[peer.place] = _Newcomer(answer.incarnation, remotes)
+        self._go_on(peer)
+
+    def _inspect(self, peer: Peer, ranks: Sequence[bytes], incarnation: str) -> list[RemoteEngine]:
+        return [rank.inspect(ranks, (peer.place[1], incarnation)) for rank in self._ranks]
+
+    def _go_on(self, peer: Peer) -> None:
+        """Loads a newcomer once nothing is in its way: another start of it that lives, or a trial."""
+        newcomer = self._newcomers[peer.place]
+        try:
+            if not self._is_loaded(peer.place[1], newcomer.incarnation):
+                if known := self._others(peer, newcomer.incarnation):
                     for other in known:
                         self._ping(other)
                     return
-                self._load(peer, answer.ranks, answer.incarnation)
+                if not self._is_tried(newcomer):
+                    return
+                self._load(peer, newcomer.remotes)
         except TransferError as error:
-            self.failed_handshakes += 1
-            self._forget(peer, f"handshake with engine {engine_id!r} at {address}: {error}")
+            self._refuse(peer, str(error))
             return
+        del self._newcomers[peer.place]
         peer.connecting = False
-        peer.incarnation, peer.heard = answer.incarnation, self._clock()
+        peer.incarnation, peer.heard = newcomer.incarnation, self._clock()
         self._on_alive(peer)
+
+    def _is_tried(self, newcomer: _Newcomer) -> bool:
+        """Whether a newcomer may be loaded; its trial begins where it has not."""
+        if self._trials is None:
+            return True
+        if newcomer.attempt is None:
+            newcomer.attempt = self._trials.begin(newcomer.remotes[0].ranks, self._ranks[0].memory_type)
+        if newcomer.attempt.verdict:
+            raise HandshakeError(f"{_UNTRIED}: {newcomer.attempt.verdict}")
+        return newcomer.attempt.verdict is not None
 
     def _others(self, peer: Peer, incarnation: str) -> list[Peer]:
         """The places at which another start of an engine is known, and loaded."""
         same = [other for other in self._peers.values() if other.place[1] == peer.place[1] and other is not peer]
         return [other for other in same if other.incarnation != incarnation and self._is_connected(other)]
 
+    def _of(self, engine_id: str) -> list[tuple[Peer, _Newcomer]]:
+        return [(self._peers[place], one) for place, one in self._newcomers.items() if place[1] == engine_id]
+
     def _on_alive(self, peer: Peer) -> None:
         """An engine has said who it is: whoever waits for its place does so in vain."""
         self._on_ready(peer)
         address, engine_id = peer.place
-        for place, answer in list(self._waiting.items()):
-            if place in self._waiting and place[1] == engine_id and answer.incarnation != peer.incarnation:
-                self.failed_handshakes += 1
-                self._forget(
-                    self._peers[place],
-                    f"handshake with engine {engine_id!r} at {place[0]}: an engine of this id is known at {address} "
-                    f"and lives there, as {peer.incarnation!r}; the one at {place[0]} is {answer.incarnation!r}",
+        for other, newcomer in self._of(engine_id):
+            if newcomer.incarnation != peer.incarnation and other.place in self._newcomers:
+                there = other.place[0]
+                self._refuse(
+                    other,
+                    f"an engine of this id is known at {address} and lives there, as {peer.incarnation!r}; the one at "
+                    f"{there} is {newcomer.incarnation!r}",
                 )
+
+    def _refuse(self, peer: Peer, reason: str) -> None:
+        self.failed_handshakes += 1
+        self._forget(peer, f"handshake with engine {peer.place[1]!r} at {peer.place[0]}: {reason}")
 
     def _admit(self, engine_id: str) -> None:
         """Goes on with who waits for an engine's place, if that is empty now: with one, for whom the others wait."""
-        for place, answer in list(self._waiting.items()):
-            if place not in self._waiting or place[1] != engine_id:
-                continue
-            peer = self._peers[place]
-            if not self._others(peer, answer.incarnation):
-                del self._waiting[place]
-                self._on_metadata(peer, answer)
+        for peer, newcomer in self._of(engine_id):
+            if self._newcomers.get(peer.place) is newcomer:
+                self._go_on(peer)
 
-    def _load(self, peer: Peer, ranks: Sequence[bytes], incarnation: str) -> None:
+    def _load(self, peer: Peer, remotes: Sequence[RemoteEngine]) -> None:
         address, engine_id = peer.place
         loaded: list[RankTransfer] = []
         try:
-            for rank in self._ranks:
-                rank.connect(ranks, (engine_id, incarnation))
+            for rank, remote in zip(self._ranks, remotes, strict=True):
+                rank.load(remote)
                 loaded.append(rank)
         except TransferError as error:
             for rank in loaded:
                 rank.disconnect(engine_id, str(error))
             raise
-        peer.incarnation = incarnation
+        peer.incarnation = remotes[0].incarnation
         for other in [other for other in self._peers.values() if other.place[1] == engine_id]:
-            if other.incarnation not in {"", incarnation}:
+            if other.incarnation not in {"", peer.incarnation}:
                 self._forget(other, f"engine {engine_id!r} was started anew, at {address}")
+
+    def poll(self) -> None:
+        """Goes on with engines whose trial is over. To be called often; mostly does nothing."""
+        if not self._newcomers or self._trials is None:
+            return
+        self._trials.poll()
+        for place, newcomer in list(self._newcomers.items()):
+            ended = newcomer.attempt is not None and newcomer.attempt.verdict is not None
+            if ended and self._newcomers.get(place) is newcomer:
+                self._go_on(self._peers[place])
 
     def watch(self, busy: Callable[[], set[Place]]) -> None:
         """Asks for signs of life where they are due, and forgets who is idle. To be called often; mostly does nothing.
@@ -265,7 +325,7 @@ class Directory:
         """Drops what was learnt at a place; the next request asks anew."""
         address, engine_id = peer.place
         self._peers.pop(peer.place, None)
-        self._waiting.pop(peer.place, None)
+        self._newcomers.pop(peer.place, None)
         others = [other for other in self._peers.values() if other.place[1] == engine_id]
         if peer.incarnation and all(other.incarnation != peer.incarnation for other in others):
             for rank in self._ranks:

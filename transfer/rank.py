@@ -189,7 +189,11 @@ class RankTransfer:
         return None if remote is None or remote.failure else remote
 
     def connect(self, ranks: Sequence[bytes], expected: tuple[str, str] | None = None) -> RemoteEngine:
-        """Loads all ranks of an engine. One of the same id, of this or another incarnation, is forgotten before.
+        """As `inspect`, then `load`."""
+        return self.load(self.inspect(ranks, expected))
+
+    def inspect(self, ranks: Sequence[bytes], expected: tuple[str, str] | None = None) -> RemoteEngine:
+        """Checks all that can be known of an engine without NIXL, and plans. Nothing is loaded.
 
         Args:
             ranks: sealed metadata of each of its ranks, in any order.
@@ -199,7 +203,6 @@ class RankTransfer:
             MetadataError: one is damaged, or they are not the ranks of one engine. NIXL has seen none of them.
             SettingsMismatchError: the peer runs with other UCX settings or another version of NIXL.
             HandshakeError: what must agree does not, or it is another engine, with both values.
-            AgentError: NIXL refuses one. None of them stays loaded.
         """
         self._open()
         found = [open_rank(data, self.identity.key) for data in ranks]
@@ -210,6 +213,15 @@ class RankTransfer:
             )
         if remote.engine_id == self.identity.engine_id:
             raise HandshakeError(f"engine {remote.engine_id!r} rank {self.identity.rank}: that is this engine itself")
+        return remote
+
+    def load(self, remote: RemoteEngine) -> RemoteEngine:
+        """Loads an engine that was inspected. One of the same id, of this or another incarnation, is forgotten before.
+
+        Raises:
+            AgentError: NIXL refuses a rank. None of them stays loaded.
+        """
+        self._open()
         self.disconnect(remote.engine_id, f"engine {remote.engine_id!r} was connected anew")
         self._reap()
         remote.staging = self._staging

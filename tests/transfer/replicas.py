@@ -62,6 +62,8 @@ PAGES = 16
 class Engine:
     """The ranks of one engine over pools of bytes; heads split over `tp`. Closed by the fixture that makes it.
 
+    All share a key unless another one, or none, is given: without, what one tells the other is tried first.
+
     Attributes:
         pools: per rank uint8 `[pages, heads of the rank, bytes of a head]`.
         hindrances: per rank.
@@ -73,6 +75,7 @@ class Engine:
         pages = options.pop("pages", PAGES)
         compatibility = options.pop("compatibility", {"model": "m"})
         clock = options.pop("clock", time.monotonic)
+        key = options.pop("key", b"tests")
         self.hindrances = [Hindrance() for _ in range(tp)]
         self.pools: list[NDArray[np.uint8]] = []
         self.ranks: list[RankTransfer] = []
@@ -87,7 +90,12 @@ class Engine:
             )
             self.pools.append(pool.astype(np.uint8))
             identity = RankIdentity(
-                engine_id=engine_id, incarnation=self.incarnation, rank=rank, ranks=tp, compatibility=compatibility
+                engine_id=engine_id,
+                incarnation=self.incarnation,
+                rank=rank,
+                ranks=tp,
+                compatibility=compatibility,
+                key=key,
             )
             self.ranks.append(
                 RankTransfer(
