@@ -65,6 +65,7 @@ class FileTier:
         max_bytes: of all files together.
         host: the tier above.
         make_io: called once for each of the two threads.
+        clock: seconds.
 
     Attributes:
         written: pages written so far.
@@ -76,10 +77,19 @@ class FileTier:
         PoolTooSmallError: (a RuntimeError) `max_bytes` does not hold a file of one page.
     """
 
-    def __init__(self, folder: PageFolder, layout: FileFormat, max_bytes: int, host: HostTier, make_io: MakeIO) -> None:
+    def __init__(
+        self,
+        folder: PageFolder,
+        layout: FileFormat,
+        max_bytes: int,
+        host: HostTier,
+        make_io: MakeIO,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         if not layout.most_in(max_bytes):
             raise PoolTooSmallError(f"file tier: {max_bytes} bytes do not hold a page: {layout.size_of(1)} are needed")
         self._folder = folder
+        self._clock = clock
         self._layout = layout
         self._max_bytes = max_bytes
         self._host = host
@@ -94,7 +104,7 @@ class FileTier:
         self._reads: list[_Read] = []
         self._write: _Write | None = None
         self._scan: Future[Scan] | None = None
-        self._scanned = time.monotonic()
+        self._scanned = clock()
         self._paused_until = 0.0
         self.written = self.read = self.refused = 0
         self.refusals = Refusals()
@@ -129,8 +139,8 @@ class FileTier:
 
     def offer(self, digests: Digests) -> None:
         """The host tier has these pages now: they are written, if they are still there when their turn comes."""
-        if time.monotonic() >= self._paused_until:
-            self._queue.append((time.monotonic(), digests))
+        if self._clock() >= self._paused_until:
+            self._queue.append((self._clock(), digests))
 
     def used(self, digests: Digests) -> None:
         """A request has used these pages: their files stay longer, and what was dropped is written again."""
@@ -147,13 +157,13 @@ class FileTier:
             self._take_up_write(self._write)
         if self._write is None and self._queue:
             queued = sum(len(digests) for _, digests in self._queue)
-            if queued >= self.pages_a_file or time.monotonic() - self._queue[0][0] > _LONGEST_QUEUED_S:
+            if queued >= self.pages_a_file or self._clock() - self._queue[0][0] > _LONGEST_QUEUED_S:
                 self._begin_write()
         if self._scan is not None and self._scan.done():
             self._take_up_scan(self._scan.result())
             self._scan = None
-        if self._scan is None and time.monotonic() - self._scanned > _RESCAN_S:
-            self._scanned = time.monotonic()
+        if self._scan is None and self._clock() - self._scanned > _RESCAN_S:
+            self._scanned = self._clock()
             self._scan = self._writer.submit(self._folder.scan, self._layout, self._index.names)
 
     def flush(self) -> None:
@@ -266,7 +276,7 @@ class FileTier:
             name, size = write.named.result()
         except OSError as error:
             _log.warning("file tier: no page is written for %.0f s: %s", _PAUSE_S, error)
-            self._paused_until = time.monotonic() + _PAUSE_S
+            self._paused_until = self._clock() + _PAUSE_S
             self._queue.clear()
             return
         self.written += len(write.digests)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,19 @@ class Tiers:
         host: the host tier.
         replicas: each replica's side of it.
         files: the file tier, if any.
+        clock: seconds.
 
     Attributes:
         share: of the time that passes, for copies that take the loop's own.
     """
 
-    def __init__(self, host: HostTier, replicas: Sequence[ReplicaTier], files: FileTier | None = None) -> None:
+    def __init__(
+        self,
+        host: HostTier,
+        replicas: Sequence[ReplicaTier],
+        files: FileTier | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.host = host
         self.replicas = replicas
         self.files = files
@@ -52,7 +59,8 @@ class Tiers:
         self._batch = max(1, _BATCH_BYTES // sum(memory.shape[1] for memory in host.memory))
         self.share = _SHARE
         self._credit = 0.0
-        self._seen = time.perf_counter()
+        self._clock = clock
+        self._seen = clock()
 
     @property
     def metrics(self) -> KVCacheMetrics:
@@ -69,12 +77,12 @@ class Tiers:
 
     def tick(self) -> None:
         """A step is about to run: copy what its share of the time allows."""
-        now = time.perf_counter()
+        now = self._clock()
         self._credit = min(self._credit + self.share * (now - self._seen), _MOST_CREDIT_S)
         self._seen = now
         for tier in self.replicas:
             while self._credit > 0 and tier.store(self._batch):
-                before, self._seen = self._seen, time.perf_counter()
+                before, self._seen = self._seen, self._clock()
                 self._credit -= self._seen - before
         if self.files is not None:
             self.files.tick()

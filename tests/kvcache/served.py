@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvcache import TextContext
 from kvcache.tiers import Tiers
@@ -48,6 +50,12 @@ class Served:
         self.run(context)
         self.manager.release(context.request_id)
         return cached
+
+    def digests(self, tokens: Iterable[int]) -> NDArray[np.uint64]:
+        """The digests of the full pages of a prompt."""
+        context = TextContext([*tokens], 256)
+        replica = self.manager._replicas.each[0]
+        return replica.hasher(None, context).digests(context.tokens, 0, context.end_idx // SIZE)
 
     def fill(self, pages: int) -> None:
         """Serve a prompt of this many pages that nobody has seen: others are evicted."""

@@ -72,6 +72,41 @@ def test_a_restart_finds_what_was_written(served: Make) -> None:
     assert again.kv.compared == 44
 
 
+def test_reads_leave_half_of_the_free_slots_to_writes(served: Make) -> None:
+    it = served(16, 40)
+    it.serve(range(61))  # 15 full pages
+    it.manager.close()
+    again = served(16, 10)
+    digests = again.digests(range(61))
+    assert files_of(again).promote(digests, wait=True)
+    assert again.tiers.host.pool.index.published.sum() == again.manager.metrics.file_blocks_read == 5
+    held = again.tiers.host.pool.allocate(7)
+    files_of(again).promote(digests[5:], wait=True)
+    assert again.manager.metrics.file_blocks_read == 6  # one of the three slots that are left
+    again.tiers.host.pool.release(held)
+
+
+def test_a_file_that_is_not_full_is_written_late(served: Make) -> None:
+    it = served(16, 40)
+    now = 100.0
+    files_of(it)._clock = lambda: now
+    it.serve(PROMPT)
+    it.tiers.settle()
+    assert 4 < files_of(it).pages_a_file == 10
+    for passed, writes in ((0.0, False), (0.99, False), (1.01, True)):
+        now = 100.0 + passed
+        files_of(it).tick()
+        assert (files_of(it)._write is not None) == writes
+    files_of(it).flush()
+    assert it.manager.metrics.file_blocks_written == 4
+    now = 200.0
+    it.serve([7, *range(48)])
+    it.tiers.settle()
+    files_of(it).tick()
+    assert files_of(it)._write is not None  # a full one is written at once
+    assert len(files_of(it)._write.digests) == 10
+
+
 def test_what_the_host_has_lost_comes_back_from_files(served: Make) -> None:
     it = served(8, 8)
     it.serve(PROMPT)

@@ -5,12 +5,14 @@ import itertools
 import struct
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvcache import TextContext
-from kvcache.hashing import DIGEST_BYTES, PrefixHasher, hasher_of
+from kvcache.hashing import DIGEST_BYTES, PrefixHasher, hasher_of, next_digests, page_rows
 from kvcache.params import HashAlgorithm
 
 ALGORITHMS: tuple[HashAlgorithm, ...] = ("sha256", "xxh3_128")
@@ -76,6 +78,38 @@ def test_a_context_carries_its_hasher_as_long_as_it_fits() -> None:
     assert hasher_of(context, "xxh3_128", 8).algorithm == "xxh3_128"
     context.cache_salt = "b"
     assert hasher_of(context, "xxh3_128", 8).salt == "b"
+
+
+def test_a_hasher_kept_for_other_keys_is_not_used() -> None:
+    context = SimpleNamespace(prefix_hasher=None, cache_salt=None, extra_keys=((1, b"one"),))
+    kept = hasher_of(context, "sha256", 4)  # type: ignore[arg-type]
+    assert context.prefix_hasher is kept
+    for keys in (((1, b"two"),), ((2, b"one"),), ((1, b"one"), (5, b"late")), (), None):
+        context.extra_keys = keys
+        other = hasher_of(context, "sha256", 4)  # type: ignore[arg-type]
+        assert other is not kept
+        assert other.extra_keys == keys
+        fresh = PrefixHasher("sha256", 4, None, keys).digests(tokens(8), 0, 2)
+        assert (other.digests(tokens(8), 0, 2) == fresh).all()
+
+
+def test_one_page_of_many_requests_is_hashed_as_each_alone() -> None:
+    """Also where a key is still to come, and where pages before are not hashed yet: those take the slow way."""
+    rows = page_rows(tokens(8), 4)
+    keys: list[Any] = [None, ((6, b"image"),), ((9, b"late"),), None]
+    hashers = [PrefixHasher("sha256", 4, None, key) for key in keys]
+    for hasher in hashers[:3]:
+        hasher.digests(tokens(4), 0, 1)
+    slow: list[int] = []
+
+    def slowly(at: int) -> bytes:
+        slow.append(at)
+        return hashers[at].digests(tokens(8), 1, 2).tobytes()
+
+    found = next_digests(hashers, [1] * 4, [rows[1]] * 4, slowly)
+    assert slow == [1, 2, 3]
+    for at, key in enumerate(keys):
+        assert (found[at] == PrefixHasher("sha256", 4, None, key).digests(tokens(8), 1, 2)[0]).all()
 
 
 def test_extra_keys_join_the_chain_at_their_page() -> None:

@@ -192,19 +192,57 @@ def test_a_page_is_copied_before_it_is_given_away(served: Any) -> None:
     assert it.serve(PROMPT) == 16
 
 
+class SlowCopies:
+    """A clock that stands still but for the copies of a tier, each of which takes its time."""
+
+    def __init__(self, it: Served, copy_s: float) -> None:
+        self.now = 0.0
+        self._copy_s, self._store = copy_s, it.tiers.replicas[0].store
+        it.tiers._clock, it.tiers._seen, it.tiers._batch, it.tiers._credit = self, 0.0, 1, 0.0
+        it.tiers.replicas[0].store = self.store  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __call__(self) -> float:
+        return self.now
+
+    def store(self, most: int) -> int:
+        count = self._store(most)
+        self.now += self._copy_s * bool(count)
+        return count
+
+
+def waits(it: Served) -> int:
+    return sum(len(pages) for pages, _ in it.tiers.replicas[0].waiting)
+
+
 def test_a_step_copies_for_a_share_of_the_time_only(served: Any) -> None:
     it = served(64, 256, max_seq_len=256)
     it.tiers.share = 0.0
     for _ in range(6):
         it.fill(8)
-    waiting = sum(len(pages) for pages, _ in it.tiers.replicas[0].waiting)
-    it.tiers._batch = 1
-    it.tiers.share, it.tiers._credit = 1e-9, 1e-9
-    it.fill(2)
-    assert 0 < it.manager.metrics.d2h_blocks_copied <= 2 < waiting
-    it.tiers.share, it.tiers._batch = 1e6, 64
-    it.fill(2)
-    assert it.manager.metrics.d2h_blocks_copied > waiting
+    clock, before = SlowCopies(it, 2**-10), waits(it)
+    it.tiers.share = 1 / 16
+    copied = []
+    for _ in range(40):
+        clock.now += 2**-7  # a step, in which half a copy's time is earned
+        it.tiers.tick()
+        copied.append(before - waits(it))
+    assert copied[:6] == [1, 1, 2, 2, 3, 3]
+    assert copied[-1] == 20
+    it.tiers.tick()
+    assert before - waits(it) == 20  # no time has passed
+
+
+def test_a_long_pause_is_not_spent_at_once(served: Any) -> None:
+    it = served(64, 256, max_seq_len=256)
+    it.tiers.share = 0.0
+    for _ in range(6):
+        it.fill(8)
+    clock, before = SlowCopies(it, 0.0009), waits(it)
+    it.tiers.share = 0.05
+    for copied in (6, 12, 18):
+        clock.now += 3600
+        it.tiers.tick()
+        assert before - waits(it) == copied  # 5 ms of copies
 
 
 def test_the_least_recently_used_slot_goes_first_and_a_tail_before_its_head(served: Any) -> None:

@@ -120,6 +120,12 @@ def test_generation_counts_changes_only() -> None:
     start = index.generation
     index.publish(pages(2), digests(1))
     assert index.generation == start
+    index.withdraw(pages(1))
+    assert index.generation > start
+    index.publish(pages(1), digests(1))
+    start = index.generation
+    index.withdraw_one(1)
+    assert index.generation > start
 
 
 def test_check_names_a_broken_link() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvcache.page_files import FileFormat, SystemIO, read_pages, read_rows, write_pages
+from kvcache.page_files import FileFormat, Refusals, SystemIO, read_pages, read_rows, write_pages
 
 COUNT, PAGE_BYTES, WORDS = 5, 96, 2
 LAYOUT = FileFormat(bytes(range(16)), PAGE_BYTES, 8 * WORDS)
@@ -33,12 +33,12 @@ class Written:
             file.write(content)
             file.truncate()
 
-    def read(self, first: int = 0, count: int = COUNT) -> np.ndarray:
+    def read(self, first: int = 0, count: int = COUNT, refusals: Refusals | None = None) -> np.ndarray:
         """Which pages are called right; each of those is compared."""
         filled = np.full((count, PAGE_BYTES), 0xAA, np.uint8)
         pages = [[page[:40], page[40:]] for page in filled]
         wanted = self.digests[first : first + count]
-        right = read_pages(self.path, self.layout, first, wanted, pages, SystemIO())
+        right = read_pages(self.path, self.layout, first, wanted, pages, SystemIO(), refusals)
         assert (filled[right] == self.content[first : first + count][right]).all(), "a wrong byte was given back"
         return right
 
@@ -133,6 +133,33 @@ def test_a_page_is_refused_under_another_digest(tmp_path: Path) -> None:
     it.digests = it.digests[::-1].copy()
     it.content = it.content[::-1].copy()
     assert it.read().tolist() == [False, False, True, False, False]  # the middle one is in its place
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_two_rows_with_each_others_digests(tmp_path: Path, sealed: bool) -> None:
+    """The checksums stay with their pages; `sealed`: with a footer that fits."""
+    it = Written(tmp_path)
+    start, width = COUNT * PAGE_BYTES, LAYOUT.row_bytes
+    broken, size = bytearray(it.bytes), LAYOUT.digest_bytes
+    for at, other in ((1, 3), (3, 1)):
+        from_row = start + other * width
+        broken[start + at * width : start + at * width + size] = it.bytes[from_row : from_row + size]
+    if sealed:
+        rows = bytes(broken[start : start + COUNT * width])
+        broken[start + COUNT * width :] = LAYOUT.footer(rows, COUNT)
+    it.put(broken)
+    refused = Refusals()
+    assert it.read(refusals=refused).tolist() == [True, False, True, False, True]
+    assert refused == {"foreign": 2}
+    known = read_rows(it.path, LAYOUT)
+    assert (known is not None) == sealed
+    if known is not None:
+        assert np.array_equal(known, it.digests[[0, 3, 2, 1, 4]])
+        it.digests = known
+        it.content = it.content[[0, 3, 2, 1, 4]]
+        refused = Refusals()
+        assert it.read(refusals=refused).tolist() == [True, False, True, False, True]
+        assert refused == {"corrupted": 2}
 
 
 def test_the_same_page_twice_makes_no_file(tmp_path: Path) -> None:

@@ -212,6 +212,26 @@ def test_a_tenant_above_its_quota_evicts_its_own_pages() -> None:
     assert held["small"] <= 8
 
 
+def test_a_sample_speaks_for_all_pages() -> None:
+    """In a pool that is looked at in part, what the share learns is counted in pages all the same."""
+    manager = manager_of(4096, checks=False, rows=1, max_seq_len=4 * 4096)
+    serve(manager, prompt(0), LAST)
+    retainer = manager._replicas.each[0].retainer
+    assert retainer is not None
+    assert retainer._shadow is not None
+    assert retainer._shadow.rate == 4
+    retainer._share.value = retainer._order.share = 0.95
+    learned = evidence(manager)
+    hits = 0
+    for turn in range(4):
+        hits += serve(manager, prompt(1, 1000), LAST) // 4
+        for other in range(5):
+            serve(manager, prompt(100 + 5 * turn + other, 1000), FIRST)
+    assert hits == 3000
+    assert sum(learned[::2]) == pytest.approx(3000, rel=0.2)
+    assert sum(learned[1::2]) == pytest.approx(3000, rel=0.2)
+
+
 def test_what_a_quota_evicts_is_held_against_no_hint() -> None:
     manager = manager_of(40, checks=False, params={"tenant_quota": 0.2})
     rng = random.Random(0)

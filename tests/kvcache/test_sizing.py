@@ -49,4 +49,8 @@ def test_batch_size_derives_from_the_budget() -> None:
     assert infer(params(), 33, 3, PAGE * 3 * 5 + PAGE, ["cpu"]) == 5
     assert infer(params(), 33, 3, PAGE, ["cpu"]) == 1
     assert infer(params(), 33, 3, 1 << 50, ["cpu"]) == 512
+    for degree in (1, 2, 4):  # one request a replica, however small the budget
+        many = params(n_devices=degree, data_parallel_degree=degree)
+        for budget in (0, PAGE, PAGE * 3 * degree - 1, PAGE * 3 * degree):
+            assert infer(many, 33, 3, budget, ["cpu"] * degree) == degree
     assert infer(params(n_devices=2, data_parallel_degree=2), 33, 3, PAGE * 3 * 5, ["cpu"] * 2) == 4

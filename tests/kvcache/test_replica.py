@@ -1,0 +1,76 @@
+"""The rules of one replica that no answer of the manager shows, or only in a full pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvcache import TextContext
+
+
+def test_a_longest_request_takes_no_short_cut(make: Any) -> None:
+    """Past `max_seq_len` `reserve` says what is wrong: the quick way takes no page and does not say yes."""
+    manager = make(16, page_size=4, max_seq_len=6)
+    context = TextContext(range(4), 6)
+    with manager.claim(context):
+        assert manager.maybe_reserve(context)
+        replica = manager._replicas.each[0]
+        for length, wanted in ((4, True), (7, False), (8, False), (6, True)):
+            before = int(replica.rows.num_pages[0])
+            assert replica.reserve_decoding(np.array([0]), np.array([length])) == wanted
+            assert replica.rows.num_pages[0] == before + (length == 6)
+
+
+def test_a_request_that_was_never_reserved_takes_no_short_cut(make: Any) -> None:
+    """Its prompt may be cached, and is counted when it is reserved: nothing of that is done by the quick way."""
+    manager = make(16, page_size=4)
+    for tokens in (1, 3, 4):
+        context = TextContext(range(tokens), 64)
+        with manager.claim(context):
+            replica = manager._replicas.each[0]
+            row = replica.rows.row_of[context.request_id]
+            assert not replica.reserve_decoding(np.array([row]), np.array([tokens]))
+            assert replica.rows.num_pages[row] == 0
+            assert manager.num_free_blocks == 16
+
+
+def test_pages_that_hits_replace_count_as_free(make: Any) -> None:
+    manager = make(8, page_size=4)
+    first, second = TextContext(range(13), 64), TextContext(range(13), 64)
+    for context in (first, second):
+        manager.external_claim(context.request_id)
+        assert manager.maybe_reserve(context)
+    assert manager.num_free_blocks == 0
+    manager.fetch([second])
+    second.update(1)
+    manager.step([second])
+    assert manager.maybe_reserve(first, 5)  # takes a page, and gives back the three that it shares from now on
+    assert first.start_idx == 12
+    assert manager.num_free_blocks == 2
+
+
+def test_a_match_is_made_again_after_a_decode_step_evicted_its_page(make: Any) -> None:
+    """A request that waits remembers what it matched; one page that a growing request takes is taken from that."""
+    manager = make(6, page_size=4, rows=3)
+    past = TextContext(range(9), 64)
+    with manager.claim(past):
+        assert manager.maybe_reserve(past)
+        past.update(1)
+        manager.step([past])
+    grows, waits = TextContext(range(50, 65), 64), TextContext([*range(9), 7], 64)
+    manager.external_claim(grows.request_id)
+    manager.external_claim(waits.request_id)
+    assert manager.maybe_reserve(grows)  # the four fresh pages
+    assert not manager.maybe_reserve(waits)  # its third page is lacking
+    grows.update(1)
+    manager.step([grows])
+    grows.update(1)
+    assert manager.maybe_reserve(grows)  # one page more, the tail of what `waits` has matched
+    manager.check()
+    manager.fetch([grows])
+    assert not manager.maybe_reserve(waits)
+    manager.release(grows.request_id)
+    assert manager.maybe_reserve(waits)
+    assert waits.start_idx == 4
+    manager.check()
