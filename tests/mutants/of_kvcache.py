@@ -27,7 +27,6 @@ KVCACHE: tuple[Module, ...] = (
                 "PagePool.would_be_freed",
                 "(self.holders[pages] == 1) & (self.writers[pages] == 0)",
                 "self.holders[pages] == -1",
-                ["tests/kvcache/test_manager.py", "tests/kvcache/test_imports.py", "tests/kvcache/test_batch.py"],
             ),
             Mutation("PagePool.forget_idle", "self.index.withdraw(pages)", "pass"),
             Mutation("PagePool.check", "have != want", "have < want", ["tests/kvcache/test_check.py"]),
