@@ -602,6 +602,15 @@ def test_metrics_count_each_prompt_token_once(make: Any) -> None:
     assert manager.metrics.cache_hit_rate == 0.0
 
 
+def test_the_next_request_of_a_row_is_counted_as_the_first_was(make: Any) -> None:
+    manager = make(32, page_size=4, rows=1)
+    for number in range(3):
+        context = claimed(manager, [number] * (10 + number))
+        run(manager, [context])
+        manager.release(context.request_id)
+    assert manager.metrics.input_tokens == 10 + 11 + 12
+
+
 def test_shares_are_fractions_over_replicas(make: Any) -> None:
     manager = make(8, page_size=4, dp=2)
     assert manager.total_num_pages == 16
