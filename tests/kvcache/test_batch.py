@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvcache import InvalidRequestError, PagedKVCacheManager, SequenceTooLongError, TextContext
-from kvcache.batch import _STEPS_KEPT
+from kvcache.batch import _STEPS_KEPT, Gathered
 
 
 def running(manager: PagedKVCacheManager, lengths: list[int], longest: int = 4096, name: str = "") -> list[TextContext]:
@@ -73,6 +73,38 @@ def test_steps_ahead_are_reserved_and_fetched(make: Any) -> None:
         assert entry.lookup_table.shape[1] == -(-(ends + ahead - 1) // 4)
         batch.update([1, 1])
         manager.step(batch)
+
+
+def test_pages_that_filled_at_different_tokens_are_booked_by_one_step(make: Any) -> None:
+    plain, batched = make(64, page_size=4), make(64, page_size=4)
+    theirs, ours = running(plain, [5, 6, 7]), running(batched, [5, 6, 7])
+    batch = batched.batch(ours)
+    assert batched.reserve_batch(batch, 3).all()
+    assert plain.reserve_batch(theirs, 3).all()
+    for token in (1, 5, 2):  # their second pages are full after the third, the second and the first of these
+        batch.update([token, token + 1, token + 2])
+        for at, context in enumerate(theirs):
+            context.update(token + at)
+    batched.step(batch)
+    plain.step(theirs)
+    for mine, wanted in zip(ours, theirs, strict=True):
+        table = batched.block_table(mine.request_id)
+        assert len(table.digests) == 2 * 32
+        assert table.digests == plain.block_table(wanted.request_id).digests
+
+
+def test_a_step_that_fills_no_page_asks_for_no_digest(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, asked = make(64, page_size=4), list[int]()
+    contexts = running(manager, [4, 4, 4])
+    digests = Gathered.digests
+    monkeypatch.setattr(Gathered, "digests", lambda self, at, *rest: asked.append(len(at)) or digests(self, at, *rest))
+    for _ in range(8):
+        assert manager.reserve_batch(contexts).all()
+        manager.fetch(contexts)
+        for context in contexts:
+            context.update(3)
+        manager.step(contexts)
+    assert asked == [3, 3]
 
 
 def test_contexts_catch_up_when_they_are_read(make: Any) -> None:

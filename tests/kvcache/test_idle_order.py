@@ -82,6 +82,17 @@ def test_chunks_thin_out_and_are_merged_in_order() -> None:
         assert order.by_age(rng.permutation(some).astype(np.intp)).tolist() == some.tolist()
 
 
+def test_two_chunks_that_fill_one_just_are_merged() -> None:
+    order = IdleOrder(2 * CHUNK)
+    order.append(np.arange(1, 2 * CHUNK + 1))
+    order.remove(np.arange(1, 2 * CHUNK, 2))
+    assert order.squeeze()
+    assert len(order.chunks) == 1
+    assert np.array_equal(order.pages(), np.arange(2, 2 * CHUNK + 1, 2))
+    order.check()
+    assert not order.squeeze()
+
+
 def test_more_than_there_is_and_broken_books_are_named() -> None:
     order = IdleOrder(4)
     order.append(pages(1, 2))

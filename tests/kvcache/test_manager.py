@@ -311,6 +311,22 @@ def test_a_chunk_picks_up_what_another_request_committed_meanwhile(make: Any) ->
     assert manager.num_free_blocks == free + 3  # its own copies of pages 1 to 3 came back
 
 
+def test_a_hit_that_saves_no_token_leaves_the_pages_to_step(make: Any) -> None:
+    manager = make(32, page_size=4)
+    slow = claimed(manager, range(20))
+    assert manager.maybe_reserve(slow)
+    slow.set_token_indices(active_idx=8)
+    manager.fetch([slow])
+    slow.update(0)  # eight tokens have run, and no step has booked them
+    quick = claimed(manager, [*range(8), 99])
+    run(manager, [quick])
+    pages = manager.get_req_blocks(slow.request_id)
+    assert manager.maybe_reserve(slow)
+    assert manager.get_req_blocks(slow.request_id) == pages
+    manager.step([slow])
+    assert manager.get_req_blocks(slow.request_id)[:2] == manager.get_req_blocks(quick.request_id)[:2]
+
+
 def test_a_hit_past_the_chunk_moves_the_chunk(make: Any) -> None:
     manager = make(32, page_size=4)
     run(manager, [claimed(manager, range(20))])
@@ -586,6 +602,15 @@ def test_metrics_count_each_prompt_token_once(make: Any) -> None:
     assert manager.metrics.cache_hit_rate == 0.0
 
 
+def test_the_next_request_of_a_row_is_counted_as_the_first_was(make: Any) -> None:
+    manager = make(32, page_size=4, rows=1)
+    for number in range(3):
+        context = claimed(manager, [number] * (10 + number))
+        run(manager, [context])
+        manager.release(context.request_id)
+    assert manager.metrics.input_tokens == 10 + 11 + 12
+
+
 def test_shares_are_fractions_over_replicas(make: Any) -> None:
     manager = make(8, page_size=4, dp=2)
     assert manager.total_num_pages == 16
@@ -699,6 +724,13 @@ def test_any_context_of_the_shape_serves(make: Any) -> None:
     shipped = claimed(manager, range(10))
     assert manager.maybe_reserve(shipped)
     assert shipped.start_idx == 8  # the same digests, whoever carries them
+    row = manager._replicas.each[0].rows.row_of[first.request_id]
+    manager.release(first.request_id)
+    other = Own([7] * 10)
+    manager.external_claim(other.request_id)
+    assert manager._replicas.each[0].rows.row_of[other.request_id] == row
+    assert manager.maybe_reserve(other)  # type: ignore[arg-type]
+    assert other.start_idx == 0  # digests of who had the row before are not its own
 
 
 def test_a_context_that_refuses_its_new_start_leaves_the_pages_alone(make: Any) -> None:

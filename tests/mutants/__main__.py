@@ -17,13 +17,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.mutants.mutation import Module, Mutation, mutated
+from tests.mutants.mutation import ROOT, Module, Mutation, mutated
 from tests.mutants.of_kvcache import KVCACHE
 from tests.mutants.of_kvcache_tiers import KVCACHE_TIERS
 from tests.mutants.of_scheduler_adapters import SCHEDULER_ADAPTERS
 from tests.mutants.of_transfer import TRANSFER
 from tests.mutants.of_transfer_plan import TRANSFER_PLAN
-from tests.mutants.tree import ROOT, Run, Tree
+from tests.mutants.tree import Run, Tree
 
 MODULES: tuple[Module, ...] = (*KVCACHE, *KVCACHE_TIERS, *TRANSFER, *TRANSFER_PLAN, *SCHEDULER_ADAPTERS)
 LIMIT_S = 150.0  # a mutation that makes a test wait for ever is noticed by that

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+ROOT = Path(__file__).parents[2]
 Defined = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -31,7 +32,7 @@ class Module(NamedTuple):
 
     Attributes:
         name: dotted.
-        tests: that must notice, where a mutation names no others.
+        tests: that must notice beside its own test file, where a mutation names no others.
         mutations: of its functions.
     """
 
@@ -44,9 +45,18 @@ class Module(NamedTuple):
         """Its file, from the root of the repository."""
         return Path(*self.name.split(".")).with_suffix(".py")
 
+    @property
+    def own_tests(self) -> Path:
+        """The test file that mirrors it, where there is one."""
+        package, *folders, name = self.name.split(".")
+        return Path("tests", package, *folders, f"test_{name}.py")
+
     def tests_of(self, mutation: Mutation) -> tuple[str, ...]:
-        """The tests that must notice a mutation."""
-        return tuple(mutation.tests or self.tests)
+        """The tests that must notice a mutation: those that it names, else the module's."""
+        if mutation.tests:
+            return tuple(mutation.tests)
+        own = [str(self.own_tests)] if (ROOT / self.own_tests).exists() else []
+        return tuple(dict.fromkeys([*own, *self.tests]))
 
 
 class StaleMutationError(ValueError):

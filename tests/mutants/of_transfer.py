@@ -68,17 +68,61 @@ TRANSFER: tuple[Module, ...] = (
         ["tests/transfer/test_replica.py"],
         [
             Mutation("RankTransfer._give_up_stuck", "self._destroy(remote)", "pass"),
-            Mutation("RankTransfer._give_up_stuck", "if not self.puller.is_stuck(remote, self._stuck_s):", "if True:"),
-            Mutation("RankTransfer.poll", "self.released.extend(self.leases.expire())", "self.leases.expire()"),
-            Mutation("RankTransfer.connect", "if remote.engine_id == self.identity.engine_id:", "if not remote:"),
             Mutation(
-                "RankTransfer.connect", "expected not in {None, (remote.engine_id, remote.incarnation)}", "not ranks"
+                "RankTransfer._give_up_stuck",
+                "self.puller.is_stuck(remote, self._stuck_s)",
+                "self.puller.is_stuck(remote, -1.0)",
+            ),
+            Mutation(
+                "RankTransfer.poll",
+                "self.released.extend(self.leases.expire())",
+                "self.leases.expire()",
+                ["tests/transfer/test_replica.py::test_a_lease_expires_on_the_source_s_own_clock"],
+            ),
+            Mutation(
+                "RankTransfer.connect",
+                "if remote.engine_id == self.identity.engine_id:",
+                "if not remote:",
+                ["tests/transfer/test_replica.py::test_an_engine_does_not_read_from_itself"],
+            ),
+            Mutation(
+                "RankTransfer.connect",
+                "expected not in {None, (remote.engine_id, remote.incarnation)}",
+                "not ranks",
+                ["tests/transfer/test_replica.py::test_a_server_that_tells_of_another_engine_does_not_take_its_place"],
             ),
             Mutation("RankTransfer.disconnect", "self.puller.fail_engine(remote, reason)", "pass"),
-            Mutation("RankTransfer.end_lease", "self.released.append(lease)", "pass"),
-            Mutation("RankTransfer._reap", "if not self.puller.uses(remote)", "if remote"),
-            Mutation("RankTransfer.add_pages", "self.puller.fail(key, str(error))", "pass"),
-            Mutation("RankTransfer.close", 'self.end_lease(lease_id, "this rank was shut down")', "pass"),
+            Mutation(
+                "RankTransfer.end_lease",
+                "self.released.append(lease)",
+                "pass",
+                [
+                    "tests/transfer/test_replica.py::test_shutting_down_ends_what_is_open_and_can_be_done_twice",
+                    "tests/transfer/test_replica.py::test_a_prefill_that_nobody_reads_ends_its_lease_after_it_has_computed",
+                ],
+            ),
+            Mutation(
+                "RankTransfer._reap",
+                "if not self.puller.uses(remote)",
+                "if remote",
+                [
+                    "tests/transfer/test_replica.py::test_a_failure_is_told_at_once_and_pages_come_back_when_nothing_is_in_flight",
+                    "tests/transfer/test_replica.py::test_an_engine_that_comes_back_elsewhere_takes_its_predecessor_s_place",
+                    "tests/transfer/test_replica.py::test_a_silent_source_is_given_up",
+                ],
+            ),
+            Mutation(
+                "RankTransfer.add_pages",
+                "self.puller.fail(key, str(error))",
+                "pass",
+                ["tests/transfer/test_replica.py::test_pages_that_do_not_fit_fail_their_request_and_no_other"],
+            ),
+            Mutation(
+                "RankTransfer.close",
+                'self.end_lease(lease_id, "this rank was shut down")',
+                "pass",
+                ["tests/transfer/test_replica.py::test_shutting_down_ends_what_is_open_and_can_be_done_twice"],
+            ),
         ],
     ),
     Module(
@@ -86,9 +130,20 @@ TRANSFER: tuple[Module, ...] = (
         ["tests/transfer/test_replica.py"],
         [
             Mutation(
-                "RemoteEngine.__init__", "min(found.words for found in ranks)", "max(found.words for found in ranks)"
+                "RemoteEngine.__init__",
+                "min(found.words for found in ranks)",
+                "max(found.words for found in ranks)",
+                ["tests/transfer/test_replica.py::test_a_lease_that_cannot_be_is_refused_before_anything_is_read"],
             ),
-            Mutation("RemoteEngine.parts", "if len(few) == len(self._few):", "if few:"),
+            Mutation(
+                "RemoteEngine.parts",
+                "if len(few) == len(self._few):",
+                "if few:",
+                [
+                    "tests/transfer/test_replica.py::test_pages_that_do_not_fit_fail_their_request_and_no_other",
+                    "tests/transfer/test_replica.py::test_pages_arrive_and_the_lease_ends_when_every_rank_has_read",
+                ],
+            ),
             Mutation("RemoteEngine.parts", " and self.verifier is None", "", ["tests/transfer/test_worker.py"]),
             Mutation("_check_ranks", "if len(same) != 1:", "if not same:"),
             Mutation("_check_ranks", "list(range(first.ranks))", "[found.rank for found in ranks]"),
@@ -97,7 +152,12 @@ TRANSFER: tuple[Module, ...] = (
                 "differences(mine.settings, found.settings)",
                 "differences(mine.settings, ranks[0].settings)",
             ),
-            Mutation("_check_fit", "differences(compatibility, found.compatibility)", "differences({}, {})"),
+            Mutation(
+                "_check_fit",
+                "differences(compatibility, found.compatibility)",
+                "differences({}, {})",
+                ["tests/transfer/test_replica.py::test_what_is_not_compatible_is_refused_with_both_values"],
+            ),
             Mutation(
                 "_check_fit", "if len(found.layout.groups) != len(mine.layout.groups):", "if not found.layout.groups:"
             ),
@@ -107,21 +167,98 @@ TRANSFER: tuple[Module, ...] = (
         "transfer.replica",
         ["tests/transfer/test_replica.py"],
         [
-            Mutation("ReplicaTransfer.offer", 'rank.leases.end(lease.lease_id, "not granted by every rank")', "pass"),
-            Mutation("ReplicaTransfer.pull", "if key in self._pulls:", "if not key:"),
-            Mutation("ReplicaTransfer._collect_leases", "if not left:", "if True:"),
-            Mutation("ReplicaTransfer._collect_leases", "left.discard(at)", "left.clear()"),
             Mutation(
-                "ReplicaTransfer._on_rank", "elif not pull.open_ranks and not pull.error:", "elif not pull.error:"
+                "ReplicaTransfer.offer",
+                'rank.leases.end(lease.lease_id, "not granted by every rank")',
+                "pass",
+                ["tests/transfer/test_replica.py::test_a_lease_is_granted_by_every_rank_or_by_none"],
+            ),
+            Mutation(
+                "ReplicaTransfer.pull",
+                "if key in self._pulls:",
+                "if not key:",
+                ["tests/transfer/test_replica.py::test_a_name_can_be_used_once_at_a_time_and_the_first_goes_on"],
+            ),
+            Mutation(
+                "ReplicaTransfer._collect_leases",
+                "if not left:",
+                "if True:",
+                ["tests/transfer/test_replica.py::test_pages_arrive_and_the_lease_ends_when_every_rank_has_read"],
+            ),
+            Mutation(
+                "ReplicaTransfer._collect_leases",
+                "left.discard(at)",
+                "left.clear()",
+                [
+                    "tests/transfer/test_replica.py::test_pages_arrive_and_the_lease_ends_when_every_rank_has_read",
+                    "tests/transfer/test_replica.py::test_a_lease_expires_on_the_source_s_own_clock",
+                ],
+            ),
+            Mutation(
+                "ReplicaTransfer._on_rank",
+                "elif not pull.open_ranks and not pull.error:",
+                "elif not pull.error:",
+                [
+                    "tests/transfer/test_replica.py::test_pages_arrive_and_the_lease_ends_when_every_rank_has_read",
+                    "tests/transfer/test_replica.py::test_what_one_rank_lacks_no_rank_needs",
+                ],
             ),
             Mutation("ReplicaTransfer._passed", "return min(", "return max("),
-            Mutation("ReplicaTransfer._start", 'pull.source.incarnation not in ("", peer.incarnation)', "False"),
-            Mutation("ReplicaTransfer._start", "_check_ranks(key, pull.source, len(remote.ranks))", "pass"),
-            Mutation("ReplicaTransfer._fail", "self.ranks[at].puller.fail(key, reason)", "pass"),
-            Mutation("ReplicaTransfer._fail", "safe = not pull.open_ranks", "safe = True"),
-            Mutation("ReplicaTransfer._expire", "now >= pull.deadline", "now < 0"),
-            Mutation("ReplicaTransfer.cancel", "if not pull.started and not pull.error:", "if not pull:"),
-            Mutation("_check_ranks", "{0, ranks}", "{source.ranks, ranks}"),
+            Mutation(
+                "ReplicaTransfer._start",
+                'pull.source.incarnation not in ("", peer.incarnation)',
+                "False",
+                [
+                    "tests/transfer/test_replica.py::test_the_first_request_of_a_restarted_engine_is_served",
+                    "tests/transfer/test_replica.py::test_an_engine_restarted_at_its_address_is_found_out_and_read_from_anew",
+                ],
+            ),
+            Mutation(
+                "ReplicaTransfer._start",
+                "_check_ranks(key, pull.source, len(remote.ranks))",
+                "pass",
+                ["tests/transfer/test_replica.py::test_a_source_that_has_other_ranks_than_was_said_is_not_read_from"],
+            ),
+            Mutation(
+                "ReplicaTransfer._fail",
+                "self.ranks[at].puller.fail(key, reason)",
+                "pass",
+                [
+                    "tests/transfer/test_replica.py::test_what_one_rank_lacks_no_rank_needs",
+                    "tests/transfer/test_replica.py::test_a_cancelled_pull_ends_the_lease_with_its_reason",
+                ],
+            ),
+            Mutation(
+                "ReplicaTransfer._fail",
+                "safe = not pull.open_ranks",
+                "safe = True",
+                [
+                    "tests/transfer/test_replica.py::test_a_failure_is_told_at_once_and_pages_come_back_when_nothing_is_in_flight"
+                ],
+            ),
+            Mutation(
+                "ReplicaTransfer._expire",
+                "now >= pull.deadline",
+                "now < 0",
+                [
+                    "tests/transfer/test_replica.py::test_an_address_that_is_none_is_an_error_of_its_request",
+                    "tests/transfer/test_replica.py::test_what_was_to_be_refused_is_forgotten_where_nobody_answers",
+                ],
+            ),
+            Mutation(
+                "ReplicaTransfer.cancel",
+                "if not pull.started and not pull.error:",
+                "if not pull:",
+                [
+                    "tests/transfer/test_replica.py::test_a_pull_that_is_cancelled_before_its_source_has_answered_is_refused_there"
+                ],
+            ),
+            Mutation(
+                "_check_ranks",
+                "{0, ranks}",
+                "{source.ranks, ranks}",
+                ["tests/transfer/test_replica.py::test_a_source_that_has_other_ranks_than_was_said_is_not_read_from"],
+            ),
         ],
     ),
     Module(
@@ -130,11 +267,40 @@ TRANSFER: tuple[Module, ...] = (
         [
             Mutation("Directory._is_loaded", "return all(", "return any("),
             Mutation("Directory._load", "rank.disconnect(engine_id, str(error))", "pass"),
-            Mutation("Directory._on_metadata", "self.failed_handshakes += 1", "pass"),
-            Mutation("Directory._ping", "elif answer.incarnation != peer.incarnation:", "elif not answer.incarnation:"),
+            Mutation(
+                "Directory._on_metadata",
+                "self.failed_handshakes += 1",
+                "pass",
+                [
+                    "tests/transfer/test_replica.py::test_an_address_that_is_none_is_an_error_of_its_request",
+                    "tests/transfer/test_replica.py::test_an_engine_of_another_name_is_not_read_from",
+                    "tests/transfer/test_replica.py::test_what_is_not_compatible_is_refused_with_both_values",
+                ],
+            ),
+            Mutation(
+                "Directory._ping",
+                "elif answer.incarnation != peer.incarnation:",
+                "elif not answer.incarnation:",
+                [
+                    "tests/transfer/test_replica.py::test_an_engine_restarted_at_its_address_is_found_out_and_read_from_anew"
+                ],
+            ),
             Mutation("Directory._forget", "rank.disconnect(engine_id, reason, peer.incarnation)", "pass"),
-            Mutation("Directory.watch", "now - peer.used > self._times.idle", "now < 0"),
-            Mutation("Directory.watch", "> self._times.heartbeat:", "> self._times.idle:"),
+            Mutation(
+                "Directory.watch",
+                "now - peer.used > self._times.idle",
+                "now < 0",
+                ["tests/transfer/test_replica.py::test_engines_that_are_long_idle_are_forgotten"],
+            ),
+            Mutation(
+                "Directory.watch",
+                "> self._times.heartbeat:",
+                "> self._times.idle:",
+                [
+                    "tests/transfer/test_replica.py::test_a_silent_source_is_given_up",
+                    "tests/transfer/test_replica.py::test_a_source_that_lives_is_not_given_up_however_long_it_computes",
+                ],
+            ),
         ],
     ),
     Module(

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.__main__ import MODULES, chosen
-from tests.mutants.mutation import Module, Mutation, StaleMutationError, mutated
-from tests.mutants.tree import ROOT
+from tests.mutants.mutation import ROOT, Module, Mutation, StaleMutationError, mutated
 
 LEAST = {"kvcache": 65, "transfer": 55, "scheduler_adapters": 30}
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[2]
+from tests.mutants.mutation import ROOT
+
 PARTS = ("kvcache", "transfer", "scheduler_adapters", "tests", "docs", "pyproject.toml")
 NO_CACHES = shutil.ignore_patterns("__pycache__", ".pytest_cache", ".hypothesis")
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)

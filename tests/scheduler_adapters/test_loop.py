@@ -148,6 +148,15 @@ def test_bad_requests_are_refused_at_the_door(model: Any, request_: Request) -> 
     assert not loop.has_work
 
 
+def test_the_last_token_of_the_vocabulary_is_taken_and_the_one_after_it_is_not(model: Any) -> None:
+    loop = new_loop(model)
+    size = model.get_input_embeddings().weight.shape[0]
+    loop.add(Request("last", [1, size - 1], 1))
+    with pytest.raises(InvalidRequestError, match=f"request 'r': token {size}, the model knows {size}"):
+        loop.add(Request("r", [size, 1], 1))
+    assert loop.num_waiting == 1
+
+
 def test_an_id_is_used_once_at_a_time(model: Any) -> None:
     loop = new_loop(model)
     loop.add(Request("r", [1, 2], 2, hold_pages=True))

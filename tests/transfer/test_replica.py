@@ -574,3 +574,11 @@ def test_a_pull_under_way_when_its_engine_shuts_down_is_safe_once_the_agent_is_g
     d.replica.close()
     d.take()
     assert [event.safe for event in d.pulls] == [False, True]
+
+
+def test_what_was_read_from_an_engine_that_is_connected_anew_fails(engine: Any) -> None:
+    p, d = engine("p"), engine("d")
+    lease, rank = p.offer(), d.ranks[0]
+    rank.open_pull("r", rank.connect(p.card.ranks), lease, 20.0)
+    rank.connect(p.card.ranks)
+    assert [(event.key, event.error) for event in rank.events] == [("r", "engine 'p' was connected anew")]
