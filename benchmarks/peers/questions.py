@@ -60,8 +60,8 @@ def _prompts() -> list[Question]:
                         f"{case} {page} {length} {algorithm}",
                         target if page == 16 and case in {"cold", "warm"} else None,
                         f"{case} {page} {length}",
-                        # What vLLM reserves is published: it has no figure without.
-                        "" if case == "cold" else f"{case} {page} {length} {theirs}",
+                        # What vLLM reserves is published at once: it has no figure without.
+                        "" if case in {"cold", "evicting"} else f"{case} {page} {length} {theirs}",
                     )
                 )
     return questions
@@ -91,7 +91,9 @@ QUESTIONS = (
     *_prompts(),
     Question("next turn at 32,768 tokens, context kept", "next turn kept"),
     Question("next turn at 32,768 tokens, hasher kept", "next turn hasher kept"),
-    Question("next turn at 32,768 tokens, new context", "next turn new", None, "next turn new", "next turn new"),
+    Question(
+        "next turn at 32,768 tokens, new context, sha256", "next turn new", None, "next turn new", "next turn new"
+    ),
     Question(
         "next turn at 32,768 tokens, from a list",
         "next turn new, from a list",
