@@ -59,7 +59,7 @@ def _alone(name: str, options: str = "") -> str:
 STEPS = (
     Step("manager", _MANAGER, _all(_MANAGER), 200, (_all(_MANAGER) + " --quick", 40)),
     Step("pull", ("pull",), _alone("pull"), 660, (_alone("pull", " --quick"), 150)),
-    Step("peers", ("peers",), _alone("peers", " --rounds 3"), 840, (_alone("peers", " --quick"), 240)),
+    Step("peers", ("peers",), _alone("peers", " --rounds 3"), 1080, (_alone("peers", " --quick"), 240)),
     Step("safety", ("verify_price",), _alone("verify_price"), 20, (_alone("verify_price", " --quick"), 8)),
     Step("safety", ("first_contact",), _alone("first_contact"), 30, (_alone("first_contact", " --quick"), 10)),
     Step("serving", ("handover",), _alone("handover"), 150, (_alone("handover", " --quick"), 40)),

@@ -126,7 +126,7 @@ def main(fail: Callable[[str], None] = progress) -> int:
         folder = scripts_folder(chosen.scripts)
         programs = [
             our_program(quick=chosen.quick),
-            *(program(name, folder, chosen.clock) for name in chosen.peers),
+            *(program(name, folder, chosen.clock, quick=chosen.quick) for name in chosen.peers),
         ]
         os.environ[CLOCK_VARIABLE] = chosen.clock
         pin()

@@ -30,6 +30,7 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     script: str = ""
     arguments: tuple[str, ...] = ()
+    quick: tuple[str, ...] = ()
     requirements: str = ""
     packages: tuple[str, ...] = ()
     kinds: dict[str, str] = {}
@@ -80,14 +81,14 @@ def interpreter(name: str, folder: Path) -> Path:
     return python
 
 
-def program(name: str, folder: Path, clock: str) -> Program:
+def program(name: str, folder: Path, clock: str, *, quick: bool = False) -> Program:
     """How a peer is run. Raises as `interpreter`."""
     peer = PEERS[name]
     script = needed(folder, peer.script) if peer.script else None
     python = str(interpreter(name, folder))
     if script is None:
         return Program(name, [python, "-m", "benchmarks.peers.raw_nixl"], peer.parsers)
-    command = [python, ASIDE, clock, str(script), *peer.arguments]
+    command = [python, ASIDE, clock, str(script), *peer.arguments, *(peer.quick if quick else ())]
     return Program(name, command, peer.parsers)
 
 
