@@ -17,7 +17,7 @@ VLLM := .venvs/vllm-engine
 VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test pairs test-sglang test-vllm kills fuzz model mutants check lint types bench bench-pull bench-peers fleet first-token clean
+.PHONY: help demo test pairs test-sglang test-vllm kills fuzz model mutants check lint types bench bench-pull bench-peers figures fleet first-token clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -88,8 +88,11 @@ bench: $(STAMP) ## measure the host cost of the manager, draw the plots (ARGS="-
 bench-pull: $(STAMP) ## measure pulls beside process_vm_readv, memcpy, NIXL and vLLM's connector, draw them (ARGS="--quick")
 	@$(BIN)/python -m benchmarks pull $(ARGS)
 
-bench-peers: $(STAMP) ## measure MAX and vLLM in turn with ours, each in an environment of its own
+bench-peers: $(STAMP) ## measure MAX, vLLM and NIXL in turn with ours, each in an environment of its own
 	@$(BIN)/python -m benchmarks.peers $(ARGS)
+
+figures: $(STAMP) ## make every committed result and the README's tables again, in order (ARGS="--list", "--quick", "--only pull")
+	@$(BIN)/python -m benchmarks.figures $(ARGS)
 
 fleet: $(STAMP) ## 1,000 requests of a trace on four processes, with cancellations, and a kill on each side
 	@$(BIN)/python -m benchmarks.fleet $(ARGS)

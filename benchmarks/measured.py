@@ -17,8 +17,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("kvcache", "transfer", "scheduler_adapters")
-_FRAME = {"__init__", "frame", "measured", "plots", "readme", "results", "figures", "schedule", "environment"}
-"""Modules of the benchmarks that write, draw, read and install: no figure depends on them."""
+_FRAME = {"__init__", "__main__", "frame", "measured", "plots", "readme", "results", "figures"}
+"""Files of the folder itself that start, write, draw and read: no figure depends on them."""
 
 
 def measured() -> dict[str, str]:
@@ -27,9 +27,9 @@ def measured() -> dict[str, str]:
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
         if file and Path(file).is_relative_to(ROOT / "benchmarks"):
-            path = Path(file).relative_to(ROOT)
-            if path.stem not in _FRAME and str(path) != "benchmarks/__main__.py":
-                paths.append(str(path))
+            path = Path(file).relative_to(ROOT / "benchmarks")
+            if str(path.with_suffix("")) not in _FRAME:
+                paths.append(f"benchmarks/{path}")
     return {path: digest(ROOT / path) for path in dict.fromkeys(sorted(paths))}
 
 

@@ -65,7 +65,7 @@ def main() -> None:
     """Measure and print."""
     chosen = options(__doc__)
     pin()
-    repeats = 15 if chosen.quick else 40
+    repeats = 6 if chosen.quick else 15  # about as many as the scripts of the peers take: a minimum is of so many
     steps = 64 if chosen.quick else 256
     for rows in (
         decoding(steps),

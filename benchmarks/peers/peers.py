@@ -30,6 +30,7 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     script: str = ""
     arguments: tuple[str, ...] = ()
+    quick: tuple[str, ...] = ()
     requirements: str = ""
     packages: tuple[str, ...] = ()
     kinds: dict[str, str] = {}
@@ -80,13 +81,14 @@ def interpreter(name: str, folder: Path) -> Path:
     return python
 
 
-def program(name: str, folder: Path, clock: str, *, quick: bool) -> Program:
+def program(name: str, folder: Path, clock: str, *, quick: bool = False) -> Program:
     """How a peer is run. Raises as `interpreter`."""
-    peer, python = PEERS[name], interpreter(name, folder)
-    if not peer.script:
-        return Program(name, [str(python), "-m", "benchmarks.peers.raw_nixl"], peer.parsers)
-    arguments = [*peer.arguments, *(["--quick"] if quick and name == "max267" else [])]
-    command = [str(python), ASIDE, clock, str(needed(folder, peer.script)), *arguments]
+    peer = PEERS[name]
+    script = needed(folder, peer.script) if peer.script else None
+    python = str(interpreter(name, folder))
+    if script is None:
+        return Program(name, [python, "-m", "benchmarks.peers.raw_nixl"], peer.parsers)
+    command = [python, ASIDE, clock, str(script), *peer.arguments, *(peer.quick if quick else ())]
     return Program(name, command, peer.parsers)
 
 

@@ -15,6 +15,9 @@ from benchmarks.pulls.as_shipped import AS_OURS
 
 SIZES = ((64 << 10, 1), (64 << 10, 256), (64 << 10, 2048))
 
+WAYS: dict[str, list[str]] = {"as shipped": [], "as ours": [AS_OURS]}
+"""Options of each way."""
+
 
 def row(found: Row, way: str) -> Row:
     """A figure by its name."""
@@ -26,8 +29,7 @@ def main() -> None:
     """Measure and print. Source and reader use every core, as ours do in `ours`."""
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("UCX_", "NIXL_"))}
-    ways: dict[str, list[str]] = {"as shipped": [], "as ours": [AS_OURS]}
-    for way, option in ways.items():
+    for way, option in WAYS.items():
         sizes = [f"{size},{pages}" for size, pages in SIZES]
         command = [
             sys.executable,

@@ -3,12 +3,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from benchmarks.frame import table
-from benchmarks.peers.__main__ import OURS, compare, main, over_rounds
+from benchmarks.peers import aside, peers, raw_nixl
+from benchmarks.peers.__main__ import DEFAULT, OURS, compare, main, over_rounds
 from benchmarks.peers.environment import PeerError, needed, scripts_folder
-from benchmarks.peers.parse import Figure, rows_of_max, rows_of_vllm
+from benchmarks.peers.parse import Figure, rows_of_json, rows_of_kind, rows_of_vllm
+from benchmarks.peers.questions import QUESTIONS
 
 _VLLM = """\
 python 3.11 vllm 0.33.0
@@ -26,6 +29,7 @@ B= 1024 allocate_slots/step     6000.0 us  (min 5000.0, n=64) mean 1 = 1 us/req;
 == memory ==
 BlockPool(1000000): 124.7 B/block RSS, built in 3236 ms; sizeof(KVCacheBlock)=96
 cached (sha256 key 36 B + dict entry): +122.2 B/block; total 246.9 B/block
+{"kind": "vllm", "name": "next turn list", "min": 5.0, "med": 6.0}
 """
 
 
@@ -36,6 +40,8 @@ def _of_max(**row: object) -> str:
 def test_vllms_parts_are_added_up_and_those_of_other_groups_left_out() -> None:
     figures = rows_of_vllm(_VLLM)
     assert figures["cold 16 32768 sha256"] == (1900 + 80 + 300, 2000 + 90 + 400)
+    assert figures["admit 16 32768 sha256"] == figures["cold 16 32768 sha256"]  # it publishes what it allocates
+    assert figures["next turn list"] == (5, 6)
     assert figures["evict"] == (1, 1)
     assert figures["decode 16 1024"] == (6024, 7024)
     assert figures["memory 1M"].median == 246.9
@@ -51,12 +57,65 @@ def test_maxs_rows_are_named_by_what_they_measure() -> None:
         _of_max(test="decode", prompt=1024, batch=64, caching=True, **parts),
         _of_max(test="decode", prompt=1024, batch=64, caching=False, **{**parts, "total": {"min": 0, "med": 0}}),
     ]
-    figures = rows_of_max("\n".join(lines), "v257")
+    figures = rows_of_kind("\n".join(lines), "v257")
     assert figures["cold 16 32768"] == (0, 1)
+    assert figures["admit 16 32768"] == (0 + 1, 1 + 2)
     assert figures["release 16 32768"] == (2, 3)
     assert figures["decode 16 64"] == (3, 4)
     assert figures["evict"] == (1, 2)
-    assert rows_of_max("\n".join(lines), "jenga") == {}
+    assert rows_of_kind("\n".join(lines), "jenga") == {}
+
+
+def test_what_is_asked_beside_a_script_is_read_under_its_name() -> None:
+    memory = {"build_s": 2.0, "bytes_per_page_all_committed": 300.0, "full_gc_s": 0.5}
+    lines = [
+        json.dumps({"kind": "jenga", "name": "next turn new", "min": 1.0, "med": 2.0}),
+        json.dumps({"kind": "jenga", "test": "mem_1M_pages", **memory}),
+        json.dumps({"kind": "legacy", "name": "next turn new", "min": 8.0, "med": 9.0}),
+    ]
+    figures = rows_of_kind("\n".join(lines), "jenga")
+    assert figures == {"next turn new": (1, 2), "memory 1M": (300, 300), "build 1M": (2e6, 2e6), "gc 1M": (5e5, 5e5)}
+    assert rows_of_json(json.dumps({"name": "a", "min": 1, "med": 2})) == {"a": (1, 2)}
+
+
+def test_nixl_is_read_in_both_its_ways() -> None:
+    found = {"page_bytes": 65536, "pages": 2048, "us_min": 1, "us_median": 2}
+    shipped, as_ours = (raw_nixl.row(found, way) for way in raw_nixl.WAYS)
+    text = f"{json.dumps(shipped)}\n{json.dumps({**as_ours, 'min': 0.5})}"
+    parsers = peers.PEERS["nixl"].parsers
+    assert {name: parse(text)["pull 64 2048"].minimum for name, parse in parsers.items()} == {
+        "nixl": 1,
+        "nixl-as-ours": 0.5,
+    }
+
+
+def test_a_next_turn_is_timed_with_and_without_the_making_of_the_request(capsys: pytest.CaptureFixture[str]) -> None:
+    turns: list[int] = []
+
+    def next_turn(tokens: list[int]) -> tuple[int, int, int]:
+        turns.append(len(tokens))
+        return 0, 1000, 3000
+
+    aside.measure("v257", next_turn, [1] * 7, lambda count: [2] * count)
+    figures = rows_of_kind(capsys.readouterr().out, "v257")
+    assert figures == {"next turn new": (2, 2), "next turn list": (3, 3)}
+    assert set(turns) == {7 + aside.TURN}
+
+
+def test_every_peer_is_named_with_its_version_and_asked_something() -> None:
+    assert set(DEFAULT.split(",")) == set(peers.PEERS)
+    for name, peer in peers.PEERS.items():
+        assert peer.version.startswith(peer.title.split()[-1]), name
+        for column in peer.parsers:
+            assert any(question.of(column) for question in QUESTIONS), column
+    assert len({question.text for question in QUESTIONS}) == len(QUESTIONS)
+
+
+def test_an_environment_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = msgspec.structs.replace(peers.PEERS["nixl"], version="0.1")
+    monkeypatch.setitem(peers.PEERS, "nixl", other)
+    with pytest.raises(PeerError, match=r"nixl: nixl .* in its environment, 0.1 is named"):
+        peers.program("nixl", tmp_path, "wall")
 
 
 def test_a_ratio_is_the_peers_figure_over_ours() -> None:
@@ -66,6 +125,7 @@ def test_a_ratio_is_the_peers_figure_over_ours() -> None:
     assert (row["ours_min"], row["ours_median"]) == (10, 40)
     assert (row["max257/ours_min"], row["max257/ours_median"]) == (60, 20)
     assert row["vllm/ours_min"] is None
+    assert (row["best"], row["best/ours_min"]) == ("max257", 60)
     assert "600.00" in table([row])
 
 

@@ -3,16 +3,19 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks.pull import with_limits
-from benchmarks.pulls import cases, engines
+from benchmarks.pulls import cases, engines, others, rates
 from benchmarks.pulls.cases import KIB, Case
 from benchmarks.pulls.rates import LIMIT, SPUN, THREADED, measure
-from benchmarks.pulls.reader import Reader, draw
+from benchmarks.pulls.reader import Reader, Times, draw
 from benchmarks.pulls.source import SourceProcess
+from transfer.settings import effective_settings
 
 KEYS = {"topology", "order", "page_bytes", "pages", "gbps", "limit_gbps", "ratio", "host_us"}
 
@@ -25,7 +28,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_every_topology_and_order_fits_its_pools() -> None:
-    for made in (cases.equal, cases.topologies, cases.shares):
+    for made in (cases.equal, cases.as_vllm, cases.topologies, cases.shares):
         for case in made(quick=False):
             source, reader = case.specs()
             held = [sum(box.extent[0] * box.extent[2] for box in shard.groups[0].boxes) for _, shard in reader.shards()]
@@ -64,17 +67,57 @@ def test_pages_that_are_not_the_sources_are_noticed() -> None:
             reader.close()
 
 
-def test_who_ran_alone_is_compared_with_the_limit_of_as_many_bytes(tmp_path: Path) -> None:
+def test_who_ran_alone_is_compared_with_the_limit_of_the_same_runs(tmp_path: Path) -> None:
     common = {"topology": "equal", "access": "random", "memory": "huge pages", "page_bytes": 64 * KIB, "pages": 2048}
+
+    def beside(limit: float, **differs: object) -> list[dict[str, object]]:
+        shape = {**common, "order": "head-major", "runs": 2048, **differs}
+        return [{**shape, "program": name, "gbps": limit, "limit_gbps": limit, "ratio": 1.0} for name in (SPUN, LIMIT)]
+
+    shape = {**common, "order": "a tensor a layer", "runs": 8192}
+    vllm = {**shape, "program": "vLLM", "gbps": 2.0}
+    nixl = {**common, "order": "head-major", "runs": 2048, "program": "nixl as shipped", "gbps": 5.0}
     ours = [
-        {**common, "order": "head-major", "program": name, "gbps": rate, "limit_gbps": 10.0, "ratio": rate / 10}
-        for name, rate in ((SPUN, 8.0), (LIMIT, 10.0))
+        *beside(10.0),
+        *beside(4.0, order="a tensor a layer", runs=8192),
+        *beside(99.0, topology="TP 1→2"),  # as many bytes, and other runs
+        *beside(98.0, memory="4 KiB pages", order="a tensor a layer", runs=8192),
     ]
-    vllm = {**common, "order": "a tensor a layer", "program": "vLLM", "gbps": 2.0}
-    other = {**vllm, "pages": 17}
-    rows = with_limits([*ours, vllm, other])
-    assert [row["ratio"] for row in rows] == [0.8, 1.0, 0.2, None]
+    alone = [vllm, nixl, {**vllm, "pages": 17}, {**vllm, "memory": "4 KiB pages"}]
+    rows = with_limits([*ours, *alone])
+    assert [row["limit_gbps"] for row in rows[-4:]] == [4.0, 10.0, None, 98.0]
+    assert [row["ratio"] for row in rows[-4:]] == [0.5, 0.5, None, 0.02]
     plots = pytest.importorskip("benchmarks.pulls.plots")
-    split = [{**row, "topology": "TP 1→2"} for row in ours]
-    plots.draw([*rows, *split], tmp_path / "pull.png")
+    plots.draw(rows, tmp_path / "pull.png")
     assert (tmp_path / "pull.png").stat().st_size > 20_000
+
+
+def test_what_vllm_is_asked_for_has_a_case_of_ours_in_the_same_layout() -> None:
+    for quick, blocks in ((True, cases.QUICK_VLLM_BLOCKS), (False, cases.VLLM_BLOCKS)):
+        found = {(case.specs()[1].layers, case.heads, case.pages, case.huge) for case in cases.as_vllm(quick=quick)}
+        assert found == {(*each, huge) for each in blocks for huge in (False, True)}
+        assert all(case.page_bytes == case.specs()[1].page_bytes for case in cases.as_vllm(quick=quick))
+
+
+def test_vllm_is_run_as_shipped_and_with_our_settings() -> None:
+    ours = effective_settings(environ={})
+    assert {way: all(found.get(key) == ours[key] for key in ours) for way, found in others.VLLM.items()} == {
+        "vLLM": False,
+        "vLLM, huge pages": False,
+        "vLLM, UCX as ours": True,
+    }
+
+
+def test_the_sources_processor_time_counts_for_ours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(0, 10**9, 5000))
+    source: Any = SimpleNamespace(cpu_ns=lambda: next(ticks))
+    monkeypatch.setattr(rates.time, "process_time_ns", lambda: 0)
+    times = rates.in_turn(dict.fromkeys((SPUN, LIMIT), lambda _: Times(1.0, 1.0)), 2, 0.0, source)
+    assert {one.cpu for one in times[SPUN]} == {5.0}
+    assert {one.cpu for one in times[LIMIT]} == {0.0}
+
+
+@pytest.mark.slow
+def test_a_sources_processor_time_is_read_from_its_pid() -> None:
+    with SourceProcess(Case("equal", "head-major", 16 * KIB, 4).specs()[0]) as source:
+        assert 10**6 < source.cpu_ns() < 600 * 10**9  # importing torch alone is more than a millisecond

@@ -1,0 +1,151 @@
+"""Makes every committed result again, one after another, and the tables of the README: `make figures`.
+
+`python -m benchmarks.figures [--quick] [--only GROUP,GROUP] [--list]`. Times are those of two quiet cores. `--quick`
+tries every program with fewer sizes and repeats, writes to `benchmarks/out`, and leaves the README as it is. A result
+that was made again, from a tree without changes, is taken out of `results/not_remade.toml`. Exit status 1 if a program
+failed: the results of the others are there all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks import readme, results
+from benchmarks.frame import progress, table
+from benchmarks.measured import ROOT
+
+OUT = ROOT / "benchmarks" / "out"
+_BUSY = 0.5
+"""Load above which figures are worth little."""
+
+
+class Step(NamedTuple):
+    """One program.
+
+    Attributes:
+        group: that it is asked for by.
+        made: names of the results that it writes.
+        command: after the interpreter; `{folder}` is where results go.
+        seconds: how long it takes.
+        quick: its command where it is only tried, and how long that takes.
+    """
+
+    group: str
+    made: tuple[str, ...]
+    command: str
+    seconds: int
+    quick: tuple[str, int]
+
+
+_MANAGER = ("decode_step", "admission", "growing_conversation", "release", "evict", "memory", "recommend")
+_TRACES = ("trace_replay", "trace_hints", "trace_routing")
+
+
+def _all(names: Sequence[str]) -> str:
+    return f"-m benchmarks {' '.join(names)} --json-dir {{folder}}"
+
+
+def _alone(name: str, options: str = "") -> str:
+    return f"-m benchmarks.{name}{options} --json {{folder}}/{name}.json"
+
+
+STEPS = (
+    Step("manager", _MANAGER, _all(_MANAGER), 200, (_all(_MANAGER) + " --quick", 40)),
+    Step("pull", ("pull",), _alone("pull"), 660, (_alone("pull", " --quick"), 150)),
+    Step("peers", ("peers",), _alone("peers", " --rounds 3"), 1080, (_alone("peers", " --quick"), 240)),
+    Step("safety", ("verify_price",), _alone("verify_price"), 20, (_alone("verify_price", " --quick"), 8)),
+    Step("safety", ("first_contact",), _alone("first_contact"), 30, (_alone("first_contact", " --quick"), 10)),
+    Step("serving", ("handover",), _alone("handover"), 150, (_alone("handover", " --quick"), 40)),
+    Step(
+        "serving",
+        ("first_token",),
+        _alone("first_token"),
+        240,
+        (_alone("first_token", " --requests 24 --rounds 1"), 45),
+    ),
+    Step("serving", ("fleet",), _alone("fleet"), 180, (_alone("fleet", " --requests 60"), 60)),
+    Step("tiers", ("tiers",), _alone("tiers"), 150, (_alone("tiers", " --quick"), 40)),
+    Step("traces", _TRACES, _all(_TRACES), 420, (_all(_TRACES) + " --quick", 60)),
+    Step(
+        "kills",
+        ("kills",),
+        "-m tests.scheduler_adapters.kills --runs 240 --seed 7 --json {folder}/kills.json",
+        1800,
+        ("-m tests.scheduler_adapters.kills --runs 4 --seed 7 --json {folder}/kills.json", 60),
+    ),
+)
+GROUPS = tuple(dict.fromkeys(step.group for step in STEPS))
+
+
+def listed(steps: Sequence[Step], *, quick: bool) -> str:
+    """The steps, and how long each takes."""
+    rows = [
+        {
+            "group": step.group,
+            "results": " ".join(step.made),
+            "minutes": round((step.quick[1] if quick else step.seconds) / 60, 1),
+        }
+        for step in steps
+    ]
+    total = sum(step.quick[1] if quick else step.seconds for step in steps) / 60
+    return f"{table(rows)}\n{total:.0f} minutes in all"
+
+
+def run(step: Step, folder: Path, *, quick: bool) -> bool:
+    """Run one; False: it failed."""
+    command = [sys.executable, *(step.quick[0] if quick else step.command).format(folder=folder).split()]
+    progress(f"{' '.join(step.made)}: about {(step.quick[1] if quick else step.seconds) / 60:.1f} minutes")
+    start = time.monotonic()
+    failed = subprocess.run(command, cwd=ROOT, check=False).returncode  # noqa: S603 - our own files
+    progress(
+        f"{' '.join(step.made)}: {'FAILED' if failed else 'done'} in {(time.monotonic() - start) / 60:.1f} minutes"
+    )
+    return not failed
+
+
+def arguments() -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.figures", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="try every program, write to benchmarks/out")
+    parser.add_argument("--only", default=",".join(GROUPS), help=f"of {', '.join(GROUPS)}, with commas between (all)")
+    parser.add_argument("--list", action="store_true", help="say what would be run, and how long it takes")
+    chosen = parser.parse_args()
+    chosen.only = chosen.only.split(",")
+    unknown = [name for name in chosen.only if name not in GROUPS]
+    if unknown:
+        parser.error(f"no group {unknown[0]!r}: there are {', '.join(GROUPS)}")
+    return chosen
+
+
+def main() -> int:
+    """Run, and write the tables."""
+    chosen = arguments()
+    steps = [step for step in STEPS if step.group in chosen.only]
+    print(listed(steps, quick=chosen.quick), flush=True)
+    if chosen.list:
+        return 0
+    load = os.getloadavg()[0]
+    if load > _BUSY and not chosen.quick:
+        progress(f"the load is {load:.1f}: this machine has other work to do, and the figures will say so")
+    folder = OUT if chosen.quick else results.RESULTS
+    passed = [run(step, folder, quick=chosen.quick) for step in steps]
+    if not chosen.quick:
+        results.remade([name for step in steps for name in step.made])
+        readme.README.write_text(readme.rendered(readme.README.read_text()))
+        for name, faults in results.old().items():
+            progress(f"{name} is old: {'; '.join(faults)}")
+    failed = [" ".join(step.made) for step, good in zip(steps, passed, strict=True) if not good]
+    if failed:
+        progress(f"failed: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,386 @@
+"""The tables of the README, made from the committed results: `python -m benchmarks.readme` writes them anew.
+
+A table stands between two comments that name it. Above it is which statistic its figures are, below it where each was
+made: machine, commit, day and command, from the headers of the results. A row whose figures are missing is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from benchmarks.frame import Row
+from benchmarks.measured import ROOT
+from benchmarks.peers.peers import PEERS
+from benchmarks.results import excused, load
+
+README = ROOT / "README.md"
+_BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+
+
+class Missing(Exception):  # noqa: N818 - no error: the row is left out
+    """A result has no such figure."""
+
+
+class Line(NamedTuple):
+    """A row of a table.
+
+    Attributes:
+        what: is measured.
+        of: which statistic.
+        source: the name of the result.
+        figures: of the result; what it returns is put in a cell.
+    """
+
+    what: str
+    of: str
+    source: str
+    figures: Callable[[Row], str]
+
+
+def number(value: float | None) -> str:
+    """Three figures, or the whole number; nothing for None."""
+    if value is None:
+        return ""
+    digits = 0 if value >= 10 else 1 if value >= 1 else 2
+    return f"{value:,.{digits}f}"
+
+
+def some(*values: float, unit: str = "") -> str:
+    """Numbers with strokes between, and their unit."""
+    return " / ".join(map(number, values)) + (f" {unit}" if unit else "")
+
+
+def ratios(*values: float) -> str:
+    """Ratios, two digits behind the point."""
+    return " / ".join(f"{value:.2f}" for value in values)
+
+
+def one(rows: Sequence[Row], **wanted: object) -> Row:
+    """The row with these values.
+
+    Raises:
+        Missing: there is none.
+    """
+    for row in rows:
+        if all(row.get(key) == value for key, value in wanted.items()):
+            return row
+    raise Missing
+
+
+# ---- beside other managers
+
+MANAGER = (
+    ("decode step, 1,024 running requests, `Batch`", ("decode step, 1,024 requests, Batch",)),
+    ("the same, and every context read after it", ("the same, every context read after it",)),
+    ("the same through the plain per-request calls", ("the same, plain calls",)),
+    ("decode step, 1 request, `Batch`", ("decode step, 1 request, Batch",)),
+    ("the same through the plain calls", ("decode step, 1 request, plain calls",)),
+    *(
+        (f"{what} of {length} tokens, {hashed}", (f"reserve {length} tokens, {case}, {hashed}, pages of 16",))
+        for what, case in (
+            ("reserve a cold prompt", "cold"),
+            ("reserve and publish a cold prompt", "cold, reserved and published"),
+            ("reserve a cached prompt", "warm"),
+        )
+        for length in ("4,096", "32,768")
+        for hashed in ("sha256", "xxh3_128")
+    ),
+    ("a conversation's next turn at 32,768 tokens, context kept", ("next turn at 32,768 tokens, context kept",)),
+    ("the same, new context", ("next turn at 32,768 tokens, new context, sha256",)),
+    ("the same, from a list of tokens", ("next turn at 32,768 tokens, from a list",)),
+    ("release 2,048 pages", ("release 2,048 pages",)),
+    (
+        "evict, per page, 2,048 at a time, pool of 32 k / 4 M pages",
+        ("evict, per page, small pool", "evict, per page, 4M pages"),
+    ),
+    ("memory per page, 1 M pages, all published, bytes", ("memory per page, 1M pages, all published, B",)),
+    ("build a pool of 1 M pages, ms", ("build a pool of 1M pages, ms",)),
+)
+COLUMNS = {"max257": ("max257",), "max267": ("max-legacy", "max-jenga"), "vllm": ("vllm",)}
+"""Programs of a column; of several the best is shown."""
+
+
+def manager_table() -> list[str]:
+    """Ours beside MAX and vLLM."""
+    result = load("peers")
+    rows: list[Row] = result.get("rows", [])
+    columns = {name: each for name, each in COLUMNS.items() if any(f"{peer}_min" in rows[0] for peer in each)}
+    made = [["operation", "pagewire", *(PEERS[name].title for name in columns), "best of the others / ours"]]
+    for what, questions in MANAGER:
+        try:
+            found = [one(rows, question=question) for question in questions]
+        except Missing:
+            continue
+        best = [[_best(row, peers) for row in found] for peers in columns.values()]
+        others = [each[0] for each in best if each[0] is not None]
+        ratio = min(others) / found[0]["ours_min"] if others else None
+        cells = [_together(each) for each in best]
+        made.append([what, some(*(row["ours_min"] for row in found)), *cells, number(ratio)])
+    heading = f"Minima of {_rounds(result)} rounds in microseconds, pages of 16 tokens:"
+    return [heading, "", *table(made), "", origin(["peers"])]
+
+
+def _best(row: Row, peers: Sequence[str]) -> float | None:
+    return min((row[f"{peer}_min"] for peer in peers if row.get(f"{peer}_min") is not None), default=None)
+
+
+def _together(values: Sequence[float | None]) -> str:
+    return " / ".join(number(value) for value in values if value is not None)
+
+
+def _rounds(result: Row) -> int:
+    return max(row["round"] for row in result["rounds"])
+
+
+# ---- between processes
+
+
+def pulled(program: str, size: int, pages: int) -> Callable[[Row], Row]:
+    """The row of random head-major pages between equal layouts in huge pages."""
+    shape = {"topology": "equal", "order": "head-major", "access": "random", "memory": "huge pages"}
+    return lambda result: one(result["rows"], program=program, page_bytes=size << 10, pages=pages, **shape)
+
+
+def blocks(program: str) -> Callable[[Row], str]:
+    """Milliseconds of vLLM's connector for 2,048 blocks in 64 layers: whole, and until the call returns."""
+
+    def cell(result: Row) -> str:
+        row = one(result["rows"], program=program, page_bytes=256 << 10, pages=2048, order="a tensor a layer")
+        return some(row["us"] / 1e3, row["host_us"] / 1e3, unit="ms")
+
+    return cell
+
+
+def columns_of(program: str, column: str, *cases: tuple[int, int]) -> Callable[[Row], str]:
+    """A ratio of each case: KiB of a page, and pages."""
+    return lambda result: ratios(*(pulled(program, *case)(result)[column] for case in cases))
+
+
+def figure(result: Row, question: str, column: str = "min") -> float:
+    """A single figure of a pull."""
+    return one(result["figures"], question=question)[column]
+
+
+def handed(pull: str) -> Callable[[Row], str]:
+    """Milliseconds of a hand-over of 2,048 and 16,384 tokens."""
+
+    def cell(result: Row) -> str:
+        rows = [one(result["rows"], model="small", tokens=tokens, pull=pull) for tokens in (2048, 16_384)]
+        return f"{rows[0]['handover_ms_min']:.1f} / {rows[1]['handover_ms_min']:.1f} ms"
+
+    return cell
+
+
+def first_tokens(result: Row) -> str:
+    """What two processes add to the first token and to the second."""
+    first, hand_over, second, pull = (
+        one(result["rows"], part=part)["added_ms_p50"] for part in ("first token", "hand-over", "second token", "pull")
+    )
+    return f"{first:.1f} / {hand_over:.1f}; {second:.1f} / {pull:.1f} ms"
+
+
+_LARGE, _SMALL = ((64, 2048), (256, 2048)), ((64, 256), (64, 16))
+PROCESSES = (
+    Line(
+        "from a prompt's last chunk to decode's first step, 2 k / 16 k tokens, chunk by chunk",
+        "minimum",
+        "handover",
+        handed("chunkwise"),
+    ),
+    Line("the same, pulled when all has run", "minimum", "handover", handed("whole")),
+    Line(
+        "what two processes add to the first token: in all / hand-over; to the second: in all / pull",
+        "median",
+        "first_token",
+        first_tokens,
+    ),
+    Line(
+        "1,000 requests of the conversation trace on 2 + 2 processes, 10 % cancelled, one of each killed: "
+        "wrong / pages left held",
+        "count",
+        "fleet",
+        lambda result: f"{len(result['wrong'])} / {result['pages_held']}",
+    ),
+    Line(
+        "2,048 random pages of 64 / 256 KiB by our two threads, times the rate of `process_vm_readv`, one thread",
+        "minimum",
+        "pull",
+        columns_of("pagewire", "ratio", *_LARGE),
+    ),
+    Line("the same per second of processor time", "mean", "pull", columns_of("pagewire", "cpu_ratio", *_LARGE)),
+    Line("pull 256 / 16 pages of 64 KiB, times its rate", "minimum", "pull", columns_of("pagewire", "ratio", *_SMALL)),
+    Line("the same per second of processor time", "mean", "pull", columns_of("pagewire", "cpu_ratio", *_SMALL)),
+    Line(
+        "NIXL by itself as shipped, no lease and no fence: 2,048 pages of 64 / 256 KiB, times the same rate",
+        "minimum",
+        "pull",
+        columns_of("nixl as shipped", "ratio", *_LARGE),
+    ),
+    Line(
+        "NIXL by itself, set as ours is, no lease and no fence: the same",
+        "minimum",
+        "pull",
+        columns_of("nixl as ours", "ratio", *_LARGE),
+    ),
+    Line(
+        "pull one page of 64 KiB, fence included; of it the fence",
+        "minimum",
+        "pull",
+        lambda result: (
+            f"{figure(result, 'one page of 64 KiB, fence included'):.0f}; "
+            f"{figure(result, 'fence of one page of 64 KiB'):.0f} µs"
+        ),
+    ),
+    Line(
+        "pull 2,048 pages of 64 KiB: what the fence adds",
+        "minimum",
+        "pull",
+        lambda result: f"{figure(result, 'fence of 2,048 pages of 64 KiB'):.1f} %",
+    ),
+    Line(
+        "pull 2,048 blocks of 64 layers apart (131,072 runs): whole / until the call returns",
+        "minimum",
+        "pull",
+        lambda result: some(
+            figure(result, "2,048 pages × 64 regions: the whole pull"),
+            figure(result, "2,048 pages × 64 regions: until the call returns"),
+            unit="ms",
+        ),
+    ),
+    Line("the same by vLLM's connector, as it comes", "minimum", "pull", blocks("vLLM")),
+    Line("the same by vLLM's connector, in huge pages, too", "minimum", "pull", blocks("vLLM, huge pages")),
+    Line("the same by vLLM's connector, and UCX set as ours is", "minimum", "pull", blocks("vLLM, UCX as ours")),
+)
+
+
+# ---- in one process
+
+
+def priced(pages: int, *variants: str, column: str = "us_min") -> Callable[[Row], list[float]]:
+    """A column of variants of safety."""
+    return lambda result: [one(result["rows"], pages=pages, variant=name)[column] for name in variants]
+
+
+def routed(result: Row) -> str:
+    """What 8 replicas hit of what one pool hits, for both traces."""
+    rows = [one(result["rows"], trace=trace, replicas=8, routing="prefix") for trace in ("conversation", "synthetic")]
+    return " / ".join(f"{row['of_one_pool_pct']:.1f}" for row in rows) + " %"
+
+
+def recommended(result: Row) -> str:
+    """A choice among 8 replicas."""
+    cold, again = (
+        one(result["rows"], replicas=8, prompt=32_768, hash="sha256", case=case) for case in ("cold", "again")
+    )
+    return f"{number(cold['us_min'])} (of it hash {number(cold['hash_min'])}) / {number(again['us_min'])} µs"
+
+
+def served(result: Row) -> str:
+    """Time to the first token without a host tier and with one."""
+    rows = [one(result["rows"], case="serving", host=host) for host in ("none", "4 x device")]
+    return some(*(row["ttft_ms_median"] for row in rows), unit="ms")
+
+
+ALONE = (
+    Line(
+        "pull 2,048 pages of 64 KiB, source and reader in one process, without / with the fence",
+        "minimum",
+        "verify_price",
+        lambda result: " / ".join(f"{value / 1e3:.1f}" for value in priced(2048, "no fence", "fence")(result)) + " ms",
+    ),
+    Line(
+        "pull one page, likewise",
+        "minimum",
+        "verify_price",
+        lambda result: some(*priced(1, "no fence", "fence")(result), unit="µs"),
+    ),
+    Line(
+        "page checks on all / on 5 % of 2,048 pages, times the pull",
+        "minimum",
+        "verify_price",
+        lambda result: ratios(*priced(2048, "digest", "sample 5 %", column="ratio")(result)),
+    ),
+    Line("choose among 8 replicas, 32 k tokens, cold / asked again", "minimum", "recommend", recommended),
+    Line("hits of 8 replicas, of one pool's: conversation / synthetic trace", "count", "trace_routing", routed),
+    Line("prompts of three times the pool, to the first token, without / with a host tier", "median", "tiers", served),
+)
+
+
+def lines_table(lines: Sequence[Line]) -> list[str]:
+    """A table of single figures, and where each was made."""
+    made = [["what", "figure", "of", "result"]]
+    sources: list[str] = []
+    for line in lines:
+        try:
+            figures = line.figures(load(line.source))
+        except (Missing, KeyError):
+            continue
+        made.append([line.what, figures, line.of, f"`{line.source}`"])
+        sources.append(line.source)
+    return [*table(made), "", origin(list(dict.fromkeys(sources)))]
+
+
+TABLES: dict[str, Callable[[], list[str]]] = {
+    "manager": manager_table,
+    "processes": lambda: lines_table(PROCESSES),
+    "alone": lambda: lines_table(ALONE),
+}
+
+
+def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Markdown, the first row its heading."""
+    for at, row in enumerate(rows):
+        yield f"| {' | '.join(row)} |".replace("  ", " ").replace("  ", " ")
+        if not at:
+            yield "|" + "---|" * len(row)
+
+
+def origin(names: Sequence[str]) -> str:
+    """Where results were made: one sentence for those that were made together."""
+    where: dict[str, list[str]] = {}
+    for name in names:
+        result = load(name)
+        machine = result.get("machine", {})
+        commit, date = (result.get(key) or machine.get(key) or "" for key in ("commit", "date"))
+        parts = [
+            f"commit {commit}" if commit else "commit not recorded",
+            f"{machine['cpu']}, {machine['cores']} cores" if machine else "machine not recorded",
+            {True: "SHA extensions", False: "no SHA extensions", None: ""}[machine.get("sha_extensions")],
+            date.split(" ")[0],
+            "older than the code" if name in excused() else "",
+        ]
+        command = f" by `{result['command']}`" if "command" in result else ""
+        where.setdefault(", ".join(filter(None, parts)), []).append(
+            f"[{name}](benchmarks/results/{name}.json){command}"
+        )
+    return "Made: " + "; ".join(f"{', '.join(each)} ({place})" for place, each in where.items()) + "."
+
+
+def _made_anew(found: re.Match[str]) -> str:
+    lines = "\n".join(TABLES[found[2]]())
+    return f"{found[1]}{lines}\n{found[3]}"
+
+
+def rendered(text: str) -> str:
+    """The README with its tables made anew."""
+    return _BLOCK.sub(_made_anew, text)
+
+
+def main() -> int:
+    """Write the tables. Exit status 1 with `--check` where they are not what the results say."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    chosen = parser.parse_args()
+    text = README.read_text()
+    made = rendered(text)
+    if not chosen.check:
+        README.write_text(made)
+    return 1 if chosen.check and made != text else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
