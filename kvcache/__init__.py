@@ -15,6 +15,7 @@ from kvcache.errors import (
     PoolTooSmallError,
     PromptTooLongError,
     SequenceTooLongError,
+    UnknownArgumentError,
     UnknownRequestError,
 )
 from kvcache.inputs import RaggedKVCacheInputSymbols
@@ -55,5 +56,6 @@ __all__ = [
     "Routing",
     "SequenceTooLongError",
     "TextContext",
+    "UnknownArgumentError",
     "UnknownRequestError",
 ]

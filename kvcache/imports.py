@@ -10,7 +10,7 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.block_table import BlockTable, Ints
+from kvcache.block_table import BlockTable, Ints, odd_field
 from kvcache.context import Context
 from kvcache.errors import BlockTableMismatchError, InvalidRequestError
 from kvcache.hashing import DIGEST_BYTES, PrefixHasher, hasher_of, new_hasher
@@ -67,6 +67,9 @@ def check_table(
         BlockTableMismatchError: (a ValueError) naming the request, both values, or what does not add up.
     """
     refuse = functools.partial(_mismatch, context)
+    odd = odd_field(table)
+    if odd is not None:
+        raise refuse(odd)
     if not 0 < table.page_size < 1 << 31:
         raise refuse(f"has pages of {table.page_size} tokens")
     if not 0 < table.num_tokens < context.end_idx:
@@ -204,6 +207,7 @@ def _check_open(replica: Replica, context: Context, pending: PendingImport) -> i
     row = replica.rows.row_of[context.request_id]
     if pending.closed or replica.import_of(row) is not pending:
         raise InvalidRequestError(f"request {context.request_id!r}: this import is closed, or another request's")
+    replica.refuse_renamed(row, context)
     return row
 
 
