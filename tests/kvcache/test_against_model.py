@@ -41,7 +41,7 @@ def test_drawn_moves(data: st.DataObject, count: int) -> None:
 def test_seeded_moves(seed: int) -> None:
     """2,000 moves, in which everything that can happen happens often enough to be tested."""
     seen: Counter[str] = Counter()
-    for number in range(20):
+    for number in range(25):
         moves = Moves(SeededChooser(seed * 1000 + number))
         for _ in range(100):
             moves.move()
@@ -51,4 +51,5 @@ def test_seeded_moves(seed: int) -> None:
         seen["restored"] += moves.manager.metrics.h2d_blocks_copied
         seen["compared"] += moves.kv.compared
     least = {"hit": 15, "shared": 5, "refused": 20, "evicted": 30, "fork": 20, "run_batch": 50, "reset": 3}
+    least |= {"renamed": 5, "rename refused": 20}
     assert {event: seen[event] for event, count in least.items() if seen[event] < count} == {}
