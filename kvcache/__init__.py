@@ -16,6 +16,7 @@ from kvcache.errors import (
     PoolTooSmallError,
     PromptTooLongError,
     SequenceTooLongError,
+    UnknownArgumentError,
     UnknownRequestError,
 )
 from kvcache.inputs import RaggedKVCacheInputSymbols
@@ -60,5 +61,6 @@ __all__ = [
     "Routing",
     "SequenceTooLongError",
     "TextContext",
+    "UnknownArgumentError",
     "UnknownRequestError",
 ]

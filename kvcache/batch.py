@@ -55,14 +55,16 @@ class Gathered:
         ends: tokens known.
         slack: tokens that every request can surely grow by on its pages; -1 if not known.
         due: tokens that every request can surely compute before one fills a page; 0 if not known.
+        unbound: whether some hold no pages yet: their rows know no context so far.
     """
 
-    __slots__ = ("actives", "contexts", "due", "ends", "replicas", "rows", "run", "slack", "starts")
+    __slots__ = ("actives", "contexts", "due", "ends", "replicas", "rows", "run", "slack", "starts", "unbound")
 
     def __init__(self, contexts: Sequence[Context], replicas: Ints, rows: Ints, *, starts_only: bool = False) -> None:
         self.contexts: Sequence[Context] = contexts
         self.replicas = replicas
         self.rows = rows
+        self.unbound = False
         self.run: slice | None = None
         count = len(rows)
         if count == 1 or (
@@ -157,10 +159,12 @@ class Batch(Gathered, Sequence[Context]):
         "_updated",
         "_updates_left",
         "checked_at",
+        "owner",
     )
 
-    def __init__(self, contexts: Sequence[Context], replicas: Ints, rows: Ints, page_size: int) -> None:
+    def __init__(self, contexts: Sequence[Context], replicas: Ints, rows: Ints, page_size: int, owner: object) -> None:
         self._page_size = page_size
+        self.owner = owner  # whose rows these are
         # The last tokens of each context: a page's worth from before, then those of the updates.
         self._log = np.zeros((len(contexts), page_size + _STEPS_KEPT), np.int32)
         self._hashers: dict[int, PrefixHasher] = {}  # by place
@@ -292,7 +296,10 @@ class Batch(Gathered, Sequence[Context]):
         self._seen = [self._count] * len(self.contexts)
 
     def _checked(self, tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.integer]:
-        array = np.asarray(tokens)
+        try:
+            array = np.asarray(tokens)
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            array = np.zeros((), object)
         if array.shape != (len(self.contexts),) or (array.size and array.dtype.kind not in "iu"):
             raise InvalidRequestError(
                 f"batch of {len(self.contexts)} requests: tokens of shape {array.shape} and dtype {array.dtype}, "

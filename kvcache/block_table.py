@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import heapq
+from typing import cast
 
 import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvcache.arguments import integer, shown
 from kvcache.errors import NoFreeRowError
 from kvcache.index import NO_PAGE
 from kvcache.types import RequestID
@@ -49,6 +51,26 @@ class BlockTable(msgspec.Struct, frozen=True, tag="block_table/1", omit_defaults
     fingerprint: str
     hash_algorithm: str = ""
     digests: bytes = b""
+
+
+def odd_field(table: object) -> str | None:
+    """What is not even of the right type in `table`; None: nothing. What a peer sent was decoded, and is never odd."""
+    if not isinstance(table, BlockTable):
+        return f"is {shown(table)}: no block table"
+    for name in ("replica_idx", "num_tokens", "page_size"):
+        if integer(getattr(table, name)) is None:
+            return f"has {name} {shown(getattr(table, name))}: an integer is needed"
+    if not isinstance(cast("object", table.digests), bytes) or not isinstance(
+        cast("object", table.hash_algorithm), str
+    ):
+        return f"has digests {shown(table.digests)} by {shown(table.hash_algorithm)}: bytes and a name are needed"
+    groups = cast("tuple[object, ...]", table.groups)
+    if not isinstance(cast("object", groups), tuple) or not all(isinstance(pages, tuple) for pages in groups):
+        return f"has groups {shown(groups)}: tuples of page ids are needed"
+    for pages in table.groups:
+        if not {*map(type, pages)} <= {int}:
+            return f"names page {shown(next(page for page in pages if type(page) is not int))}"
+    return None
 
 
 class BlockRows:

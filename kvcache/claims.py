@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import cast
 
 import numpy as np
 
+from kvcache.arguments import check_request_id, integer, shown
 from kvcache.batch import Batch, Gathered, Ints
-from kvcache.context import Context
+from kvcache.context import Context, check_context
 from kvcache.errors import AlreadyClaimedError, InvalidRequestError, InvariantError, UnknownRequestError
 from kvcache.replica import Replica
 from kvcache.types import RequestID
 
 
-def refuse_other_context(reserved: Context, context: Context, call: str) -> None:
-    """Raise unless `context` is the very object that the request's pages were reserved with.
-
-    Another object of the same request id may have other tokens: its digests would name pages that hold something else.
-
-    Raises:
-        InvalidRequestError: (a ValueError) it is another one.
-    """
-    if context is not reserved:
-        raise InvalidRequestError(
-            f"request {reserved.request_id!r}: {call} with another context object than its pages were reserved with"
-        )
-
-
 class Claims:
-    """Request id → place; a place is a row of a replica: `replica × rows_per_replica + row`."""
+    """Request id → place; a place is a row of a replica: `replica × rows_per_replica + row`.
+
+    With its first pages a place is bound to the context that they were reserved for. Another object of the same request
+    id is refused from then on: its tokens may be others, and would be published as the content of these pages. A loop
+    that rebuilds its contexts releases the request and claims it anew, or hands in one object that reads from them.
+
+    Attributes:
+        places: of the claimed requests.
+        bound: place of each bound context, by the context itself, which is compared by identity and kept alive; by its
+            `id` in a tuple where its class compares or hashes otherwise.
+    """
 
     def __init__(self, replicas: Sequence[Replica], rows_per_replica: int, page_size: int) -> None:
         self._replicas = replicas
@@ -36,21 +34,23 @@ class Claims:
         self._page_size = page_size
         self._releases = 0
         self.places: dict[RequestID, int] = {}
+        self.bound: dict[object, int] = {}
+        self._contexts: dict[int, Context] = {}  # by place
 
     def claim(self, request_id: RequestID, replica_idx: int | None) -> None:
         """Bind a row of the replica. Raises as `PagedKVCacheManager.external_claim`."""
         count = len(self._replicas)
+        check_request_id(request_id, "external_claim")
         if request_id in self.places:
             _, holder, _ = self.locate(request_id, "external_claim")
             raise AlreadyClaimedError(f"request {request_id!r}: claimed on replica {holder} already")
-        if replica_idx is None and count == 1:
-            replica_idx = 0
-        if replica_idx is None or not 0 <= replica_idx < count:
+        chosen = 0 if replica_idx is None and count == 1 else integer(replica_idx)
+        if chosen is None or not 0 <= chosen < count:
             raise InvalidRequestError(
-                f"request {request_id!r}: replica_idx is {replica_idx}, one of the {count} replicas is needed"
+                f"request {request_id!r}: replica_idx is {shown(replica_idx)}, one of the {count} replicas is needed"
             )
-        row = self._replicas[replica_idx].rows.claim(request_id)
-        self.places[request_id] = replica_idx * self._rows_per_replica + row
+        row = self._replicas[chosen].rows.claim(request_id)
+        self.places[request_id] = chosen * self._rows_per_replica + row
 
     def locate(self, request_id: RequestID, call: str) -> tuple[Replica, int, int]:
         """The request's replica, that replica's index, and its row.
@@ -58,38 +58,69 @@ class Claims:
         Raises:
             UnknownRequestError: (a KeyError) not claimed.
         """
-        try:
-            replica_idx, row = divmod(self.places[request_id], self._rows_per_replica)
-        except KeyError:
-            raise _unknown(request_id, call) from None
-        return self._replicas[replica_idx], replica_idx, row
+        return self._at(self._place(request_id, call))
+
+    def own(self, context: Context, call: str) -> tuple[Replica, int, int]:
+        """`locate` for a call that reads the context, or moves it.
+
+        Raises:
+            UnknownRequestError: (a KeyError) not claimed.
+            InvalidRequestError: (a ValueError) no context, or another than its row is bound to.
+        """
+        place = self.bound.get(_key(context))
+        return self._at(self._unbound(context, call) if place is None else place)
+
+    def bind(self, context: Context, replica_idx: int, row: int) -> None:
+        """The row has its pages, for this context."""
+        place = replica_idx * self._rows_per_replica + row
+        if place not in self._contexts:
+            self._contexts[place] = context
+            self.bound[_key(context)] = place
+
+    def bind_reserved(self, gathered: Gathered, reserved: Sequence[bool]) -> None:
+        """`bind` those of a call that have pages now."""
+        rows = zip(gathered.contexts, gathered.replicas.tolist(), gathered.rows.tolist(), reserved, strict=True)
+        for context, replica_idx, row, has_pages in rows:
+            if has_pages:
+                self.bind(context, replica_idx, row)
 
     def gather(self, batch: Sequence[Context], call: str) -> Gathered:
         """The requests of a call as arrays; a `Batch` is that already.
 
         Raises:
             UnknownRequestError: (a KeyError) one is not claimed.
-            InvalidRequestError: (a ValueError) one is named twice.
+            InvalidRequestError: (a ValueError) one is named twice, no context, or another than its row is bound to.
         """
         if isinstance(batch, Batch):
-            self._refuse_stale(batch, call)
+            if batch.checked_at != self._releases or batch.unbound or batch.owner is not self:
+                self._refuse_stale(batch, call)
             batch.refresh()
             return batch
-        return Gathered(batch, *self._bind(batch, call), starts_only=call == "step")
+        contexts, replicas, rows, unbound = self._bind(batch, call)
+        gathered = Gathered(contexts, replicas, rows, starts_only=call == "step")
+        gathered.unbound = unbound
+        return gathered
 
     def batch(self, contexts: Sequence[Context]) -> Batch:
         """Raises as `gather`."""
-        return Batch(contexts, *self._bind(contexts, "batch"), self._page_size)
+        listed, replicas, rows, unbound = self._bind(contexts, "batch")
+        made = Batch(listed, replicas, rows, self._page_size, self)
+        made.unbound = unbound
+        return made
 
     def release(self, request_id: RequestID) -> None:
         """Give back the request's row and pages. Raises as `PagedKVCacheManager.release`."""
-        replica, _, row = self.locate(request_id, "release")
+        place = self._place(request_id, "release")
+        replica, _, row = self._at(place)
         replica.release(row)
         del self.places[request_id]
+        context = self._contexts.pop(place, None)
+        if context is not None:
+            del self.bound[_key(context)]
         self._releases += 1
 
     def check(self) -> None:
-        """Raise `InvariantError` unless these are the rows that the replicas have bound."""
+        """Raise `InvariantError` unless these are the rows that the replicas have bound, and to whom."""
         rows = {
             request_id: replica_idx * self._rows_per_replica + row
             for replica_idx, replica in enumerate(self._replicas)
@@ -100,32 +131,83 @@ class Claims:
             raise InvariantError(
                 f"request {odd!r}: claimed at place {self.places.get(odd)}, but the replicas have {rows.get(odd)}"
             )
+        if {_key(context): place for place, context in self._contexts.items()} != self.bound:
+            raise InvariantError(f"{len(self.bound)} contexts are bound, {len(self._contexts)} are kept, or others")
+        with_pages = {place for place in rows.values() if self._at(place)[0].rows.num_pages[self._at(place)[2]]}
+        for place in with_pages ^ self._contexts.keys():
+            raise InvariantError(f"place {place}: its row has pages or is bound to a context, not both")
 
-    def _bind(self, batch: Sequence[Context], call: str) -> tuple[Ints, Ints]:
-        places = self.places
+    def _place(self, request_id: RequestID, call: str) -> int:
         try:
-            found = [places[context.request_id] for context in batch]
-        except KeyError as error:
-            raise _unknown(error.args[0], call) from None
+            return self.places[request_id]
+        except (KeyError, TypeError):  # no string may be no key either
+            raise UnknownRequestError(
+                f"request {shown(request_id)}: {call} of a request that is not claimed (or was released)"
+            ) from None
+
+    def _at(self, place: int) -> tuple[Replica, int, int]:
+        replica_idx, row = divmod(place, self._rows_per_replica)
+        return self._replicas[replica_idx], replica_idx, row
+
+    def _unbound(self, context: Context, call: str) -> int:
+        """The place of a context that is bound to none."""
+        check_context(context, call)
+        place = self._place(context.request_id, call)
+        if place in self._contexts:
+            raise InvalidRequestError(
+                f"request {context.request_id!r}: {call} with another context object than its pages were reserved for: "
+                "release the request and claim it anew to give it another"
+            )
+        return place
+
+    def _bind(self, batch: Sequence[Context], call: str) -> tuple[Sequence[Context], Ints, Ints, bool]:
+        """The contexts, the replica and the row of each, and whether some are bound to no row yet."""
+        is_listed = type(batch) in (list, tuple)  # a subclass may say other things each time that it is asked
+        contexts = batch if is_listed else _listed(batch, call)
+        bound, unbound = self.bound, False
+        try:
+            found = [bound[context] for context in contexts]
+        except (KeyError, TypeError):  # TypeError: cannot be hashed
+            at = [bound.get(_key(context)) for context in contexts]
+            unbound = None in at
+            found = [
+                self._unbound(context, call) if place is None else place
+                for context, place in zip(contexts, at, strict=True)
+            ]
         if len(set(found)) != len(found):
             twice = next(at for at, place in enumerate(found) if place in found[:at])
-            raise InvalidRequestError(f"request {batch[twice].request_id!r}: named twice in one {call}")
-        bound = np.fromiter(found, np.int64, len(found))
+            raise InvalidRequestError(f"request {contexts[twice].request_id!r}: named twice in one {call}")
+        places = np.fromiter(found, np.int64, len(found))
         if len(self._replicas) == 1:
-            return np.zeros_like(bound), bound
-        return bound // self._rows_per_replica, bound % self._rows_per_replica
+            return contexts, np.zeros_like(places), places, unbound
+        return contexts, places // self._rows_per_replica, places % self._rows_per_replica, unbound
 
     def _refuse_stale(self, batch: Batch, call: str) -> None:
-        if batch.checked_at == self._releases:
-            return
+        if batch.owner is not self:
+            raise InvalidRequestError(f"{call} of a batch of {len(batch)} requests that another manager made")
         wanted = batch.replicas * self._rows_per_replica + batch.rows
+        unbound = False
         for context, place in zip(batch, wanted.tolist(), strict=True):
-            if self.places.get(context.request_id) != place:
+            at = self.bound.get(_key(context))
+            if at is None:
+                if context.request_id in self.places:
+                    at = self._unbound(context, call)
+                unbound = True
+            if at != place:
                 raise InvalidRequestError(
                     f"request {context.request_id!r}: {call} of a batch made before its release; make a new one"
                 )
-        batch.checked_at = self._releases
+        batch.unbound, batch.checked_at = unbound, self._releases
 
 
-def _unknown(request_id: RequestID, call: str) -> UnknownRequestError:
-    return UnknownRequestError(f"request {request_id!r}: {call} of a request that is not claimed (or was released)")
+def _key(context: object) -> object:
+    kind = type(context)
+    by_identity = kind.__hash__ is object.__hash__ and kind.__eq__ is object.__eq__
+    return context if by_identity else (id(context),)
+
+
+def _listed(batch: object, call: str) -> list[Context]:
+    try:
+        return list(cast("Iterable[Context]", batch))
+    except TypeError:
+        raise InvalidRequestError(f"{call} of {shown(batch)}: a sequence of request contexts is needed") from None

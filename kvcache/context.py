@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.arguments import check_request_id, integer, shown, whole
 from kvcache.errors import InvalidRequestError, SequenceTooLongError
+from kvcache.keys import ExtraKeys, checked_keys, checked_salt
 from kvcache.types import RequestID, Retention
 
 if TYPE_CHECKING:
     from kvcache.hashing import PrefixHasher
-
-ExtraKeys = tuple[tuple[int, bytes], ...]
-"""`(position, key)`: what else the KV from this token on depends on."""
 
 _NEW_CAPACITY = 64
 
@@ -26,7 +25,9 @@ class Context(Protocol):
 
     An object may have any of these optional attributes too: `cache_salt` (str), `extra_keys` (`ExtraKeys`), `retention`
     (`Retention`), and `prefix_hasher`, None at first, where the manager keeps the page hashes of a request that waits
-    or is preempted. Known tokens never change: a context that drops some from its end (a rejected draft, say) must have
+    or is preempted. Salt and keys may change until the request is given pages, and are fixed from then on until its
+    release: `maybe_reserve`, `step` and imports refuse a context whose salt or keys are others than its pages were
+    reserved with. Known tokens never change: a context that drops some from its end (a rejected draft, say) must have
     `prefix_hasher` and set it to None then, or its later pages would be found by the digests of the dropped tokens.
     """
 
@@ -86,13 +87,16 @@ class TextContext:
         tokens: the prompt, 1-D, each from 0 to 2**31 - 1.
         max_length: most tokens that the request may ever have, the generated ones counted.
         request_id: made up where none is given.
-        cache_salt: requests with different salts never share a page.
+        cache_salt: requests with different salts never share a page. Like the keys, it may be changed while the request
+            waits. While it holds pages a change is an error: its next `maybe_reserve` for more than a step, or the
+            `step` that publishes its next page, refuses it and changes nothing.
         retention: what the client knows about the future of these pages.
         extra_keys: `(position, key)`: what else than tokens the KV depends on from this token on, say the name of a
             LoRA adapter (position 0) or a digest of an image (its first token). Pages are shared where these agree too.
 
     Raises:
-        InvalidRequestError: (a ValueError) no tokens, not 1-D, not integers, or out of range.
+        InvalidRequestError: (a ValueError) no tokens, not 1-D, not integers, or out of range; an id or salt that is no
+            text, or is no UTF-8; keys of another shape; a retention that is none.
         SequenceTooLongError: (a RuntimeError) more tokens than `max_length`.
     """
 
@@ -101,15 +105,15 @@ class TextContext:
         "_active",
         "_buffer",
         "_end",
+        "_extra_keys",
         "_follows",
         "_place",
+        "_retention",
+        "_salt",
         "_start",
-        "cache_salt",
-        "extra_keys",
         "max_length",
         "prefix_hasher",
         "request_id",
-        "retention",
     )
 
     def __init__(
@@ -121,19 +125,54 @@ class TextContext:
         retention: Retention | None = None,
         extra_keys: Sequence[tuple[int, bytes]] = (),
     ) -> None:
+        if request_id is not None:
+            check_request_id(request_id, "TextContext")
         self.request_id: RequestID = uuid.uuid4().hex if request_id is None else request_id
-        self.max_length = max_length
-        self.cache_salt = cache_salt
-        self.retention = retention
-        self.extra_keys: ExtraKeys = _checked_keys(self.request_id, extra_keys)
-        self.prefix_hasher: PrefixHasher | None = None
-        self._buffer = checked_tokens(self.request_id, tokens)
-        count = len(self._buffer)
-        if count > max_length:
-            raise SequenceTooLongError(f"request {self.request_id!r}: {count} tokens, max_length is {max_length}")
-        self._start, self._active, self._end = 0, count, count
+        self.max_length = whole(f"request {self.request_id!r}: max_length", max_length, 1, error=InvalidRequestError)
         self._follows: Leader | None = None
         self._place = 0
+        self.prefix_hasher: PrefixHasher | None = None
+        self.cache_salt = cache_salt
+        self.retention = retention
+        self.extra_keys = extra_keys
+        self._buffer = checked_tokens(self.request_id, tokens)
+        count = len(self._buffer)
+        if count > self.max_length:
+            raise SequenceTooLongError(f"request {self.request_id!r}: {count} tokens, max_length is {self.max_length}")
+        self._start, self._active, self._end = 0, count, count
+
+    @property
+    def cache_salt(self) -> str | None:
+        """Requests with different salts never share a page."""
+        return self._salt
+
+    @cache_salt.setter
+    def cache_salt(self, salt: str | None) -> None:
+        self._salt = checked_salt(self.request_id, salt)
+        self.leave()  # a batch remembers how its requests are hashed
+
+    @property
+    def extra_keys(self) -> ExtraKeys:
+        """What else than tokens the KV depends on: `(position, key)`."""
+        return self._extra_keys
+
+    @extra_keys.setter
+    def extra_keys(self, keys: Sequence[tuple[int, bytes]]) -> None:
+        self._extra_keys = checked_keys(self.request_id, keys)
+        self.leave()
+
+    @property
+    def retention(self) -> Retention | None:
+        """What the client knows about the future of these pages."""
+        return self._retention
+
+    @retention.setter
+    def retention(self, retention: Retention | None) -> None:
+        if retention is not None and not isinstance(cast("object", retention), Retention):
+            raise InvalidRequestError(
+                f"request {self.request_id!r}: retention is {shown(retention)}: a Retention or None is needed"
+            )
+        self._retention = retention
 
     @property
     def tokens(self) -> NDArray[np.int32]:
@@ -191,8 +230,10 @@ class TextContext:
         if self._active < self._end:
             self._start, self._active = self._active, self._end
             return
+        if type(token) is not int:
+            token = self._index("token", token)
         if not 0 <= token < 1 << 31:
-            raise InvalidRequestError(f"request {self.request_id!r}: token {token} is not within 0 to 2**31 - 1")
+            raise InvalidRequestError(f"request {self.request_id!r}: token {shown(token)} is not within 0 to 2**31 - 1")
         if self._end >= self.max_length:
             raise SequenceTooLongError(
                 f"request {self.request_id!r}: token {self._end + 1} is past its max_length {self.max_length}"
@@ -213,12 +254,12 @@ class TextContext:
             InvalidRequestError: not `0 <= start_idx < active_idx <= end_idx <= tokens known`; nothing is moved.
         """
         self.leave()
-        start = self._start if start_idx is None else start_idx
-        end = self._end if end_idx is None else end_idx
-        active = self._active if active_idx is None else active_idx
+        start = self._start if start_idx is None else self._index("start_idx", start_idx)
+        end = self._end if end_idx is None else self._index("end_idx", end_idx)
+        active = self._active if active_idx is None else self._index("active_idx", active_idx)
         if not 0 <= start < active <= end <= self._end:
             raise InvalidRequestError(
-                f"request {self.request_id!r}: start {start}, active {active}, end {end} "
+                f"request {self.request_id!r}: start {shown(start)}, active {shown(active)}, end {shown(end)} "
                 f"are not ordered within its {self._end} tokens"
             )
         if end < self._end:
@@ -258,6 +299,12 @@ class TextContext:
 
     def __repr__(self) -> str:
         return f"TextContext({self.request_id!r}, start={self.start_idx}, active={self.active_idx}, end={self.end_idx})"
+
+    def _index(self, name: str, value: object) -> int:
+        found = integer(value)
+        if found is None:
+            raise InvalidRequestError(f"request {self.request_id!r}: {name} is {shown(value)}: an integer is needed")
+        return found
 
     def _grow(self, count: int) -> None:
         room = min(self.max_length, max(_NEW_CAPACITY, 2 * self._end, self._end + count))
@@ -301,13 +348,39 @@ def checked_tokens(request_id: str, tokens: Sequence[int] | NDArray[np.integer])
     return array.astype(np.int32, copy=True)
 
 
-def _checked_keys(request_id: str, keys: Sequence[tuple[int, bytes]]) -> ExtraKeys:
-    for position, key in keys:
-        if not 0 <= position < 1 << 31 or len(key) >= 1 << 31:
-            raise InvalidRequestError(
-                f"request {request_id!r}: extra key of {len(key)} bytes at token {position}, both must be below 2**31"
-            )
-    return tuple((position, bytes(key)) for position, key in keys)
+def salt_and_keys(context: Context) -> tuple[str | None, ExtraKeys]:
+    """What the pages of the context depend on besides its tokens.
+
+    Raises:
+        InvalidRequestError: a salt or keys that cannot be.
+    """
+    if isinstance(context, TextContext):
+        return context.cache_salt, context.extra_keys
+    name, keys = context.request_id, getattr(context, "extra_keys", None)
+    return checked_salt(name, getattr(context, "cache_salt", None)), checked_keys(name, () if keys is None else keys)
+
+
+def check_context(context: object, call: str) -> None:
+    """Raise `InvalidRequestError` unless `context` has the shape of a `Context`, and indices that are ordered."""
+    if isinstance(context, TextContext):
+        return
+    check_request_id(getattr(context, "request_id", None), f"{call} of {shown(context)}")
+    names = ("start_idx", "active_idx", "end_idx", "active_length", "current_length")
+    found = [integer(getattr(context, name, None)) for name in names]
+    tokens = getattr(context, "tokens", None)
+    start, active, end = (-1 if at is None else at for at in found[:3])
+    if (
+        not 0 <= start <= active <= end
+        or found[3:] != [active - start, end]
+        or not isinstance(tokens, np.ndarray)
+        or cast("NDArray[Any]", tokens).dtype.kind not in "iu"
+        or len(cast("NDArray[Any]", tokens)) < end
+        or not all(callable(getattr(context, name, None)) for name in ("update", "set_token_indices"))
+    ):
+        raise InvalidRequestError(
+            f"{call} of {shown(context)}: no request context, or its indices do not fit its tokens"
+        )
+    salt_and_keys(cast("Context", context))
 
 
 def check_fork(parent: Context, child: Context, computed: int) -> None:

@@ -19,6 +19,10 @@ class InvalidParamsError(KVCacheError, ValueError):
     """A parameter, or a combination of parameters, that no cache can be built from."""
 
 
+class UnknownArgumentError(InvalidParamsError, TypeError):
+    """A keyword that nothing uses: what it was meant to change would silently stay as it is."""
+
+
 class InvalidRequestError(KVCacheError, ValueError):
     """An argument of a call that does not fit the request or the manager it names."""
 

@@ -62,7 +62,7 @@ class PageHandover:
                 or one of another import, or of fewer tokens than the table covers; another context object.
         """
         own_import(self._replicas.each, pending, "commit_import")
-        replica, _, _ = self._claims.locate(context.request_id, "commit_import")
+        replica, _, _ = self._claims.own(context, "commit_import")
         finish_import(replica, context, pending, proof)
 
     def cancel_import(self, pending: PendingImport) -> None:

@@ -16,7 +16,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvcache.context import Context, ExtraKeys
+from kvcache.context import Context, salt_and_keys
+from kvcache.keys import ExtraKeys
 from kvcache.params import HashAlgorithm
 
 DIGEST_BYTES: dict[HashAlgorithm, int] = {"sha256": 32, "xxh3_128": 16}
@@ -128,20 +129,29 @@ def next_digests(
 
 def new_hasher(context: Context, algorithm: HashAlgorithm, page_size: int) -> PrefixHasher:
     """A hasher of the context's salt and keys, kept nowhere."""
-    salt: str | None = getattr(context, "cache_salt", None)
-    extra_keys: ExtraKeys | None = getattr(context, "extra_keys", None)
-    return PrefixHasher(algorithm, page_size, salt, extra_keys)
+    return PrefixHasher(algorithm, page_size, *salt_and_keys(context))
 
 
-def hasher_of(context: Context, algorithm: HashAlgorithm, page_size: int) -> PrefixHasher:
-    """The hasher that the context carries if it is of this kind, else a new one, left there if it has the attribute."""
-    salt: str | None = getattr(context, "cache_salt", None)
-    extra_keys: ExtraKeys | None = getattr(context, "extra_keys", None)
-    kept: PrefixHasher | None = getattr(context, "prefix_hasher", None)
-    wanted = (algorithm, page_size, salt, extra_keys)
-    if kept is not None and (kept.algorithm, kept.page_size, kept.salt, kept.extra_keys) == wanted:
+def hasher_of(
+    context: Context,
+    algorithm: HashAlgorithm,
+    page_size: int,
+    named: tuple[str | None, ExtraKeys] | None = None,
+) -> PrefixHasher:
+    """The hasher that the context carries if it is of this kind, else a new one, left there if it has the attribute.
+
+    `named`: the salt and keys that count, where these are known.
+    """
+    salt, keys = named = named or salt_and_keys(context)
+    kept: object = getattr(context, "prefix_hasher", None)
+    if isinstance(kept, PrefixHasher) and (kept.algorithm, kept.page_size, kept.salt, kept.extra_keys) == (
+        algorithm,
+        page_size,
+        salt,
+        keys,
+    ):
         return kept
-    made = new_hasher(context, algorithm, page_size)
+    made = PrefixHasher(algorithm, page_size, *named)
     if hasattr(context, "prefix_hasher"):
         context.prefix_hasher = made  # pyright: ignore[reportAttributeAccessIssue] - an optional attribute
     return made

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.block_table import BlockTable, Ints
-from kvcache.claims import refuse_other_context
+from kvcache.block_table import BlockTable, Ints, odd_field
 from kvcache.context import Context
 from kvcache.copier import ImportProof
 from kvcache.errors import BlockTableMismatchError, InvalidRequestError
@@ -70,6 +69,9 @@ def check_table(
         BlockTableMismatchError: (a ValueError) naming the request, both values, or what does not add up.
     """
     refuse = functools.partial(_mismatch, context)
+    odd = odd_field(table)
+    if odd is not None:
+        raise refuse(odd)
     if not 0 < table.page_size < 1 << 31:
         raise refuse(f"has pages of {table.page_size} tokens")
     if not 0 < table.num_tokens < context.end_idx:
@@ -147,7 +149,6 @@ def begin_import(
     have = min(replica.pages_here(row), end)
     pending = PendingImport(
         request_id=context.request_id,
-        context=context,
         owner=replica,
         page_size=size,
         src_page_size=table.page_size,
@@ -238,7 +239,7 @@ def _check_open(replica: Replica, context: Context, pending: PendingImport, call
     open_import([replica], pending, call)
     if replica.imports.of_row.get(row) is not pending:
         raise InvalidRequestError(f"request {context.request_id!r}: {call}: this import is another request's")
-    refuse_other_context(pending.context, context, call)
+    replica.refuse_renamed(row, context)
     return row
 
 

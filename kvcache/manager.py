@@ -11,22 +11,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvcache import imports, inputs, sizing
+from kvcache import arguments, imports, sizing
 from kvcache.batch import Batch
 from kvcache.block_table import BlockTable
+from kvcache.cache_inputs import CacheInputs
 from kvcache.check import checked_around
 from kvcache.claims import Claims
-from kvcache.context import Context, check_fork
-from kvcache.errors import InvalidParamsError, InvalidRequestError
+from kvcache.context import Context, check_context, check_fork
 from kvcache.handover import PageHandover
-from kvcache.inputs import RaggedKVCacheInputSymbols
 from kvcache.layout import PageLayout, replica_fingerprint, shard_layout
 from kvcache.params import KVCacheParams, resolve_page_size
 from kvcache.pending import PageCopy, PendingImport
 from kvcache.placement import PlacedReplica
 from kvcache.replica import Replica
 from kvcache.replicas import Replicas
-from kvcache.reset_endpoint import ResetEndpoint
+from kvcache.reset_endpoint import ResetEndpoint, check_endpoint
 from kvcache.sizing import CacheSizing
 from kvcache.status import CacheStatus
 from kvcache.tiers import make_tiers
@@ -51,7 +50,7 @@ _CHANGES_SOMETHING = (
 )
 
 
-class PagedKVCacheManager(CacheSizing, CacheStatus, PageHandover):
+class PagedKVCacheManager(CacheSizing, CacheInputs, CacheStatus, PageHandover):
     """A paged KV cache over data-parallel replicas of tensor-parallel shards.
 
     The life of a request: `external_claim`, then for each step `maybe_reserve`, `fetch`, the model, `context.update`,
@@ -64,14 +63,16 @@ class PagedKVCacheManager(CacheSizing, CacheStatus, PageHandover):
         num_layers: layers that contribute KV.
         devices: torch devices or their names, `params.n_devices` of them, replica by replica.
         session: orders device work: a CUDA stream, or an object with one as `stream`; None means the current one.
+            Without a GPU among the devices there is none to order (a warning says so).
         available_cache_memory: bytes for pages over all devices.
-        zmq_endpoint_base: with prefix caching, opens a socket at `<base>-reset_prefix_cache` that `fetch` looks at.
+        zmq_endpoint_base: opens a socket at `<base>-reset_prefix_cache`: a message there drops the prefix cache before
+            the next lookup or `fetch`. Without prefix caching there is none to drop, and no socket (a warning says so).
         page_size: tokens of a page; `params.page_size`, where given, wins over the default.
         enable_runtime_checks: run `check` before and after every call that changes something (slow).
 
     Raises:
         InvalidParamsError: (a ValueError) an argument that cannot work.
-        PoolTooSmallError: (a RuntimeError) the budget does not hold a page, or a device not its share.
+        PoolTooSmallError: (a RuntimeError) the budget does not hold a page, or a device or the host not its share.
     """
 
     def __init__(
@@ -88,28 +89,31 @@ class PagedKVCacheManager(CacheSizing, CacheStatus, PageHandover):
         enable_runtime_checks: bool = False,
     ) -> None:
         self._reset_endpoint: ResetEndpoint | None = None
-        if available_cache_memory is None:
-            raise InvalidParamsError("available_cache_memory is not given: a number of bytes is needed")
-        sizing.check_sizes(params, max_batch_size, max_seq_len, num_layers, len(devices))
+        sizes = sizing.check_sizes(params, max_batch_size, max_seq_len, num_layers)
+        every = sizing.check_devices(params, devices, here=True)
+        stream = arguments.stream_of(session)
+        arguments.flag("enable_runtime_checks", enable_runtime_checks)
         self.params = params
         self.page_size = resolve_page_size(params, page_size)
-        self.max_seq_len = max_seq_len
-        self.num_layers = num_layers
+        _, self.max_seq_len, self.num_layers = sizes
         self.num_replicas = params.data_parallel_degree
         self.enable_prefix_caching = params.enable_prefix_caching
         self.enable_kvcache_swapping_to_host = params.enable_kvcache_swapping_to_host
         self.enable_runtime_checks = enable_runtime_checks
         tp = params.tensor_parallel_degree
-        every = [torch.device(device) for device in devices]
         self.devices_per_replica = [every[first : first + tp] for first in range(0, len(every), tp)]
         self.layouts: list[PageLayout] = [
-            shard_layout(params, num_layers, self.page_size, shard) for shard in range(tp)
+            shard_layout(params, sizes.num_layers, self.page_size, shard) for shard in range(tp)
         ]
         self.fingerprint = replica_fingerprint(self.layouts)
-        pages = sizing.pages_per_replica(params, num_layers, self.page_size, available_cache_memory)
-        self._max_rows = max_batch_size // self.num_replicas
-        self._warn_of_what_falls_short(pages)
-        stream = getattr(session, "stream", session)
+        pages = sizing.pages_per_replica(params, sizes.num_layers, self.page_size, available_cache_memory)
+        sizing.refuse_what_no_host_holds(params, sizes, self.page_size, pages, every)
+        self._max_rows = sizes.max_batch_size // self.num_replicas
+        idle = ["session orders nothing without a GPU"] if stream is not None and every[0].type == "cpu" else []
+        if zmq_endpoint_base is not None:
+            check_endpoint(zmq_endpoint_base)
+            idle += [] if params.enable_prefix_caching else ["zmq_endpoint_base opens nothing without prefix caching"]
+        self._warn_of_what_falls_short(pages, [*params.without_effect(), *idle])
         # Tokens that the pages of each place (a row of a replica) hold; place -1, nobody's, holds none.
         self._room = [0] * (self._max_rows * self.num_replicas + 1)
         placed = [
@@ -119,7 +123,7 @@ class PagedKVCacheManager(CacheSizing, CacheStatus, PageHandover):
         tiers = make_tiers(params, self.layouts, placed, stream)
         CacheStatus.__init__(self, Replicas(placed, params, tiers))
         self._claims = Claims(self._replicas.each, self._max_rows, self.page_size)
-        self._places = self._claims.places
+        self._bound: dict[Any, int] = self._claims.bound
         if zmq_endpoint_base is not None and params.enable_prefix_caching:
             self._reset_endpoint = ResetEndpoint(zmq_endpoint_base)
         if enable_runtime_checks:  # on this object alone: without them a call costs nothing more
@@ -141,6 +145,7 @@ class PagedKVCacheManager(CacheSizing, CacheStatus, PageHandover):
     @contextmanager
     def claim(self, context: Context, replica_idx: int | None = None) -> Generator[int]:
         """Claim for the length of a `with` block, then release; gives the replica, the recommended one if not named."""
+        check_context(context, "claim")
         if replica_idx is None:
             replica_idx = self.get_or_recommend_replica(context)
         self.external_claim(context.request_id, replica_idx)
@@ -151,7 +156,8 @@ class PagedKVCacheManager(CacheSizing, CacheStatus, PageHandover):
                 self.release(context.request_id)
 
     def contains(self, request_id: RequestID) -> bool:
-        """Whether the request is claimed."""
+        """Whether the request is claimed. Raises `InvalidRequestError` where the id is no string."""
+        arguments.check_request_id(request_id, "contains")
         return request_id in self._claims.places
 
     def get_replica(self, context: Context) -> int:
@@ -160,13 +166,15 @@ class PagedKVCacheManager(CacheSizing, CacheStatus, PageHandover):
         Raises:
             UnknownRequestError: (a KeyError) not claimed.
         """
+        check_context(context, "get_replica")
         return self._claims.locate(context.request_id, "get_replica")[1]
 
     def get_or_recommend_replica(self, context: Context) -> int:
         """The request's replica, or the one to claim it on, by `params.routing`. Raises as `admission`."""
+        check_context(context, "get_or_recommend_replica")
         if context.request_id in self._claims.places:
             return self.get_replica(context)
-        return self._replicas.admission(context).replica_idx
+        return self.admission(context).replica_idx
 
     def release(self, request_id: RequestID) -> None:
         """Give back the request's row and pages. With prefix caching its full pages stay findable while there is room.
@@ -190,16 +198,31 @@ class PagedKVCacheManager(CacheSizing, CacheStatus, PageHandover):
             UnknownRequestError: (a KeyError) not claimed.
             PromptTooLongError: (a RuntimeError) the whole pool is too small for it.
             SequenceTooLongError: (a RuntimeError) longer than `max_seq_len`.
-            InvalidRequestError: (a ValueError) `num_steps` below 1.
+            InvalidRequestError: (a ValueError) `num_steps` is no integer or below 1; no context, another object than
+                the pages were reserved for, or one whose salt or keys have changed since.
             NotReservedError: (a RuntimeError) an import of its pages is pending.
         """
         # A decode step that stays on its page: 15 of 16 calls end here.
-        place = self._places.get(data.request_id, -1)
-        if data.active_length == 1 and 0 < num_steps <= self._room[place] - data.current_length + 1:
+        try:
+            place = self._bound.get(data, -1)
+        except TypeError:  # cannot be hashed
+            place = -1
+        if (
+            place >= 0
+            and type(num_steps) is int
+            and data.active_length == 1
+            and 0 < num_steps <= self._room[place] - data.current_length + 1
+        ):
             return True
-        _, replica_idx, row = self._claims.locate(data.request_id, "maybe_reserve")
-        _check_steps(num_steps)
-        return self._replicas.reserve(replica_idx, row, data, num_steps)
+        _, replica_idx, row = self._claims.own(data, "maybe_reserve")
+        num_steps = arguments.steps(num_steps)
+        if data.active_length > 1:
+            self._look_for_reset()
+        if not self._replicas.reserve(replica_idx, row, data, num_steps):
+            return False
+        if place < 0:
+            self._claims.bind(data, replica_idx, row)
+        return True
 
     def reserve_batch(self, batch: Sequence[Context], num_steps: int = 1) -> NDArray[np.bool_]:
         """`maybe_reserve` for each request in turn: bool `[len(batch)]`. A refused one takes nothing from the others.
@@ -207,8 +230,14 @@ class PagedKVCacheManager(CacheSizing, CacheStatus, PageHandover):
         Raises:
             Those of `maybe_reserve`, before any request is touched.
         """
-        _check_steps(num_steps)
-        return self._replicas.reserve_batch(self._claims.gather(batch, "reserve_batch"), num_steps)
+        num_steps = arguments.steps(num_steps)
+        gathered = self._claims.gather(batch, "reserve_batch")
+        if self._reset_endpoint is not None and gathered.slack < 0 and (gathered.actives - gathered.starts > 1).any():
+            self._look_for_reset()
+        reserved = self._replicas.reserve_batch(gathered, num_steps)
+        if gathered.unbound:
+            self._claims.bind_reserved(gathered, reserved.tolist())
+        return reserved
 
     def fork(self, parent: Context, child: Context, num_steps: int = 1) -> bool:
         """Claim `child` on the parent's replica with all that the parent had computed by its last `step`.
@@ -222,8 +251,9 @@ class PagedKVCacheManager(CacheSizing, CacheStatus, PageHandover):
             InvalidRequestError: (a ValueError) the child's tokens, salt or keys are not the parent's.
             PromptTooLongError, SequenceTooLongError: (RuntimeErrors) as `maybe_reserve`.
         """
-        _check_steps(num_steps)
-        replica, replica_idx, parent_row = self._claims.locate(parent.request_id, "fork")
+        num_steps = arguments.steps(num_steps)
+        replica, replica_idx, parent_row = self._claims.own(parent, "fork")
+        check_context(child, "fork")
         check_fork(parent, child, int(replica.rows.cached[parent_row]))
         self._claims.claim(child.request_id, replica_idx)
         row, copied = replica.rows.row_of[child.request_id], None
@@ -234,6 +264,7 @@ class PagedKVCacheManager(CacheSizing, CacheStatus, PageHandover):
                 self._claims.release(child.request_id)
         if copied is None:
             return False
+        self._claims.bind(child, replica_idx, row)
         if copied != (0, 0):
             self._replicas.placed[replica_idx].copy_page(*copied)
         return True
@@ -258,9 +289,8 @@ class PagedKVCacheManager(CacheSizing, CacheStatus, PageHandover):
             NotReservedError: (a RuntimeError) a request has too few pages: call `maybe_reserve` first.
             SequenceTooLongError: (a RuntimeError) longer than `max_seq_len`.
         """
-        if self._reset_endpoint is not None and self._reset_endpoint.asked():
-            self.reset_prefix_cache()
-        _check_steps(num_steps)
+        num_steps = arguments.steps(num_steps)
+        self._look_for_reset()
         return self._replicas.fetch(self._claims.gather(batch, "fetch"), num_steps)
 
     def step(self, batch: Sequence[Context]) -> None:
@@ -274,32 +304,6 @@ class PagedKVCacheManager(CacheSizing, CacheStatus, PageHandover):
             NotReservedError: (a RuntimeError) a request computed more tokens than it has pages for.
         """
         self._replicas.step(self._claims.gather(batch, "step"))
-
-    def increment_cache_lengths(
-        self, kv_cache_inputs: Sequence[RaggedKVCacheInputs], prev_model_inputs: Any
-    ) -> Sequence[RaggedKVCacheInputs]:
-        """The inputs of the next of several steps; a list is changed in place and returned. See `inputs`.
-
-        Raises:
-            InvalidRequestError: (a ValueError) row offsets or splits do not fit; nothing is changed.
-        """
-        advanced = inputs.increment_cache_lengths(kv_cache_inputs, prev_model_inputs, replicas=self.num_replicas)
-        if isinstance(kv_cache_inputs, list):
-            kv_cache_inputs[:] = advanced
-            return kv_cache_inputs
-        return advanced
-
-    def get_data_parallel_splits(self, context_batch: Sequence[Context]) -> torch.Tensor:
-        """Where each replica's requests end in the batch: int64 `[num_replicas + 1]`, cumulative, from 0, on the host.
-
-        Raises:
-            InvalidRequestError: (a ValueError) the batch is not ordered by replica.
-        """
-        replicas = self._claims.gather(context_batch, "get_data_parallel_splits").replicas
-        if (np.diff(replicas) < 0).any():
-            raise InvalidRequestError(f"the batch is not ordered by replica: {replicas.tolist()}")
-        counts = np.bincount(replicas, minlength=self.num_replicas)
-        return torch.as_tensor(np.concatenate(([0], np.cumsum(counts))).astype(np.int64))
 
     # ---- pages from and for another manager
 
@@ -331,9 +335,13 @@ class PagedKVCacheManager(CacheSizing, CacheStatus, PageHandover):
             InvalidRequestError: (a ValueError) the request has pages already.
             PromptTooLongError, SequenceTooLongError: (RuntimeErrors) as `maybe_reserve`.
         """
-        _check_steps(num_steps)
-        replica, replica_idx, _ = self._claims.locate(context.request_id, "import_block_table")
-        return imports.begin_import(replica, replica_idx, context, table, num_steps, partial=partial)
+        num_steps = arguments.steps(num_steps)
+        replica, replica_idx, row = self._claims.own(context, "import_block_table")
+        self._look_for_reset()
+        pending = imports.begin_import(replica, replica_idx, context, table, num_steps, partial=partial)
+        if pending is not None:
+            self._claims.bind(context, replica_idx, row)
+        return pending
 
     def extend_import(self, context: Context, pending: PendingImport, table: BlockTable, *, last: bool) -> PageCopy:
         """What to copy beyond what was named before, now that the source's table covers more tokens.
@@ -341,7 +349,7 @@ class PagedKVCacheManager(CacheSizing, CacheStatus, PageHandover):
         Raises as `import_block_table`, also for pages other than before, or an import that is closed.
         """
         imports.own_import(self._replicas.each, pending, "extend_import")
-        replica, _, _ = self._claims.locate(context.request_id, "extend_import")
+        replica, _, _ = self._claims.own(context, "extend_import")
         return imports.extend_import(replica, context, pending, table, last=last)
 
     # ---- what is where
@@ -380,26 +388,6 @@ class PagedKVCacheManager(CacheSizing, CacheStatus, PageHandover):
             self._reset_endpoint.close()
             self._reset_endpoint = None
 
-    def input_symbols(
-        self, devices: Sequence[torch.device | str] | None = None, num_layers: int | None = None
-    ) -> list[RaggedKVCacheInputSymbols]:
-        """The shapes of `fetch`'s entries as meta tensors with named dynamic dimensions, for `torch.export`.
-
-        `devices` and `num_layers`, where given, stand in for the manager's own.
-
-        Raises:
-            InvalidParamsError: (a ValueError) another number of devices than the params say.
-        """
-        if devices is not None:
-            sizing.check_devices(self.params, len(devices))
-        layers = self.num_layers if num_layers is None else num_layers
-        layouts = [shard_layout(self.params, layers, self.page_size, shard) for shard in range(len(self.layouts))]
-        symbols: list[RaggedKVCacheInputSymbols] = []
-        for place, replica in enumerate(self._replicas.each):
-            prefix = f"replica_{place}_" if self.num_replicas > 1 else ""
-            symbols += inputs.input_symbols(layouts, replica.pool.num_pages + 1, prefix)
-        return symbols
-
     # ---- inside
 
     def _new_replica(self, pages: int, devices: Sequence[torch.device], first_place: int) -> Replica:
@@ -415,15 +403,17 @@ class PagedKVCacheManager(CacheSizing, CacheStatus, PageHandover):
             pinned=any(device.type == "cuda" for device in devices),
         )
 
-    def _warn_of_what_falls_short(self, pages: int) -> None:
+    def _look_for_reset(self) -> None:
+        """Before pages are looked up: somebody may have asked for them to be forgotten."""
+        if self._reset_endpoint is not None and self._reset_endpoint.asked():
+            self.reset_prefix_cache()
+
+    def _warn_of_what_falls_short(self, pages: int, without_effect: Sequence[str]) -> None:
+        for sentence in without_effect:
+            _log.warning("%s", sentence)
         if pages < self._max_rows:
             _log.warning("%d pages a replica for up to %d requests", pages, self._max_rows)
         if pages * self.page_size < self.max_seq_len:
             _log.warning(
                 "a request of max_seq_len %d cannot run: %d pages of %d tokens", self.max_seq_len, pages, self.page_size
             )
-
-
-def _check_steps(num_steps: int) -> None:
-    if num_steps < 1:
-        raise InvalidRequestError(f"num_steps is {num_steps}: at least 1 is needed")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from os import PathLike
+from typing import Literal, cast, get_args
 
 import torch
 
+from kvcache.arguments import MOST, flag, number, shown, whole
 from kvcache.errors import InvalidParamsError
 from kvcache.page_files import PageIO
 from kvcache.routing import Routing
@@ -16,6 +18,7 @@ HashAlgorithm = Literal["sha256", "xxh3_128"]
 PageOrder = Literal["head,layer,side,token,dim", "layer,side,head,token,dim", "layer,side,token,head,dim"]
 
 MAX_DEVICES = 1 << 10
+_CACHING, _SWAPPING = "enable_prefix_caching", "enable_kvcache_swapping_to_host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,9 @@ class KVCacheParams:
             0.0 to 1.0.
         tenant_quotas: the same for particular salts.
 
+    What policy needs prefix caching, the host tier or several replicas changes nothing without them; the manager logs
+    a warning that names what was given in vain.
+
     Raises:
         InvalidParamsError: (a ValueError) on the first value that cannot work, with the limit it broke.
     """
@@ -85,13 +91,20 @@ class KVCacheParams:
     file_tier_io: Callable[[Sequence[torch.Tensor]], PageIO] | None = None
 
     def __post_init__(self) -> None:
-        _check(type(self.dtype) is torch.dtype, f"dtype is {self.dtype!r}: a torch.dtype is needed")
-        _positive("n_kv_heads", self.n_kv_heads)
-        _positive("head_dim", self.head_dim)
-        _positive("n_devices", self.n_devices, MAX_DEVICES)
-        _positive("data_parallel_degree", self.data_parallel_degree)
-        if self.page_size is not None:
-            _positive("page_size", self.page_size)
+        _check(type(self.dtype) is torch.dtype, f"dtype is {shown(self.dtype)}: a torch.dtype is needed")
+        for name in ("enable_prefix_caching", "enable_kvcache_swapping_to_host", "is_mla"):
+            flag(name, getattr(self, name))
+        for name, least, most in (
+            ("n_kv_heads", 1, MOST),
+            ("head_dim", 1, MOST),
+            ("n_devices", 1, MAX_DEVICES),
+            ("data_parallel_degree", 1, MAX_DEVICES),
+            ("partial_reuse_min_tokens", 0, MOST),
+            ("page_size", 1, MOST),
+        ):
+            value = getattr(self, name)
+            if value is not None or name != "page_size":
+                object.__setattr__(self, name, whole(name, value, least, most))  # numpy's become Python's
         _check(
             self.n_devices % self.data_parallel_degree == 0,
             f"n_devices is {self.n_devices}: not a multiple of data_parallel_degree {self.data_parallel_degree}",
@@ -103,29 +116,20 @@ class KVCacheParams:
         )
         _choice("hash_algorithm", self.hash_algorithm, get_args(HashAlgorithm))
         _choice("page_order", self.page_order, get_args(PageOrder))
-        least = self.partial_reuse_min_tokens
-        _check(least >= 0, f"partial_reuse_min_tokens is {least}: at least 0 is needed, and 0 means never")
-        _check(not least or self.enable_prefix_caching, "partial_reuse_min_tokens needs enable_prefix_caching")
+        routing = cast("object", self.routing)
+        _check(isinstance(routing, Routing), f"routing is {shown(routing)}: a Routing is needed")
+        _check(
+            not self.partial_reuse_min_tokens or self.enable_prefix_caching,
+            "partial_reuse_min_tokens needs enable_prefix_caching",
+        )
         _share("max_hint_share", self.max_hint_share)
         _share("tenant_quota", self.tenant_quota)
+        quotas = cast("object", self.tenant_quotas)
+        _check(isinstance(quotas, Mapping), f"tenant_quotas is {shown(quotas)}: a dict of salts and shares is needed")
         for salt, share in self.tenant_quotas.items():
+            _check(isinstance(cast("object", salt), str), f"tenant_quotas names {shown(salt)}: a salt is a string")
             _share(f"tenant_quotas[{salt!r}]", share)
-        if self.enable_kvcache_swapping_to_host:
-            _check(self.enable_prefix_caching, "enable_kvcache_swapping_to_host needs enable_prefix_caching")
-            space = self.host_kvcache_swap_space_gb
-            _check(
-                space is not None and space > 0,
-                f"host_kvcache_swap_space_gb is {space}: swapping to the host needs a size above 0",
-            )
-        if self.file_tier_dir is not None:
-            _check(self.enable_kvcache_swapping_to_host, "file_tier_dir needs enable_kvcache_swapping_to_host")
-            space = self.file_tier_max_gb
-            _check(space is not None and space > 0, f"file_tier_max_gb is {space}: files need a size above 0")
-            _check(
-                bool(self.file_tier_key),
-                "file_tier_key is not given: without the name of the model and its weights, files of another model "
-                "would be taken for this one's",
-            )
+        self._check_tiers()
 
     @property
     def tensor_parallel_degree(self) -> int:
@@ -153,6 +157,55 @@ class KVCacheParams:
         per_shard = self.sides * num_layers * self.n_kv_heads_per_device * self.head_dim * self.dtype.itemsize
         return per_shard * self.tensor_parallel_degree
 
+    def without_effect(self) -> list[str]:
+        """The parameters that are given and change nothing, each with what it would take."""
+        caching, swapping = self.enable_prefix_caching, self.enable_kvcache_swapping_to_host
+        return [
+            f"{name} changes nothing without {needed}"
+            for name, given, needed in (
+                ("host_kvcache_swap_space_gb", self.host_kvcache_swap_space_gb is not None and not swapping, _SWAPPING),
+                ("file_tier_max_gb", self.file_tier_max_gb is not None and self.file_tier_dir is None, "file_tier_dir"),
+                ("file_tier_key", self.file_tier_key and self.file_tier_dir is None, "file_tier_dir"),
+                ("file_tier_io", self.file_tier_io is not None and self.file_tier_dir is None, "file_tier_dir"),
+                ("tenant_quota", self.tenant_quota != 1.0 and not caching, _CACHING),
+                ("tenant_quotas", self.tenant_quotas and not caching, _CACHING),
+                ("routing.copy_pages", self.routing.copy_pages and not caching, _CACHING),
+                ("routing.copy_pages", self.routing.copy_pages and self.data_parallel_degree == 1, "several replicas"),
+            )
+            if given
+        ]
+
+    def _check_tiers(self) -> None:
+        for name in ("host_kvcache_swap_space_gb", "file_tier_max_gb"):
+            if getattr(self, name) is not None:
+                number(name, getattr(self, name))
+        folder, io = cast("object", self.file_tier_dir), cast("object", self.file_tier_io)
+        _check(
+            folder is None or isinstance(folder, str | PathLike),
+            f"file_tier_dir is {shown(self.file_tier_dir)}: the name of a folder is needed",
+        )
+        _check(
+            isinstance(cast("object", self.file_tier_key), str),
+            f"file_tier_key is {shown(self.file_tier_key)}: a string is needed",
+        )
+        _check(io is None or callable(io), f"file_tier_io is {shown(io)}: a function of the tier's memory is needed")
+        if self.enable_kvcache_swapping_to_host:
+            _check(self.enable_prefix_caching, "enable_kvcache_swapping_to_host needs enable_prefix_caching")
+            space = self.host_kvcache_swap_space_gb
+            _check(
+                space is not None and space > 0,
+                f"host_kvcache_swap_space_gb is {space}: swapping to the host needs a size above 0",
+            )
+        if self.file_tier_dir is not None:
+            _check(self.enable_kvcache_swapping_to_host, "file_tier_dir needs enable_kvcache_swapping_to_host")
+            space = self.file_tier_max_gb
+            _check(space is not None and space > 0, f"file_tier_max_gb is {space}: files need a size above 0")
+            _check(
+                bool(self.file_tier_key),
+                "file_tier_key is not given: without the name of the model and its weights, files of another model "
+                "would be taken for this one's",
+            )
+
 
 def resolve_page_size(params: KVCacheParams, page_size: int | None, default: int = 128) -> int:
     """Page size in tokens: of the params, else the argument, else `default`.
@@ -162,7 +215,7 @@ def resolve_page_size(params: KVCacheParams, page_size: int | None, default: int
     """
     if page_size is None:
         page_size = default
-    _positive("page_size", page_size)
+    page_size = whole("page_size", page_size, 1)
     if params.page_size is None or params.page_size == page_size:
         return page_size
     _check(
@@ -177,14 +230,12 @@ def _check(holds: bool, message: str) -> None:
         raise InvalidParamsError(message)
 
 
-def _positive(name: str, value: object, limit: int = (1 << 31) - 1) -> None:
-    fits = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= limit
-    _check(fits, f"{name} is {value!r}: an integer from 1 to {limit} is needed")
-
-
 def _share(name: str, value: float) -> None:
-    _check(0.0 <= value <= 1.0, f"{name} is {value!r}: a share from 0.0 to 1.0 is needed")
+    _check(0.0 <= number(name, value) <= 1.0, f"{name} is {value!r}: a share from 0.0 to 1.0 is needed")
 
 
 def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    _check(value in choices, f"{name} is {value!r}: one of {', '.join(choices)} is needed")
+    _check(
+        isinstance(cast("object", value), str) and value in choices,
+        f"{name} is {shown(value)}: one of {', '.join(choices)} is needed",
+    )

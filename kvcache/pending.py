@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.context import Context
 from kvcache.hashing import PrefixHasher
 from kvcache.types import RequestID
 
@@ -37,7 +36,6 @@ class PendingImport:
 
     Attributes:
         request_id: whose pages.
-        context: the request, as `import_block_table` was called with it.
         owner: whose import it is: a replica of the manager that made it.
         page_size: tokens of our pages.
         src_page_size: tokens of the other manager's.
@@ -57,7 +55,6 @@ class PendingImport:
     """
 
     request_id: RequestID
-    context: Context
     owner: object
     page_size: int
     src_page_size: int

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.block_table import BlockRows, Ints, Rows, as_rows
-from kvcache.context import Context
+from kvcache.context import Context, salt_and_keys
 from kvcache.errors import (
     InvalidRequestError,
     NotReservedError,
@@ -19,6 +20,7 @@ from kvcache.errors import (
 from kvcache.hashing import DIGEST_BYTES, PrefixHasher, hasher_of
 from kvcache.host_tier import ReplicaTier
 from kvcache.import_book import ImportBook
+from kvcache.keys import ExtraKeys
 from kvcache.leases import PageLeases
 from kvcache.metrics import KVCacheMetrics, PromptCounter
 from kvcache.pages import PagePool
@@ -29,6 +31,15 @@ Pages = NDArray[np.int32]
 DigestsOf = Callable[[Ints, Ints, Ints], NDArray[np.uint64]]
 
 _NEVER = 1 << 62
+
+
+class Filled(NamedTuple):
+    """Pages that are full of computed tokens: of each of `rows` those from `firsts` to `lasts`, and their digests."""
+
+    rows: Ints
+    firsts: Ints
+    lasts: Ints
+    digests: NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +96,7 @@ class Replica:
         self.imports = ImportBook(self.pool, self.rows)
         self.leases = PageLeases(self.pool, self.rows, page_size)
         self._hashers: dict[int, PrefixHasher] = {}  # by row, of the contexts that cannot carry their own
+        self._named: dict[int, tuple[str | None, ExtraKeys]] = {}  # by row, salt and keys of the request's pages
         self.counter = PromptCounter(self.rows)
         self.tier: ReplicaTier | None = None
         self.retainer: Retainer | None = None  # there with prefix caching
@@ -103,6 +115,7 @@ class Replica:
             SequenceTooLongError: past `max_seq_len`.
             PromptTooLongError: more pages than the pool has.
             NotReservedError: an import of the row is pending.
+            InvalidRequestError: the salt or the keys are others than the row's pages were reserved with.
         """
         self.refuse_pending(row, "maybe_reserve")
         needed = self.pages_needed(context, num_steps)
@@ -112,6 +125,7 @@ class Replica:
             self.counter.admit(row, context.end_idx)
             self.rows.append_one(row, self.pool.allocate_one())
             return 1
+        named = self.refuse_renamed(row, context)
         plan = self._plan(row, context, needed)
         if plan.hits.size:
             taken = self.pool.would_be_taken(plan.hits) + plan.new - self.pool.would_be_freed(plan.replaced)
@@ -123,6 +137,7 @@ class Replica:
             # First, as a context of the caller's own may refuse: then no page has moved yet.
             self.advance(row, context, plan.cached)
         self._take(row, plan)
+        self._named[row] = named
         if self.retainer is not None:
             self.retainer.come(row, context, len(plan.hits))
         self.counter.admit(row, context.end_idx)
@@ -175,6 +190,7 @@ class Replica:
         the next write, as both requests write to it in their next step.
         """
         self.refuse_pending(parent, "fork")
+        named = self.refuse_renamed(parent, child)
         rows, computed = self.rows, int(self.rows.cached[parent])
         needed, full = self.pages_needed(child, num_steps), computed // self.page_size
         if needed - full > self.pool.free_count:
@@ -186,6 +202,7 @@ class Replica:
         rows.write(row, full, self.pool.allocate(needed - full))
         rows.commit(row, min(full, int(rows.committed[parent])))
         rows.cached[row] = computed
+        self._named[row] = named
         self.counter.ran_elsewhere(row, computed)
         if self.retainer is not None:
             self.retainer.adopt(row, child)
@@ -235,23 +252,33 @@ class Replica:
             f"its reserved pages hold {room[at]}: call maybe_reserve before the model runs"
         )
 
-    def step(self, rows: Rows, computed: Ints, digests_of: DigestsOf) -> None:
-        """Publish each row's full pages of computed tokens; content published before is shared instead.
+    def filled(self, rows: Rows, computed: Ints, digests_of: DigestsOf) -> Filled | None:
+        """What `step` would publish; None: nothing. Changes nothing, and is where the digests may be refused.
 
         `digests_of(at, firsts, lasts)` gives, of the requests at `at` in `rows`, the digests of these pages.
         """
+        if not self.caching:
+            return None
+        at = np.flatnonzero(computed >= self.rows.commit_at[rows])
+        if not at.size:
+            return None
+        filled = as_rows(rows)[at]
+        firsts, lasts = self.rows.committed[filled], computed[at] // self.page_size
+        return Filled(filled, firsts, lasts, digests_of(at, firsts, lasts))
+
+    def step(self, rows: Rows, computed: Ints, digests_of: DigestsOf) -> None:
+        """Publish each row's full pages of computed tokens; content published before is shared instead."""
+        self.publish(rows, computed, self.filled(rows, computed, digests_of))
+
+    def publish(self, rows: Rows, computed: Ints, full: Filled | None) -> None:
+        """`step`, where what is full is known."""
         state = self.rows
         # Of leased rows: what they had computed when their tables were last looked at.
         told = state.cached.copy() if self.leases.of_row else None
         self.counter.computed(rows, computed)
-        if not self.caching:
+        if full is None:
             return
-        at = np.flatnonzero(computed >= state.commit_at[rows])
-        if not at.size:
-            return
-        filled = as_rows(rows)[at]
-        firsts, lasts = state.committed[filled], computed[at] // self.page_size
-        digests = digests_of(at, firsts, lasts)
+        filled, firsts, lasts, digests = full
         if self.tier is not None:
             self.tier.arrive(filled)
         counts = lasts - firsts
@@ -272,10 +299,23 @@ class Replica:
         kept = None if row is None else self._hashers.get(row)
         if kept is not None:
             return kept
-        hasher = hasher_of(context, self.hash_algorithm, self.page_size)
+        named = None if row is None else self._named.get(row)
+        hasher = hasher_of(context, self.hash_algorithm, self.page_size, named)
         if row is not None and getattr(context, "prefix_hasher", None) is not hasher:
             self._hashers[row] = hasher
         return hasher
+
+    def refuse_renamed(self, row: int, context: Context) -> tuple[str | None, ExtraKeys]:
+        """The salt and keys of the context. Raise `InvalidRequestError` where the row's pages have others."""
+        found = salt_and_keys(context)
+        named = self._named.get(row, found)
+        if found != named:
+            field = "cache_salt" if found[0] != named[0] else "extra_keys"
+            raise InvalidRequestError(
+                f"request {self.rows.request_ids[row]!r}: its {field} changed while it holds pages: "
+                f"release it first, or change it back"
+            )
+        return found
 
     def release(self, row: int) -> None:
         """Give back the row and its pages.
@@ -286,6 +326,7 @@ class Replica:
             self.retainer.leave(row)
         self.imports.of_row.pop(row, None)
         self._hashers.pop(row, None)
+        self._named.pop(row, None)
         self.counter.forget(row)
         pages = self.rows.pages(row).copy()
         if self.tier is not None:

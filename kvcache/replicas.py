@@ -138,8 +138,13 @@ class Replicas:
             committed = [
                 replica.rows.committed[rows].copy() for replica, (rows, _) in zip(self.each, states, strict=True)
             ]
-        for replica, (rows, computed), mine in zip(self.each, states, parts, strict=True):
-            replica.step(rows, computed, functools.partial(self._digests, gathered, mine))
+        # Of all replicas first: digests are refused where a request's salt or keys changed, and nothing is half done.
+        full = [
+            replica.filled(rows, computed, functools.partial(self._digests, gathered, mine))
+            for replica, (rows, computed), mine in zip(self.each, states, parts, strict=True)
+        ]
+        for replica, (rows, computed), pages in zip(self.each, states, full, strict=True):
+            replica.publish(rows, computed, pages)
         if self._partial is not None:
             self._learn(self._partial, gathered, parts, committed)
         if isinstance(gathered, Batch):
@@ -207,6 +212,7 @@ class Replicas:
         return gathered.digests(at if mine is None else mine[at], firsts, lasts, self._hasher_of)
 
     def _hasher_of(self, replica_idx: int, row: int, context: Context) -> PrefixHasher:
+        self.each[replica_idx].refuse_renamed(row, context)
         return self.each[replica_idx].hasher(row, context)
 
 

@@ -6,10 +6,17 @@ from typing import cast
 
 import zmq
 
+from kvcache.arguments import shown
 from kvcache.errors import InvalidParamsError
 
 MAX_MESSAGE_BYTES = 1 << 10
 _MESSAGES_A_CALL = 64
+
+
+def check_endpoint(endpoint_base: object) -> None:
+    """Raise `InvalidParamsError` unless this may be the beginning of an address."""
+    if not isinstance(endpoint_base, str) or "\0" in endpoint_base:
+        raise InvalidParamsError(f"zmq_endpoint_base is {shown(endpoint_base)}: the beginning of an address is needed")
 
 
 class ResetEndpoint:

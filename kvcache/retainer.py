@@ -109,7 +109,8 @@ class Retainer:
         if kept is None:
             return
         context: Context | None = kept() if isinstance(kept, ref) else kept
-        retention: Retention | None = getattr(context, "retention", None)
+        hint: object = getattr(context, "retention", None)
+        retention = hint if isinstance(hint, Retention) else None  # a release cannot be refused for its hint
         if self._shadow is None and retention is not None:
             self._start()
         if self._order is not None:

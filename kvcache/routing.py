@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from kvcache.arguments import flag, number, shown
 from kvcache.errors import InvalidParamsError
 
 RoutingRule = Literal["prefix", "least-loaded", "round-robin"]
@@ -36,11 +37,12 @@ class Routing:
 
     def __post_init__(self) -> None:
         if self.rule not in get_args(RoutingRule):
-            raise InvalidParamsError(f"rule is {self.rule!r}: one of {', '.join(get_args(RoutingRule))} is needed")
-        if not self.load_weight >= 0.0:
+            raise InvalidParamsError(f"rule is {shown(self.rule)}: one of {', '.join(get_args(RoutingRule))} is needed")
+        if number("load_weight", self.load_weight) < 0.0:
             raise InvalidParamsError(f"load_weight is {self.load_weight}: at least 0 is needed")
-        if not 0.0 <= self.load_decay < 1.0:
+        if not 0.0 <= number("load_decay", self.load_decay) < 1.0:
             raise InvalidParamsError(f"load_decay is {self.load_decay}: 0 to below 1 is needed")
+        flag("copy_pages", self.copy_pages)
 
 
 class Router:

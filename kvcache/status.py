@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvcache.context import Context
+from kvcache import arguments
+from kvcache.context import Context, check_context
 from kvcache.metrics import KVCacheMetrics
 from kvcache.replicas import Replicas
 from kvcache.types import Admission
@@ -65,6 +66,9 @@ class CacheStatus:
         Raises:
             PromptTooLongError, SequenceTooLongError: (RuntimeErrors) as `maybe_reserve`: it fits on no replica, ever.
         """
+        num_steps = arguments.steps(num_steps)
+        check_context(context, "admission")
+        self._look_for_reset()
         return self._replicas.admission(context, num_steps)
 
     def prefetch(self, context: Context) -> bool:
@@ -74,6 +78,8 @@ class CacheStatus:
         tenth of a second at most, once, for what has not, and takes what comes later when it is called for a later
         chunk. Does nothing without a file tier.
         """
+        check_context(context, "prefetch")
+        self._look_for_reset()
         return self._replicas.prefetch(context)
 
     def flush_tiers(self) -> None:
@@ -84,6 +90,9 @@ class CacheStatus:
         """
         if self._replicas.tiers is not None:
             self._replicas.tiers.flush()
+
+    def _look_for_reset(self) -> None:
+        """What comes before a lookup."""
 
     @property
     def metrics(self) -> KVCacheMetrics:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 import torch
 
+from kvcache.arguments import flag, integer, number, shown
 from kvcache.errors import InvalidRequestError
 
 RequestID = str
@@ -52,9 +52,12 @@ class RangeRetention(msgspec.Struct, frozen=True, omit_defaults=True):
     ttl_s: float | None = None
 
     def __post_init__(self) -> None:
-        if self.start < 0 or (self.end is not None and self.end <= self.start):
-            raise InvalidRequestError(f"retention: a range from token {self.start} to {self.end} has no tokens")
-        _check_hint(self.priority, self.ttl_s)
+        start, end = integer(self.start), integer(self.end)
+        if start is None or start < 0 or (self.end is not None and (end is None or end <= start)):
+            raise InvalidRequestError(
+                f"retention: a range from token {shown(self.start)} to {shown(self.end)} has no tokens"
+            )
+        _check_hint(self.session_continues, self.priority, self.ttl_s)
 
 
 class Retention(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -79,14 +82,20 @@ class Retention(msgspec.Struct, frozen=True, omit_defaults=True):
     ranges: tuple[RangeRetention, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_hint(self.priority, self.ttl_s)
+        _check_hint(self.session_continues, self.priority, self.ttl_s)
+        ranges = cast("tuple[object, ...]", self.ranges)
+        if not isinstance(cast("object", ranges), tuple) or not all(isinstance(one, RangeRetention) for one in ranges):
+            raise InvalidRequestError(f"retention: ranges is {shown(ranges)}, a tuple of RangeRetention is needed")
 
 
-def _check_hint(priority: int, ttl_s: float | None) -> None:
-    if not 0 <= priority <= 100:
-        raise InvalidRequestError(f"retention: priority is {priority}, 0 to 100 is needed")
-    if ttl_s is not None and not 0 < ttl_s < math.inf:
-        raise InvalidRequestError(f"retention: ttl_s is {ttl_s}, a number of seconds above 0 is needed, or None")
+def _check_hint(session_continues: object, priority: object, ttl_s: object) -> None:
+    if session_continues is not None:
+        flag("retention: session_continues", session_continues, InvalidRequestError)
+    wanted = integer(priority)
+    if wanted is None or not 0 <= wanted <= 100:
+        raise InvalidRequestError(f"retention: priority is {shown(priority)}, 0 to 100 is needed")
+    if ttl_s is not None and number("retention: ttl_s", ttl_s, InvalidRequestError) <= 0:
+        raise InvalidRequestError(f"retention: ttl_s is {shown(ttl_s)}, a number of seconds above 0 is needed, or None")
 
 
 class Admission(NamedTuple):

@@ -179,7 +179,7 @@ class HybridKVCacheManager(PagedKVCacheManager):
     def check(self) -> None:
         """As the base, and the state pages too."""
         super().check()
-        self.states.check(list(self._places))
+        self.states.check(list(self._claims.places))
 
 
 def _without_state(context: Context, table: BlockTable) -> tuple[BlockTable, int]:

@@ -9,6 +9,7 @@ import numpy as np
 import xxhash
 
 from kvcache import PagedKVCacheManager, RaggedKVCacheInputs, TextContext
+from tests.kvcache.model import Named
 
 _WEIGHTS = np.random.default_rng(0).integers(1, 1 << 64, 4096, np.uint64, endpoint=False) | np.uint64(1)
 
@@ -18,19 +19,19 @@ class Run(NamedTuple):
 
     request_id: str
     replica: int
-    salt: str | None
+    named: Named
     tokens: list[int]
     start: int
     active: int
 
     @classmethod
     def of(cls, manager: PagedKVCacheManager, context: TextContext) -> Run:
-        replica, salt = manager.get_replica(context), context.cache_salt
-        return cls(context.request_id, replica, salt, context.tokens.tolist(), context.start_idx, context.active_idx)
+        replica, named = manager.get_replica(context), (context.cache_salt, context.extra_keys)
+        return cls(context.request_id, replica, named, context.tokens.tolist(), context.start_idx, context.active_idx)
 
 
 class KVTokens:
-    """Writes and reads int64 KV: the value of a token depends on the salt and on all tokens up to itself."""
+    """Writes and reads int64 KV: a token's value depends on the salt, and on all tokens and keys up to itself."""
 
     def __init__(self, manager: PagedKVCacheManager) -> None:
         self.manager = manager
@@ -52,7 +53,7 @@ class KVTokens:
 
     def _run(self, run: Run, row: list[int], blocks: np.ndarray, shard: int) -> None:
         size, start, active = self.manager.page_size, run.start, run.active
-        values = kv_of(run.tokens, run.salt, shard)
+        values = kv_of(run.tokens, run.named, shard)
         positions = np.arange(active)
         pages, offsets = np.array(row)[positions // size], positions % size
         found = blocks[pages[:start], :, :, offsets[:start]]  # [tokens, sides, layers, heads, dim]
@@ -63,7 +64,10 @@ class KVTokens:
         blocks[pages[start:active], :, :, offsets[start:active]] = written
 
 
-def kv_of(tokens: list[int], salt: str | None, shard: int) -> np.ndarray:
-    """The KV of each token, int64: a sum over all tokens up to it, each weighted by its position."""
+def kv_of(tokens: list[int], named: Named, shard: int) -> np.ndarray:
+    """The KV of each token, int64: a sum over all tokens and keys up to it, the tokens weighted by their position."""
+    salt, keys = named
     sums = np.cumsum((np.array(tokens, np.uint64) + np.uint64(1)) * _WEIGHTS[: len(tokens)])
+    for position, key in keys:
+        sums[position:] += np.uint64(xxhash.xxh3_64_intdigest(repr((position, key)).encode()))
     return (sums ^ np.uint64(xxhash.xxh3_64_intdigest(repr((salt, shard)).encode()))).view(np.int64)

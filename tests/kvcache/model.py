@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-Content = tuple[object, ...]  # the salt, then every token up to the end of the page
+Content = tuple[object, ...]  # the salt, the keys and every token up to the end of the page
+Named = tuple[str | None, tuple[tuple[int, bytes], ...]]  # the salt and all keys of a request
 
 
 class ModelHost:
@@ -96,12 +97,11 @@ class ModelReplica:
     def free(self) -> int:
         return self.num_pages - len(self.holders)
 
-    def content(self, tokens: list[int], salt: str | None, page: int) -> Content:
-        return (salt, *tokens[: (page + 1) * self.page_size])
+    def content(self, tokens: list[int], named: Named, page: int) -> Content:
+        end = (page + 1) * self.page_size
+        return (named[0], tuple(sorted(key for key in named[1] if key[0] < end)), *tokens[:end])
 
-    def reserve(
-        self, name: str, tokens: list[int], salt: str | None, start: int, active: int, steps: int
-    ) -> int | None:
+    def reserve(self, name: str, tokens: list[int], named: Named, start: int, active: int, steps: int) -> int | None:
         """The new start, or None where it does not fit."""
         held = self.requests[name]
         needed = -(-(len(tokens) + steps - 1) // self.page_size)
@@ -110,12 +110,12 @@ class ModelReplica:
             if self.host:
                 self.host.drop({name}, arrived=True)
             for page in range(held.committed, (len(tokens) - 1) // self.page_size):
-                found = self.page_of.get(self.content(tokens, salt, page))
+                found = self.page_of.get(self.content(tokens, named, page))
                 if found is None:
                     break
                 hits.append(found)
         first, end = held.committed, held.committed + len(hits)
-        restored = self.in_host(tokens, salt, max(end, start // self.page_size)) if active - start > 1 else []
+        restored = self.in_host(tokens, named, max(end, start // self.page_size)) if active - start > 1 else []
         cached = end if not restored else max(end, start // self.page_size) + len(restored)
         if cached * self.page_size <= start:
             hits, restored, end, cached = [], [], first, 0
@@ -138,23 +138,23 @@ class ModelReplica:
         held.pages += [self._take() for _ in range(fresh)]
         return start
 
-    def in_host(self, tokens: list[int], salt: str | None, first: int) -> list[Content]:
+    def in_host(self, tokens: list[int], named: Named, first: int) -> list[Content]:
         """The contents from page `first` on that the host has, without a gap."""
         found: list[Content] = []
         for page in range(first, (len(tokens) - 1) // self.page_size if self.host else 0):
-            content = self.content(tokens, salt, page)
+            content = self.content(tokens, named, page)
             if not self.host or not self.host.has(content):
                 break
             found.append(content)
         return found
 
-    def step(self, name: str, tokens: list[int], salt: str | None, start: int) -> tuple[int, list[int]]:
+    def step(self, name: str, tokens: list[int], named: Named, start: int) -> tuple[int, list[int]]:
         """Publish the full pages; returns how many are shared instead, and the pages that are published."""
         held = self.requests[name]
         told, held.cached = held.cached, start
         duplicates, new = [], []
         for page in range(held.committed, start // self.page_size):
-            content, mine = self.content(tokens, salt, page), held.pages[page]
+            content, mine = self.content(tokens, named, page), held.pages[page]
             kept = self.page_of.setdefault(content, mine)
             if kept == mine:
                 self.content_of[mine] = content

@@ -10,13 +10,14 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from kvcache import PagedKVCacheManager, PageLease, PromptTooLongError, TextContext
+from kvcache import InvalidRequestError, PagedKVCacheManager, PageLease, PromptTooLongError, TextContext
 from kvcache.tiers import Tiers
 from tests.kvcache.build import manager_of
 from tests.kvcache.kv import KVTokens, Run
-from tests.kvcache.model import Content, Held, ModelHost, ModelLease, ModelReplica
+from tests.kvcache.model import Content, Held, ModelHost, ModelLease, ModelReplica, Named
 
 T = TypeVar("T")
+Keys = tuple[tuple[int, bytes], ...]
 
 PAGES, PAGE_SIZE, ROWS, LONGEST = 12, 3, 4, 60
 HOST_SLOTS = (0, 6, 20, 60)  # 0: no host tier
@@ -26,12 +27,17 @@ WEIGHTS = {
     "run": 12,
     "run_batch": 4,
     "fork": 3,
+    "rename": 2,
     "release": 5,
     "lease": 3,
     "tell": 3,
     "end": 3,
 }
 KINDS = [kind for kind, weight in WEIGHTS.items() for _ in range(weight)]
+
+
+def named_of(context: TextContext) -> Named:
+    return context.cache_salt, context.extra_keys
 
 
 def tiers_of(manager: PagedKVCacheManager) -> Tiers:
@@ -96,7 +102,7 @@ class Moves:
         self.live: dict[str, TextContext] = {}
         self.reserved: set[str] = set()
         self.stepped: dict[str, int] = {}
-        self.past: list[list[int]] = [[1, 1, 1, 1, 1, 1, 1, 1, 1]]
+        self.past: list[tuple[list[int], Keys]] = [([1, 1, 1, 1, 1, 1, 1, 1, 1], ())]
         self.leases: list[Leased] = []
         self.seen: Counter[str] = Counter()
         self.made = 0
@@ -117,15 +123,70 @@ class Moves:
         replica = self.choose.integer(0, len(self.models) - 1)
         if len(self.models[replica].requests) == ROWS:
             return False
-        past = self.choose.pick(self.past)
+        past, keys = self.choose.pick(self.past)
         tokens = past[: self.choose.integer(0, 2 * len(past))]  # in half the cases all of it
         tokens = tokens + [self.choose.integer(1, 2) for _ in range(self.choose.integer(1, 6))]
         salt = None if self.choose.integer(0, 5) else "other"
         context = TextContext(tokens[: LONGEST // 2], LONGEST, self.name(), cache_salt=salt)
+        if self.choose.integer(0, 3):
+            context.extra_keys = keys
+        else:
+            context.extra_keys = self.keys(context.end_idx)
         self.manager.external_claim(context.request_id, replica)
         self.models[replica].requests[context.request_id] = Held()
         self.live[context.request_id] = context
         return True
+
+    def keys(self, length: int) -> Keys:
+        """None, or images near the end of the prompt, where a page is full only later, or anywhere."""
+        kind = self.choose.integer(0, 5)
+        if kind < 2:
+            return ()
+        first = max(0, length - 2 * PAGE_SIZE) if kind < 5 else 0
+        count = self.choose.integer(1, 2)
+        return tuple(
+            (self.choose.integer(first, length + 2), b"image%d" % self.choose.integer(0, 1)) for _ in range(count)
+        )
+
+    def rename(self) -> bool:
+        """Another salt or other keys: at will while the request waits, refused while it holds pages."""
+        if not self.live:
+            return False
+        context = self.live[self.choose.pick(sorted(self.live))]
+        before = named_of(context)
+        self.change(context)
+        if not self.manager.get_req_blocks(context.request_id):
+            self.seen["renamed"] += 1
+        else:
+            if context.active_length > 1 and -(-context.current_length // PAGE_SIZE) <= PAGES:
+                self.refused(context, lambda: self.manager.maybe_reserve(context))
+            context.cache_salt, context.extra_keys = before
+        return True
+
+    def step_renamed(self, context: TextContext) -> None:
+        """A step that publishes a page refuses a context of another salt or other keys."""
+        model = self.models[self.manager.get_replica(context)]
+        if model.requests[context.request_id].committed == context.start_idx // PAGE_SIZE:
+            return
+        before = named_of(context)
+        self.change(context)
+        self.refused(context, lambda: self.manager.step([context]))
+        context.cache_salt, context.extra_keys = before
+
+    def change(self, context: TextContext) -> None:
+        if self.choose.integer(0, 2):
+            context.extra_keys = (*context.extra_keys, (self.choose.integer(0, context.end_idx), b"new"))
+        else:
+            context.cache_salt = "changed"
+
+    def refused(self, context: TextContext, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except InvalidRequestError as error:
+            assert "while it holds pages" in str(error)  # noqa: PT017 - the moves run without pytest, too
+            self.seen["rename refused"] += 1
+            return
+        raise AssertionError(f"{context.request_id}: other keys were taken")
 
     def reserve(self) -> bool:
         if not self.live:
@@ -161,6 +222,8 @@ class Moves:
             context.set_token_indices(active_idx=context.start_idx + chunk)
         self.compute([context], [Run.of(self.manager, context)])
         context.update(self.choose.integer(1, 2))
+        if self.caching and self.choose.integer(0, 7) == 0:
+            self.step_renamed(context)
         self.manager.step([context])
         self.model_step(context)
         self.drop_short()
@@ -204,11 +267,11 @@ class Moves:
 
     def decoding(self, context: TextContext, tokens: list[int]) -> Run:
         replica, length = self.manager.get_replica(context), len(tokens)
-        return Run(context.request_id, replica, context.cache_salt, tokens, length - 1, length)
+        return Run(context.request_id, replica, named_of(context), tokens, length - 1, length)
 
     def batch_reserve(self, context: TextContext, tokens: list[int]) -> bool:
         model, length = self.models[self.manager.get_replica(context)], len(tokens)
-        return model.reserve(context.request_id, tokens, context.cache_salt, length - 1, length, 1) is not None
+        return model.reserve(context.request_id, tokens, named_of(context), length - 1, length, 1) is not None
 
     def batch_step(self, batch: Sequence[TextContext], known: dict[str, list[int]]) -> None:
         for replica, model in enumerate(self.models):
@@ -220,8 +283,8 @@ class Moves:
                 self.stepped[context.request_id] = len(tokens) - 1
                 if self.caching:
                     if (len(tokens) - 1) % PAGE_SIZE == 0:
-                        filled.append((context.cache_salt, *tokens[:-1]))
-                    shared, pages = model.step(context.request_id, tokens, context.cache_salt, len(tokens) - 1)
+                        filled.append((*named_of(context), *tokens[:-1]))
+                    shared, pages = model.step(context.request_id, tokens, named_of(context), len(tokens) - 1)
                     self.seen["shared"] += shared
                     published.append(pages)
                 else:
@@ -263,7 +326,7 @@ class Moves:
         name = self.choose.pick(sorted(self.live))
         context = self.live.pop(name)
         model = self.models[self.manager.get_replica(context)]
-        self.past = [*self.past[-7:], context.tokens.tolist()]
+        self.past = [*self.past[-7:], (context.tokens.tolist(), context.extra_keys)]
         self.manager.release(name)
         model.release(name)
         self.reserved.discard(name)
@@ -350,13 +413,13 @@ class Moves:
         # Without caching nothing is looked up, as if there were but one token to run.
         active = context.active_idx if self.caching else context.start_idx + 1
         tokens = context.tokens.tolist()
-        return model.reserve(context.request_id, tokens, context.cache_salt, context.start_idx, active, steps)
+        return model.reserve(context.request_id, tokens, named_of(context), context.start_idx, active, steps)
 
     def model_step(self, context: TextContext) -> None:
         self.stepped[context.request_id] = context.start_idx
         if self.caching:
             model = self.models[self.manager.get_replica(context)]
-            shared, new = model.step(context.request_id, context.tokens.tolist(), context.cache_salt, context.start_idx)
+            shared, new = model.step(context.request_id, context.tokens.tolist(), named_of(context), context.start_idx)
             self.seen["shared"] += shared
             model.queue(new)
             self.store()

@@ -8,9 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kvcache.batch
+import kvcache.hashing
+import kvcache.replica
 from kvcache.batch import Batch
 from kvcache.block_table import BlockRows
+from kvcache.context import salt_and_keys
 from kvcache.copies import CpuMover
+from kvcache.hashing import PrefixHasher
 from kvcache.host_tier import HostTier, ReplicaTier
 from kvcache.idle_order import IdleOrder
 from kvcache.index import PrefixIndex
@@ -132,11 +137,32 @@ def restores_the_last_token(tier: ReplicaTier, hasher: Any, context: Any, first:
     return tier.host.pool.index.match(hasher.digests(context.tokens, first, last))
 
 
+def forgets_keys_to_come(hashers: Any, firsts: Any, rows: Any, slow: Any) -> np.ndarray:
+    for hasher in hashers:
+        hasher.keys_left = []
+    return NEXT_DIGESTS(hashers, firsts, rows, slow)
+
+
+def takes_changed_keys(_replica: Replica, _row: int, context: Any) -> Any:
+    return salt_and_keys(context)
+
+
+def kept_by_salt_alone(context: Any, algorithm: Any, page_size: int, named: Any = None) -> PrefixHasher:
+    kept = getattr(context, "prefix_hasher", None)
+    if kept is not None and (kept.algorithm, kept.page_size, kept.salt) == (algorithm, page_size, context.cache_salt):
+        return kept
+    return HASHER_OF(context, algorithm, page_size, named)
+
+
+NEXT_DIGESTS, HASHER_OF = kvcache.batch.next_digests, kvcache.hashing.hasher_of
 ALLOCATE, UNBIND, WITHDRAW = PagePool.allocate, BlockRows.unbind, PrefixIndex.withdraw
 RESERVE_DECODING, CATCH_UP = Replica.reserve_decoding, Batch.catch_up
 ARRIVE, RESTORE, STORE = ReplicaTier.arrive, ReplicaTier.restore, CpuMover.store
 
-MUTATIONS: dict[str, tuple[type, str, Callable[..., Any]]] = {
+MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "a key that lies on the page to come is forgotten": (kvcache.batch, "next_digests", forgets_keys_to_come),
+    "keys may change under pages": (Replica, "refuse_renamed", takes_changed_keys),
+    "changed keys keep the digests of the old ones": (kvcache.replica, "hasher_of", kept_by_salt_alone),
     "pages are freed head first": (PagePool, "release", without_tail_first),
     "a hit adds no holder to a page in use": (PagePool, "hold", without_hold),
     "useful pages go before fresh ones": (PagePool, "allocate", idle_before_fresh),

@@ -348,15 +348,16 @@ def test_whatever_is_said_every_page_is_accounted_for(seed: int) -> None:
     assert manager.metrics.cache_tokens > 100
 
 
-def test_a_context_that_its_owner_drops_is_kept_for_its_hint_alone() -> None:
+def test_a_context_that_its_owner_drops_is_kept_until_its_release() -> None:
     manager = manager_of(40)
     dropped = TextContext(prompt(1), 64)
     manager.external_claim(dropped.request_id)
     assert manager.maybe_reserve(dropped)
     name, seen = dropped.request_id, ref(dropped)
     del dropped
-    assert seen() is None
+    assert seen() is not None  # its pages are bound to it
     manager.release(name)
+    assert seen() is None
     trusting(manager)
     hinted = TextContext(prompt(2), 64, retention=LAST)
     manager.external_claim(hinted.request_id)

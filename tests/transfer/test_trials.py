@@ -111,7 +111,8 @@ def test_metadata_that_ends_a_process_ends_none_of_ours(engine: Any, trials: Tri
     assert trials.pid == helper
 
 
-def test_others_are_read_from_while_a_trial_hangs(engine: Any, trials: Trials) -> None:
+@pytest.mark.usefixtures("trials")
+def test_others_are_read_from_while_a_trial_hangs(engine: Any) -> None:
     p, d, stopped = engine("p"), engine("d"), engine("q", seed=9)
     pull(d, stopped.source(stopped.offer()), "hangs")
     pull(d, p.source(p.offer()))

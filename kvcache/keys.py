@@ -1,0 +1,53 @@
+"""What the KV of a request depends on besides its tokens: a salt, and keys at positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from kvcache.arguments import integer, shown
+from kvcache.errors import InvalidRequestError
+
+ExtraKeys = tuple[tuple[int, bytes], ...]
+"""`(position, key)`: what else the KV from this token on depends on."""
+
+
+def checked_salt(request_id: str, salt: object) -> str | None:
+    """`salt`, text that has bytes, or None.
+
+    Raises:
+        InvalidRequestError: anything else.
+    """
+    if salt is None:
+        return None
+    try:
+        if isinstance(salt, str):
+            salt.encode()
+            return salt
+    except UnicodeEncodeError:
+        pass
+    raise InvalidRequestError(f"request {request_id!r}: cache_salt is {shown(salt)}: UTF-8 text or None is needed")
+
+
+def checked_keys(request_id: str, keys: object) -> ExtraKeys:
+    """`keys` as a tuple of `(position, bytes)`.
+
+    Raises:
+        InvalidRequestError: another shape, or a position or length that is not below 2**31.
+    """
+    found: list[tuple[int, bytes]] = []
+    try:
+        pairs = [(position, key) for position, key in cast("Sequence[tuple[object, object]]", keys)]
+    except (TypeError, ValueError):
+        raise InvalidRequestError(
+            f"request {request_id!r}: extra_keys is {shown(keys)}: a list of (position, bytes) is needed"
+        ) from None
+    for position, key in pairs:
+        at = integer(position)
+        if at is None or not 0 <= at < 1 << 31 or not isinstance(key, bytes | bytearray) or len(key) >= 1 << 31:
+            raise InvalidRequestError(
+                f"request {request_id!r}: extra key {shown(key)} at token {shown(position)}: "
+                "bytes at a position are needed, length and position below 2**31"
+            )
+        found.append((at, bytes(key)))
+    return tuple(found)

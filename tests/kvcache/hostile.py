@@ -1,0 +1,391 @@
+"""Wrong calls in the middle of right ones: each must be refused by an error of ours, and leave every book as it was."""
+
+from __future__ import annotations
+
+import types
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache import (
+    Batch,
+    KVCacheError,
+    KVCacheParams,
+    PagedKVCacheManager,
+    RangeRetention,
+    Retention,
+    Routing,
+    TextContext,
+)
+from tests.kvcache.build import manager_of
+from tests.kvcache.moves import PAGE_SIZE, Chooser, Moves
+
+
+class Wild:
+    """An object that belongs nowhere."""
+
+    def __repr__(self) -> str:
+        return "wild\nobject"
+
+
+def nothing_right() -> list[Any]:
+    """Values that no parameter takes."""
+    return [Wild(), Wild, 1.5, float("nan"), float("inf"), [], {}, b"x", (None for _ in ()), np.zeros(2), np.float64(1)]
+
+
+def no_integer(least: int = 1) -> list[Any]:
+    return [*nothing_right(), None, True, np.bool_(1), "1", least - 1, -(10**18), 10**5000, torch.tensor([1, 2])]
+
+
+def no_size() -> list[Any]:
+    return [*no_integer(), 10**18, 1 << 40]
+
+
+def no_text() -> list[Any]:
+    return [*nothing_right(), 1, True]
+
+
+def no_keys() -> list[Any]:
+    pairs = [[(1,)], [(1, b"x", 2)], [(b"x", 1)], [(-1, b"x")], [(1 << 31, b"x")], [(0.0, b"x")], [(0, "x")], [(0, 5)]]
+    return [None, 1, 1.5, "ab", [None], ["ab"], Wild(), [(True, b"x")], np.zeros(2), *pairs]
+
+
+NO_SALT = ["\ud800", 1, b"salt", 1.5, True, [], Wild()]
+NO_HINT = ["soon", 1, True, {}, Wild(), RangeRetention(0)]
+
+
+class Hostile:
+    """Makes wrong calls on the manager of `moves`.
+
+    Attributes:
+        seen: how often each wrong call was made.
+    """
+
+    def __init__(self, moves: Moves) -> None:
+        self.moves = moves
+        self.manager, self.choose = moves.manager, moves.choose
+        self.seen: Counter[str] = Counter()
+        self.other = manager_of(8, page_size=PAGE_SIZE, rows=2, checks=False, dtype=torch.int64)
+        self.stranger = TextContext([1, 2, 3, 4], 20, "stranger")
+        self.other.external_claim("stranger")
+        assert self.other.maybe_reserve(self.stranger)
+        self.foreign_batch = self.other.batch([self.stranger])
+        self.calls = [name for name in dir(self) if name.startswith("wrong_")]
+
+    def move(self) -> None:
+        """One wrong call; the books before and after are the same."""
+        name = self.choose.pick(self.calls)
+        call: Callable[[], Callable[[], object] | None] = getattr(self, name)
+        wrong = call()
+        if wrong is None:
+            return
+        before = books_of(self.manager, [*self.moves.live.values()])
+        with pytest.raises(KVCacheError, match=r"^[^\n]+\Z") as refusal:
+            wrong()
+        assert str(refusal.value), name
+        self.manager.check()
+        after = books_of(self.manager, [*self.moves.live.values()])
+        assert before == after, f"{name}: {[one for one in after if after[one] != before.get(one)][:3]}"
+        self.seen[name] += 1
+
+    # ---- what is handed in
+
+    def any_context(self) -> TextContext | None:
+        names = sorted(self.moves.live)
+        return self.moves.live[self.choose.pick(names)] if names else None
+
+    def with_pages(self) -> TextContext | None:
+        held = [name for name in sorted(self.moves.live) if self.manager.get_req_blocks(name)]
+        return self.moves.live[self.choose.pick(held)] if held else None
+
+    def no_context(self) -> Any:
+        """Anything but a context of this manager; another object for a request that holds pages, too."""
+        held = self.with_pages()
+        twins = [] if held is None else [TextContext(held.tokens, 99, held.request_id)]
+        shape = types.SimpleNamespace(request_id="stranger", start_idx=0)
+        return self.choose.pick([*nothing_right(), *twins, None, 1, "r1", shape, self.stranger])
+
+    def no_batch(self) -> Any:
+        context = self.any_context()
+        some = [] if context is None else [[context, context], [context, None], [context, self.no_context()]]
+        lists = [None, 1, 1.5, "abc", {"a": 1}, [None], [self.stranger], np.ones(2), (None for _ in range(2)), Wild()]
+        return self.choose.pick([*some, *lists, self.foreign_batch, [self.no_context()]])
+
+    def pick(self, values: Sequence[Any]) -> Any:
+        return self.choose.pick(values)
+
+    # ---- wrong calls: None where there is nothing to make it with
+
+    def wrong_claim(self) -> Callable[[], object]:
+        wrong = self.pick([*no_text(), None])
+        return lambda: self.manager.external_claim(wrong, 0)
+
+    def wrong_replica(self) -> Callable[[], object]:
+        wrong = self.pick([*no_integer(0), len(self.moves.models)])
+        if wrong is None and len(self.moves.models) == 1:
+            wrong = -1
+        return lambda: self.manager.external_claim("new", wrong)
+
+    def wrong_second_claim(self) -> Callable[[], object] | None:
+        context = self.any_context()
+        return context and (lambda: self.manager.external_claim(context.request_id, 0))
+
+    def wrong_contains(self) -> Callable[[], object]:
+        wrong = self.pick(no_text())
+        return lambda: self.manager.contains(wrong)
+
+    def wrong_request_id(self) -> Callable[[], object]:
+        wrong = self.pick([*no_text(), None, "nobody", self.stranger])
+        manager = self.manager
+        return lambda: self.pick([manager.release, manager.get_req_blocks, manager.block_table])(wrong)
+
+    def wrong_context(self) -> Callable[[], object]:
+        wrong, manager = self.no_context(), self.manager
+        calls: list[Callable[[Any], object]] = [
+            manager.maybe_reserve,
+            lambda context: manager.fork(context, TextContext([1], 9)),
+            lambda context: manager.import_block_table(context, self.other.block_table("stranger")),
+        ]
+        if not isinstance(wrong, TextContext):  # these ask about requests that are not claimed
+            calls += [manager.get_replica, manager.get_or_recommend_replica, manager.admission, manager.prefetch]
+            calls.append(lambda context: manager.claim(context).__enter__())
+        return lambda: self.pick(calls)(wrong)
+
+    def wrong_steps(self) -> Callable[[], object] | None:
+        context, wrong, manager = self.any_context(), self.pick(no_integer()), self.manager
+        calls: list[Callable[[Any], object]] = [
+            lambda one: manager.maybe_reserve(one, wrong),
+            lambda one: manager.reserve_batch([one], wrong),
+            lambda one: manager.fetch([one], wrong),
+            lambda one: manager.admission(one, wrong),
+            lambda one: manager.fork(one, TextContext([1], 9), wrong),
+            lambda one: manager.import_block_table(one, self.other.block_table("stranger"), wrong),
+        ]
+        return context and (lambda: self.pick(calls)(context))
+
+    def wrong_batch(self) -> Callable[[], object]:
+        wrong, manager = self.no_batch(), self.manager
+        calls: list[Callable[[Any], object]] = [manager.reserve_batch, manager.fetch, manager.step]
+        if not isinstance(wrong, Batch):  # a batch is a sequence of contexts, too
+            calls.append(manager.batch)
+        return lambda: self.pick([*calls, manager.get_data_parallel_splits])(wrong)
+
+    def wrong_order(self) -> Callable[[], object] | None:
+        """Run without pages, or computed past them."""
+        waiting = [one for name, one in sorted(self.moves.live.items()) if not self.manager.get_req_blocks(name)]
+        return (lambda: self.manager.fetch([self.pick(waiting)])) if waiting else None
+
+    def wrong_fork(self) -> Callable[[], object] | None:
+        parent, child = self.with_pages(), self.no_context()
+        if parent is None:
+            return None
+        return lambda: self.manager.fork(parent, self.pick([child, parent, TextContext([9, 9], 9)]))
+
+    def wrong_table(self) -> Callable[[], object] | None:
+        context = self.any_context()
+        table = self.other.block_table("stranger") if self.other._replicas.each[0].rows.cached.any() else None
+        return context and (lambda: self.manager.import_block_table(context, self.pick([*nothing_right(), table])))
+
+    def wrong_inputs(self) -> Callable[[], object]:
+        inputs = self.manager.fetch([])
+        wrong = self.pick([*nothing_right(), None, types.SimpleNamespace(input_row_offsets="x")])
+        return lambda: self.manager.increment_cache_lengths(inputs, wrong)
+
+    def wrong_symbols(self) -> Callable[[], object]:
+        if self.choose.integer(0, 1):
+            wrong = self.pick([*no_size(), "cpu"])
+            return lambda: self.manager.input_symbols(devices=wrong if wrong is not None else "cpu")
+        wrong = self.pick([value for value in no_size() if value is not None])
+        return lambda: self.manager.input_symbols(num_layers=wrong)
+
+    def wrong_tokens(self) -> Callable[[], object]:
+        wrong = self.pick([*nothing_right(), None, 5, "12", [-1], [1 << 31], [1.0], [None], [[1]], [True], [10**30]])
+        return lambda: TextContext(wrong, 9)
+
+    def wrong_token_of_a_context(self) -> Callable[[], object]:
+        context, wrong = TextContext([1, 2], 9), self.pick([*no_integer(0), 1 << 31])
+        return lambda: self.pick([context.update, lambda one: context.set_token_indices(active_idx=one or 0)])(wrong)
+
+    def wrong_tokens_of_a_batch(self) -> Callable[[], object] | None:
+        context = self.with_pages()
+        if context is None:
+            return None
+        batch = self.manager.batch([context])
+        wrong = self.pick(
+            [*nothing_right(), None, 5, "1", [1, 2], [-1], [1 << 31], [1.0], [None], [[1]], [True], Wild()]
+        )
+        return lambda: batch.update(wrong)
+
+    def wrong_parts_of_a_context(self) -> Callable[[], object] | None:
+        context = self.any_context()
+        name, values = self.pick([("cache_salt", NO_SALT), ("extra_keys", no_keys()), ("retention", NO_HINT)])
+        wrong = self.pick(values)
+        if self.choose.integer(0, 1):
+            return lambda: TextContext([1], 9, **{name: wrong})
+        return context and (lambda: setattr(context, name, wrong))
+
+    def wrong_context_sizes(self) -> Callable[[], object]:
+        wrong = self.pick(no_size())
+        return lambda: TextContext([1], wrong)
+
+    def wrong_context_id(self) -> Callable[[], object]:
+        wrong = self.pick(no_text())
+        return lambda: TextContext([1], 9, wrong)
+
+    def wrong_hint(self) -> Callable[[], object]:
+        kind = self.pick([Retention, lambda **hint: RangeRetention(0, **hint)])
+        name, values = self.pick(
+            [
+                ("priority", [*no_integer(0), 101]),
+                ("ttl_s", [Wild(), "1", 0, -1.0, float("nan"), float("inf"), True, 10**30, []]),
+                ("session_continues", ["yes", 1, Wild(), [], float("nan")]),
+            ]
+        )
+        wrong = self.pick(values)
+        return lambda: kind(**{name: wrong})
+
+    def wrong_range(self) -> Callable[[], object]:
+        if self.choose.integer(0, 1):
+            wrong = self.pick([None, [], 1, "x", (1,), Wild()])
+            return lambda: Retention(ranges=wrong)
+        start, end = self.pick([*no_integer(0), 5]), 5
+        return lambda: RangeRetention(start, end)
+
+    def wrong_params(self) -> Callable[[], object]:
+        name, values = self.pick(
+            [
+                *((name, no_integer()) for name in ("n_kv_heads", "head_dim", "n_devices", "data_parallel_degree")),
+                ("page_size", [value for value in no_size() if value is not None]),
+                ("partial_reuse_min_tokens", no_integer(0)),
+                *((name, [Wild(), None, 1, "no", 1.5, []]) for name in ("enable_prefix_caching", "is_mla")),
+                ("dtype", ["float32", None, np.float32, Wild()]),
+                *((name, [*no_text(), None]) for name in ("hash_algorithm", "page_order", "file_tier_key")),
+                ("routing", [None, "prefix", Wild(), {}]),
+                *(
+                    (name, [Wild(), None, "1", -0.1, 1.1, float("nan"), True])
+                    for name in ("max_hint_share", "tenant_quota")
+                ),
+                ("tenant_quotas", [None, 1, [("a", 1.0)], {"a": 2.0}, {1: 0.5}, {"a": "x"}]),
+                *((name, ["1", float("nan"), float("inf"), Wild()]) for name in ("file_tier_max_gb",)),
+                ("file_tier_dir", [1, b"x", Wild()]),
+            ]
+        )
+        wrong = self.pick(values)
+        fine = {"dtype": torch.float32, "n_kv_heads": 1, "head_dim": 1}
+        return lambda: KVCacheParams(**{**fine, name: wrong})
+
+    def wrong_routing(self) -> Callable[[], object]:
+        name, values = self.pick(
+            [
+                ("rule", [None, 1, "nearest", [], Wild()]),
+                ("load_weight", [None, "1", -1.0, float("nan"), float("inf"), True]),
+                ("load_decay", [None, "1", -0.1, 1.0, float("nan")]),
+                ("copy_pages", [None, 1, "no"]),
+            ]
+        )
+        wrong = self.pick(values)
+        return lambda: Routing(**{name: wrong})
+
+    def wrong_manager(self) -> Callable[[], object]:
+        fine: dict[str, Any] = {
+            "params": KVCacheParams(torch.float32, 1, 1, page_size=4),
+            "max_batch_size": 2,
+            "max_seq_len": 8,
+            "num_layers": 1,
+            "devices": ["cpu"],
+            "available_cache_memory": 1 << 10,
+        }
+        asking = self.choose.integer(0, 2)
+        name, values = self.pick(
+            [
+                ("params", [None, {}, Wild(), KVCacheParams]),
+                *((name, no_size()) for name in ("max_batch_size", "num_layers")),
+                ("max_seq_len", no_size()),
+                ("devices", [None, "cpu", [], ["cpu", "cpu"], ["meta"], ["tpu"], [None], [1], [Wild()], 1, ["cpu:3"]]),
+                ("available_cache_memory", [*no_integer(), *([] if asking == 1 else [1 << 50, 10**18])]),
+                ("page_size", [value for value in no_size() if value is not None]),
+                *([] if asking else [("session", [Wild(), 1, "stream"]), ("enable_runtime_checks", [None, 1, Wild()])]),
+                *([] if asking else [("zmq_endpoint_base", [1, b"x", Wild(), "nowhere"])]),
+                *([("unheard_of", [1])] if asking else []),
+            ]
+        )
+        wrong = self.pick(values)
+        if name == "zmq_endpoint_base":
+            fine["params"] = KVCacheParams(torch.float32, 1, 1, page_size=4, enable_prefix_caching=True)
+        if name == "page_size" or (asking and wrong is None and name == "page_size"):
+            fine["params"] = KVCacheParams(torch.float32, 1, 1)
+        if not asking:
+            return lambda: PagedKVCacheManager(**{**fine, name: wrong})
+        if name == "available_cache_memory" and wrong in (0, 1 << 50, 10**18):
+            wrong = -1
+        return lambda: PagedKVCacheManager.estimated_memory_size(**{**fine, name: wrong})
+
+
+class HostileMoves:
+    """Right moves and wrong ones in turn."""
+
+    def __init__(self, chooser: Chooser) -> None:
+        self.moves = Moves(chooser)
+        self.hostile = Hostile(self.moves)
+
+    def move(self) -> None:
+        """A right move, and a wrong one after it."""
+        self.moves.move()
+        self.hostile.move()
+
+    def finish(self) -> None:
+        """Everything is released, on both managers."""
+        self.moves.finish()
+        self.hostile.other.release("stranger")
+        self.hostile.other.check()
+
+
+SKIPPED = {"_seen", "matches", "_credit"}  # the clock; answers that are remembered with what they hold for
+
+
+def books_of(manager: PagedKVCacheManager, contexts: Sequence[TextContext]) -> dict[str, object]:
+    """A copy of every array, counter and metric that the manager reaches, and of the indices of the contexts."""
+    found: dict[str, object] = {}
+    _walk("manager", manager, found, set())
+    found["metrics"] = manager.metrics
+    for context in contexts:
+        found[f"context {context.request_id}"] = (
+            *(context.tokens.tobytes(), context.start_idx, context.active_idx, context.end_idx),
+            *(context.cache_salt, context.extra_keys, context.retention),
+        )
+    return found
+
+
+def _walk(path: str, value: object, found: dict[str, object], seen: set[int]) -> None:
+    if value is None or isinstance(value, str | bytes | bytearray | int | float):
+        found[path] = bytes(value) if isinstance(value, bytearray) else value
+    elif isinstance(value, np.ndarray):
+        found[path] = value.tobytes()
+    elif id(value) in seen or isinstance(
+        value, type | types.FunctionType | types.MethodType | TextContext | torch.Tensor
+    ):
+        return
+    else:
+        seen.add(id(value))
+        if isinstance(value, dict):
+            found[path] = len(value)
+            parts = [(str(key) if isinstance(key, str | int) else "of it", item) for key, item in value.items()]
+        elif isinstance(value, list | tuple | set):
+            found[path] = len(value)
+            parts = [(str(at), item) for at, item in enumerate(value)]
+        elif type(value).__module__.startswith("kvcache"):
+            slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+            names = (
+                [name for name in [*vars(value), *slots] if hasattr(value, name)]
+                if hasattr(value, "__dict__")
+                else slots
+            )
+            parts = [(name, getattr(value, name)) for name in names if name not in SKIPPED and hasattr(value, name)]
+        else:
+            return
+        for name, item in parts:
+            _walk(f"{path}.{name}", item, found, seen)
