@@ -150,8 +150,12 @@ class ReplicaTransfer:
     ) -> None:
         """Lets a lease stand on every rank, or on none. `Offered` comes as an event.
 
+        Nothing here knows whose pages these are. The caller holds them until `LeaseOver`, or a failed `Offered`, as the
+        block manager of a serving engine does for the vLLM connector. Pages of a `PagedKVCacheManager` are leased with
+        `Exchange.offer` of the adapters, where the manager itself holds them.
+
         Args:
-            request_id: whose pages the caller holds until `LeaseOver`.
+            request_id: whose pages.
             lease: a new id, a free slot, and seconds that it stands without a renewal.
             engines: reading engines that must have ended before the lease does.
             pages: for each group the pages under it, so that readers can verify them; None where nobody does.

@@ -82,7 +82,10 @@ class TransferThread:
         pages: Sequence[ArrayLike] | None = None,
         running: bool = False,
     ) -> None:
-        """As `ReplicaTransfer.offer`: `Offered` comes as an event, and only then may the lease's id leave."""
+        """As `ReplicaTransfer.offer`: `Offered` comes as an event, and only then may the lease's id leave.
+
+        The caller holds the pages until `LeaseOver`.
+        """
 
         def run() -> None:
             try:

@@ -148,6 +148,22 @@ def test_a_page_that_was_told_is_kept_when_the_step_finds_its_content_elsewhere(
     assert manager.num_free_blocks == 8
 
 
+def test_a_duplicate_that_nobody_can_have_been_told_of_is_free_at_once(make: Any) -> None:
+    manager = make(8, page_size=4)
+    context, twin = TextContext([*range(9)], 64, "r"), TextContext([*range(9)], 64, "twin")
+    for one in (context, twin):
+        manager.external_claim(one.request_id)
+        assert manager.maybe_reserve(one)
+    lease = manager.lease("r")
+    manager.fetch([context, twin])
+    for one in (twin, context):
+        one.update(7)
+        manager.step([one])
+    assert manager.get_req_blocks("r")[:2] == manager.get_req_blocks("twin")[:2]
+    assert (manager.num_leased_blocks, manager.num_free_blocks) == (0, 4)
+    manager.end_lease(lease)
+
+
 def test_a_page_that_was_told_is_kept_when_a_later_chunk_hits_the_cache(make: Any) -> None:
     manager = make(8, page_size=4)
     tokens = [*range(14)]

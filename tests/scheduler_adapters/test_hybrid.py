@@ -12,6 +12,7 @@ from kvcache.context import TextContext
 from kvcache.errors import (
     BlockTableMismatchError,
     InvalidParamsError,
+    InvalidRequestError,
     NoFreeRowError,
     PoolTooSmallError,
     UnknownRequestError,
@@ -172,6 +173,41 @@ def test_pages_of_a_request_that_is_gone_stay_with_the_transfer(model: Any) -> N
     target.manager.cancel_import(pending)
     target.manager.cancel_import(pending)
     assert [output.request_id for output in target.step()] == ["next"]
+    assert_nothing_held(target.manager)
+
+
+def test_a_lease_holds_pages_and_state_of_a_request_that_has_left(model: Any) -> None:
+    loop = hybrid_loop(model, rows=2)
+    manager = loop.manager
+    serve(loop, requests_of(PROMPTS[:1], 1, hold_pages=True))
+    lease = manager.lease("r0")
+    table = manager.block_table("r0")
+    state = states_of(loop).tensors[0][table.groups[1][0]].clone()
+    loop.free("r0")
+    manager.check()
+    assert manager.num_leased_blocks == len(table.groups[0])
+    serve(loop, requests_of(PROMPTS[:3], 3))
+    assert torch.equal(states_of(loop).tensors[0][table.groups[1][0]], state)
+    assert states_of(loop).num_held == 1
+    manager.end_lease(lease)
+    assert_nothing_held(manager)
+
+
+def test_an_import_of_a_state_needs_a_proof_and_its_page_stays_with_the_copier(model: Any) -> None:
+    source, target = hybrid_loop(model), hybrid_loop(model)
+    serve(source, requests_of(PROMPTS[:1], 1, hold_pages=True))
+    context, pending = imported(target, source)
+    pages = target.manager.state_import(pending)  # type: ignore[attr-defined]
+    with pytest.raises(InvalidRequestError, match="'r0': commit_import without a proof"):
+        target.manager.commit_import(context, pending)
+    copier = target.manager.copier(pending)
+    tokens, state = copier.take()
+    assert (state.src_pages.tolist(), state.dst_pages.tolist()) == ([pages[0]], [pages[1]])
+    assert state.tokens == tokens.tokens == (0, len(PROMPTS[0]))
+    target.manager.cancel_import(pending)
+    target.manager.release("r0")
+    assert states_of(target).num_held == 1
+    copier.give_up()
     assert_nothing_held(target.manager)
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from kvcache.errors import AlreadyClaimedError, InvalidParamsError, InvariantError, NoFreeRowError, UnknownRequestError
-from scheduler_adapters.errors import StatePageError
+from scheduler_adapters.errors import NoFreeStatePageError, StatePageError
 from scheduler_adapters.state_layout import CONV_KINDS, SSM_KIND, StateShape
 from scheduler_adapters.state_pages import StatePages
 
@@ -147,3 +147,41 @@ def test_check_names_what_does_not_add_up() -> None:
 def test_a_pool_without_pages_is_refused() -> None:
     with pytest.raises(InvalidParamsError, match="num_pages is 0"):
         StatePages(SHAPE, 0)
+
+
+def test_a_leased_page_outlives_its_request_and_is_not_run_on_once_it_was_told() -> None:
+    states = StatePages(SHAPE, 2)
+    page = states.allocate("a")
+    first, second = object(), object()
+    states.lease("a", first)
+    states.advance(states.pages_at(["a"], [0]), [5])
+    states.advance(states.pages_at(["a"], [5]), [9])  # nobody was told of the state after 5 tokens
+    states.tell("a")
+    with pytest.raises(StatePageError, match="'a': its state after 9 tokens is leased"):
+        states.pages_at(["a"], [9])
+    states.lease("a", second)
+    states.release("a")
+    states.check([])
+    assert states.num_held == 1
+    assert states.allocate("b") != page
+    states.end_lease(first)
+    with pytest.raises(NoFreeStatePageError):
+        states.allocate("a")
+    states.end_lease(second)
+    states.end_lease(second)
+    states.check(["b"])
+    assert states.allocate("a") == page
+    assert states.pages_at(["a"], [0]).tolist() == [page]  # what was told of it before is forgotten
+
+
+def test_a_lease_that_ends_first_lets_the_request_go_on() -> None:
+    states = StatePages(SHAPE, 1)
+    states.allocate("a")
+    lease = object()
+    states.lease("a", lease)
+    states.advance(states.pages_at(["a"], [0]), [5])
+    states.tell("a")
+    states.end_lease(lease)
+    states.pages_at(["a"], [5])
+    states.release("a")
+    assert states.num_free == 1

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
-from kvcache.replica import PendingImport
+from kvcache import KVCacheParams, PagedKVCacheManager, PendingImport, TextContext
 from transfer import KVTransferEngine, TransferReqData
 
 PAGES, PAGE_SIZE = 12, 256
