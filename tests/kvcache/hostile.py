@@ -306,7 +306,7 @@ class Hostile:
                 *((name, no_size()) for name in ("max_batch_size", "num_layers")),
                 ("max_seq_len", no_size()),
                 ("devices", [None, "cpu", [], ["cpu", "cpu"], ["meta"], ["tpu"], [None], [1], [Wild()], 1, ["cpu:3"]]),
-                ("available_cache_memory", [*no_integer(), *([] if asking == 1 else [1 << 50, 10**18])]),
+                ("available_cache_memory", [*no_integer(0), *([] if asking else [0, 1 << 50, 10**18])]),
                 ("page_size", [value for value in no_size() if value is not None]),
                 *([] if asking else [("session", [Wild(), 1, "stream"]), ("enable_runtime_checks", [None, 1, Wild()])]),
                 *([] if asking else [("zmq_endpoint_base", [1, b"x", Wild(), "nowhere"])]),
@@ -316,12 +316,10 @@ class Hostile:
         wrong = self.pick(values)
         if name == "zmq_endpoint_base":
             fine["params"] = KVCacheParams(torch.float32, 1, 1, page_size=4, enable_prefix_caching=True)
-        if name == "page_size" or (asking and wrong is None and name == "page_size"):
+        if name == "page_size":
             fine["params"] = KVCacheParams(torch.float32, 1, 1)
         if not asking:
             return lambda: PagedKVCacheManager(**{**fine, name: wrong})
-        if name == "available_cache_memory" and wrong in (0, 1 << 50, 10**18):
-            wrong = -1
         return lambda: PagedKVCacheManager.estimated_memory_size(**{**fine, name: wrong})
 
 

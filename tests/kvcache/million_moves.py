@@ -1,14 +1,17 @@
 """The random moves, as many as one likes: `python -m tests.kvcache.million_moves --seed 1 --moves 1000000`.
 
 Each seed makes a manager of its own and 200 moves; a seed that fails is printed, and fails again when it is run again.
+With `--hostile` a wrong call follows each move, and how often each was made is printed too.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import time
 from collections import Counter
 
+from tests.kvcache.hostile import HostileMoves
 from tests.kvcache.moves import Moves, SeededChooser
 
 MOVES_A_SEED = 200
@@ -18,18 +21,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1, help="the first one")
     parser.add_argument("--moves", type=int, default=1_000_000)
+    parser.add_argument("--hostile", action="store_true", help="a wrong call after each move")
     chosen = parser.parse_args()
+    logging.disable(logging.WARNING)
     start, seen, seed = time.monotonic(), Counter[str](), chosen.seed
     for seed in range(chosen.seed, chosen.seed - (-chosen.moves // MOVES_A_SEED)):
-        moves = Moves(SeededChooser(seed))
+        hostile = HostileMoves(SeededChooser(seed)) if chosen.hostile else None
+        moves = Moves(SeededChooser(seed)) if hostile is None else hostile.moves
         try:
             for _ in range(MOVES_A_SEED):
-                moves.move()
-            moves.finish()
+                (hostile or moves).move()
+            (hostile or moves).finish()
         except BaseException:
             print(f"seed {seed} fails")  # noqa: T201
             raise
         seen += moves.seen
+        seen += Counter() if hostile is None else hostile.hostile.seen
         seen["moves"] += MOVES_A_SEED
         seen["evicted"] += moves.manager.metrics.evictions
         seen["restored"] += moves.manager.metrics.h2d_blocks_copied

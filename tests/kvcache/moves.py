@@ -144,9 +144,8 @@ class Moves:
             return ()
         first = max(0, length - 2 * PAGE_SIZE) if kind < 5 else 0
         count = self.choose.integer(1, 2)
-        return tuple(
-            (self.choose.integer(first, length + 2), b"image%d" % self.choose.integer(0, 1)) for _ in range(count)
-        )
+        at = [self.choose.integer(first, length + 2) for _ in range(count)]
+        return tuple((position, b"image%d" % self.choose.integer(0, 1)) for position in at)
 
     def rename(self) -> bool:
         """Another salt or other keys: at will while the request waits, refused while it holds pages."""

@@ -107,7 +107,8 @@ def test_a_table_shorter_than_what_is_cached_here_takes_nothing_back(make: Any, 
     _, table = prefilled(make)
     target = make(16, page_size=4)
     first = receiver(target)
-    target.commit_import(first, target.import_block_table(first, table))
+    copied = target.import_block_table(first, table)
+    target.commit_import(first, copied, proven(target, copied))
     second = receiver(target, name="e")
     pending = target.import_block_table(second, beginning(table, covers))
     assert pending.src_pages.size == pending.dst_pages.size == 0

@@ -1,0 +1,256 @@
+"""What a caller gets wrong, one case at a time: the reproductions behind `test_hostile`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zmq
+
+from kvcache import (
+    InvalidParamsError,
+    InvalidRequestError,
+    KVCacheParams,
+    PagedKVCacheManager,
+    PoolTooSmallError,
+    TextContext,
+    UnknownArgumentError,
+)
+
+
+def running(manager: PagedKVCacheManager, tokens: Any, name: str = "r", **options: Any) -> TextContext:
+    """A claimed and reserved request."""
+    context = TextContext(tokens, 64, name, **options)
+    manager.external_claim(name)
+    assert manager.maybe_reserve(context)
+    return context
+
+
+@pytest.mark.parametrize("wrong", [1.5, float("nan"), True, np.float64(1), "1", None, 0])
+@pytest.mark.parametrize("computed", [False, True])
+def test_a_wrong_number_of_steps_changes_nothing(make: Any, wrong: Any, computed: bool) -> None:
+    manager = make(16)
+    context = TextContext(range(9), 64, "r")
+    manager.external_claim("r")
+    if computed:  # the next call would end in the fast path
+        assert manager.maybe_reserve(context)
+        context.update(1)
+    before = manager.num_free_blocks
+    with pytest.raises(InvalidRequestError, match="num_steps is"):
+        manager.maybe_reserve(context, wrong)
+    assert manager.num_free_blocks == before
+    assert manager.maybe_reserve(context, np.int64(3))
+
+
+@pytest.mark.parametrize("call", ["maybe_reserve", "fetch", "step", "reserve_batch", "batch", "import_block_table"])
+def test_another_context_object_of_a_request_is_refused(make: Any, call: str) -> None:
+    manager = make(16)
+    context = running(manager, range(9))
+    stranger = TextContext(range(100, 112), 64, "r")
+    stranger.set_token_indices(start_idx=8)
+    calls: dict[str, Callable[[], object]] = {
+        "maybe_reserve": lambda: manager.maybe_reserve(stranger),
+        "import_block_table": lambda: manager.import_block_table(stranger, None),
+    }
+    with pytest.raises(InvalidRequestError, match="'r': .* with another context object"):
+        calls.get(call, lambda: getattr(manager, call)([stranger]))()
+    context.update(1)
+    manager.step([context])
+    assert manager._replicas.each[0].match(TextContext(range(9), 64))[1].size == 2
+    assert not manager._replicas.each[0].match(TextContext(range(100, 112), 64))[1].size
+
+
+def test_a_request_that_waits_may_be_rebuilt_and_a_released_one_is_bound_anew(make: Any) -> None:
+    manager = make(16)
+    manager.external_claim("r")
+    batch = manager.batch([TextContext(range(9), 64, "r")])
+    rebuilt = TextContext(range(9), 64, "r")
+    assert manager.maybe_reserve(rebuilt)
+    with pytest.raises(InvalidRequestError, match="another context object"):
+        manager.reserve_batch(batch)  # made when no object had the pages yet
+    manager.release("r")
+    assert running(manager, range(9)).start_idx == 0
+    manager.release("r")
+
+
+@dataclass
+class Equal:
+    """A context of a caller's own that compares by value, and so cannot be hashed."""
+
+    request_id: str
+    own: TextContext
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
+
+
+def test_contexts_that_compare_equal_are_told_apart(make: Any) -> None:
+    manager = make(16)
+    own = TextContext(range(9), 64, "r")
+    one, twin = Equal("r", own), Equal("r", own)
+    assert one == twin
+    manager.external_claim("r")
+    assert manager.maybe_reserve(one)  # type: ignore[arg-type]
+    assert len(manager.fetch([one])) == 1
+    with pytest.raises(InvalidRequestError, match="another context object"):
+        manager.fetch([twin])
+    own.update(1)
+    assert manager.maybe_reserve(one)  # type: ignore[arg-type]
+    manager.step([one])
+
+
+def test_the_batch_of_another_manager_is_refused(make: Any) -> None:
+    mine, other = make(16), make(16)
+    context = TextContext(range(9), 64, "r")
+    for manager in (mine, other):
+        manager.external_claim("r")
+    assert mine.maybe_reserve(context)
+    batch = mine.batch([context])
+    for call in ("reserve_batch", "fetch", "step", "get_data_parallel_splits"):
+        with pytest.raises(InvalidRequestError, match="another manager made"):
+            getattr(other, call)(batch)
+
+
+@pytest.mark.parametrize("change", [{"extra_keys": [(1, b"new")]}, {"cache_salt": "new"}])
+@pytest.mark.parametrize("batched", [False, True])
+def test_keys_that_change_under_pages_are_refused_until_they_are_changed_back(
+    make: Any, change: dict[str, Any], batched: bool
+) -> None:
+    manager = make(16)
+    context = running(manager, range(7), extra_keys=[(2, b"image")], cache_salt="a")
+    requests = manager.batch([context]) if batched else [context]
+    manager.fetch(requests)
+    context.update(1)
+    before = context.cache_salt, context.extra_keys
+    manager.step([context])
+    assert manager.maybe_reserve(context)
+    context.update(2)  # eight tokens are computed: the second page is full
+    for name, value in change.items():
+        setattr(context, name, value)
+    books = manager._replicas.each[0].rows.cached.copy()
+    with pytest.raises(InvalidRequestError, match="changed while it holds pages"):
+        manager.step(requests)
+    assert (manager._replicas.each[0].rows.cached == books).all()
+    context.cache_salt, context.extra_keys = before
+    manager.step(requests)
+    probe = TextContext([*range(7), 1, 2, 3], 64, extra_keys=[(2, b"image")], cache_salt="a")
+    assert len(manager._replicas.each[0].match(probe)[1]) == 2
+
+
+def test_a_key_on_the_last_page_of_a_chunked_prompt_keeps_a_plain_prompt_off(make: Any) -> None:
+    manager = make(16)
+    context = TextContext(range(9), 64, "image", extra_keys=[(6, b"image")])
+    manager.external_claim("image")
+    assert manager.maybe_reserve(context)
+    for end in (4, 9):
+        context.set_token_indices(active_idx=end)
+        manager.fetch([context])
+        context.update(1)
+        manager.step([context])
+    assert running(manager, range(9), "plain").start_idx == 4
+    assert running(manager, range(9), "same", extra_keys=[(6, b"image")]).start_idx == 8
+
+
+def params(**changes: Any) -> KVCacheParams:
+    return KVCacheParams(**{"dtype": torch.float32, "n_kv_heads": 1, "head_dim": 1, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"available_cache_memory": 1 << 40}, PoolTooSmallError),
+        ({"available_cache_memory": 10**18}, (PoolTooSmallError, InvalidParamsError)),
+        ({"available_cache_memory": float("nan")}, InvalidParamsError),
+        ({"max_batch_size": 1 << 40}, InvalidParamsError),
+        ({"max_seq_len": 1 << 40}, InvalidParamsError),
+        ({"max_batch_size": 1 << 20, "max_seq_len": (1 << 31) - 1}, PoolTooSmallError),
+        ({"num_layers": 10**18}, InvalidParamsError),
+        ({"devices": ["meta"]}, InvalidParamsError),
+        ({"devices": ["nowhere"]}, InvalidParamsError),
+        ({"devices": ["cuda:63"]}, InvalidParamsError),
+        ({"session": object()}, InvalidParamsError),
+    ],
+)
+def test_what_no_manager_can_be_made_of_is_refused_before_memory_is_taken(
+    changes: dict[str, Any], error: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def taken(*_args: Any) -> None:
+        raise AssertionError("memory was taken")
+
+    monkeypatch.setattr("kvcache.placement.allocate_blocks", taken)
+    monkeypatch.setattr("kvcache.manager.Replica", taken)
+    fine: dict[str, Any] = {
+        "max_batch_size": 2,
+        "max_seq_len": 8,
+        "num_layers": 1,
+        "devices": ["cpu"],
+        "available_cache_memory": 1 << 16,
+    }
+    with pytest.raises(error) as caught:
+        PagedKVCacheManager(params(), **{**fine, **changes})
+    assert "\n" not in str(caught.value)
+
+
+def test_the_page_size_of_a_sizing_call_counts_and_unknown_keywords_do_not() -> None:
+    asked = (params(), 4, 33, 1, 1 << 40, ["cpu"])
+    estimate = PagedKVCacheManager.estimated_memory_size
+    assert estimate(*asked, page_size=16) == 4 * 48 * 8
+    assert estimate(*asked) == 4 * 128 * 8
+    for call, args in ((estimate, asked), (PagedKVCacheManager.infer_optimal_batch_size, asked[:1] + asked[2:])):
+        with pytest.raises(UnknownArgumentError, match="pages=16 is a keyword that nothing uses"):
+            call(*args, pages=16)
+    assert issubclass(UnknownArgumentError, TypeError)
+    with pytest.raises(InvalidParamsError, match="page_size is 32 in the call and 16 in the params"):
+        PagedKVCacheManager.max_supported_sequence_length(params(page_size=16), 1, 1 << 20, page_size=32)
+
+
+def test_what_has_no_effect_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    given = {"host_kvcache_swap_space_gb": 1.0, "tenant_quota": 0.5, "file_tier_key": "m"}
+    with caplog.at_level(logging.WARNING, "pagewire"):
+        PagedKVCacheManager(
+            params(**given), 2, 8, 1, ["cpu"], available_cache_memory=1 << 20, zmq_endpoint_base="ipc:///no/such"
+        )
+    for name in (*given, "zmq_endpoint_base"):
+        assert name in caplog.text
+
+
+@pytest.mark.parametrize("call", ["maybe_reserve", "reserve_batch", "recommend", "import_block_table"])
+def test_a_reset_comes_before_the_next_lookup(make: Any, tmp_path: Path, call: str) -> None:
+    manager, source = make(16, zmq_endpoint_base=f"ipc://{tmp_path}/pw"), make(16)
+    tables = []
+    for one in (manager, source):
+        owner = running(one, range(9), "owner")
+        owner.update(1)
+        one.step([owner])
+        tables.append(one.block_table("owner"))
+    manager.release("owner")
+    probe = TextContext(range(10), 64, "probe")
+    manager.external_claim("probe")
+    resets: list[int] = []
+    reset = manager.reset_prefix_cache
+    manager.reset_prefix_cache = lambda: (resets.append(1), reset())[1]
+    with zmq.Context() as context, context.socket(zmq.PUSH) as push:
+        push.connect(f"ipc://{tmp_path}/pw-reset_prefix_cache")
+        push.send(b"new weights")
+        waited = manager._reset_endpoint._socket.poll(5000)
+        assert waited
+        time.sleep(0)
+        calls: dict[str, Callable[[], object]] = {
+            "maybe_reserve": lambda: manager.maybe_reserve(probe),
+            "reserve_batch": lambda: manager.reserve_batch([probe]),
+            "recommend": lambda: manager.get_or_recommend_replica(TextContext(range(9), 64)),
+            "import_block_table": lambda: manager.import_block_table(probe, tables[1]),
+        }
+        pending = calls[call]()
+    assert resets
+    assert probe.start_idx == 0
+    if call == "import_block_table":
+        assert pending.tokens == (0, 9)  # type: ignore[attr-defined]
+        manager.cancel_import(pending)  # type: ignore[arg-type]
