@@ -176,7 +176,7 @@ class Moves:
         if self.choose.integer(0, 2):
             context.extra_keys = (*context.extra_keys, (self.choose.integer(0, context.end_idx), b"new"))
         else:
-            context.cache_salt = "changed"
+            context.cache_salt = "other" if context.cache_salt == "changed" else "changed"
 
     def refused(self, context: TextContext, call: Callable[[], object]) -> None:
         try:

@@ -37,9 +37,9 @@ def computed(
 @pytest.mark.parametrize("caching", [True, False])
 def test_release_passes_what_is_computed_to_the_lease_and_the_rest_is_free(make: Any, caching: bool) -> None:
     manager = make(8, page_size=4, caching=caching)
-    computed(manager, range(9))
+    context = computed(manager, range(9))
     lease = manager.lease("r")
-    assert manager.maybe_reserve(TextContext([*range(9), 7], 64, "r"), 8)  # pages that nothing is computed in
+    assert manager.maybe_reserve(context, 8)  # pages that nothing is computed in
     pages = manager.get_req_blocks("r")
     assert len(pages) == 5
     assert manager.num_leased_blocks == 0  # the row holds them

@@ -19,6 +19,7 @@ from kvcache.hashing import PrefixHasher
 from kvcache.host_tier import HostTier, ReplicaTier
 from kvcache.idle_order import IdleOrder
 from kvcache.index import PrefixIndex
+from kvcache.leases import PageLease, PageLeases
 from kvcache.pages import PagePool
 from kvcache.replica import Replica
 from tests.kvcache.moves import Moves, SeededChooser
@@ -52,11 +53,11 @@ def full_hits(replica: Replica, context: Any, row: int | None = None) -> tuple[i
     return first, replica.pool.index.match(replica.hasher(row, context).digests(context.tokens, first, last))
 
 
-def forgets_duplicates(replica: Replica, rows: Any, columns: Any, digests: np.ndarray) -> None:
+def forgets_duplicates(replica: Replica, rows: Any, columns: Any, digests: np.ndarray, _told: Any) -> None:
     replica.pool.index.publish(replica.rows.table[rows, columns], digests)
 
 
-def keeps_duplicates(replica: Replica, rows: Any, columns: Any, digests: np.ndarray) -> None:
+def keeps_duplicates(replica: Replica, rows: Any, columns: Any, digests: np.ndarray, _told: Any) -> None:
     own = replica.rows.table[rows, columns]
     kept = replica.pool.index.publish(own, digests)
     replica.pool.hold(kept[kept != own])
@@ -155,6 +156,28 @@ def kept_by_salt_alone(context: Any, algorithm: Any, page_size: int, named: Any 
 
 
 NEXT_DIGESTS, HASHER_OF = kvcache.batch.next_digests, kvcache.hashing.hasher_of
+
+
+def leaves_nothing_to_leases(leases: PageLeases, row: int, pages: np.ndarray) -> None:
+    LEAVE(leases, row, pages[:0])
+
+
+def leaves_what_is_not_computed(leases: PageLeases, row: int, pages: np.ndarray) -> None:
+    leases._rows.committed[row] = len(pages)
+    LEAVE(leases, row, pages)
+
+
+def keeps_nothing_that_was_told(_leases: PageLeases, *_: Any) -> None:
+    pass
+
+
+def ends_by_forgetting(leases: PageLeases, lease: PageLease) -> None:
+    if lease in leases:
+        leases._held[lease].clear()
+    END(leases, lease)
+
+
+LEAVE, END = PageLeases.leave, PageLeases.end
 ALLOCATE, UNBIND, WITHDRAW = PagePool.allocate, BlockRows.unbind, PrefixIndex.withdraw
 RESERVE_DECODING, CATCH_UP = Replica.reserve_decoding, Batch.catch_up
 ARRIVE, RESTORE, STORE = ReplicaTier.arrive, ReplicaTier.restore, CpuMover.store
@@ -182,6 +205,10 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "a slot that is to be restored may be evicted": (ReplicaTier, "hold", holds_no_slot),
     "a page is found before it has arrived": (ReplicaTier, "restore", found_before_it_arrived),
     "host slots age head first": (HostTier, "touch", head_of_a_prompt_first),
+    "a released request leaves its leases nothing": (PageLeases, "leave", leaves_nothing_to_leases),
+    "a released request leaves its leases too much": (PageLeases, "leave", leaves_what_is_not_computed),
+    "a page that was told is freed": (PageLeases, "replace", keeps_nothing_that_was_told),
+    "an ended lease holds on": (PageLeases, "end", ends_by_forgetting),
     "the last token may be restored": (ReplicaTier, "match", restores_the_last_token),
 }
 
