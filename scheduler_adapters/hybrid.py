@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from kvcache import sizing
 from kvcache.errors import BlockTableMismatchError, InvalidParamsError
 from kvcache.manager import PagedKVCacheManager
 from scheduler_adapters.errors import NoFreeStatePageError, StatePageError
@@ -58,6 +59,8 @@ class HybridKVCacheManager(PagedKVCacheManager):
         available_cache_memory: int,
         **kwargs: Any,
     ) -> None:
+        sizing.check_sizes(params, max_batch_size, max_seq_len, num_layers)  # before state pages are allocated
+        sizing.check_devices(params, devices, here=True)
         if params.enable_prefix_caching:
             raise InvalidParamsError(
                 "enable_prefix_caching is set: the state of recurrent layers cannot be had from cached pages"
@@ -163,7 +166,7 @@ class HybridKVCacheManager(PagedKVCacheManager):
     def check(self) -> None:
         """As the base, and the state pages too."""
         super().check()
-        self.states.check(list(self._places))
+        self.states.check(list(self._claims.places))
 
 
 def _without_state(context: Context, table: BlockTable) -> tuple[BlockTable, int]:
