@@ -20,7 +20,7 @@ PLACES = [0, 3, 4, 17, 19, 20]  # the first page, its end, the second, the last 
 
 
 def files(tmp_path: Path) -> dict[str, Any]:
-    return {"file_tier_dir": f"{tmp_path}/files", "file_tier_max_gb": 1, "file_tier_key": "m"}
+    return {"file_tier_dir": f"{tmp_path}/files", "file_tier_max_gb": 2.0**-10, "file_tier_key": "m"}
 
 
 @pytest.mark.parametrize("tier", ["pool", "host", "files"])
