@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from kvcache import sizing
 from kvcache.errors import BlockTableMismatchError, InvalidParamsError
 from kvcache.imports import own_import
 from kvcache.manager import PagedKVCacheManager
@@ -62,6 +63,8 @@ class HybridKVCacheManager(PagedKVCacheManager):
         available_cache_memory: int,
         **kwargs: Any,
     ) -> None:
+        sizing.check_sizes(params, max_batch_size, max_seq_len, num_layers)  # before state pages are allocated
+        sizing.check_devices(params, devices, here=True)
         if params.enable_prefix_caching:
             raise InvalidParamsError(
                 "enable_prefix_caching is set: the state of recurrent layers cannot be had from cached pages"

@@ -208,7 +208,9 @@ class Hostile:
 
     def wrong_token_of_a_context(self) -> Callable[[], object]:
         context, wrong = TextContext([1, 2], 9), self.pick([*no_integer(0), 1 << 31])
-        return lambda: self.pick([context.update, lambda one: context.set_token_indices(active_idx=one or 0)])(wrong)
+        return lambda: self.pick(
+            [context.update, lambda one: context.set_token_indices(active_idx=-1 if one is None else one)]
+        )(wrong)
 
     def wrong_tokens_of_a_batch(self) -> Callable[[], object] | None:
         context = self.with_pages()

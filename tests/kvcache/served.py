@@ -15,6 +15,7 @@ from tests.kvcache.build import manager_of
 from tests.kvcache.kv import KVTokens
 
 SIZE = 4
+Keys = tuple[tuple[int, bytes], ...]
 
 
 class Served:
@@ -30,9 +31,9 @@ class Served:
         assert self.manager._replicas.tiers is not None
         return self.manager._replicas.tiers
 
-    def claim(self, tokens: Iterable[int], salt: str | None = None, replica: int = 0) -> TextContext:
+    def claim(self, tokens: Iterable[int], salt: str | None = None, replica: int = 0, keys: Keys = ()) -> TextContext:
         self.names += 1
-        context = TextContext([*tokens], 256, f"r{self.names}", cache_salt=salt)
+        context = TextContext([*tokens], 256, f"r{self.names}", cache_salt=salt, extra_keys=keys)
         self.manager.external_claim(context.request_id, replica)
         return context
 
@@ -42,12 +43,16 @@ class Served:
             context.update(1)
         self.manager.step(contexts)
 
-    def serve(self, tokens: Iterable[int], salt: str | None = None, replica: int = 0) -> int:
-        """One request from claim to release; the tokens that it had not to run."""
-        context = self.claim(tokens, salt, replica)
+    def serve(
+        self, tokens: Iterable[int], salt: str | None = None, replica: int = 0, keys: Keys = (), chunk: int = 256
+    ) -> int:
+        """One request from claim to release, in chunks; the tokens that it had not to run."""
+        context = self.claim(tokens, salt, replica, keys)
         assert self.manager.maybe_reserve(context)
-        cached = context.start_idx
-        self.run(context)
+        cached, length = context.start_idx, context.end_idx
+        while context.end_idx == length:
+            context.set_token_indices(active_idx=min(length, context.start_idx + chunk))
+            self.run(context)
         self.manager.release(context.request_id)
         return cached
 

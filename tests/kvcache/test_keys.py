@@ -1,0 +1,93 @@
+"""Salts and extra keys on every way that a page can come: this pool, the host, files, another manager.
+
+The KV that is compared whenever it is read depends on the keys, so a page of other keys is noticed by its content too.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache import BlockTableMismatchError, InvalidRequestError, TextContext
+from tests.kvcache.kv import KVTokens
+from tests.kvcache.served import SIZE, Keys, Served
+
+PROMPT = [*range(100, 122)]  # five full pages of four, and two tokens
+PLACES = [0, 3, 4, 17, 19, 20]  # the first page, its end, the second, the last full one and its end, the partial one
+
+
+def files(tmp_path: Path) -> dict[str, Any]:
+    return {"file_tier_dir": f"{tmp_path}/files", "file_tier_max_gb": 2.0**-10, "file_tier_key": "m"}
+
+
+@pytest.mark.parametrize("tier", ["pool", "host", "files"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("chunk", [SIZE, 256])
+def test_pages_of_other_keys_are_not_found(tmp_path: Path, tier: str, place: int, chunk: int) -> None:
+    """Up to the page of the key the prompts share, whoever computed it first; from there on nothing."""
+    it = Served(8 if tier == "host" else 40, 40, params=files(tmp_path) if tier == "files" else {})
+    image: Keys = ((place, b"image"),)
+    it.serve(PROMPT, keys=image, chunk=chunk)
+    if tier == "host":
+        it.tiers.settle()
+        it.fill(8)
+    if tier == "files":
+        it.manager.flush_tiers()
+        it.manager.close()
+        it = Served(40, 40, params=files(tmp_path))
+    shared = min(place // SIZE, 5) * SIZE
+    for wrong in ((), ((place, b"other"),), ((place, b"image"), (place, b"more"))):
+        assert it.serve([*PROMPT[:-1], len(wrong), 7, 8, 9], keys=wrong, chunk=chunk) in (shared, 20)
+    assert it.serve([*PROMPT[:-1], 77], keys=((place, b"unseen"),)) == shared
+    assert it.serve([*PROMPT[:-1], 78], keys=image) == 20
+    it.manager.check()
+    it.manager.close()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("sizes", [(4, 4), (4, 8)])
+def test_a_table_of_other_keys_is_refused(make: Any, place: int, sizes: tuple[int, int]) -> None:
+    source, target = make(40, page_size=sizes[0]), make(40, page_size=sizes[1])
+    owner = TextContext(PROMPT, 64, "p", extra_keys=[(place, b"image")])
+    source.external_claim("p")
+    assert source.maybe_reserve(owner)
+    for end in (4, 22):
+        owner.set_token_indices(active_idx=end)
+        source.fetch([owner])
+        owner.update(7)
+        source.step([owner])
+    table = source.block_table("p")
+    target.external_claim("d")
+    for keys in ((), ((place, b"other"),)):
+        plain = TextContext([*PROMPT, 7], 64, "d", extra_keys=keys)
+        if place < 20:
+            with pytest.raises(BlockTableMismatchError, match=f"from page {place // sizes[0]} on"):
+                target.import_block_table(plain, table)
+    right = TextContext([*PROMPT, 7], 64, "d", extra_keys=[(place, b"image")])
+    pending = target.import_block_table(right, table)
+    right.extra_keys = [(place, b"other")]
+    with pytest.raises(InvalidRequestError, match="extra_keys changed while it holds pages"):
+        target.extend_import(right, pending, table, last=True)
+    right.extra_keys = [(place, b"image")]
+    target.cancel_import(pending)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_keys_through_two_tiers(tmp_path: Path, seed: int) -> None:
+    """A few prompts, salts and keys through a pool that is too small: each byte that is read is of its keys."""
+    rng = random.Random(seed)
+    it = Served(8, 16, params=files(tmp_path))
+    cached = 0
+    for _ in range(120):
+        keys = tuple((rng.choice(PLACES), rng.choice([b"a", b"b"])) for _ in range(rng.choice([0, 0, 1, 2])))
+        prompt = PROMPT[: rng.choice([9, 18, 22])]
+        cached += it.serve(prompt, rng.choice([None, "s"]), keys=keys, chunk=rng.choice([4, 8, 256]))
+        it.manager.check()
+    it.manager.close()
+    assert cached > 100
+    assert it.manager.metrics.h2d_blocks_copied > 20
+    assert isinstance(it.kv, KVTokens)
+    assert it.kv.compared > 300
