@@ -329,7 +329,7 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
                 "optimum_hits",
                 "if resident.get(block) == (use, depth):",
                 "if block in resident:",
-                equivalent="an entry that is stale has a use that has passed: all that are resident are popped before it",
+                equivalent="the use of a stale entry has passed: all that are resident are popped before it",
             ),
             Mutation("_window_loads", "each.max() * replicas / each.sum()", "each.max() / each.sum()"),
         ],
