@@ -275,6 +275,22 @@ def test_what_two_requests_compute_at_a_time_is_found_by_the_second() -> None:
     assert learned == [0, 0, 0, 0]
 
 
+def test_what_is_found_chunk_by_chunk_is_counted_once_for_each_page() -> None:
+    manager = manager_of(40)
+    serve(manager, prompt(1), Retention())
+    learned = evidence(manager)
+    running = TextContext(prompt(1, pages=4), 64, retention=Retention())
+    with manager.claim(running):
+        assert manager.maybe_reserve(running)
+        assert running.start_idx == 8
+        assert serve(manager, prompt(1, pages=4), Retention()) == 8  # plain LRU had expected all of it from `running`
+        assert manager.maybe_reserve(running)
+        assert running.start_idx == 16
+        running.update(0)
+        manager.step([running])
+    assert learned == [-2, 2]
+
+
 def test_a_reset_leaves_what_runs() -> None:
     manager = manager_of(40)
     serve(manager, prompt(0), Retention())

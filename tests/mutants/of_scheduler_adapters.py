@@ -8,24 +8,89 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
         ["tests/scheduler_adapters/test_loop.py"],
         [
             Mutation("ServingLoop.context_for", "if total - 1 > capacity:", "if total > capacity:"),
-            Mutation("ServingLoop.context_for", "if not self.knows(highest):", "if highest < 0:"),
-            Mutation("ServingLoop.knows", "0 <= token < self.vocab_size", "0 <= token <= self.vocab_size"),
+            Mutation(
+                "ServingLoop.context_for",
+                "if not self.knows(highest):",
+                "if highest < 0:",
+                [
+                    "tests/scheduler_adapters/test_loop.py::test_the_last_token_of_the_vocabulary_is_taken_and_the_one_after_it_is_not"
+                ],
+            ),
+            Mutation(
+                "ServingLoop.knows",
+                "0 <= token < self.vocab_size",
+                "0 <= token <= self.vocab_size",
+                [
+                    "tests/scheduler_adapters/test_loop.py::test_the_last_token_of_the_vocabulary_is_taken_and_the_one_after_it_is_not"
+                ],
+            ),
             Mutation("ServingLoop._reserve_running", "if e.replica == entry.replica", "if e"),
-            Mutation("ServingLoop._reserve_running", "reversed(self._running)", "self._running"),
-            Mutation("ServingLoop._preempt", "entry.context.reset()", "pass"),
-            Mutation("ServingLoop._preempt", "appendleft", "append"),
-            Mutation("ServingLoop._claim", "if not reserved:", "if reserved is None:"),
+            Mutation(
+                "ServingLoop._reserve_running",
+                "reversed(self._running)",
+                "self._running",
+                [
+                    "tests/scheduler_adapters/test_loop.py::test_the_oldest_request_is_never_preempted",
+                    "tests/scheduler_adapters/test_loop.py::test_a_tiny_pool_preempts_and_still_gives_equal_tokens",
+                ],
+            ),
+            Mutation(
+                "ServingLoop._preempt",
+                "entry.context.reset()",
+                "pass",
+                ["tests/scheduler_adapters/test_loop.py::test_a_tiny_pool_preempts_and_still_gives_equal_tokens"],
+            ),
+            Mutation(
+                "ServingLoop._preempt",
+                "appendleft",
+                "append",
+                ["tests/scheduler_adapters/test_loop.py::test_a_preempted_request_comes_before_those_that_wait"],
+            ),
+            Mutation(
+                "ServingLoop._claim",
+                "if not reserved:",
+                "if reserved is None:",
+                [
+                    "tests/scheduler_adapters/test_loop.py::test_a_tiny_pool_preempts_and_still_gives_equal_tokens",
+                    "tests/scheduler_adapters/test_loop.py::test_held_pages_stay_until_freed_and_requests_wait_for_them",
+                ],
+            ),
             Mutation(
                 "ServingLoop._run",
                 "sorted(batch, key=lambda pair: pair[0].replica)",
                 "batch",
-                ["tests/scheduler_adapters/test_loop.py", "tests/scheduler_adapters/test_service.py"],
+                ["tests/scheduler_adapters/test_loop.py::test_every_request_gets_the_models_own_tokens"],
             ),
-            Mutation("ServingLoop._output", "if request.hold_pages:", "if not request:"),
-            Mutation("ServingLoop._check_new", "request_id in self._held or", ""),
-            Mutation("plan_chunks", "max(1, budget", "max(0, budget"),
-            Mutation("plan_chunks", "min(count, left)", "count"),
-            Mutation("finish_reason", ">= request.max_new_tokens", "> request.max_new_tokens"),
+            Mutation(
+                "ServingLoop._output",
+                "if request.hold_pages:",
+                "if not request:",
+                ["tests/scheduler_adapters/test_loop.py::test_held_pages_stay_until_freed_and_requests_wait_for_them"],
+            ),
+            Mutation(
+                "ServingLoop._check_new",
+                "request_id in self._held or",
+                "",
+                ["tests/scheduler_adapters/test_loop.py::test_an_id_is_used_once_at_a_time"],
+            ),
+            Mutation(
+                "plan_chunks",
+                "max(1, budget",
+                "max(0, budget",
+                ["tests/scheduler_adapters/test_loop.py::test_the_plan_runs_decodes_first_and_prompts_by_age"],
+            ),
+            Mutation(
+                "plan_chunks",
+                "min(count, left)",
+                "count",
+                ["tests/scheduler_adapters/test_loop.py::test_the_plan_runs_decodes_first_and_prompts_by_age"],
+            ),
+            Mutation(
+                "finish_reason",
+                ">= request.max_new_tokens",
+                "> request.max_new_tokens",
+                ["tests/scheduler_adapters/test_loop.py::test_why_a_request_ends"],
+            ),
         ],
     ),
     Module(
@@ -46,40 +111,154 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
         "scheduler_adapters.decode",
         ["tests/scheduler_adapters/test_faults.py", "tests/scheduler_adapters/test_service.py"],
         [
-            Mutation("DecodeScheduler._on_message", "(message.attempt, link)", "(room.attempt, link)"),
-            Mutation("DecodeScheduler._on_message", "not self._loop.knows(message.token)", "message.token < 0"),
-            Mutation("DecodeScheduler._on_late", "link.send(cancel)", "pass"),
-            Mutation("DecodeScheduler._admit", "while queue and not self._loop.num_waiting:", "while queue:"),
+            Mutation(
+                "DecodeScheduler._on_message",
+                "(message.attempt, link)",
+                "(room.attempt, link)",
+                [
+                    "tests/scheduler_adapters/test_faults.py::test_offers_of_an_attempt_that_is_over_are_refused_and_their_pages_come_back",
+                    "tests/scheduler_adapters/test_faults.py::test_the_same_id_may_come_again_while_its_first_pull_still_ends",
+                ],
+            ),
+            Mutation(
+                "DecodeScheduler._on_message",
+                "not self._loop.knows(message.token)",
+                "message.token < 0",
+                [
+                    "tests/scheduler_adapters/test_faults.py::test_a_token_that_the_model_does_not_know_fails_its_request_alone"
+                ],
+            ),
+            Mutation(
+                "DecodeScheduler._on_late",
+                "link.send(cancel)",
+                "pass",
+                [
+                    "tests/scheduler_adapters/test_faults.py::test_offers_of_an_attempt_that_is_over_are_refused_and_their_pages_come_back"
+                ],
+            ),
+            Mutation(
+                "DecodeScheduler._admit",
+                "while queue and not self._loop.num_waiting:",
+                "while queue:",
+                [
+                    "tests/scheduler_adapters/test_service.py::test_what_was_preempted_comes_before_what_has_just_arrived"
+                ],
+            ),
             Mutation("DecodeScheduler._fail", "len(room.reasons) >= MAX_ATTEMPTS", "len(room.reasons) > MAX_ATTEMPTS"),
             Mutation("DecodeScheduler._fail", "room.avoid.add(avoid.name)", "pass"),
-            Mutation("DecodeScheduler._give_up", "self._loop.abort(room.request_id)", "pass"),
-            Mutation("DecodeScheduler._give_up_source", "room.link.send(cancel)", "pass"),
-            Mutation("DecodeScheduler._expire", "room.deadline <= now", "room.deadline < 0"),
+            Mutation(
+                "DecodeScheduler._give_up",
+                "self._loop.abort(room.request_id)",
+                "pass",
+                ["tests/scheduler_adapters/test_faults.py::test_a_cancelled_request_ends_in_every_phase"],
+            ),
+            Mutation(
+                "DecodeScheduler._give_up_source",
+                "room.link.send(cancel)",
+                "pass",
+                ["tests/scheduler_adapters/test_faults.py::test_a_cancelled_request_ends_in_every_phase"],
+            ),
+            Mutation(
+                "DecodeScheduler._expire",
+                "room.deadline <= now",
+                "room.deadline < 0",
+                [
+                    "tests/scheduler_adapters/test_faults.py::test_a_request_that_stays_in_a_phase_for_too_long_fails_with_the_reason"
+                ],
+            ),
         ],
     ),
     Module(
         "scheduler_adapters.prefill",
         ["tests/scheduler_adapters/test_faults.py", "tests/scheduler_adapters/test_service.py"],
         [
-            Mutation("PrefillScheduler._welcome_reader", "if reader.name == hello.reader", "if not reader"),
             Mutation(
-                "PrefillScheduler._start", "min(message.within_s, self._times.compute_s)", "self._times.compute_s"
+                "PrefillScheduler._welcome_reader",
+                "if reader.name == hello.reader",
+                "if not reader",
+                [
+                    "tests/scheduler_adapters/test_faults.py::test_a_decode_process_that_connects_anew_has_given_up_what_it_asked_for"
+                ],
+            ),
+            Mutation(
+                "PrefillScheduler._start",
+                "min(message.within_s, self._times.compute_s)",
+                "self._times.compute_s",
+                ["tests/scheduler_adapters/test_faults.py::test_the_deadline_that_decode_names_holds_at_prefill"],
             ),
             Mutation("PrefillScheduler._on_event", "self._free_lease(room)\n                if reason", "if reason"),
-            Mutation("PrefillScheduler._table", "full_pages=room.token is None", "full_pages=False"),
-            Mutation("PrefillScheduler._offer", "self._exchange.start_clock(room.replica, lease)", "pass"),
-            Mutation("PrefillScheduler._end", "if room.lease is None:", "if room.lease:"),
-            Mutation("PrefillScheduler._lose", "silent=True", "silent=False"),
+            Mutation(
+                "PrefillScheduler._table",
+                "full_pages=room.token is None",
+                "full_pages=False",
+                ["tests/scheduler_adapters/test_service.py::test_chunks_are_pulled_while_the_rest_of_the_prompt_runs"],
+            ),
+            Mutation(
+                "PrefillScheduler._offer",
+                "self._exchange.start_clock(room.replica, lease)",
+                "pass",
+                [
+                    "tests/scheduler_adapters/test_faults.py::test_a_lease_that_runs_out_fails_the_attempt_and_no_page_is_taken",
+                    "tests/scheduler_adapters/test_faults.py::test_pages_stay_held_until_their_lease_word_is_cleared",
+                ],
+            ),
+            Mutation(
+                "PrefillScheduler._end",
+                "if room.lease is None:",
+                "if room.lease:",
+                [
+                    "tests/scheduler_adapters/test_faults.py::test_a_cancelled_request_ends_in_every_phase",
+                    "tests/scheduler_adapters/test_faults.py::test_pages_stay_held_until_their_lease_word_is_cleared",
+                ],
+            ),
+            Mutation(
+                "PrefillScheduler._lose",
+                "silent=True",
+                "silent=False",
+                [
+                    "tests/scheduler_adapters/test_faults.py::test_prefill_gives_back_what_a_dead_decode_process_had_asked_for"
+                ],
+            ),
         ],
     ),
     Module(
         "scheduler_adapters.pulls",
         ["tests/scheduler_adapters/test_faults.py", "tests/scheduler_adapters/test_service.py"],
         [
-            Mutation("Pulls.release", "if room.key not in self._open:", "if room.key:"),
-            Mutation("Pulls.on_event", "and (event.error or not mine)", "and event.error"),
-            Mutation("Pulls.on_event", "room.key == event.key and", ""),
-            Mutation("Pulls.begin", '["reused"] += pending.tokens[0] //', '["reused"] += pending.tokens[1] //'),
+            Mutation(
+                "Pulls.release",
+                "if room.key not in self._open:",
+                "if room.key:",
+                [
+                    "tests/scheduler_adapters/test_faults.py::test_the_same_id_may_come_again_while_its_first_pull_still_ends",
+                    "tests/scheduler_adapters/test_faults.py::test_a_cancelled_request_ends_in_every_phase",
+                    "tests/scheduler_adapters/test_faults.py::test_pages_stay_held_until_their_lease_word_is_cleared",
+                ],
+            ),
+            Mutation(
+                "Pulls.on_event",
+                "and (event.error or not mine)",
+                "and event.error",
+                [
+                    "tests/scheduler_adapters/test_faults.py::test_the_same_id_may_come_again_while_its_first_pull_still_ends",
+                    "tests/scheduler_adapters/test_faults.py::test_a_cancelled_request_ends_in_every_phase",
+                    "tests/scheduler_adapters/test_faults.py::test_pages_stay_held_until_their_lease_word_is_cleared",
+                ],
+            ),
+            Mutation(
+                "Pulls.on_event",
+                "room.key == event.key and",
+                "",
+                [
+                    "tests/scheduler_adapters/test_faults.py::test_the_same_id_may_come_again_while_its_first_pull_still_ends"
+                ],
+            ),
+            Mutation(
+                "Pulls.begin",
+                '["reused"] += pending.tokens[0] //',
+                '["reused"] += pending.tokens[1] //',
+                ["tests/scheduler_adapters/test_service.py::test_decode_pulls_only_what_it_lacks"],
+            ),
         ],
     ),
     Module(
@@ -146,7 +325,12 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
         ["tests/scheduler_adapters/test_replay.py"],
         [
             Mutation("reference_lru_hits", "reversed(blocks)", "blocks"),
-            Mutation("optimum_hits", "if resident.get(block) == (use, depth):", "if block in resident:"),
+            Mutation(
+                "optimum_hits",
+                "if resident.get(block) == (use, depth):",
+                "if block in resident:",
+                equivalent="the use of a stale entry has passed: all that are resident are popped before it",
+            ),
             Mutation("_window_loads", "each.max() * replicas / each.sum()", "each.max() / each.sum()"),
         ],
     ),

@@ -57,3 +57,13 @@ def test_a_decode_room_knows_all_that_the_client_has_had() -> None:
     room.emitted += [7, 8]
     assert room.tokens == [1, 2, 7, 8]
     assert room.key == "r#3"
+
+
+def test_prefill_goes_forward_alone_and_decode_back_only_to_wait_before_it_has_generated() -> None:
+    for phase, moves in PREFILL_MOVES.items():
+        later = list(PREFILL_MOVES)[list(PREFILL_MOVES).index(phase) + 1 :]
+        assert moves <= set(later), phase
+    order = list(DECODE_MOVES)
+    for phase, moves in DECODE_MOVES.items():
+        assert moves - {"waiting", "over"} <= {order[min(order.index(phase) + 1, len(order) - 1)]}, phase
+    assert {phase for phase, moves in DECODE_MOVES.items() if "waiting" in moves} == {"asked", "offered", "pulling"}

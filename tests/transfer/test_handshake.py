@@ -96,6 +96,8 @@ def test_one_server_answers_for_every_engine_of_its_process(
     server.serve(EngineCard("q", "restarted", (b"y",)))
     client.ask_metadata(server.endpoint, "q", {}, answers.append)
     assert (answers.wait(2).incarnation, answers[-1].ranks) == ("restarted", (b"y",))
+    client.ask_metadata(server.endpoint, "p", SAME, answers.append)
+    assert answers.wait(3).incarnation == "first"
 
 
 def test_a_sign_of_life_names_the_incarnation(server: HandshakeServer, client: Any, answers: Answers) -> None:

@@ -196,6 +196,7 @@ def test_lists_that_do_not_fit_name_the_value_and_the_limit() -> None:
         ({"remote_pages": []}, "group 0: remote pages: 0 for tokens 0 to 12"),
         ({"local_pages": [0, 1, 12]}, "group 0: local page 12: the pool has 12"),
         ({"remote_pages": [6, 0]}, "group 0: remote page 6: the pool has 6"),
+        ({"tokens": (3, 49)}, "group 0: tokens 3 to 49: our 12 pages hold 48"),
         ({"local_pages": [0, -1, 2]}, "group 0: local page -1: the pool has 12"),
         ({"local_pages": [0, 1, 0]}, "group 0: local page 0 is named twice"),
         ({"local_pages": [1, 1, 0]}, "group 0: local page 1 is named twice"),  # in two halves of one remote page

@@ -114,6 +114,7 @@ def test_without_the_key_nothing_can_be_sealed() -> None:
         ({"rank": -1}, "rank -1 of 2"),
         ({"ranks": 5000}, "rank 0 of 5000; at most 4096 may be"),
         ({"bases": ()}, "0 addresses for 1 regions"),
+        ({"bases": (1 << 20, 1 << 21)}, "2 addresses for 1 regions"),
         ({"bases": (0,)}, "bytes at 0x0 are outside of any address space"),
         ({"bases": ((1 << 63) - 1,)}, "are outside of any address space"),
         ({"words": 0}, "0 bytes at 0x1000 are outside"),
