@@ -1,8 +1,9 @@
 """What a result measured, so that it can be told later whether that has changed since.
 
-A result names the packages of ours that its process had loaded, and the benchmarks that made it, each with a digest of
-its code. Comments, docstrings and empty lines are not in the digest: they change no figure. Neither commits nor dates
-are compared: a result stays good when its commit is squashed or rebased, and grows old by one changed line that runs.
+A result names the packages of ours that its process had loaded, and the benchmarks that made it (of `peers` and `pulls`
+the whole folder, as programs of others are started from there), each with a digest of its code. Comments, docstrings
+and empty lines are not in the digest: they change no figure. Neither commits nor dates are compared: a result stays
+good when its commit is squashed or rebased, and grows old by one changed line that runs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import io
 import sys
 import tokenize
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,7 +31,7 @@ def measured() -> dict[str, str]:
         if file and Path(file).is_relative_to(ROOT / "benchmarks"):
             path = Path(file).relative_to(ROOT / "benchmarks")
             if str(path.with_suffix("")) not in _FRAME:
-                paths.append(f"benchmarks/{path}")
+                paths.append(f"benchmarks/{path.parts[0]}")
     return {path: digest(ROOT / path) for path in dict.fromkeys(sorted(paths))}
 
 
@@ -47,6 +49,7 @@ def digest(path: Path) -> str:
     return found.hexdigest()
 
 
+@cache
 def code_of(text: str) -> str:
     """A program without its comments, docstrings and empty lines."""
     lines = text.splitlines()

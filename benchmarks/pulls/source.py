@@ -70,7 +70,7 @@ class SourceProcess:
         return time.clock_gettime_ns(~self.address.pid << 3 | 2)  # the kernel's name for the clock of a process
 
     def _answer(self) -> Any:
-        expect(self._pipe.poll(60), "the source answers within a minute")
+        expect(self._pipe.poll(300), "the source answers within five minutes")
         return self._pipe.recv()
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import figures, readme, results
+from benchmarks import figures, pull, readme, results
 from benchmarks.frame import HEADER, header
-from benchmarks.measured import changed, code_of, digest
+from benchmarks.measured import ROOT, changed, code_of, digest
 
 NAMES = sorted(path.stem for path in results.RESULTS.glob("*.json"))
 
@@ -46,7 +46,9 @@ def test_comments_and_docstrings_make_no_result_old(tmp_path: Path) -> None:
 
 
 def test_a_header_with_a_part_missing_is_noticed() -> None:
-    whole = {**header("a command"), "uncommitted": []}
+    found = header("a command")
+    assert found["measures"].keys() >= {"kvcache", "benchmarks/pulls", f"benchmarks/{Path(pull.__file__).name}"}
+    whole = {**found, "uncommitted": [], "measures": {"benchmarks/pools.py": digest(ROOT / "benchmarks/pools.py")}}
     assert tuple(whole) == HEADER
     assert results.faults(whole) == []
     for key in HEADER:
@@ -56,14 +58,17 @@ def test_a_header_with_a_part_missing_is_noticed() -> None:
             less = {name: value for name, value in whole[part].items() if name != key}
             assert results.faults({**whole, part: less}) == [f"its header has no {part}.{key}"]
     assert results.faults({**whole, "uncommitted": [" M kvcache/pages.py"]})
-    assert results.faults({**whole, "measures": {"kvcache": "0" * 16}}) == ["kvcache has changed since"]
+    assert results.faults({**whole, "measures": {"benchmarks/pools.py": "0" * 16}}) == [
+        "benchmarks/pools.py has changed since"
+    ]
     assert results.faults({**whole, "measures": {}})
 
 
 def test_what_is_made_again_is_excused_no_longer(tmp_path: Path) -> None:
-    whole = {**header("a command"), "uncommitted": []}
+    measures = {"benchmarks/pools.py": digest(ROOT / "benchmarks/pools.py")}
+    whole = {**header("a command"), "uncommitted": [], "measures": measures}
     (tmp_path / "new.json").write_text(json.dumps(whole))
-    (tmp_path / "old.json").write_text(json.dumps({**whole, "measures": {"kvcache": "0" * 16}}))
+    (tmp_path / "old.json").write_text(json.dumps({**whole, "measures": {"benchmarks/pools.py": "0" * 16}}))
     results.write_excuses({"new": "a reason", "old": 'another "reason"'}, tmp_path)
     results.remade(["new", "old"], tmp_path)
     assert results.excused(tmp_path) == {"old": 'another "reason"'}
