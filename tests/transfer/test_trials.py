@@ -85,6 +85,7 @@ def test_what_is_tried_and_found_good_is_read_from(engine: Any, trials: Trials, 
     assert trials.counts["passed"] == passed + 1
 
 
+@pytest.mark.slow
 def test_metadata_that_ends_a_process_ends_none_of_ours(engine: Any, trials: Trials) -> None:
     """Byte after byte is changed until one ends the process that tries it; other engines are read from meanwhile."""
     p, d, good = engine("p"), engine("d"), engine("q", seed=9)
@@ -111,7 +112,8 @@ def test_metadata_that_ends_a_process_ends_none_of_ours(engine: Any, trials: Tri
     assert trials.pid == helper
 
 
-def test_others_are_read_from_while_a_trial_hangs(engine: Any, trials: Trials) -> None:
+@pytest.mark.usefixtures("trials")
+def test_others_are_read_from_while_a_trial_hangs(engine: Any) -> None:
     p, d, stopped = engine("p"), engine("d"), engine("q", seed=9)
     pull(d, stopped.source(stopped.offer()), "hangs")
     pull(d, p.source(p.offer()))
