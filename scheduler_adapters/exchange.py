@@ -9,13 +9,16 @@ from kvcache.errors import InvalidRequestError
 from scheduler_adapters.hybrid import HybridKVCacheManager
 from scheduler_adapters.state_layout import state_group
 from transfer.agent import Agent
+from transfer.allowed_peers import AllowedPeers, host_of
 from transfer.boxes import ShardLayout
+from transfer.errors import InvalidEngineError
 from transfer.handshake import EngineCard, HandshakeClient, HandshakeServer
 from transfer.lease import new_lease_id
 from transfer.metadata import MemoryType
 from transfer.pull_state import LeaseRef, PagesOfGroup, PullEvent
 from transfer.rank import RankIdentity, RankTransfer, new_incarnation
 from transfer.replica import LeaseOver, Offered, ReplicaTransfer, Source
+from transfer.secret import read_secret
 from transfer.shapes import dense
 from transfer.thread import TransferThread
 
@@ -69,6 +72,9 @@ class Exchange:
             processes whose pages are laid out alike.
         agent: makes an agent, given its name and memory type. Replaced by one that misbehaves, to see what it harms.
         keyring: keys of the sockets over which engines tell each other of themselves; None for plain sockets.
+        secret: shared by the fleet, as `transfer.secret.read_secret` takes it: turns on keys for those sockets, and for
+            the metadata that they carry. In place of a keyring.
+        allowed_peers: addresses, networks and host names of sources that may be contacted, beside this host.
 
     Attributes:
         address: the endpoint, as bound.
@@ -77,6 +83,7 @@ class Exchange:
     Raises:
         AgentError: NIXL cannot be used.
         HandshakeError: the endpoint cannot be bound.
+        InvalidEngineError: a secret that cannot be read, or one beside a keyring; no list of peers.
     """
 
     def __init__(
@@ -90,8 +97,12 @@ class Exchange:
         verify: bool = False,
         agent: Callable[[str, MemoryType], Agent] = Agent,
         keyring: Keyring | None = None,
+        secret: str = "",
+        allowed_peers: Sequence[str] = (),
     ) -> None:
         self._verify, self._agent = verify, agent
+        self._key, keyring = _keys(name, secret, keyring)
+        allowed = AllowedPeers((*host_of(bind), *allowed_peers))
         self.incarnation = new_incarnation()
         self._manager = manager
         self._names = [f"{name}/{replica}" for replica in range(manager.num_replicas)]
@@ -106,7 +117,7 @@ class Exchange:
         try:
             for replica, engine_id in enumerate(self._names):
                 ranks = self._ranks(manager, replica, engine_id, agreed)
-                transfers = ReplicaTransfer(ranks, HandshakeClient(ask), **(replica_options or {}))
+                transfers = ReplicaTransfer(ranks, HandshakeClient(ask, allowed=allowed), **(replica_options or {}))
                 self._threads.append(TransferThread(transfers))
                 self._slots.append(list(range(LEASE_SLOTS)))
                 self._leases.append({})
@@ -131,6 +142,7 @@ class Exchange:
                 rank=rank,
                 ranks=len(tensors),
                 compatibility=compatibility,
+                key=self._key,
             )
             device = regions[0].device
             memory = MemoryType.VRAM if device.type == "cuda" else MemoryType.DRAM
@@ -314,6 +326,16 @@ class Exchange:
                         copier.give_up()
                 self._pulls[replica].clear()
         self._server.close()
+
+
+def _keys(name: str, secret: str, keyring: Keyring | None) -> tuple[bytes, Keyring | None]:
+    """The key of metadata and the keys of sockets."""
+    shared = read_secret(secret)
+    if shared is None:
+        return b"", keyring
+    if keyring is not None:
+        raise InvalidEngineError(f"exchange {name!r}: a keyring beside a shared secret; one is needed")
+    return shared.metadata_key, shared.keyring
 
 
 def shard_layouts(manager: PagedKVCacheManager) -> list[ShardLayout]:

@@ -24,6 +24,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from transfer.allowed_peers import host_of
 from transfer.errors import InvalidEngineError
 from transfer.side_channel import Keyring, load_keyring
 from transfer.worker_config import GroupConfig, StatePart, Timing, WorkerConfig, share
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 # vLLM's tensors are always [blocks, heads, tokens, content]; how they lie in memory their strides say.
 _ATTENTION_AXES = "page,head,token,side,dim"
 _LATENT_AXES = "page,head,token,dim"
-_OPTIONS = ("host", "port", "keyring", "kv_lease_duration", "load_timeout", "model_id")
+_OPTIONS = ("host", "port", "keyring", "secret", "allowed_peers", "kv_lease_duration", "load_timeout", "model_id")
 
 
 class Options:
@@ -44,7 +45,9 @@ class Options:
     Attributes:
         host: name or address under which readers reach a source; vLLM's own setting for its NIXL connector by default.
         port: of the handshake; likewise, and one further for each data-parallel engine.
-        keyring: keys of the side channel; None for plain sockets.
+        keyring: keys of the side channel; None where there are none, or a shared secret.
+        secret: as `WorkerConfig` has it.
+        allowed_peers: likewise; the own host is among them.
         timing: limits of leases and loads.
         model: name of the weights that both sides must agree on.
 
@@ -62,6 +65,12 @@ class Options:
         self.host = str(extra.get("host", envs.VLLM_NIXL_SIDE_CHANNEL_HOST))
         self.port = int(extra.get("port", envs.VLLM_NIXL_SIDE_CHANNEL_PORT)) + index
         self.keyring: Keyring | None = load_keyring(Path(extra["keyring"])) if extra.get("keyring") else None
+        self.secret = str(extra.get("secret", ""))
+        listed: Any = extra.get("allowed_peers", ())
+        peers = listed.split(",") if isinstance(listed, str) else listed
+        self.allowed_peers = tuple(
+            dict.fromkeys([*host_of(f"tcp://{self.host}:0"), *(str(one).strip() for one in peers)])
+        )
         defaults = Timing()
         self.timing = Timing(
             lease=float(extra.get("kv_lease_duration", defaults.lease)),
@@ -106,6 +115,8 @@ def worker_config(
         pp_size=parallel.pipeline_parallel_size,
         kv_buffer_device=str(transfer.kv_buffer_device),
         timing=options.timing,
+        secret=options.secret,
+        allowed_peers=options.allowed_peers,
     )
 
 

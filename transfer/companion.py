@@ -20,7 +20,7 @@ from transfer.offers import Offers
 from transfer.pending_loads import PendingLoads
 from transfer.side_channel import Keyring
 from transfer.transfer_params import RemotePages, params_of, read_params
-from transfer.worker_config import GroupConfig, WorkerConfig, check_config
+from transfer.worker_config import GroupConfig, WorkerConfig, check_config, keyring_of
 
 LEASE_SLOTS = 4096
 """Lease words of a rank, as `transfer.lease.LeaseBook` makes them."""
@@ -51,7 +51,7 @@ class TransferCompanion:
         config: of any of the ranks.
         host: name or address under which readers reach this process.
         bind: ZMQ endpoint of the handshake server; the loopback, and a free port, unless told otherwise.
-        keyring: keys for the side channel; None for plain sockets.
+        keyring: keys for the side channel; those of the config's shared secret, or plain sockets, where None.
 
     Raises:
         InvalidEngineError: a config that no engine can be made of.
@@ -67,6 +67,7 @@ class TransferCompanion:
         self.config = check_config(config)
         self._host = host
         self._bind = bind
+        keyring = keyring_of(self.config, keyring)
         self._secure: Callable[[zmq.Socket[bytes]], None] | None = None if keyring is None else keyring.secure_server
         self._server: HandshakeServer | None = None
         self._metadata = ConnectorMetadata()

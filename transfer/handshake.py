@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 import zmq
 
+from transfer.allowed_peers import AllowedPeers
 from transfer.errors import HandshakeError, MetadataError, TransferError
 from transfer.side_channel import Throttle
 from transfer.wire import (
@@ -197,6 +198,7 @@ class _Asked:
     address: str
     deadline: float
     done: Callable[[Answer | TransferError], None]
+    refused: HandshakeError | None = None
 
 
 class HandshakeClient:
@@ -205,13 +207,16 @@ class HandshakeClient:
     Args:
         secure: sets a socket's CURVE options before it connects; None for plain sockets.
         clock: seconds, monotonic.
+        allowed: who may be asked; this host alone where None. No socket is opened to anybody else.
     """
 
     def __init__(
         self,
         secure: Callable[[zmq.Socket[bytes]], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        allowed: AllowedPeers | None = None,
     ) -> None:
+        self._allowed = allowed or AllowedPeers()
         self._secure = secure
         self._clock = clock
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
@@ -245,10 +250,13 @@ class HandshakeClient:
     ) -> None:
         self._asked[query.query_id] = _Asked(address, self._clock() + timeout_s, done)
         try:
+            self._allowed.check(address)
             self._socket(address).send(encode_message(query), zmq.NOBLOCK)
         except (zmq.ZMQError, TypeError, ValueError) as error:  # the address came with a request: it may be anything
             self._asked[query.query_id].deadline = -1.0  # reported by the next poll, never from within this call
             log.debug("cannot ask %s: %s", address, error)
+        except HandshakeError as error:
+            self._asked[query.query_id].deadline, self._asked[query.query_id].refused = -1.0, error
 
     def _socket(self, address: str) -> zmq.Socket[bytes]:
         if (socket := self._sockets.get(address)) is None:
@@ -283,7 +291,8 @@ class HandshakeClient:
         for query_id, asked in [(key, asked) for key, asked in self._asked.items() if asked.deadline <= now]:
             del self._asked[query_id]
             self.forget(asked.address)  # a socket whose peer is gone queues questions for its successor
-            asked.done(HandshakeError(f"no answer from {asked.address} in time"))
+            keys = " (who has other keys than ours, or none, gives none)" if self._secure is not None else ""
+            asked.done(asked.refused or HandshakeError(f"no answer from {asked.address} in time{keys}"))
 
     def _deliver(self, address: str, data: bytes) -> None:
         try:

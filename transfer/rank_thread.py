@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from transfer.allowed_peers import AllowedPeers
 from transfer.caches import CacheMemory
 from transfer.errors import InvalidEngineError
 from transfer.handshake import HandshakeClient
@@ -38,13 +39,14 @@ def make_rank(config: WorkerConfig, memory: CacheMemory) -> RankTransfer:
     Raises:
         AgentError: NIXL cannot be used, or refuses the memory.
     """
+    secret = config.shared_secret()
     identity = RankIdentity(
         engine_id=config.engine_id,
         incarnation=config.incarnation,
         rank=config.rank,
         ranks=config.ranks,
         compatibility=config.fingerprint(),
-        key=config.key,
+        key=config.key if secret is None else secret.metadata_key,
     )
     return RankTransfer(
         identity,
@@ -64,7 +66,7 @@ def start_thread(
     timing = config.timing
     replica = ReplicaTransfer(
         [rank],
-        HandshakeClient(None if keyring is None else keyring.secure_client),
+        HandshakeClient(None if keyring is None else keyring.secure_client, allowed=AllowedPeers(config.allowed_peers)),
         handshake_timeout_s=timing.handshake,
         heartbeat_s=timing.heartbeat,
         dead_after_s=timing.dead_after,

@@ -58,6 +58,9 @@ class Keyring(msgspec.Struct, frozen=True, kw_only=True):
             if len(key) != _KEY_CHARS or not key.isascii():
                 raise HandshakeError(f"keyring: {name} has {len(key)} characters, a key has {_KEY_CHARS}")
 
+    def __repr__(self) -> str:
+        return f"Keyring(service_public={self.service_public!r}, public={self.public!r}, ...)"
+
     def secure_client(self, socket: zmq.Socket[bytes]) -> None:
         """Makes a socket that has not connected yet speak only to engines of the fleet, as this client."""
         socket.setsockopt(zmq.CURVE_SERVERKEY, self.service_public.encode())

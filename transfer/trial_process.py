@@ -65,6 +65,7 @@ def _read(agent: Agent, rank: TriedRank, base: int) -> None:
 def _in_child(data: bytes, verdicts: int, requests: int) -> None:
     """A trial. The verdict goes out in one write, which a pipe keeps whole."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what NIXL and UCX say of strangers' bytes is in the verdict
     os.close(requests)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     trial = msgspec.msgpack.decode(data, type=Trial)
@@ -139,7 +140,7 @@ class Helper:
 def main() -> None:
     """Serves the parent."""
     verdicts = os.dup(1)
-    os.dup2(2, 1)  # NIXL and its plugins may print
+    os.dup2(2, 1)  # our pipe is for verdicts: NIXL and its plugins may print
     os.environ["UCX_HANDLE_ERRORS"] = "none"  # a death here is an answer, and no reason for a page in the log
     import_nixl()
     Helper(0, verdicts).run()

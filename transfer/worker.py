@@ -27,7 +27,7 @@ from transfer.sends import Sends
 from transfer.side_channel import Keyring
 from transfer.stats import StatsSnapshot
 from transfer.thread import TransferThread
-from transfer.worker_config import WorkerConfig, check_config
+from transfer.worker_config import WorkerConfig, check_config, keyring_of
 
 
 class NixlConnectorWorker:
@@ -35,7 +35,7 @@ class NixlConnectorWorker:
 
     Args:
         config: which rank this is, and its caches.
-        keyring: keys for the side channel; None for plain sockets.
+        keyring: keys for the side channel; those of the config's shared secret, or plain sockets, where None.
 
     Raises:
         InvalidEngineError: a config that no worker can be made of.
@@ -51,7 +51,7 @@ class NixlConnectorWorker:
         self._has_news = False
         self._close: Callable[[], object] | None = None
         self.config = check_config(config)
-        self._keyring = keyring
+        self._keyring = keyring_of(self.config, keyring)
         self._loads = Loads(config.groups, whole_pages=False)
 
     def register_kv_caches(self, kv_caches: Mapping[str, Cache]) -> None:

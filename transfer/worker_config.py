@@ -11,7 +11,9 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from transfer.allowed_peers import AllowedPeers
 from transfer.errors import InvalidEngineError
+from transfer.secret import Secret, read_secret
 from transfer.shapes import (
     BLOCKS_FIRST_HND,
     BLOCKS_FIRST_NHD,
@@ -21,6 +23,7 @@ from transfer.shapes import (
     SPLIT_HND,
     SPLIT_NHD,
 )
+from transfer.side_channel import Keyring
 from transfer.wire import PROTOCOL
 
 Kind: TypeAlias = Literal["full", "sliding_window", "mla", "mamba"]
@@ -172,7 +175,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         layer_chunks: ranges of layers that are read one after another, so that `wait_for_layer` can return early.
         page_checks: a source notes a checksum of each page that it leases.
         verify: share of the pages that a reader compares with them.
-        key: shared secret of the digests over metadata.
+        key: of the digests over metadata; one of `secret` where that is given.
+        secret: shared by all engines of a fleet: turns on keys for metadata and for the sockets of the side channel.
+            "file:PATH", "env:NAME", or the secret itself, which is never shown.
+        allowed_peers: addresses, networks and host names of sources that may be contacted, beside this host.
         timing: limits.
     """
 
@@ -191,7 +197,22 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     page_checks: bool = False
     verify: float = 0.0
     key: bytes = b""
+    secret: str = ""
+    allowed_peers: tuple[str, ...] = ()
     timing: Timing = Timing()
+
+    def __repr__(self) -> str:
+        hidden = ("key", "secret")
+        shown = [f"{name}={'...' if name in hidden else repr(getattr(self, name))}" for name in self.__struct_fields__]
+        return f"WorkerConfig({', '.join(shown)})"
+
+    def shared_secret(self) -> Secret | None:
+        """Reads the shared secret; None where there is none.
+
+        Raises:
+            InvalidEngineError: it cannot be read, or is too short.
+        """
+        return read_secret(self.secret)
 
     @property
     def rank(self) -> int:
@@ -210,6 +231,18 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         """
         groups = {f"group {number}": _described(group) for number, group in enumerate(self.groups)}
         return {"model": self.model, "protocol": str(PROTOCOL)} | groups | self.compatibility
+
+
+def keyring_of(config: WorkerConfig, keyring: Keyring | None) -> Keyring | None:
+    """Returns the keys of the side channel: those given, or those of the shared secret; None where there are none.
+
+    Raises:
+        InvalidEngineError: both are given.
+    """
+    secret = config.shared_secret()
+    if secret is not None and keyring is not None:
+        raise InvalidEngineError(f"engine {config.engine_id!r}: a keyring beside a shared secret; one is needed")
+    return keyring if secret is None else secret.keyring
 
 
 def _described(group: GroupConfig) -> str:
@@ -238,6 +271,9 @@ def check_config(config: WorkerConfig) -> WorkerConfig:
     for name in Timing.__struct_fields__:
         if not 0 < (seconds := getattr(config.timing, name)) < math.inf:
             raise InvalidEngineError(f"{where}: {name} is {seconds} s, above 0 is needed")
+    AllowedPeers(config.allowed_peers)
+    if config.shared_secret() is not None and config.key:
+        raise InvalidEngineError(f"{where}: a key beside a shared secret; the key follows from that")
     names: set[str] = set()
     for number, group in enumerate(config.groups):
         _check_group(f"{where}: group {number}", group)

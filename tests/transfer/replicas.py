@@ -76,6 +76,7 @@ class Engine:
         compatibility = options.pop("compatibility", {"model": "m"})
         clock = options.pop("clock", time.monotonic)
         key = options.pop("key", b"tests")
+        stuck_s = options.pop("stuck_s", 30.0)
         self.hindrances = [Hindrance() for _ in range(tp)]
         self.pools: list[NDArray[np.uint8]] = []
         self.ranks: list[RankTransfer] = []
@@ -102,6 +103,7 @@ class Engine:
                     identity,
                     layout,
                     [self.pools[-1].ctypes.data],
+                    stuck_s=stuck_s,
                     agent=partial(Hindered, self.hindrances[rank]),
                     clock=clock,
                 )

@@ -85,6 +85,7 @@ def test_what_is_tried_and_found_good_is_read_from(engine: Any, trials: Trials, 
     assert trials.counts["passed"] == passed + 1
 
 
+@pytest.mark.slow
 def test_metadata_that_ends_a_process_ends_none_of_ours(engine: Any, trials: Trials) -> None:
     """Byte after byte is changed until one ends the process that tries it; other engines are read from meanwhile."""
     p, d, good = engine("p"), engine("d"), engine("q", seed=9)

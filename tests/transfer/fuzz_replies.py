@@ -1,0 +1,140 @@
+"""Handshake replies with a few bytes changed, sealed anew as anybody can who needs no key: `fuzz_replies.run`.
+
+The source is a process of its own; the reader is this one, over real NIXL, so that it is here to be counted only if no
+reply has ended it. Every reply that passes its trial is loaded and read from as well.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+
+from tests.transfer.replicas import TOKENS, Engine
+from transfer.handshake import EngineCard, HandshakeServer
+from transfer.pull_state import LeaseRef, PagesOfGroup
+from transfer.replica import Source
+from transfer.trials import Trials
+from transfer.wire import RankMetadata, open_rank, sealed_rank
+
+AT_ONCE = 16
+_WHOLE = [PagesOfGroup([1, 2], [4, 5], (0, 2 * TOKENS))]
+
+
+def serve(pipe: Connection) -> None:
+    """A source that is polled until the test closes the pipe."""
+    source = Engine("p", key=b"")
+    leases = [source.offer(f"r{slot}", slot, 1e6, engines=1 << 30) for slot in range(AT_ONCE)]
+    pipe.send((source.card.ranks[0], leases))
+    try:
+        while True:
+            source.replica.poll()
+            if pipe.poll(1e-3):
+                pipe.recv()
+    except (EOFError, OSError):
+        source.close()
+
+
+def changed(data: bytes, engine_id: str, rng: random.Random) -> bytes:
+    """The metadata of a rank with 1 to 4 bytes changed; four in five times inside NIXL's own part of it."""
+    rank = msgspec.structs.replace(open_rank(data), engine_id=engine_id)
+    if rng.random() < 0.8:
+        return sealed_rank(msgspec.structs.replace(rank, agent_metadata=_with_changes(rank.agent_metadata, rng)))
+    odd = _with_changes(msgspec.msgpack.encode(rank), rng)
+    try:
+        return sealed_rank(msgspec.msgpack.decode(odd, type=RankMetadata))
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return odd
+
+
+def _with_changes(data: bytes, rng: random.Random) -> bytes:
+    found = bytearray(data)
+    for _ in range(rng.randint(1, 4)):
+        found[rng.randrange(len(found))] ^= rng.randint(1, 255)
+    return bytes(found)
+
+
+class _Source:
+    """The source's process; another one where a reply has led to its death."""
+
+    def __init__(self) -> None:
+        self.deaths = -1
+        self.process: Any = None
+        self.start()
+
+    def start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+        found: tuple[bytes, list[LeaseRef]] = self.pipe.recv()
+        self.metadata, self.leases = found
+        self.deaths += 1
+
+    def close(self) -> None:
+        self.pipe.close()
+        self.process.join(20)
+        self.process.kill()
+
+
+def run(replies: int, seed: int, say: Callable[[str], None]) -> list[str]:
+    """Reads from so many engines whose replies are changed, some at once. Returns what went wrong."""
+    rng, source, trials = random.Random(seed), _Source(), Trials.shared()
+    reader, became, before = Engine("d", seed=9, key=b""), Counter[str](), Counter(trials.counts)
+    begun, open_keys, begin = 0, dict[str, int](), time.monotonic()
+    with HandshakeServer([]) as liar:
+        liar._throttle.admits = lambda _: True
+        while begun < replies or open_keys:
+            if not source.process.is_alive():
+                source.start()
+            free = sorted({*range(AT_ONCE)} - {*open_keys.values()})
+            while free and begun < replies:
+                key, slot, begun = f"e{begun}", free.pop(), begun + 1
+                data = changed(source.metadata, key, rng)
+                incarnation = _incarnation(data)
+                liar._cards = {**liar._cards, key: EngineCard(key, incarnation, (data,), {"model": "m"})}
+                reader.replica.pull(key, Source(liar.endpoint, key, source.leases[slot]), 60.0)
+                reader.replica.add_pages(key, _WHOLE, last=True)
+                open_keys[key] = slot
+            reader.poll()
+            for event in [event for event in reader.pulls if event.safe and event.key in open_keys]:
+                became[_kind(event.error)] += 1
+                del open_keys[event.key]
+                liar._cards.pop(event.key)
+                reader.replica.forget(event.key, "enough of it")
+            time.sleep(5e-4)
+        reader.events.clear()
+    counts = {name: number - before[name] for name, number in trials.counts.items()}
+    say(
+        f"changed replies: {begun}, {dict(became)}; trials {counts}; deaths of the reader 0, of the source "
+        f"{source.deaths}; {time.monotonic() - begin:.0f} s"
+    )
+    reader.close()
+    source.close()
+    return [] if sum(became.values()) == replies else [f"{replies - sum(became.values())} replies came to no end"]
+
+
+def _incarnation(data: bytes) -> str:
+    try:
+        return open_rank(data).incarnation
+    except Exception:  # noqa: BLE001  (whatever is wrong with it, the reader is to say so)
+        return "none"
+
+
+def _kind(error: str) -> str:
+    for part, kind in (
+        ("it ended the process", "ended the process that tried it"),
+        ("it did not end", "hung the process that tried it"),
+        ("sealed with no key", "refused by NIXL"),
+        ("handshake", "refused by us"),
+    ):
+        if part in error:
+            return kind
+    return "failed when it was read" if error else "read from"

@@ -1,0 +1,75 @@
+"""Which hosts a reader may contact. The address of a source comes with the request, so it may be anything."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from typing import TYPE_CHECKING, TypeAlias
+
+from transfer.errors import HandshakeError, InvalidEngineError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+LOOPBACK = ("127.0.0.0/8", "::1", "localhost")
+"""What may always be contacted, and endpoints that do not leave the host."""
+
+_Host: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+_LOCAL = ("ipc://", "inproc://")
+# ZMQ takes more than this, say a source address and a semicolon before the host, which a check would have to know.
+_TCP = re.compile(r"tcp://(?:\[(?P<six>[0-9a-fA-F:.%a-z]+)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>\d{1,5})")
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+
+
+class AllowedPeers:
+    """Hosts and networks. A name is on the list only if it stands there itself: no name is looked up to decide that.
+
+    Args:
+        entries: addresses, networks ("10.0.0.0/8") and host names, beside the loopback.
+
+    Raises:
+        InvalidEngineError: an entry that is none of these.
+    """
+
+    def __init__(self, entries: Iterable[str] = ()) -> None:
+        self._entries = (*LOOPBACK, *dict.fromkeys(entry for entry in entries if entry not in LOOPBACK))
+        self._names: set[str] = set()
+        self._networks: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
+        for entry in self._entries:
+            try:
+                self._networks.append(ipaddress.ip_network(entry, strict=False))
+            except ValueError as error:
+                if not _NAME.fullmatch(entry) or entry.replace(".", "").isdigit():
+                    raise InvalidEngineError(f"allowed_peers: {entry!r} is no host, address or network") from error
+                self._names.add(entry.lower())
+
+    def check(self, address: str) -> None:
+        """Returns where an endpoint may be contacted.
+
+        Raises:
+            HandshakeError: it is outside of the list, or is no endpoint. Names it and the list.
+        """
+        if address.startswith(_LOCAL):
+            return
+        found = _TCP.fullmatch(address)
+        if found is None:
+            raise HandshakeError(f"{address[:200]!r} is no endpoint tcp://host:port of a peer")
+        host: str = found["six"] or found["host"]
+        if not self._has(host):
+            raise HandshakeError(f"{address} is outside of allowed_peers: {', '.join(self._entries)}")
+
+    def _has(self, host: str) -> bool:
+        try:
+            address: _Host = ipaddress.ip_address(host)
+        except ValueError:
+            return host.lower() in self._names
+        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+            address = address.ipv4_mapped
+        return any(address.version == network.version and address in network for network in self._networks)
+
+
+def host_of(endpoint: str) -> tuple[str, ...]:
+    """Returns the host of an endpoint of our own, as an entry of the list; nothing where it stands for all of them."""
+    found = _TCP.fullmatch(endpoint.replace(":*", ":0"))
+    host = "" if found is None else found["six"] or found["host"]
+    return () if host in ("", "0.0.0.0", "::") else (host,)  # noqa: S104  (nothing binds here)
