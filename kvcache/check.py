@@ -47,6 +47,8 @@ def check_replica(replica: Replica) -> None:
         if request_id is None and (rows.num_pages[row] or rows.table[row].any()):
             raise InvariantError(f"row {row} is free, but names {rows.num_pages[row]} pages")
     for pending in replica.imports:
+        if pending.closed:
+            raise InvariantError(f"request {pending.request_id!r}: its import is closed and keeps pages")
         np.add.at(writers, pending.dst_pages, 1)
     for load in replica.tier.open_loads if replica.tier is not None else ():
         np.add.at(writers, load.pages, 1)
