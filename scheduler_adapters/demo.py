@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -95,8 +96,10 @@ def run_demo(options: DemoOptions) -> int:
             serve(workers, served, options, show)
         stats = settled_stats(workers)
     notes, ties, equal = _compare(options, model, served, reporter)
-    failed = {one.request_id: one.error for one in served if one.error} if options.chaos is not None else None
-    figures = _figures(served, stats, equal=equal, ties=ties, failed=failed)
+    figures = _figures(served, stats, equal=equal, ties=ties)
+    if options.chaos is not None:
+        failed = {one.request_id: one.error for one in served if one.error}
+        figures = msgspec.structs.replace(figures, failed=failed, faults=_faults(stats))
     sides = [f"{side.title()} of {_of(options, side)}" for side in ("prefill", "decode")]
     where = sides[0] + " to " + sides[1].lower() + ", over NIXL"
     reporter.table(figures, where, notes + _leaks(stats))
@@ -295,9 +298,16 @@ def _difference(ours: list[int], theirs: list[int]) -> str:
     return f"{len(ours)} tokens, the model's own are {len(theirs)}"
 
 
-def _figures(
-    served: list[Served], stats: dict[str, msg.Stats], *, equal: bool, ties: int, failed: dict[str, str] | None
-) -> Figures:
+def _faults(stats: dict[str, msg.Stats]) -> dict[str, int]:
+    """How often each fault was injected, all processes together; 0 for one that was not."""
+    total: Counter[str] = Counter()
+    for one in stats.values():
+        for fault, count in one.faults.items():
+            total[fault] += count
+    return dict(total)
+
+
+def _figures(served: list[Served], stats: dict[str, msg.Stats], *, equal: bool, ties: int) -> Figures:
     every = list(stats.values())
     prompt_tokens, cached_tokens = sum(one.prompt_tokens for one in every), sum(one.cached_tokens for one in every)
     bytes_pulled, pull_seconds = sum(one.bytes_pulled for one in every), sum(one.pull_seconds for one in every)
@@ -316,7 +326,6 @@ def _figures(
         ttft_ms_p50=statistics.median(first) * 1e3 if first else 0.0,
         tpot_ms_p50=statistics.median(further) * 1e3 if further else 0.0,
         leaked_pages=sum(one.pages_held for one in every),
-        failed=failed,
     )
 
 

@@ -33,6 +33,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         tpot_ms_p50: median over the requests of the mean time per further token, in milliseconds.
         leaked_pages: pages still held in either process after the last request.
         failed: the requests that were not served, and why; only with `--chaos`, which lets them be.
+        faults: how often each fault was injected, in all processes; only with `--chaos`.
     """
 
     requests: int
@@ -48,6 +49,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tpot_ms_p50: float
     leaked_pages: int
     failed: dict[str, str] | None = None
+    faults: dict[str, int] | None = None
 
 
 class Reporter:
@@ -105,6 +107,10 @@ class Reporter:
             self.line(note)
 
 
+def _counts(faults: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} {fault}" for fault, count in faults.items())
+
+
 def _rows(figures: Figures) -> list[tuple[str, str]]:
     ties = f", {figures.ties} by a rounding tie" if figures.ties else ""
     return [
@@ -119,5 +125,6 @@ def _rows(figures: Figures) -> list[tuple[str, str]]:
         ("time per token, p50", f"{figures.tpot_ms_p50:.2f} ms"),
         ("pages left held", f"{figures.leaked_pages:,}"),
         *([("failed, each with its reason", f"{len(figures.failed):,}")] if figures.failed else []),
+        *([("faults injected", _counts(figures.faults))] if figures.faults else []),
         ("equal to the model's own generate", f"{'yes' if figures.tokens_equal else 'NO'}{ties}"),
     ]

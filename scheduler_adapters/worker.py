@@ -142,7 +142,8 @@ class ChaosAgents:
 
     def __init__(self, seed: int, *, wrong_bytes: bool) -> None:
         self._seeds = itertools.count(seed)
-        self._rates = Rates(short=0.05, corrupt=0.05) if wrong_bytes else Rates()
+        # Each fault happens several times in forty requests.
+        self._rates = Rates(refuse=0.04, drop=0.2, short=0.12 * wrong_bytes, corrupt=0.05 * wrong_bytes)
         self._made: list[ChaosAgent] = []
 
     def __call__(self, name: str, memory_type: MemoryType) -> Agent:

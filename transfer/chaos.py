@@ -112,11 +112,11 @@ class ChaosAgent(Agent):
         if self._happens("refuse", rates.refuse):
             raise AgentError(f"agent {self.name!r}: chaos refused {len(local)} runs of {peer!r}")
         fault: Fault | None = None
-        if self._happens("break", rates.break_):
+        if self._random.random() < rates.break_:
             fault, local, remote, note = "break", local[: len(local) // 2], remote[: len(remote) // 2], b""
         elif len(local) > 1 and self._happens("short", rates.short):
             fault, local, remote = "short", local[:-1], remote[:-1]
-        elif self._happens("corrupt", rates.corrupt):
+        elif self._random.random() < rates.corrupt:
             fault = "corrupt"
         if note and self._happens("drop", rates.drop):
             note = b""
@@ -144,9 +144,11 @@ class ChaosAgent(Agent):
         if handle.posted and not super().done(handle.handle):
             return False
         if handle.fault == "break":
+            self.faults["break"] += 1
             raise AgentError(f"agent {self.name!r}: chaos broke a transfer half way")
         if handle.fault == "corrupt":
             handle.fault = None
+            self.faults["corrupt"] += 1
             byte = ctypes.c_uint8.from_address(handle.flip)
             byte.value ^= 1 << self._random.randrange(8)
         return True

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +68,27 @@ def test_under_chaos_what_is_answered_is_right_and_what_is_not_has_a_reason(
     tmp_path: Path, sides: tuple[Any, ...]
 ) -> None:
     out = tmp_path / "o.json"
-    done = run("--requests", 5, "--max-new-tokens", 8, "--chaos", 3, "--json", out, *sides)
-    assert done.returncode == 0, done.stdout + done.stderr
-    figures = json.loads(out.read_text())
-    assert list(figures) == [*KEYS, "failed"]
+    happened: Counter[str] = Counter()
+    for seed in (3, 4, 5):  # one run mostly makes all of them
+        done = run("--requests", 40, "--max-new-tokens", 8, "--chaos", seed, "--json", out, *sides)
+        assert done.returncode == 0, done.stdout + done.stderr
+        figures = json.loads(out.read_text())
+        assert_right_under_chaos(figures)
+        happened.update(figures["faults"])
+        if min(happened.values()) > 0:
+            break
+    # Bytes go wrong silently only where they are compared: between pages that are alike.
+    silent = set() if sides else {"short", "corrupt"}
+    assert set(happened) == {"delay", "refuse", "break", "drop", "duplicate", "late"} | silent
+    assert min(happened.values()) > 0, happened
+    assert re.search(r"faults injected +\d+ delay, ", done.stdout)
+
+
+def assert_right_under_chaos(figures: dict[str, Any]) -> None:
+    assert list(figures) == [*KEYS, "failed", "faults"]
     assert figures["tokens_equal"] is True
     assert figures["leaked_pages"] == 0
-    assert len(figures["failed"]) < 5
+    assert len(figures["failed"]) < 20
     assert all(figures["failed"].values())
 
 

@@ -13,6 +13,7 @@ import pytest
 import zmq
 
 from scheduler_adapters import messages as msg
+from scheduler_adapters.demo import settled_stats
 from scheduler_adapters.errors import WorkerError
 from scheduler_adapters.front import Front
 from scheduler_adapters.hf import reference_tokens
@@ -83,6 +84,7 @@ def test_requests_of_a_deaf_front_fail_and_their_pages_come_back(
     assert service.decode.counts["failed"] == 8
     service.assert_nothing_held()
     assert service.decode.front.num_unread <= 20 + 8 + 4  # the limit, an end for each, a token for each row
+    service.clients.pop("d0").close()
     service.clients["d0"] = theirs
     service.until(lambda: len(service.ended) == 8, "their ends")
     for number in range(8):
@@ -136,7 +138,7 @@ def test_a_front_that_submits_4000_requests_before_it_reads_is_served(tiny_model
         for number in range(4000):
             workers.send("decode", msg.Submit(request_id=f"r{number}", prompt=PROMPT, max_new_tokens=1 + number % 2))
         tokens, ended = collected(workers, 4000)
-        stats = workers.stats()
+        stats = settled_stats(workers)
     wanted = reference_tokens(tiny_model, PROMPT, 2)
     assert {end.finished for end in ended.values()} <= {"length", "eos"}
     assert all(tokens[f"r{number}"] == wanted[: 1 + number % 2] for number in range(4000))
@@ -162,7 +164,7 @@ def test_a_front_that_reads_nothing_loses_its_own_requests_and_no_more(tiny_mode
             assert mine == wanted[: len(mine)] if ended[f"r{number}"].error else mine == wanted
         workers.send("decode", msg.Submit(request_id="next", prompt=PROMPT, max_new_tokens=8))
         assert collected(workers, 1)[0] == {"next": reference_tokens(tiny_model, PROMPT, 8)}
-        stats = workers.stats()
+        stats = settled_stats(workers)
     assert [(one.pages_held, one.open_requests) for one in stats.values()] == [(0, 0)] * 2
 
 

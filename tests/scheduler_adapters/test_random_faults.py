@@ -3,7 +3,6 @@
 import random
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,9 @@ PROMPTS = [[seed * 7 % 250 + at % 5 for at in range(length)] for seed, length in
 NEW = 6
 # A move that takes an error of the transfer thread, or a race of less than a millisecond.
 RARE = {("leasing", "over"), ("computing", "over"), ("leasing", "computing"), ("offered", "over")}
+
+
+SHARES = {"submit": 40, "abort": 10, "lose": 6, "hang up": 3, "late": 6, "prefill": 3, "decode": 2, "fill": 3}
 
 
 class Moves:
@@ -43,42 +45,51 @@ class Storm:
         self.service, self.expected, self.random = service, expected, random.Random(seed)
         self.asked: dict[str, tuple[int, str]] = {}  # request to its prompt, and the decode process that has it
         self.lost: set[str] = set()  # requests of decode processes that were stopped
-        self.faults: Counter[str] = Counter()
+        self.faults: Counter[str] = Counter()  # those that did something
 
-    def act(self) -> None:
+    def act(self, kind: str) -> bool:  # noqa: C901  (a case for each kind)
+        """Do it, where there is something to do it to. Whether there was."""
         service, rng = self.service, self.random
-        kind = rng.choices(
-            ["submit", "abort", "lose", "hang up", "late", "prefill", "decode", "fill"], [40, 10, 6, 3, 6, 3, 2, 3]
-        )[0]
-        self.faults[kind] += 1
         rooms = [room for decode in service.decodes.values() for room in decode._rooms.values()]
         if kind == "submit":
             request_id, prompt = f"r{len(self.asked)}", rng.randrange(len(PROMPTS))
             name = rng.choice(list(service.decodes))
             self.asked[request_id] = prompt, name
             service.submit_one(request_id, PROMPTS[prompt], NEW, service.decodes[name])
-        elif kind == "abort" and rooms:
+        elif kind == "abort":
+            if not rooms:
+                return False
             room = rng.choice(rooms)
             service.decodes[self.asked[room.request_id][1]].abort(room.request_id)
         elif kind == "lose":
-            rng.choice(rng.choice(list(service.decodes.values())).links).lose("a hiccup")
+            links = [link for one in service.decodes.values() for link in one.links if link.welcome]
+            if not links:
+                return False
+            rng.choice(links).lose("a hiccup")
         elif kind == "hang up":
-            rng.choice(list(service.prefills.values()))._lose(rng.choice([b"?", *self.readers()]), "a full queue")
+            readers = [(one, reader) for one in service.prefills.values() for reader in one._readers]
+            if not readers:
+                return False
+            prefill, reader = rng.choice(readers)
+            prefill._lose(reader, "a full queue")
         elif kind == "late":
             every = [*rooms, *(room for one in service.prefills.values() for room in one._rooms.values())]
-            if every and (room := rng.choice(every)).phase not in ("held", "ending"):
-                room.deadline = 0.0
+            every = [room for room in every if room.phase not in ("held", "ending")]
+            if not every:
+                return False
+            rng.choice(every).deadline = 0.0
         elif kind == "fill":
             name = rng.choice(list(service.loops))
             manager = service.loops[name].manager
-            if not manager.contains("hog") and manager.num_free_blocks and not service.loops[name].num_waiting:
-                with suppress(NoFreeRowError):  # as many requests as the replica has rows hold pages
-                    fill(service, name)
+            if manager.contains("hog") or not manager.num_free_blocks or service.loops[name].num_waiting:
+                return False
+            try:
+                fill(service, name)
+            except NoFreeRowError:  # as many requests as the replica has rows hold pages
+                return False
         elif kind in ("prefill", "decode"):
             self.restart(kind)
-
-    def readers(self) -> list[bytes]:
-        return [reader for prefill in self.service.prefills.values() for reader in prefill._readers]
+        return True
 
     def restart(self, kind: str) -> None:
         service = self.service
@@ -95,13 +106,23 @@ class Storm:
 
     def run(self, actions: int) -> None:
         service = self.service
-        for _ in range(actions):
-            self.act()
+        kinds = list(SHARES)
+        todo = [*kinds, *self.random.choices(kinds, list(SHARES.values()), k=actions - len(kinds))]
+        self.random.shuffle(todo)
+        for turn in range(20 * actions):
+            if not todo:
+                break
+            kind = todo.pop(0)
+            if self.act(kind):
+                self.faults[kind] += 1
+            else:  # a little later; meanwhile there is somebody to do it to
+                todo[min(3, len(todo)) : 0] = [kind] if "submit" in todo or turn % 4 else ["submit", kind]
             for _ in range(self.random.randrange(6)):
                 service.poll()
             if self.random.random() < 0.3:
                 empty(service)
         empty(service)
+        assert set(self.faults) == set(SHARES), f"left to do: {todo}"
         service.until(lambda: not set(self.asked) - set(service.ended) - self.lost, "the last token")
         for request_id, (prompt, _) in self.asked.items():
             self.judge(request_id, self.expected[prompt])
