@@ -20,6 +20,7 @@ import msgspec
 import zmq
 
 from kvcache.layout import PageLayout
+from tests.transfer import fuzz_replies
 from transfer.errors import TransferError
 from transfer.handshake import EngineCard, HandshakeClient, HandshakeServer
 from transfer.lease import LeaseBook
@@ -285,10 +286,11 @@ def run(messages: int, seed: int, say: Callable[[str], None]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--messages", type=int, default=1_000_000)
+    parser.add_argument("--replies", type=int, default=10_000, help="changed handshake replies, over real NIXL")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     begin = time.perf_counter()
-    wrong = run(args.messages, args.seed, print)
+    wrong = run(args.messages, args.seed, print) + fuzz_replies.run(args.replies, args.seed, print)
     took = time.perf_counter() - begin
     print(f"{args.messages} messages, seed {args.seed}, {took:.0f} s: {wrong or 'nothing wrong'}")  # noqa: T201
     return bool(wrong)

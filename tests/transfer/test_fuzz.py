@@ -6,7 +6,7 @@ import time
 import msgspec
 import pytest
 
-from tests.transfer import fuzz
+from tests.transfer import fuzz, fuzz_replies
 from transfer.boxes import Box, Group, ShardLayout
 from transfer.errors import MetadataError
 from transfer.remote import RemoteEngine
@@ -17,6 +17,13 @@ def test_nothing_that_comes_in_ends_or_fills_a_process():
     said: list[str] = []
     assert fuzz.run(15_000, random.randrange(1 << 32), said.append) == []
     assert any(line.startswith("sealed metadata") and "'refused'" in line and "'taken'" in line for line in said), said
+
+
+def test_no_changed_reply_ends_the_reader():
+    said: list[str] = []
+    assert fuzz_replies.run(40, random.randrange(1 << 32), said.append) == []
+    assert "refused by NIXL" in said[0]
+    assert "deaths of the reader 0" in said[0]
 
 
 @pytest.mark.parametrize("count", [100, 400, 3000])
