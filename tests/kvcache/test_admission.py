@@ -144,3 +144,17 @@ def test_without_caching_it_looks_at_room_and_load_alone() -> None:
     context = TextContext(range(30), 64)
     assert manager.admission(context) == Admission(1, 0, 8, True)
     assert context.prefix_hasher is None
+
+
+def test_a_request_is_a_load_once_however_often_it_comes_for_pages(make: Any) -> None:
+    manager = make(64, page_size=4, dp=2)
+    context = TextContext(range(10), 64, "r")
+    manager.external_claim("r", 1)
+    loads: list[list[float]] = []
+    for _ in range(12):
+        assert manager.maybe_reserve(context)
+        loads.append(list(manager._replicas._router._loads))
+        manager.fetch([context])
+        context.update(3)
+        manager.step([context])
+    assert loads == [[0.0, 3.0]] * 12

@@ -342,6 +342,11 @@ def test_import_comes_before_any_other_page(make: Any) -> None:
     assert target.maybe_reserve(context)
     with pytest.raises(InvalidRequestError, match="'d': has 5 pages already"):
         target.import_block_table(context, table)
+    large = make(16, page_size=64)
+    context = receiver(large)
+    assert large.maybe_reserve(context)
+    with pytest.raises(InvalidRequestError, match="'d': has 1 pages already"):
+        large.import_block_table(context, table)
 
 
 def test_other_geometries_have_other_fingerprints(make: Any) -> None:

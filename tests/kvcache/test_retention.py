@@ -169,6 +169,15 @@ def test_a_hint_is_worth_nothing_after_its_time() -> None:
     assert order.pop(2).tolist() == [2, 5]
 
 
+def test_a_hint_to_go_first_is_worth_nothing_after_its_time_either() -> None:
+    now = [0.0]
+    order = order_of(clock=lambda: now[0])
+    for hint, page in ((FIRST, 1), (None, 2), (FIRST, 3), (None, 4)):
+        said(order, hint and Retention(session_continues=False, ttl_s=5.0), page)
+    now[0] = 6.0
+    assert order.pop(4).tolist() == [1, 2, 3, 4]
+
+
 def test_times_of_several_hints_end_one_by_one() -> None:
     now = [0.0]
     order = order_of(clock=lambda: now[0])

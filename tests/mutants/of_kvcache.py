@@ -194,7 +194,7 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("extend_import", "not np.array_equal(now[: len(known)], known)", "False"),
             Mutation("_check_part", "table.num_tokens % table.page_size", "table.num_tokens < table.page_size"),
             Mutation("_take_up", "max(first, table.num_tokens)", "table.num_tokens"),
-            Mutation("_check_open", "pending.closed or", ""),
+            Mutation("_check_open", "pending.closed or", "", equivalent="no row has an import that is closed"),
         ],
     ),
     Module(

@@ -582,3 +582,20 @@ def test_what_was_read_from_an_engine_that_is_connected_anew_fails(engine: Any) 
     rank.open_pull("r", rank.connect(p.card.ranks), lease, 20.0)
     rank.connect(p.card.ranks)
     assert [(event.key, event.error) for event in rank.events] == [("r", "engine 'p' was connected anew")]
+
+
+def test_an_engine_that_was_lost_stays_loaded_while_a_read_from_it_is_in_flight(engine: Any) -> None:
+    p, d = engine("p"), engine("d")
+    d.hindrances[0].held = True
+    pull(d, p.source(p.offer()))
+    run(p, d, until=lambda: d.hindrances[0].reads)
+    rank = d.ranks[0]
+    remote = rank.remote("p")
+    rank.disconnect("p", "lost")
+    d.poll()
+    assert remote.agent.is_open
+    d.hindrances[0].held = False
+    run(p, d, until=settled(d))
+    d.poll()
+    with pytest.raises(PullFailedError, match="engine 'p' is not loaded"):
+        _ = remote.agent
