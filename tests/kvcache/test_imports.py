@@ -335,6 +335,17 @@ def test_a_growing_import_refuses_what_does_not_continue_it(make: Any) -> None:
         target.extend_import(context, pending, table, last=True)
 
 
+def test_a_digest_that_differs_in_one_byte_is_another_one(make: Any) -> None:
+    _, table = prefilled(make)
+    target = make(16, page_size=4)
+    context = receiver(target)
+    for at in (0, 31, len(table.digests) - 1):
+        digests = bytearray(table.digests)
+        digests[at] ^= 1
+        with pytest.raises(BlockTableMismatchError, match=f"holds other tokens .*, from page {at // 32} on"):
+            target.import_block_table(context, msgspec.structs.replace(table, digests=bytes(digests)))
+
+
 def test_import_comes_before_any_other_page(make: Any) -> None:
     _, table = prefilled(make)
     target = make(16, page_size=4)

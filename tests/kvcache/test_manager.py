@@ -153,6 +153,9 @@ def test_claim_as_a_context_manager_releases_at_the_end(make: Any) -> None:
     with pytest.raises(ZeroDivisionError), manager.claim(context):
         raise ZeroDivisionError
     assert not manager.contains(context.request_id)
+    with manager.claim(context):
+        manager.release(context.request_id)  # before its end: there is nothing left to give back
+    assert manager.num_free_blocks == 8
 
 
 # ---- reserving
@@ -600,6 +603,14 @@ def test_metrics_count_each_prompt_token_once(make: Any) -> None:
     manager.reset_metrics()
     assert manager.metrics == KVCacheMetrics()
     assert manager.metrics.cache_hit_rate == 0.0
+
+
+def test_tokens_that_are_generated_beside_a_prompt_are_no_prompt_tokens(make: Any) -> None:
+    manager = make(32, page_size=4)
+    decoding = claimed(manager, range(10))
+    run(manager, [decoding])
+    run(manager, [decoding, claimed(manager, range(50, 59))])
+    assert manager.metrics.input_tokens == 10 + 9
 
 
 def test_the_next_request_of_a_row_is_counted_as_the_first_was(make: Any) -> None:

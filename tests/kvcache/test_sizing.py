@@ -54,3 +54,11 @@ def test_batch_size_derives_from_the_budget() -> None:
         for budget in (0, PAGE, PAGE * 3 * degree - 1, PAGE * 3 * degree):
             assert infer(many, 33, 3, budget, ["cpu"] * degree) == degree
     assert infer(params(n_devices=2, data_parallel_degree=2), 33, 3, PAGE * 3 * 5, ["cpu"] * 2) == 4
+
+
+def test_a_budget_of_one_page_a_replica_is_enough_and_a_batch_of_fewer_requests_than_replicas_is_not() -> None:
+    two = params(n_devices=2, data_parallel_degree=2)
+    manager = PagedKVCacheManager(two, 2, 16, 3, ["cpu"] * 2, available_cache_memory=2 * PAGE)
+    assert manager.total_num_pages == 2
+    with pytest.raises(InvalidParamsError, match="max_batch_size is 1: at least 2 is needed"):
+        PagedKVCacheManager(two, 1, 16, 3, ["cpu"] * 2, available_cache_memory=2 * PAGE)

@@ -255,7 +255,6 @@ KVCACHE: tuple[Module, ...] = (
         ["tests/kvcache/test_manager.py", "tests/kvcache/test_fork.py", "tests/kvcache/test_batch.py"],
         [
             Mutation("PromptCounter.admit", "if self._rows.prompt[row] < 0:", "if True:"),
-            Mutation("PromptCounter.hit", "min(cached, prompt)", "cached"),
             Mutation("PromptCounter.run", "np.minimum(ends, prompts)", "ends"),
             Mutation(
                 "PromptCounter.ran_elsewhere", "self._rows.prompt[row] = self._rows.counted[row] = tokens", "pass"

@@ -118,7 +118,9 @@ TRANSFER: tuple[Module, ...] = (
                 "RankTransfer.add_pages",
                 "self.puller.fail(key, str(error))",
                 "pass",
-                ["tests/transfer/test_replica.py::test_pages_that_do_not_fit_fail_their_request_and_no_other"],
+                [
+                    "tests/transfer/test_replica.py::test_pages_that_do_not_fit_fail_the_pull_of_the_rank_that_is_told_of_them"
+                ],
             ),
             Mutation(
                 "RankTransfer.close",
@@ -136,33 +138,49 @@ TRANSFER: tuple[Module, ...] = (
                 "RemoteEngine.__init__",
                 "min(found.words for found in ranks)",
                 "max(found.words for found in ranks)",
-                ["tests/transfer/test_replica.py::test_a_lease_that_cannot_be_is_refused_before_anything_is_read"],
+                ["tests/transfer/test_replica.py::test_an_engine_has_as_many_lease_words_as_the_rank_with_the_fewest"],
             ),
             Mutation(
                 "RemoteEngine.parts",
                 "if len(few) == len(self._few):",
                 "if few:",
-                [
-                    "tests/transfer/test_replica.py::test_pages_that_do_not_fit_fail_their_request_and_no_other",
-                    "tests/transfer/test_replica.py::test_pages_arrive_and_the_lease_ends_when_every_rank_has_read",
-                ],
+                ["tests/transfer/test_replica.py::test_pages_of_all_ranks_are_read_where_a_rank_leaves_the_quick_way"],
             ),
-            Mutation("RemoteEngine.parts", " and self.verifier is None", "", ["tests/transfer/test_worker.py"]),
-            Mutation("_check_ranks", "if len(same) != 1:", "if not same:"),
-            Mutation("_check_ranks", "list(range(first.ranks))", "[found.rank for found in ranks]"),
+            Mutation(
+                "RemoteEngine.parts",
+                " and self.verifier is None",
+                "",
+                ["tests/transfer/test_replica.py::test_pages_of_all_ranks_are_read_where_a_rank_leaves_the_quick_way"],
+            ),
+            Mutation(
+                "_check_ranks",
+                "if len(same) != 1:",
+                "if not same:",
+                ["tests/transfer/test_replica.py::test_every_rank_of_an_engine_must_fit_not_only_its_first"],
+            ),
+            Mutation(
+                "_check_ranks",
+                "list(range(first.ranks))",
+                "[found.rank for found in ranks]",
+                ["tests/transfer/test_replica.py::test_every_rank_of_an_engine_must_fit_not_only_its_first"],
+            ),
             Mutation(
                 "_check_fit",
                 "differences(mine.settings, found.settings)",
                 "differences(mine.settings, ranks[0].settings)",
+                ["tests/transfer/test_replica.py::test_every_rank_of_an_engine_must_fit_not_only_its_first"],
             ),
             Mutation(
                 "_check_fit",
                 "differences(compatibility, found.compatibility)",
                 "differences({}, {})",
-                ["tests/transfer/test_replica.py::test_what_is_not_compatible_is_refused_with_both_values"],
+                ["tests/transfer/test_replica.py::test_every_rank_of_an_engine_must_fit_not_only_its_first"],
             ),
             Mutation(
-                "_check_fit", "if len(found.layout.groups) != len(mine.layout.groups):", "if not found.layout.groups:"
+                "_check_fit",
+                "if len(found.layout.groups) != len(mine.layout.groups):",
+                "if not found.layout.groups:",
+                ["tests/transfer/test_replica.py::test_every_rank_of_an_engine_must_fit_not_only_its_first"],
             ),
         ],
     ),
@@ -182,29 +200,10 @@ TRANSFER: tuple[Module, ...] = (
                 "if not key:",
                 ["tests/transfer/test_replica.py::test_a_name_can_be_used_once_at_a_time_and_the_first_goes_on"],
             ),
+            Mutation("ReplicaTransfer._collect_leases", "if not left:", "if True:"),
+            Mutation("ReplicaTransfer._collect_leases", "left.discard(at)", "left.clear()"),
             Mutation(
-                "ReplicaTransfer._collect_leases",
-                "if not left:",
-                "if True:",
-                ["tests/transfer/test_replica.py::test_pages_arrive_and_the_lease_ends_when_every_rank_has_read"],
-            ),
-            Mutation(
-                "ReplicaTransfer._collect_leases",
-                "left.discard(at)",
-                "left.clear()",
-                [
-                    "tests/transfer/test_replica.py::test_pages_arrive_and_the_lease_ends_when_every_rank_has_read",
-                    "tests/transfer/test_replica.py::test_a_lease_expires_on_the_source_s_own_clock",
-                ],
-            ),
-            Mutation(
-                "ReplicaTransfer._on_rank",
-                "elif not pull.open_ranks and not pull.error:",
-                "elif not pull.error:",
-                [
-                    "tests/transfer/test_replica.py::test_pages_arrive_and_the_lease_ends_when_every_rank_has_read",
-                    "tests/transfer/test_replica.py::test_what_one_rank_lacks_no_rank_needs",
-                ],
+                "ReplicaTransfer._on_rank", "elif not pull.open_ranks and not pull.error:", "elif not pull.error:"
             ),
             Mutation("ReplicaTransfer._passed", "return min(", "return max("),
             Mutation(

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from tests.transfer.replicas import PAGES, TOKENS, Engine, run
-from transfer.errors import PullFailedError
+from transfer.errors import HandshakeError, InvalidTransferError, MetadataError, PullFailedError, SettingsMismatchError
 from transfer.handshake import EngineCard, HandshakeServer
 from transfer.lease import new_lease_id
+from transfer.metadata import MemoryType
 from transfer.pull_state import LeaseRef, PagesOfGroup, PullEvent
+from transfer.remote import RemoteEngine
 from transfer.replica import LeaseOver, Offered, Source
+from transfer.wire import open_rank
 
 
 class Clock:
@@ -599,3 +604,56 @@ def test_an_engine_that_was_lost_stays_loaded_while_a_read_from_it_is_in_flight(
     d.poll()
     with pytest.raises(PullFailedError, match="engine 'p' is not loaded"):
         _ = remote.agent
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"incarnation": "x"}, MetadataError, "tells of several engines or incarnations"),
+        ({"memory_type": MemoryType.VRAM}, MetadataError, "tells of several engines or incarnations"),
+        ({"rank": 0}, MetadataError, r"ranks \[0, 0\], it has 2"),
+        ({"agent_name": "p/0"}, MetadataError, "two ranks have one agent name"),
+        ({"hostname": "elsewhere"}, MetadataError, "rank 1 is on host 'elsewhere'; our transports stay on"),
+        ({"settings": {"nixl": "0"}}, SettingsMismatchError, "rank 1 runs with other UCX or NIXL settings: .*nixl"),
+        ({"compatibility": {"model": "n"}}, HandshakeError, "rank 1 is not compatible: model: 'n' there, 'm' here"),
+        ({"layout": None}, MetadataError, "rank 1 has 2 page groups, ours has 1"),
+    ],
+)
+def test_every_rank_of_an_engine_must_fit_not_only_its_first(
+    engine: Any, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    one, other = (open_rank(data) for data in engine("p", 2).card.ranks)
+    mine = open_rank(engine("d").card.ranks[0])
+    one = msgspec.structs.replace(one, agent_name="p/0")
+    if "layout" in changes:
+        changes = {"layout": msgspec.structs.replace(other.layout, groups=other.layout.groups * 2)}
+    assert RemoteEngine([one, other], mine, {"model": "m"}).read_ranks == (0, 1)
+    with pytest.raises(error, match=message):
+        RemoteEngine([one, msgspec.structs.replace(other, **changes)], mine, {"model": "m"})
+
+
+def test_an_engine_has_as_many_lease_words_as_the_rank_with_the_fewest(engine: Any) -> None:
+    one, other = (open_rank(data) for data in engine("p", 2).card.ranks)
+    mine = open_rank(engine("d").card.ranks[0])
+    assert RemoteEngine([one, msgspec.structs.replace(other, words=3)], mine, {"model": "m"}).words == 3
+
+
+def test_pages_of_all_ranks_are_read_where_a_rank_leaves_the_quick_way(engine: Any, monkeypatch: Any) -> None:
+    ranks = [open_rank(data) for data in engine("p", 2).card.ranks]
+    remote = RemoteEngine(ranks, open_rank(engine("d").card.ranks[0]), {"model": "m"})
+    whole = sum(part.num_bytes for part in remote.parts("r", WHOLE))
+    monkeypatch.setattr(remote._few[1], "part", lambda _: None)
+    assert sum(part.num_bytes for part in remote.parts("r", WHOLE)) == whole
+    checked = object()
+    remote.verifier = SimpleNamespace(part=lambda *_: checked)
+    monkeypatch.undo()
+    assert remote.parts("r", WHOLE) == [checked, checked]
+
+
+def test_pages_that_do_not_fit_fail_the_pull_of_the_rank_that_is_told_of_them(engine: Any) -> None:
+    p, d = engine("p"), engine("d")
+    lease, rank = p.offer(), d.ranks[0]
+    rank.open_pull("r", rank.connect(p.card.ranks), lease, 20.0)
+    with pytest.raises(InvalidTransferError, match="pages for 0 groups"):
+        rank.add_pages("r", [], last=True)
+    assert [(event.key, event.safe) for event in rank.events] == [("r", True)]
