@@ -265,7 +265,12 @@ TRANSFER: tuple[Module, ...] = (
         ["tests/transfer/test_replica.py"],
         [
             Mutation("Directory._is_loaded", "return all(", "return any("),
-            Mutation("Directory._load", "rank.disconnect(engine_id, str(error))", "pass"),
+            Mutation(
+                "Directory._load",
+                "rank.disconnect(engine_id, str(error))",
+                "pass",
+                ["tests/transfer/test_replica.py::test_an_engine_that_one_rank_cannot_load_is_loaded_by_none"],
+            ),
             Mutation(
                 "Directory._on_metadata",
                 "self.failed_handshakes += 1",
