@@ -126,6 +126,26 @@ def test_pages_behind_a_gap_are_kept_and_the_gap_is_filled() -> None:
     manager.check()
 
 
+def test_idle_pages_behind_a_gap_are_no_room_for_what_is_missing() -> None:
+    manager, prompt = of(8), [*range(1, 30)]
+    for replica in (0, 1):
+        serve(manager, prompt, replica)
+    pool = manager._replicas.each[0].pool
+    _, pages = manager._replicas.each[0].match(TextContext(prompt, 64))
+    pool.idle.remove(pages[2:4])
+    pool.index.withdraw(pages[2:4])
+    pool._push_fresh(pages[2:4])
+    manager.external_claim("other", 0)
+    assert manager.maybe_reserve(TextContext([99], 64, "other"))
+    assert pool.free_count == 7
+    waiting = TextContext(prompt, 64)
+    manager.external_claim(waiting.request_id, 0)
+    before = manager.metrics
+    assert not manager.maybe_reserve(waiting)  # it takes all eight
+    assert manager.metrics == before
+    manager.check()
+
+
 @pytest.mark.parametrize("host_pages", [0, 30])
 @pytest.mark.parametrize("seed", range(2))
 def test_whatever_is_found_is_what_was_computed(seed: int, host_pages: int) -> None:

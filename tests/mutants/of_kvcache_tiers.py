@@ -71,7 +71,12 @@ KVCACHE_TIERS: tuple[Module, ...] = (
         ["tests/kvcache/test_partial.py"],
         [
             Mutation("PartialReuse.find", "context.current_length - 1)", "context.current_length)"),
-            Mutation("PartialReuse.find", "pool.holders[own] != 1 or", ""),
+            Mutation(
+                "PartialReuse.find",
+                "pool.holders[own] != 1 or",
+                "",
+                equivalent="forks share no page past the committed ones",
+            ),
             Mutation("PartialReuse._is_published", "bool(index.published[page]) and", ""),
             Mutation("PartialReuse._prefix", 'b"" if salt is None else b"=" + salt.encode()', 'b""'),
         ],

@@ -242,10 +242,7 @@ TRANSFER: tuple[Module, ...] = (
                 "ReplicaTransfer._expire",
                 "now >= pull.deadline",
                 "now < 0",
-                [
-                    "tests/transfer/test_replica.py::test_an_address_that_is_none_is_an_error_of_its_request",
-                    "tests/transfer/test_replica.py::test_what_was_to_be_refused_is_forgotten_where_nobody_answers",
-                ],
+                ["tests/transfer/test_replica.py::test_a_pull_does_not_wait_for_its_source_longer_than_its_own_time"],
             ),
             Mutation(
                 "ReplicaTransfer.cancel",
@@ -268,16 +265,17 @@ TRANSFER: tuple[Module, ...] = (
         ["tests/transfer/test_replica.py"],
         [
             Mutation("Directory._is_loaded", "return all(", "return any("),
-            Mutation("Directory._load", "rank.disconnect(engine_id, str(error))", "pass"),
+            Mutation(
+                "Directory._load",
+                "rank.disconnect(engine_id, str(error))",
+                "pass",
+                ["tests/transfer/test_replica.py::test_an_engine_that_one_rank_cannot_load_is_loaded_by_none"],
+            ),
             Mutation(
                 "Directory._on_metadata",
                 "self.failed_handshakes += 1",
                 "pass",
-                [
-                    "tests/transfer/test_replica.py::test_an_address_that_is_none_is_an_error_of_its_request",
-                    "tests/transfer/test_replica.py::test_an_engine_of_another_name_is_not_read_from",
-                    "tests/transfer/test_replica.py::test_what_is_not_compatible_is_refused_with_both_values",
-                ],
+                ["tests/transfer/test_replica.py::test_a_dead_source_fails_its_own_pulls_in_its_own_time"],
             ),
             Mutation(
                 "Directory._ping",

@@ -107,7 +107,7 @@ TRANSFER_PLAN: tuple[Module, ...] = (
     ),
     Module(
         "transfer.page_checks",
-        ["tests/transfer/test_worker.py"],
+        ["tests/transfer/test_page_checks.py"],
         [
             Mutation("PageChecks.bad", "!= expected", "< expected"),
             Mutation("PageChecks._ids", "0 <= ids.min() <= ids.max() < len(self.words[group])", "ids.min() >= 0"),

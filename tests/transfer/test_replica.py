@@ -414,6 +414,27 @@ def test_a_dead_source_fails_its_own_pulls_in_its_own_time(engine: Any) -> None:
     run(p, d, until=lambda: len(d.pulls) == 6)
     assert all("in time" in event.error for event in d.pulls[1:])
     assert d.replica.stats.failed_handshakes == 5
+    assert d.replica.stats.snapshot().failed_pulls == 5
+
+
+def test_an_engine_that_one_rank_cannot_load_is_loaded_by_none(engine: Any, monkeypatch: Any) -> None:
+    p, d = engine("p"), engine("d", 2)
+
+    def refuse(*_: Any) -> None:
+        raise HandshakeError("refused by the test")
+
+    monkeypatch.setattr(d.ranks[1], "connect", refuse)
+    pull(d, p.source(p.offer()))
+    run(p, d, until=settled(d))
+    assert "refused by the test" in d.pulls[-1].error
+    assert [rank.remote("p") for rank in d.ranks] == [None, None]
+
+
+def test_a_pull_does_not_wait_for_its_source_longer_than_its_own_time(engine: Any) -> None:
+    d = engine("d", handshake_timeout_s=60.0)
+    pull(d, Source("tcp://127.0.0.1:9", "dead", LeaseRef(1, 0, 5.0)), timeout_s=0.1)
+    run(d, until=settled(d), seconds=10.0)
+    assert [event.error for event in d.pulls] == ["timed out: engine 'dead' did not answer the handshake"]
 
 
 @pytest.mark.parametrize(
