@@ -70,7 +70,7 @@ fuzz: $(STAMP) ## a million bad messages to each: the metadata and its handshake
 model: $(STAMP) ## explore every interleaving of the ownership protocol (ARGS="--without fence")
 	@$(BIN)/python -m tests.transfer.protocol_model $(ARGS)
 
-mutants: $(STAMP) ## try every mutation of a fixed list: the tests must notice each (ARGS="--only kvcache.pages --jobs 2")
+mutants: $(STAMP) ## try every mutation of a fixed list: the tests must notice each (ARGS="--only kvcache.pool.pages --jobs 2")
 	@$(BIN)/python -m tests.mutants $(ARGS)
 
 check: lint types ## lint and types: what every commit must pass

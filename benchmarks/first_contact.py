@@ -15,12 +15,12 @@ import numpy as np
 
 from benchmarks.frame import Row, options, pin, report, samples, summary
 from kvcache.layout import PageLayout
-from transfer.boxes import ShardLayout
-from transfer.pull_state import PagesOfGroup
-from transfer.rank import RankIdentity, RankTransfer, new_incarnation
-from transfer.remote import RemoteEngine
-from transfer.shapes import PACKED_HND, per_layer
-from transfer.wire import open_rank
+from transfer.plan.boxes import ShardLayout
+from transfer.plan.shapes import PACKED_HND, per_layer
+from transfer.pull.pull_state import PagesOfGroup
+from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation
+from transfer.pull.remote import RemoteEngine
+from transfer.wire.messages import open_rank
 
 LAYERS, HEADS, PAGE_SIZE, DIM, PULLED = 64, 8, 16, 16, 2048
 

@@ -39,10 +39,10 @@ from benchmarks.fleet_worker import FOLDER_VARIABLE, Stamp, read_stamps
 from benchmarks.frame import Row, header, progress, table, write
 from benchmarks.trace_replay import FOLDER, TRACES
 from kvcache.errors import KVCacheError
-from scheduler_adapters import messages as msg
 from scheduler_adapters.errors import WorkerError
-from scheduler_adapters.worker import WorkerConfig
-from scheduler_adapters.workers import Workers
+from scheduler_adapters.service import messages as msg
+from scheduler_adapters.service.worker import WorkerConfig
+from scheduler_adapters.service.workers import Workers
 
 PROGRAM = (sys.executable, "-m", "benchmarks.fleet_worker")
 REQUESTS = 300

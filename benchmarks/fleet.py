@@ -31,10 +31,10 @@ from benchmarks.fleet_worker import FOLDER_VARIABLE, PHASES, Phase, Planned, Sta
 from benchmarks.frame import Row, header, progress, table, write
 from benchmarks.trace_replay import FOLDER, TRACES
 from kvcache.errors import KVCacheError
-from scheduler_adapters import messages as msg
-from scheduler_adapters.hf import is_rounding_tie, load_model, reference_tokens
-from scheduler_adapters.worker import WorkerConfig
-from scheduler_adapters.workers import Workers
+from scheduler_adapters.hf.runner import is_rounding_tie, load_model, reference_tokens
+from scheduler_adapters.service import messages as msg
+from scheduler_adapters.service.worker import WorkerConfig
+from scheduler_adapters.service.workers import Workers
 
 PROGRAM = (sys.executable, "-m", "benchmarks.fleet_worker")
 REQUESTS = 1000

@@ -6,12 +6,12 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from scheduler_adapters import messages as msg
 from scheduler_adapters.errors import WorkerError
+from scheduler_adapters.service import messages as msg
 
 if TYPE_CHECKING:
     from benchmarks.fleet_trace import TraceRequest
-    from scheduler_adapters.workers import Workers
+    from scheduler_adapters.service.workers import Workers
 
 STALL_S = 120.0
 _START_S = 120.0

@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from kvcache.errors import KVCacheError
-from scheduler_adapters import messages as msg
-from scheduler_adapters import worker
-from scheduler_adapters.decode import DecodeScheduler
-from scheduler_adapters.front import Front
 from scheduler_adapters.loop import Request, ServingLoop
-from scheduler_adapters.rooms import DecodeRoom, Room
+from scheduler_adapters.service import messages as msg
+from scheduler_adapters.service import worker
+from scheduler_adapters.service.decode import DecodeScheduler
+from scheduler_adapters.service.front import Front
+from scheduler_adapters.service.rooms import DecodeRoom, Room
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from scheduler_adapters.exchange import Exchange
-    from scheduler_adapters.sockets import Socket
+    from scheduler_adapters.service.exchange import Exchange
+    from scheduler_adapters.service.sockets import Socket
 
 FOLDER_VARIABLE = "PAGEWIRE_FLEET"
 PLAN = "plan.json"
@@ -198,7 +198,7 @@ def stamped(move: Callable[..., None], notes: _Notes) -> Callable[..., None]:
 
 
 def main(arguments: Iterable[str]) -> int:
-    """Run one process, as `scheduler_adapters.worker` does; the exit status."""
+    """Run one process, as `scheduler_adapters.service.worker` does; the exit status."""
     folder = Path(os.environ[FOLDER_VARIABLE])
     notes, plan = _Notes(folder), folder / PLAN
     Room.move = stamped(Room.move, notes)  # type: ignore[method-assign]

@@ -20,18 +20,18 @@ import torch
 import zmq
 
 from benchmarks.frame import Row, options, report
-from scheduler_adapters import messages as msg
-from scheduler_adapters.decode import DecodeScheduler
-from scheduler_adapters.exchange import Exchange
-from scheduler_adapters.hf import HFRunner, kv_params_of, load_model, manager_for
+from scheduler_adapters.hf.runner import HFRunner, kv_params_of, load_model, manager_for
 from scheduler_adapters.loop import Output, Request, ServingLoop
-from scheduler_adapters.prefill import PrefillScheduler
-from scheduler_adapters.sockets import bind_router, received, wait_for_any
+from scheduler_adapters.service import messages as msg
+from scheduler_adapters.service.decode import DecodeScheduler
+from scheduler_adapters.service.exchange import Exchange
+from scheduler_adapters.service.prefill import PrefillScheduler
+from scheduler_adapters.service.sockets import bind_router, received, wait_for_any
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-    from kvcache.context import TextContext
+    from kvcache.replica.context import TextContext
 
 PAGE = 16
 BUDGET = 512

@@ -3,7 +3,7 @@
 check, sources, plan: first contact with a rank of 64 layers and 100,000 pages. runs: a pull of 2,048 pages, and the
 descriptors that NIXL takes. wire: READs between two processes by NIXL, of runs that no two of which are neighbours.
 copy: `Staging.permute` of slabs of 16 MiB between tokens-first and heads-first pages. The last two are fitted with a
-cost of a run and a cost of a byte; `transfer.staging.Costs` holds what came out.
+cost of a run and a cost of a byte; `transfer.plan.staging.Costs` holds what came out.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from numpy.typing import NDArray
 from benchmarks.frame import Row, options, pin, report, samples, summary
 from kvcache.layout import PageLayout
 from kvcache.storage import allocate_blocks
-from transfer.agent import Agent
-from transfer.boxes import ShardLayout, check
-from transfer.plan import Plan, plan
-from transfer.runs import Runs
-from transfer.shapes import PACKED_HND, SPLIT_NHD, dense, per_layer
-from transfer.sources import sources
-from transfer.staging_area import SLAB_BYTES
+from transfer.nixl.agent import Agent
+from transfer.plan.boxes import ShardLayout, check
+from transfer.plan.plan import Plan, plan
+from transfer.plan.runs import Runs
+from transfer.plan.shapes import PACKED_HND, SPLIT_NHD, dense, per_layer
+from transfer.plan.source_ranks import sources
+from transfer.pull.staging_area import SLAB_BYTES
 
 POOL = 100_000
 PAGES = 2048

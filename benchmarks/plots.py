@@ -14,7 +14,7 @@ from matplotlib import pyplot as plt
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from benchmarks.frame import Row
-from scheduler_adapters.replay_plots import draw_capacities, draw_replicas
+from scheduler_adapters.replay.plots import draw_capacities, draw_replicas
 
 _LEAST_SPAN = 20
 

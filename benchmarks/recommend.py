@@ -14,8 +14,8 @@ import torch
 from benchmarks.frame import Row, options, pin, report, samples, summary
 from benchmarks.pools import LONGEST, Prompts, expect
 from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
-from kvcache.hashing import hasher_of
 from kvcache.params import HashAlgorithm
+from kvcache.replica.hashing import hasher_of
 
 PAGE = 16
 

@@ -30,11 +30,11 @@ import torch
 from benchmarks.frame import Row, header, options, pin, progress, table, timed, write
 from benchmarks.pools import LONGEST, Prompts, claimed, expect
 from kvcache import KVCacheParams, PagedKVCacheManager
-from kvcache.file_tier import FileTier
-from kvcache.host_tier import HostTier
-from kvcache.page_files import FileFormat, PageIO, SystemIO
-from kvcache.page_folder import PageFolder, namespace_of
-from scheduler_adapters.hf import HFRunner, kv_params_of, load_model, num_layers_of
+from kvcache.tiers.file_tier import FileTier
+from kvcache.tiers.host_tier import HostTier
+from kvcache.tiers.page_files import FileFormat, PageIO, SystemIO
+from kvcache.tiers.page_folder import PageFolder, namespace_of
+from scheduler_adapters.hf.runner import HFRunner, kv_params_of, load_model, num_layers_of
 from scheduler_adapters.loop import Request, ServingLoop
 
 PAGE = 16
@@ -191,7 +191,7 @@ def manager_steps(batch: int, windows: int) -> list[Row]:
 def nixl_io() -> Callable[[Any], PageIO] | None:
     """What moves bytes through NIXL's POSIX plugin; None where nixl is not there."""
     try:
-        from transfer.file_io import NixlFileIO  # noqa: PLC0415 - the file tier is measured without it, too
+        from transfer.nixl.file_io import NixlFileIO  # noqa: PLC0415 - the file tier is measured without it, too
     except ImportError:
         return None
     return NixlFileIO

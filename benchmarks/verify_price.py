@@ -16,12 +16,12 @@ from benchmarks.frame import header, now, options, table, write
 from benchmarks.pools import expect
 from benchmarks.pulls.engines import HEAD_MAJOR, huge_pages
 from kvcache.layout import PageLayout
-from transfer.handshake import EngineCard, HandshakeClient, HandshakeServer
-from transfer.lease import new_lease_id
-from transfer.pull_state import LeaseRef, PagesOfGroup, PullEvent
-from transfer.rank import RankIdentity, RankTransfer, new_incarnation
-from transfer.replica import ReplicaTransfer, Source
-from transfer.shapes import dense
+from transfer.plan.shapes import dense
+from transfer.pull.lease import new_lease_id
+from transfer.pull.pull_state import LeaseRef, PagesOfGroup, PullEvent
+from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation
+from transfer.pull.replica import ReplicaTransfer, Source
+from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer
 
 PAGE = PageLayout("bfloat16", 2, 4, 2, 0, 4, 16, 64, HEAD_MAJOR)
 UNFENCED = "no fence"

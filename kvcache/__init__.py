@@ -1,9 +1,5 @@
 """A paged KV cache: pages, block tables, a prefix index, and the manager that a serving loop drives."""
 
-from kvcache.batch import Batch
-from kvcache.block_table import BlockTable
-from kvcache.context import Context, TextContext
-from kvcache.copier import ImportCopier, ImportProof
 from kvcache.errors import (
     AlreadyClaimedError,
     BlockTableMismatchError,
@@ -19,13 +15,17 @@ from kvcache.errors import (
     UnknownArgumentError,
     UnknownRequestError,
 )
-from kvcache.inputs import RaggedKVCacheInputSymbols
 from kvcache.layout import PageLayout
-from kvcache.leases import PageLease
 from kvcache.manager import PagedKVCacheManager
 from kvcache.metrics import KVCacheMetrics
 from kvcache.params import KVCacheParams
-from kvcache.pending import PageCopy, PendingImport
+from kvcache.replica.batch import Batch
+from kvcache.replica.block_table import BlockTable
+from kvcache.replica.context import Context, TextContext
+from kvcache.replica.copier import ImportCopier, ImportProof
+from kvcache.replica.inputs import RaggedKVCacheInputSymbols
+from kvcache.replica.leases import PageLease
+from kvcache.replica.pending import PageCopy, PendingImport
 from kvcache.routing import Routing
 from kvcache.types import Admission, RaggedKVCacheInputs, RangeRetention, RequestID, Retention
 

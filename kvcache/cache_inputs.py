@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvcache import inputs, sizing
+from kvcache import sizing
 from kvcache.arguments import shown
 from kvcache.claims import Claims
-from kvcache.context import Context
 from kvcache.errors import InvalidRequestError, KVCacheError
-from kvcache.inputs import RaggedKVCacheInputSymbols
 from kvcache.layout import PageLayout, shard_layout
 from kvcache.params import KVCacheParams
+from kvcache.replica import inputs
+from kvcache.replica.context import Context
+from kvcache.replica.inputs import RaggedKVCacheInputSymbols
 from kvcache.replicas import Replicas
 from kvcache.types import RaggedKVCacheInputs
 

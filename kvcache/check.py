@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 
 from kvcache.errors import InvariantError
-from kvcache.replica import Replica
+from kvcache.replica.replica import Replica
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

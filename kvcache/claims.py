@@ -8,10 +8,10 @@ from typing import cast
 import numpy as np
 
 from kvcache.arguments import check_request_id, integer, shown
-from kvcache.batch import Batch, Gathered, Ints
-from kvcache.context import Context, check_context
 from kvcache.errors import AlreadyClaimedError, InvalidRequestError, InvariantError, UnknownRequestError
-from kvcache.replica import Replica
+from kvcache.replica.batch import Batch, Gathered, Ints
+from kvcache.replica.context import Context, check_context
+from kvcache.replica.replica import Replica
 from kvcache.types import RequestID
 
 

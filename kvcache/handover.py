@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from kvcache.claims import Claims
-from kvcache.context import Context
-from kvcache.copier import ImportCopier, ImportProof
-from kvcache.imports import finish_import, open_import, own_import
-from kvcache.leases import PageLease, books_of
-from kvcache.pending import PendingImport
+from kvcache.replica.context import Context
+from kvcache.replica.copier import ImportCopier, ImportProof
+from kvcache.replica.imports import finish_import, open_import, own_import
+from kvcache.replica.leases import PageLease, books_of
+from kvcache.replica.pending import PendingImport
 from kvcache.replicas import Replicas
 from kvcache.types import RequestID
 

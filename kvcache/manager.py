@@ -11,24 +11,25 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvcache import arguments, imports, sizing
-from kvcache.batch import Batch
-from kvcache.block_table import BlockTable
+from kvcache import arguments, sizing
 from kvcache.cache_inputs import CacheInputs
 from kvcache.check import checked_around
 from kvcache.claims import Claims
-from kvcache.context import Context, check_context, check_fork
 from kvcache.handover import PageHandover
 from kvcache.layout import PageLayout, replica_fingerprint, shard_layout
 from kvcache.params import KVCacheParams, resolve_page_size
-from kvcache.pending import PageCopy, PendingImport
-from kvcache.placement import PlacedReplica
-from kvcache.replica import Replica
+from kvcache.replica import imports
+from kvcache.replica.batch import Batch
+from kvcache.replica.block_table import BlockTable
+from kvcache.replica.context import Context, check_context, check_fork
+from kvcache.replica.devices import PlacedReplica
+from kvcache.replica.pending import PageCopy, PendingImport
+from kvcache.replica.replica import Replica
 from kvcache.replicas import Replicas
 from kvcache.reset_endpoint import ResetEndpoint, check_endpoint
 from kvcache.sizing import CacheSizing
 from kvcache.status import CacheStatus
-from kvcache.tiers import make_tiers
+from kvcache.tiers.tiers import make_tiers
 from kvcache.types import RaggedKVCacheInputs, RequestID
 
 _log = logging.getLogger("pagewire")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from kvcache.block_table import BlockRows, Ints, Rows, as_rows
+from kvcache.replica.block_table import BlockRows, Ints, Rows, as_rows
 
 
 class KVCacheMetrics(msgspec.Struct, frozen=True):

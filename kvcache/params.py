@@ -11,8 +11,8 @@ import torch
 
 from kvcache.arguments import MOST, flag, number, shown, whole
 from kvcache.errors import InvalidParamsError
-from kvcache.page_files import PageIO
 from kvcache.routing import Routing
+from kvcache.tiers.page_files import PageIO
 
 HashAlgorithm = Literal["sha256", "xxh3_128"]
 PageOrder = Literal["head,layer,side,token,dim", "layer,side,head,token,dim", "layer,side,token,head,dim"]
@@ -44,19 +44,19 @@ class KVCacheParams:
         file_tier_max_gb: most bytes of the files of this key and layout, in units of 2**30.
         file_tier_key: names what KV depends on besides tokens, salt and layout: the model and its weights. Pages of
             different keys are never mixed up.
-        file_tier_io: makes what moves bytes between files and the host tier (`kvcache.page_files.PageIO`), given the
-            tier's memory, once for each of two threads; None means preadv and pwritev.
+        file_tier_io: makes what moves bytes between files and the host tier (`kvcache.tiers.page_files.PageIO`), given
+            the tier's memory, once for each of two threads; None means preadv and pwritev.
         page_size: tokens per page; None leaves the choice to the manager's argument of the same name.
         n_devices: devices of all replicas together.
         is_mla: one latent side in place of keys and values.
         data_parallel_degree: number of replicas, each with a pool and an index of its own.
         hash_algorithm: digest of the prefix chain; `xxh3_128` is faster, but collisions in it can be crafted.
         partial_reuse_min_tokens: a prompt that shares at least this many tokens of a cached page, but not all, copies
-            the page (see `kvcache.partial`); 0 means never.
+            the page (see `kvcache.replica.partial`); 0 means never.
         page_order: order of the bytes of one page, outermost first (see `kvcache.layout`).
         routing: which replica a request is claimed on, and whether replicas copy pages from each other.
         max_hint_share: of a replica's idle pages, how many may follow the retention hints of requests at most, 0.0 to
-            1.0; the rest is least recently used first (see `kvcache.retention`). 0.0: hints are ignored.
+            1.0; the rest is least recently used first (see `kvcache.pool.retention`). 0.0: hints are ignored.
         tenant_quota: of a replica's pages, how many the idle pages of one `cache_salt` may take before they go first,
             0.0 to 1.0.
         tenant_quotas: the same for particular salts.

@@ -8,19 +8,19 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.batch import Batch, Gathered, Ints
 from kvcache.check import check_replica
-from kvcache.context import Context
-from kvcache.hashing import PrefixHasher, hasher_of
 from kvcache.metrics import KVCacheMetrics
 from kvcache.params import KVCacheParams
-from kvcache.partial import PartialReuse
-from kvcache.peer_copies import PeerCopies
-from kvcache.placement import PlacedReplica
-from kvcache.replica import Replica
-from kvcache.retainer import Retainer
+from kvcache.replica.batch import Batch, Gathered, Ints
+from kvcache.replica.context import Context
+from kvcache.replica.devices import PlacedReplica
+from kvcache.replica.hashing import PrefixHasher, hasher_of
+from kvcache.replica.hints import Retainer
+from kvcache.replica.partial import PartialReuse
+from kvcache.replica.peer_copies import PeerCopies
+from kvcache.replica.replica import Replica
 from kvcache.routing import Router
-from kvcache.tiers import Tiers
+from kvcache.tiers.tiers import Tiers
 from kvcache.types import Admission, RaggedKVCacheInputs
 
 

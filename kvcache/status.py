@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvcache import arguments
-from kvcache.context import Context, check_context
 from kvcache.metrics import KVCacheMetrics
+from kvcache.replica.context import Context, check_context
 from kvcache.replicas import Replicas
 from kvcache.types import Admission
 

@@ -26,17 +26,17 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvcache.block_table import BlockTable
-    from kvcache.context import Context
-    from kvcache.copier import ImportProof
     from kvcache.manager import PagedKVCacheManager
     from kvcache.metrics import KVCacheMetrics
-    from kvcache.pending import PageCopy, PendingImport
+    from kvcache.replica.block_table import BlockTable
+    from kvcache.replica.context import Context
+    from kvcache.replica.copier import ImportProof
+    from kvcache.replica.pending import PageCopy, PendingImport
     from kvcache.types import RaggedKVCacheInputs, RequestID
-    from scheduler_adapters.exchange import Exchange, ReplicaEvent
-    from scheduler_adapters.hybrid import HybridKVCacheManager
-    from transfer.pull_state import LeaseRef
-    from transfer.replica import Source
+    from scheduler_adapters.hf.hybrid import HybridKVCacheManager
+    from scheduler_adapters.service.exchange import Exchange, ReplicaEvent
+    from transfer.pull.pull_state import LeaseRef
+    from transfer.pull.replica import Source
 
 
 class Pages(Protocol):

@@ -222,11 +222,11 @@ def _run(command: str, options: dict[str, Any]) -> int:
 
     try:
         if command == "pagewire replay":
-            from scheduler_adapters.replay import run_replay  # noqa: PLC0415  (as above)
+            from scheduler_adapters.replay.replay import run_replay  # noqa: PLC0415  (as above)
 
             paths = {name: Path(options[name]) for name in ("trace", "json", "plots") if name in options}
             return run_replay(**{**options, **paths})
-        from scheduler_adapters.demo import DemoOptions, run_demo  # noqa: PLC0415  (as above)
+        from scheduler_adapters.demo.demo import DemoOptions, run_demo  # noqa: PLC0415  (as above)
 
         return run_demo(DemoOptions(**options))
     except KVCacheError as error:

@@ -15,7 +15,6 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, Protocol, TypeVar
 
-from kvcache.context import TextContext
 from kvcache.errors import (
     AlreadyClaimedError,
     InvalidRequestError,
@@ -24,12 +23,13 @@ from kvcache.errors import (
     SequenceTooLongError,
     UnknownRequestError,
 )
+from kvcache.replica.context import TextContext
 from scheduler_adapters.base import Pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvcache.context import Context
+    from kvcache.replica.context import Context
     from kvcache.types import RaggedKVCacheInputs
 
 FinishReason = Literal["eos", "length", "error"]

@@ -1,8 +1,23 @@
 """Moves KV cache pages between processes through NIXL."""
 
-from transfer.companion import Progress, TransferCompanion
-from transfer.connector_metadata import ConnectorMetadata, LoadRequest, SendRequest, WorkerOutput
-from transfer.engine import KVTransferEngine
+from transfer.connector.companion import Progress, TransferCompanion
+from transfer.connector.config import GroupConfig, StatePart, Timing, WorkerConfig
+from transfer.connector.metadata import ConnectorMetadata, LoadRequest, SendRequest, WorkerOutput
+from transfer.connector.transfer_params import RemotePages
+from transfer.connector.worker import NixlConnectorWorker
+from transfer.engine.engine import KVTransferEngine
+from transfer.engine.metadata import (
+    WIRE_VERSION,
+    KVTransferEngineMetadata,
+    MemoryType,
+    TensorAgentMetadata,
+    TransferReqData,
+    decode_metadata,
+    decode_request,
+    encode,
+)
+from transfer.engine.ports import available_port
+from transfer.engine.tensor_agent import TensorAgent
 from transfer.errors import (
     AgentError,
     AlreadyConnectedError,
@@ -24,22 +39,7 @@ from transfer.errors import (
     UnknownPeerError,
     UnknownTransferError,
 )
-from transfer.metadata import (
-    WIRE_VERSION,
-    KVTransferEngineMetadata,
-    MemoryType,
-    TensorAgentMetadata,
-    TransferReqData,
-    decode_metadata,
-    decode_request,
-    encode,
-)
-from transfer.ports import available_port
-from transfer.settings import settings_fingerprint
-from transfer.tensor_agent import TensorAgent
-from transfer.transfer_params import RemotePages
-from transfer.worker import NixlConnectorWorker
-from transfer.worker_config import GroupConfig, StatePart, Timing, WorkerConfig
+from transfer.nixl.settings import settings_fingerprint
 
 __all__ = [
     "WIRE_VERSION",

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 if TYPE_CHECKING:
-    from transfer.pull_state import Pull
+    from transfer.pull.pull_state import Pull
 
 _LAST = 4096
 

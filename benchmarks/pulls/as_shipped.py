@@ -19,8 +19,8 @@ import numpy as np
 
 from benchmarks.frame import Row, now, progress, summary
 from benchmarks.pulls.engines import Memory, huge_pages
-from transfer.agent import make_nixl_agent
-from transfer.metadata import MemoryType
+from transfer.engine.metadata import MemoryType
+from transfer.nixl.agent import make_nixl_agent
 
 POOL_BYTES = 1 << 30
 AS_OURS = "--as-ours"

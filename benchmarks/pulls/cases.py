@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from benchmarks.pulls.engines import HEAD_MAJOR, TOKENS, Spec
-from transfer.shapes import PACKED_HND
+from transfer.plan.shapes import PACKED_HND
 
 KIB = 1 << 10
 HEAD_BYTES = 4 * KIB

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from benchmarks.pools import expect
 from kvcache.layout import PageLayout
 from kvcache.storage import allocate_blocks
-from transfer.boxes import Box, ShardLayout
-from transfer.handshake import EngineCard, HandshakeClient
-from transfer.rank import RankIdentity, RankTransfer, new_incarnation
-from transfer.replica import ReplicaTransfer
-from transfer.shapes import dense, per_layer
+from transfer.plan.boxes import Box, ShardLayout
+from transfer.plan.shapes import dense, per_layer
+from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation
+from transfer.pull.replica import ReplicaTransfer
+from transfer.wire.handshake import EngineCard, HandshakeClient
 
 HEAD_MAJOR = "head,layer,side,token,dim"
 ITEMSIZE, TOKENS = 2, 16
@@ -41,7 +41,8 @@ class Spec:
         tp: ranks that split the heads.
         pp: stages that split the layers; one of `tp` and `pp` is 1.
         page_size: tokens of a page.
-        order: of a pool over all layers; or, where it names the page, of a tensor for each layer (`transfer.shapes`).
+        order: of a pool over all layers; or, where it names the page, of a tensor for each layer
+            (`transfer.plan.shapes`).
         huge: the pool lies in huge pages, as the manager allocates it; else in 4 KiB pages.
     """
 

@@ -17,7 +17,7 @@ from benchmarks.pulls.engines import TOKENS, Spec, verify
 from benchmarks.pulls.rates import Program, in_turn
 from benchmarks.pulls.reader import Pages, Reader, Times, draw
 from benchmarks.pulls.source import SourceProcess
-from transfer.shapes import PACKED_HND
+from transfer.plan.shapes import PACKED_HND
 
 REGIONS, PAGES = 64, 2048
 Running = tuple[Reader, SourceProcess, list[Pages]]

@@ -13,7 +13,7 @@ from benchmarks.frame import Row, progress
 from benchmarks.peers.environment import PeerError, needed, scripts_folder
 from benchmarks.peers.peers import interpreter
 from benchmarks.pulls.as_shipped import AS_OURS
-from transfer.settings import effective_settings
+from transfer.nixl.settings import effective_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 _VLLM_SCRIPT = "vllm_nixl_cpu_demo.py"

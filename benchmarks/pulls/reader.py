@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from benchmarks.pools import expect
 from benchmarks.pulls.engines import Engine, Spec, make
 from benchmarks.pulls.source import SourceProcess
-from transfer.plan import plan
-from transfer.pull_state import LeaseRef, PagesOfGroup, Part, PullEvent
-from transfer.rank import RankTransfer
-from transfer.remote import RemoteEngine
-from transfer.replica import Source
-from transfer.sources import sources
-from transfer.thread import TransferThread
+from transfer.plan.plan import plan
+from transfer.plan.source_ranks import sources
+from transfer.pull.pull_state import LeaseRef, PagesOfGroup, Part, PullEvent
+from transfer.pull.rank import RankTransfer
+from transfer.pull.remote import RemoteEngine
+from transfer.pull.replica import Source
+from transfer.pull.thread import TransferThread
 
 _TIMEOUT_S = 60.0
 Ids = NDArray[np.int32]

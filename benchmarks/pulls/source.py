@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, Self
 
 from benchmarks.pools import expect
 from benchmarks.pulls.engines import Spec, fill, make
-from transfer.handshake import HandshakeServer
-from transfer.lease import new_lease_id
-from transfer.pull_state import LeaseRef
-from transfer.replica import LeaseOver, ReplicaTransfer
+from transfer.pull.lease import new_lease_id
+from transfer.pull.pull_state import LeaseRef
+from transfer.pull.replica import LeaseOver, ReplicaTransfer
+from transfer.wire.handshake import HandshakeServer
 
 _POLL_S = 1e-3
 _DURATION_S = 600.0

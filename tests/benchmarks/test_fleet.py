@@ -11,8 +11,8 @@ from benchmarks import fleet, fleet_trace
 from benchmarks.fleet_client import Asked
 from benchmarks.fleet_trace import TraceError, TraceRequest
 from benchmarks.fleet_worker import PHASES, Stamp
-from scheduler_adapters.hf import load_model
-from scheduler_adapters.tiny import BOS
+from scheduler_adapters.hf.runner import load_model
+from scheduler_adapters.hf.tiny import BOS
 
 
 def lines(path: Path, *records: dict[str, object]) -> Path:

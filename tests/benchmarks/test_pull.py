@@ -15,7 +15,7 @@ from benchmarks.pulls.cases import KIB, Case
 from benchmarks.pulls.rates import LIMIT, SPUN, THREADED, measure
 from benchmarks.pulls.reader import Reader, Times, draw
 from benchmarks.pulls.source import SourceProcess
-from transfer.settings import effective_settings
+from transfer.nixl.settings import effective_settings
 
 KEYS = {"topology", "order", "page_bytes", "pages", "gbps", "limit_gbps", "ratio", "host_us"}
 

@@ -57,7 +57,7 @@ def test_a_header_with_a_part_missing_is_noticed() -> None:
         for key in keys:
             less = {name: value for name, value in whole[part].items() if name != key}
             assert results.faults({**whole, part: less}) == [f"its header has no {part}.{key}"]
-    assert results.faults({**whole, "uncommitted": [" M kvcache/pages.py"]})
+    assert results.faults({**whole, "uncommitted": [" M kvcache/pool/pages.py"]})
     assert results.faults({**whole, "measures": {"benchmarks/pools.py": "0" * 16}}) == [
         "benchmarks/pools.py has changed since"
     ]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import tiers
-from kvcache.page_files import SystemIO
+from kvcache.tiers.page_files import SystemIO
 
 
 def test_the_file_tier_is_measured_beside_dd(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from kvcache import InvalidRequestError, PagedKVCacheManager, PageLease, PromptTooLongError, TextContext
-from kvcache.tiers import Tiers
+from kvcache.tiers.tiers import Tiers
 from tests.kvcache.build import manager_of
 from tests.kvcache.kv import KVTokens, Run
 from tests.kvcache.model import Content, Held, ModelHost, ModelLease, ModelReplica, Named

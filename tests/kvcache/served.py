@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvcache import TextContext
-from kvcache.tiers import Tiers
+from kvcache.tiers.tiers import Tiers
 from tests.kvcache.build import manager_of
 from tests.kvcache.kv import KVTokens
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvcache import Admission, PagedKVCacheManager, PromptTooLongError, Routing, SequenceTooLongError, TextContext
-from kvcache.hashing import PrefixHasher
+from kvcache.replica.hashing import PrefixHasher
 from kvcache.routing import RoutingRule
 from tests.kvcache.build import manager_of
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvcache import InvariantError, PagedKVCacheManager, TextContext
-from kvcache.replica import Replica
+from kvcache.replica.replica import Replica
 
 
 def busy(manager: PagedKVCacheManager) -> Replica:

@@ -184,7 +184,7 @@ def test_what_no_manager_can_be_made_of_is_refused_before_memory_is_taken(
     def taken(*_args: Any) -> None:
         raise AssertionError("memory was taken")
 
-    monkeypatch.setattr("kvcache.placement.allocate_blocks", taken)
+    monkeypatch.setattr("kvcache.replica.devices.allocate_blocks", taken)
     monkeypatch.setattr("kvcache.manager.Replica", taken)
     fine: dict[str, Any] = {
         "max_batch_size": 2,

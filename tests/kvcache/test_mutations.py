@@ -8,20 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-import kvcache.batch
-import kvcache.hashing
-import kvcache.replica
-from kvcache.batch import Batch
-from kvcache.block_table import BlockRows
-from kvcache.context import salt_and_keys
-from kvcache.copies import CpuMover
-from kvcache.hashing import PrefixHasher
-from kvcache.host_tier import HostTier, ReplicaTier
-from kvcache.idle_order import IdleOrder
-from kvcache.index import PrefixIndex
-from kvcache.leases import PageLease, PageLeases
-from kvcache.pages import PagePool
-from kvcache.replica import Replica
+import kvcache.replica.batch
+import kvcache.replica.hashing
+import kvcache.replica.replica
+from kvcache.pool.idle_order import IdleOrder
+from kvcache.pool.index import PrefixIndex
+from kvcache.pool.pages import PagePool
+from kvcache.replica.batch import Batch
+from kvcache.replica.block_table import BlockRows
+from kvcache.replica.context import salt_and_keys
+from kvcache.replica.hashing import PrefixHasher
+from kvcache.replica.leases import PageLease, PageLeases
+from kvcache.replica.replica import Replica
+from kvcache.tiers.copies import CpuMover
+from kvcache.tiers.host_tier import HostTier, ReplicaTier
 from tests.kvcache.moves import Moves, SeededChooser
 
 
@@ -155,7 +155,7 @@ def kept_by_salt_alone(context: Any, algorithm: Any, page_size: int, named: Any 
     return HASHER_OF(context, algorithm, page_size, named)
 
 
-NEXT_DIGESTS, HASHER_OF = kvcache.batch.next_digests, kvcache.hashing.hasher_of
+NEXT_DIGESTS, HASHER_OF = kvcache.replica.batch.next_digests, kvcache.replica.hashing.hasher_of
 
 
 def leaves_nothing_to_leases(leases: PageLeases, row: int, pages: np.ndarray) -> None:
@@ -183,9 +183,9 @@ RESERVE_DECODING, CATCH_UP = Replica.reserve_decoding, Batch.catch_up
 ARRIVE, RESTORE, STORE = ReplicaTier.arrive, ReplicaTier.restore, CpuMover.store
 
 MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "a key that lies on the page to come is forgotten": (kvcache.batch, "next_digests", forgets_keys_to_come),
+    "a key that lies on the page to come is forgotten": (kvcache.replica.batch, "next_digests", forgets_keys_to_come),
     "keys may change under pages": (Replica, "refuse_renamed", takes_changed_keys),
-    "changed keys keep the digests of the old ones": (kvcache.replica, "hasher_of", kept_by_salt_alone),
+    "changed keys keep the digests of the old ones": (kvcache.replica.replica, "hasher_of", kept_by_salt_alone),
     "pages are freed head first": (PagePool, "release", without_tail_first),
     "a hit adds no holder to a page in use": (PagePool, "hold", without_hold),
     "useful pages go before fresh ones": (PagePool, "allocate", idle_before_fresh),

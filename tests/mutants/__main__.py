@@ -1,4 +1,4 @@
-"""Tries every mutation of the list: `python -m tests.mutants [--only kvcache.pages] [--jobs 2] [--json FILE]`.
+"""Tries every mutation of the list: `python -m tests.mutants [--only kvcache.pool.pages] [--jobs 2] [--json FILE]`.
 
 Each is written into a copy of the packages and run against the tests that must notice it. A mutation that none of them
 notices survives: a rule of the code that nothing tests. The exit status is 1 where one survives that is not stated to

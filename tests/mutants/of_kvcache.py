@@ -4,21 +4,21 @@ from tests.mutants.mutation import Module, Mutation
 
 KVCACHE: tuple[Module, ...] = (
     Module(
-        "kvcache.pages",
+        "kvcache.pool.pages",
         ["tests/kvcache/test_manager.py", "tests/kvcache/test_against_model.py::test_seeded_moves"],
         [
             Mutation("PagePool.allocate", "self.index.withdraw(evicted)", "pass"),
             Mutation("PagePool.allocate", "self.evictions += len(evicted)", "self.evictions += 1"),
             Mutation("PagePool.allocate", "np.sort(pages)", "pages"),
-            Mutation("PagePool.allocate", "self.guard(evicted)", "pass", ["tests/kvcache/test_host_tier.py"]),
+            Mutation("PagePool.allocate", "self.guard(evicted)", "pass", ["tests/kvcache/tiers/test_host_tier.py"]),
             Mutation("PagePool.allocate_one", "self.index.withdraw_one(page)", "pass"),
             Mutation("PagePool.allocate_one", "self.evictions += 1", "pass"),
-            Mutation("PagePool.allocate_one", "self.guard(evicted)", "pass", ["tests/kvcache/test_host_tier.py"]),
+            Mutation("PagePool.allocate_one", "self.guard(evicted)", "pass", ["tests/kvcache/tiers/test_host_tier.py"]),
             Mutation(
                 "PagePool.release",
                 "(holders == 0) & (self.writers[at] == 0)",
                 "holders == 0",
-                ["tests/kvcache/test_imports.py"],
+                ["tests/kvcache/replica/test_imports.py"],
             ),
             Mutation("PagePool.release", "[::-1]", ""),
             Mutation("PagePool.drop_writer", "self._unused(pages)", "self.writers[pages] == 0"),
@@ -39,8 +39,8 @@ KVCACHE: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.index",
-        ["tests/kvcache/test_index.py", "tests/kvcache/test_against_model.py::test_seeded_moves"],
+        "kvcache.pool.index",
+        ["tests/kvcache/pool/test_index.py", "tests/kvcache/test_against_model.py::test_seeded_moves"],
         [
             Mutation("PrefixIndex.may_have", "!= word", "> word"),
             Mutation("PrefixIndex.match", "pages[: missing[0]] if missing.size else pages", "pages[pages != NO_PAGE]"),
@@ -57,12 +57,12 @@ KVCACHE: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.replica",
+        "kvcache.replica.replica",
         [
             "tests/kvcache/test_manager.py",
-            "tests/kvcache/test_batch.py",
-            "tests/kvcache/test_imports.py",
-            "tests/kvcache/test_fork.py",
+            "tests/kvcache/replica/test_batch.py",
+            "tests/kvcache/replica/test_imports.py",
+            "tests/kvcache/replica/test_fork.py",
             "tests/kvcache/test_against_model.py::test_seeded_moves",
         ],
         [
@@ -91,22 +91,22 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("Replica.refuse_short", "(lengths > room).any()", "(lengths > room).all()"),
             Mutation("Replica.step", "computed >= state.commit_at[rows]", "computed > state.commit_at[rows]"),
             Mutation("Replica.step", "if len(filled) == 1 or", "if True or"),
-            Mutation("Replica.step", "self.tier.arrive(filled)", "pass", ["tests/kvcache/test_host_tier.py"]),
+            Mutation("Replica.step", "self.tier.arrive(filled)", "pass", ["tests/kvcache/tiers/test_host_tier.py"]),
             Mutation("Replica.release", "self._hashers.pop(row, None)", "pass"),
-            Mutation("Replica.release", "self.tier.leave(row)", "pass", ["tests/kvcache/test_host_tier.py"]),
+            Mutation("Replica.release", "self.tier.leave(row)", "pass", ["tests/kvcache/tiers/test_host_tier.py"]),
             Mutation("Replica.begin_import", "self.pool.add_writer(pending.dst_pages)", "pass"),
             Mutation("Replica.begin_import", "self.rows.measure(row, usable=False)", "pass"),
             Mutation("Replica.close_import", "self.rows.measure(row)", "pass"),
             Mutation("Replica.advance", "self.counter.hit(row, context.end_idx, before, cached)", "pass"),
             Mutation("Replica._plan", "if cached <= context.start_idx:", "if cached < context.start_idx:"),
             Mutation("Replica._take", "self.pool.release(plan.replaced)", "pass"),
-            Mutation("Replica._take", "tier.hold(plan.slots)", "pass", ["tests/kvcache/test_host_tier.py"]),
+            Mutation("Replica._take", "tier.hold(plan.slots)", "pass", ["tests/kvcache/tiers/test_host_tier.py"]),
             Mutation("Replica._publish", "self.pool.release(own[duplicate])", "pass"),
         ],
     ),
     Module(
-        "kvcache.block_table",
-        ["tests/kvcache/test_manager.py", "tests/kvcache/test_batch.py", "tests/kvcache/test_against_model.py"],
+        "kvcache.replica.block_table",
+        ["tests/kvcache/test_manager.py", "tests/kvcache/replica/test_batch.py", "tests/kvcache/test_against_model.py"],
         [
             Mutation("BlockRows.unbind", "self.table[row, : self.num_pages[row]] = NO_PAGE", "pass"),
             Mutation("BlockRows.unbind", "self.prompt[row] = -1", "pass"),
@@ -120,8 +120,8 @@ KVCACHE: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.batch",
-        ["tests/kvcache/test_batch.py", "tests/kvcache/test_against_model.py::test_seeded_moves"],
+        "kvcache.replica.batch",
+        ["tests/kvcache/replica/test_batch.py", "tests/kvcache/test_against_model.py::test_seeded_moves"],
         [
             Mutation(
                 "Gathered.__init__",
@@ -142,11 +142,15 @@ KVCACHE: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.context",
-        ["tests/kvcache/test_context.py", "tests/kvcache/test_fork.py", "tests/kvcache/test_manager.py"],
+        "kvcache.replica.context",
+        [
+            "tests/kvcache/replica/test_context.py",
+            "tests/kvcache/replica/test_fork.py",
+            "tests/kvcache/test_manager.py",
+        ],
         [
             Mutation("TextContext.update", "self._end >= self.max_length", "self._end > self.max_length"),
-            Mutation("TextContext.update", "self.leave()", "pass", ["tests/kvcache/test_batch.py"]),
+            Mutation("TextContext.update", "self.leave()", "pass", ["tests/kvcache/replica/test_batch.py"]),
             Mutation("TextContext.set_token_indices", "0 <= start < active", "0 <= start <= active"),
             Mutation("TextContext.set_token_indices", "self.prefix_hasher = None", "pass"),
             Mutation("TextContext.fork", "self.prefix_hasher.copy()", "self.prefix_hasher"),
@@ -155,8 +159,12 @@ KVCACHE: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.hashing",
-        ["tests/kvcache/test_hashing.py", "tests/kvcache/test_manager.py", "tests/kvcache/test_fork.py"],
+        "kvcache.replica.hashing",
+        [
+            "tests/kvcache/replica/test_hashing.py",
+            "tests/kvcache/test_manager.py",
+            "tests/kvcache/replica/test_fork.py",
+        ],
         [
             Mutation("PrefixHasher.__init__", "sorted(extra_keys or ())", "(extra_keys or ())"),
             Mutation("PrefixHasher.__init__", "position, len(key)", "0, len(key)"),
@@ -167,7 +175,7 @@ KVCACHE: tuple[Module, ...] = (
                 "next_digests",
                 " or hasher.keys_left",
                 "",
-                ["tests/kvcache/test_hashing.py", "tests/kvcache/test_batch.py"],
+                ["tests/kvcache/replica/test_hashing.py", "tests/kvcache/replica/test_batch.py"],
             ),
             Mutation(
                 "hasher_of", "kept.page_size, kept.salt, kept.extra_keys", "kept.page_size, kept.salt, extra_keys"
@@ -176,8 +184,8 @@ KVCACHE: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.imports",
-        ["tests/kvcache/test_imports.py"],
+        "kvcache.replica.imports",
+        ["tests/kvcache/replica/test_imports.py"],
         [
             Mutation("export_table", "-(-num_tokens // size)", "(num_tokens // size)"),
             Mutation("export_table", "num_tokens -= num_tokens % size", "pass"),
@@ -199,7 +207,7 @@ KVCACHE: tuple[Module, ...] = (
     ),
     Module(
         "kvcache.claims",
-        ["tests/kvcache/test_manager.py", "tests/kvcache/test_batch.py"],
+        ["tests/kvcache/test_manager.py", "tests/kvcache/replica/test_batch.py"],
         [
             Mutation("Claims.claim", "0 <= replica_idx < count", "replica_idx < count"),
             Mutation("Claims._bind", "if len(set(found)) != len(found):", "if not found:"),
@@ -216,9 +224,9 @@ KVCACHE: tuple[Module, ...] = (
         "kvcache.replicas",
         [
             "tests/kvcache/test_manager.py",
-            "tests/kvcache/test_batch.py",
+            "tests/kvcache/replica/test_batch.py",
             "tests/kvcache/test_admission.py",
-            "tests/kvcache/test_peer_copies.py",
+            "tests/kvcache/replica/test_peer_copies.py",
         ],
         [
             Mutation(
@@ -237,7 +245,11 @@ KVCACHE: tuple[Module, ...] = (
     ),
     Module(
         "kvcache.manager",
-        ["tests/kvcache/test_manager.py", "tests/kvcache/test_fork.py", "tests/kvcache/test_imports.py"],
+        [
+            "tests/kvcache/test_manager.py",
+            "tests/kvcache/replica/test_fork.py",
+            "tests/kvcache/replica/test_imports.py",
+        ],
         [
             Mutation("PagedKVCacheManager.maybe_reserve", "data.current_length + 1:", "data.current_length + 2:"),
             Mutation(
@@ -252,7 +264,7 @@ KVCACHE: tuple[Module, ...] = (
     ),
     Module(
         "kvcache.metrics",
-        ["tests/kvcache/test_manager.py", "tests/kvcache/test_fork.py", "tests/kvcache/test_batch.py"],
+        ["tests/kvcache/test_manager.py", "tests/kvcache/replica/test_fork.py", "tests/kvcache/replica/test_batch.py"],
         [
             Mutation("PromptCounter.admit", "if self._rows.prompt[row] < 0:", "if True:"),
             Mutation("PromptCounter.run", "np.minimum(ends, prompts)", "ends"),

@@ -4,8 +4,8 @@ from tests.mutants.mutation import Module, Mutation
 
 KVCACHE_TIERS: tuple[Module, ...] = (
     Module(
-        "kvcache.idle_order",
-        ["tests/kvcache/test_idle_order.py"],
+        "kvcache.pool.idle_order",
+        ["tests/kvcache/pool/test_idle_order.py"],
         [
             Mutation("IdleOrder.remove", "self._stamp[pages] = -1", "pass"),
             Mutation("IdleOrder.pop", "self.count -= count", "self.count -= len(taken)"),
@@ -14,23 +14,23 @@ KVCACHE_TIERS: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.retention",
-        ["tests/kvcache/test_retention.py"],
+        "kvcache.pool.retention",
+        ["tests/kvcache/pool/test_retention.py"],
         [
             Mutation("page_hints", "_fill(codes, retention, page_size, _code_of)\n        return", "return"),
             Mutation("_fill", "-(-one.start // page_size)", "one.start // page_size"),
             Mutation("merge_codes", "refuted | (old == SHARED)", "refuted"),
             Mutation("HintedOrder.append", "(1.0 - self.share)", "self.share"),
             Mutation("HintedOrder.pop", "self.codes[gone] = NEUTRAL", "pass"),
-            Mutation("HintedOrder.pop", "self._on_surplus(taken[0])", "pass", ["tests/kvcache/test_retainer.py"]),
+            Mutation("HintedOrder.pop", "self._on_surplus(taken[0])", "pass", ["tests/kvcache/replica/test_hints.py"]),
             Mutation("HintedOrder._pop_older", "pages, lead = pages[:expired], 0", "pages = pages[:expired]"),
             Mutation("HintedOrder._pop_older", "bound - lead", "bound"),
             Mutation("HintedOrder._expired", "> now", ">= 0"),
         ],
     ),
     Module(
-        "kvcache.retainer",
-        ["tests/kvcache/test_retainer.py"],
+        "kvcache.replica.hints",
+        ["tests/kvcache/replica/test_hints.py"],
         [
             Mutation("Retainer.come", "self._found[row] += found", "self._found[row] = found"),
             Mutation("Retainer.brought", "self._shadow.touch(words)", "pass"),
@@ -40,8 +40,8 @@ KVCACHE_TIERS: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.shadow",
-        ["tests/kvcache/test_shadow.py", "tests/kvcache/test_retainer.py"],
+        "kvcache.pool.lru_baseline",
+        ["tests/kvcache/pool/test_lru_baseline.py", "tests/kvcache/replica/test_hints.py"],
         [
             Mutation("LruShadow.visit", "room // self.rate", "room"),
             Mutation("LruShadow._touch", "while len(kept) > self._room:", "while len(kept) > self._room + 1:"),
@@ -50,8 +50,8 @@ KVCACHE_TIERS: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.quotas",
-        ["tests/kvcache/test_retention.py", "tests/kvcache/test_retainer.py"],
+        "kvcache.pool.quotas",
+        ["tests/kvcache/pool/test_retention.py", "tests/kvcache/replica/test_hints.py"],
         [
             Mutation("TenantQuotas._weigh", "> self._quotas[owner]", ">= self._quotas[owner]"),
             Mutation("TenantQuotas._id_of", "self._shares.get(salt, self._share)", "self._share"),
@@ -67,8 +67,8 @@ KVCACHE_TIERS: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.partial",
-        ["tests/kvcache/test_partial.py"],
+        "kvcache.replica.partial",
+        ["tests/kvcache/replica/test_partial.py"],
         [
             Mutation("PartialReuse.find", "context.current_length - 1)", "context.current_length)"),
             Mutation(
@@ -82,8 +82,8 @@ KVCACHE_TIERS: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.peer_copies",
-        ["tests/kvcache/test_peer_copies.py"],
+        "kvcache.replica.peer_copies",
+        ["tests/kvcache/replica/test_peer_copies.py"],
         [
             Mutation("PeerCopies.bring", "mine.pool.hold(present)", "pass"),
             Mutation("PeerCopies.bring", "self.copied += len(brought)", "self.copied += len(pages)"),
@@ -106,15 +106,18 @@ KVCACHE_TIERS: tuple[Module, ...] = (
         [
             Mutation("check_replica", "np.add.at(holders, rows.pages(row), 1)", "pass"),
             Mutation(
-                "check_replica", "np.add.at(writers, pending.dst_pages, 1)", "pass", ["tests/kvcache/test_imports.py"]
+                "check_replica",
+                "np.add.at(writers, pending.dst_pages, 1)",
+                "pass",
+                ["tests/kvcache/replica/test_imports.py"],
             ),
             Mutation("_check_row", "rows.table[row, len(pages) :].any()", "False"),
             Mutation("_check_row", "not pool.index.published[pages[:committed]].all()", "False"),
         ],
     ),
     Module(
-        "kvcache.host_tier",
-        ["tests/kvcache/test_host_tier.py"],
+        "kvcache.tiers.host_tier",
+        ["tests/kvcache/tiers/test_host_tier.py"],
         [
             Mutation("ReplicaTier.match", "(context.current_length - 1)", "context.current_length"),
             Mutation("ReplicaTier.store", "fits = min(len(new), pool.free_count)", "fits = len(new)"),
@@ -126,8 +129,8 @@ KVCACHE_TIERS: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.tiers",
-        ["tests/kvcache/test_host_tier.py"],
+        "kvcache.tiers.tiers",
+        ["tests/kvcache/tiers/test_host_tier.py"],
         [
             Mutation(
                 "Tiers.tick",
@@ -140,8 +143,8 @@ KVCACHE_TIERS: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.file_tier",
-        ["tests/kvcache/test_file_tier.py"],
+        "kvcache.tiers.file_tier",
+        ["tests/kvcache/tiers/test_file_tier.py"],
         [
             Mutation("FileTier.__init__", "host.pool.num_pages // 4", "host.pool.num_pages"),
             Mutation("FileTier.promote", "self._host.pool.free_count // 2", "self._host.pool.free_count"),
@@ -159,8 +162,8 @@ KVCACHE_TIERS: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.page_files",
-        ["tests/kvcache/test_page_files.py"],
+        "kvcache.tiers.page_files",
+        ["tests/kvcache/tiers/test_page_files.py"],
         [
             Mutation("read_pages", "row[: layout.digest_bytes] == wanted and ", ""),
             Mutation("read_pages", "wanted, parts\n", "row[: layout.digest_bytes], parts\n"),
@@ -171,8 +174,8 @@ KVCACHE_TIERS: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.file_index",
-        ["tests/kvcache/test_file_tier.py"],
+        "kvcache.tiers.file_index",
+        ["tests/kvcache/tiers/test_file_tier.py"],
         [
             Mutation("FileIndex.use", "self._files.move_to_end(self._names[number])", "pass"),
             Mutation("FileIndex.room_for", "self.bytes + size > self._max_bytes", "self.bytes > self._max_bytes"),

@@ -94,8 +94,8 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "scheduler_adapters.rooms",
-        ["tests/scheduler_adapters/test_rooms.py"],
+        "scheduler_adapters.service.rooms",
+        ["tests/scheduler_adapters/service/test_rooms.py"],
         [
             Mutation(
                 "PREFILL_MOVES",
@@ -108,16 +108,16 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "scheduler_adapters.decode",
-        ["tests/scheduler_adapters/test_faults.py", "tests/scheduler_adapters/test_service.py"],
+        "scheduler_adapters.service.decode",
+        ["tests/scheduler_adapters/service/test_faults.py", "tests/scheduler_adapters/service/test_service.py"],
         [
             Mutation(
                 "DecodeScheduler._on_message",
                 "(message.attempt, link)",
                 "(room.attempt, link)",
                 [
-                    "tests/scheduler_adapters/test_faults.py::test_offers_of_an_attempt_that_is_over_are_refused_and_their_pages_come_back",
-                    "tests/scheduler_adapters/test_faults.py::test_the_same_id_may_come_again_while_its_first_pull_still_ends",
+                    "tests/scheduler_adapters/service/test_faults.py::test_offers_of_an_attempt_that_is_over_are_refused_and_their_pages_come_back",
+                    "tests/scheduler_adapters/service/test_faults.py::test_the_same_id_may_come_again_while_its_first_pull_still_ends",
                 ],
             ),
             Mutation(
@@ -125,7 +125,7 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
                 "not self._loop.knows(message.token)",
                 "message.token < 0",
                 [
-                    "tests/scheduler_adapters/test_faults.py::test_a_token_that_the_model_does_not_know_fails_its_request_alone"
+                    "tests/scheduler_adapters/service/test_faults.py::test_a_token_that_the_model_does_not_know_fails_its_request_alone"
                 ],
             ),
             Mutation(
@@ -133,7 +133,7 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
                 "link.send(cancel)",
                 "pass",
                 [
-                    "tests/scheduler_adapters/test_faults.py::test_offers_of_an_attempt_that_is_over_are_refused_and_their_pages_come_back"
+                    "tests/scheduler_adapters/service/test_faults.py::test_offers_of_an_attempt_that_is_over_are_refused_and_their_pages_come_back"
                 ],
             ),
             Mutation(
@@ -141,7 +141,7 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
                 "while queue and not self._loop.num_waiting:",
                 "while queue:",
                 [
-                    "tests/scheduler_adapters/test_service.py::test_what_was_preempted_comes_before_what_has_just_arrived"
+                    "tests/scheduler_adapters/service/test_service.py::test_what_was_preempted_comes_before_what_has_just_arrived"
                 ],
             ),
             Mutation("DecodeScheduler._fail", "len(room.reasons) >= MAX_ATTEMPTS", "len(room.reasons) > MAX_ATTEMPTS"),
@@ -150,56 +150,60 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
                 "DecodeScheduler._give_up",
                 "self._loop.abort(room.request_id)",
                 "pass",
-                ["tests/scheduler_adapters/test_faults.py::test_a_cancelled_request_ends_in_every_phase"],
+                ["tests/scheduler_adapters/service/test_faults.py::test_a_cancelled_request_ends_in_every_phase"],
             ),
             Mutation(
                 "DecodeScheduler._give_up_source",
                 "room.link.send(cancel)",
                 "pass",
-                ["tests/scheduler_adapters/test_faults.py::test_a_cancelled_request_ends_in_every_phase"],
+                ["tests/scheduler_adapters/service/test_faults.py::test_a_cancelled_request_ends_in_every_phase"],
             ),
             Mutation(
                 "DecodeScheduler._expire",
                 "room.deadline <= now",
                 "room.deadline < 0",
                 [
-                    "tests/scheduler_adapters/test_faults.py::test_a_request_that_stays_in_a_phase_for_too_long_fails_with_the_reason"
+                    "tests/scheduler_adapters/service/test_faults.py::test_a_request_that_stays_in_a_phase_for_too_long_fails_with_the_reason"
                 ],
             ),
         ],
     ),
     Module(
-        "scheduler_adapters.prefill",
-        ["tests/scheduler_adapters/test_faults.py", "tests/scheduler_adapters/test_service.py"],
+        "scheduler_adapters.service.prefill",
+        ["tests/scheduler_adapters/service/test_faults.py", "tests/scheduler_adapters/service/test_service.py"],
         [
             Mutation(
                 "PrefillScheduler._welcome_reader",
                 "if reader.name == hello.reader",
                 "if not reader",
                 [
-                    "tests/scheduler_adapters/test_faults.py::test_a_decode_process_that_connects_anew_has_given_up_what_it_asked_for"
+                    "tests/scheduler_adapters/service/test_faults.py::test_a_decode_process_that_connects_anew_has_given_up_what_it_asked_for"
                 ],
             ),
             Mutation(
                 "PrefillScheduler._start",
                 "min(message.within_s, self._times.compute_s)",
                 "self._times.compute_s",
-                ["tests/scheduler_adapters/test_faults.py::test_the_deadline_that_decode_names_holds_at_prefill"],
+                [
+                    "tests/scheduler_adapters/service/test_faults.py::test_the_deadline_that_decode_names_holds_at_prefill"
+                ],
             ),
             Mutation("PrefillScheduler._on_event", "self._free_lease(room)\n                if reason", "if reason"),
             Mutation(
                 "PrefillScheduler._table",
                 "full_pages=room.token is None",
                 "full_pages=False",
-                ["tests/scheduler_adapters/test_service.py::test_chunks_are_pulled_while_the_rest_of_the_prompt_runs"],
+                [
+                    "tests/scheduler_adapters/service/test_service.py::test_chunks_are_pulled_while_the_rest_of_the_prompt_runs"
+                ],
             ),
             Mutation(
                 "PrefillScheduler._offer",
                 "self._exchange.start_clock(room.replica, lease)",
                 "pass",
                 [
-                    "tests/scheduler_adapters/test_faults.py::test_a_lease_that_runs_out_fails_the_attempt_and_no_page_is_taken",
-                    "tests/scheduler_adapters/test_faults.py::test_pages_stay_held_until_their_lease_word_is_cleared",
+                    "tests/scheduler_adapters/service/test_faults.py::test_a_lease_that_runs_out_fails_the_attempt_and_no_page_is_taken",
+                    "tests/scheduler_adapters/service/test_faults.py::test_pages_stay_held_until_their_lease_word_is_cleared",
                 ],
             ),
             Mutation(
@@ -207,8 +211,8 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
                 "if room.lease is None:",
                 "if room.lease:",
                 [
-                    "tests/scheduler_adapters/test_faults.py::test_a_cancelled_request_ends_in_every_phase",
-                    "tests/scheduler_adapters/test_faults.py::test_pages_stay_held_until_their_lease_word_is_cleared",
+                    "tests/scheduler_adapters/service/test_faults.py::test_a_cancelled_request_ends_in_every_phase",
+                    "tests/scheduler_adapters/service/test_faults.py::test_pages_stay_held_until_their_lease_word_is_cleared",
                 ],
             ),
             Mutation(
@@ -216,23 +220,23 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
                 "silent=True",
                 "silent=False",
                 [
-                    "tests/scheduler_adapters/test_faults.py::test_prefill_gives_back_what_a_dead_decode_process_had_asked_for"
+                    "tests/scheduler_adapters/service/test_faults.py::test_prefill_gives_back_what_a_dead_decode_process_had_asked_for"
                 ],
             ),
         ],
     ),
     Module(
-        "scheduler_adapters.pulls",
-        ["tests/scheduler_adapters/test_faults.py", "tests/scheduler_adapters/test_service.py"],
+        "scheduler_adapters.service.pulls",
+        ["tests/scheduler_adapters/service/test_faults.py", "tests/scheduler_adapters/service/test_service.py"],
         [
             Mutation(
                 "Pulls.release",
                 "if room.key not in self._open:",
                 "if room.key:",
                 [
-                    "tests/scheduler_adapters/test_faults.py::test_the_same_id_may_come_again_while_its_first_pull_still_ends",
-                    "tests/scheduler_adapters/test_faults.py::test_a_cancelled_request_ends_in_every_phase",
-                    "tests/scheduler_adapters/test_faults.py::test_pages_stay_held_until_their_lease_word_is_cleared",
+                    "tests/scheduler_adapters/service/test_faults.py::test_the_same_id_may_come_again_while_its_first_pull_still_ends",
+                    "tests/scheduler_adapters/service/test_faults.py::test_a_cancelled_request_ends_in_every_phase",
+                    "tests/scheduler_adapters/service/test_faults.py::test_pages_stay_held_until_their_lease_word_is_cleared",
                 ],
             ),
             Mutation(
@@ -240,9 +244,9 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
                 "and (event.error or not mine)",
                 "and event.error",
                 [
-                    "tests/scheduler_adapters/test_faults.py::test_the_same_id_may_come_again_while_its_first_pull_still_ends",
-                    "tests/scheduler_adapters/test_faults.py::test_a_cancelled_request_ends_in_every_phase",
-                    "tests/scheduler_adapters/test_faults.py::test_pages_stay_held_until_their_lease_word_is_cleared",
+                    "tests/scheduler_adapters/service/test_faults.py::test_the_same_id_may_come_again_while_its_first_pull_still_ends",
+                    "tests/scheduler_adapters/service/test_faults.py::test_a_cancelled_request_ends_in_every_phase",
+                    "tests/scheduler_adapters/service/test_faults.py::test_pages_stay_held_until_their_lease_word_is_cleared",
                 ],
             ),
             Mutation(
@@ -250,20 +254,20 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
                 "room.key == event.key and",
                 "",
                 [
-                    "tests/scheduler_adapters/test_faults.py::test_the_same_id_may_come_again_while_its_first_pull_still_ends"
+                    "tests/scheduler_adapters/service/test_faults.py::test_the_same_id_may_come_again_while_its_first_pull_still_ends"
                 ],
             ),
             Mutation(
                 "Pulls.begin",
                 '["reused"] += pending.tokens[0] //',
                 '["reused"] += pending.tokens[1] //',
-                ["tests/scheduler_adapters/test_service.py::test_decode_pulls_only_what_it_lacks"],
+                ["tests/scheduler_adapters/service/test_service.py::test_decode_pulls_only_what_it_lacks"],
             ),
         ],
     ),
     Module(
-        "scheduler_adapters.messages",
-        ["tests/scheduler_adapters/test_messages.py"],
+        "scheduler_adapters.service.messages",
+        ["tests/scheduler_adapters/service/test_messages.py"],
         [
             Mutation("decode_frames", "if len(frames) != 1:", "if not frames:"),
             Mutation("decode_frames", "if not isinstance(message, wanted):", "if not message:"),
@@ -272,8 +276,8 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "scheduler_adapters.affinity",
-        ["tests/scheduler_adapters/test_affinity.py"],
+        "scheduler_adapters.service.affinity",
+        ["tests/scheduler_adapters/service/test_affinity.py"],
         [
             Mutation("chunks_of", "len(tokens) - CHUNK + 1", "len(tokens)"),
             Mutation("chunks_of", "hash(cache_salt)", "0"),
@@ -281,8 +285,8 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "scheduler_adapters.state_pages",
-        ["tests/scheduler_adapters/test_state_pages.py"],
+        "scheduler_adapters.hf.state_pages",
+        ["tests/scheduler_adapters/hf/test_state_pages.py"],
         [
             Mutation("StatePages.allocate", "self._reset(page)", "pass"),
             Mutation("StatePages.release", "if page not in self._importing:", "if page:"),
@@ -292,8 +296,8 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "scheduler_adapters.state_layout",
-        ["tests/scheduler_adapters/test_state_layout.py"],
+        "scheduler_adapters.hf.state_layout",
+        ["tests/scheduler_adapters/hf/test_state_layout.py"],
         [
             Mutation("state_layout", "shard * shape.groups // shards", "shard * groups"),
             Mutation("state_layout", "offset += parts[-1].num_bytes", "offset += parts[-1].stride"),
@@ -301,8 +305,8 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "scheduler_adapters.hybrid",
-        ["tests/scheduler_adapters/test_hybrid.py"],
+        "scheduler_adapters.hf.hybrid",
+        ["tests/scheduler_adapters/hf/test_hybrid.py"],
         [
             Mutation("HybridKVCacheManager.external_claim", "super().release(request_id)", "pass"),
             Mutation("HybridKVCacheManager.fork", "self.states.fork(parent.request_id, child.request_id)", "pass"),
@@ -311,8 +315,8 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "scheduler_adapters.paged_attention",
-        ["tests/scheduler_adapters/test_paged_attention.py"],
+        "scheduler_adapters.hf.paged_attention",
+        ["tests/scheduler_adapters/hf/test_paged_attention.py"],
         [
             Mutation("PagedBatch._group", "(distance < window)", "(distance <= window)"),
             Mutation("PagedBatch._group", "(starts - window + 1)", "(starts - window + 2)"),
@@ -321,8 +325,8 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "scheduler_adapters.replay",
-        ["tests/scheduler_adapters/test_replay.py"],
+        "scheduler_adapters.replay.replay",
+        ["tests/scheduler_adapters/replay/test_replay.py"],
         [
             Mutation("reference_lru_hits", "reversed(blocks)", "blocks"),
             Mutation(
@@ -335,8 +339,8 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "scheduler_adapters.trace_hints",
-        ["tests/scheduler_adapters/test_trace_hints.py"],
+        "scheduler_adapters.replay.trace_hints",
+        ["tests/scheduler_adapters/replay/test_trace_hints.py"],
         [
             Mutation("continues", "(len(blocks) - 1) // 2", "-1"),
             Mutation("_share_wrong", "if not 0.0 <= share <= 1.0:", "if not -1.0 <= share <= 1.0:"),

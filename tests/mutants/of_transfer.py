@@ -4,8 +4,8 @@ from tests.mutants.mutation import Module, Mutation
 
 TRANSFER: tuple[Module, ...] = (
     Module(
-        "transfer.lease",
-        ["tests/transfer/test_lease.py"],
+        "transfer.pull.lease",
+        ["tests/transfer/pull/test_lease.py"],
         [
             Mutation("Lease.is_read", "ended >= self.engines", "ended >= 1"),
             Mutation("Lease.is_read", "len(ranks) == self.ranks[engine]", "len(ranks) >= 1"),
@@ -32,8 +32,8 @@ TRANSFER: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "transfer.pull",
-        ["tests/transfer/test_pull.py"],
+        "transfer.pull.pull",
+        ["tests/transfer/pull/test_pull.py"],
         [
             Mutation("Puller.open", "0 <= lease.slot < engine.words", "0 <= lease.slot <= engine.words"),
             Mutation("Puller.open", "lease.duration_s / 3", "lease.duration_s"),
@@ -64,8 +64,8 @@ TRANSFER: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "transfer.rank",
-        ["tests/transfer/test_replica.py"],
+        "transfer.pull.rank",
+        ["tests/transfer/pull/test_replica.py"],
         [
             Mutation("RankTransfer._give_up_stuck", "self._destroy(remote)", "pass"),
             Mutation(
@@ -77,33 +77,35 @@ TRANSFER: tuple[Module, ...] = (
                 "RankTransfer.poll",
                 "self.released.extend(self.leases.expire())",
                 "self.leases.expire()",
-                ["tests/transfer/test_replica.py::test_a_lease_expires_on_the_source_s_own_clock"],
+                ["tests/transfer/pull/test_replica.py::test_a_lease_expires_on_the_source_s_own_clock"],
             ),
             Mutation(
                 "RankTransfer.connect",
                 "if remote.engine_id == self.identity.engine_id:",
                 "if not remote:",
-                ["tests/transfer/test_replica.py::test_an_engine_does_not_read_from_itself"],
+                ["tests/transfer/pull/test_replica.py::test_an_engine_does_not_read_from_itself"],
             ),
             Mutation(
                 "RankTransfer.connect",
                 "expected not in {None, (remote.engine_id, remote.incarnation)}",
                 "not ranks",
-                ["tests/transfer/test_replica.py::test_a_server_that_tells_of_another_engine_does_not_take_its_place"],
+                [
+                    "tests/transfer/pull/test_replica.py::test_a_server_that_tells_of_another_engine_does_not_take_its_place"
+                ],
             ),
             Mutation(
                 "RankTransfer.disconnect",
                 "self.puller.fail_engine(remote, reason)",
                 "pass",
-                ["tests/transfer/test_replica.py::test_what_was_read_from_an_engine_that_is_connected_anew_fails"],
+                ["tests/transfer/pull/test_replica.py::test_what_was_read_from_an_engine_that_is_connected_anew_fails"],
             ),
             Mutation(
                 "RankTransfer.end_lease",
                 "self.released.append(lease)",
                 "pass",
                 [
-                    "tests/transfer/test_replica.py::test_shutting_down_ends_what_is_open_and_can_be_done_twice",
-                    "tests/transfer/test_replica.py::test_a_prefill_that_nobody_reads_ends_its_lease_after_it_has_computed",
+                    "tests/transfer/pull/test_replica.py::test_shutting_down_ends_what_is_open_and_can_be_done_twice",
+                    "tests/transfer/pull/test_replica.py::test_a_prefill_that_nobody_reads_ends_its_lease_after_it_has_computed",
                 ],
             ),
             Mutation(
@@ -111,7 +113,7 @@ TRANSFER: tuple[Module, ...] = (
                 "if not self.puller.uses(remote)",
                 "if remote",
                 [
-                    "tests/transfer/test_replica.py::test_an_engine_that_was_lost_stays_loaded_while_a_read_from_it_is_in_flight"
+                    "tests/transfer/pull/test_replica.py::test_an_engine_that_was_lost_stays_loaded_while_a_read_from_it_is_in_flight"
                 ],
             ),
             Mutation(
@@ -119,86 +121,92 @@ TRANSFER: tuple[Module, ...] = (
                 "self.puller.fail(key, str(error))",
                 "pass",
                 [
-                    "tests/transfer/test_replica.py::test_pages_that_do_not_fit_fail_the_pull_of_the_rank_that_is_told_of_them"
+                    "tests/transfer/pull/test_replica.py::test_pages_that_do_not_fit_fail_the_pull_of_the_rank_that_is_told_of_them"
                 ],
             ),
             Mutation(
                 "RankTransfer.close",
                 'self.end_lease(lease_id, "this rank was shut down")',
                 "pass",
-                ["tests/transfer/test_replica.py::test_shutting_down_ends_what_is_open_and_can_be_done_twice"],
+                ["tests/transfer/pull/test_replica.py::test_shutting_down_ends_what_is_open_and_can_be_done_twice"],
             ),
         ],
     ),
     Module(
-        "transfer.remote",
-        ["tests/transfer/test_replica.py"],
+        "transfer.pull.remote",
+        ["tests/transfer/pull/test_replica.py"],
         [
             Mutation(
                 "RemoteEngine.__init__",
                 "min(found.words for found in ranks)",
                 "max(found.words for found in ranks)",
-                ["tests/transfer/test_replica.py::test_an_engine_has_as_many_lease_words_as_the_rank_with_the_fewest"],
+                [
+                    "tests/transfer/pull/test_replica.py::test_an_engine_has_as_many_lease_words_as_the_rank_with_the_fewest"
+                ],
             ),
             Mutation(
                 "RemoteEngine.parts",
                 "if len(few) == len(self._few):",
                 "if few:",
-                ["tests/transfer/test_replica.py::test_pages_of_all_ranks_are_read_where_a_rank_leaves_the_quick_way"],
+                [
+                    "tests/transfer/pull/test_replica.py::test_pages_of_all_ranks_are_read_where_a_rank_leaves_the_quick_way"
+                ],
             ),
             Mutation(
                 "RemoteEngine.parts",
                 " and self.verifier is None",
                 "",
-                ["tests/transfer/test_replica.py::test_pages_of_all_ranks_are_read_where_a_rank_leaves_the_quick_way"],
+                [
+                    "tests/transfer/pull/test_replica.py::test_pages_of_all_ranks_are_read_where_a_rank_leaves_the_quick_way"
+                ],
             ),
             Mutation(
                 "_check_ranks",
                 "if len(same) != 1:",
                 "if not same:",
-                ["tests/transfer/test_replica.py::test_every_rank_of_an_engine_must_fit_not_only_its_first"],
+                ["tests/transfer/pull/test_replica.py::test_every_rank_of_an_engine_must_fit_not_only_its_first"],
             ),
             Mutation(
                 "_check_ranks",
                 "list(range(first.ranks))",
                 "[found.rank for found in ranks]",
-                ["tests/transfer/test_replica.py::test_every_rank_of_an_engine_must_fit_not_only_its_first"],
+                ["tests/transfer/pull/test_replica.py::test_every_rank_of_an_engine_must_fit_not_only_its_first"],
             ),
             Mutation(
                 "_check_fit",
                 "differences(mine.settings, found.settings)",
                 "differences(mine.settings, ranks[0].settings)",
-                ["tests/transfer/test_replica.py::test_every_rank_of_an_engine_must_fit_not_only_its_first"],
+                ["tests/transfer/pull/test_replica.py::test_every_rank_of_an_engine_must_fit_not_only_its_first"],
             ),
             Mutation(
                 "_check_fit",
                 "differences(compatibility, found.compatibility)",
                 "differences({}, {})",
-                ["tests/transfer/test_replica.py::test_every_rank_of_an_engine_must_fit_not_only_its_first"],
+                ["tests/transfer/pull/test_replica.py::test_every_rank_of_an_engine_must_fit_not_only_its_first"],
             ),
             Mutation(
                 "_check_fit",
                 "if len(found.layout.groups) != len(mine.layout.groups):",
                 "if not found.layout.groups:",
-                ["tests/transfer/test_replica.py::test_every_rank_of_an_engine_must_fit_not_only_its_first"],
+                ["tests/transfer/pull/test_replica.py::test_every_rank_of_an_engine_must_fit_not_only_its_first"],
             ),
         ],
     ),
     Module(
-        "transfer.replica",
-        ["tests/transfer/test_replica.py"],
+        "transfer.pull.replica",
+        ["tests/transfer/pull/test_replica.py"],
         [
             Mutation(
                 "ReplicaTransfer.offer",
                 'rank.leases.end(lease.lease_id, "not granted by every rank")',
                 "pass",
-                ["tests/transfer/test_replica.py::test_a_lease_is_granted_by_every_rank_or_by_none"],
+                ["tests/transfer/pull/test_replica.py::test_a_lease_is_granted_by_every_rank_or_by_none"],
             ),
             Mutation(
                 "ReplicaTransfer.pull",
                 "if key in self._pulls:",
                 "if not key:",
-                ["tests/transfer/test_replica.py::test_a_name_can_be_used_once_at_a_time_and_the_first_goes_on"],
+                ["tests/transfer/pull/test_replica.py::test_a_name_can_be_used_once_at_a_time_and_the_first_goes_on"],
             ),
             Mutation("ReplicaTransfer._collect_leases", "if not left:", "if True:"),
             Mutation("ReplicaTransfer._collect_leases", "left.discard(at)", "left.clear()"),
@@ -211,23 +219,25 @@ TRANSFER: tuple[Module, ...] = (
                 'pull.source.incarnation not in ("", peer.incarnation)',
                 "False",
                 [
-                    "tests/transfer/test_replica.py::test_the_first_request_of_a_restarted_engine_is_served",
-                    "tests/transfer/test_replica.py::test_an_engine_restarted_at_its_address_is_found_out_and_read_from_anew",
+                    "tests/transfer/pull/test_replica.py::test_the_first_request_of_a_restarted_engine_is_served",
+                    "tests/transfer/pull/test_replica.py::test_an_engine_restarted_at_its_address_is_found_out_and_read_from_anew",
                 ],
             ),
             Mutation(
                 "ReplicaTransfer._start",
                 "_check_ranks(key, pull.source, len(remote.ranks))",
                 "pass",
-                ["tests/transfer/test_replica.py::test_a_source_that_has_other_ranks_than_was_said_is_not_read_from"],
+                [
+                    "tests/transfer/pull/test_replica.py::test_a_source_that_has_other_ranks_than_was_said_is_not_read_from"
+                ],
             ),
             Mutation(
                 "ReplicaTransfer._fail",
                 "self.ranks[at].puller.fail(key, reason)",
                 "pass",
                 [
-                    "tests/transfer/test_replica.py::test_what_one_rank_lacks_no_rank_needs",
-                    "tests/transfer/test_replica.py::test_a_cancelled_pull_ends_the_lease_with_its_reason",
+                    "tests/transfer/pull/test_replica.py::test_what_one_rank_lacks_no_rank_needs",
+                    "tests/transfer/pull/test_replica.py::test_a_cancelled_pull_ends_the_lease_with_its_reason",
                 ],
             ),
             Mutation(
@@ -235,54 +245,58 @@ TRANSFER: tuple[Module, ...] = (
                 "safe = not pull.open_ranks",
                 "safe = True",
                 [
-                    "tests/transfer/test_replica.py::test_a_failure_is_told_at_once_and_pages_come_back_when_nothing_is_in_flight"
+                    "tests/transfer/pull/test_replica.py::test_a_failure_is_told_at_once_and_pages_come_back_when_nothing_is_in_flight"
                 ],
             ),
             Mutation(
                 "ReplicaTransfer._expire",
                 "now >= pull.deadline",
                 "now < 0",
-                ["tests/transfer/test_replica.py::test_a_pull_does_not_wait_for_its_source_longer_than_its_own_time"],
+                [
+                    "tests/transfer/pull/test_replica.py::test_a_pull_does_not_wait_for_its_source_longer_than_its_own_time"
+                ],
             ),
             Mutation(
                 "ReplicaTransfer.cancel",
                 "if not pull.started and not pull.error:",
                 "if not pull:",
                 [
-                    "tests/transfer/test_replica.py::test_a_pull_that_is_cancelled_before_its_source_has_answered_is_refused_there"
+                    "tests/transfer/pull/test_replica.py::test_a_pull_that_is_cancelled_before_its_source_has_answered_is_refused_there"
                 ],
             ),
             Mutation(
                 "_check_ranks",
                 "{0, ranks}",
                 "{source.ranks, ranks}",
-                ["tests/transfer/test_replica.py::test_a_source_that_has_other_ranks_than_was_said_is_not_read_from"],
+                [
+                    "tests/transfer/pull/test_replica.py::test_a_source_that_has_other_ranks_than_was_said_is_not_read_from"
+                ],
             ),
         ],
     ),
     Module(
-        "transfer.directory",
-        ["tests/transfer/test_replica.py"],
+        "transfer.pull.directory",
+        ["tests/transfer/pull/test_replica.py"],
         [
             Mutation("Directory._is_loaded", "return all(", "return any("),
             Mutation(
                 "Directory._load",
                 "rank.disconnect(engine_id, str(error))",
                 "pass",
-                ["tests/transfer/test_replica.py::test_an_engine_that_one_rank_cannot_load_is_loaded_by_none"],
+                ["tests/transfer/pull/test_replica.py::test_an_engine_that_one_rank_cannot_load_is_loaded_by_none"],
             ),
             Mutation(
                 "Directory._on_metadata",
                 "self.failed_handshakes += 1",
                 "pass",
-                ["tests/transfer/test_replica.py::test_a_dead_source_fails_its_own_pulls_in_its_own_time"],
+                ["tests/transfer/pull/test_replica.py::test_a_dead_source_fails_its_own_pulls_in_its_own_time"],
             ),
             Mutation(
                 "Directory._ping",
                 "elif answer.incarnation != peer.incarnation:",
                 "elif not answer.incarnation:",
                 [
-                    "tests/transfer/test_replica.py::test_an_engine_restarted_at_its_address_is_found_out_and_read_from_anew"
+                    "tests/transfer/pull/test_replica.py::test_an_engine_restarted_at_its_address_is_found_out_and_read_from_anew"
                 ],
             ),
             Mutation("Directory._forget", "rank.disconnect(engine_id, reason, peer.incarnation)", "pass"),
@@ -290,30 +304,30 @@ TRANSFER: tuple[Module, ...] = (
                 "Directory.watch",
                 "now - peer.used > self._times.idle",
                 "now < 0",
-                ["tests/transfer/test_replica.py::test_engines_that_are_long_idle_are_forgotten"],
+                ["tests/transfer/pull/test_replica.py::test_engines_that_are_long_idle_are_forgotten"],
             ),
             Mutation(
                 "Directory.watch",
                 "> self._times.heartbeat:",
                 "> self._times.idle:",
                 [
-                    "tests/transfer/test_replica.py::test_a_silent_source_is_given_up",
-                    "tests/transfer/test_replica.py::test_a_source_that_lives_is_not_given_up_however_long_it_computes",
+                    "tests/transfer/pull/test_replica.py::test_a_silent_source_is_given_up",
+                    "tests/transfer/pull/test_replica.py::test_a_source_that_lives_is_not_given_up_however_long_it_computes",
                 ],
             ),
         ],
     ),
     Module(
         "transfer.stats",
-        ["tests/transfer/test_replica.py"],
+        ["tests/transfer/pull/test_replica.py"],
         [
             Mutation("TransferStats.record_lease", '"expired" if reason.startswith("expired") else "other"', '"other"'),
             Mutation("TransferStats.record_failure", "self._failed += 1", "pass"),
         ],
     ),
     Module(
-        "transfer.handshake",
-        ["tests/transfer/test_handshake.py", "tests/transfer/test_side_channel.py"],
+        "transfer.wire.handshake",
+        ["tests/transfer/wire/test_handshake.py", "tests/transfer/wire/test_keys.py"],
         [
             Mutation("differences", "{*ours, *theirs}", "ours"),
             Mutation("HandshakeServer._answer", "if not self._throttle.admits(identity):", "if not identity:"),
@@ -336,8 +350,8 @@ TRANSFER: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "transfer.wire",
-        ["tests/transfer/test_wire.py", "tests/transfer/test_metadata.py"],
+        "transfer.wire.messages",
+        ["tests/transfer/wire/test_messages.py", "tests/transfer/engine/test_metadata.py"],
         [
             Mutation(
                 "open_rank", "if not hmac.compare_digest(rank.digest, _digest(rank, key)):", "if not rank.digest:"
@@ -356,8 +370,8 @@ TRANSFER: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "transfer.inbox",
-        ["tests/transfer/test_inbox.py"],
+        "transfer.engine.notifications",
+        ["tests/transfer/engine/test_notifications.py"],
         [
             Mutation("Inbox.accept", "if transfers.get(name) == self._shards", "if transfers.get(name)"),
             Mutation("Inbox._verdict", "peer is None or peer not in self.completed", "peer is None"),
@@ -365,8 +379,8 @@ TRANSFER: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "transfer.transfers",
-        ["tests/transfer/test_engine.py"],
+        "transfer.engine.transfers",
+        ["tests/transfer/engine/test_engine.py"],
         [
             Mutation("Transfers._fail", "self.quarantine.park(posting)", "pass"),
             Mutation("Transfers._drain", "self.quarantine.release(ended)", "pass"),
@@ -380,8 +394,8 @@ TRANSFER: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "transfer.quarantine",
-        ["tests/transfer/test_engine.py"],
+        "transfer.engine.quarantine",
+        ["tests/transfer/engine/test_engine.py"],
         [
             Mutation("Quarantine.park", "and posting not in self._parked", ""),
             Mutation("Quarantine.pages", "if held.replica == replica", "if held"),

@@ -4,8 +4,8 @@ from tests.mutants.mutation import Module, Mutation
 
 TRANSFER_PLAN: tuple[Module, ...] = (
     Module(
-        "transfer.boxes",
-        ["tests/transfer/test_boxes.py"],
+        "transfer.plan.boxes",
+        ["tests/transfer/plan/test_boxes.py"],
         [
             Mutation("_check_box", "if end > limit:", "if end > limit + 1:"),
             Mutation("_check_box", "if step < covered and n > 1:", "if step < covered - 1 and n > 1:"),
@@ -15,13 +15,13 @@ TRANSFER_PLAN: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "transfer.group_plan",
+        "transfer.plan.group_plan",
         [
-            "tests/transfer/test_plan.py::test_lists_that_do_not_fit_name_the_value_and_the_limit",
-            "tests/transfer/test_plan.py::test_a_page_named_twice_is_found_among_equal_pages_too",
-            "tests/transfer/test_plan.py::test_the_last_page_is_copied_to_the_nearer_end_and_nothing_before_the_first",
-            "tests/transfer/test_plan.py::test_tokens_go_on_over_pages_of_another_size",
-            "tests/transfer/test_plan_properties.py",
+            "tests/transfer/plan/test_plan.py::test_lists_that_do_not_fit_name_the_value_and_the_limit",
+            "tests/transfer/plan/test_plan.py::test_a_page_named_twice_is_found_among_equal_pages_too",
+            "tests/transfer/plan/test_plan.py::test_the_last_page_is_copied_to_the_nearer_end_and_nothing_before_the_first",
+            "tests/transfer/plan/test_plan.py::test_tokens_go_on_over_pages_of_another_size",
+            "tests/transfer/plan/test_plan_properties.py",
         ],
         [
             Mutation(
@@ -39,8 +39,8 @@ TRANSFER_PLAN: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "transfer.runs",
-        ["tests/transfer/test_batches.py", "tests/transfer/test_plan_properties.py"],
+        "transfer.plan.runs",
+        ["tests/transfer/pull/test_batches.py", "tests/transfer/plan/test_plan_properties.py"],
         [
             Mutation(
                 "Runs.shortened",
@@ -52,34 +52,34 @@ TRANSFER_PLAN: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "transfer.plan",
-        ["tests/transfer/test_plan.py"],
+        "transfer.plan.plan",
+        ["tests/transfer/plan/test_plan.py"],
         [
             Mutation(
                 "window_start",
                 "num_tokens - window + 1",
                 "num_tokens - window",
-                ["tests/transfer/test_plan.py::test_a_window_needs_the_page_of_its_first_token"],
+                ["tests/transfer/plan/test_plan.py::test_a_window_needs_the_page_of_its_first_token"],
             ),
             Mutation(
                 "_plan_group",
                 "if local.state != remote.state:",
                 "if local.state and not remote.state:",
-                ["tests/transfer/test_plan.py::test_shards_of_two_models_are_refused"],
+                ["tests/transfer/plan/test_plan.py::test_shards_of_two_models_are_refused"],
             ),
         ],
     ),
     Module(
-        "transfer.sources",
-        ["tests/transfer/test_plan_sources.py"],
+        "transfer.plan.source_ranks",
+        ["tests/transfer/plan/test_source_ranks.py"],
         [
             Mutation("_Grid.choose", "local_rank % len(among)", "0"),
             Mutation("_Grid.choose", "np.flatnonzero(held & used) if (held & used).any() else", ""),
         ],
     ),
     Module(
-        "transfer.page_lists",
-        ["tests/transfer/test_page_lists.py"],
+        "transfer.plan.page_lists",
+        ["tests/transfer/plan/test_page_lists.py"],
         [
             Mutation("resolved", "if stop > pages.end:", "if stop > pages.end + 1:"),
             Mutation("resolved", "if first < 0:", "if first < -1:"),
@@ -88,8 +88,8 @@ TRANSFER_PLAN: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "transfer.few_pages",
-        ["tests/transfer/test_few_pages.py"],
+        "transfer.plan.few_pages",
+        ["tests/transfer/plan/test_few_pages.py"],
         [
             Mutation("FewPages.part", "local == our_end and remote == their_end and", "local == our_end and"),
             Mutation("_pairs", "0 <= theirs < most_remote", "0 <= theirs <= most_remote"),
@@ -98,32 +98,32 @@ TRANSFER_PLAN: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "transfer.batches",
-        ["tests/transfer/test_batches.py"],
+        "transfer.pull.batches",
+        ["tests/transfer/pull/test_batches.py"],
         [
             Mutation("next_transfer", "max(last, first + 1), False", "last, False"),
             Mutation("next_transfer", "if background and left", "if left"),
         ],
     ),
     Module(
-        "transfer.page_checks",
-        ["tests/transfer/test_page_checks.py"],
+        "transfer.pull.page_checks",
+        ["tests/transfer/pull/test_page_checks.py"],
         [
             Mutation("PageChecks.bad", "!= expected", "< expected"),
             Mutation("PageChecks._ids", "0 <= ids.min() <= ids.max() < len(self.words[group])", "ids.min() >= 0"),
         ],
     ),
     Module(
-        "transfer.verify",
-        ["tests/transfer/test_worker.py"],
+        "transfer.pull.verify",
+        ["tests/transfer/connector/test_worker.py"],
         [
             Mutation("Verifier._compare", "if not attempts:", "if attempts < 0:"),
             Mutation("Verifier._draw", "if self._share >= 1:", "if self._share > 1:"),
         ],
     ),
     Module(
-        "transfer.offers",
-        ["tests/transfer/test_companion.py"],
+        "transfer.connector.offers",
+        ["tests/transfer/connector/test_companion.py"],
         [
             Mutation("Offers.standing", "len(offer.offered) < self._ranks or", ""),
             Mutation("Offers.standing", " or offer.aborted", ""),
@@ -134,8 +134,8 @@ TRANSFER_PLAN: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "transfer.pending_loads",
-        ["tests/transfer/test_companion.py"],
+        "transfer.connector.pending_loads",
+        ["tests/transfer/connector/test_companion.py"],
         [
             Mutation("PendingLoads.on_received", "if len(pending.received) < self._ranks:", "if not pending.received:"),
             Mutation("PendingLoads.on_failed", "metadata.reqs_to_cancel[request_id] = reason", "pass"),
@@ -145,8 +145,8 @@ TRANSFER_PLAN: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "transfer.loads",
-        ["tests/transfer/test_loads.py"],
+        "transfer.connector.loads",
+        ["tests/transfer/connector/test_loads.py"],
         [
             Mutation("Load.has", "return self.closed and", "return"),
             Mutation("Loads._pages_of", "or (group.is_state and not asked.last)", ""),
@@ -156,8 +156,8 @@ TRANSFER_PLAN: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "transfer.transfer_params",
-        ["tests/transfer/test_transfer_params.py"],
+        "transfer.connector.transfer_params",
+        ["tests/transfer/connector/test_transfer_params.py"],
         [
             Mutation("read_params", "if ranks > MAX_RANKS:", "if not ranks:"),
             Mutation("read_params", "if not _HOST.fullmatch(host):", "if not _HOST.match(host):"),
@@ -172,8 +172,8 @@ TRANSFER_PLAN: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "transfer.checks",
-        ["tests/transfer/test_engine.py"],
+        "transfer.engine.checks",
+        ["tests/transfer/engine/test_engine.py"],
         [
             Mutation("page_indices", "high >= total_num_pages", "high > total_num_pages"),
             Mutation("sorted_pairs", "if twice.any():", "if twice.all():"),
@@ -182,8 +182,8 @@ TRANSFER_PLAN: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "transfer.sends",
-        ["tests/transfer/test_sends.py"],
+        "transfer.connector.sends",
+        ["tests/transfer/connector/test_sends.py"],
         [
             Mutation(
                 "Sends.on_event",

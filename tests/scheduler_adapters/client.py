@@ -4,8 +4,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from scheduler_adapters import messages as msg
-from scheduler_adapters.workers import Workers
+from scheduler_adapters.service import messages as msg
+from scheduler_adapters.service.workers import Workers
 
 
 @dataclass

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache.context import TextContext
+from kvcache.replica.context import TextContext
 from kvcache.types import RaggedKVCacheInputs
-from scheduler_adapters.hf import load_model, own_attention
+from scheduler_adapters.hf.runner import load_model, own_attention
 
 SIZES = {
     "vocab_size": 259,

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from scheduler_adapters import links
-from scheduler_adapters import messages as msg
-from scheduler_adapters import prefill as prefill_module
-from scheduler_adapters.decode import DecodeScheduler
-from scheduler_adapters.prefill import PrefillScheduler
-from scheduler_adapters.sockets import received
-from tests.scheduler_adapters.service import Service
+from scheduler_adapters.service import links
+from scheduler_adapters.service import messages as msg
+from scheduler_adapters.service import prefill as prefill_module
+from scheduler_adapters.service.decode import DecodeScheduler
+from scheduler_adapters.service.prefill import PrefillScheduler
+from scheduler_adapters.service.sockets import received
+from tests.scheduler_adapters.service.processes import Service
 
 
 class Reached(NamedTuple):

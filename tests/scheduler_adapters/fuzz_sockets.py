@@ -18,10 +18,10 @@ import msgspec
 import torch
 import zmq
 
-from scheduler_adapters import messages as msg
-from scheduler_adapters.hf import load_model, reference_tokens
-from tests.scheduler_adapters.service import Service, Side
-from tests.scheduler_adapters.test_messages import MESSAGES
+from scheduler_adapters.hf.runner import load_model, reference_tokens
+from scheduler_adapters.service import messages as msg
+from tests.scheduler_adapters.service.processes import Service, Side
+from tests.scheduler_adapters.service.test_messages import MESSAGES
 from tests.transfer.fuzz import mutated, resident_kib, with_odd_values
 
 PROMPT = [at * 7 % 250 for at in range(40)]

@@ -9,14 +9,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from scheduler_adapters import worker
-from scheduler_adapters.rooms import Room
+from scheduler_adapters.service import worker
+from scheduler_adapters.service.rooms import Room
 
 FOLDER_VARIABLE = "PAGEWIRE_FUSES"
 
 
 def main() -> int:
-    """Run one process, as `scheduler_adapters.worker` does; the exit status."""
+    """Run one process, as `scheduler_adapters.service.worker` does; the exit status."""
     fuse = Path(os.environ[FOLDER_VARIABLE]) / str(os.getpid())
     move = Room.move
 

@@ -25,13 +25,13 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.frame import header, write
-from scheduler_adapters.hf import load_model, reference_tokens
-from scheduler_adapters.rooms import DECODE_MOVES, PREFILL_MOVES
-from scheduler_adapters.worker import WorkerConfig
-from scheduler_adapters.workers import Workers
+from scheduler_adapters.hf.runner import load_model, reference_tokens
+from scheduler_adapters.service.rooms import DECODE_MOVES, PREFILL_MOVES
+from scheduler_adapters.service.worker import WorkerConfig
+from scheduler_adapters.service.workers import Workers
 from tests.scheduler_adapters.client import Client
 from tests.scheduler_adapters.kill_worker import FOLDER_VARIABLE
-from transfer.ports import available_port
+from transfer.engine.ports import available_port
 
 LEASE_S = 1.0
 STOPPED_S = 4.0

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from scheduler_adapters.hf import HFRunner, kv_params_of, manager_for, num_layers_of
+from scheduler_adapters.hf.recurrent import recurrent_layers_of, state_shape_of
+from scheduler_adapters.hf.runner import HFRunner, kv_params_of, manager_for, num_layers_of
+from scheduler_adapters.hf.state_layout import state_layouts
 from scheduler_adapters.loop import Output, Request, ServingLoop
-from scheduler_adapters.recurrent import recurrent_layers_of, state_shape_of
-from scheduler_adapters.state_layout import state_layouts
 
 
 def new_manager(

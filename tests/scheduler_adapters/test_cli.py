@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from scheduler_adapters import arguments, cli, demo, replay
+from scheduler_adapters import arguments, cli
+from scheduler_adapters.demo import demo
+from scheduler_adapters.replay import replay
 
 NEVER = ("inf", "-inf", "nan", "-1", "1e30", "1e400", "0x10", "", " ", "text", "1\n2", "\udcff", "٣x", "9" * 5000)
 NUMBERS = ("0", "1", "2", "0.5", "1_0", str(2**31), str(2**32), str(2**40), str(2**63), str(2**64))

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from scheduler_adapters.exchange import Exchange
-from scheduler_adapters.generate import PagedGenerator
-from scheduler_adapters.hf import reference_tokens
+from scheduler_adapters.hf.generate import PagedGenerator
+from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.loop import Request, ServingLoop
+from scheduler_adapters.service.exchange import Exchange
 from tests.scheduler_adapters.contract import (
     NEW,
     AdapterContract,
@@ -23,10 +23,10 @@ from tests.scheduler_adapters.contract import (
     Reference,
     prompt_of,
 )
-from tests.scheduler_adapters.service import Service, Side
+from tests.scheduler_adapters.service.processes import Service, Side
 from tests.scheduler_adapters.serving import new_loop, new_manager
-from transfer.agent import Agent
 from transfer.errors import AgentError
+from transfer.nixl.agent import Agent
 
 LIMITS = Limits(page_size=16, pages=12, rows=4, budget=32)
 LONG = prompt_of(201, 5 * LIMITS.budget // 2)  # in chunks

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from scheduler_adapters import interrupts
-from scheduler_adapters.run_folder import PREFIX
+from scheduler_adapters.service.run_folder import PREFIX
 from tests.scheduler_adapters.leftovers import STAGES, Run, shared_files
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -128,7 +128,7 @@ def test_a_replay_ends_with_one_line(tmp_path: Path, number: signal.Signals) -> 
 
 PARENT = """
 import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-m", "scheduler_adapters.program"], stdin=subprocess.PIPE)
+child = subprocess.Popen([sys.executable, "-m", "scheduler_adapters.service.program"], stdin=subprocess.PIPE)
 print(child.pid, flush=True)
 time.sleep({wait})
 {then}

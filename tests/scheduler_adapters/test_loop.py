@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from kvcache.errors import AlreadyClaimedError, InvalidRequestError, PromptTooLongError, UnknownRequestError
-from scheduler_adapters.hf import HFRunner, reference_tokens
+from scheduler_adapters.hf.runner import HFRunner, reference_tokens
+from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.loop import Output, Request, ServingLoop, finish_reason, plan_chunks
-from scheduler_adapters.tiny import ByteTokenizer
 from tests.kvcache.build import proven
 from tests.scheduler_adapters import serving
 from tests.scheduler_adapters.serving import assert_nothing_held, new_loop, new_manager, serve, tokens_of

@@ -21,7 +21,7 @@ def page_size() -> int:
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small random Llama, saved; it never gives its end token, so that lengths are known."""
-    from scheduler_adapters.tiny import EOS, tiny_llama
+    from scheduler_adapters.hf.tiny import EOS, tiny_llama
 
     directory = tmp_path_factory.mktemp("model")
     model = tiny_llama()
@@ -33,7 +33,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def reference(model_dir: Path) -> Any:
     """What the model's own `generate` appends to a prompt, up to a token of the caller's choice."""
-    from scheduler_adapters.hf import load_model, reference_tokens
+    from scheduler_adapters.hf.runner import load_model, reference_tokens
 
     model = load_model(model_dir)
 

@@ -25,7 +25,7 @@ class Pools:
         from sglang.srt.mem_cache.cache_init_params import CacheInitParams
         from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
-        from scheduler_adapters.sglang import PagewireCache
+        from scheduler_adapters.sglang.cache import PagewireCache
 
         size = PAGES * page_size
         if page_size == 1:
@@ -233,7 +233,7 @@ def test_keys_of_pairs_are_refused(pools: Pools) -> None:
 def test_settings_that_need_what_is_not_here_are_refused_by_name(pools: Pools, page_size: int) -> None:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
-    from scheduler_adapters.sglang import PagewireCache, build
+    from scheduler_adapters.sglang.cache import PagewireCache, build
 
     context = TreeCacheBuildContext(
         server_args=None,
@@ -269,7 +269,7 @@ def test_settings_that_need_what_is_not_here_are_refused_by_name(pools: Pools, p
 def test_registering_twice_is_fine() -> None:
     from sglang.srt.mem_cache.registry import registered_radix_cache_backends
 
-    from scheduler_adapters.sglang import register
+    from scheduler_adapters.sglang.cache import register
 
     register()
     register()

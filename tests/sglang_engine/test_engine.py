@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from scheduler_adapters.tiny import ByteTokenizer
+from scheduler_adapters.hf.tiny import ByteTokenizer
 from tests.sglang_engine.engine import CHUNK, POOL_TOKENS, ROWS
 
 HEAD = "A page has two owners: the request, and whoever still writes into it. " * 2
@@ -25,7 +25,7 @@ def submit_all(engine: Any, prompts: list[list[int]], new: int = NEW, **fields: 
 
 
 def test_the_cache_is_ours(engine: Any) -> None:
-    from scheduler_adapters.sglang import PagewireCache
+    from scheduler_adapters.sglang.cache import PagewireCache
 
     assert type(engine.cache) is PagewireCache
 

@@ -21,14 +21,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvcache.layout import PageLayout
-from transfer.chaos import ChaosAgent, Rates
-from transfer.handshake import EngineCard, HandshakeClient, HandshakeServer
-from transfer.lease import new_lease_id
-from transfer.metadata import MemoryType
-from transfer.pull_state import LeaseRef, PagesOfGroup, PullEvent
-from transfer.rank import RankIdentity, RankTransfer, new_incarnation
-from transfer.replica import LeaseOver, Offered, ReplicaTransfer, Source
-from transfer.shapes import dense
+from transfer.engine.metadata import MemoryType
+from transfer.nixl.chaos import ChaosAgent, Rates
+from transfer.plan.shapes import dense
+from transfer.pull.lease import new_lease_id
+from transfer.pull.pull_state import LeaseRef, PagesOfGroup, PullEvent
+from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation
+from transfer.pull.replica import LeaseOver, Offered, ReplicaTransfer, Source
+from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer
 
 HEADS, PAGES, PAGE_SIZE, HEAD_BYTES = 2, 12, 4, 256
 LEASE_S = 4.0

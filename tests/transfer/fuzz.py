@@ -21,14 +21,21 @@ import zmq
 
 from kvcache.layout import PageLayout
 from tests.transfer import fuzz_replies
+from transfer.engine.metadata import (
+    KVTransferEngineMetadata,
+    MemoryType,
+    TensorAgentMetadata,
+    decode_metadata,
+    encode,
+    sealed,
+)
 from transfer.errors import TransferError
-from transfer.handshake import EngineCard, HandshakeClient, HandshakeServer
-from transfer.lease import LeaseBook
-from transfer.metadata import KVTransferEngineMetadata, MemoryType, TensorAgentMetadata, decode_metadata, encode, sealed
-from transfer.remote import RemoteEngine
-from transfer.settings import agreed_settings
-from transfer.shapes import dense
-from transfer.wire import (
+from transfer.nixl.settings import agreed_settings
+from transfer.plan.shapes import dense
+from transfer.pull.lease import LeaseBook
+from transfer.pull.remote import RemoteEngine
+from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer
+from transfer.wire.messages import (
     MetadataQuery,
     Ping,
     Pong,

@@ -17,11 +17,11 @@ from typing import Any
 import msgspec
 
 from tests.transfer.replicas import TOKENS, Engine
-from transfer.handshake import EngineCard, HandshakeServer
-from transfer.pull_state import LeaseRef, PagesOfGroup
-from transfer.replica import Source
-from transfer.trials import Trials
-from transfer.wire import RankMetadata, open_rank, sealed_rank
+from transfer.nixl.trials import Trials
+from transfer.pull.pull_state import LeaseRef, PagesOfGroup
+from transfer.pull.replica import Source
+from transfer.wire.handshake import EngineCard, HandshakeServer
+from transfer.wire.messages import RankMetadata, open_rank, sealed_rank
 
 AT_ONCE = 16
 _WHOLE = [PagesOfGroup([1, 2], [4, 5], (0, 2 * TOKENS))]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from transfer.worker_config import GroupConfig, StatePart, WorkerConfig, share
+from transfer.connector.config import GroupConfig, StatePart, WorkerConfig, share
 
 UNTOUCHED = -1
 JUNK = -2

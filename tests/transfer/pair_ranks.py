@@ -14,10 +14,10 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 from tests.transfer.pair_model import JUNK, GroupSpec, Pair, RankCaches, Side, group_config, reach, worker_config
-from transfer.companion import Progress, TransferCompanion
-from transfer.connector_metadata import ConnectorMetadata, WorkerOutput
-from transfer.rank import new_incarnation
-from transfer.worker import NixlConnectorWorker
+from transfer.connector.companion import Progress, TransferCompanion
+from transfer.connector.metadata import ConnectorMetadata, WorkerOutput
+from transfer.connector.worker import NixlConnectorWorker
+from transfer.pull.rank import new_incarnation
 
 QUIET = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
 _PR_SET_PDEATHSIG = 1

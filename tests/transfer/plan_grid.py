@@ -42,12 +42,12 @@ from tests.transfer.plan_oracle import (
     region_starts,
     share,
 )
-from transfer.boxes import ShardLayout, check, clip_layout
-from transfer.group_plan import GroupPlan
-from transfer.plan import plan
-from transfer.runs import Runs
-from transfer.shapes import dense
-from transfer.sources import sources
+from transfer.plan.boxes import ShardLayout, check, clip_layout
+from transfer.plan.group_plan import GroupPlan
+from transfer.plan.plan import plan
+from transfer.plan.runs import Runs
+from transfer.plan.shapes import dense
+from transfer.plan.source_ranks import sources
 
 HEADS = range(1, 9)
 RANKS = range(1, 9)

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.layout import PageLayout
-from transfer.boxes import Box, ShardLayout, check
-from transfer.runs import Runs
-from transfer.shapes import (
+from transfer.plan.boxes import Box, ShardLayout, check
+from transfer.plan.runs import Runs
+from transfer.plan.shapes import (
     BLOCKS_FIRST_HND,
     BLOCKS_FIRST_NHD,
     PACKED_HND,

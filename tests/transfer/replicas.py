@@ -11,14 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.layout import PageLayout
-from transfer.agent import Agent
 from transfer.errors import AgentError
-from transfer.handshake import EngineCard, HandshakeClient, HandshakeServer
-from transfer.lease import new_lease_id
-from transfer.pull_state import LeaseRef, PullEvent
-from transfer.rank import RankIdentity, RankTransfer, new_incarnation
-from transfer.replica import LeaseOver, Offered, ReplicaTransfer, Source
-from transfer.shapes import dense
+from transfer.nixl.agent import Agent
+from transfer.plan.shapes import dense
+from transfer.pull.lease import new_lease_id
+from transfer.pull.pull_state import LeaseRef, PullEvent
+from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation
+from transfer.pull.replica import LeaseOver, Offered, ReplicaTransfer, Source
+from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer
 
 
 class Hindrance:

@@ -7,10 +7,10 @@ import msgspec
 import pytest
 
 from tests.transfer import fuzz, fuzz_replies
-from transfer.boxes import Box, Group, ShardLayout
 from transfer.errors import MetadataError
-from transfer.remote import RemoteEngine
-from transfer.wire import open_rank, sealed_rank
+from transfer.plan.boxes import Box, Group, ShardLayout
+from transfer.pull.remote import RemoteEngine
+from transfer.wire.messages import open_rank, sealed_rank
 
 
 def test_nothing_that_comes_in_ends_or_fills_a_process():

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 from numpy.typing import NDArray
 
-from transfer.agent import Agent, Handle, start
+from transfer.nixl.agent import Agent, Handle, start
 
 PAGE = 64 << 10
 FILLED = 7

@@ -32,7 +32,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from transfer.worker_config import share
+from transfer.connector.config import share
 
 LAYERS, HEAD_DIM = 2, 16
 STATES = ((6, 3), (4, 5))  # of one rank and layer: what a convolution keeps, and the state proper

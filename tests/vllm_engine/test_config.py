@@ -13,11 +13,11 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from scheduler_adapters.vllm_config import Options, worker_config
+from scheduler_adapters.vllm.config import Options, worker_config
 from tests.vllm_engine.engine import Shape, make_cache_config, make_config, model_dir
+from transfer.connector.config import check_config
 from transfer.errors import InvalidEngineError
-from transfer.side_channel import make_keyrings, save_keyring
-from transfer.worker_config import check_config
+from transfer.wire.keys import make_keyrings, save_keyring
 
 CHUNKED = ChunkedLocalAttentionSpec(
     block_size=16, num_kv_heads=4, head_size=16, dtype=torch.float16, attention_chunk_size=64

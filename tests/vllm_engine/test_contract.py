@@ -13,8 +13,8 @@ from vllm.v1.request import RequestStatus
 from tests.scheduler_adapters.contract import NEW, AdapterContract, Counters, Limits, Outcome, prompt_of
 from tests.vllm_engine.engine import Engine, Shape, expected_tokens
 from tests.vllm_engine.test_engine import PREFILL
-from transfer.agent import Agent
-from transfer.replica import ReplicaTransfer
+from transfer.nixl.agent import Agent
+from transfer.pull.replica import ReplicaTransfer
 
 SHAPE = Shape(
     blocks=31,

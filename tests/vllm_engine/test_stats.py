@@ -4,8 +4,8 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from scheduler_adapters.vllm import PagewireConnector
-from scheduler_adapters.vllm_stats import PullStats
+from scheduler_adapters.vllm.connector import PagewireConnector
+from scheduler_adapters.vllm.stats import PullStats
 from tests.vllm_engine.engine import Engine, Shape, make_config, model_dir
 from tests.vllm_engine.test_engine import PROMPT, prefilled, served
 

@@ -1,0 +1,175 @@
+"""`PagePool`: the state of every page of one replica. The only file that frees a page.
+
+A page is in exactly one state:
+
+    fresh ──allocate──► held ──release──► fresh            never published: its content is worth nothing
+                         │  ▲
+                 publish │  │ hold (a prefix hit)
+                         ▼  │
+                       held ──release──► idle ──evict──► held
+                                         published, findable, free to be taken: least recently used first
+
+A page with a writer (a transfer that may still put bytes there) is neither fresh nor idle, whoever held it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.errors import InvariantError
+from kvcache.pool.idle_order import MOST_ORDERS, IdleOrder, IdlePages, OrderLog
+from kvcache.pool.index import PrefixIndex
+
+Pages = NDArray[np.int32]
+
+
+class PagePool:
+    """Holders, writers and free order of the pages 1 to `num_pages`, in arrays. The null page, 0, is none of them."""
+
+    __slots__ = (
+        "_fresh",
+        "_fresh_count",
+        "evictions",
+        "guard",
+        "holders",
+        "idle",
+        "index",
+        "lru",
+        "num_pages",
+        "writers",
+    )
+
+    def __init__(self, num_pages: int, digest_words: int) -> None:
+        self.num_pages = num_pages
+        self.holders = np.zeros(num_pages + 1, np.int32)
+        self.writers = np.zeros(num_pages + 1, np.int16)
+        self.index = PrefixIndex(num_pages, digest_words)
+        # Another order takes its place where there are hints or quotas.
+        self.lru = IdleOrder(num_pages, OrderLog(num_pages, MOST_ORDERS))
+        self.idle: IdlePages = self.lru
+        # A stack whose top is its end: filled downwards, so that the first pages handed out are 1, 2, 3 and so on.
+        self._fresh = np.arange(num_pages, 0, -1, dtype=np.int32)
+        self._fresh_count = num_pages
+        self.evictions = 0
+        self.guard: Callable[[Pages], None] | None = None
+        """Called with evicted pages before they are handed out: their content is there for the last time."""
+
+    @property
+    def free_count(self) -> int:
+        """Pages that `allocate` can hand out: the fresh and the idle ones."""
+        return self._fresh_count + self.idle.count
+
+    def allocate(self, count: int) -> Pages:
+        """Hand out `count` pages, each with one holder, in ascending order (neighbours transfer as one run).
+
+        The caller has seen to it that `count <= free_count`.
+        """
+        fresh = min(count, self._fresh_count)
+        self._fresh_count -= fresh
+        pages = self._fresh[self._fresh_count : self._fresh_count + fresh]
+        if fresh < count:
+            evicted = self.idle.pop(count - fresh)
+            self.index.withdraw(evicted)
+            self.evictions += len(evicted)
+            if self.guard is not None:
+                self.guard(evicted)
+            pages = np.concatenate((pages, evicted))
+        pages = np.sort(pages)
+        self.holders[pages] = 1
+        return pages
+
+    def allocate_one(self) -> int:
+        """`allocate(1)`, for the one page that a request grows by: a sixth of the cost."""
+        if self._fresh_count:
+            self._fresh_count -= 1
+            page = int(self._fresh[self._fresh_count])
+        else:
+            evicted = self.idle.pop(1)
+            page = int(evicted[0])
+            self.index.withdraw_one(page)
+            self.evictions += 1
+            if self.guard is not None:
+                self.guard(evicted)
+        self.holders[page] = 1
+        return page
+
+    def hold(self, pages: Pages) -> None:
+        """Add a holder to each of `pages`, which are distinct and published or held."""
+        at = pages.astype(np.intp)  # numpy takes twice as long to follow int32
+        holders = self.holders[at]
+        idle = at[(holders == 0) & (self.writers[at] == 0)]
+        if idle.size:
+            self.idle.remove(idle)
+        self.holders[at] = holders + 1
+
+    def release(self, pages: Pages) -> None:
+        """Drop one holder of each of `pages`, distinct and in logical order; what nobody uses is free.
+
+        The tail goes first: of a prefix, the last pages are worth the least, as a hit needs all pages before them.
+        """
+        at = pages.astype(np.intp)
+        holders = self.holders[at] - 1
+        self.holders[at] = holders
+        self._free(at[(holders == 0) & (self.writers[at] == 0)][::-1])
+
+    def add_writer(self, pages: Pages) -> None:
+        """A transfer may write to `pages`, which are held, until `drop_writer`."""
+        self.writers[pages] += 1
+
+    def drop_writer(self, pages: Pages) -> None:
+        """That transfer is over for good: what nobody uses is free."""
+        self.writers[pages] -= 1
+        self._free(pages[self._unused(pages)][::-1].astype(np.intp))
+
+    def would_be_taken(self, pages: Pages) -> int:
+        """How many of `pages` are free now: `hold` takes them from what `allocate` can hand out."""
+        return int(np.count_nonzero(self._unused(pages)))
+
+    def would_be_freed(self, pages: Pages) -> int:
+        """How many of `pages` `release` makes free: those with one holder and no writer."""
+        return int(np.count_nonzero((self.holders[pages] == 1) & (self.writers[pages] == 0)))
+
+    def forget_idle(self) -> int:
+        """Withdraw every idle page from the index; returns how many."""
+        pages = self.idle.pop(self.idle.count)
+        self.index.withdraw(pages)
+        self._push_fresh(pages[::-1])
+        return len(pages)
+
+    def check(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
+        """Raise `InvariantError` at the first page whose state is not what these recounts `[num_pages + 1]` say."""
+        for name, have, want in (("holders", self.holders, holders), ("writers", self.writers, writers)):
+            for page in np.flatnonzero(have != want)[:1]:
+                raise InvariantError(f"page {page} has {have[page]} {name}, but {want[page]} are counted")
+        fresh, idle = self._fresh[: self._fresh_count], self.idle.pages()
+        state = np.bincount(fresh, minlength=self.num_pages + 1) + np.bincount(idle, minlength=self.num_pages + 1)
+        state += (holders > 0) | (writers > 0)
+        for page in np.flatnonzero(state[1:] != 1)[:1] + 1:
+            raise InvariantError(f"page {page} is in {state[page]} of the states fresh, idle and used, not in one")
+        for page in idle[~self.index.published[idle]][:1]:
+            raise InvariantError(f"page {page} is idle, but not published")
+        for page in fresh[self.index.published[fresh]][:1]:
+            raise InvariantError(f"page {page} is fresh, but published")
+        if state[0] or self.index.published[0]:
+            raise InvariantError("the null page is in use")
+        self.idle.check()
+        self.index.check()
+
+    def _unused(self, pages: Pages) -> NDArray[np.bool_]:
+        at = pages.astype(np.intp)
+        return (self.holders[at] == 0) & (self.writers[at] == 0)
+
+    def _free(self, pages: NDArray[np.intp]) -> None:
+        published = self.index.published[pages]
+        if published.all():
+            self.idle.append(pages)
+            return
+        self.idle.append(pages[published])
+        self._push_fresh(pages[~published])
+
+    def _push_fresh(self, pages: Pages | NDArray[np.intp]) -> None:
+        self._fresh[self._fresh_count : self._fresh_count + len(pages)] = pages
+        self._fresh_count += len(pages)

@@ -1,0 +1,314 @@
+"""`Batch`: the requests of a step, looked up once and moved together; `Gathered`: the same for one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.errors import InvalidRequestError, SequenceTooLongError
+from kvcache.replica.block_table import Ints, Rows
+from kvcache.replica.context import Context, TextContext
+from kvcache.replica.hashing import PrefixHasher, next_digests, page_rows
+
+HasherOf = Callable[[int, int, Context], PrefixHasher]
+"""Replica, row and context → the hasher of the request."""
+
+
+class BatchState(NamedTuple):
+    """The requests of one replica in a batch.
+
+    Attributes:
+        rows: rows of the block table: int64 `[batch]`, or a slice.
+        starts: tokens cached, int64 `[batch]`.
+        actives: end of the tokens to run, int64 `[batch]`.
+        ends: tokens known, int64 `[batch]`.
+        longest_run: most tokens that one of them runs.
+        longest_context: highest of `actives`.
+        longest: highest of `ends`.
+    """
+
+    rows: Rows
+    starts: Ints
+    actives: Ints
+    ends: Ints
+    longest_run: int
+    longest_context: int
+    longest: int
+
+
+_STEPS_KEPT = 256  # updates that a batch holds before it hands them to the contexts
+
+
+class Gathered:
+    """What one call needs of its requests, as arrays `[len]`.
+
+    Attributes:
+        contexts: the requests, in batch order.
+        replicas: the replica of each.
+        rows: the row of each in its replica's block table.
+        run: the rows as a slice, where they are one run of one replica; arrays of rows are read without a copy then.
+        starts: tokens cached.
+        actives: end of the tokens to run.
+        ends: tokens known.
+        slack: tokens that every request can surely grow by on its pages; -1 if not known.
+        due: tokens that every request can surely compute before one fills a page; 0 if not known.
+        unbound: whether some hold no pages yet: their rows know no context so far.
+    """
+
+    __slots__ = ("actives", "contexts", "due", "ends", "replicas", "rows", "run", "slack", "starts", "unbound")
+
+    def __init__(self, contexts: Sequence[Context], replicas: Ints, rows: Ints, *, starts_only: bool = False) -> None:
+        self.contexts: Sequence[Context] = contexts
+        self.replicas = replicas
+        self.rows = rows
+        self.unbound = False
+        self.run: slice | None = None
+        count = len(rows)
+        if count == 1 or (
+            count and rows[-1] - rows[0] == count - 1 and (np.diff(rows) == 1).all() and (replicas == replicas[0]).all()
+        ):
+            self.run = slice(int(rows[0]), int(rows[0]) + count)
+        self.gather(starts_only=starts_only)
+
+    def gather(self, *, starts_only: bool = False) -> None:
+        """Read the indices of every context; `starts_only`: `actives` and `ends` are not asked for."""
+        contexts, count = self.contexts, len(self.contexts)
+        self.starts: Ints = np.fromiter([context.start_idx for context in contexts], np.int64, count)
+        self.slack, self.due = -1, 0
+        if starts_only:
+            return
+        self.actives: Ints = np.fromiter([context.active_idx for context in contexts], np.int64, count)
+        self.ends: Ints = np.fromiter([context.current_length for context in contexts], np.int64, count)
+
+    def computed(self, mine: Ints | None) -> tuple[Rows, Ints]:
+        """Rows and cached tokens of the requests at the places `mine`; None: all, which are of one replica."""
+        if mine is None:
+            return (self.rows if self.run is None else self.run), self.starts
+        return self.rows[mine], self.starts[mine]
+
+    def part(self, mine: Ints | None) -> BatchState:
+        """The state of the requests at the places `mine`; None: all, which are of one replica."""
+        if mine is None:
+            rows = self.rows if self.run is None else self.run
+            starts, actives, ends = self.starts, self.actives, self.ends
+        else:
+            rows, starts, actives, ends = self.rows[mine], self.starts[mine], self.actives[mine], self.ends[mine]
+        if not len(starts):
+            return BatchState(rows, starts, actives, ends, 0, 0, 0)
+        return BatchState(
+            rows, starts, actives, ends, int((actives - starts).max()), int(actives.max()), int(ends.max())
+        )
+
+    def digests(self, places: Ints, firsts: Ints, lasts: Ints, hasher_of: HasherOf) -> NDArray[np.uint64]:
+        """Of each context at `places` the digests of its pages `firsts` to `lasts`, one after another."""
+        at, pages = places.tolist(), list(zip(firsts.tolist(), lasts.tolist(), strict=True))
+        hashers = self.hashers(at, hasher_of)
+        if any(last - first != 1 for first, last in pages):
+            return np.concatenate(
+                [
+                    hasher.digests(self.tokens(place), first, last)
+                    for place, hasher, (first, last) in zip(at, hashers, pages, strict=True)
+                ]
+            )
+        size = hashers[0].page_size
+        rows = [
+            page_rows(self.tokens(place)[first * size : last * size], size)[0]
+            for place, (first, last) in zip(at, pages, strict=True)
+        ]
+        return self.digest_pages(at, hashers, firsts.tolist(), rows)
+
+    def digest_pages(
+        self, at: list[int], hashers: list[PrefixHasher], firsts: list[int], rows: list[bytes]
+    ) -> NDArray[np.uint64]:
+        """Of each context at the places `at` the digest of its page `firsts`, whose bytes are `rows`."""
+
+        def from_the_context(nth: int) -> bytes:
+            return hashers[nth].digests(self.tokens(at[nth]), firsts[nth], firsts[nth] + 1).tobytes()
+
+        return next_digests(hashers, firsts, rows, from_the_context)
+
+    def tokens(self, place: int) -> NDArray[np.integer[Any]]:
+        """The known tokens of the context at `place`."""
+        context: Context = self.contexts[place]
+        return context.tokens
+
+    def hashers(self, at: list[int], hasher_of: HasherOf) -> list[PrefixHasher]:
+        """The hashers of the contexts at the places `at`."""
+        return [hasher_of(int(self.replicas[place]), int(self.rows[place]), self.contexts[place]) for place in at]
+
+
+class Batch(Gathered, Sequence[Context]):
+    """Contexts with their rows bound, moved together by `update`. Made by `PagedKVCacheManager.batch`.
+
+    The indices live in arrays here; a `TextContext` catches up when somebody reads it, and leaves when somebody else
+    moves it (the batch reads it anew then). Good until one of its requests is released.
+    """
+
+    __slots__ = (
+        "_count",
+        "_hashers",
+        "_log",
+        "_longest",
+        "_page_size",
+        "_seen",
+        "_stale",
+        "_together",
+        "_updated",
+        "_updates_left",
+        "checked_at",
+        "owner",
+    )
+
+    def __init__(self, contexts: Sequence[Context], replicas: Ints, rows: Ints, page_size: int, owner: object) -> None:
+        self._page_size = page_size
+        self.owner = owner  # whose rows these are
+        # The last tokens of each context: a page's worth from before, then those of the updates.
+        self._log = np.zeros((len(contexts), page_size + _STEPS_KEPT), np.int32)
+        self._hashers: dict[int, PrefixHasher] = {}  # by place
+        self.checked_at = -1  # how many releases there had been when the claims were last compared
+        super().__init__(tuple(contexts), replicas, rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Context: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Context]: ...
+    def __getitem__(self, index: int | slice) -> Context | Sequence[Context]:
+        return self.contexts[index]
+
+    def __len__(self) -> int:
+        return len(self.contexts)
+
+    def __iter__(self) -> Iterator[Context]:
+        return iter(self.contexts)
+
+    def gather(self, *, starts_only: bool = False) -> None:
+        """Read every context, and lead those that can follow."""
+        super().gather(starts_only=starts_only)
+        self._count = self._page_size
+        self._seen = [self._count] * len(self.contexts)
+        self._hashers = {}
+        self._updated = False
+        own = [context for context in self.contexts if isinstance(context, TextContext)]
+        self._together = len(own) == len(self.contexts) and bool((self.actives == self.ends).all())
+        if self._together and own:
+            self._longest = int(self.ends.max())
+            self._updates_left = min(
+                context.max_length - end for context, end in zip(own, self.ends.tolist(), strict=True)
+            )
+            for place, context in enumerate(own):
+                last = context.tokens[-self._page_size :]
+                self._log[place, self._page_size - len(last) : self._page_size] = last
+                context.follow(self, place)
+        self._stale = False  # after all have followed: a context that follows anew leaves this same batch first
+
+    def part(self, mine: Ints | None) -> BatchState:
+        """The state of the requests at the places `mine`; None: all, which are of one replica."""
+        if mine is not None or not self._updated:
+            return super().part(mine)
+        # One token each: what `max` would find is known.
+        rows = self.rows if self.run is None else self.run
+        return BatchState(rows, self.starts, self.actives, self.ends, 1, self._longest, self._longest)
+
+    def refresh(self) -> None:
+        """Read the contexts anew if one was moved by somebody else."""
+        if self._stale or not self._together:
+            self.gather()
+
+    def update(self, tokens: Sequence[int] | NDArray[np.integer]) -> None:
+        """Give each request its next token, int `[len]`, as `TextContext.update` does.
+
+        Raises:
+            InvalidRequestError: (a ValueError) not one integer from 0 to 2**31 - 1 a request; nothing is touched.
+            SequenceTooLongError: (a RuntimeError) a request has its `max_length` already; nothing is touched.
+        """
+        array = self._checked(tokens)
+        self.refresh()
+        if not self._together:
+            for context, token in zip(self.contexts, array.tolist(), strict=True):
+                context.update(token)
+            self.gather()
+            return
+        if not self.contexts:
+            return
+        if not self._updates_left:
+            self._refuse_longest()
+        if self._count == self._log.shape[1]:
+            self._hand_over()
+        self._log[:, self._count] = array
+        self._count += 1
+        self._updated = True
+        self._longest += 1
+        self._updates_left -= 1
+        self.slack -= 1
+        self.due -= 1
+        self.ends += 1
+        self.actives = self.ends
+        self.starts = self.ends - 1
+
+    def digests(self, places: Ints, firsts: Ints, lasts: Ints, hasher_of: HasherOf) -> NDArray[np.uint64]:
+        """Of each context at `places` the digests of its pages `firsts` to `lasts`, one after another."""
+        columns = self._count - self.ends[places] + firsts * self._page_size
+        column = int(columns[0])
+        if not self._together or column < 0 or (columns != column).any() or (lasts - firsts != 1).any():
+            return super().digests(places, firsts, lasts, hasher_of)
+        # The usual step: one page each, all of them full at this token. No context has to catch up.
+        tokens = self._log[:, column : column + self._page_size][places]
+        at = places.tolist()
+        return self.digest_pages(at, self.hashers(at, hasher_of), firsts.tolist(), page_rows(tokens, self._page_size))
+
+    def hashers(self, at: list[int], hasher_of: HasherOf) -> list[PrefixHasher]:
+        """The hashers of the contexts at the places `at`, looked up once."""
+        kept = self._hashers
+        for place in at:
+            if place not in kept:
+                kept[place] = super().hashers([place], hasher_of)[0]
+        return [kept[place] for place in at]
+
+    def catch_up(self, place: int) -> None:
+        """Bring the context at `place` up to date."""
+        seen, context = self._seen[place], self.contexts[place]
+        if seen != self._count and isinstance(context, TextContext):
+            self._seen[place] = self._count
+            tokens = self._log[place, seen : self._count]
+            context.append(tokens, int(self.starts[place]), int(self.actives[place]))
+
+    def lose(self, place: int) -> None:
+        """Bring the context at `place` up to date; it moves by itself from now on."""
+        self.catch_up(place)
+        self._stale = True
+
+    def _refuse_longest(self) -> None:
+        for context, end in zip(self.contexts, self.ends.tolist(), strict=True):
+            if isinstance(context, TextContext) and end >= context.max_length:
+                raise SequenceTooLongError(
+                    f"request {context.request_id!r}: token {end + 1} is past its max_length {context.max_length}"
+                )
+
+    def _hand_over(self) -> None:
+        """Every context catches up, and the log starts anew with its last page's worth."""
+        for place in range(len(self.contexts)):
+            self.catch_up(place)
+        self._log[:, : self._page_size] = self._log[:, self._count - self._page_size :].copy()
+        self._count = self._page_size
+        self._seen = [self._count] * len(self.contexts)
+
+    def _checked(self, tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.integer]:
+        try:
+            array = np.asarray(tokens)
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            array = np.zeros((), object)
+        if array.shape != (len(self.contexts),) or (array.size and array.dtype.kind not in "iu"):
+            raise InvalidRequestError(
+                f"batch of {len(self.contexts)} requests: tokens of shape {array.shape} and dtype {array.dtype}, "
+                "one integer each is needed"
+            )
+        # As unsigned, a negative token is a huge one: one pass finds both.
+        if array.size and array.view(f"u{array.itemsize}").max() >= 1 << 31:
+            at = int(np.flatnonzero((array < 0) | (array >= 1 << 31))[0])
+            raise InvalidRequestError(
+                f"request {self.contexts[at].request_id!r}: token {array[at]} is not within 0 to 2**31 - 1"
+            )
+        return array

@@ -1,0 +1,397 @@
+"""Request contexts: the tokens of one request, and how far each has come."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.arguments import check_request_id, integer, shown, whole
+from kvcache.errors import InvalidRequestError, SequenceTooLongError
+from kvcache.replica.keys import ExtraKeys, checked_keys, checked_salt
+from kvcache.types import RequestID, Retention
+
+if TYPE_CHECKING:
+    from kvcache.replica.hashing import PrefixHasher
+
+_NEW_CAPACITY = 64
+
+
+class Context(Protocol):
+    """What the manager reads and writes of a request. Any object of this shape serves.
+
+    An object may have any of these optional attributes too: `cache_salt` (str), `extra_keys` (`ExtraKeys`), `retention`
+    (`Retention`), and `prefix_hasher`, None at first, where the manager keeps the page hashes of a request that waits
+    or is preempted. Salt and keys may change until the request is given pages, and are fixed from then on until its
+    release: `maybe_reserve`, `step` and imports refuse a context whose salt or keys are others than its pages were
+    reserved with. Known tokens never change: a context that drops some from its end (a rejected draft, say) must have
+    `prefix_hasher` and set it to None then, or its later pages would be found by the digests of the dropped tokens.
+    """
+
+    @property
+    def request_id(self) -> RequestID:
+        """What names the request."""
+        ...
+
+    @property
+    def tokens(self) -> NDArray[np.integer[Any]]:
+        """Every known token, `[end_idx]`."""
+        ...
+
+    @property
+    def start_idx(self) -> int:
+        """Tokens whose KV is in the cache."""
+        ...
+
+    @property
+    def active_idx(self) -> int:
+        """End of the tokens to run now; a chunk ends before `end_idx`."""
+        ...
+
+    @property
+    def end_idx(self) -> int:
+        """Tokens known."""
+        ...
+
+    @property
+    def active_length(self) -> int:
+        """Tokens to run now."""
+        ...
+
+    @property
+    def current_length(self) -> int:
+        """Tokens known: equal to `end_idx`."""
+        ...
+
+    def update(self, token: int) -> None:
+        """Take up the token that the model made of the active tokens."""
+        ...
+
+    def set_token_indices(
+        self, start_idx: int | None = None, active_idx: int | None = None, end_idx: int | None = None
+    ) -> None:
+        """Move the indices that are given."""
+        ...
+
+
+class TextContext:
+    """One request: its tokens, and which of them are cached, run now, or wait for a later chunk.
+
+        0 ........ start_idx ........ active_idx ........ end_idx
+          cached             run now              later chunks
+
+    Args:
+        tokens: the prompt, 1-D, each from 0 to 2**31 - 1.
+        max_length: most tokens that the request may ever have, the generated ones counted.
+        request_id: made up where none is given.
+        cache_salt: requests with different salts never share a page. Like the keys, it may be changed while the request
+            waits. While it holds pages a change is an error: its next `maybe_reserve` for more than a step, or the
+            `step` that publishes its next page, refuses it and changes nothing.
+        retention: what the client knows about the future of these pages.
+        extra_keys: `(position, key)`: what else than tokens the KV depends on from this token on, say the name of a
+            LoRA adapter (position 0) or a digest of an image (its first token). Pages are shared where these agree too.
+
+    Raises:
+        InvalidRequestError: (a ValueError) no tokens, not 1-D, not integers, or out of range; an id or salt that is no
+            text, or is no UTF-8; keys of another shape; a retention that is none.
+        SequenceTooLongError: (a RuntimeError) more tokens than `max_length`.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_active",
+        "_buffer",
+        "_end",
+        "_extra_keys",
+        "_follows",
+        "_place",
+        "_retention",
+        "_salt",
+        "_start",
+        "max_length",
+        "prefix_hasher",
+        "request_id",
+    )
+
+    def __init__(
+        self,
+        tokens: Sequence[int] | NDArray[np.integer],
+        max_length: int,
+        request_id: RequestID | None = None,
+        cache_salt: str | None = None,
+        retention: Retention | None = None,
+        extra_keys: Sequence[tuple[int, bytes]] = (),
+    ) -> None:
+        if request_id is not None:
+            check_request_id(request_id, "TextContext")
+        self.request_id: RequestID = uuid.uuid4().hex if request_id is None else request_id
+        self.max_length = whole(f"request {self.request_id!r}: max_length", max_length, 1, error=InvalidRequestError)
+        self._follows: Leader | None = None
+        self._place = 0
+        self.prefix_hasher: PrefixHasher | None = None
+        self.cache_salt = cache_salt
+        self.retention = retention
+        self.extra_keys = extra_keys
+        self._buffer = checked_tokens(self.request_id, tokens)
+        count = len(self._buffer)
+        if count > self.max_length:
+            raise SequenceTooLongError(f"request {self.request_id!r}: {count} tokens, max_length is {self.max_length}")
+        self._start, self._active, self._end = 0, count, count
+
+    @property
+    def cache_salt(self) -> str | None:
+        """Requests with different salts never share a page."""
+        return self._salt
+
+    @cache_salt.setter
+    def cache_salt(self, salt: str | None) -> None:
+        self._salt = checked_salt(self.request_id, salt)
+        self.leave()  # a batch remembers how its requests are hashed
+
+    @property
+    def extra_keys(self) -> ExtraKeys:
+        """What else than tokens the KV depends on: `(position, key)`."""
+        return self._extra_keys
+
+    @extra_keys.setter
+    def extra_keys(self, keys: Sequence[tuple[int, bytes]]) -> None:
+        self._extra_keys = checked_keys(self.request_id, keys)
+        self.leave()
+
+    @property
+    def retention(self) -> Retention | None:
+        """What the client knows about the future of these pages."""
+        return self._retention
+
+    @retention.setter
+    def retention(self, retention: Retention | None) -> None:
+        if retention is not None and not isinstance(cast("object", retention), Retention):
+            raise InvalidRequestError(
+                f"request {self.request_id!r}: retention is {shown(retention)}: a Retention or None is needed"
+            )
+        self._retention = retention
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """Every known token, int32 `[end_idx]`; a view, valid until the next `update`."""
+        if self._follows is not None:
+            self._follows.catch_up(self._place)
+        return self._buffer[: self._end]
+
+    @property
+    def start_idx(self) -> int:
+        """Tokens whose KV is in the cache."""
+        if self._follows is not None:
+            self._follows.catch_up(self._place)
+        return self._start
+
+    @property
+    def active_idx(self) -> int:
+        """End of the tokens to run now; a chunk ends before `end_idx`."""
+        if self._follows is not None:
+            self._follows.catch_up(self._place)
+        return self._active
+
+    @property
+    def end_idx(self) -> int:
+        """Tokens known."""
+        if self._follows is not None:
+            self._follows.catch_up(self._place)
+        return self._end
+
+    @property
+    def active_length(self) -> int:
+        """Tokens to run now."""
+        if self._follows is not None:
+            self._follows.catch_up(self._place)
+        return self._active - self._start
+
+    @property
+    def current_length(self) -> int:
+        """Tokens known: equal to `end_idx`."""
+        if self._follows is not None:
+            self._follows.catch_up(self._place)
+        return self._end
+
+    def update(self, token: int) -> None:
+        """Take up what the model made of the active tokens.
+
+        After the chunk that ends the known tokens, `token` is appended. After an earlier chunk the model's output means
+        nothing: `token` is dropped, and the rest of the known tokens becomes active.
+
+        Raises:
+            InvalidRequestError: the token is out of range.
+            SequenceTooLongError: the request has `max_length` tokens already.
+        """
+        self.leave()
+        if self._active < self._end:
+            self._start, self._active = self._active, self._end
+            return
+        if type(token) is not int:
+            token = self._index("token", token)
+        if not 0 <= token < 1 << 31:
+            raise InvalidRequestError(f"request {self.request_id!r}: token {shown(token)} is not within 0 to 2**31 - 1")
+        if self._end >= self.max_length:
+            raise SequenceTooLongError(
+                f"request {self.request_id!r}: token {self._end + 1} is past its max_length {self.max_length}"
+            )
+        if self._end == len(self._buffer):
+            self._grow(1)
+        self._buffer[self._end] = token
+        self._start = self._active
+        self._end += 1
+        self._active = self._end
+
+    def set_token_indices(
+        self, start_idx: int | None = None, active_idx: int | None = None, end_idx: int | None = None
+    ) -> None:
+        """Move the indices that are given; `end_idx` may only drop tokens from the end.
+
+        Raises:
+            InvalidRequestError: not `0 <= start_idx < active_idx <= end_idx <= tokens known`; nothing is moved.
+        """
+        self.leave()
+        start = self._start if start_idx is None else self._index("start_idx", start_idx)
+        end = self._end if end_idx is None else self._index("end_idx", end_idx)
+        active = self._active if active_idx is None else self._index("active_idx", active_idx)
+        if not 0 <= start < active <= end <= self._end:
+            raise InvalidRequestError(
+                f"request {self.request_id!r}: start {shown(start)}, active {shown(active)}, end {shown(end)} "
+                f"are not ordered within its {self._end} tokens"
+            )
+        if end < self._end:
+            self.prefix_hasher = None  # its pages may cover the tokens that go
+        self._start, self._active, self._end = start, active, end
+
+    def reset(self) -> None:
+        """Forget what is cached: every known token runs again (preemption by recompute)."""
+        self.leave()
+        self._start, self._active = 0, self._end
+
+    def fork(self, request_id: RequestID | None = None) -> TextContext:
+        """A request of its own with the same tokens, indices, salt and keys (beam search, several answers)."""
+        twin = TextContext(self.tokens, self.max_length, request_id, self.cache_salt, self.retention, self.extra_keys)
+        twin.set_token_indices(start_idx=self.start_idx, active_idx=self.active_idx)
+        twin.prefix_hasher = None if self.prefix_hasher is None else self.prefix_hasher.copy()
+        return twin
+
+    def follow(self, leader: Leader, place: int) -> None:
+        """Let `leader` move this context, at its place `place`, until `leave`. Another leader loses it."""
+        self.leave()
+        self._follows, self._place = leader, place
+
+    def leave(self) -> None:
+        """Catch up with the leader, if any, and be moved by one's own calls again."""
+        leader, self._follows = self._follows, None
+        if leader is not None:
+            leader.lose(self._place)
+
+    def append(self, tokens: NDArray[np.int32], start: int, active: int) -> None:
+        """Take up what the leader did: `tokens` at the end, and the indices as they are now."""
+        end = self._end + len(tokens)
+        if end > len(self._buffer):
+            self._grow(len(tokens))
+        self._buffer[self._end : end] = tokens
+        self._start, self._active, self._end = start, active, end
+
+    def __repr__(self) -> str:
+        return f"TextContext({self.request_id!r}, start={self.start_idx}, active={self.active_idx}, end={self.end_idx})"
+
+    def _index(self, name: str, value: object) -> int:
+        found = integer(value)
+        if found is None:
+            raise InvalidRequestError(f"request {self.request_id!r}: {name} is {shown(value)}: an integer is needed")
+        return found
+
+    def _grow(self, count: int) -> None:
+        room = min(self.max_length, max(_NEW_CAPACITY, 2 * self._end, self._end + count))
+        grown = np.zeros(room, np.int32)
+        grown[: self._end] = self._buffer[: self._end]
+        self._buffer = grown
+
+
+class Leader(Protocol):
+    """What moves many contexts at once, and lets each catch up when somebody looks at it: a `Batch`."""
+
+    def catch_up(self, place: int) -> None:
+        """Bring the context at `place` up to date."""
+        ...
+
+    def lose(self, place: int) -> None:
+        """Bring the context at `place` up to date and move it no more."""
+        ...
+
+
+def checked_tokens(request_id: str, tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int32]:
+    """A private int32 copy of `tokens`.
+
+    Raises:
+        InvalidRequestError: no tokens, not 1-D, not integers, or out of range.
+    """
+    try:
+        array = np.asarray(tokens)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequestError(f"request {request_id!r}: its tokens are no list of integers: {error}") from error
+    if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
+        raise InvalidRequestError(
+            f"request {request_id!r}: tokens of shape {array.shape} and dtype {array.dtype}: "
+            "a non-empty list of integers is needed"
+        )
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high >= 1 << 31:
+        raise InvalidRequestError(
+            f"request {request_id!r}: token {low if low < 0 else high} is not within 0 to 2**31 - 1"
+        )
+    return array.astype(np.int32, copy=True)
+
+
+def salt_and_keys(context: Context) -> tuple[str | None, ExtraKeys]:
+    """What the pages of the context depend on besides its tokens.
+
+    Raises:
+        InvalidRequestError: a salt or keys that cannot be.
+    """
+    if isinstance(context, TextContext):
+        return context.cache_salt, context.extra_keys
+    name, keys = context.request_id, getattr(context, "extra_keys", None)
+    return checked_salt(name, getattr(context, "cache_salt", None)), checked_keys(name, () if keys is None else keys)
+
+
+def check_context(context: object, call: str) -> None:
+    """Raise `InvalidRequestError` unless `context` has the shape of a `Context`, and indices that are ordered."""
+    if isinstance(context, TextContext):
+        return
+    check_request_id(getattr(context, "request_id", None), f"{call} of {shown(context)}")
+    names = ("start_idx", "active_idx", "end_idx", "active_length", "current_length")
+    found = [integer(getattr(context, name, None)) for name in names]
+    tokens = getattr(context, "tokens", None)
+    start, active, end = (-1 if at is None else at for at in found[:3])
+    if (
+        not 0 <= start <= active <= end
+        or found[3:] != [active - start, end]
+        or not isinstance(tokens, np.ndarray)
+        or cast("NDArray[Any]", tokens).dtype.kind not in "iu"
+        or len(cast("NDArray[Any]", tokens)) < end
+        or not all(callable(getattr(context, name, None)) for name in ("update", "set_token_indices"))
+    ):
+        raise InvalidRequestError(
+            f"{call} of {shown(context)}: no request context, or its indices do not fit its tokens"
+        )
+    salt_and_keys(cast("Context", context))
+
+
+def check_fork(parent: Context, child: Context, computed: int) -> None:
+    """Raise `InvalidRequestError` unless the `computed` tokens of the parent are a proper beginning of the child's."""
+    name = f"request {child.request_id!r}, fork of {parent.request_id!r}"
+    if not 0 < computed < child.end_idx:
+        raise InvalidRequestError(
+            f"{name}: {child.end_idx} tokens, more than the parent's {computed} computed are needed"
+        )
+    if not np.array_equal(parent.tokens[:computed], child.tokens[:computed]):
+        raise InvalidRequestError(f"{name}: its first {computed} tokens are not the parent's")
+    for field in ("cache_salt", "extra_keys"):
+        if getattr(parent, field, None) != getattr(child, field, None):
+            raise InvalidRequestError(f"{name}: its {field} is not the parent's")

@@ -1,0 +1,101 @@
+"""`ImportCopier`: the one who may write to the pages of an import, and `ImportProof`, which it alone can give.
+
+`commit_import` takes pages for what another manager says that they are. Whether they are is known to whoever copied
+them, and to nobody else: a READ may have failed, or its source may have given the pages away meanwhile. So the copier
+of an import is handed out once, and what it proves counts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvcache.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from kvcache.replica.pending import PageCopy, PendingImport
+
+
+class ImportProof:
+    """That the pages of one import were copied, and were their source's when they were. Made by `ImportCopier.prove`.
+
+    It is good for that import, once, as long as the import is not extended. A copy of it proves nothing.
+
+    Attributes:
+        request_id: whose pages.
+        num_tokens: the token up to which they were copied.
+    """
+
+    __slots__ = ("num_tokens", "request_id")
+
+    def __init__(self, request_id: str, num_tokens: int) -> None:
+        self.request_id = request_id
+        self.num_tokens = num_tokens
+
+
+class ImportCopier:
+    """Copies the pages of one import: `take`, copy, and so on; at last `prove` or `give_up`.
+
+    Until one of these the pages are the copier's: `cancel_import` gives none of them to anybody else. Whoever has it
+    vouches for the bytes: an endpoint that reads under a lease (`scheduler_adapters.service.exchange`) proves what
+    passed its fence, a program that copies tensors in its own process proves what it has copied.
+
+    Made by `PagedKVCacheManager.copier`.
+
+    Attributes:
+        pending: the import.
+        proof: what it has proven; None before.
+    """
+
+    __slots__ = ("_ended", "_has_all", "_is_over", "_taken", "pending", "proof")
+
+    def __init__(self, pending: PendingImport, ended: Callable[[], None]) -> None:
+        self.pending = pending
+        self._ended = ended
+        self._taken = pending.tokens[0]
+        self._has_all = False
+        self._is_over = False
+        self.proof: ImportProof | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended: it writes to no page any more."""
+        return self._is_over
+
+    def take(self, *, last: bool = True) -> list[PageCopy]:
+        """What is to be copied by now and was not taken before: an entry for each group of layers.
+
+        Args:
+            last: nothing will be taken after this. Only then is there anything to copy of a group whose pages stand for
+                the whole request (a recurrent state).
+
+        Raises:
+            InvalidRequestError: (a ValueError) the import is closed, this copier has ended, or the last was taken.
+        """
+        pending = self.pending
+        if self._is_over or self._has_all or pending.closed:
+            reason = "its import is closed" if pending.closed else "its copier has taken the last"
+            raise InvalidRequestError(f"request {pending.request_id!r}: no pages are left to copy: {reason}")
+        copies = pending.copies(self._taken, last=last)
+        self._taken, self._has_all = pending.tokens[1], last
+        return copies
+
+    def prove(self) -> ImportProof:
+        """All that was taken has been copied, and was its source's meanwhile: what `commit_import` asks for.
+
+        Raises:
+            InvalidRequestError: (a ValueError) this copier has ended, or has not taken all.
+        """
+        pending = self.pending
+        if self._is_over or not self._has_all:
+            reason = "has ended" if self._is_over else f"took tokens up to {self._taken}, and not yet the last"
+            raise InvalidRequestError(f"request {pending.request_id!r}: the copier of its pages {reason}")
+        self.proof = ImportProof(pending.request_id, self._taken)
+        self.give_up()
+        return self.proof
+
+    def give_up(self) -> None:
+        """Nothing of this copier writes to the pages any more: of a cancelled import, they are free now. Safe twice."""
+        if not self._is_over:
+            self._is_over = True
+            self._ended()

@@ -1,0 +1,81 @@
+"""A replica on its devices: the pools of its shards, and the tables that each device reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvcache.layout import PageLayout
+from kvcache.replica.batch import BatchState
+from kvcache.replica.inputs import DeviceTables, build_inputs
+from kvcache.replica.replica import Replica
+from kvcache.storage import allocate_blocks
+from kvcache.tiers.copies import copy_rows, page_rows
+from kvcache.types import RaggedKVCacheInputs
+
+Pages = NDArray[np.int32]
+_STAGED_BYTES = 32 << 20  # copied between devices at a time
+
+
+class PlacedReplica:
+    """A replica, its page tensors, and its lookup tables.
+
+    Attributes:
+        replica: state and rules, free of devices.
+        blocks: per shard the pool, `[pages + 1, sides, layers, page_size, heads, head_dim]`.
+    """
+
+    def __init__(
+        self, replica: Replica, layouts: Sequence[PageLayout], devices: Sequence[torch.device], stream: Any
+    ) -> None:
+        self.replica = replica
+        self._stream = stream
+        pages = replica.pool.num_pages + 1  # page 0, the null page, comes on top of the budget
+        self.blocks = [allocate_blocks(layout, pages, device) for layout, device in zip(layouts, devices, strict=True)]
+        with self._on_stream():
+            per_device = {device: DeviceTables(replica.rows, device) for device in devices}
+        self._tables = [per_device[device] for device in devices]
+        self._mirrored = [table for device, table in per_device.items() if device.type != "cpu"]
+
+    def inputs(self, state: BatchState, num_steps: int) -> list[RaggedKVCacheInputs]:
+        """What the model reads for this batch, one entry per shard."""
+        rows = self.replica.rows
+        with self._on_stream():
+            if self._mirrored:
+                changed = np.flatnonzero(rows.changed)
+                for table in self._mirrored:
+                    table.upload_changes(changed)
+                rows.changed[changed] = False
+            return build_inputs(self.blocks, self._tables, state, self.replica.page_size, num_steps)
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy one page into another, on every shard."""
+        with self._on_stream():
+            for blocks in self.blocks:
+                blocks[target].copy_(blocks[source], non_blocking=True)
+
+    def copy_pages_of(self, other: PlacedReplica, sources: Pages, targets: Pages) -> None:
+        """Copy pages of another replica of this process into as many of ours, distinct, shard by shard.
+
+        In the order of the devices' work: after what was launched before on either, before what comes after.
+        """
+        with self._on_stream():
+            for theirs, ours in zip(other.blocks, self.blocks, strict=True):
+                source, target = page_rows(theirs), page_rows(ours)
+                if source.device.type == target.device.type == "cpu":
+                    copy_rows(source.numpy(), sources, target.numpy(), targets)
+                    continue
+                batch = max(1, _STAGED_BYTES // source.shape[1])
+                for first in range(0, len(sources), batch):
+                    taken, given = sources[first : first + batch], targets[first : first + batch]
+                    staged = source.index_select(0, torch.as_tensor(taken.astype(np.int64), device=source.device))
+                    at = torch.as_tensor(given.astype(np.int64), device=target.device)
+                    target.index_copy_(0, at, staged.to(target.device, non_blocking=True))
+
+    def _on_stream(self) -> Any:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -1,0 +1,157 @@
+"""Page hashes: the digest of page `i` covers every token from the first to the end of page `i`.
+
+One running hash takes the pages in turn and gives its digest after each. That makes the digests a chain (equal digest,
+equal prefix) at the cost of one update and one digest a page; hashing `parent + page` anew takes sha256 60 % longer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvcache.params import HashAlgorithm
+from kvcache.replica.context import Context, salt_and_keys
+from kvcache.replica.keys import ExtraKeys
+
+DIGEST_BYTES: dict[HashAlgorithm, int] = {"sha256": 32, "xxh3_128": 16}
+_TOKEN = np.dtype("<i4")
+
+
+class PrefixHasher:
+    """The page digests of one request, extended as it grows and never computed twice.
+
+    Two hashers agree on a page exactly when algorithm, page size, salt, and all tokens and extra keys up to its end
+    agree, in any process: the digests may be compared across hosts. With `xxh3_128` collisions can be crafted; with
+    sha256 not.
+
+    Args:
+        algorithm: of the digests.
+        page_size: tokens of a page.
+        salt: requests with different salts agree on nothing; None is a salt of its own.
+        extra_keys: `(position, key)`: what else the KV from this token on depends on, say a LoRA adapter (position 0)
+            or the content of an image (its first token).
+
+    Attributes:
+        running: the running hash, after the pages whose digests are known.
+        known: those digests, one after another.
+        width: bytes of one digest.
+        keys_left: the extra keys of pages to come, `(page, bytes to hash)`, the next one last.
+        matches: index → the generation of it, first and last page, and what they were found as (see `Replica.match`).
+    """
+
+    __slots__ = ("algorithm", "extra_keys", "keys_left", "known", "matches", "page_size", "running", "salt", "width")
+
+    def __init__(
+        self, algorithm: HashAlgorithm, page_size: int, salt: str | None, extra_keys: ExtraKeys | None = None
+    ) -> None:
+        self.algorithm: HashAlgorithm = algorithm
+        self.page_size = page_size
+        self.salt = salt
+        self.extra_keys = extra_keys
+        # Each field with its length, so that no two choices of fields give the same bytes.
+        fields = (algorithm.encode(), str(page_size).encode(), b"" if salt is None else b"=" + salt.encode())
+        seed = b"pagewire/1" + b"".join(struct.pack("<I", len(field)) + field for field in fields)
+        self.running: Any = hashlib.sha256(seed) if algorithm == "sha256" else xxhash.xxh3_128(seed)
+        self.known = bytearray()
+        self.width = DIGEST_BYTES[algorithm]
+        # -1 is no token: where one is due it says that a key follows, and the length says where the key ends.
+        marked = [
+            (position // page_size, struct.pack("<iII", -1, position, len(key)) + key)
+            for position, key in sorted(extra_keys or ())
+        ]
+        self.keys_left = marked[::-1]
+        self.matches: dict[object, tuple[int, int, int, NDArray[np.int32]]] = {}
+
+    def copy(self) -> PrefixHasher:
+        """A hasher that goes on from here by itself."""
+        twin = copy(self)
+        twin.running, twin.known = self.running.copy(), self.known[:]
+        twin.keys_left, twin.matches = self.keys_left[:], {}
+        return twin
+
+    def digests(self, tokens: NDArray[np.integer[Any]], first: int, last: int) -> NDArray[np.uint64]:
+        """Digests of the pages `first` to `last` (excluded) as uint64 `[pages, DIGEST_BYTES / 8]`.
+
+        `tokens` are all tokens of the request so far, at least `last * page_size` of them.
+        """
+        width = self.width
+        known = len(self.known) // width
+        if known < last:
+            self._extend(tokens[known * self.page_size : last * self.page_size])
+        wanted = bytes(self.known[first * width : last * width])
+        return np.frombuffer(wanted, np.uint64).reshape(last - first, width // 8)
+
+    def _extend(self, tokens: NDArray[np.integer[Any]]) -> None:
+        update, digest = self.running.update, self.running.digest
+        found: list[bytes] = []
+        page = len(self.known) // self.width
+        for row in page_rows(tokens, self.page_size):
+            while self.keys_left and self.keys_left[-1][0] == page:
+                update(self.keys_left.pop()[1])
+            update(row)
+            found.append(digest())
+            page += 1
+        self.known += b"".join(found)
+
+
+def page_rows(tokens: NDArray[np.integer[Any]], page_size: int) -> list[bytes]:
+    """The bytes of each page of `tokens`, a whole number of pages, as they are hashed."""
+    # A view of raw bytes becomes bytes objects in one call: half the cost of slicing a memoryview page by page.
+    return np.ascontiguousarray(tokens, _TOKEN).reshape(-1).view(f"V{page_size * _TOKEN.itemsize}").tolist()
+
+
+def next_digests(
+    hashers: Sequence[PrefixHasher], firsts: Sequence[int], rows: Sequence[bytes], slow: Callable[[int], bytes]
+) -> NDArray[np.uint64]:
+    """The digest of one page of each request: page `firsts`, whose bytes are `rows`. uint64 `[requests, words]`.
+
+    `slow(at)` gives it where pages before that one are not hashed yet, or an extra key is to come.
+    """
+    found: list[bytes] = []
+    for at, (hasher, first, row) in enumerate(zip(hashers, firsts, rows, strict=True)):
+        known = hasher.known
+        if len(known) != first * hasher.width or hasher.keys_left:
+            found.append(slow(at))
+            continue
+        hasher.running.update(row)
+        digest: bytes = hasher.running.digest()
+        known += digest
+        found.append(digest)
+    return np.frombuffer(b"".join(found), np.uint64).reshape(len(found), -1)
+
+
+def new_hasher(context: Context, algorithm: HashAlgorithm, page_size: int) -> PrefixHasher:
+    """A hasher of the context's salt and keys, kept nowhere."""
+    return PrefixHasher(algorithm, page_size, *salt_and_keys(context))
+
+
+def hasher_of(
+    context: Context,
+    algorithm: HashAlgorithm,
+    page_size: int,
+    named: tuple[str | None, ExtraKeys] | None = None,
+) -> PrefixHasher:
+    """The hasher that the context carries if it is of this kind, else a new one, left there if it has the attribute.
+
+    `named`: the salt and keys that count, where these are known.
+    """
+    salt, keys = named = named or salt_and_keys(context)
+    kept: object = getattr(context, "prefix_hasher", None)
+    if isinstance(kept, PrefixHasher) and (kept.algorithm, kept.page_size, kept.salt, kept.extra_keys) == (
+        algorithm,
+        page_size,
+        salt,
+        keys,
+    ):
+        return kept
+    made = PrefixHasher(algorithm, page_size, *named)
+    if hasattr(context, "prefix_hasher"):
+        context.prefix_hasher = made  # pyright: ignore[reportAttributeAccessIssue] - an optional attribute
+    return made

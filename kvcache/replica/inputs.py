@@ -1,0 +1,152 @@
+"""What a model's attention reads: built from the rows of a batch, described as symbols, advanced by a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvcache.errors import InvalidRequestError
+from kvcache.layout import PageLayout
+from kvcache.replica.batch import BatchState
+from kvcache.replica.block_table import BlockRows, Rows
+from kvcache.types import RaggedKVCacheInputs
+
+from_numpy = cast("Callable[[NDArray[Any]], torch.Tensor]", torch.from_numpy)  # pyright: ignore[reportUnknownMemberType]
+"""torch's own, which has no types; it costs a third of `torch.as_tensor`."""
+
+
+class DeviceTables:
+    """Hands out lookup tables on one device.
+
+    On the CPU they are views of the block table where the batch is a run of rows, a copy otherwise. On a GPU a copy of
+    the block table lives on the device, and only rows that changed since the last call are uploaded, from pinned memory
+    on the current stream. torch's pinned allocator keeps a staging buffer until the copy from it is done.
+    """
+
+    def __init__(self, rows: BlockRows, device: torch.device) -> None:
+        self._rows = rows
+        self._device = device
+        self._mirror = None if device.type == "cpu" else rows.tensor.to(device)
+
+    def lookup(self, rows: Rows, columns: int) -> torch.Tensor:
+        """The first `columns` entries of `rows`, int32 `[len(rows), columns]`."""
+        if self._mirror is None:
+            return from_numpy(self._rows.table[rows, :columns])
+        if isinstance(rows, slice):
+            return self._mirror[rows, :columns]
+        return self._mirror[:, :columns].index_select(0, self.upload(rows))
+
+    def upload_changes(self, changed: NDArray[np.int64]) -> None:
+        """Bring the device's copy up to date for the rows `changed`."""
+        if self._mirror is not None and changed.size:
+            self._mirror.index_copy_(0, self.upload(changed), self.upload(self._rows.table[changed]))
+
+    def upload(self, array: NDArray[Any]) -> torch.Tensor:
+        """`array` as a tensor on the device."""
+        tensor = from_numpy(array)
+        return tensor if self._mirror is None else tensor.pin_memory().to(self._device, non_blocking=True)
+
+
+def build_inputs(
+    blocks: Sequence[torch.Tensor], tables: Sequence[DeviceTables], state: BatchState, page_size: int, num_steps: int
+) -> list[RaggedKVCacheInputs]:
+    """One entry per shard of a replica. An empty batch gives tables of no rows and one row of zero lengths."""
+    lengths = max_lengths(state, num_steps)
+    columns = -(-(state.longest + num_steps - 1) // page_size) if state.longest else 0
+    starts = state.starts.astype(np.int32)
+    return [
+        RaggedKVCacheInputs(
+            blocks=pool,
+            cache_lengths=device.upload(starts),
+            lookup_table=device.lookup(state.rows, columns),
+            max_lengths=lengths,
+        )
+        for pool, device in zip(blocks, tables, strict=True)
+    ]
+
+
+def max_lengths(state: BatchState, num_steps: int) -> torch.Tensor:
+    """int32 `[num_steps, 2]`: longest active run, longest context of each step; after the first a run is one token."""
+    run, context = state.longest_run, state.longest_context
+    if not run:
+        return torch.zeros((1, 2), dtype=torch.int32)
+    return from_numpy(np.array([[run, context], *([1, context + step] for step in range(1, num_steps))], np.int32))
+
+
+def increment_cache_lengths(
+    kv_cache_inputs: Sequence[RaggedKVCacheInputs], prev_model_inputs: Any, *, replicas: int
+) -> list[RaggedKVCacheInputs]:
+    """The inputs of the next step: what ran is cached now. No copy of tables or pages, no wait for a device.
+
+    `prev_model_inputs.input_row_offsets` are offsets `[batch + 1]` of the ragged batch (a list: its first is used);
+    with several replicas `prev_model_inputs.data_parallel_splits` `[replicas + 1]` says which requests are whose.
+
+    Raises:
+        InvalidRequestError: (a ValueError) offsets or splits do not fit the inputs; nothing is changed.
+    """
+    offsets: Any = prev_model_inputs.input_row_offsets
+    if isinstance(offsets, list):
+        offsets = cast("list[Any]", offsets)[0]
+    ran = torch.diff(torch.as_tensor(offsets).to(torch.int64)).to(torch.int32)
+    splits = [0, len(ran)]
+    if replicas > 1:
+        splits = [int(split) for split in prev_model_inputs.data_parallel_splits]
+    if len(splits) != replicas + 1 or splits[0] != 0 or splits[-1] != len(ran) or splits != sorted(splits):
+        raise InvalidRequestError(
+            f"data_parallel_splits {splits} do not split {len(ran)} requests over {replicas} replicas"
+        )
+    shards, rest = divmod(len(kv_cache_inputs), replicas)
+    if rest or not shards:
+        raise InvalidRequestError(
+            f"{len(kv_cache_inputs)} inputs are not the same number for each of {replicas} replicas"
+        )
+    advanced: list[RaggedKVCacheInputs] = []
+    for place, inputs in enumerate(kv_cache_inputs):
+        replica = place // shards
+        mine = ran[splits[replica] : splits[replica + 1]]
+        lengths = inputs.cache_lengths
+        if len(mine) != len(lengths):
+            raise InvalidRequestError(f"replica {replica}: {len(mine)} row offsets for {len(lengths)} requests")
+        advanced.append(
+            inputs._replace(
+                cache_lengths=lengths + mine.to(lengths.device, non_blocking=True), max_lengths=inputs.max_lengths[1:]
+            )
+        )
+    return advanced
+
+
+class RaggedKVCacheInputSymbols(NamedTuple):
+    """Shapes of `fetch`'s inputs on one device, fit for `torch.export`.
+
+    Attributes:
+        inputs: meta tensors.
+        dynamic_shapes: for each of them the named dimensions that vary between calls.
+    """
+
+    inputs: RaggedKVCacheInputs
+    dynamic_shapes: RaggedKVCacheInputs
+
+
+def input_symbols(layouts: Sequence[PageLayout], num_pages: int, prefix: str) -> list[RaggedKVCacheInputSymbols]:
+    """Symbols of one replica's shards. The shards share their dimensions, whose names start with `prefix`."""
+    names = ("total_num_pages", "batch_size", "max_num_pages", "steps_remaining")
+    pages, batch, columns, steps = (torch.export.Dim(prefix + name) for name in names)
+    shapes = RaggedKVCacheInputs({0: pages}, {0: batch}, {0: batch, 1: columns}, {0: steps})  # pyright: ignore[reportArgumentType] - the same fields hold shapes here
+    found: list[RaggedKVCacheInputSymbols] = []
+    for layout in layouts:
+        blocks = torch.empty_strided(
+            (num_pages, *layout.shape),
+            (layout.page_elements, *layout.shape_strides),
+            dtype=getattr(torch, layout.dtype),
+            device="meta",
+        )
+        # Example sizes above 1: export takes 0 and 1 for constants.
+        lengths, table, steps_left = (
+            torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((2,), (2, 3), (4, 2))
+        )
+        found.append(RaggedKVCacheInputSymbols(RaggedKVCacheInputs(blocks, lengths, table, steps_left), shapes))
+    return found

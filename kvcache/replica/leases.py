@@ -1,0 +1,149 @@
+"""`PageLease`: a hold on pages that outlives their request, for whoever still reads them.
+
+While its request is claimed, the request's row holds the pages. When the request leaves, in whatever way, they pass to
+every lease of it that is open, and go when the last of these ends. So no caller has to keep a request for the sake of
+its readers. A page that leaves the row earlier, as content like its own was found, passes to the leases as well.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.errors import InvalidRequestError, InvariantError
+from kvcache.pool.pages import PagePool
+from kvcache.replica.block_table import BlockRows
+from kvcache.types import RequestID
+
+Pages = NDArray[np.int32]
+Ints = NDArray[np.int64]
+
+
+class PageLease:
+    """A hold on what one request has computed. Made by `PagedKVCacheManager.lease`, ended by `end_lease`.
+
+    It covers every page in which tokens of the request are computed between the two, also those that are still to come.
+
+    Attributes:
+        request_id: the request, as it was called when the lease was made; its id may be another request's by now.
+        replica_idx: where its pages are.
+        owner: the books that it is in.
+    """
+
+    __slots__ = ("owner", "replica_idx", "request_id")
+
+    def __init__(self, owner: PageLeases, request_id: RequestID, replica_idx: int) -> None:
+        self.owner = owner
+        self.request_id = request_id
+        self.replica_idx = replica_idx
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended: it holds nothing any more."""
+        return self not in self.owner
+
+    def __repr__(self) -> str:
+        return f"PageLease({self.request_id!r}, replica_idx={self.replica_idx}, is_over={self.is_over})"
+
+
+class PageLeases:
+    """The open leases of one replica, and what each holds.
+
+    Args:
+        pool: whose pages.
+        rows: of the requests.
+        page_size: tokens of a page.
+
+    Attributes:
+        of_row: the leases of each row whose request is claimed; empty where nobody leases, and then nothing costs more.
+    """
+
+    def __init__(self, pool: PagePool, rows: BlockRows, page_size: int) -> None:
+        self.of_row: dict[int, list[PageLease]] = {}
+        self._pool = pool
+        self._rows = rows
+        self._page_size = page_size
+        self._held: dict[PageLease, list[Pages]] = {}
+        self._row_of: dict[PageLease, int] = {}  # of those whose request is claimed
+
+    def __contains__(self, lease: PageLease) -> bool:
+        return lease in self._held
+
+    def grant(self, request_id: RequestID, replica_idx: int, row: int) -> PageLease:
+        """A lease of the request in `row`."""
+        lease = PageLease(self, request_id, replica_idx)
+        self.of_row.setdefault(row, []).append(lease)
+        self._row_of[lease] = row
+        self._held[lease] = []
+        return lease
+
+    def leave(self, row: int, pages: Pages) -> None:
+        """The row is about to be released: what is computed in its `pages` passes to its leases."""
+        leases = self.of_row.pop(row, None)
+        if leases is None:
+            return
+        computed = -(-int(self._rows.cached[row]) // self._page_size)
+        covered = pages[: max(computed, int(self._rows.committed[row]))]
+        for lease in leases:
+            del self._row_of[lease]
+            self._hold(lease, covered)
+
+    def replace(self, row: int, first: int, pages: Pages, cached: int) -> None:
+        """`pages` are about to leave the row, from its logical page `first` on, though the request stays.
+
+        `cached`: tokens that the request had computed when its table was last looked at.
+        """
+        seen = pages[: max(0, -(-cached // self._page_size) - first)]
+        for lease in self.of_row.get(row, ()):
+            self._hold(lease, seen)
+
+    def end(self, lease: PageLease) -> None:
+        """Let go of what the lease holds. Safe twice."""
+        for pages in self._held.pop(lease, ()):
+            self._pool.release(pages)
+        row = self._row_of.pop(lease, None)
+        if row is not None:
+            self.of_row[row].remove(lease)
+            if not self.of_row[row]:
+                del self.of_row[row]
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that leases hold, each counted once, whoever holds them besides."""
+        return int(np.count_nonzero(self.holders()))
+
+    def holders(self) -> Ints:
+        """How many leases hold each page: int64 `[num_pages + 1]`."""
+        counts = np.zeros(self._pool.num_pages + 1, np.int64)
+        for held in self._held.values():
+            for pages in held:
+                np.add.at(counts, pages, 1)
+        return counts
+
+    def check(self) -> None:
+        """Raise `InvariantError` unless each lease of a claimed request is booked with its row, and no other one is."""
+        booked = [(lease, row) for row, leases in self.of_row.items() for lease in leases]
+        if len(booked) != len(self._row_of) or any(self._row_of.get(lease) != row for lease, row in booked):
+            raise InvariantError(f"leases are booked with rows {booked}, their own are {self._row_of}")
+        for lease, row in booked:
+            if lease.is_over or self._rows.request_ids[row] != lease.request_id:
+                raise InvariantError(f"{lease} is booked with row {row} of request {self._rows.request_ids[row]!r}")
+
+    def _hold(self, lease: PageLease, pages: Pages) -> None:
+        if pages.size:
+            self._pool.hold(pages)
+            self._held[lease].append(pages.copy())
+
+
+def books_of(lease: PageLease, books: list[PageLeases]) -> PageLeases:
+    """Those of the replica that granted the lease.
+
+    Raises:
+        InvalidRequestError: (a ValueError) no lease, or one of another manager.
+    """
+    if not isinstance(lease, PageLease):  # pyright: ignore[reportUnnecessaryIsInstance] - callers need no types
+        raise InvalidRequestError(f"end_lease: {type(lease).__name__} is no lease: one of this manager's is needed")
+    for each in books:
+        if lease.owner is each:
+            return each
+    raise InvalidRequestError(f"request {lease.request_id!r}: end_lease of another manager's lease")

@@ -1,0 +1,440 @@
+"""One data-parallel replica: its pages, its prefix index, and the rows of its running requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.errors import (
+    InvalidRequestError,
+    NotReservedError,
+    PromptTooLongError,
+    SequenceTooLongError,
+)
+from kvcache.metrics import KVCacheMetrics, PromptCounter
+from kvcache.params import HashAlgorithm
+from kvcache.pool.pages import PagePool
+from kvcache.replica.block_table import BlockRows, Ints, Rows, as_rows
+from kvcache.replica.context import Context, salt_and_keys
+from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher, hasher_of
+from kvcache.replica.hints import Retainer
+from kvcache.replica.import_book import ImportBook
+from kvcache.replica.keys import ExtraKeys
+from kvcache.replica.leases import PageLeases
+from kvcache.tiers.host_tier import ReplicaTier
+
+Pages = NDArray[np.int32]
+DigestsOf = Callable[[Ints, Ints, Ints], NDArray[np.uint64]]
+
+_NEVER = 1 << 62
+
+
+class Filled(NamedTuple):
+    """Pages that are full of computed tokens: of each of `rows` those from `firsts` to `lasts`, and their digests."""
+
+    rows: Ints
+    firsts: Ints
+    lasts: Ints
+    digests: NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What a reservation takes: `hits` replace the row's logical pages from `first` on, `new` pages are appended.
+
+    Into the logical pages from `restored` on come those of the host tier's `slots`. `cached` is the token up to which
+    nothing has to run, or 0 where that is no news to the context.
+    """
+
+    first: int
+    hits: Pages
+    replaced: Pages
+    new: int
+    cached: int
+    restored: int
+    slots: Pages
+
+
+class Replica:
+    """State and rules of one replica; knows nothing of tensors or devices.
+
+    Args:
+        num_pages: budgeted pages; ids are 1 to `num_pages`.
+        page_size: tokens of a page.
+        rows: requests that may be claimed at a time.
+        max_seq_len: most tokens that one request's row has columns for.
+        caching: keep and find pages by content.
+        hash_algorithm: of the index.
+        pinned: keep the block table in pinned memory.
+        room: where the rows' `room` is kept, from `first_place` on.
+        first_place: the place of row 0 among the rows of all replicas.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        rows: int,
+        max_seq_len: int,
+        caching: bool,
+        hash_algorithm: HashAlgorithm,
+        pinned: bool,
+        room: list[int],
+        first_place: int,
+    ) -> None:
+        self.page_size = page_size
+        self.max_seq_len = max_seq_len
+        self.caching = caching
+        self.hash_algorithm: HashAlgorithm = hash_algorithm
+        self.pool = PagePool(num_pages, DIGEST_BYTES[hash_algorithm] // 8)
+        self.rows = BlockRows(rows, max_seq_len, page_size, pinned=pinned, room=room, first_place=first_place)
+        self.imports = ImportBook(self.pool, self.rows)
+        self.leases = PageLeases(self.pool, self.rows, page_size)
+        self._hashers: dict[int, PrefixHasher] = {}  # by row, of the contexts that cannot carry their own
+        self._named: dict[int, tuple[str | None, ExtraKeys]] = {}  # by row, salt and keys of the request's pages
+        self.counter = PromptCounter(self.rows)
+        self.tier: ReplicaTier | None = None
+        self.retainer: Retainer | None = None  # there with prefix caching
+
+    @property
+    def metrics(self) -> KVCacheMetrics:
+        """Counters since the replica was made."""
+        return KVCacheMetrics(self.counter.ran, self.counter.found, evictions=self.pool.evictions)
+
+    def reserve(self, row: int, context: Context, num_steps: int) -> int | None:
+        """Give the row the pages for all known tokens and `num_steps` steps, published ones where they match.
+
+        Returns the pages taken anew, or None if there are too few: then nothing has changed.
+
+        Raises:
+            SequenceTooLongError: past `max_seq_len`.
+            PromptTooLongError: more pages than the pool has.
+            NotReservedError: an import of the row is pending.
+            InvalidRequestError: the salt or the keys are others than the row's pages were reserved with.
+        """
+        self.refuse_pending(row, "maybe_reserve")
+        needed = self.pages_needed(context, num_steps)
+        if context.active_length == 1 and 1 < needed == self.rows.num_pages[row] + 1:  # a decode step onto a new page
+            if not self.pool.free_count:
+                return None
+            self.counter.admit(row, context.end_idx)
+            self.rows.append_one(row, self.pool.allocate_one())
+            return 1
+        named = self.refuse_renamed(row, context)
+        plan = self._plan(row, context, needed)
+        if plan.hits.size:
+            taken = self.pool.would_be_taken(plan.hits) + plan.new - self.pool.would_be_freed(plan.replaced)
+        else:
+            taken = plan.new
+        if taken > self.pool.free_count:
+            return None
+        if plan.cached:
+            # First, as a context of the caller's own may refuse: then no page has moved yet.
+            self.advance(row, context, plan.cached)
+        self._take(row, plan)
+        self._named[row] = named
+        if self.retainer is not None:
+            self.retainer.come(row, context, len(plan.hits))
+        self.counter.admit(row, context.end_idx)
+        return plan.new
+
+    def pages_needed(self, context: Context, num_steps: int) -> int:
+        """Pages for all known tokens and `num_steps` steps, the last of which stores no KV of its own token.
+
+        Raises:
+            SequenceTooLongError: past `max_seq_len`.
+            PromptTooLongError: more pages than the pool has.
+        """
+        length = context.current_length + num_steps - 1
+        if length > self.max_seq_len:
+            raise SequenceTooLongError(
+                f"request {context.request_id!r}: {length} tokens (with {num_steps} steps), "
+                f"max_seq_len is {self.max_seq_len}"
+            )
+        needed = -(-length // self.page_size)
+        if needed > self.pool.num_pages:
+            raise PromptTooLongError(
+                f"request {context.request_id!r}: {length} tokens need {needed} pages, "
+                f"the pool has {self.pool.num_pages} of {self.page_size} tokens"
+            )
+        return needed
+
+    def match(self, context: Context, row: int | None = None, hasher: PrefixHasher | None = None) -> tuple[int, Pages]:
+        """First logical page that is not committed yet, and the published pages that continue from there.
+
+        The last known token is never covered: it has to run, to give the next one. `hasher`: the context's, if known.
+        """
+        first = 0 if row is None else int(self.rows.committed[row])
+        last = (context.current_length - 1) // self.page_size
+        if not self.caching or last <= first:
+            return first, np.zeros(0, np.int32)
+        hasher, index = hasher or self.hasher(row, context), self.pool.index
+        kept = hasher.matches.get(index)
+        if kept is not None and kept[:3] == (index.generation, first, last):
+            return first, kept[3]  # a waiting request is asked again and again: nothing was published or evicted since
+        digests = hasher.digests(context.tokens, first, last)
+        # Most lookups of a new prompt end at its first page.
+        pages = index.match(digests) if index.may_have(digests[0]) else np.zeros(0, np.int32)
+        hasher.matches[index] = (index.generation, first, last, pages)
+        return first, pages
+
+    def fork(self, parent: int, row: int, child: Context, num_steps: int) -> tuple[int, int] | None:
+        """Let `row` share what the row `parent` has computed; returns the partly filled page and its copy-to-be.
+
+        (0, 0): there is no such page. None: too few pages, and nothing has changed. The page is copied now and not at
+        the next write, as both requests write to it in their next step.
+        """
+        self.refuse_pending(parent, "fork")
+        named = self.refuse_renamed(parent, child)
+        rows, computed = self.rows, int(self.rows.cached[parent])
+        needed, full = self.pages_needed(child, num_steps), computed // self.page_size
+        if needed - full > self.pool.free_count:
+            return None
+        child.set_token_indices(start_idx=computed, active_idx=child.end_idx)
+        shared = rows.pages(parent)[:full].copy()
+        self.pool.hold(shared)
+        rows.write(row, 0, shared)
+        rows.write(row, full, self.pool.allocate(needed - full))
+        rows.commit(row, min(full, int(rows.committed[parent])))
+        rows.cached[row] = computed
+        self._named[row] = named
+        self.counter.ran_elsewhere(row, computed)
+        if self.retainer is not None:
+            self.retainer.adopt(row, child)
+        return (int(rows.table[parent, full]), int(rows.table[row, full])) if computed % self.page_size else (0, 0)
+
+    def reserve_decoding(self, rows: Rows, lengths: Ints) -> bool:
+        """Give each of `rows`, which have one token to run, pages for `lengths` tokens: all of them or none.
+
+        False also where the answer takes a closer look: `reserve` each of them then.
+        """
+        state = self.rows
+        short = np.flatnonzero(state.capacity[rows] < lengths)
+        if not short.size:
+            return True
+        lacking = as_rows(rows)[short]
+        missing = -(-lengths[short] // self.page_size) - state.num_pages[lacking]
+        # One page each is a decode step's need. Other needs, a full pool, pending imports: one request at a time.
+        if (missing != 1).any() or len(lacking) > self.pool.free_count or (state.prompt[lacking] < 0).any():
+            return False
+        if self.imports.of_row or lengths.max() > self.max_seq_len:
+            return False
+        state.append(lacking, self.pool.allocate(len(lacking)))
+        return True
+
+    def slack(self, rows: Rows, ends: Ints) -> int:
+        """Tokens that every request of `rows` can grow by on the pages it has."""
+        return int((self.rows.capacity[rows] - ends).min()) if len(ends) else _NEVER
+
+    def due(self, rows: Rows, starts: Ints) -> int:
+        """Tokens that every request of `rows` can compute before one of them fills a page."""
+        return int((self.rows.commit_at[rows] - starts).min()) if self.caching and len(starts) else _NEVER
+
+    def refuse_step(self, rows: Rows, computed: Ints) -> None:
+        """Raise unless `step` may commit `computed` tokens of each row.
+
+        Raises:
+            NotReservedError: more tokens computed than the row has pages for, or an import pending.
+        """
+        room = self.rows.capacity[rows]
+        if not (computed > room).any():
+            return
+        at = int(np.flatnonzero(computed > room)[0])
+        row = int(as_rows(rows)[at])
+        self.refuse_pending(row, "step")
+        raise NotReservedError(
+            f"request {self.rows.request_ids[row]!r}: {computed[at]} tokens computed, "
+            f"its reserved pages hold {room[at]}: call maybe_reserve before the model runs"
+        )
+
+    def filled(self, rows: Rows, computed: Ints, digests_of: DigestsOf) -> Filled | None:
+        """What `step` would publish; None: nothing. Changes nothing, and is where the digests may be refused.
+
+        `digests_of(at, firsts, lasts)` gives, of the requests at `at` in `rows`, the digests of these pages.
+        """
+        if not self.caching:
+            return None
+        at = np.flatnonzero(computed >= self.rows.commit_at[rows])
+        if not at.size:
+            return None
+        filled = as_rows(rows)[at]
+        firsts, lasts = self.rows.committed[filled], computed[at] // self.page_size
+        return Filled(filled, firsts, lasts, digests_of(at, firsts, lasts))
+
+    def step(self, rows: Rows, computed: Ints, digests_of: DigestsOf) -> None:
+        """Publish each row's full pages of computed tokens; content published before is shared instead."""
+        self.publish(rows, computed, self.filled(rows, computed, digests_of))
+
+    def publish(self, rows: Rows, computed: Ints, full: Filled | None) -> None:
+        """`step`, where what is full is known."""
+        state = self.rows
+        # Of leased rows: what they had computed when their tables were last looked at.
+        told = state.cached.copy() if self.leases.of_row else None
+        self.counter.computed(rows, computed)
+        if full is None:
+            return
+        filled, firsts, lasts, digests = full
+        if self.tier is not None:
+            self.tier.arrive(filled)
+        counts = lasts - firsts
+        flat_rows, columns = filled, firsts
+        if not (counts == 1).all():
+            flat_rows = np.repeat(filled, counts)
+            columns = np.arange(len(flat_rows)) + np.repeat(firsts - np.cumsum(counts) + counts, counts)
+        if len(filled) == 1 or len(set(digests[:, 0].tolist())) == len(digests):
+            self._publish(flat_rows, columns, digests, told)
+        else:  # the same new content twice in one step: the second finds the first
+            for row in filled:
+                mine = flat_rows == row
+                self._publish(flat_rows[mine], columns[mine], digests[mine], told)
+        state.commit(filled, lasts)
+
+    def hasher(self, row: int | None, context: Context) -> PrefixHasher:
+        """The hasher of the request: on its context, or kept here for a context that cannot carry one."""
+        kept = None if row is None else self._hashers.get(row)
+        if kept is not None:
+            return kept
+        named = None if row is None else self._named.get(row)
+        hasher = hasher_of(context, self.hash_algorithm, self.page_size, named)
+        if row is not None and getattr(context, "prefix_hasher", None) is not hasher:
+            self._hashers[row] = hasher
+        return hasher
+
+    def refuse_renamed(self, row: int, context: Context) -> tuple[str | None, ExtraKeys]:
+        """The salt and keys of the context. Raise `InvalidRequestError` where the row's pages have others."""
+        found = salt_and_keys(context)
+        named = self._named.get(row, found)
+        if found != named:
+            field = "cache_salt" if found[0] != named[0] else "extra_keys"
+            raise InvalidRequestError(
+                f"request {self.rows.request_ids[row]!r}: its {field} changed while it holds pages: "
+                f"release it first, or change it back"
+            )
+        return found
+
+    def release(self, row: int) -> None:
+        """Give back the row and its pages.
+
+        Those of a pending import stay with the transfer until it is closed, those under a lease with the lease.
+        """
+        if self.retainer is not None:
+            self.retainer.leave(row)
+        self.imports.of_row.pop(row, None)
+        self._hashers.pop(row, None)
+        self._named.pop(row, None)
+        self.counter.forget(row)
+        pages = self.rows.pages(row).copy()
+        if self.tier is not None:
+            self.tier.leave(row)
+            self.tier.touch(self.pool.index.digests_of(pages[: int(self.rows.committed[row])]))
+        if self.leases.of_row:
+            self.leases.leave(row, pages)
+        self.rows.unbind(row)
+        self.pool.release(pages)
+
+    def forget_idle(self) -> None:
+        """Withdraw every idle page from the index."""
+        self.pool.forget_idle()
+        if self.retainer is not None:
+            self.retainer.reset()
+
+    def pages_here(self, row: int) -> int:
+        """Pages of the row, from the first on, that are published, or on their way from the host tier."""
+        return int(self.rows.committed[row]) + (0 if self.tier is None else self.tier.loading(row))
+
+    def refuse_pending(self, row: int, call: str) -> None:
+        """Raise `NotReservedError` while an import of the row is pending."""
+        if row in self.imports.of_row:
+            raise NotReservedError(
+                f"request {self.rows.request_ids[row]!r}: {call} while its import is pending: "
+                "commit_import or cancel_import first"
+            )
+
+    def refuse_short(self, rows: Rows, lengths: Ints) -> None:
+        """Raise unless each of `rows` may run with pages for `lengths` tokens.
+
+        Raises:
+            SequenceTooLongError: past `max_seq_len`.
+            NotReservedError: too few pages, or an import pending.
+        """
+        room = self.rows.capacity[rows]
+        if not (lengths > room).any():
+            return
+        at = int(np.flatnonzero(lengths > room)[0])
+        row = int(as_rows(rows)[at])
+        self.refuse_pending(row, "fetch")
+        text = f"request {self.rows.request_ids[row]!r}: {lengths[at]} tokens"
+        if lengths[at] > self.max_seq_len:
+            raise SequenceTooLongError(f"{text}, max_seq_len is {self.max_seq_len}")
+        raise NotReservedError(f"{text}, its reserved pages hold {room[at]}: call maybe_reserve first")
+
+    def advance(self, row: int, context: Context, cached: int) -> None:
+        """The first `cached` tokens need not run: move the context's start. A chunk ended before keeps its length."""
+        before, active = context.start_idx, context.active_idx
+        if cached >= active:
+            active = min(context.end_idx, cached + context.active_length)
+        context.set_token_indices(start_idx=cached, active_idx=active)
+        if context.start_idx != cached:
+            raise InvalidRequestError(
+                f"request {context.request_id!r}: set_token_indices({cached}) left start_idx at {context.start_idx}"
+            )
+        self.counter.hit(row, context.end_idx, before, cached)
+
+    def _plan(self, row: int, context: Context, needed: int) -> _Plan:
+        none, rows = np.zeros(0, np.int32), self.rows
+        have = int(rows.num_pages[row])
+        # One active token after all others were computed is a decode step: there is nothing to look up.
+        first, hits = self.match(context, row) if context.active_length > 1 else (0, none)
+        restored, slots = first + len(hits), none
+        if self.tier is not None and context.active_length > 1:
+            self.tier.arrive(np.array([row]))  # what an earlier call promised: those pages may be replaced now
+            restored = max(restored, context.start_idx // self.page_size)
+            slots = self.tier.match(self.hasher(row, context), context, restored, wait=rows.prompt[row] < 0)
+        cached = (restored + len(slots) if slots.size else first + len(hits)) * self.page_size
+        if cached <= context.start_idx:
+            cached, hits, slots = 0, none, none  # no token fewer to run: `step` finds the duplicates
+        replaced = rows.table[row, first : min(have, first + len(hits))].copy() if hits.size else none
+        new = max(0, needed - max(have, first + len(hits)))
+        return _Plan(first, hits, replaced, new, cached, restored, slots)
+
+    def _take(self, row: int, plan: _Plan) -> None:
+        rows, tier = self.rows, self.tier
+        if tier is not None:
+            tier.hold(plan.slots)  # first: an eviction below may make room for the page that it evicts
+        if plan.hits.size:
+            self.pool.hold(plan.hits)
+            if plan.replaced.size:
+                if self.leases.of_row:
+                    self.leases.replace(row, plan.first, plan.replaced, int(rows.cached[row]))
+                self.pool.release(plan.replaced)
+            rows.write(row, plan.first, plan.hits)
+            rows.commit(row, plan.first + len(plan.hits))
+        if plan.new:
+            rows.write(row, int(rows.num_pages[row]), self.pool.allocate(plan.new))
+        if tier is not None and plan.slots.size:
+            tier.restore(row, rows.pages(row)[plan.restored :][: len(plan.slots)].copy(), plan.slots)
+
+    def _publish(self, rows: Ints, columns: Ints, digests: NDArray[np.uint64], told: Ints | None) -> None:
+        """Publish the pages at `rows`, `columns`; `digests` are distinct. `told`: by row, tokens told to others."""
+        own = self.rows.table[rows, columns]
+        kept = self.pool.index.publish(own, digests)
+        duplicate = kept != own
+        if duplicate.any():
+            # The rows name the pages to keep before the duplicates are freed: they never name a free page.
+            self.pool.hold(kept[duplicate])
+            self.rows.table[rows[duplicate], columns[duplicate]] = kept[duplicate]
+            self.rows.changed[rows] = True
+            if told is not None:
+                for at in np.flatnonzero(duplicate).tolist():
+                    row = int(rows[at])
+                    self.leases.replace(row, int(columns[at]), own[at : at + 1], int(told[row]))
+            self.pool.release(own[duplicate])
+            if self.retainer is not None:
+                self.retainer.share_pages(rows[duplicate])
+        if self.tier is not None:
+            self.tier.published(own[~duplicate], digests[~duplicate])

@@ -1,0 +1,146 @@
+"""`FileIndex`: page digest → file and place, and which file goes first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.errors import InvariantError
+from kvcache.pool.index import NO_PAGE, PrefixIndex
+
+Digests = NDArray[np.uint64]
+Entries = NDArray[np.int32]
+
+NO_ENTRY = NO_PAGE
+
+
+@dataclass(eq=False, slots=True)
+class _File:
+    number: int
+    entries: Entries  # by place in the file; NO_ENTRY for a page that is not looked for here
+    size: int
+
+
+class FileIndex:
+    """The pages of all known files. An entry stands for one page; what is kept of it lies in arrays.
+
+    Args:
+        max_bytes: of all files together.
+        page_bytes: of one page; files are larger than their pages.
+        digest_words: 64-bit words of a digest.
+
+    Attributes:
+        bytes: of all files together.
+        reading: bool by entry, for the caller's own use; an entry keeps it when it is given to another page.
+    """
+
+    def __init__(self, max_bytes: int, page_bytes: int, digest_words: int) -> None:
+        capacity = max_bytes // page_bytes
+        self._max_bytes = max_bytes
+        self._index = PrefixIndex(capacity, digest_words)
+        self._free = np.arange(capacity, 0, -1, dtype=np.int32)
+        self._free_count = capacity
+        self._file_of = np.zeros(capacity + 1, np.int32)
+        self._place_of = np.zeros(capacity + 1, np.int32)
+        self._files: OrderedDict[str, _File] = OrderedDict()  # least recently used first
+        self._names: dict[int, str] = {}
+        self._numbers = 0
+        self.bytes = 0
+        self.reading = np.zeros(capacity + 1, np.bool_)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of all known files."""
+        return frozenset(self._files)
+
+    def find(self, digests: Digests) -> Entries:
+        """The entry of each page, `NO_ENTRY` where there is none."""
+        return self._index.find(digests)
+
+    def match(self, digests: Digests) -> Entries:
+        """The entries of the longest run of pages, from the first on, that are all known."""
+        return self._index.match(digests) if self._index.may_have(digests[0]) else np.zeros(0, np.int32)
+
+    def whereabouts(self, entries: Entries) -> list[tuple[str, int, NDArray[np.intp]]]:
+        """Each run of `entries` that lies side by side in a file: the file, its first place, and where in `entries`."""
+        files, places = self._file_of[entries], self._place_of[entries]
+        cuts = np.flatnonzero((np.diff(files) != 0) | (np.diff(places) != 1)) + 1
+        runs = np.split(np.arange(len(entries)), cuts)
+        return [(self._names[int(files[at[0]])], int(places[at[0]]), at) for at in runs if at.size]
+
+    def use(self, entries: Entries) -> None:
+        """The pages of these entries were used just now: their files go last."""
+        for number in np.unique(self._file_of[entries]).tolist():
+            self._files.move_to_end(self._names[number])
+
+    def room_for(self, size: int) -> list[str]:
+        """Forget the least recently used files until there is room for one of `size` bytes; which ones."""
+        names: list[str] = []
+        while self._files and self.bytes + size > self._max_bytes:
+            names.append(next(iter(self._files)))
+            self.forget(names[-1])
+        return names
+
+    def add(self, name: str, size: int, digests: Digests) -> None:
+        """A file of these pages, distinct, for which there is room. One that is known by this name is replaced."""
+        self.forget(name)
+        count = len(digests)
+        self._free_count -= count
+        entries = self._free[self._free_count : self._free_count + count].copy()
+        known = self._index.publish(entries, digests) != entries  # another file has the page, too
+        self._give_back(entries[known])
+        self._numbers += 1
+        self._file_of[entries], self._place_of[entries] = self._numbers, np.arange(count)
+        entries[known] = NO_ENTRY
+        self._files[name] = _File(self._numbers, entries, size)
+        self._names[self._numbers] = name
+        self.bytes += size
+
+    def forget(self, name: str) -> None:
+        """The file is gone, or was never known."""
+        file = self._files.pop(name, None)
+        if file is None:
+            return
+        entries = file.entries[file.entries != NO_ENTRY]
+        self._index.withdraw(entries)
+        self._give_back(entries)
+        del self._names[file.number]
+        self.bytes -= file.size
+
+    def drop(self, entries: Entries) -> None:
+        """Look for these pages no more; the others of their files stay."""
+        for entry in entries.tolist():
+            self._files[self._names[int(self._file_of[entry])]].entries[self._place_of[entry]] = NO_ENTRY
+        self._index.withdraw(entries)
+        self._give_back(entries)
+
+    def check(self) -> None:
+        """Raise `InvariantError` unless files, entries and bytes agree."""
+        self._index.check()
+        listed = [file.entries[file.entries != NO_ENTRY] for file in self._files.values()]
+        entries = np.concatenate([*listed, np.zeros(0, np.int32)])
+        if not np.array_equal(np.sort(entries), np.flatnonzero(self._index.published)):
+            raise InvariantError(f"file tier: its files list {len(entries)} entries, others can be found")
+        free = self._free[: self._free_count]
+        if not np.array_equal(np.sort(np.concatenate((entries, free))), np.arange(1, len(self._free) + 1)):
+            raise InvariantError(f"file tier: {len(entries)} entries in use and {len(free)} free are not all of them")
+        size = sum(file.size for file in self._files.values())
+        if not size == self.bytes <= self._max_bytes:
+            raise InvariantError(f"file tier: files of {size} bytes, {self.bytes} counted, {self._max_bytes} allowed")
+        for name, file in self._files.items():
+            there = np.flatnonzero(file.entries != NO_ENTRY)
+            mine = file.entries[there]
+            if self._names.get(file.number) != name or (self._file_of[mine] != file.number).any():
+                raise InvariantError(f"file tier: {name} and its entries do not know each other")
+            if not np.array_equal(self._place_of[mine], there):
+                raise InvariantError(f"file tier: {name} has its pages in other places than its entries say")
+
+    def _give_back(self, entries: Entries) -> None:
+        self._free[self._free_count : self._free_count + len(entries)] = entries
+        self._free_count += len(entries)

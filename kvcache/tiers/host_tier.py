@@ -1,0 +1,346 @@
+"""The host tier: pages in host memory, and what one replica does with them.
+
+A page that a replica publishes is copied into a host slot soon after (write-through); a prompt whose pages have left
+the device takes them up from there. Slots are kept as device pages are: a `PagePool` says which are published, held by
+a copy, or idle, least recently used first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvcache.pool.index import NO_PAGE
+from kvcache.pool.pages import PagePool
+from kvcache.replica.block_table import Rows, as_rows
+from kvcache.replica.context import Context
+from kvcache.replica.hashing import PrefixHasher
+from kvcache.storage import allocate_host_rows
+from kvcache.tiers.copies import Mark, PageMover, mover_of
+
+Pages = NDArray[np.int32]
+Slots = NDArray[np.int32]
+Digests = NDArray[np.uint64]
+Part = NDArray[np.uint8]
+
+
+class HostTier:
+    """Slots of host memory, each for one page of any replica: the shards of a page side by side, one array a shard.
+
+    Args:
+        shard_bytes: of each shard the bytes of one page.
+        num_slots: ids are 1 to `num_slots`; slot 0 stands for none.
+        digest_words: 64-bit words of a digest.
+        pinned: a GPU copies from and to the memory.
+
+    Raises:
+        PoolTooSmallError: (a RuntimeError) the host has not that much memory.
+    """
+
+    def __init__(self, shard_bytes: Sequence[int], num_slots: int, digest_words: int, *, pinned: bool) -> None:
+        self.pool = PagePool(num_slots, digest_words)
+        owner = self if pinned else None
+        self.memory = [allocate_host_rows(num_slots + 1, size, owner) for size in shard_bytes]
+        self._rows = [memory.numpy() for memory in self.memory]
+
+    def touch(self, slots: Slots) -> None:
+        """Published `slots`, in logical order, were used just now: they go last, and their tail first of them."""
+        self.pool.hold(slots)
+        self.pool.release(slots)
+
+    def parts(self, slots: Slots) -> list[list[Part]]:
+        """Of each slot the bytes of every shard, as arrays over the tier's own memory."""
+        return [[rows[slot] for rows in self._rows] for slot in slots.tolist()]
+
+
+@dataclass(eq=False, slots=True)
+class Load:
+    """Pages on their way back to the device: nobody else can find them, and nobody may read them yet.
+
+    `marks` is None until the copies are begun, and then has one for each shard that copies beside us.
+    """
+
+    slots: Slots
+    pages: Pages
+    marks: list[Mark] | None = None
+
+
+class Store(NamedTuple):
+    """Pages whose copies into host slots run beside us."""
+
+    pages: Pages
+    slots: Slots
+    digests: Digests
+    marks: list[Mark]
+
+
+class LowerTier(Protocol):
+    """Where pages are that the host tier does not have."""
+
+    def offer(self, digests: Digests) -> None:
+        """The host tier has these pages now."""
+        ...
+
+    def used(self, digests: Digests) -> None:
+        """A request has used these pages."""
+        ...
+
+    def promote(self, digests: Digests, *, wait: bool) -> bool:
+        """Fetch the first of these pages into host slots, as many as there are; whether some have come since.
+
+        `wait`: for a while, for those that are on their way.
+        """
+        ...
+
+
+class ReplicaTier:
+    """One replica's side of the host tier: what is to be copied there, and what is on its way back.
+
+    Args:
+        host: the tier, shared by all replicas.
+        pool: the replica's pages.
+        blocks: per shard the replica's pool tensor.
+        stream: the one that the model's work is ordered by; None means the current one.
+
+    Attributes:
+        waiting: published pages to be copied to the host, oldest first, with their digests; an entry without pages
+            says that those digests were used.
+        loads: by row, what is on its way back for it.
+        stored: pages copied to the host so far.
+        loaded: pages copied back so far.
+    """
+
+    def __init__(self, host: HostTier, pool: PagePool, blocks: Sequence[torch.Tensor], stream: Any) -> None:
+        self.host = host
+        self.pool = pool
+        self.lower: LowerTier | None = None
+        self._movers: list[PageMover] = [
+            mover_of(shard, memory, stream) for shard, memory in zip(blocks, host.memory, strict=True)
+        ]
+        self._at_once = all(mover.at_once for mover in self._movers)
+        self._words = pool.index.digests_of(np.zeros(1, np.int32)).shape[1]
+        self._storing = np.zeros(pool.num_pages + 1, np.bool_)  # waiting to be copied, or being copied
+        self.waiting: deque[tuple[Pages, Digests]] = deque()
+        self.loads: dict[int, list[Load]] = {}
+        self._left: list[Load] = []  # begun, and their rows do not wait for them any more
+        self._stores: deque[Store] = deque()
+        self.stored = 0
+        self.loaded = 0
+        pool.guard = self.keep
+
+    # ---- to the host
+
+    def published(self, pages: Pages, digests: Digests) -> None:
+        """`pages` were published just now: they are to be copied."""
+        new = ~self._storing[pages]  # a fork publishes again what it shares
+        if not new.all():
+            pages, digests = pages[new], digests[new]
+        if pages.size:
+            self._storing[pages] = True
+            self.waiting.append((pages, digests))
+
+    def store(self, most: int) -> int:
+        """Copy, or begin to copy, the `most` pages that wait longest; returns how many were taken off the queue."""
+        self._pass_uses()  # where copies that ran beside us held them up
+        pages, digests = self._take(most)
+        if not pages.size:
+            return 0
+        pool = self.host.pool
+        absent = pool.index.find(digests) == NO_PAGE
+        new, names = pages[absent], digests[absent]
+        fits = min(len(new), pool.free_count)  # where copies hold every other slot, the rest is not kept
+        if fits:
+            slots = pool.allocate(fits)
+            marks = [mover.store(new[:fits], slots) for mover in self._movers]
+            self._stores.append(Store(new[:fits], slots, names[:fits], [mark for mark in marks if mark is not None]))
+            self.stored += fits
+        kept = np.ones(len(pages), np.bool_)
+        kept[np.flatnonzero(absent)[:fits]] = False
+        self._storing[pages[kept]] = False
+        self.poll()
+        self._pass_uses()
+        return len(pages)
+
+    def keep(self, pages: Pages) -> None:
+        """`pages` are about to be given away: what is still to be copied of them is copied now."""
+        while self._storing[pages].any():
+            if self._stores:
+                self._await_stores()  # copies that run beside us, on their way since an earlier step
+            else:
+                self.store(self._next_entry())
+
+    def poll(self) -> None:
+        """Take up what the copies beside us have brought to its end."""
+        while self._stores and all(mark.over() for mark in self._stores[0].marks):
+            pages, slots, digests, _ = self._stores.popleft()
+            self._storing[pages] = False
+            # Another replica may have stored the same content meanwhile: then this slot is free again.
+            self.host.pool.index.publish(slots, digests)
+            self.host.pool.release(slots)
+            if self.lower is not None:
+                self.lower.offer(digests)
+        for load in [load for load in self._left if all(mark.over() for mark in load.marks or ())]:
+            self._left.remove(load)
+            self._end(load)
+
+    def forget_waiting(self) -> None:
+        """Copy nothing of what waits to be copied."""
+        for pages, _ in self.waiting:
+            self._storing[pages] = False
+        self.waiting.clear()
+
+    def touch(self, digests: Digests) -> None:
+        """A request has ended whose pages, in logical order, have these digests: it used them just now.
+
+        That counts once its last pages are copied: else these would go last, and its first ones, without which they
+        are worth nothing, before them.
+        """
+        if digests.size:
+            self.waiting.append((np.zeros(0, np.int32), digests))
+            self._pass_uses()
+
+    # ---- and back
+
+    def match(self, hasher: PrefixHasher, context: Context, first: int, *, wait: bool = False) -> Slots:
+        """The slots that hold the context's pages from `first` on, without a gap. The last known token is not covered.
+
+        `wait`: for a while, where pages are on their way from files.
+        """
+        last = (context.current_length - 1) // hasher.page_size
+        if last <= first:
+            return np.zeros(0, np.int32)
+        digests = hasher.digests(context.tokens, first, last)
+        slots = self._match(hasher, digests, first, last)
+        if self.lower is None or len(slots) == len(digests):
+            return slots
+        if slots.size:
+            self.host.touch(slots)  # what is fetched must not push out what comes before it
+        if self.lower.promote(digests[len(slots) :], wait=wait):
+            slots = self._match(hasher, digests, first, last)
+        return slots
+
+    def hold(self, slots: Slots) -> None:
+        """Keep `slots` until `restore` has taken them over."""
+        self.host.pool.hold(slots)
+
+    def restore(self, row: int, pages: Pages, slots: Slots) -> None:
+        """Bring held `slots` into `pages`, which the row alone holds. They may be read after `arrive`."""
+        load = Load(slots, pages)
+        self.pool.add_writer(pages)
+        self.loads.setdefault(row, []).append(load)
+        if not self._at_once:
+            self._begin(load)
+
+    def arrive(self, rows: Rows) -> None:
+        """Whatever reads the pages of `rows` from now on reads what was restored.
+
+        Copies that take the caller's time are made here, and not before: a request that is given up first costs none.
+        """
+        asked = as_rows(rows) if self.loads else np.zeros(0, np.int64)
+        for row in [row for row in self.loads if (asked == row).any()]:
+            for load in self.loads.pop(row):
+                for mark in self._begin(load):
+                    mark.order()
+                self._left.append(load)
+        self.poll()
+
+    def loading(self, row: int) -> int:
+        """Pages on their way back for the row."""
+        return sum(len(load.pages) for load in self.loads.get(row, ()))
+
+    def leave(self, row: int) -> None:
+        """The row gives up its pages; those of a copy that runs stay with it to its end."""
+        for load in self.loads.pop(row, ()):
+            if load.marks is None:
+                self._end(load)
+            else:
+                self._left.append(load)
+
+    def store_all(self) -> None:
+        """Copy every page that waits, and wait for it."""
+        while self.waiting or self._stores:
+            self._await_stores()
+            self.store(self._next_entry())
+
+    def load_all(self) -> None:
+        """Bring back everything that is promised, and wait for it."""
+        self.arrive(np.array(list(self.loads), np.int64))
+        for load in self._left:
+            for mark in load.marks or ():
+                mark.wait()
+        self.poll()
+
+    # ---- recounted by `check`
+
+    @property
+    def open_loads(self) -> list[Load]:
+        """Every load that is not over."""
+        return [*self._left, *(load for loads in self.loads.values() for load in loads)]
+
+    @property
+    def open_stores(self) -> list[Store]:
+        """Every store that is begun and not over."""
+        return list(self._stores)
+
+    @property
+    def storing(self) -> Pages:
+        """The pages that are marked as to be copied."""
+        return np.flatnonzero(self._storing).astype(np.int32)
+
+    def _match(self, hasher: PrefixHasher, digests: Digests, first: int, last: int) -> Slots:
+        index = self.host.pool.index
+        kept = hasher.matches.get(index)
+        if kept is not None and kept[:3] == (index.generation, first, last):
+            return kept[3]
+        slots = index.match(digests) if index.may_have(digests[0]) else np.zeros(0, np.int32)
+        hasher.matches[index] = (index.generation, first, last, slots)
+        return slots
+
+    def _take(self, most: int) -> tuple[Pages, Digests]:
+        taken: list[tuple[Pages, Digests]] = [(np.zeros(0, np.int32), np.zeros((0, self._words), np.uint64))]
+        while most > 0 and self.waiting and self.waiting[0][0].size:
+            pages, digests = self.waiting.popleft()
+            if len(pages) > most:
+                self.waiting.appendleft((pages[most:], digests[most:]))
+            taken.append((pages[:most], digests[:most]))
+            most -= len(taken[-1][0])
+        if len(taken) == 2:
+            return taken[1]
+        return np.concatenate([pages for pages, _ in taken]), np.concatenate([digests for _, digests in taken])
+
+    def _next_entry(self) -> int:
+        """Pages of the entry that waits longest."""
+        self._pass_uses()
+        return len(self.waiting[0][0]) if self.waiting else 0
+
+    def _pass_uses(self) -> None:
+        """Let the uses count that no page waits before."""
+        while self.waiting and not self.waiting[0][0].size and not self._stores:
+            _, digests = self.waiting.popleft()
+            slots = self.host.pool.index.find(digests)
+            self.host.touch(slots[slots != NO_PAGE])
+            if self.lower is not None:
+                self.lower.used(digests)
+
+    def _await_stores(self) -> None:
+        for store in self._stores:
+            for mark in store.marks:
+                mark.wait()
+        self.poll()
+
+    def _begin(self, load: Load) -> list[Mark]:
+        if load.marks is None:
+            marks = [mover.load(load.slots, load.pages) for mover in self._movers]
+            load.marks = [mark for mark in marks if mark is not None]
+            self.loaded += len(load.pages)
+        return load.marks
+
+    def _end(self, load: Load) -> None:
+        self.pool.drop_writer(load.pages)
+        self.host.pool.release(load.slots)

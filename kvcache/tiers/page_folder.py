@@ -1,0 +1,296 @@
+"""The folder of page files: its names, and what else lies there."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import logging
+import os
+import re
+import secrets
+import shutil
+import stat
+import struct
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.errors import InvalidParamsError
+from kvcache.tiers.page_files import OWN_FILE, FileFormat, Refusal, Refusals, list_folder, open_in, read_rows
+
+_FILE = re.compile(r"[0-9a-f]{32}\.pages")
+_TEMPORARY = re.compile(r"[0-9a-f]{16}-[0-9]+\.tmp")
+_EPOCH = re.compile(r"epoch-[0-9a-f]{16}")
+_CURRENT = "current"
+_ABANDONED_S = 3600.0  # a file that is being written is younger
+_HOME = re.compile(r"[0-9a-f]{32}")
+_OWN_FOLDER = 0o700
+_READ_NAME = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+_WRITE_NAME = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+
+_log = logging.getLogger("pagewire")
+
+
+class Scan(NamedTuple):
+    """What changed in the folder: names, sizes and digests of files that are new, the least recently used first."""
+
+    found: list[tuple[str, int, NDArray[np.uint64]]]
+    gone: list[str]
+
+
+def namespace_of(*fields: str) -> bytes:
+    """16 bytes that differ where one of the fields does."""
+    joined = b"".join(struct.pack("<I", len(field.encode())) + field.encode() for field in ("files/1", *fields))
+    return hashlib.sha256(joined).digest()[:16]
+
+
+class PageFolder:
+    """Files of one namespace, in the folder of the current epoch.
+
+    `root/<namespace>/current` names that folder. A reset starts a new epoch, as a file of before must not be found
+    again, here or after a restart. Who shares the folder and has not been reset goes on alone in the old one, which is
+    removed under it: it misses, and finds nothing wrong.
+
+    Every folder is its owner's alone (0700). One that is there with wider rights is tightened; one that is a link, or
+    somebody else's, is refused. A root that holds other things than tiers is left as it is, and refused where others
+    may rename what is in it. A folder that is deleted is made again when something is to be written.
+
+    Args:
+        root: made if it is not there.
+        namespace: of every file.
+
+    Attributes:
+        refusals: why files that lay in the folder were not taken up, and how many.
+
+    Raises:
+        InvalidParamsError: (a ValueError) nothing can be written there, or others could.
+    """
+
+    def __init__(self, root: Path, namespace: bytes) -> None:
+        self._process = secrets.token_hex(8)
+        self._numbers = itertools.count()
+        self.refusals = Refusals()
+        self._refused: set[str] = set()
+        try:
+            self._root = _own_link(root)
+            self._home = self._root / namespace.hex()
+            self._make_home()
+            self._epoch = self._read_epoch() or self._name_epoch(_new_epoch())
+            self._make_epoch()
+        except OSError as error:
+            raise InvalidParamsError(f"file_tier_dir {str(root)!r} cannot be used: {error}") from error
+
+    @property
+    def path(self) -> Path:
+        """The folder of the current epoch."""
+        return self._home / self._epoch
+
+    def temporary_name(self) -> str:
+        """A name that no process has used before."""
+        return f"{self._process}-{next(self._numbers)}.tmp"
+
+    def renew(self) -> Path:
+        """Start a new epoch, or join one that somebody else has started; the folder to remove."""
+        before, current = self.path, self._read_epoch()
+        if current not in (None, self._epoch):
+            self._epoch = current
+            return before
+        self._epoch = _new_epoch()
+        try:
+            self._make_home()
+            self._name_epoch(self._epoch, replace=True)
+            self._make_epoch()
+        except OSError as error:  # a full disk, say: without a name the next start finds none of the old files, either
+            _log.warning("file tier: a reset cannot name its new folder: %s", error)
+            with contextlib.suppress(OSError):
+                (self._home / _CURRENT).unlink(missing_ok=True)
+        return before
+
+    def make_again(self) -> None:
+        """Make the folder again, which somebody has deleted.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        self._make_home()
+        if self._read_epoch() is None:
+            self._name_epoch(self._epoch)
+        self._make_epoch()
+
+    def scan(self, layout: FileFormat, known: frozenset[str], *, first: bool = False) -> Scan:
+        """What is in the folder beside the files `known`; what is broken is removed. Raises nothing.
+
+        `first`: remove what others have left behind, too.
+        """
+        if first:
+            self._tidy()
+        seen, found = set[str](), list[tuple[int, str, int, NDArray[np.uint64]]]()
+        try:
+            names = list_folder(self.path)
+        except OSError:
+            return Scan([], sorted(known))
+        for name in names:
+            if first and _TEMPORARY.fullmatch(name):
+                _remove_abandoned(self.path / name)
+            if not _FILE.fullmatch(name):
+                continue
+            seen.add(name)
+            if name not in known:
+                found += self._look_at(layout, name)
+        found.sort(key=_by_age)
+        return Scan([(name, size, digests) for _, name, size, digests in found], sorted(known - seen))
+
+    @staticmethod
+    def remove(folder: Path) -> None:
+        """Remove a folder of an epoch that is over."""
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def _look_at(self, layout: FileFormat, name: str) -> list[tuple[int, str, int, NDArray[np.uint64]]]:
+        path, seen, broken = self.path / name, Refusals(), False
+        try:
+            status = path.lstat()
+            digests = read_rows(path, layout, seen)
+        except FileNotFoundError:
+            return []
+        except OSError:
+            seen[Refusal.UNREADABLE] += 1
+        else:
+            if digests is not None:
+                return [(status.st_mtime_ns, name, layout.size_of(len(digests)), digests)]
+            broken = True
+        if name not in self._refused:  # what cannot be removed is looked at again and again
+            self._refused.add(name)
+            self.refusals.update(seen)
+        if broken:
+            with contextlib.suppress(OSError):
+                path.unlink()  # cut short when a machine failed, say: its name is ours, nobody misses it
+        return []
+
+    def _tidy(self) -> None:
+        try:
+            others = [name for name in list_folder(self._home) if _EPOCH.fullmatch(name)]
+        except OSError:
+            return
+        current = self._read_epoch()
+        for name in others:
+            if current is not None and name not in (current, self._epoch):
+                self.remove(self._home / name)
+
+    def _make_home(self) -> None:
+        if not self._root.exists():
+            self._root.parent.mkdir(parents=True, exist_ok=True)
+        _make_root(self._root)
+        _make_own(self._home)
+
+    def _make_epoch(self) -> None:
+        """Make the folder of the epoch; a new one, where something else has taken its place."""
+        try:
+            _make_own(self.path)
+        except (NotADirectoryError, PermissionError):
+            self._epoch = self._name_epoch(_new_epoch(), replace=True)
+            _make_own(self.path)
+
+    def _read_epoch(self) -> str | None:
+        try:
+            file = open_in(self._home / _CURRENT, _READ_NAME)
+            try:
+                name = os.read(file, 100).decode()
+            finally:
+                os.close(file)
+        except (OSError, UnicodeDecodeError):
+            return None
+        return name if _EPOCH.fullmatch(name) else None
+
+    def _name_epoch(self, name: str, *, replace: bool = False) -> str:
+        """Name the epoch; without `replace` the one that somebody else has named meanwhile, if so."""
+        temporary = self._home / self.temporary_name()
+        file = open_in(temporary, _WRITE_NAME)
+        try:
+            try:
+                os.fchmod(file, OWN_FILE)
+                os.write(file, name.encode())
+            finally:
+                os.close(file)
+            if not replace:
+                try:
+                    os.link(temporary, self._home / _CURRENT)
+                except FileExistsError:
+                    named = self._read_epoch()
+                    if named is not None:
+                        return named
+                else:
+                    return name
+            temporary.replace(self._home / _CURRENT)  # a broken one, too
+        finally:
+            temporary.unlink(missing_ok=True)
+        return name
+
+
+def _new_epoch() -> str:
+    return f"epoch-{secrets.token_hex(8)}"
+
+
+def _own_link(root: Path) -> Path:
+    """The folder that the root names: it may be a link that its owner or the system has made.
+
+    Raises:
+        OSError: somebody else has.
+    """
+    if root.is_symlink() and root.lstat().st_uid not in (os.geteuid(), 0):
+        raise PermissionError(f"{root} is a link that user {root.lstat().st_uid} has made")
+    return root.resolve()
+
+
+def _make_root(root: Path) -> None:
+    """Make the root, or see to it that nobody else can put folders in the place of ours.
+
+    Raises:
+        OSError: others may rename what is in it.
+    """
+    with contextlib.suppress(FileExistsError):
+        root.mkdir(_OWN_FOLDER)
+    status = root.stat()
+    if status.st_uid == os.geteuid() and all(_HOME.fullmatch(name) for name in list_folder(root)):
+        if not status.st_mode & stat.S_ISVTX:  # one that is made to be shared stays so
+            _make_own(root)
+    elif status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
+        raise PermissionError(f"others may rename what is in it: mode {stat.S_IMODE(status.st_mode):o}")
+
+
+def _make_own(path: Path) -> None:
+    """Make a folder that is its owner's alone, whatever the umask; tighten one that is there.
+
+    Raises:
+        OSError: it cannot be made; or it is a link, or somebody else's.
+    """
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(_OWN_FOLDER)
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        status = os.fstat(folder)
+        if status.st_uid != os.geteuid():
+            raise PermissionError(f"{path} is user {status.st_uid}'s")
+        if stat.S_IMODE(status.st_mode) != _OWN_FOLDER:
+            os.fchmod(folder, _OWN_FOLDER)
+    finally:
+        os.close(folder)
+
+
+def touch(path: Path) -> None:
+    """Let a file count as used just now."""
+    with contextlib.suppress(OSError):
+        os.utime(path, follow_symlinks=False)
+
+
+def _by_age(found: tuple[int, str, int, NDArray[np.uint64]]) -> tuple[int, str]:
+    return found[:2]
+
+
+def _remove_abandoned(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        if time.time() - path.lstat().st_mtime > _ABANDONED_S:
+            path.unlink()

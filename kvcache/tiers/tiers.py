@@ -1,0 +1,199 @@
+"""What lies below the device pools, as a whole: when copies are made, and what the tiers count."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvcache.errors import InvariantError, PoolTooSmallError
+from kvcache.layout import PageLayout, replica_fingerprint
+from kvcache.metrics import KVCacheMetrics
+from kvcache.params import KVCacheParams
+from kvcache.replica.context import Context
+from kvcache.replica.devices import PlacedReplica
+from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
+from kvcache.tiers.file_tier import FileTier
+from kvcache.tiers.host_tier import HostTier, ReplicaTier
+from kvcache.tiers.page_files import FileFormat, PageIO, Refusal, SystemIO
+from kvcache.tiers.page_folder import PageFolder, namespace_of
+
+_SHARE = 0.05  # of the time that passes, for copies that take the loop's own
+_MOST_CREDIT_S = 0.005  # what a long step leaves to spend at once
+_BATCH_BYTES = 1 << 20  # copied between two looks at the clock
+
+
+class Tiers:
+    """The host tier of a manager and the file tier below it, shared by its replicas.
+
+    Published pages are copied a few at a time, at each `fetch`, for at most a share of the time that has passed: that
+    bounds what a step pays, whatever its length. What an eviction is about to overwrite is copied then and there.
+
+    Args:
+        host: the host tier.
+        replicas: each replica's side of it.
+        files: the file tier, if any.
+        clock: seconds.
+
+    Attributes:
+        share: of the time that passes, for copies that take the loop's own.
+    """
+
+    def __init__(
+        self,
+        host: HostTier,
+        replicas: Sequence[ReplicaTier],
+        files: FileTier | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.host = host
+        self.replicas = replicas
+        self.files = files
+        self._counted = [] if files is None else [files]  # also when it is closed
+        for tier in replicas:
+            tier.lower = files
+        self._batch = max(1, _BATCH_BYTES // sum(memory.shape[1] for memory in host.memory))
+        self.share = _SHARE
+        self._credit = 0.0
+        self._clock = clock
+        self._seen = clock()
+
+    @property
+    def metrics(self) -> KVCacheMetrics:
+        """What the tiers did, in pages; the other counters are 0."""
+        return KVCacheMetrics(
+            h2d_blocks_copied=sum(tier.loaded for tier in self.replicas),
+            d2h_blocks_copied=sum(tier.stored for tier in self.replicas),
+            file_blocks_written=sum(files.written for files in self._counted),
+            file_blocks_read=sum(files.read for files in self._counted),
+            file_blocks_refused=sum(files.refused for files in self._counted),
+            files_refused=sum(files.files_refused for files in self._counted),
+            **{f"file_blocks_{why}": sum(files.refusals[why] for files in self._counted) for why in Refusal},
+        )
+
+    def tick(self) -> None:
+        """A step is about to run: copy what its share of the time allows."""
+        now = self._clock()
+        self._credit = min(self._credit + self.share * (now - self._seen), _MOST_CREDIT_S)
+        self._seen = now
+        for tier in self.replicas:
+            while self._credit > 0 and tier.store(self._batch):
+                before, self._seen = self._seen, self._clock()
+                self._credit -= self._seen - before
+        if self.files is not None:
+            self.files.tick()
+
+    def prefetch(self, hasher: PrefixHasher, context: Context, first: int) -> bool:
+        """Begin to bring the context's pages from `first` on from files; whether some are on their way."""
+        first += len(self.replicas[0].match(hasher, context, first))
+        last = (context.current_length - 1) // hasher.page_size
+        if self.files is None:
+            return False
+        return first < last and self.files.coming(hasher.digests(context.tokens, first, last))
+
+    def settle(self) -> None:
+        """Copy every page that waits, whatever the time it takes."""
+        for tier in self.replicas:
+            tier.store_all()
+
+    def flush(self) -> None:
+        """`settle`, and write what the files lack."""
+        self.settle()
+        if self.files is not None:
+            self.files.flush()
+
+    def close(self) -> None:
+        """Copy and write what is left, and do without files from now on. Safe twice."""
+        if self.files is not None:
+            self.flush()
+            self.files.close()
+            self.files = None
+        for tier in self.replicas:
+            tier.lower = None
+
+    def reset(self) -> None:
+        """Forget every page: what is on its way back arrives first, as it is promised."""
+        for tier in self.replicas:
+            tier.forget_waiting()
+            tier.store_all()
+            tier.load_all()
+        if self.files is not None:
+            self.files.reset()
+        self.host.pool.forget_idle()
+
+    def check(self) -> None:
+        """Raise `InvariantError` at the first slot or mark that a recount of the open copies does not give."""
+        held = [load.slots for tier in self.replicas for load in tier.open_loads]
+        held += [store.slots for tier in self.replicas for store in tier.open_stores]
+        if self.files is not None:
+            self.files.check()
+            held += self.files.held_slots
+        holders = np.zeros(self.host.pool.num_pages + 1, np.int64)
+        for slots in held:
+            np.add.at(holders, slots, 1)
+        for number, tier in enumerate(self.replicas):
+            _check_queue(tier, number)
+        try:
+            self.host.pool.check(holders, np.zeros_like(holders))
+        except InvariantError as error:
+            raise InvariantError(f"host tier: {error}") from error
+
+
+def _check_queue(tier: ReplicaTier, number: int) -> None:
+    marked = np.zeros(tier.pool.num_pages + 1, np.int64)
+    for store in tier.open_stores:
+        marked[store.pages] += 1
+    for pages, digests in tier.waiting:
+        marked[pages] += 1
+        if pages.size and not np.array_equal(tier.pool.index.digests_of(pages), digests):
+            raise InvariantError(f"replica {number}: a page that waits to be copied holds another content")
+    for page in np.flatnonzero(marked > 1)[:1]:
+        raise InvariantError(f"replica {number}: page {page} waits to be copied {marked[page]} times")
+    for page in np.setxor1d(np.flatnonzero(marked), tier.storing)[:1]:
+        raise InvariantError(f"replica {number}: page {page} is marked as to be copied, or is queued, not both")
+
+
+def make_tiers(
+    params: KVCacheParams, layouts: Sequence[PageLayout], placed: Sequence[PlacedReplica], stream: Any
+) -> Tiers | None:
+    """The tiers that the params ask for, wired to the replicas; None where they ask for none.
+
+    Raises:
+        PoolTooSmallError: (a RuntimeError) the space does not hold a page, or the host has not that much memory.
+    """
+    if not params.enable_kvcache_swapping_to_host:
+        return None
+    space = int((params.host_kvcache_swap_space_gb or 0) * 2**30)
+    sizes = [layout.page_bytes for layout in layouts]
+    if space < sum(sizes):
+        raise PoolTooSmallError(
+            f"host_kvcache_swap_space_gb is {params.host_kvcache_swap_space_gb}, {space} bytes: "
+            f"one page takes {sum(sizes)}"
+        )
+    on_gpu = any(blocks.device.type != "cpu" for blocks in placed[0].blocks)
+    host = HostTier(sizes, space // sum(sizes), DIGEST_BYTES[params.hash_algorithm] // 8, pinned=on_gpu)
+    tiers: list[ReplicaTier] = []
+    for place in placed:
+        place.replica.tier = ReplicaTier(host, place.replica.pool, place.blocks, stream)
+        tiers.append(place.replica.tier)
+    return Tiers(host, tiers, _make_file_tier(params, layouts, host))
+
+
+def _make_file_tier(params: KVCacheParams, layouts: Sequence[PageLayout], host: HostTier) -> FileTier | None:
+    if params.file_tier_dir is None:
+        return None
+    # What a page depends on besides its tokens and their salt, which its digest covers.
+    namespace = namespace_of(params.hash_algorithm, replica_fingerprint([*layouts]), params.file_tier_key)
+    layout = FileFormat(namespace, sum(shard.page_bytes for shard in layouts), DIGEST_BYTES[params.hash_algorithm])
+    folder = PageFolder(Path(params.file_tier_dir), namespace)
+    return FileTier(
+        folder, layout, int((params.file_tier_max_gb or 0) * 2**30), host, params.file_tier_io or _system_io
+    )
+
+
+def _system_io(_memory: Sequence[torch.Tensor]) -> PageIO:
+    return SystemIO()

@@ -1,0 +1,147 @@
+"""`PagedGenerator`: greedy generation for a batch of prompts over a manager's pages, as one call."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING
+
+from kvcache.errors import InvalidParamsError, SequenceTooLongError
+from scheduler_adapters.errors import GenerationError, UnsupportedModelError
+from scheduler_adapters.hf.runner import HFRunner, kv_params_of, num_layers_of, paged_attention
+from scheduler_adapters.loop import Request, ServingLoop
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedModel
+
+    from kvcache.manager import PagedKVCacheManager
+
+# Settings of `generate` that change a greedy token, and the values beside None with which they do not.
+_CHANGES_GREEDY: dict[str, tuple[object, ...]] = {
+    "repetition_penalty": (1.0,),
+    "no_repeat_ngram_size": (0,),
+    "bad_words_ids": (),
+    "sequence_bias": (),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "exponential_decay_length_penalty": (),
+    "guidance_scale": (1.0,),
+    "num_beams": (1,),
+    "stop_strings": (),
+    "watermarking_config": (),
+}
+
+
+class PagedGenerator:
+    """Generates for batches of prompts over the pages of a manager, with continuous batching and chunked prefill.
+
+    What comes out is what the model's own `generate(do_sample=False)` gives for each prompt alone, rounding aside.
+    Pages of one call are found by the next, where the manager caches prefixes. Between calls the model is as it was:
+    its own `generate` works.
+
+    Args:
+        model: a causal language model of `transformers`.
+        manager: its pages fit the model; for a hybrid model a `HybridKVCacheManager` (`hf.manager_for` makes what a
+            model needs). Other requests may hold pages of it.
+        token_budget: most tokens of one step, but at least one for each request that decodes.
+
+    Raises:
+        InvalidParamsError: (a ValueError) the manager's pages are of other layers, heads or element types.
+        UnsupportedModelError: (a ValueError) the model cannot run over pages, or its generation settings change greedy
+            tokens in a way that is not computed here.
+    """
+
+    def __init__(self, model: PreTrainedModel, manager: PagedKVCacheManager, token_budget: int = 512) -> None:
+        _check_settings(model)
+        _check_pages(model, manager)
+        with paged_attention(model):
+            runner = HFRunner(model, getattr(manager, "states", None))
+        self._model = model
+        self._manager = manager
+        self._loop = ServingLoop(manager, runner, token_budget)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 32, cache_salt: str | None = None
+    ) -> list[list[int]]:
+        """The tokens that follow each prompt, up to and with its end token, at most `max_new_tokens`.
+
+        However it ends, no page is held afterwards.
+
+        Args:
+            prompts: tokens, at least one for each prompt; of any lengths, as many prompts as you like.
+            max_new_tokens: most tokens to generate for each.
+            cache_salt: cached pages are shared among calls of one salt only.
+
+        Returns:
+            One list for each prompt, in their order.
+
+        Raises:
+            InvalidRequestError: (a ValueError) a prompt without tokens, or with one that the model does not know.
+            PromptTooLongError, SequenceTooLongError: (RuntimeErrors) a prompt and its new tokens can never fit.
+            GenerationError: (a RuntimeError) others hold so much of the manager that nothing can go on.
+        """
+        call = uuid.uuid4().hex[:8]  # the manager may have other users
+        requests = [
+            Request(f"{call}/prompt-{place}", prompt, max_new_tokens, cache_salt=cache_salt)
+            for place, prompt in enumerate(prompts)
+        ]
+        for request in requests:
+            self._check(request)
+        try:
+            with paged_attention(self._model):
+                return self._run(requests)
+        finally:
+            for request in requests:
+                self._loop.abort(request.request_id)
+                if self._manager.contains(request.request_id):
+                    self._manager.release(request.request_id)
+
+    def _run(self, requests: Sequence[Request]) -> list[list[int]]:
+        tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+        for request in requests:
+            self._loop.add(request)
+        while self._loop.has_work:
+            outputs = self._loop.step()
+            if not outputs and not self._loop.num_running:
+                manager = self._manager
+                held = manager.total_num_pages - manager.num_free_blocks
+                raise GenerationError(
+                    f"{self._loop.num_waiting} prompts wait for what others hold: {held} of {manager.total_num_pages} "
+                    "pages, or all rows"
+                )
+            for output in outputs:
+                if output.token is None:
+                    raise GenerationError(output.error)
+                tokens[output.request_id].append(output.token)
+        return list(tokens.values())
+
+    def _check(self, request: Request) -> None:
+        context = self._loop.context_for(request)
+        limit = self._manager.max_seq_len
+        if context.max_length - 1 > limit:  # the last token is never fed back
+            raise SequenceTooLongError(
+                f"request {request.request_id!r}: {context.current_length} tokens and {request.max_new_tokens} new "
+                f"ones, max_seq_len is {limit}"
+            )
+
+
+def _check_pages(model: PreTrainedModel, manager: PagedKVCacheManager) -> None:
+    wanted, given = kv_params_of(model.config, dtype=model.dtype), manager.params
+    pairs = [(name, getattr(given, name), getattr(wanted, name)) for name in ("n_kv_heads", "head_dim", "dtype")]
+    for name, has, needs in [("num_layers", manager.num_layers, num_layers_of(model.config)), *pairs]:
+        if has != needs:
+            raise InvalidParamsError(f"{name} of the manager's pages is {has}, of {type(model).__name__} {needs}")
+
+
+def _check_settings(model: PreTrainedModel) -> None:
+    for name, neutral in _CHANGES_GREEDY.items():
+        value = getattr(model.generation_config, name, None)
+        if value is not None and value not in neutral:
+            raise UnsupportedModelError(
+                f"generation_config.{name} is {value!r}: greedy tokens with it are not computed here; set it to None"
+            )

@@ -1,0 +1,163 @@
+"""What hybrid models of `transformers` (attention and Mamba-2 layers) keep, and a cache object over state pages.
+
+A hybrid's recurrent layers take their state from the cache object of the model call. `PagedStates` is one: it reads the
+states of a batch from its pages, hands them to the layers, and writes them back when the whole pass is done.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from scheduler_adapters.errors import UnsupportedModelError
+from scheduler_adapters.hf.state_layout import CONV_KINDS, SSM_KIND, StateShape
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from scheduler_adapters.hf.state_pages import StatePages
+
+ATTENTION_KINDS = {"full_attention", "sliding_attention"}
+_BOTH_KINDS = {"hybrid"}  # attention and recurrent, side by side in one layer
+_RECURRENT_KINDS = {"linear_attention"}
+_STATELESS_KINDS = {"mlp", "moe"}
+# Whose recurrent layers are Mamba-2 mixers that go on from the state they are given, whatever they run. Not Jamba's:
+# its Mamba-1 layers forget their state where they run more than one token. Not Zamba2: its attention layers are shared.
+HYBRID_MODEL_TYPES = {"bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"}
+# The mixers multiply padding away with a mask, which without padding is None. Given as a dict, it is not built.
+NO_MASKS = {"full_attention": None, "linear_attention": None}
+
+
+def kv_layers_of(config: PretrainedConfig) -> list[int]:
+    """The layers, by the model's own numbers, that keep keys and values, in order."""
+    kinds = _kinds_of(config)
+    if kinds is None:
+        return list(range(int(config.get_text_config().num_hidden_layers)))
+    return [layer for layer, kind in enumerate(kinds) if kind in ATTENTION_KINDS | _BOTH_KINDS]
+
+
+def recurrent_layers_of(config: PretrainedConfig) -> list[int]:
+    """The layers, by the model's own numbers, that keep a recurrent state, in order; none for a plain transformer."""
+    kinds = _kinds_of(config) or ()
+    return [layer for layer, kind in enumerate(kinds) if kind in _RECURRENT_KINDS | _BOTH_KINDS]
+
+
+def check_layers(config: PretrainedConfig) -> None:
+    """Refuse models with layers whose cache is neither keys and values nor a Mamba-2 state.
+
+    Raises:
+        UnsupportedModelError: with the first such layer.
+    """
+    known = ATTENTION_KINDS
+    if config.get_text_config().model_type in HYBRID_MODEL_TYPES:
+        known = known | _BOTH_KINDS | _RECURRENT_KINDS | _STATELESS_KINDS
+    for layer, kind in enumerate(_kinds_of(config) or ()):
+        if kind not in known:
+            raise UnsupportedModelError(f"{config.model_type}: layer {layer} is {kind!r}: not supported over pages")
+
+
+def state_shape_of(model: PreTrainedModel) -> StateShape:
+    """The shape of a hybrid's recurrent states, read from its mixers.
+
+    Raises:
+        UnsupportedModelError: it has none, or they differ from layer to layer.
+    """
+    layers = recurrent_layers_of(model.config)
+    found: list[Any] = [module for module in model.modules() if hasattr(module, "A_log")]
+    mixers: dict[int, Any] = {mixer.layer_idx: mixer for mixer in found}
+    if not layers or sorted(mixers) != layers:
+        raise UnsupportedModelError(
+            f"{model.config.model_type}: recurrent layers {layers}, Mamba mixers in {sorted(mixers)}"
+        )
+    shapes = {_shape_of(mixers[layer], len(layers)) for layer in layers}
+    if len(shapes) != 1:
+        raise UnsupportedModelError(f"{model.config.model_type}: its recurrent layers are not alike: {shapes}")
+    return shapes.pop()
+
+
+def _shape_of(mixer: Any, layers: int) -> StateShape:
+    return StateShape(
+        layers=layers,
+        heads=mixer.num_heads,
+        head_dim=mixer.head_dim,
+        groups=mixer.n_groups,
+        d_state=mixer.ssm_state_size,
+        kernel=mixer.conv_kernel_size,
+        conv_dtype=mixer.conv1d.weight.dtype,
+    )
+
+
+def _kinds_of(config: PretrainedConfig) -> Sequence[str] | None:
+    return getattr(config.get_text_config(), "layer_types", None)
+
+
+class PagedStates:
+    """The cache object of one forward pass of requests that run equally many tokens. Nothing is stored before `store`.
+
+    The mixers change what they are given in place, or hand over a new one: both are kept here. A pass that fails has
+    changed no page, and can run again.
+
+    Args:
+        states: the state pages.
+        places: the model's layer to its place among the recurrent layers.
+        pages: int64 `[requests]`, the state page of each row.
+    """
+
+    def __init__(self, states: StatePages, places: Mapping[int, int], pages: torch.Tensor) -> None:
+        self._states = states
+        self._places = places
+        self._pages = pages
+        self._conv: dict[int, torch.Tensor] = {}
+        self._ssm: dict[int, torch.Tensor] = {}
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:  # noqa: ARG002  (of the interface)
+        """The last inputs of each channel of x, B and C, `[requests, channels, kernel - 1]`."""
+        if layer_idx not in self._conv:
+            self._conv[layer_idx] = self._states.read(self._places[layer_idx], self._pages, CONV_KINDS)
+        return self._conv[layer_idx]
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:  # noqa: ARG002
+        """The matrices, `[requests, heads, head_dim, d_state]`."""
+        if layer_idx not in self._ssm:
+            self._ssm[layer_idx] = self._states.read(self._places[layer_idx], self._pages, (SSM_KIND,))
+        return self._ssm[layer_idx]
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, **_: Any) -> torch.Tensor:
+        """Take up the new inputs, `[requests, channels, tokens]`; the old ones and the new ones."""
+        kept = self.get_conv_state(layer_idx)
+        whole = torch.cat([kept, conv_states], dim=-1)
+        self._conv[layer_idx] = whole[..., -kept.shape[-1] :]
+        return whole
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, **_: Any) -> torch.Tensor:
+        """Take up new matrices."""
+        self._ssm[layer_idx] = recurrent_states
+        return recurrent_states
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What attention layers ask for; the paged attention keeps keys and values itself."""
+        return key_states, value_states
+
+    def is_recording_past(self, layer_idx: int) -> bool:  # noqa: ARG002  (of the interface)
+        """Whether old states are kept, to go back to: never."""
+        return False
+
+    def store(self, tokens: Sequence[int]) -> None:
+        """Write every layer's state to its pages: they have taken up `tokens`, one number for each request.
+
+        Raises:
+            UnsupportedModelError: the pass went past a recurrent layer.
+        """
+        if not self._conv.keys() == self._ssm.keys() == self._places.keys():
+            raise UnsupportedModelError(
+                f"the pass used the states of layers {sorted(self._conv)}, recurrent are {sorted(self._places)}"
+            )
+        for layer, place in self._places.items():
+            self._states.write(place, self._pages, CONV_KINDS, self._conv[layer])
+            self._states.write(place, self._pages, (SSM_KIND,), self._ssm[layer])
+        self._states.advance(self._pages, tokens)

@@ -1,0 +1,374 @@
+"""Runs causal language models of Hugging Face `transformers` over our pages, through its attention interface.
+
+No model code is copied: the model's own layers run, and call `paged_attention_forward` where they would attend. Hybrid
+models (attention and Mamba-2 layers) keep their recurrent states in state pages; see `scheduler_adapters.hf.recurrent`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from kvcache.manager import PagedKVCacheManager
+from kvcache.params import KVCacheParams
+from scheduler_adapters.errors import MissingExtraError, ModelLoadError, UnsupportedModelError
+from scheduler_adapters.hf.hybrid import HybridKVCacheManager
+from scheduler_adapters.hf.paged_attention import PagedBatch, no_attention_mask, paged_attention_forward
+from scheduler_adapters.hf.recurrent import (
+    NO_MASKS,
+    PagedStates,
+    check_layers,
+    kv_layers_of,
+    recurrent_layers_of,
+    state_shape_of,
+)
+from scheduler_adapters.hf.state_layout import state_layouts
+from scheduler_adapters.hf.tiny import ByteTokenizer, tiny_llama
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from kvcache.replica.context import Context
+    from kvcache.types import RaggedKVCacheInputs
+    from scheduler_adapters.hf.state_pages import StatePages
+
+ATTENTION = "pagewire"
+_OWN_ATTENTION = "sdpa"  # what a model's own `generate` runs with
+_TIE = 1e-3
+
+
+class Tokenizer(Protocol):
+    """What the demo needs of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of `text`."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of `tokens`."""
+        ...
+
+
+class HFRunner:
+    """Greedy next tokens of a batch whose keys and values lie in pages.
+
+    From its construction on the model attends over pages only; `own_attention` gives it back for a while.
+
+    Args:
+        model: any causal language model of `transformers` whose attention goes through its attention interface.
+        states: the state pages of a hybrid model, those of the manager (`HybridKVCacheManager.states`).
+
+    Raises:
+        UnsupportedModelError: the model has layers that neither keys and values nor state pages serve, or does not take
+            the interface, or has recurrent layers and no state pages.
+    """
+
+    def __init__(self, model: PreTrainedModel, states: StatePages | None = None) -> None:
+        _register()
+        check_supported(model.config)
+        self.model = model.eval()
+        self.eos_token_ids = eos_token_ids_of(model)
+        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._layers = {layer: place for place, layer in enumerate(kv_layers_of(model.config))}
+        self._recurrent = {layer: place for place, layer in enumerate(recurrent_layers_of(model.config))}
+        if self._recurrent and states is None:
+            raise UnsupportedModelError(
+                f"{model.config.model_type}: layer {min(self._recurrent)} is recurrent: give the manager's state pages"
+            )
+        self._states = states if self._recurrent else None
+        _set_attention(model, ATTENTION)
+
+    def run(self, batch: Sequence[Context], inputs: Sequence[RaggedKVCacheInputs]) -> list[int]:
+        """Run tokens `[start_idx, active_idx)` of each request; the greedy token after each.
+
+        Args:
+            batch: the requests, in the order in which `inputs` were fetched; all of one replica.
+            inputs: of that replica, one per shard.
+
+        Returns:
+            One token per request. It means nothing where `active_idx < end_idx`: an earlier chunk.
+
+        Raises:
+            StatePageError: (a ValueError) a request's recurrent state is not at its `start_idx`.
+        """
+        return self.logits(batch, inputs).argmax(-1).tolist()
+
+    @torch.inference_mode()
+    def logits(self, batch: Sequence[Context], inputs: Sequence[RaggedKVCacheInputs]) -> torch.Tensor:
+        """Logits after the last active token of each request, `[batch, vocabulary]`, in the model's dtype."""
+        self._check_devices(inputs)
+        if self._states is None:
+            return self._forward(batch, inputs)
+        # A recurrent layer takes whole rows: those of equal length run together, a row for each request.
+        lengths = [context.active_length for context in batch]
+        parts: dict[int, torch.Tensor] = {}
+        for length in set(lengths):
+            places = [place for place, count in enumerate(lengths) if count == length]
+            rows = [shard._replace(lookup_table=shard.lookup_table[places]) for shard in inputs]
+            parts |= zip(places, self._forward([batch[place] for place in places], rows, self._states), strict=True)
+        return torch.stack([parts[place] for place in range(len(batch))])
+
+    def _forward(
+        self, batch: Sequence[Context], inputs: Sequence[RaggedKVCacheInputs], states: StatePages | None = None
+    ) -> torch.Tensor:
+        """Run the requests as one packed row, or, with `states`, as a row for each."""
+        starts = [context.start_idx for context in batch]
+        paged = PagedBatch(inputs, starts, [context.active_length for context in batch], self._layers)
+        tokens = np.concatenate([context.tokens[context.start_idx : context.active_idx] for context in batch])
+        rows = 1 if states is None else len(batch)
+        cache = None
+        if states is not None:
+            cache = PagedStates(states, self._recurrent, states.pages_at([c.request_id for c in batch], starts))
+        keep = paged.last_rows if states is None else torch.tensor([-1], device=self.model.device)
+        output = self.model(
+            input_ids=torch.from_numpy(tokens.astype(np.int64)).to(self.model.device).view(rows, -1),
+            position_ids=paged.positions.view(rows, -1),
+            use_cache=False,
+            paged_batch=paged,
+            **({} if cache is None else {"past_key_values": cache, "attention_mask": NO_MASKS}),
+            **({"logits_to_keep": keep} if self._keeps_logits else {}),
+        )
+        if cache is not None:
+            cache.store([context.active_idx for context in batch])
+        return (output.logits if self._keeps_logits else output.logits[:, keep]).flatten(0, 1)
+
+    def _check_devices(self, inputs: Sequence[RaggedKVCacheInputs]) -> None:
+        elsewhere = [shard.blocks.device for shard in inputs if shard.blocks.device != self.model.device]
+        if elsewhere:
+            raise UnsupportedModelError(f"the model is on {self.model.device}, some of its pages on {elsewhere[0]}")
+
+
+def load_model(path: str | Path | None, seed: int = 0, device: str = "cpu") -> PreTrainedModel:
+    """The model of a directory as `save_pretrained` writes it, in float32; the small Llama of `seed` for None.
+
+    Nothing is downloaded. What greedy decoding depends on besides the logits (a repetition penalty and the like) is
+    dropped from the generation settings; the end-of-sequence tokens stay.
+
+    Raises:
+        MissingExtraError: `transformers` is not installed.
+        ModelLoadError: no such directory or device, no model in it, weights that are missing or of another shape.
+    """
+    transformers = _transformers()
+    model = tiny_llama(seed) if path is None else _load_directory(Path(path))
+    eos = sorted(eos_token_ids_of(model))
+    pad = model.generation_config.pad_token_id
+    model.generation_config = transformers.GenerationConfig(
+        do_sample=False, eos_token_id=eos or None, pad_token_id=eos[0] if pad is None and eos else pad
+    )
+    try:
+        return model.eval().to(device)
+    except (RuntimeError, AssertionError) as error:  # of torch, for a name that is none, or a device that is not there
+        raise ModelLoadError(f"the model cannot be put on device {device!r}: {_line(error)}") from error
+
+
+def load_tokenizer(path: str | Path | None, vocab_size: int) -> Tokenizer:
+    """The tokenizer saved beside a model; the byte tokenizer where there is none."""
+    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+    if path is None or not any((Path(path) / name).is_file() for name in names):
+        return ByteTokenizer(vocab_size)
+    transformers = _transformers()
+    try:
+        return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:
+        raise ModelLoadError(f"model directory {str(path)!r}: its tokenizer cannot be read: {_line(error)}") from error
+
+
+def kv_params_of(
+    config: PretrainedConfig,
+    *,
+    dtype: torch.dtype = torch.float32,
+    page_size: int | None = None,
+    enable_prefix_caching: bool | None = None,
+    n_devices: int = 1,
+    data_parallel_degree: int = 1,
+) -> KVCacheParams:
+    """Cache parameters for a model; `num_layers_of` gives the manager's layer count.
+
+    `enable_prefix_caching` None means: on, but for a model with recurrent layers. Its states cannot be had from cached
+    pages, so there True is an error.
+
+    Raises:
+        UnsupportedModelError: the model has layers that neither keys and values nor state pages serve, or prefix
+            caching is asked of one with recurrent layers.
+        InvalidParamsError: the heads cannot be split over the devices, or another value cannot work.
+    """
+    check_supported(config)
+    recurrent = recurrent_layers_of(config)
+    if enable_prefix_caching and recurrent:
+        raise UnsupportedModelError(
+            f"{config.model_type}: enable_prefix_caching is set, but layer {recurrent[0]} is recurrent: "
+            "its state cannot be had from cached pages"
+        )
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    return KVCacheParams(
+        dtype=dtype,
+        n_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        enable_prefix_caching=not recurrent if enable_prefix_caching is None else enable_prefix_caching,
+        page_size=page_size,
+        n_devices=n_devices,
+        data_parallel_degree=data_parallel_degree,
+    )
+
+
+def num_layers_of(config: PretrainedConfig) -> int:
+    """Layers of a model that keep keys and values."""
+    return len(kv_layers_of(config))
+
+
+def manager_for(
+    model: PreTrainedModel,
+    params: KVCacheParams,
+    max_batch_size: int,
+    max_seq_len: int,
+    devices: Sequence[torch.device | str],
+    **kwargs: Any,
+) -> PagedKVCacheManager:
+    """The manager that a model needs: a `HybridKVCacheManager` where it has recurrent layers. `kwargs` as there.
+
+    Raises:
+        InvalidParamsError, PoolTooSmallError: as the managers.
+    """
+    layers = num_layers_of(model.config)
+    if not recurrent_layers_of(model.config):
+        return PagedKVCacheManager(params, max_batch_size, max_seq_len, layers, devices, **kwargs)
+    return HybridKVCacheManager(state_shape_of(model), params, max_batch_size, max_seq_len, layers, devices, **kwargs)
+
+
+def state_bytes_of(model: PreTrainedModel, shards: int, requests: int) -> int:
+    """Bytes of the state pages that the manager of a hybrid model sets apart, on all shards; 0 for other models."""
+    if not recurrent_layers_of(model.config):
+        return 0
+    return (requests + 1) * sum(layout.page_bytes for layout in state_layouts(state_shape_of(model), shards))
+
+
+def check_supported(config: PretrainedConfig) -> None:
+    """Refuse models that keep more than keys and values, or Mamba-2 states, of each layer.
+
+    Raises:
+        UnsupportedModelError: with the first layer, or the setting, that is not served.
+    """
+    check_layers(config)
+    text = config.get_text_config()
+    for name in ("kv_lora_rank", "num_kv_shared_layers"):
+        if getattr(text, name, None):
+            raise UnsupportedModelError(f"{config.model_type}: {name} is set: not supported over pages")
+
+
+def max_positions_of(config: PretrainedConfig) -> int | None:
+    """Tokens of the longest sequence that a model was made for; None where it does not say."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def eos_token_ids_of(model: PreTrainedModel) -> frozenset[int]:
+    """The tokens at which the model's own `generate` ends."""
+    eos = model.generation_config.eos_token_id
+    if eos is None:
+        return frozenset()
+    return frozenset(eos if isinstance(eos, list) else [eos])
+
+
+@contextmanager
+def own_attention(model: PreTrainedModel) -> Generator[PreTrainedModel]:
+    """The model with its own attention (SDPA); afterwards what it had before."""
+    with _attention(model, _OWN_ATTENTION):
+        yield model
+
+
+@contextmanager
+def paged_attention(model: PreTrainedModel) -> Generator[PreTrainedModel]:
+    """The model attending over pages; afterwards what it had before."""
+    _register()
+    with _attention(model, ATTENTION):
+        yield model
+
+
+@contextmanager
+def _attention(model: PreTrainedModel, name: str) -> Generator[None]:
+    before = model.config._attn_implementation  # noqa: SLF001  (the library has no public getter)
+    _set_attention(model, name)
+    try:
+        yield
+    finally:
+        _set_attention(model, before)
+
+
+@torch.inference_mode()
+def reference_tokens(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
+    """What the model's own `generate(do_sample=False)` appends to `prompt`, its end token included."""
+    ids = torch.tensor([list(prompt)], device=model.device)
+    with own_attention(model):
+        # Without a mask of ours generate guesses one from the pad token, which may be a real token of the prompt.
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens
+        )
+    return output[0, len(prompt) :].tolist()
+
+
+@torch.inference_mode()
+def is_rounding_tie(model: PreTrainedModel, prompt: Sequence[int], ours: Sequence[int], theirs: Sequence[int]) -> bool:
+    """Whether the first difference between two outputs is one that rounding explains.
+
+    It is if the model's own logits for the two tokens differ by less than 1e-3 of the spread of all logits there.
+    """
+    same = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+    if same is None:
+        return False  # equal, or one output is a prefix of the other: no two tokens to compare
+    ids = torch.tensor([[*prompt, *theirs[:same]]], device=model.device)
+    with own_attention(model):
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, -1]
+    gap = (logits[ours[same]] - logits[theirs[same]]).abs()
+    return bool(gap < _TIE * (logits.max() - logits.min()))
+
+
+def _transformers():  # noqa: ANN202  (the module, imported late)
+    try:
+        import transformers  # noqa: PLC0415  (heavy, and of an optional extra)
+    except ImportError as error:
+        raise MissingExtraError(f"a model needs the extra 'serve' (pip install 'pagewire[serve]'): {error}") from error
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+def _register() -> None:
+    transformers = _transformers()
+    transformers.AttentionInterface.register(ATTENTION, paged_attention_forward)
+    transformers.AttentionMaskInterface.register(ATTENTION, no_attention_mask)
+
+
+def _set_attention(model: PreTrainedModel, name: str | None) -> None:
+    model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:  # noqa: SLF001  (set_attn_implementation only logs a refusal)
+        raise UnsupportedModelError(f"{type(model).__name__} does not use the attention interface of transformers")
+
+
+def _load_directory(path: Path) -> PreTrainedModel:
+    transformers = _transformers()
+    if not (path / "config.json").is_file():
+        state = "has no config.json" if path.is_dir() else "does not exist"
+        raise ModelLoadError(f"model directory {str(path)!r} {state}")
+    try:
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        )
+    except Exception as error:
+        raise ModelLoadError(f"model directory {str(path)!r} cannot be loaded: {_line(error)}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelLoadError(f"model directory {str(path)!r} lacks {len(missing)} weights, the first {missing[0]!r}")
+    return model
+
+
+def _line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}"

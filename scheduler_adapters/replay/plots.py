@@ -1,0 +1,178 @@
+"""Sweeps of a trace over capacities and replicas, and their pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvcache.routing import RoutingRule
+from scheduler_adapters.errors import MissingExtraError, ReplayError
+from scheduler_adapters.replay.replay import Blocks, ReplayResult, replay
+
+Row = dict[str, Any]
+
+CAPACITIES = (1000, 2000, 5000, 10_000, 20_000, 30_000)
+HOST = "+host"  # behind a kind of hints: with a host tier of `HOST_TIMES` the pool's blocks
+HOST_TIMES = 3
+HINTS = ("none", "true", "wrong=0.2", "inverted", "none+host")
+REPLICAS = (1, 2, 4, 8, 16)
+RULES: tuple[RoutingRule, ...] = ("prefix", "least-loaded", "round-robin")
+_LABELS = {
+    "none": "no hints (plain LRU)",
+    "true": "hints, all right",
+    "wrong=0.2": "hints, 20 % wrong",
+    "inverted": "hints, all inverted",
+    "none+host": f"no hints, host tier of {HOST_TIMES} times the blocks",
+}
+
+
+def sweep_capacities(
+    trace: Sequence[Blocks],
+    capacities: Iterable[int] = CAPACITIES,
+    kinds: Iterable[str] = HINTS,
+    note: Callable[[Row], None] = lambda _: None,
+) -> list[Row]:
+    """A row for each capacity, in blocks, and kind of hints: hits beside the reference LRU and the optimum, in %.
+
+    Reference and optimum are those of the capacity, also where a host tier lies below it.
+    Capacities below the longest request are left out.
+    """
+    longest, rows = max(map(len, trace)), list[Row]()
+    for capacity in (capacity for capacity in capacities if capacity >= longest):
+        for kind in kinds:
+            below = HOST_TIMES * capacity if kind.endswith(HOST) else 0
+            result = replay(trace, capacity, hints=kind.removesuffix(HOST), host_blocks=below)
+            rows.append({"blocks": capacity, "hints": kind, **_percent(result)})
+            note(rows[-1])
+    return rows
+
+
+def sweep_replicas(
+    trace: Sequence[Blocks],
+    capacity: int,
+    counts: Iterable[int] = REPLICAS,
+    rules: Iterable[RoutingRule] = RULES,
+    note: Callable[[Row], None] = lambda _: None,
+) -> list[Row]:
+    """A row for each number of replicas that share `capacity` blocks, and rule: hits in %, and window loads.
+
+    Numbers of replicas that leave each less than the longest request are left out.
+    """
+    longest, rows = max(map(len, trace)), list[Row]()
+    for count in (count for count in counts if capacity // count >= longest):
+        for rule in rules:
+            result = replay(trace, capacity, count, routing=rule)
+            row = {"blocks": capacity, "replicas": count, "routing": rule, **_percent(result)}
+            row["of_one_pool_pct"] = round(100 * result.hits / max(1, result.reference_lru_hits), 2)
+            row["window_load_mean"] = result.window_load_mean
+            row["window_load_max"] = result.window_load_max
+            rows.append(row)
+            note(row)
+    return rows
+
+
+def _percent(result: ReplayResult) -> Row:
+    refs = result.block_refs
+    return {
+        "hits": result.hits,
+        "hit_pct": round(100 * result.hits / refs, 2),
+        "lru_pct": round(100 * result.reference_lru_hits / refs, 2),
+        "optimum_pct": round(100 * result.optimum_hits / refs, 2),
+        "us_per_request_p50": round(result.us_per_request_p50, 1),
+    }
+
+
+def draw_capacities(rows: Sequence[Row], title: str, path: Path) -> None:
+    """Hits against capacity, for each kind of hints, and the optimum. Raises as `write_plots`."""
+    figure, (axes,) = _figure(1)
+    first = [row for row in rows if row["hints"] == rows[0]["hints"]]
+    axes.plot([row["blocks"] for row in first], [row["optimum_pct"] for row in first], "k:", label="optimum")
+    for kind in dict.fromkeys(row["hints"] for row in rows):
+        line = [row for row in rows if row["hints"] == kind]
+        label = _LABELS.get(kind, f"hints {kind}")
+        axes.plot([row["blocks"] for row in line], [row["hit_pct"] for row in line], "o-", markersize=4, label=label)
+    axes.set(xscale="log", xlabel="blocks of the pool", ylabel="blocks hit, %", title=title)
+    axes.set_xticks([row["blocks"] for row in first], [f"{row['blocks']:,}" for row in first], minor=False)
+    axes.set_xticks([], minor=True)
+    _save(figure, [axes], path)
+
+
+def draw_replicas(rows: Sequence[Row], title: str, path: Path) -> None:
+    """Hits and balance of load against the number of replicas, for each rule. Raises as `write_plots`."""
+    figure, both = _figure(2)
+    hits, loads = both
+    counts = list(dict.fromkeys(row["replicas"] for row in rows))
+    hits.axhline(rows[0]["lru_pct"], color="black", linestyle=":", label="one pool")
+    for rule in dict.fromkeys(row["routing"] for row in rows):
+        line = [row for row in rows if row["routing"] == rule]
+        hits.plot([row["replicas"] for row in line], [row["hit_pct"] for row in line], "o-", markersize=4, label=rule)
+        split = [row for row in line if row["window_load_mean"] is not None]
+        (drawn,) = loads.plot(
+            [row["replicas"] for row in split],
+            [row["window_load_mean"] for row in split],
+            "o-",
+            markersize=4,
+            label=f"{rule}, mean of windows",
+        )
+        worst = [row["window_load_max"] for row in split]
+        loads.plot([row["replicas"] for row in split], worst, "--", color=drawn.get_color(), label=f"{rule}, worst")
+    hits.set(ylabel="blocks hit, %", ylim=(0, None), title=title)
+    loads.set(ylabel="busiest replica's load, 1 = even", title="Load in windows of 500 requests")
+    for axes in both:
+        axes.set(xscale="log", xlabel="replicas that share the pool")
+        axes.set_xticks(counts, [str(count) for count in counts], minor=False)
+        axes.set_xticks([], minor=True)
+    _save(figure, both, path)
+
+
+def write_plots(
+    name: str,
+    trace: Sequence[Blocks],
+    capacity: int,
+    folder: Path,
+    note: Callable[[Row], None],
+    capacities: Iterable[int] = CAPACITIES,
+    counts: Iterable[int] = REPLICAS,
+) -> list[Path]:
+    """Sweep the trace and draw both pictures into `folder`; returns the files.
+
+    Raises:
+        MissingExtraError: (an ImportError) matplotlib is not installed.
+        ReplayError: (a ValueError) the folder cannot be written to.
+    """
+    _pyplot()  # before the minutes that the sweeps take
+    paths = [folder / f"{name}_capacity.png", folder / f"{name}_replicas.png"]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if rows := sweep_capacities(trace, capacities, note=note):
+            draw_capacities(rows, f"{name}: hits against capacity", paths[0])
+        if rows := sweep_replicas(trace, capacity, counts, note=note):
+            draw_replicas(rows, f"{name}: {capacity:,} blocks in all", paths[1])
+    except OSError as error:
+        raise ReplayError(f"--plots {folder}: {error.strerror}") from error
+    return [path for path in paths if path.exists()]
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib as mpl  # noqa: PLC0415 - only pictures need it
+
+        mpl.use("Agg")  # files only: there may be no screen
+        from matplotlib import pyplot as plt  # noqa: PLC0415 - as above
+    except ImportError as error:
+        raise MissingExtraError(f"plots need matplotlib: pip install 'pagewire[bench]' ({error})") from error
+    return plt
+
+
+def _figure(columns: int) -> tuple[Any, Sequence[Any]]:
+    figure, axes = _pyplot().subplots(1, columns, figsize=(7 if columns == 1 else 11, 4.5), layout="constrained")
+    return figure, [axes] if columns == 1 else list(axes)
+
+
+def _save(figure: Any, axes: Sequence[Any], path: Path) -> None:
+    for each in axes:
+        each.grid(visible=True, linewidth=0.3)
+        each.legend(fontsize=8)
+    figure.savefig(path, dpi=120, metadata={"Software": None})  # the same figures give the same bytes
+    _pyplot().close(figure)

@@ -1,0 +1,302 @@
+"""Drives the manager with a request trace, beside the reference LRU and the offline optimum.
+
+A trace is in the Mooncake format: one JSON object a line, whose `hash_ids` name the blocks of a prompt; equal ids mean
+an equal prefix up to and including that block. Requests come one after another. A block is a page; one token more
+follows the prompt, so that its last block is full of computed tokens and can be published. Hints, where asked for, are
+made from the trace's own future (see `trace_hints`); the reference and the optimum are those of one pool without hints.
+"""
+
+from __future__ import annotations
+
+import heapq
+import statistics
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from kvcache import KVCacheParams, PagedKVCacheManager, Routing, TextContext
+from kvcache.routing import RoutingRule
+from scheduler_adapters.errors import ReplayError
+from scheduler_adapters.replay.trace_hints import check_hints, hints_for
+
+PAGE_SIZE = 2  # a page is (block id, 0): two tokens, as a page of one would publish the token that follows, too
+WINDOW = 500  # requests over which the load of the replicas is compared
+_NEVER = 1 << 60
+_LONGEST_LINE = 64 << 20  # bytes; a file without line ends must not fill the memory
+
+Blocks = Sequence[int]
+
+
+class ReplayResult(msgspec.Struct, frozen=True):
+    """What a replay found.
+
+    Attributes:
+        reference_lru_hits: of a plain LRU in one pool of the capacity; `optimum_hits` of the best that such a pool can.
+        gap_closed: share of what the optimum hits beyond the reference LRU: 0.0 for a manager that hits as often as
+            the reference, below 0.0 where it hits less, None where the two leave no gap.
+        window_load_mean: blocks that the busiest replica computes, of an even share, 1.0 or more: mean over the windows
+            of `WINDOW` requests. None for one replica, or where there are no computed blocks.
+        window_load_max: the same of the worst window.
+        restored: blocks among the hits that were copied back from the host tier.
+    """
+
+    requests: int
+    block_refs: int
+    hits: int
+    hit_rate: float
+    evictions: int
+    reference_lru_hits: int
+    optimum_hits: int
+    gap_closed: float | None
+    us_per_request_p50: float
+    window_load_mean: float | None = None
+    window_load_max: float | None = None
+    restored: int = 0
+
+
+class _Request(msgspec.Struct):
+    hash_ids: list[int]
+
+
+def load_trace(path: Path) -> list[list[int]]:
+    """The blocks of each request.
+
+    Raises:
+        ReplayError: naming the file, the line, and what is wrong with it.
+    """
+    decoder, found = msgspec.json.Decoder(_Request), list[list[int]]()
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE + 1), b""), 1):
+                if len(line) > _LONGEST_LINE:
+                    raise ReplayError(f"{path}, line {number}: longer than {_LONGEST_LINE:,} bytes")
+                blocks = decoder.decode(line).hash_ids
+                if not blocks or min(blocks) < 0 or max(blocks) >= 1 << 31:
+                    raise ReplayError(
+                        f"{path}, line {number}: hash_ids must be integers from 0 to 2**31 - 1, at least one"
+                    )
+                found.append(blocks)
+    except OSError as error:
+        raise ReplayError(f"{path}: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ReplayError(f"{path}, line {len(found) + 1}: {error}") from error
+    if not found:
+        raise ReplayError(f"{path}: no requests")
+    return found
+
+
+def replay(
+    trace: Sequence[Blocks],
+    capacity: int,
+    replicas: int = 1,
+    progress: Callable[[int], None] = lambda _: None,
+    *,
+    hints: str = "none",
+    routing: RoutingRule = "prefix",
+    host_blocks: int = 0,
+) -> ReplayResult:
+    """Drive a manager of `capacity` blocks, split over `replicas`, with the trace.
+
+    Args:
+        trace: the blocks of each request.
+        capacity: blocks in all.
+        replicas: that share them evenly.
+        progress: told of each request that is done.
+        hints: as `trace_hints.hints_for` takes them.
+        routing: the rule by which a replica is claimed.
+        host_blocks: of a host tier below the replicas; 0 means none.
+
+    Raises:
+        ReplayError: a request does not fit into one replica, or there are no such hints.
+    """
+    share = capacity // replicas
+    longest = max(len(blocks) for blocks in trace)
+    if longest > share:
+        raise ReplayError(
+            f"a request of {longest} blocks does not fit: {capacity} blocks, {replicas} replicas, {share} each"
+        )
+    manager = _manager(share, replicas, longest, Routing(rule=routing), host_blocks)
+    hits, times = 0, list[float]()
+    computed = np.zeros((len(trace), replicas), np.int64)
+    for number, (blocks, hint) in enumerate(zip(trace, hints_for(trace, hints), strict=True)):
+        tokens = np.zeros(len(blocks) * PAGE_SIZE + 1, np.int32)
+        tokens[:-1:PAGE_SIZE] = blocks
+        context = TextContext(tokens, len(tokens) + 1, str(number), retention=hint)
+        start = time.perf_counter()
+        replica, found = _serve(manager, context)
+        times.append(time.perf_counter() - start)
+        hits += found
+        computed[number, replica] = len(blocks) - found
+        progress(1)
+    manager.check()
+    if manager.num_free_blocks != manager.total_num_pages:
+        raise ReplayError(f"{manager.total_num_pages - manager.num_free_blocks} pages are held after the replay")
+    refs = sum(map(len, trace))
+    lru, optimum = reference_lru_hits(trace, capacity), optimum_hits(trace, capacity)
+    return ReplayResult(
+        requests=len(trace),
+        block_refs=refs,
+        hits=hits,
+        hit_rate=hits / refs,
+        evictions=manager.metrics.evictions,
+        reference_lru_hits=lru,
+        optimum_hits=optimum,
+        gap_closed=(hits - lru) / (optimum - lru) if optimum > lru else None,
+        us_per_request_p50=statistics.median(times) * 1e6,
+        **_window_loads(computed),
+        restored=manager.metrics.h2d_blocks_copied,
+    )
+
+
+def _window_loads(computed: NDArray[np.int64]) -> dict[str, float | None]:
+    """The loads of a result, of the blocks computed at each replica for each request: `[requests, replicas]`."""
+    count, replicas = computed.shape
+    windows = max(1, count // WINDOW)  # the last requests, fewer than a window, say nothing
+    sums = [
+        part.sum(axis=0) for part in np.split(computed[: windows * WINDOW], range(WINDOW, windows * WINDOW, WINDOW))
+    ]
+    loads = [float(each.max() * replicas / each.sum()) for each in sums if each.any()]
+    if replicas == 1 or not loads:
+        return {"window_load_mean": None, "window_load_max": None}
+    return {"window_load_mean": statistics.mean(loads), "window_load_max": max(loads)}
+
+
+def run_replay(
+    trace: Path,
+    capacity: int,
+    replicas: int,
+    hints: str = "none",
+    routing: RoutingRule = "prefix",
+    host_blocks: int = 0,
+    json: Path | None = None,
+    plots: Path | None = None,
+) -> int:
+    """`pagewire replay`: a progress bar, a table, and figures as JSON and plots where asked to. The exit status."""
+    check_hints(hints)
+    requests = load_trace(trace)
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("replaying", total=len(requests))
+        result = replay(
+            requests,
+            capacity,
+            replicas,
+            lambda done: bar.advance(task, done),
+            hints=hints,
+            routing=routing,
+            host_blocks=host_blocks,
+        )
+    below = f" and {host_blocks:,} on the host" if host_blocks else ""
+    title = f"{trace.name}, {capacity:,} blocks{below}, {replicas} replica(s), routing {routing}, hints {hints}"
+    table = Table(title=title, show_header=False)
+    for name, value in msgspec.structs.asdict(result).items():
+        text = "" if value is None else f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
+        table.add_row(name.replace("_", " "), text)
+    Console().print(table)
+    if json is not None:
+        try:
+            json.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+        except OSError as error:
+            raise ReplayError(f"--json {json}: {error.strerror}") from error
+    if plots is not None:
+        from scheduler_adapters.replay.plots import write_plots  # noqa: PLC0415 - it builds on this file
+
+        for path in write_plots(trace.stem, requests, capacity, plots, console.print):
+            console.print(f"drew {path}")
+    return 0
+
+
+def _manager(share: int, replicas: int, longest: int, routing: Routing, host_blocks: int) -> PagedKVCacheManager:
+    params = KVCacheParams(
+        dtype=torch.uint8,
+        n_kv_heads=1,
+        head_dim=1,
+        enable_prefix_caching=True,
+        page_size=PAGE_SIZE,
+        is_mla=True,
+        n_devices=replicas,
+        data_parallel_degree=replicas,
+        routing=routing,
+        enable_kvcache_swapping_to_host=host_blocks > 0,
+        host_kvcache_swap_space_gb=host_blocks * PAGE_SIZE / 2**30,
+    )
+    # One page more than the capacity: the one that the token after the prompt lies on.
+    memory = (share + 1) * PAGE_SIZE * replicas
+    return PagedKVCacheManager(
+        params, replicas, longest * PAGE_SIZE + 1, 1, ["cpu"] * replicas, available_cache_memory=memory
+    )
+
+
+def _serve(manager: PagedKVCacheManager, context: TextContext) -> tuple[int, int]:
+    """Run one request to its first token; returns its replica, and the blocks that were hit."""
+    with manager.claim(context) as replica:
+        if not manager.maybe_reserve(context):
+            raise ReplayError(f"request {context.request_id}: no pages, though nobody else runs")
+        hits = context.start_idx // PAGE_SIZE
+        manager.fetch([context])
+        context.update(0)
+        manager.step([context])
+        manager.flush_tiers()  # as a server has, by the time that another request has run
+    return replica, hits
+
+
+def reference_lru_hits(trace: Iterable[Blocks], capacity: int) -> int:
+    """Hits of a plain LRU that frees a request's blocks tail first: an ordered dictionary, nothing shared with ours."""
+    idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+    hits = 0
+    for blocks in trace:
+        run = 0
+        while run < len(blocks) and blocks[run] in idle:
+            run += 1
+        hits += run
+        for block in blocks:
+            idle.pop(block, None)
+        while len(idle) + len(blocks) > capacity:
+            idle.popitem(last=False)
+        idle.update((block, None) for block in reversed(blocks))
+    return hits
+
+
+def optimum_hits(trace: Sequence[Blocks], capacity: int) -> int:
+    """Hits of the cache that knows the future: it evicts what is used farthest from now, the deepest of a prompt first.
+
+    That never breaks a prefix, so it is the optimum among caches that hit whole prefixes, too.
+    """
+    following = _next_uses(trace)
+    resident: dict[int, tuple[int, int]] = {}  # block → its entry in the heap
+    heap: list[tuple[int, int, int]] = []  # next use and depth, both negated, and the block; stale entries stay behind
+    hits = 0
+    for blocks, uses in zip(trace, following, strict=True):
+        run = 0
+        while run < len(blocks) and blocks[run] in resident:
+            run += 1
+        hits += run
+        for block in blocks:
+            resident.pop(block, None)
+        while len(resident) + len(blocks) > capacity:
+            use, depth, block = heapq.heappop(heap)
+            if resident.get(block) == (use, depth):
+                del resident[block]
+        for depth, (block, use) in enumerate(zip(blocks, uses, strict=True)):
+            resident[block] = (-use, -depth)
+            heapq.heappush(heap, (-use, -depth, block))
+    return hits
+
+
+def _next_uses(trace: Sequence[Blocks]) -> list[list[int]]:
+    """Of each block of each request the number of the next request that uses it."""
+    coming: dict[int, int] = {}
+    found: list[list[int]] = []
+    for number in range(len(trace) - 1, -1, -1):
+        found.append([coming.get(block, _NEVER) for block in trace[number]])
+        coming.update((block, number) for block in trace[number])
+    return found[::-1]

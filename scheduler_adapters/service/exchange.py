@@ -1,0 +1,363 @@
+"""The transfers of one process: an engine with a thread for each replica, and the server that tells peers of them."""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvcache.errors import InvalidRequestError
+from scheduler_adapters.hf.hybrid import HybridKVCacheManager
+from scheduler_adapters.hf.state_layout import state_group
+from transfer.engine.metadata import MemoryType
+from transfer.errors import InvalidEngineError
+from transfer.nixl.agent import Agent
+from transfer.plan.boxes import ShardLayout
+from transfer.plan.shapes import dense
+from transfer.pull.lease import new_lease_id
+from transfer.pull.pull_state import LeaseRef, PagesOfGroup, PullEvent
+from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation
+from transfer.pull.replica import LeaseOver, Offered, ReplicaTransfer, Source
+from transfer.pull.thread import TransferThread
+from transfer.wire.allowed_peers import AllowedPeers, host_of
+from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer
+from transfer.wire.secret import read_secret
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+
+    from kvcache.manager import PagedKVCacheManager
+    from kvcache.replica.copier import ImportCopier, ImportProof
+    from kvcache.replica.leases import PageLease
+    from kvcache.replica.pending import PendingImport
+    from transfer.wire.keys import Keyring
+
+_STUCK_S = 10.0
+"""A stopped source's READs may never end. Until their agent is destroyed they hold pages and rows here."""
+LEASE_SLOTS = 4096
+"""Leases that can stand at a time on one replica: the words of a `LeaseBook`."""
+
+
+class ReplicaEvent(NamedTuple):
+    """What happened on one replica of ours.
+
+    Attributes:
+        replica: which.
+        event: what.
+        proof: of a pull that has passed, for `commit_import`; None for all else, and of a pull that read nothing.
+    """
+
+    replica: int
+    event: PullEvent | LeaseOver | Offered
+    proof: ImportProof | None = None
+
+
+class Exchange:
+    """Leases pages of a manager to other processes, and pulls pages of others' into it.
+
+    What is leased is held by the manager, whatever becomes of its request, from `offer` until the lease word is cleared
+    on every shard; what is pulled into is the pull's until nothing of it is in flight, whatever becomes of the import.
+    Both ends are booked by `poll`.
+
+    Every method may be called at any time by the thread that runs the scheduler; none waits, but `wait` and `close`.
+
+    Args:
+        manager: whose pages. Its tensors must live until `close`.
+        name: of this process, as peers call it. Its replicas are the engines `<name>/<replica>`.
+        bind: ZMQ endpoint at which peers ask for what they need to know.
+        compatibility: what must agree with a peer, say the model.
+        replica_options: times of `ReplicaTransfer`, by name.
+        verify: the source makes page checks, and the reader compares all that it pulls with them. Only between
+            processes whose pages are laid out alike.
+        agent: makes an agent, given its name and memory type. Replaced by one that misbehaves, to see what it harms.
+        keyring: keys of the sockets over which engines tell each other of themselves; None for plain sockets.
+        secret: shared by the fleet, as `transfer.wire.secret.read_secret` takes it: turns on keys for those sockets,
+            and for the metadata that they carry. In place of a keyring.
+        allowed_peers: addresses, networks and host names of sources that may be contacted, beside this host.
+
+    Attributes:
+        address: the endpoint, as bound.
+        incarnation: random, new with each start.
+
+    Raises:
+        AgentError: NIXL cannot be used.
+        HandshakeError: the endpoint cannot be bound.
+        InvalidEngineError: a secret that cannot be read, or one beside a keyring; no list of peers.
+    """
+
+    def __init__(
+        self,
+        manager: PagedKVCacheManager,
+        name: str,
+        *,
+        bind: str = "tcp://127.0.0.1:0",
+        compatibility: Mapping[str, str] | None = None,
+        replica_options: Mapping[str, float] | None = None,
+        verify: bool = False,
+        agent: Callable[[str, MemoryType], Agent] = Agent,
+        keyring: Keyring | None = None,
+        secret: str = "",
+        allowed_peers: Sequence[str] = (),
+    ) -> None:
+        self._verify, self._agent = verify, agent
+        self._key, keyring = _keys(name, secret, keyring)
+        allowed = AllowedPeers((*host_of(bind), *allowed_peers))
+        self.incarnation = new_incarnation()
+        self._manager = manager
+        self._names = [f"{name}/{replica}" for replica in range(manager.num_replicas)]
+        self._threads: list[TransferThread] = []
+        self._slots: list[list[int]] = []
+        self._leases: list[dict[int, tuple[LeaseRef, PageLease]]] = []  # of each replica, by the id in the word
+        self._pulls: list[dict[str, ImportCopier | None]] = []  # of each replica those that are open, by key
+        self._happened: list[ReplicaEvent] = []  # at the end of a thread
+        agreed = dict(compatibility or {})
+        ask = None if keyring is None else keyring.secure_client
+        cards: list[EngineCard] = []
+        try:
+            for replica, engine_id in enumerate(self._names):
+                ranks = self._ranks(manager, replica, engine_id, agreed)
+                transfers = ReplicaTransfer(ranks, HandshakeClient(ask, allowed=allowed), **(replica_options or {}))
+                self._threads.append(TransferThread(transfers))
+                self._slots.append(list(range(LEASE_SLOTS)))
+                self._leases.append({})
+                self._pulls.append({})
+                cards.append(EngineCard(engine_id, self.incarnation, tuple(rank.metadata for rank in ranks), agreed))
+            self._server = HandshakeServer(cards, bind, None if keyring is None else keyring.secure_server)
+        except BaseException:
+            for thread in self._threads:
+                thread.close()
+            raise
+        self.address = self._server.endpoint
+
+    def _ranks(
+        self, manager: PagedKVCacheManager, replica: int, engine_id: str, compatibility: Mapping[str, str]
+    ) -> list[RankTransfer]:
+        ranks: list[RankTransfer] = []
+        tensors = _regions(manager, replica)
+        for rank, (layout, regions) in enumerate(zip(shard_layouts(manager), tensors, strict=True)):
+            identity = RankIdentity(
+                engine_id=engine_id,
+                incarnation=self.incarnation,
+                rank=rank,
+                ranks=len(tensors),
+                compatibility=compatibility,
+                key=self._key,
+            )
+            device = regions[0].device
+            memory = MemoryType.VRAM if device.type == "cuda" else MemoryType.DRAM
+            bases = [region.data_ptr() for region in regions]
+            ranks.append(
+                RankTransfer(
+                    identity,
+                    layout,
+                    bases,
+                    memory,
+                    device.index or 0,
+                    checks=self._verify,
+                    verify=float(self._verify),
+                    stuck_s=_STUCK_S,
+                    agent=self._agent,
+                )
+            )
+        return ranks
+
+    def engine_id(self, replica: int) -> str:
+        """What peers call a replica."""
+        return self._names[replica]
+
+    @property
+    def pages_held(self) -> int:
+        """Pages of the manager that some request holds or a pull writes, state pages included."""
+        manager = self._manager
+        held = manager.total_num_pages - manager.num_free_blocks
+        return held + (manager.states.num_held if isinstance(manager, HybridKVCacheManager) else 0)
+
+    @property
+    def pull_seconds(self) -> float:
+        """Time in which at least one READ was under way, in seconds, of all replicas."""
+        return sum(thread.pull_seconds for thread in self._threads)
+
+    # ---- leases
+
+    def offer(self, request_id: str, duration_s: float) -> LeaseRef | None:
+        """Leases what a claimed request computes; `Offered` tells that the lease stands, and only then may it leave.
+
+        The manager holds the pages from now on, also when the request is released, until `LeaseOver` or a failed
+        `Offered` has come out of `poll`. The time of the lease runs from `start_clock` on. None: as many stand as can.
+
+        Raises:
+            UnknownRequestError: (a KeyError) the manager has no such request.
+            NotReservedError: (a RuntimeError) an import of its pages is pending.
+            EngineClosedError: the transfer thread has died.
+        """
+        held = self._manager.lease(request_id)
+        replica = held.replica_idx
+        lease = None
+        try:
+            self._threads[replica].raise_failure()
+            if self._slots[replica]:
+                lease = LeaseRef(new_lease_id(), heapq.heappop(self._slots[replica]), duration_s)
+                self._leases[replica][lease.lease_id] = (lease, held)
+                self._threads[replica].offer(request_id, lease, running=True)
+        finally:
+            if lease is None:
+                self._manager.end_lease(held)
+        return lease
+
+    def seal(self, replica: int, pages: Sequence[Sequence[int]]) -> None:
+        """Makes the page checks of computed pages, a list for each group, where readers verify. Waits for that."""
+        if self._verify:
+            self._threads[replica].call(lambda transfers: [rank.seal(pages) for rank in transfers.ranks])
+
+    def start_clock(self, replica: int, lease: LeaseRef) -> None:
+        """All pages of a lease are computed: it ends where its reader says nothing for as long as it lasts."""
+        self._threads[replica].start_clock(lease.lease_id)
+
+    def revoke(self, replica: int, lease: LeaseRef, reason: str) -> None:
+        """Ends a lease: `LeaseOver` tells when no reader can take the pages for good any more."""
+        self._threads[replica].revoke(lease.lease_id, reason)
+
+    # ---- pulls
+
+    def open_pull(self, replica: int, key: str, source: Source, timeout_s: float) -> None:
+        """Begins a pull: from now on the lease is renewed. `read` says of what; `PullEvent`s tell of its end.
+
+        Raises:
+            InvalidRequestError: (a ValueError) a pull of this name is open.
+        """
+        if key in self._pulls[replica]:
+            raise InvalidRequestError(f"a pull {key!r} is open on replica {replica} already")
+        self._threads[replica].pull(key, source, None, timeout_s)
+        self._pulls[replica][key] = None
+
+    def read(self, replica: int, key: str, pending: PendingImport, *, last: bool) -> None:
+        """Reads what an import lacks and was not read before; `last` ends the pull with the fence after it.
+
+        The pull has the import's copier from the first call on: the proof that it gives comes with its last event.
+
+        Raises:
+            InvalidRequestError: (a ValueError) no such pull is open, or its last pages were asked for; the import is
+                closed, of another manager, replica or pull, or somebody else copies it.
+        """
+        if key not in self._pulls[replica] or pending.replica_idx != replica:
+            raise InvalidRequestError(
+                f"request {pending.request_id!r}: its import is on replica {pending.replica_idx}, and "
+                f"{'a' if key in self._pulls[replica] else 'no'} pull {key!r} is open on replica {replica}"
+            )
+        copier = self._pulls[replica][key]
+        if copier is None:
+            copier = self._pulls[replica][key] = self._manager.copier(pending)
+        elif copier.pending is not pending:
+            raise InvalidRequestError(f"request {pending.request_id!r}: the pull {key!r} is of another import")
+        groups = [PagesOfGroup(*copy) for copy in copier.take(last=last)]
+        self._threads[replica].add_pages(key, groups, last=last)
+
+    def cancel_pull(self, replica: int, key: str, reason: str) -> None:
+        """Gives a pull up; its last event comes when nothing of it is in flight."""
+        self._threads[replica].cancel(key, reason)
+
+    # ---- what happened
+
+    def poll(self) -> list[ReplicaEvent]:
+        """What has happened since the last call. Pages whose lease or pull is over are the manager's again.
+
+        Raises:
+            EngineClosedError: a transfer thread has died. What is leased or pulled stays held: a word may still stand,
+                a READ may still write.
+        """
+        found, self._happened = self._happened, []
+        for replica, thread in enumerate(self._threads):
+            thread.raise_failure()
+            found += self._take(replica)
+        return found
+
+    def _take(self, replica: int) -> list[ReplicaEvent]:
+        events, found = self._threads[replica].events, list[ReplicaEvent]()
+        while events:
+            event, proof = events.popleft(), None
+            if isinstance(event, PullEvent):
+                proof = self._end_copy(replica, event) if event.safe else None
+            elif isinstance(event, LeaseOver) or event.error:
+                self._end_lease(replica, event.lease_id)
+            found.append(ReplicaEvent(replica, event, proof))
+        return found
+
+    def _end_copy(self, replica: int, event: PullEvent) -> ImportProof | None:
+        """Nothing of a pull is in flight any more. Gives the proof of one that has passed."""
+        copier = self._pulls[replica].pop(event.key, None)
+        if copier is None:
+            return None
+        if not event.error:
+            return copier.prove()
+        copier.give_up()
+        return None
+
+    def _end_lease(self, replica: int, lease_id: int) -> None:
+        """The word of a lease is cleared on every rank, or never stood: word and pages may be used again."""
+        lease, held = self._leases[replica].pop(lease_id)
+        heapq.heappush(self._slots[replica], lease.slot)
+        self._manager.end_lease(held)
+
+    def wait(self, replica: int, timeout_s: float) -> None:
+        """Waits until something has happened on a replica."""
+        thread = self._threads[replica]
+        thread.wait(lambda: bool(thread.events), timeout_s)
+
+    def totals(self) -> tuple[int, int]:
+        """Bytes that were pulled, and pulls that failed. Waits for the threads: for counters, not for serving."""
+        every = [thread.snapshot() for thread in self._threads]
+        return sum(one.num_bytes for one in every), sum(one.failed_pulls for one in every)
+
+    def close(self) -> None:
+        """Ends everything: leases and pulls give their pages back. Safe to call twice.
+
+        Those of a thread that cannot be ended stay held: nobody knows what it still does.
+        """
+        for replica, thread in enumerate(self._threads):
+            thread.close()
+            self._happened += self._take(replica)
+            if thread.is_closed:
+                # Of what was asked for last the thread has said nothing: it never began, and now never will.
+                for lease_id in list(self._leases[replica]):
+                    self._end_lease(replica, lease_id)
+                for copier in self._pulls[replica].values():
+                    if copier is not None:
+                        copier.give_up()
+                self._pulls[replica].clear()
+        self._server.close()
+
+
+def _keys(name: str, secret: str, keyring: Keyring | None) -> tuple[bytes, Keyring | None]:
+    """The key of metadata and the keys of sockets."""
+    shared = read_secret(secret)
+    if shared is None:
+        return b"", keyring
+    if keyring is not None:
+        raise InvalidEngineError(f"exchange {name!r}: a keyring beside a shared secret; one is needed")
+    return shared.metadata_key, shared.keyring
+
+
+def shard_layouts(manager: PagedKVCacheManager) -> list[ShardLayout]:
+    """What each shard of a replica of the manager holds: its keys and values, and its states as a second group."""
+    pages = manager.total_num_pages // manager.num_replicas + 1  # the null page is one of the tensor's
+    layouts = [dense(layout, pages) for layout in manager.layouts]
+    if not isinstance(manager, HybridKVCacheManager):
+        return layouts
+    pages = manager.states.num_pages + 1
+    return [
+        ShardLayout(
+            (*layout.groups, state_group(state, pages, region=len(layout.region_bytes))),
+            (*layout.region_bytes, pages * state.page_bytes),
+        )
+        for layout, state in zip(layouts, manager.states.layouts, strict=True)
+    ]
+
+
+def _regions(manager: PagedKVCacheManager, replica: int) -> list[list[torch.Tensor]]:
+    """Per shard the tensors in the order of its layout's regions."""
+    regions = [[tensor] for tensor in manager.device_tensors[replica]]
+    if isinstance(manager, HybridKVCacheManager):
+        for of_shard, states in zip(regions, manager.states.tensors, strict=True):
+            of_shard.append(states)
+    return regions

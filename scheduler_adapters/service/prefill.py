@@ -1,0 +1,369 @@
+"""`PrefillScheduler`: computes prompts for decode processes, and keeps the pages under leases until they are read.
+
+Who holds what: a request holds its pages while it runs; from then on its lease holds them, until it is over on every
+shard (`LeaseOver`). So a request is released as soon as its prompt has ended, or is given up; nothing frees a page
+while its lease word stands. The loop never takes the pages of a running prompt away: it has pages for all of its tokens
+when it is admitted, and asks for no more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import zmq
+
+from kvcache.errors import InvalidRequestError, KVCacheError
+from scheduler_adapters.errors import MessageError, WorkerError
+from scheduler_adapters.loop import Output, Request, ServingLoop
+from scheduler_adapters.service import messages as msg
+from scheduler_adapters.service.exchange import LEASE_SLOTS
+from scheduler_adapters.service.rooms import PrefillRoom, PrefillTimes, Recent
+from scheduler_adapters.service.sockets import Socket, received
+from transfer.pull.replica import LeaseOver, Offered
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvcache.replica.block_table import BlockTable
+    from scheduler_adapters.base import Offers, Pages
+    from scheduler_adapters.service.exchange import ReplicaEvent
+
+_EXPIRE_S = 0.01
+# A lease that is asked for stands a fraction of a millisecond later, mostly while the model still runs. Where it does
+# not, waiting costs less than the next step of the loop, at whose end the reader would be told otherwise.
+_OFFERED_S = 5e-3
+
+
+@dataclass(slots=True)
+class _Reader:
+    """A decode process that said `Hello`: by its connection, which it gives up when it takes us for dead."""
+
+    name: str
+    incarnation: str
+    rooms: dict[tuple[str, int], PrefillRoom] = field(default_factory=dict[tuple[str, int], PrefillRoom])
+    begun: Recent[tuple[str, int]] = field(default_factory=Recent[tuple[str, int]])  # attempts, cancelled ones too
+
+
+class PrefillScheduler:
+    """Serves the decode processes that connect. One thread calls it.
+
+    Args:
+        name: of this process.
+        loop: runs the prompts.
+        exchange: leases the pages of the loop's manager.
+        socket: a bound ROUTER (`sockets.bind_router`).
+        times: of each phase.
+        clock: seconds, monotonic.
+
+    Attributes:
+        counts: messages that were "malformed", or "late"; rooms that "failed".
+    """
+
+    def __init__(
+        self,
+        name: str,
+        loop: ServingLoop[Pages],
+        exchange: Offers,
+        socket: Socket,
+        *,
+        times: PrefillTimes | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name
+        self.counts: Counter[str] = Counter()
+        self._loop = loop
+        self._exchange = exchange
+        self._socket = socket
+        self._times = times or PrefillTimes()
+        self._clock = clock
+        self._serial = itertools.count()
+        self._readers: dict[bytes, _Reader] = {}
+        self._rooms: dict[str, PrefillRoom] = {}
+        self._expire_at = 0.0
+        loop.on_admit = self._on_admit
+        replicas = range(loop.manager.num_replicas)
+        self._welcome = msg.Welcome(
+            name=name,
+            incarnation=exchange.incarnation,
+            engines=tuple(exchange.engine_id(replica) for replica in replicas),
+        )
+
+    @property
+    def open_requests(self) -> int:
+        """Requests on their way, or held for their reader."""
+        return len(self._rooms)
+
+    @property
+    def sockets(self) -> list[Socket]:
+        """What to wait for while `poll` finds nothing to do."""
+        return [self._socket]
+
+    def poll(self) -> bool:
+        """Take messages and events in, and run one step. Whether there was anything to do; never waits.
+
+        Raises:
+            EngineClosedError, WorkerError: the transfer thread has died, or does nothing: this process cannot go on.
+        """
+        busy = False
+        for frames in received(self._socket):
+            self._on_frames(frames)
+            busy = True
+        busy |= self._take_events()
+        self._expire()
+        for output in self._loop.step():
+            self._on_output(output)
+            busy = True
+        self._offer_chunks()
+        for replica in {
+            room.replica for room in self._rooms.values() if room.phase == "leasing" and room.token is not None
+        }:
+            self._exchange.wait(replica, _OFFERED_S)
+            busy |= self._take_events()
+        return busy or self._loop.num_running > 0
+
+    def stats(self) -> msg.Stats:
+        """Counters now."""
+        manager = self._loop.manager
+        manager.check()
+        return msg.Stats(
+            name=self.name,
+            role="prefill",
+            pages_held=self._exchange.pages_held,
+            open_requests=self.open_requests,
+            prompt_tokens=manager.metrics.prompt_tokens,
+            cached_tokens=manager.metrics.cache_tokens,
+            preemptions=self._loop.preemptions,
+            failed=self.counts["failed"],
+            malformed=self.counts["malformed"],
+            late=self.counts["late"],
+        )
+
+    # ---- what readers say
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        sender, *rest = frames
+        try:
+            message = msg.decode_frames(rest, msg.ToPrefill)
+        except MessageError as error:
+            self._reject(sender, str(error))
+            return
+        reader = self._readers.get(sender)
+        match message:
+            case msg.Hello():
+                self._welcome_reader(sender, message)
+            case msg.Prefill() if reader is not None:
+                self._start(sender, reader, message)
+            case msg.Cancel() if reader is not None:
+                self._on_cancel(reader, message)
+            case msg.Prefill() | msg.Cancel():
+                self._send(sender, msg.Rejected(reason="say Hello first", stranger=True))
+            case _:
+                pass  # `Rejected` is never answered, or two of us would go on for ever
+
+    def _reject(self, sender: bytes, reason: str) -> None:
+        self.counts["malformed"] += 1
+        self._send(sender, msg.Rejected(reason=msg.clipped(reason)))
+
+    def _welcome_reader(self, sender: bytes, hello: msg.Hello) -> None:
+        """A connection is new, so whatever its process asked for on an earlier one is over."""
+        known = self._readers.get(sender)
+        if known is not None and (known.name, known.incarnation) != (hello.reader, hello.incarnation):
+            self._lose(sender, f"decode process {known.name!r} calls itself {hello.reader!r} now")
+        self._readers.setdefault(sender, _Reader(hello.reader, hello.incarnation))
+        self._send(sender, self._welcome)
+        if sender not in self._readers:
+            return  # it has hung up: its `Hello` came after that of the connection that followed
+        reason = f"decode process {hello.reader!r} has connected anew"
+        for identity in [key for key, reader in self._readers.items() if reader.name == hello.reader and key != sender]:
+            self._lose(identity, reason)
+            # Mostly nobody is there any more. Where somebody is, it would wait for what has been given up.
+            self._send(identity, msg.Rejected(reason=msg.clipped(reason), stranger=True))
+
+    def _lose(self, sender: bytes, reason: str) -> None:
+        """A reader is gone: nothing of it is computed or kept any more."""
+        reader = self._readers.pop(sender, None)
+        for room in [] if reader is None else list(reader.rooms.values()):
+            self._end(room, reason, silent=True)
+
+    def _start(self, sender: bytes, reader: _Reader, message: msg.Prefill) -> None:
+        request_id, attempt = message.request_id, message.attempt
+        if not reader.begun.add((request_id, attempt)):
+            self.counts["late"] += 1
+            return
+        for other in [room for room in reader.rooms.values() if room.request_id == request_id]:
+            if other.attempt >= attempt:
+                self.counts["late"] += 1
+                return
+            self._end(other, f"attempt {attempt} has begun", silent=True)
+        key = f"{reader.name}/{request_id}#{attempt}.{next(self._serial)}"
+        by = self._clock() + min(message.within_s, self._times.compute_s)
+        room = PrefillRoom(
+            request_id, attempt, "queued", by, compute_by=by, reader=sender, key=key, chunkwise=message.chunkwise
+        )
+        try:
+            if len(self._rooms) >= LEASE_SLOTS:
+                self._fail(room, f"prefill process {self.name!r} has {LEASE_SLOTS} requests open")
+                return
+            self._loop.add(Request(key, message.prompt, 1, hold_pages=True, cache_salt=message.cache_salt))
+        except KVCacheError as error:
+            room.final = True
+            self._fail(room, str(error).replace(repr(key), repr(request_id)))
+        else:
+            self._rooms[key] = reader.rooms[request_id, attempt] = room
+
+    def _on_cancel(self, reader: _Reader, message: msg.Cancel) -> None:
+        room = reader.rooms.get((message.request_id, message.attempt))
+        if room is None:
+            self.counts["late"] += 1
+            reader.begun.add((message.request_id, message.attempt))  # its `Prefill` may come yet
+        else:
+            self._end(room, message.reason, silent=True)
+
+    # ---- what comes of it
+
+    def _on_admit(self, key: str, replica: int) -> None:
+        """The request has pages: ask for its lease now, so that it stands when the model has run."""
+        room = self._rooms.get(key)
+        if room is None:
+            return  # a request of somebody else's
+        room.replica = replica
+        room.lease = self._exchange.offer(key, self._times.lease_s)
+        if room.lease is not None:  # always: each replica has a lease word for each room
+            room.move("leasing", self._clock() + self._times.step_s)
+
+    def _on_output(self, output: Output) -> None:
+        """A prompt has ended: its row is free, its pages stay under its lease."""
+        room = self._rooms.get(output.request_id)
+        if room is None or room.phase == "ending":
+            return
+        if output.token is None:
+            self._end(room, output.error.replace(repr(room.key), repr(room.request_id)), final=True)
+            return
+        room.token = output.token
+        room.table = self._loop.manager.block_table(room.key)
+        self._loop.free(room.key)
+        if room.phase in ("computing", "offered"):
+            self._offer(room)
+
+    def _offer_chunks(self) -> None:
+        """Offer the pages that are full by now of prompts that still run."""
+        for room in list(self._rooms.values()):
+            if room.chunkwise and room.token is None and room.phase in ("computing", "offered"):
+                self._offer(room)
+
+    def _table(self, room: PrefillRoom) -> BlockTable | None:
+        """What the reader may read by now; None where that is nothing new."""
+        if room.table is not None:
+            return room.table
+        try:
+            table = self._loop.manager.block_table(room.key, full_pages=True)
+        except InvalidRequestError:
+            return None  # its first chunk has not run yet
+        return table if table.num_tokens > room.told else None
+
+    def _take_events(self) -> bool:
+        events = self._exchange.poll()
+        for replica_event in events:
+            self._on_event(replica_event)
+        return bool(events)
+
+    def _on_event(self, happened: ReplicaEvent) -> None:
+        match happened.event:
+            case Offered(request_id=key, error=error):
+                room = self._rooms[key]
+                if error:
+                    self._fail(room, error)
+                elif room.phase == "leasing" and room.token is None:
+                    room.move("computing", room.compute_by)
+                elif room.phase == "leasing":
+                    self._offer(room)
+            case LeaseOver(request_id=key, reason=reason):
+                room = self._rooms[key]
+                if reason == "read":
+                    self._forget(room)
+                else:
+                    self._fail(room, reason)
+            case _:
+                pass  # this process pulls nothing
+
+    def _offer(self, room: PrefillRoom) -> None:
+        """Tell the reader what it may read by now, where there is anything new."""
+        table, lease = self._table(room), room.lease
+        if table is None or lease is None:
+            return
+        if room.token is not None:
+            room.move("held")
+            self._exchange.start_clock(room.replica, lease)
+        elif room.phase == "computing":
+            room.move("offered", room.compute_by)
+        room.told = table.num_tokens
+        self._exchange.seal(room.replica, table.groups)
+        self._send(
+            room.reader,
+            msg.Offer(
+                request_id=room.request_id,
+                attempt=room.attempt,
+                address=self._exchange.address,
+                engine_id=self._exchange.engine_id(room.replica),
+                incarnation=self._exchange.incarnation,
+                lease_id=lease.lease_id,
+                slot=lease.slot,
+                duration_s=lease.duration_s,
+                table=table,
+                token=room.token,
+            ),
+        )
+
+    # ---- the end
+
+    def _expire(self) -> None:
+        now = self._clock()
+        if now < self._expire_at:
+            return
+        self._expire_at = now + _EXPIRE_S
+        for room in [room for room in self._rooms.values() if room.deadline <= now]:
+            if room.phase == "ending":
+                raise WorkerError(
+                    f"request {room.request_id!r}: its lease was revoked {self._times.step_s} s ago, and still stands"
+                )
+            self._end(room, f"timed out in phase {room.phase!r} on prefill process {self.name!r}")
+
+    def _end(self, room: PrefillRoom, reason: str, *, silent: bool = False, final: bool = False) -> None:
+        """Give a room up: its request at once, the room when its lease, if any, is over."""
+        room.silent, room.final = room.silent or silent, room.final or final
+        self._loop.abort(room.key)
+        if room.lease is None:
+            self._fail(room, reason)
+        elif room.phase != "ending":
+            room.blame(reason)
+            room.move("ending", self._clock() + self._times.step_s)
+            self._exchange.revoke(room.replica, room.lease, reason)
+
+    def _fail(self, room: PrefillRoom, reason: str) -> None:
+        """Nothing of the room is leased any more: its reader hears the first reason."""
+        self.counts["failed"] += 1
+        reason = room.blame(reason)
+        self._forget(room)
+        if not room.silent:
+            failed = msg.Failed(
+                request_id=room.request_id, attempt=room.attempt, reason=msg.clipped(reason), final=room.final
+            )
+            self._send(room.reader, failed)
+
+    def _forget(self, room: PrefillRoom) -> None:
+        room.move("over")
+        self._rooms.pop(room.key, None)
+        reader = self._readers.get(room.reader)
+        if reader is not None:
+            reader.rooms.pop((room.request_id, room.attempt), None)
+        self._loop.abort(room.key)
+
+    def _send(self, reader: bytes, message: msg.ToDecode) -> None:
+        try:
+            self._socket.send_multipart([reader, msg.encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:  # gone, or so long stopped that its queue is full
+            self._lose(reader, f"a decode process cannot be reached: {error}")

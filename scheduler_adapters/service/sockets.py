@@ -1,0 +1,84 @@
+"""ZMQ sockets as the service uses them: bounded, with heartbeats, and never a reason to wait."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+import zmq
+
+from scheduler_adapters.errors import WorkerError
+from scheduler_adapters.service.messages import MAX_MESSAGE_BYTES
+from transfer.errors import HandshakeError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transfer.wire.keys import Keyring
+
+_HEARTBEAT_MS = 500
+_SILENT_MS = 2000
+_MAX_QUEUED = 10_000
+_BATCH = 256
+
+Socket: TypeAlias = "zmq.Socket[bytes]"
+Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
+
+
+def bounded_socket(context: Context, kind: int) -> Socket:
+    """A socket whose peers cannot fill our memory, and that notices within seconds that one is dead or stopped.
+
+    The heartbeat is ZMQ's own, of its own thread: a process that computes for long still answers, a stopped one not.
+    """
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)  # a longer one ends that connection, nothing else
+    socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
+    socket.setsockopt(zmq.SNDHWM, _MAX_QUEUED)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENT_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, _SILENT_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL, 50)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    return socket
+
+
+def bind_router(context: Context, endpoint: str, keyring: Keyring | None = None) -> Socket:
+    """A ROUTER that says so where a peer is gone, and lets a peer that comes back take its name over.
+
+    Args:
+        context: makes the socket.
+        endpoint: to bind.
+        keyring: lets in only the peers on its list, whose context must be the process's own; None for anybody.
+
+    Raises:
+        HandshakeError: the keyring cannot be used here.
+        WorkerError: the endpoint cannot be bound.
+    """
+    socket = bounded_socket(context, zmq.ROUTER)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    try:
+        if keyring is not None:
+            keyring.secure_server(socket)
+        socket.bind(endpoint)
+    except HandshakeError:
+        socket.close()
+        raise
+    except zmq.ZMQError as error:
+        socket.close()
+        raise WorkerError(f"no socket can be made at {endpoint!r}: {error}") from error
+    return socket
+
+
+def received(socket: Socket) -> Iterator[list[bytes]]:
+    """The frames of the messages that have come, a bounded number, without waiting."""
+    for _ in range(_BATCH):
+        try:
+            yield socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+
+
+def wait_for_any(sockets: list[Socket], timeout_ms: int) -> None:
+    """Wait until one of the sockets has something, or the time is over."""
+    zmq.zmq_poll([(socket, zmq.POLLIN) for socket in sockets], timeout_ms)

@@ -1,0 +1,8 @@
+"""Our prefix index behind SGLang's cache interface. SGLang calls `register` by its plugin entry point.
+
+Imports `kvcache`, and SGLang where it is used. Start reading at `cache.py`.
+"""
+
+from scheduler_adapters.sglang.cache import register
+
+__all__ = ["register"]

@@ -1,0 +1,342 @@
+"""Our prefix index behind SGLang's cache interface: `--radix-cache-backend pagewire`. Written for SGLang 0.5.23.
+
+Importing this module imports SGLang; nothing else here does. SGLang finds it by itself where pagewire is installed
+beside it (`register` is an entry point of its plugin group).
+
+Who owns what: SGLang keeps its rows, its free pages and its scheduler. Of ours are the pages that hold a published
+prefix: page states, digests, index and order of eviction (`kvcache.pool.pages.PagePool`, `kvcache.replica.hashing`).
+To our pool a page that SGLang has free, or that one of its requests still fills, is a page with one holder: SGLang.
+Where `checkpoint` publishes it, that hold passes to the locks on it, and `evict` gives it back:
+
+    of SGLang ──checkpoint──► published, locked ──unlock──► published, idle ──evict──► of SGLang
+                                     ▲                             │
+                                     └─────────────lock────────────┘
+
+A cached prefix is found page by page, by chained digests: no tree, no split, and eviction is exact to a page, the tails
+of prefixes first. The price is a hash of every page, once for each request: a prompt of 32,768 tokens takes 0.4 ms in
+pages of 64, 1 ms in pages of 16, and 20 ms in pages of 1, SGLang's default, where its own tree takes 0.1. So give it
+`--page-size 16` or more.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import (
+    BasePrefixCache,
+    DecLockRefParams,
+    DecLockRefResult,
+    EvictParams,
+    EvictResult,
+    IncLockRefResult,
+    MatchPrefixParams,
+    MatchResult,
+)
+from sglang.srt.mem_cache.registry import (
+    TreeCacheBuildContext,
+    default_radix_cache_factory,
+    get_radix_cache_factory,
+    register_radix_cache_backend,
+)
+from sglang.srt.runtime_context import get_schedule
+
+from kvcache.errors import InvalidParamsError, InvariantError
+from kvcache.pool.pages import PagePool
+from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    from kvcache.params import HashAlgorithm
+
+    Pages = NDArray[np.int32]
+    Digests = NDArray[np.uint64]
+    Tokens = NDArray[np.int64]
+
+BACKEND = "pagewire"
+_ALGORITHM: HashAlgorithm = "sha256"  # tenants share a server: collisions must not be craftable
+_MAX_TOKEN = (1 << 31) - 1  # digests are of int32 tokens
+
+
+def register() -> None:
+    """Make `--radix-cache-backend pagewire` known. Safe twice: SGLang asks its plugins in every process."""
+    if get_radix_cache_factory(BACKEND) is None:
+        register_radix_cache_backend(BACKEND, build)
+
+
+def build(context: TreeCacheBuildContext) -> BasePrefixCache:
+    """The cache for a scheduler; SGLang's own where prefix caching is off.
+
+    Raises:
+        InvalidParamsError: (a ValueError) a setting that needs what this cache has not, by name.
+    """
+    if context.disable_radix_cache:
+        return default_radix_cache_factory(context)
+    params = context.params
+    allocator = params.token_to_kv_pool_allocator
+    refused = {
+        "a sliding-window model": context.is_hybrid_swa,
+        "a model with recurrent state": context.is_hybrid_ssm,
+        "the hierarchical cache": context.enable_hierarchical_cache,
+        "keys of token pairs (EAGLE)": params.is_eagle,
+        "KV cache events": params.enable_kv_cache_events,
+        "sessions in the cache": params.enable_session_radix_cache,
+        "the schedule policy dfs-weight, which reads a tree": get_schedule().schedule_policy == "dfs-weight",
+        f"pages of {allocator.page_size} tokens in the pool and {params.page_size} in the cache": (
+            allocator.page_size != params.page_size
+        ),
+        f"the pool {type(allocator).__name__}": (
+            type(allocator) not in {PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator}
+        ),
+    }
+    for what, asked in refused.items():
+        if asked:
+            raise InvalidParamsError(f"--radix-cache-backend {BACKEND} does not support {what}")
+    return PagewireCache(params)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefix:
+    """A cached prefix, as SGLang passes it around: what a node of its tree is elsewhere.
+
+    Attributes:
+        pages: int32, in logical order.
+        digests: uint64 `[pages, words]`, what each page was found by.
+        generation: of the index when it was found: while that is the index's, every page is still what it was.
+    """
+
+    pages: Pages
+    digests: Digests
+    generation: int = -1
+
+
+@dataclass(slots=True)
+class _Hashed:
+    """How far a request's tokens are hashed, which tokens these were, and what was found by them last."""
+
+    hasher: PrefixHasher
+    tokens: Tokens
+    found: Prefix | None = None
+    pages_asked: int = 0
+
+
+class PagewireCache(BasePrefixCache):
+    """SGLang's prefix cache over our index and page states.
+
+    Args:
+        params: what SGLang gives to every cache: its row pool, its allocator, the page size.
+    """
+
+    def __init__(self, params: CacheInitParams) -> None:
+        self.disable = False
+        self.req_to_token_pool = params.req_to_token_pool
+        self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
+        self.page_size = params.page_size
+        self.device = torch.device(self.token_to_kv_pool_allocator.device)
+        self.root_node = Prefix(np.zeros(0, np.int32), np.zeros((0, DIGEST_BYTES[_ALGORITHM] // 8), np.uint64))
+        self._offsets = torch.arange(self.page_size, device=self.device)
+        self._hashed: weakref.WeakKeyDictionary[Req, _Hashed] = weakref.WeakKeyDictionary()
+        self.reset()
+        if params.enable_metrics:
+            self.init_metrics_collector()
+
+    # ---- of SGLang's interface: finding
+
+    def reset(self) -> None:
+        """Forget everything. SGLang clears its own pools beside it, and no request is running."""
+        num_pages = self.token_to_kv_pool_allocator.size // self.page_size
+        self._pool = PagePool(num_pages, DIGEST_BYTES[_ALGORITHM] // 8)
+        self._pool.allocate(num_pages)  # all of them are SGLang's
+        self._published = 0
+        self._locks: Counter[Prefix] = Counter()
+        self._hashed.clear()  # what was found, was found in the old index
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """The longest cached prefix of a key, whole pages of it."""
+        prefix = self._find(params.key, params.req)
+        return MatchResult(
+            device_prefix_len=len(prefix.pages) * self.page_size,
+            last_device_node=prefix,
+            last_host_node=prefix,
+            best_match_node=prefix,
+        )
+
+    def touch_prefix(self, key: RadixKey) -> None:
+        """Count the cached prefix of a key as used now."""
+        prefix = self._find(key, None)
+        self._pool.hold(prefix.pages)
+        self._pool.release(prefix.pages)
+
+    def path_device_indices(self, node: Prefix) -> torch.Tensor:
+        """The token slots of a prefix, int64."""
+        return self._slots(node.pages)
+
+    # ---- keeping
+
+    def checkpoint(self, req: Req, *, up_to: int) -> None:
+        """Publish what a request has computed of its first `up_to` tokens, and lock all of it for the request.
+
+        Content that was published before is shared: the row names the page to keep before the duplicate goes back.
+        """
+        digests = self._hashed_of(req.full_untruncated_fill_ids, up_to, req.cache_salt, req.extra_key, req)[1]
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+        own = self._pages_of(row[: len(digests) * self.page_size])
+        kept = self._publish(own, digests, req.kv.cache_protected_len // self.page_size)
+        prefix = Prefix(kept, digests, self._pool.index.generation)
+        lock = self.lock(prefix)
+        duplicate = own != kept
+        if duplicate.any():
+            self.req_to_token_pool.write((req.kv.req_pool_idx, slice(0, len(kept) * self.page_size)), self._slots(kept))
+            self._give_back(own[duplicate])
+        self.unlock(req.lock)
+        req.lock, req.last_node = lock, prefix
+        req.kv.cache_protected_len = len(kept) * self.page_size
+        req.kv.cache_inserted_len = max(req.kv.cache_inserted_len, req.kv.cache_protected_len)
+
+    def inc_lock_ref(self, node: Prefix) -> IncLockRefResult:
+        """Keep a prefix from being evicted.
+
+        Raises:
+            InvariantError: (a RuntimeError) a page of it was evicted since it was matched: it holds something else.
+        """
+        index = self._pool.index
+        if node.generation != index.generation and not np.array_equal(index.find(node.digests), node.pages):
+            raise InvariantError(f"a prefix of {len(node.pages)} pages is locked after some of them were evicted")
+        before = self._pool.free_count
+        self._pool.hold(node.pages)
+        self._locks[node] += 1
+        return IncLockRefResult(delta=(self._pool.free_count - before) * self.page_size)
+
+    def dec_lock_ref(self, node: Prefix, params: DecLockRefParams | None = None) -> DecLockRefResult:  # noqa: ARG002
+        """Take one lock of a prefix away. Raises `InvariantError` where it has none."""
+        if not self._locks[node]:
+            raise InvariantError(f"a prefix of {len(node.pages)} pages is unlocked more often than locked")
+        before = self._pool.free_count
+        self._pool.release(node.pages)
+        self._locks[node] -= 1
+        if not self._locks[node]:
+            del self._locks[node]
+        return DecLockRefResult(delta=(self._pool.free_count - before) * self.page_size)
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        """Give pages that nobody has locked back to SGLang, least recently used first; as few as hold `num_tokens`."""
+        started = time.perf_counter()
+        count = min(-(-max(0, params.num_tokens) // self.page_size), self._pool.free_count)
+        if not count:
+            return EvictResult()
+        self._give_back(self._pool.allocate(count))
+        self._published -= count
+        self.update_eviction_metrics(count * self.page_size, started)
+        return EvictResult(num_tokens_evicted=count * self.page_size)
+
+    # ---- counting
+
+    def evictable_size(self) -> int:
+        """Cached tokens that `evict` can take."""
+        return self._pool.free_count * self.page_size
+
+    def protected_size(self) -> int:
+        """Cached tokens that are locked."""
+        return self.total_size() - self.evictable_size()
+
+    def total_size(self) -> int:
+        """Cached tokens."""
+        return self._published * self.page_size
+
+    def pretty_print(self) -> None:
+        """What SGLang prints where it runs out of memory."""
+        print(f"pagewire: {self.total_size()} tokens cached, {self.evictable_size()} of them evictable")  # noqa: T201
+
+    def check(self) -> None:
+        """Recount everything.
+
+        Raises:
+            InvariantError: (a RuntimeError) naming the first discrepancy.
+        """
+        pool = self._pool
+        holders = (~pool.index.published).astype(np.int64)  # what is not published is SGLang's
+        holders[0] = 0
+        for prefix, count in self._locks.items():
+            holders[prefix.pages] += count
+        pool.check(holders, np.zeros_like(holders))
+        published = np.flatnonzero(pool.index.published)
+        if len(published) != self._published:
+            raise InvariantError(f"{len(published)} pages are published, {self._published} counted")
+        free = self._free_pages()
+        both = np.intersect1d(published, free)
+        if both.size:
+            raise InvariantError(f"page {both[0]} is cached here, and free at SGLang")
+
+    # ---- inside
+
+    def _find(self, key: RadixKey, req: Req | None) -> Prefix:
+        if key.is_bigram:
+            raise InvalidParamsError("keys of token pairs are not supported")
+        hashed, digests = self._hashed_of(key.token_ids, key.limit, key.cache_salt, key.extra_key, req)
+        index, found = self._pool.index, hashed.found
+        if found is None or found.generation != index.generation or hashed.pages_asked != len(digests):
+            pages = index.match(digests)
+            found = Prefix(pages, digests[: len(pages)], index.generation) if len(pages) else self.root_node
+            # A request that waits is asked for again and again.
+            hashed.found, hashed.pages_asked = found, len(digests)
+        return found
+
+    def _hashed_of(
+        self, ids: Any, limit: int | None, salt: str | None, extra_key: str | None, req: Req | None
+    ) -> tuple[_Hashed, Digests]:
+        """Digests of the whole pages of `ids`, an `array('q')`, up to `limit`.
+
+        Of one request they are computed once, as long as its tokens stay: an aborted one is given others. What is
+        behind a token that is no int32 is not cached.
+        """
+        tokens = np.frombuffer(ids, np.int64)[:limit] if len(ids) else np.zeros(0, np.int64)
+        kept = None if req is None else self._hashed.get(req)
+        known = 0 if kept is None else min(len(kept.tokens), len(tokens))
+        if kept is None or not np.array_equal(kept.tokens[:known], tokens[:known]):
+            keys = () if extra_key is None else ((0, extra_key.encode()),)
+            known, kept = 0, _Hashed(PrefixHasher(_ALGORITHM, self.page_size, salt or None, keys), tokens[:0].copy())
+        new = tokens[known:]
+        if len(new) and not 0 <= int(new.min()) <= int(new.max()) <= _MAX_TOKEN:
+            tokens = tokens[: known + int(np.argmax((new < 0) | (new > _MAX_TOKEN)))]
+        if len(tokens) > len(kept.tokens):
+            kept.tokens = tokens.copy()  # of the array that SGLang extends in place, no view may stay
+        if req is not None:
+            self._hashed[req] = kept
+        return kept, kept.hasher.digests(kept.tokens, 0, len(tokens) // self.page_size)
+
+    def _publish(self, own: Pages, digests: Digests, protected: int) -> Pages:
+        """Make the pages from `protected` on findable, and return those that now stand for the digests.
+
+        SGLang's hold on a page that is new here ends with the first lock: `checkpoint` takes it right after.
+        """
+        kept = np.concatenate((own[:protected], self._pool.index.publish(own[protected:], digests[protected:])))
+        new = kept[protected:][kept[protected:] == own[protected:]]
+        self._published += len(new)
+        self._pool.release(new)
+        return kept
+
+    def _give_back(self, pages: Pages) -> None:
+        """Let SGLang have the pages, which nobody else holds, as free ones."""
+        self.token_to_kv_pool_allocator.free_segment(self._slots(pages), start_pos=0)
+
+    def _pages_of(self, slots: torch.Tensor) -> Pages:
+        # One copy to the host for each checkpoint: the index is on the host, the row may be on a GPU.
+        return (slots[:: self.page_size] // self.page_size).to("cpu", torch.int32).numpy()
+
+    def _slots(self, pages: Pages) -> torch.Tensor:
+        first = torch.from_numpy(pages.astype(np.int64)).to(self.device) * self.page_size
+        return (first[:, None] + self._offsets).reshape(-1)
+
+    def _free_pages(self) -> Any:
+        allocator = self.token_to_kv_pool_allocator
+        return allocator.get_all_free_pages().cpu().numpy()

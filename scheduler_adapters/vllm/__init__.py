@@ -1,0 +1,8 @@
+"""Our transfer behind vLLM's connector interface. Needs vLLM, which imports this name.
+
+Imports `transfer.connector`. Start reading at `connector.py`.
+"""
+
+from scheduler_adapters.vllm.connector import PagewireConnector
+
+__all__ = ["PagewireConnector"]

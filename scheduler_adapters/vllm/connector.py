@@ -1,0 +1,233 @@
+"""`PagewireConnector`: vLLM's KV connector over our transfer. Written for vLLM 0.33.
+
+vLLM finds it by its module; nothing else of ours imports vLLM:
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "PagewireConnector", "kv_role": "kv_producer",
+      "kv_connector_module_path": "scheduler_adapters.vllm"}'
+
+for prefill, and with `kv_consumer` for decode. Requests, proxies and `kv_transfer_params` are those of vLLM's own NIXL
+connector, and so are `VLLM_NIXL_SIDE_CHANNEL_HOST` and `_PORT`; `scheduler_adapters.vllm.config.Options` has the rest.
+
+Who owns what: vLLM keeps its blocks and its scheduler. A lease of ours stands over the blocks of a request that was
+prefilled; vLLM keeps them until every rank says that it has ended. The two sides may differ in block size, layout in
+memory, tensor and pipeline parallelism: the plan takes any. Models with recurrent states need equal tensor parallelism.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from scheduler_adapters.vllm.metadata import RankMetadata, StepMetadata, WorkersMetadata
+from scheduler_adapters.vllm.scheduler import SchedulerSide
+from scheduler_adapters.vllm.stats import Interval, PullMetrics, PullStats
+from scheduler_adapters.vllm.worker import WorkerSide
+from transfer.errors import EngineClosedError
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import CopyBlocksOp
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
+    """One role of the connector: vLLM makes one in its scheduler's process, and one in each worker's.
+
+    Its methods are vLLM's; see `KVConnectorBase_V1` for when each is called.
+
+    Raises:
+        InvalidEngineError: (a ValueError) something of the engine that is not supported, by name.
+    """
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._interval = Interval()
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(vllm_config, kv_cache_config)
+        else:
+            self._worker = WorkerSide(vllm_config, kv_cache_config)
+
+    @property
+    def _scheduling(self) -> SchedulerSide:
+        if self._scheduler is None:
+            raise EngineClosedError("asked for the scheduler's side in a worker, or after shutdown")
+        return self._scheduler
+
+    @property
+    def _working(self) -> WorkerSide:
+        if self._worker is None:
+            raise EngineClosedError("asked for a worker's side in the scheduler, or after shutdown")
+        return self._worker
+
+    # What vLLM asks before it makes one
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Heads before tokens, so that a rank's share of heads is one run; of a latent any."""
+        model = vllm_config.model_config
+        return None if model is None or model.use_mla else "LBHNC"
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:  # noqa: ARG003
+        """No: registered memory must stay where it is while any peer may read it."""
+        return False
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        """Stats out of what another process has sent."""
+        return PullStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        """Metrics of all engines."""
+        return PullMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # The scheduler's side
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Begins to answer readers."""
+        ranks = {ranks: rank for ranks, rank in metadata.items() if isinstance(rank, RankMetadata)}
+        if len(ranks) != len(metadata):
+            raise TypeError("handshake metadata of another connector than ours")
+        self._scheduling.set_handshake_metadata(ranks)
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """The same, of an engine without pipeline stages."""
+        self.set_xfer_handshake_metadata_pp_aware({(0, rank): found for rank, found in metadata.items()})
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """Told what holds the blocks."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._scheduling.manager = kv_cache_manager
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:  # noqa: ARG002
+        """A load brings every group that is moved at all."""
+        return self._kv_cache_config.transfer_group_ids
+
+    def on_new_request(self, request: Request) -> None:
+        """A request has come."""
+        self._scheduling.add(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        """Tokens that a load brings beyond those that are here; it runs beside the engine's steps."""
+        count = self._scheduling.match(request, num_computed_tokens)
+        return count, count > 0
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """A request has blocks."""
+        self._scheduling.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """A step's work for the workers."""
+        return self._scheduling.step(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """What the workers have said."""
+        metadata = connector_output.kv_connector_worker_meta
+        if isinstance(metadata, WorkersMetadata):
+            self._scheduling.update(metadata.outputs)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """A request of a model with one group has ended."""
+        return self._scheduling.ended(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended: whether its blocks are to be kept for a reader, and what the reader is told."""
+        return self._scheduling.ended(request, block_ids)
+
+    def reset_cache(self) -> bool:
+        """There is no cache here that could be out of date."""
+        return True
+
+    # The workers' side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The tensors of this rank."""
+        self._working.register(kv_caches)
+
+    def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
+        """How blocks get to host buffers and back."""
+        self._working.set_copy(copy_operation)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
+        """What the scheduler's side is to tell of this rank."""
+        return self._working.handshake_metadata()
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ARG002
+        """A step's leases and loads begin."""
+        self._working.start(self._metadata())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """A parked request runs when its load is over: no layer has to be waited for."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Pages are read where the model has written them."""
+
+    def wait_for_save(self) -> None:
+        """Blocks that this step has computed go to host buffers, where there are any."""
+        self._working.save(self._metadata())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:  # noqa: ARG002
+        """Requests that are sent, and that are received."""
+        sent, received, _ = self._working.results()
+        return sent, received
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
+        """Requests that are sent, received, and of these those that failed.
+
+        Failures are told by request, not by block: that holds for models of any number of groups.
+        """
+        return KVConnectorTransferResults(*self._working.results())
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """What the scheduler's side is to know."""
+        output = self._working.take_output()
+        return WorkersMetadata([(self._working.rank, output)]) if output else None
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Figures of this rank since the last call."""
+        return None if self._worker is None else self._interval.since(self._worker.stats())
+
+    def _metadata(self) -> StepMetadata:
+        metadata = self._get_connector_metadata()
+        if not isinstance(metadata, StepMetadata):
+            raise TypeError(f"metadata of {type(metadata).__name__}, ours is expected")
+        return metadata
+
+    def shutdown(self) -> None:
+        """Ends every lease and load, and the handshake server. Safe to call twice."""
+        if self._worker is not None:
+            self._worker.close()
+        if self._scheduler is not None:
+            self._scheduler.close()

@@ -1,0 +1,231 @@
+"""The scheduler's side of our vLLM connector: leases for what prefill has computed, loads for what decode waits for.
+
+A source's request gets its lease when it gets its blocks, so the lease stands when the request ends and its
+`kv_transfer_params` are made. A reader's request is looked at when it comes: its source is told at once that somebody
+waits, so the lease lasts however long vLLM keeps the request in its queue, and a source that is dead, or params that
+make no sense, are known before any block is taken.
+
+A request that cannot be loaded is parked all the same, and reported as failed: then vLLM does what its
+`kv_load_failure_policy` says. No input that came from outside raises from here, since that would end the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import RequestStatus
+
+from scheduler_adapters.vllm.config import Options, worker_config
+from scheduler_adapters.vllm.metadata import RankMetadata, StepMetadata
+from transfer.connector.companion import TransferCompanion
+from transfer.connector.metadata import WorkerOutput
+from transfer.connector.transfer_params import RemotePages
+from transfer.errors import TransferError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("pagewire.vllm")
+_DONE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+_NULL = 0  # vLLM's block that holds nothing: it stands for blocks that a window has left behind
+
+
+class SchedulerSide:
+    """Of one engine. For the thread of vLLM's scheduler.
+
+    Attributes:
+        manager: vLLM's, bound once it has one; used where blocks have to be copied to host buffers.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        config, options = worker_config(vllm_config, kv_cache_config), Options(vllm_config)
+        self.manager: KVCacheManager | None = None
+        self._serves = bool(vllm_config.kv_transfer_config and vllm_config.kv_transfer_config.is_kv_producer)
+        self._saves = config.kv_buffer_device == "cpu"
+        self._has_states = any(group.is_state for group in config.groups)
+        self._shortens = any(group.is_state or group.window for group in config.groups)
+        self._select = kv_cache_config.select_transfer_block_ids
+        address = socket.gethostbyname(options.host) if self._serves else "127.0.0.1"
+        self._companion = TransferCompanion(config, options.host, f"tcp://{address}:{options.port}", options.keyring)
+        self._sources: set[str] = set()  # with a lease, until they end
+        self._unsaved: dict[str, Request] = {}  # of these, those whose blocks are not in host buffers yet
+        self._waiting: dict[str, RemotePages] = {}  # readers that have no blocks yet
+        self._refused: dict[str, str] = {}  # readers whose load cannot be, until they are parked
+        self._parked: set[str] = set()
+        self._finished: set[str] = set()
+        self._failing: dict[str, str] = {}
+
+    def set_handshake_metadata(self, ranks: Mapping[tuple[int, int], RankMetadata]) -> None:
+        """Begins to answer readers. Keys are pipeline and tensor-parallel ranks."""
+        if self._serves:
+            tp_size = self._companion.config.tp_size
+            self._companion.set_handshake_metadata({pp * tp_size + tp: rank.data for (pp, tp), rank in ranks.items()})
+
+    def add(self, request: Request) -> None:
+        """A request has come. Its source, if it names one, is told that somebody waits."""
+        request_id, params = request.request_id, request.kv_transfer_params
+        if _wants(params, "do_remote_decode"):
+            self._shorten(request, params)
+            return
+        try:
+            pages = self._companion.read(request_id, params)
+            if pages is not None:
+                self._companion.external_tokens(request_id, pages, request.num_prompt_tokens, 0)
+                self._companion.hold(request_id, pages)
+                self._waiting[request_id] = pages
+        except TransferError as error:
+            self._refuse(request_id, str(error))
+
+    def _shorten(self, request: Request, params: dict[str, Any]) -> None:
+        """Leaves the last token of a prompt to decode, which computes it in any case.
+
+        A recurrent state cannot be taken back by a token, and a window has moved on: prefill would give up a block that
+        decode needs for this token.
+        """
+        if not self._shortens or request.num_prompt_tokens < 2 or params.get("_shortened"):
+            return
+        if request.prompt_token_ids is not None:
+            del request.prompt_token_ids[-1]
+        elif request.prompt_embeds is not None:
+            request.prompt_embeds = request.prompt_embeds[:-1]
+        del request._all_token_ids[-1]  # noqa: SLF001 - vLLM's own connector does it so: there is no other way
+        request.num_prompt_tokens -= 1
+        request.max_tokens = 1
+        params["_shortened"] = True
+
+    def _refuse(self, request_id: str, reason: str) -> None:
+        logger.error("%s", reason if request_id in reason else f"request {request_id!r}: {reason}")
+        self._refused[request_id] = reason
+
+    def match(self, request: Request, num_computed_tokens: int) -> int:
+        """Returns how many tokens beyond those that are here a load brings. Changes nothing."""
+        request_id = request.request_id
+        missing = max(0, request.num_prompt_tokens - num_computed_tokens)
+        if request_id in self._refused:
+            return missing
+        pages, limit = self._waiting.get(request_id), self._limit(request)
+        if pages is None or (self._has_states and pages.total_tokens > limit):
+            return 0
+        return self._companion.external_tokens(request_id, pages, limit, num_computed_tokens)
+
+    def _limit(self, request: Request) -> int:
+        """Tokens of a prompt that are loaded at most. vLLM runs the last one again where it has all of them.
+
+        But by then it has given up the block that only this token's window begins in, and a state is that after it: so
+        with windows or states the last token is not loaded.
+        """
+        return request.num_prompt_tokens - self._shortens
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """A request has its blocks: a source's gets its lease, a reader's its load."""
+        request_id = request.request_id
+        if _wants(request.kv_transfer_params, "do_remote_decode"):
+            self._offer(request)
+        elif request_id in self._refused:
+            self._park(request_id, num_external_tokens, self._refused.pop(request_id))
+        elif request_id in self._waiting:
+            reason = self._load(request, self._waiting.pop(request_id), blocks, num_external_tokens)
+            self._park(request_id, num_external_tokens, reason)
+
+    def _park(self, request_id: str, num_external_tokens: int, reason: str) -> None:
+        if num_external_tokens > 0:  # else it runs on at once: nothing of it depends on a load
+            self._parked.add(request_id)
+            if reason:
+                self._failing[request_id] = reason
+
+    def _offer(self, request: Request) -> None:
+        if request.request_id not in self._sources:  # else it was preempted, and its lease stands
+            try:
+                self._companion.offer(request.request_id, running=True)
+            except TransferError:
+                logger.exception("request %r: it is prefilled, but nobody will be able to read it", request.request_id)
+                return
+            self._sources.add(request.request_id)
+        if self._saves:  # also what was saved before: its blocks are others now
+            self._unsaved[request.request_id] = request
+
+    def _load(self, request: Request, pages: RemotePages, blocks: KVCacheBlocks, num_external_tokens: int) -> str:
+        """Has every rank read what is missing. Returns why not, where it cannot be."""
+        block_ids, first_blocks = _without_null(self._select(blocks.get_block_ids()))
+        # Where nothing is missing the source is told that all is here.
+        total = self._limit(request) if num_external_tokens else request.num_prompt_tokens
+        computed = min(pages.total_tokens, total) - num_external_tokens
+        try:
+            self._companion.load(request.request_id, pages, block_ids, total, computed, first_blocks=first_blocks)
+        except TransferError as error:
+            self._companion.cancel(request.request_id, str(error))
+            logger.exception("request %r cannot be loaded", request.request_id)
+            return str(error)
+        return ""
+
+    def step(self, scheduler_output: SchedulerOutput) -> StepMetadata:
+        """Returns a step's work, and begins the next step's."""
+        for request_id, request in list(self._unsaved.items()):
+            scheduled = scheduler_output.num_scheduled_tokens.get(request_id, 0)
+            if scheduled and request.num_computed_tokens + scheduled >= request.num_prompt_tokens and self.manager:
+                blocks, _ = _without_null(self._select(self.manager.get_block_ids(request_id)))
+                self._companion.save(request_id, blocks)
+                del self._unsaved[request_id]
+        metadata = StepMetadata(self._companion.build_metadata(), self._parked, self._finished, self._failing)
+        self._parked, self._finished, self._failing = set(), set(), {}
+        return metadata
+
+    def update(self, outputs: Sequence[tuple[int, WorkerOutput]]) -> None:
+        """Books what the workers have said."""
+        for rank, output in outputs:
+            progress = self._companion.update(rank, output)
+            for request_id, reason in progress.failed.items():
+                if self._waiting.pop(request_id, None) is not None:
+                    self._refuse(request_id, reason)
+                else:
+                    logger.error("%s", reason)
+            for request_id, reason in progress.sent.items():
+                if reason != "read":
+                    logger.warning("request %r: its pages were given up unread: %s", request_id, reason)
+
+    def ended(self, request: Request, block_ids: Sequence[list[int]]) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended. Returns whether its blocks are to be kept until its lease is over, and its params."""
+        request_id = request.request_id
+        self._refused.pop(request_id, None)
+        self._waiting.pop(request_id, None)
+        self._companion.cancel(request_id, f"the request has ended: {request.status}")
+        self._unsaved.pop(request_id, None)
+        if request_id not in self._sources:
+            return False, None
+        self._sources.remove(request_id)
+        self._finished.add(request_id)
+        if request.status not in _DONE:
+            self._companion.abort(request_id, f"the request has ended: {request.status}")
+            return True, None
+        blocks, first_blocks = _without_null(self._select(block_ids))
+        computed = request.num_computed_tokens  # with steps in flight, maybe more than has run; a prompt has
+        tokens = computed if self._has_states else min(computed, request.num_prompt_tokens)
+        try:
+            params = self._companion.params(request_id, blocks, tokens, first_blocks=first_blocks, granted=False)
+        except TransferError:
+            logger.exception("request %r: nobody can read it", request_id)
+            self._companion.abort(request_id, "its params could not be made")
+            return True, None
+        self._companion.computed(request_id)
+        return True, params
+
+    def close(self) -> None:
+        """Ends the handshake server. Safe to call twice."""
+        self._companion.close()
+
+
+def _wants(params: object, key: str) -> bool:
+    return isinstance(params, dict) and params.get(key) is True
+
+
+def _without_null(block_ids: Sequence[list[int]]) -> tuple[list[list[int]], list[int]]:
+    """Each group's blocks without the null ones that a window has left at the front, and how many these were."""
+    first_blocks = [next((at for at, block in enumerate(group) if block != _NULL), len(group)) for group in block_ids]
+    return [list(group[first:]) for group, first in zip(block_ids, first_blocks, strict=True)], first_blocks

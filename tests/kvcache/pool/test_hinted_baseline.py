@@ -1,0 +1,144 @@
+"""The largest share, tried beside the real one: what it counts, and that right hints are found right in any pool."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from kvcache import PagedKVCacheManager, Retention, TextContext
+from kvcache.pool.hinted_baseline import HintedShadow
+from kvcache.pool.retention import NEUTRAL, PageHints
+from tests.kvcache.build import manager_of
+
+KEEP, DROP = Retention(session_continues=True), Retention(session_continues=False)
+SESSIONS, ROUNDS = 5, 6
+
+
+def words(*ids: int) -> np.ndarray:
+    return np.array(ids, np.uint64)
+
+
+def shadow_of(pages: int, share: float = 0.5) -> HintedShadow:
+    return HintedShadow(pages, 1, np.uint64(0), share)
+
+
+def said(level: int, count: int) -> PageHints:
+    return PageHints(np.full(count, level, np.uint8), None)
+
+
+def test_it_keeps_what_is_hinted() -> None:
+    shadow = shadow_of(10, 0.8)
+    shadow.visit(words(1, 2, 3), 10)
+    shadow.leave(words(1, 2, 3), said(4, 3))
+    for first in range(100, 130, 3):
+        assert shadow.visit(words(first, first + 1, first + 2), 10) == 0
+        shadow.leave(words(first, first + 1, first + 2), said(0, 3))
+    assert shadow.visit(words(1, 2, 3, 4), 10) == 3
+
+
+def test_a_prompt_longer_than_the_room_leaves_its_head() -> None:
+    shadow = shadow_of(10, 0.0)
+    assert shadow.visit(words(*range(30)), 6) == 0
+    assert shadow.visit(words(*range(30)), 6) == 6
+    shadow.leave(words(*range(30)), PageHints(np.full(30, NEUTRAL, np.uint8), np.full(30, 1.0)))
+    assert shadow.visit(words(*range(30)), 6) == 6
+
+
+def test_pages_brought_and_pages_taken_by_others_are_told() -> None:
+    shadow = shadow_of(10)
+    shadow.touch(words(1, 2, 3))
+    shadow.forget(words(2, 9, 2))
+    assert shadow.visit(words(1, 2, 3), 10) == 1
+    shadow.clear()
+    assert shadow.visit(words(1, 2, 3), 10) == 0
+    shadow._order.check()
+
+
+def test_pages_that_one_word_does_not_tell_apart_break_nothing() -> None:
+    shadow = shadow_of(10)
+    for _ in range(3):
+        shadow.visit(words(1, 2, 1), 10)
+        shadow.leave(words(1, 2, 1), said(4, 3))
+        shadow._order.check()
+    shadow.visit(words(1, 2), 10)
+    shadow.forget(words(1, 1))
+    assert shadow.visit(words(2), 10) == 1
+
+
+def test_any_sequence_leaves_its_books_right() -> None:
+    rng, shadow = random.Random(0), shadow_of(12)
+    for _ in range(600):
+        prompt = words(*rng.sample(range(40), rng.randint(0, 15)))
+        move = rng.choice(["visit", "leave", "leave", "touch", "forget", "clear"] if rng.random() < 0.1 else ["visit"])
+        if move == "visit":
+            shadow.visit(prompt, rng.randint(1, 12))
+        elif move == "leave":
+            shadow.leave(prompt, rng.choice([None, said(rng.randint(0, 4), len(prompt))]))
+        elif move == "clear":
+            shadow.clear()
+        else:
+            getattr(shadow, move)(prompt)
+        shadow._order.check()
+        pages = shadow._order.pages().tolist()
+        assert sorted(shadow._ids.values()) == sorted(pages)
+        assert sorted([*pages, *shadow._free]) == [*range(1, 13)]
+        assert shadow._words[pages].tolist() == [
+            {page: word for word, page in shadow._ids.items()}[page] for page in pages
+        ]
+
+
+# ---- over pool sizes, through the manager
+
+
+class Load:
+    """A few sessions that come again every round, and between them prompts that never do."""
+
+    def __init__(self, pages: int, sessions: float, others: float, pool: int | None = None) -> None:
+        """`sessions` and `others`: pages of a round, in pool sizes. `pool`: pages of the manager, if not `pages`."""
+        self.length = max(1, round(sessions * pages / SESSIONS))
+        self.once = max(1, pages // 12)
+        self.between = max(1, round(others * pages / self.once / SESSIONS))
+        self.manager: PagedKVCacheManager = manager_of(
+            pool or pages, checks=False, rows=1, max_seq_len=4 * pages + 8, params={"hash_algorithm": "xxh3_128"}
+        )
+        self.names = SESSIONS
+
+    def rounds(self, count: int, sessions: Retention | None, others: Retention | None) -> list[int]:
+        """The pages that sessions found, round by round."""
+        hits = []
+        for _ in range(count):
+            hits.append(0)
+            for name in range(SESSIONS):
+                hits[-1] += self._serve(name, self.length, sessions)
+                for _ in range(self.between):
+                    self.names += 1
+                    self._serve(self.names, self.once, others)
+        return hits
+
+    def _serve(self, name: int, pages: int, retention: Retention | None) -> int:
+        context = TextContext(np.full(4 * pages + 1, name, np.int32), 4 * pages + 2, retention=retention)
+        with self.manager.claim(context):
+            assert self.manager.maybe_reserve(context)
+            found = context.start_idx // 4
+            context.update(0)
+            self.manager.step([context])
+        return found
+
+
+@pytest.mark.parametrize(("sessions", "others"), [(0.2, 0.6), (0.32, 2.5), (0.7, 0.6)])
+@pytest.mark.parametrize("pages", [8, 30, 100, 1000, 10_000])
+def test_hints_in_pools_of_any_size(pages: int, sessions: float, others: float) -> None:
+    """Right hints have all hits that fit and cost none; wrong ones cost what a pool smaller by a little costs."""
+    plain = Load(pages, sessions, others).rounds(ROUNDS, None, None)
+    load = Load(pages, sessions, others)
+    right = load.rounds(ROUNDS, KEEP, DROP)
+    assert right[-1] == SESSIONS * load.length
+    assert sum(right) >= sum(plain)
+    load.rounds(4, DROP, KEEP)
+    assert load.rounds(ROUNDS, KEEP, DROP)[-1] == SESSIONS * load.length  # the share recovers
+    # A share of 0.02 stays, and is a page at least; each page lost takes eight pages of the share that there was.
+    least = Load(pages, sessions, others, pages - 1 - pages // 50).rounds(ROUNDS, None, None)
+    wrong = Load(pages, sessions, others).rounds(ROUNDS, DROP, KEEP)
+    assert sum(wrong) >= sum(least) - 2 * SESSIONS * load.length

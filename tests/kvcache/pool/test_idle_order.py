@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcache import InvariantError
+from kvcache.pool.idle_order import CHUNK, IdleOrder, OrderLog
+
+
+def pages(*ids: int) -> np.ndarray:
+    return np.array(ids, np.int32)
+
+
+def test_oldest_first_whatever_left_the_middle() -> None:
+    order = IdleOrder(10)
+    order.append(pages(4, 3, 2))
+    order.append(pages(9, 8))
+    order.remove(pages(3, 9))
+    assert order.count == 3
+    assert order.pop(2).tolist() == [4, 2]
+    order.append(pages(4))
+    assert order.pages().tolist() == [8, 4]
+    assert order.pop(2).tolist() == [8, 4]
+    assert order.pop(0).tolist() == []
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["append", "remove", "pop"]), st.lists(st.integers(1, 30), unique=True)), max_size=60
+    )
+)
+def test_any_sequence_equals_a_list(moves: list[tuple[str, list[int]]]) -> None:
+    order, known = IdleOrder(30), list[int]()
+    for move, names in moves:
+        if move == "append":
+            new = [name for name in names if name not in known]
+            order.append(pages(*new))
+            known += new
+        elif move == "remove":
+            gone = [name for name in names if name in known]
+            order.remove(pages(*gone))
+            known = [name for name in known if name not in gone]
+        else:
+            count = min(len(names), len(known))
+            assert order.pop(count).tolist() == known[:count]
+            known = known[count:]
+        order.check()
+        assert order.pages().tolist() == known
+
+
+def test_the_log_never_runs_out_and_keeps_its_order() -> None:
+    order = IdleOrder(4)
+    order.append(pages(1, 2, 3, 4))
+    for _ in range(3 * CHUNK):
+        order.remove(pages(2))
+        order.append(pages(2))
+    assert order.pages().tolist() == [1, 3, 4, 2]
+    order.check()
+
+
+def test_chunks_thin_out_and_are_merged_in_order() -> None:
+    rng, count = np.random.default_rng(0), 5 * CHUNK
+    order, known = IdleOrder(count), np.arange(1, count + 1, dtype=np.int32)
+    order.append(known)
+    for _ in range(60):
+        gone = rng.random(len(known)) < rng.choice([0.01, 0.2, 0.7])
+        left = known[gone]
+        order.remove(left)
+        order.append(left)
+        known = np.concatenate((known[~gone], left))
+        if rng.random() < 0.3:
+            taken = order.pop(int(rng.integers(0, 3 * CHUNK)))
+            assert taken.tolist() == known[: len(taken)].tolist()
+            order.append(taken)
+            known = np.concatenate((known[len(taken) :], taken))
+        order.check()
+        assert np.array_equal(order.pages(), known)
+        some = known[rng.random(len(known)) < 0.01]
+        assert order.by_age(rng.permutation(some).astype(np.intp)).tolist() == some.tolist()
+
+
+def test_two_chunks_that_fill_one_just_are_merged() -> None:
+    order = IdleOrder(2 * CHUNK)
+    order.append(np.arange(1, 2 * CHUNK + 1))
+    order.remove(np.arange(1, 2 * CHUNK, 2))
+    assert order.squeeze()
+    assert len(order.chunks) == 1
+    assert np.array_equal(order.pages(), np.arange(2, 2 * CHUNK + 1, 2))
+    order.check()
+    assert not order.squeeze()
+
+
+def test_more_than_there_is_and_broken_books_are_named() -> None:
+    order = IdleOrder(4)
+    order.append(pages(1, 2))
+    with pytest.raises(InvariantError, match="3 pages asked for, 2 are there"):
+        order.pop(3)
+    order = IdleOrder(4)
+    order.append(pages(1, 2))
+    order.count = 3
+    with pytest.raises(InvariantError, match="count 3"):
+        order.check()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["append", "remove", "pop"]),
+            st.integers(0, 2),
+            st.lists(st.integers(1, 30), unique=True),
+        ),
+        max_size=60,
+    )
+)
+def test_orders_of_one_log_are_as_many_lists(moves: list[tuple[str, int, list[int]]]) -> None:
+    log = OrderLog(30, 3)
+    orders = [IdleOrder(30, log) for _ in range(3)]
+    known: list[list[int]] = [[], [], []]
+    for move, at, names in moves:
+        if move == "append":
+            new = [name for name in names if not any(name in mine for mine in known)]
+            orders[at].append(pages(*new))
+            known[at] += new
+        elif move == "remove":
+            gone = [name for name in names if name in known[at]]
+            orders[at].remove(pages(*gone))
+            known[at] = [name for name in known[at] if name not in gone]
+        else:
+            count = min(len(names), len(known[at]))
+            assert orders[at].oldest(count + 1).tolist() == known[at][: count + 1]
+            assert orders[at].pop(count).tolist() == known[at][:count]
+            known[at] = known[at][count:]
+        orders[at].check()
+        assert [order.pages().tolist() for order in orders] == known
+
+
+def test_one_order_takes_the_room_that_another_wastes() -> None:
+    """Thinned chunks of one order are merged where a second one that shares the log needs a chunk."""
+    rng, count = np.random.default_rng(0), 6 * CHUNK
+    log = OrderLog(count, 2)
+    first, second = IdleOrder(count, log), IdleOrder(count, log)
+    first.append(everything := rng.permutation(np.arange(1, count + 1, dtype=np.int32)))
+    known, other = everything, np.zeros(0, np.int32)
+    for _ in range(40):
+        gone = rng.random(len(known)) < rng.choice([0.1, 0.6])
+        left = known[gone]
+        first.remove(left)
+        second.append(left)
+        other, known = np.concatenate((other, left)), known[~gone]
+        back = rng.random(len(other)) < rng.choice([0.1, 0.6])
+        second.remove(other[back])
+        first.append(other[back])
+        known, other = np.concatenate((known, other[back])), other[~back]
+        first.check()
+        assert np.array_equal(first.pages(), known)
+        assert np.array_equal(second.pages(), other)
+    assert first.oldest(5).tolist() == known[:5].tolist()

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcache import InvariantError
+from kvcache.pool.index import NO_PAGE, PrefixIndex
+
+
+def digests(*names: int, words: int = 4, bucket: int | None = None) -> np.ndarray:
+    """A digest for each name; with `bucket` all fall into that bucket."""
+    found = np.random.default_rng(5).integers(1, 1 << 63, (1000, words), np.uint64)[list(names)]
+    if bucket is not None:
+        found[:, 0] = bucket
+        found[:, 1] = names
+    return found
+
+
+def pages(*ids: int) -> np.ndarray:
+    return np.array(ids, np.int32)
+
+
+def test_match_is_the_longest_run_from_the_first() -> None:
+    index = PrefixIndex(20, 4)
+    index.publish(pages(3, 5, 8), digests(0, 1, 2))
+    assert index.match(digests(0, 1, 2)).tolist() == [3, 5, 8]
+    assert index.match(digests(0, 1, 9)).tolist() == [3, 5]
+    assert index.match(digests(9, 1, 2)).tolist() == []
+    assert index.match(digests(0, 9, 2)).tolist() == [3]
+    assert index.find(digests(0, 9, 2)).tolist() == [3, NO_PAGE, 8]
+    assert index.find(digests()).tolist() == []
+
+
+def test_may_have_answers_by_the_first_word() -> None:
+    index = PrefixIndex(20, 4)
+    everything = digests(*range(12))
+    everything[:4, 0] += np.uint64(32) - everything[:4, 0] % np.uint64(32)  # one bucket of the 32
+    index.publish(pages(1, 2, 3), everything[:3])
+    index.publish(pages(4), everything[9:10])
+    assert [index.may_have(digest) for digest in everything] == [at in (0, 1, 2, 9) for at in range(12)]
+
+
+def test_content_published_before_wins() -> None:
+    index = PrefixIndex(20, 4)
+    index.publish(pages(3), digests(0))
+    assert index.publish(pages(7, 8), digests(0, 1)).tolist() == [3, 8]
+    assert index.published.nonzero()[0].tolist() == [3, 8]
+    assert index.publish(pages(3), digests(0)).tolist() == [3]
+
+
+@pytest.mark.parametrize("words", [2, 4])
+def test_a_hit_compares_the_whole_digest(words: int) -> None:
+    index = PrefixIndex(20, words)
+    one = digests(0, words=words)
+    index.publish(pages(1), one)
+    for word in range(words):
+        for bit in range(64):
+            other = one.copy()
+            other[0, word] ^= np.uint64(1) << np.uint64(bit)
+            assert index.find(other).tolist() == [NO_PAGE]
+
+
+def test_digests_that_share_their_first_word_are_told_apart() -> None:
+    index = PrefixIndex(50, 4)
+    everything = digests(*range(6), bucket=3)
+    assert len(np.unique(everything[:, 0])) == 1
+    index.publish(pages(1, 2), everything[:2])
+    assert index.find(everything).tolist() == [1, 2, 0, 0, 0, 0]
+    assert index.publish(pages(3, 4, 5, 6), everything[2:]).tolist() == [3, 4, 5, 6]
+    assert index.find(everything[::-1]).tolist() == [6, 5, 4, 3, 2, 1]
+
+
+def test_one_crowded_bucket_can_be_filled_and_emptied_in_any_order() -> None:
+    index = PrefixIndex(50, 4)
+    rng = np.random.default_rng(0)
+    everything = digests(*range(50), bucket=3)
+    for _ in range(20):
+        order = rng.permutation(50)
+        index.publish(pages(*(order + 1)), everything[order])
+        index.check()
+        gone = rng.permutation(50)[: rng.integers(1, 50)]
+        index.withdraw_one(int(gone[0] + 1))
+        index.check()
+        index.withdraw(pages(*(gone[1:] + 1)))
+        index.check()
+        assert (index.find(everything) == NO_PAGE).nonzero()[0].tolist() == sorted(gone.tolist())
+        index.withdraw(pages(*(set(range(1, 51)) - set((gone + 1).tolist()))))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 39), unique=True)), max_size=30))
+def test_any_sequence_equals_a_dict(moves: list[tuple[bool, list[int]]]) -> None:
+    index, known = PrefixIndex(40, 4), dict[int, int]()
+    everything = digests(*range(40))
+    everything[::3, 0] = 7  # some share a bucket
+    for add, names in moves:
+        if add:
+            free = [page for page in range(1, 41) if page not in known.values()]
+            taken = {name: free.pop() for name in names if name not in known}
+            if taken:
+                index.publish(pages(*taken.values()), everything[list(taken)])
+            known.update(taken)
+        else:
+            gone = [known.pop(name) for name in names if name in known]
+            index.withdraw(pages(*gone))
+        index.check()
+        assert index.find(everything).tolist() == [known.get(name, NO_PAGE) for name in range(40)]
+
+
+def test_generation_counts_changes_only() -> None:
+    index = PrefixIndex(8, 4)
+    start = index.generation
+    index.find(digests(1))
+    index.withdraw(pages())
+    assert index.generation == start
+    index.publish(pages(1), digests(1))
+    assert index.generation > start
+    start = index.generation
+    index.publish(pages(2), digests(1))
+    assert index.generation == start
+    index.withdraw(pages(1))
+    assert index.generation > start
+    index.publish(pages(1), digests(1))
+    start = index.generation
+    index.withdraw_one(1)
+    assert index.generation > start
+
+
+def test_check_names_a_broken_link() -> None:
+    index = PrefixIndex(8, 4)
+    index.publish(pages(1, 2, 3), digests(0, 1, 2, bucket=1))
+    index._next[:] = 0
+    with pytest.raises(InvariantError, match="is published, but its digest finds page 0"):
+        index.check()
+    index = PrefixIndex(8, 4)
+    index.publish(pages(1), digests(0))
+    index.published[1] = False
+    with pytest.raises(InvariantError, match="0 pages are published, but the chains link 1"):
+        index.check()

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import numpy as np
+
+from kvcache.pool.pages import PagePool
+
+
+def pages(*ids: int) -> np.ndarray:
+    return np.array(ids, np.int32)
+
+
+def test_what_a_release_would_free_is_what_it_frees() -> None:
+    """Pages of one holder and of two, with a writer and without, published and not."""
+    pool = PagePool(20, 2)
+    held = pool.allocate(8)
+    pool.index.publish(held[::2], np.arange(1, 9, dtype=np.uint64).reshape(4, 2))
+    pool.hold(held[4:])
+    pool.add_writer(held[2:6])
+    assert pool.would_be_freed(held) == 2
+    assert pool.would_be_freed(held[4:]) == 0
+    assert pool.would_be_freed(pages()) == 0
+    before = pool.free_count
+    pool.release(held)
+    assert pool.free_count == before + 2
+    assert pool.would_be_taken(held) == 2
+    assert pool.would_be_freed(held[4:]) == 2  # of the four with one holder two are being written
+    pool.drop_writer(held[2:6])
+    assert pool.would_be_freed(held) == 4
+    assert pool.would_be_taken(held) == 4

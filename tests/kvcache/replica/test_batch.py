@@ -1,0 +1,226 @@
+"""A batch moved in arrays does what the plain calls do, whoever else moves its contexts meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcache import InvalidRequestError, PagedKVCacheManager, SequenceTooLongError, TextContext
+from kvcache.replica.batch import _STEPS_KEPT, Gathered
+
+
+def running(manager: PagedKVCacheManager, lengths: list[int], longest: int = 4096, name: str = "") -> list[TextContext]:
+    """Requests whose prompts are computed: next each decodes."""
+    contexts = [TextContext(np.arange(length) % 7 + at, longest, f"{name}{at}") for at, length in enumerate(lengths)]
+    for at, context in enumerate(contexts):
+        manager.external_claim(context.request_id, at % manager.num_replicas)
+        assert manager.maybe_reserve(context)
+    manager.fetch(contexts)
+    for context in contexts:
+        context.update(3)
+    manager.step(contexts)
+    return contexts
+
+
+def indices(context: TextContext) -> tuple[int, int, int, list[int]]:
+    return context.start_idx, context.active_idx, context.end_idx, context.tokens.tolist()
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_batch_equals_the_plain_calls_over_hundreds_of_steps(make: Any, dp: int, caching: bool) -> None:
+    lengths = [3, 9, 4, 17, 9, 8]  # two of them equal: their pages meet in the index
+    options = {"page_size": 4, "max_seq_len": 1024, "caching": caching, "dp": dp, "checks": False}
+    plain, batched = make(2000, **options), make(2000, **options)
+    ours, theirs = running(batched, lengths), running(plain, lengths)
+    batch = batched.batch(ours)
+    rng = np.random.default_rng(0)
+    for step in range(_STEPS_KEPT + 60):
+        tokens = rng.integers(0, 3, len(lengths))
+        assert batched.reserve_batch(batch).all()
+        fetched = batched.fetch(batch)
+        assert all(plain.maybe_reserve(context) for context in theirs)
+        for mine, wanted in zip(fetched, plain.fetch(theirs), strict=True):
+            assert mine.cache_lengths.tolist() == wanted.cache_lengths.tolist()
+            assert mine.max_lengths.tolist() == wanted.max_lengths.tolist()
+            assert mine.lookup_table.shape == wanted.lookup_table.shape
+            assert ((mine.lookup_table == 0) == (wanted.lookup_table == 0)).all()
+        batch.update(tokens)
+        for context, token in zip(theirs, tokens.tolist(), strict=True):
+            context.update(token)
+        batched.step(batch)
+        plain.step(theirs)
+        assert batched.num_free_blocks == plain.num_free_blocks
+        if step % 20 == 0:
+            batched.check()
+            assert indices(ours[step % 6]) == indices(theirs[step % 6])
+    assert [indices(context) for context in ours] == [indices(context) for context in theirs]
+    assert batched.metrics == plain.metrics
+    for ours_one, theirs_one in zip(ours, theirs, strict=True):
+        assert batched.block_table(ours_one.request_id).digests == plain.block_table(theirs_one.request_id).digests
+
+
+def test_steps_ahead_are_reserved_and_fetched(make: Any) -> None:
+    manager = make(64, page_size=4)
+    batch = manager.batch(running(manager, [4, 5]))
+    for ahead in (9, 1, 3):
+        assert manager.reserve_batch(batch, ahead).all()
+        (entry,) = manager.fetch(batch, ahead)
+        ends = batch.ends.max()
+        assert entry.max_lengths.tolist() == [[1, ends + step] for step in range(ahead)]
+        assert entry.lookup_table.shape[1] == -(-(ends + ahead - 1) // 4)
+        batch.update([1, 1])
+        manager.step(batch)
+
+
+def test_pages_that_filled_at_different_tokens_are_booked_by_one_step(make: Any) -> None:
+    plain, batched = make(64, page_size=4), make(64, page_size=4)
+    theirs, ours = running(plain, [5, 6, 7]), running(batched, [5, 6, 7])
+    batch = batched.batch(ours)
+    assert batched.reserve_batch(batch, 3).all()
+    assert plain.reserve_batch(theirs, 3).all()
+    for token in (1, 5, 2):  # their second pages are full after the third, the second and the first of these
+        batch.update([token, token + 1, token + 2])
+        for at, context in enumerate(theirs):
+            context.update(token + at)
+    batched.step(batch)
+    plain.step(theirs)
+    for mine, wanted in zip(ours, theirs, strict=True):
+        table = batched.block_table(mine.request_id)
+        assert len(table.digests) == 2 * 32
+        assert table.digests == plain.block_table(wanted.request_id).digests
+
+
+def test_a_step_that_fills_no_page_asks_for_no_digest(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, asked = make(64, page_size=4), list[int]()
+    contexts = running(manager, [4, 4, 4])
+    digests = Gathered.digests
+    monkeypatch.setattr(Gathered, "digests", lambda self, at, *rest: asked.append(len(at)) or digests(self, at, *rest))
+    for _ in range(8):
+        assert manager.reserve_batch(contexts).all()
+        manager.fetch(contexts)
+        for context in contexts:
+            context.update(3)
+        manager.step(contexts)
+    assert asked == [3, 3]
+
+
+def test_contexts_catch_up_when_they_are_read(make: Any) -> None:
+    manager = make(64, page_size=4)
+    contexts = running(manager, [4, 5])
+    batch = manager.batch(contexts)
+    for token in (10, 11, 12):
+        assert manager.reserve_batch(batch).all()
+        batch.update(np.array([token, token + 10]))
+        manager.step(batch)
+    assert contexts[1].tokens.tolist()[-3:] == [20, 21, 22]
+    assert (contexts[0].start_idx, contexts[0].active_idx, contexts[0].end_idx) == (7, 8, 8)
+    assert contexts[0].active_length == 1
+    assert contexts[0].current_length == 8
+    assert "end=8" in repr(contexts[0])
+
+
+def test_a_context_that_others_move_is_read_anew(make: Any) -> None:
+    manager = make(64, page_size=4)
+    contexts = running(manager, [4, 5, 6])
+    batch, part = manager.batch(contexts), manager.batch(contexts[:2])
+    for token in range(30):
+        assert manager.reserve_batch(batch).all()
+        batch.update([token] * 3)
+        manager.step(batch)
+        contexts[token % 3].update(90)  # by itself
+        assert manager.reserve_batch(part).all()
+        part.update([91, 92])  # by another batch
+        manager.step(part)
+    assert contexts[0].tokens.tolist()[-4:] == [28, 91, 29, 91]
+    assert contexts[2].tokens.tolist()[-2:] == [29, 90]
+    assert batch.ends.tolist() != [context.end_idx for context in contexts]  # it has not looked yet
+    assert manager.fetch(batch)[0].cache_lengths.tolist() == [context.start_idx for context in contexts]
+
+
+def test_prefill_decode_and_chunks_in_one_batch(make: Any) -> None:
+    manager = make(64, page_size=4)
+    decoding = running(manager, [5])
+    fresh = TextContext(range(100, 120), 64)
+    manager.external_claim(fresh.request_id)
+    batch = manager.batch([*decoding, fresh])
+    fresh.set_token_indices(active_idx=9)
+    for start in (0, 9, 20, 21):
+        assert manager.reserve_batch(batch).all()
+        (entry,) = manager.fetch(batch)
+        assert entry.cache_lengths.tolist()[1] == fresh.start_idx == start
+        batch.update([1, 2])
+        manager.step(batch)
+    assert fresh.tokens.tolist() == [*range(100, 120), 2, 2, 2]
+
+
+def test_bad_tokens_touch_nothing(make: Any) -> None:
+    manager = make(64, page_size=4)
+    contexts = running(manager, [4, 5])
+    batch = manager.batch(contexts)
+    before = [indices(context) for context in contexts]
+    for bad, message in (
+        ([1], r"batch of 2 requests: tokens of shape \(1,\)"),
+        ([1.0, 2.0], "dtype float64"),
+        ([1, -1], "request '1': token -1"),
+        (np.array([1 << 31, 0]), "request '0': token 2147483648"),
+        (np.array([0, -5], np.int32), "request '1': token -5"),
+    ):
+        with pytest.raises(InvalidRequestError, match=message):
+            batch.update(bad)
+    assert [indices(context) for context in contexts] == before
+
+
+def test_the_longest_request_is_refused_by_name_and_nobody_moves(make: Any) -> None:
+    manager = make(64, page_size=4)
+    contexts = running(manager, [4, 6], longest=8)
+    batch = manager.batch(contexts)
+    assert manager.reserve_batch(batch, 3).all()
+    batch.update([1, 1])
+    with pytest.raises(SequenceTooLongError, match="request '1': token 9 is past its max_length 8"):
+        batch.update([1, 1])
+    assert [context.end_idx for context in contexts] == [6, 8]
+
+
+def test_a_batch_ends_with_the_release_of_one_of_its_requests(make: Any) -> None:
+    manager = make(64, page_size=4)
+    contexts = running(manager, [4, 5, 6])
+    batch = manager.batch(contexts)
+    running(manager, [4], name="other")
+    manager.release("other0")
+    assert manager.reserve_batch(batch).all()  # somebody else's release is nothing to it
+    manager.release("1")
+    for call in (manager.reserve_batch, manager.fetch, manager.step):
+        with pytest.raises(InvalidRequestError, match="request '1': .* of a batch made before its release"):
+            call(batch)
+    rest = manager.batch([contexts[0], contexts[2]])
+    assert manager.reserve_batch(rest).all()
+
+
+def test_a_full_pool_refuses_those_that_cross_a_page_and_nobody_else(make: Any) -> None:
+    manager = make(5, page_size=4)
+    contexts = running(manager, [7, 6, 3])  # five pages; the first and the last stand at their page's end
+    batch = manager.batch(contexts)
+    assert manager.reserve_batch(batch).tolist() == [True, True, True]
+    batch.update([1, 1, 1])
+    manager.step(batch)
+    assert manager.reserve_batch(batch).tolist() == [False, True, False]
+    with pytest.raises(RuntimeError, match="'0': 9 tokens.*hold 8: call maybe_reserve"):
+        manager.fetch(batch)
+
+
+def test_it_is_a_sequence(make: Any) -> None:
+    manager = make(64)
+    contexts = running(manager, [4, 5])
+    batch = manager.batch(contexts)
+    assert list(batch) == contexts
+    assert batch[1] is contexts[1]
+    assert batch[:1] == (contexts[0],)
+    assert len(manager.batch([])) == 0
+    empty = manager.batch([])
+    assert manager.reserve_batch(empty).tolist() == []
+    assert manager.fetch(empty)[0].lookup_table.shape == (0, 0)
+    empty.update([])
+    manager.step(empty)

@@ -1,0 +1,643 @@
+"""The file tier: pages outlive the manager, and what is wrong in the folder is a miss."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcache import InvalidParamsError, InvariantError, PoolTooSmallError
+from kvcache.tiers import file_tier as module
+from kvcache.tiers.file_tier import FileTier
+from kvcache.tiers.page_files import FileFormat, SystemIO
+from kvcache.tiers.page_folder import PageFolder
+from tests.kvcache.served import Served
+
+PROMPT = range(17)  # four full pages and a token
+Make = Callable[..., Served]
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterable[Make]:
+    made: list[Served] = []
+
+    def make(
+        pages: int = 8, host_slots: int = 40, *, gb: float = 1e-3, key: str = "model", io: Any = None, **options: Any
+    ) -> Served:
+        files = {"file_tier_dir": str(tmp_path), "file_tier_max_gb": gb, "file_tier_key": key, "file_tier_io": io}
+        given = {**options.pop("params", {}), **files}
+        made.append(Served(pages, host_slots, params=given, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.manager.check()
+        one.manager.close()
+
+
+def files_of(it: Served) -> FileTier:
+    assert it.tiers.files is not None
+    return it.tiers.files
+
+
+def page_files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.pages"))
+
+
+def down(it: Served) -> None:
+    """Bring everything that is published to files."""
+    it.tiers.settle()
+    files_of(it).flush()
+
+
+def test_a_restart_finds_what_was_written(served: Make) -> None:
+    it = served()
+    assert it.serve(PROMPT) == 0
+    assert it.serve([7, *range(30)]) == 0
+    it.manager.close()
+    assert it.manager.metrics.file_blocks_written == 11
+    again = served()
+    assert again.serve(PROMPT) == 16
+    assert again.serve([7, *range(30)]) == 28
+    assert again.manager.metrics.file_blocks_read == 11
+    assert again.kv.compared == 44
+
+
+def test_reads_leave_half_of_the_free_slots_to_writes(served: Make) -> None:
+    it = served(16, 40)
+    it.serve(range(61))  # 15 full pages
+    it.manager.close()
+    again = served(16, 10)
+    digests = again.digests(range(61))
+    assert files_of(again).promote(digests, wait=True)
+    assert again.tiers.host.pool.index.published.sum() == again.manager.metrics.file_blocks_read == 5
+    held = again.tiers.host.pool.allocate(7)
+    files_of(again).promote(digests[5:], wait=True)
+    assert again.manager.metrics.file_blocks_read == 6  # one of the three slots that are left
+    again.tiers.host.pool.release(held)
+
+
+def test_a_file_that_is_not_full_is_written_late(served: Make) -> None:
+    it = served(16, 40)
+    now = 100.0
+    files_of(it)._clock = lambda: now
+    it.serve(PROMPT)
+    it.tiers.settle()
+    assert 4 < files_of(it).pages_a_file == 10
+    for passed, writes in ((0.0, False), (0.99, False), (1.01, True)):
+        now = 100.0 + passed
+        files_of(it).tick()
+        assert (files_of(it)._write is not None) == writes
+    files_of(it).flush()
+    assert it.manager.metrics.file_blocks_written == 4
+    now = 200.0
+    it.serve([7, *range(48)])
+    it.tiers.settle()
+    files_of(it).tick()
+    assert files_of(it)._write is not None  # a full one is written at once
+    assert len(files_of(it)._write.digests) == 10
+
+
+def test_what_the_host_has_lost_comes_back_from_files(served: Make) -> None:
+    it = served(8, 8)
+    it.serve(PROMPT)
+    down(it)
+    it.fill(8)
+    it.fill(8)
+    down(it)
+    assert it.serve(PROMPT) == 16
+    assert it.manager.metrics.file_blocks_read == 4
+
+
+@pytest.mark.parametrize("other", ["key", "salt", "dim", "algorithm", "page_order"])
+def test_pages_of_another_kind_are_not_found(served: Make, other: str) -> None:
+    it = served(layers=2, heads=2)
+    it.serve(PROMPT, salt="a")
+    it.manager.close()
+    options: dict[str, dict[str, Any]] = {
+        "key": {"key": "another model"},
+        "dim": {"head_dim": 4},
+        "algorithm": {"params": {"hash_algorithm": "xxh3_128"}},
+        "page_order": {"params": {"page_order": "layer,side,head,token,dim"}},
+        "salt": {},
+    }
+    again = served(layers=2, heads=2, **options[other])
+    assert again.serve(PROMPT, salt="b" if other == "salt" else "a") == 0
+    assert again.manager.metrics.file_blocks_refused == 0
+
+
+def test_shards_lie_side_by_side_in_a_file(served: Make) -> None:
+    it = served(tp=2, heads=4)
+    it.serve(PROMPT)
+    it.manager.close()
+    again = served(tp=2, heads=4, dp=2)
+    assert again.serve(PROMPT, replica=1) == 16
+    assert again.kv.compared == 32
+
+
+def damage(it: FileTier, path: Path, how: str, rng: np.random.Generator) -> None:
+    content = bytearray(path.read_bytes())
+    table = it._layout.count_of(len(content)) * it._layout.page_bytes
+    if how in ("gone", "folder", "link"):
+        path.rename(path.with_suffix(".moved"))
+    if how == "folder":
+        path.mkdir()
+    elif how == "link":
+        path.symlink_to(path.with_suffix(".moved"))
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "cut":
+        path.write_bytes(content[: int(rng.integers(len(content)))])
+    elif how == "longer":
+        path.write_bytes(content + b"?" * int(rng.integers(1, it._layout.page_bytes)))
+    elif how == "noise":
+        path.write_bytes(rng.integers(0, 256, len(content), np.uint8).tobytes())
+    elif how != "gone":
+        first, last = {"page": (0, table), "row": (table, len(content) - 56), "footer": (len(content) - 56, None)}[how]
+        content[int(rng.integers(first, last or len(content)))] ^= int(rng.integers(1, 256))
+        path.write_bytes(content)
+
+
+# Of each damage, why pages are refused where it is done while the tier runs, and files where it is done before.
+DAMAGE: dict[str, tuple[set[str], set[str]]] = {
+    "gone": ({"gone"}, set()),
+    "folder": ({"unreadable"}, {"unreadable"}),
+    "link": ({"unreadable"}, {"unreadable"}),
+    "empty": ({"cut"}, {"cut"}),
+    "cut": ({"cut"}, {"cut"}),
+    "longer": ({"cut"}, {"cut"}),
+    "noise": ({"foreign"}, {"foreign"}),
+    "page": ({"corrupted"}, set()),  # what a start reads of a file is its end
+    "row": ({"foreign", "corrupted"}, {"corrupted"}),
+    "footer": (set(), {"foreign", "corrupted"}),
+}
+
+
+@pytest.mark.parametrize("when", ["before the start", "while it runs"])
+@pytest.mark.parametrize("how", DAMAGE)
+def test_damaged_files_are_misses(served: Make, tmp_path: Path, how: str, when: str) -> None:
+    rng, pages, files = np.random.default_rng(11), Counter[str](), Counter[str]()
+    for round_number in range(3):
+        it = served(8, 200, key=f"{round_number}")
+        prompts = [[first, *range(int(rng.integers(8, 30)))] for first in range(3)]
+        for prompt in prompts:
+            it.serve(prompt)
+            down(it)
+        it.manager.close()
+        again = None if when == "before the start" else served(8, 200, key=f"{round_number}")
+        for path in page_files(tmp_path):
+            damage(it.manager._replicas.tiers._counted[0], path, how, rng)
+        again = again or served(8, 200, key=f"{round_number}")
+        for prompt in prompts * 2:
+            again.serve(prompt)  # its KV is compared
+        again.manager.check()
+        counted = again.manager.metrics
+        assert counted.file_blocks_refused == files_of(again).refusals.total()
+        assert {why: getattr(counted, f"file_blocks_{why}") for why in files_of(again).refusals} == files_of(
+            again
+        ).refusals
+        assert counted.files_refused == files_of(again)._folder.refusals.total()
+        pages += files_of(again).refusals
+        files += files_of(again)._folder.refusals
+        down(again)
+        again.manager.close()
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
+    running, starting = DAMAGE[how]
+    if when == "while it runs":
+        assert (bool(pages), pages.keys() <= running, files) == (bool(running), True, {})
+    else:
+        assert (bool(files), files.keys() <= starting) == (bool(starting), True)
+        assert pages.keys() == ({"corrupted"} if how == "page" else set())
+
+
+def test_a_page_found_wrong_is_written_again(served: Make, tmp_path: Path) -> None:
+    it = served()
+    it.serve(PROMPT)
+    it.manager.close()
+    (path,) = page_files(tmp_path)
+    again = served()
+    damage(files_of(again), path, "noise", np.random.default_rng(0))
+    assert again.serve(PROMPT) == 0
+    assert again.manager.metrics.file_blocks_refused == 4
+    again.manager.close()
+    third = served()
+    assert third.serve(PROMPT) == 16
+
+
+def test_the_good_pages_of_a_damaged_file_are_read(served: Make, tmp_path: Path) -> None:
+    it = served()
+    it.serve(PROMPT)
+    it.manager.close()
+    again = served()
+    (path,) = page_files(tmp_path)
+    with path.open("r+b") as file:
+        file.seek(2 * files_of(again)._layout.page_bytes + 5)
+        file.write(b"!")
+    assert again.serve(PROMPT) == 8
+    assert (again.manager.metrics.file_blocks_read, again.manager.metrics.file_blocks_refused) == (3, 1)
+
+
+def test_the_files_stay_within_their_limit(served: Make, tmp_path: Path) -> None:
+    it = served(8, 16, gb=4000 / 2**30)
+    for _ in range(30):
+        it.fill(8)
+        down(it)
+        files_of(it).check()
+    it.manager.close()
+    assert 0 < sum(path.stat().st_size for path in page_files(tmp_path)) <= 4000
+    smaller = served(8, 16, gb=1500 / 2**30)
+    files_of(smaller).check()
+    smaller.manager.close()
+    assert sum(path.stat().st_size for path in page_files(tmp_path)) <= 1500
+
+
+def test_the_least_recently_used_file_goes_first(served: Make) -> None:
+    it = served(8, 40, gb=2800 / 2**30)  # two files of seven pages, and not three
+    for first in (100, 200):
+        it.serve([first, *range(28)])
+        down(it)
+    it.serve([100, *range(28)])  # from the host: its file counts as used all the same
+    down(it)
+    it.serve([300, *range(28)])
+    down(it)
+    it.manager.close()
+    again = served(8, 40, gb=2800 / 2**30)
+    assert [again.serve([first, *range(28)]) for first in (100, 200, 300)] == [28, 0, 28]
+
+
+def test_processes_find_each_others_files(served: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_RESCAN_S", 0.0)
+    one, two = served(), served()
+    one.serve(PROMPT)
+    down(one)
+    for _ in range(200):
+        files_of(two).tick()
+        time.sleep(0.005)
+        if len(files_of(two)._index.names):
+            break
+    assert two.serve(PROMPT) == 16
+    for path in page_files(files_of(one)._folder.path):
+        path.unlink()
+    for _ in range(200):
+        files_of(two).tick()
+        time.sleep(0.005)
+        if not files_of(two)._index.names:
+            break
+    files_of(two).check()
+    assert not files_of(two)._index.names
+
+
+def test_a_reset_leaves_nothing_to_find_not_after_a_restart_either(served: Make) -> None:
+    it, neighbour = served(), served()
+    it.serve(PROMPT)
+    down(it)
+    it.manager.reset_prefix_cache()
+    assert it.serve(PROMPT) == 0
+    it.manager.reset_prefix_cache()
+    neighbour.serve(PROMPT)  # not reset: writes of the old weights go where nobody looks
+    down(neighbour)
+    it.manager.close()
+    again = served()
+    assert again.serve(PROMPT) == 0
+    again.manager.close()
+    assert served().serve(PROMPT) == 16
+
+
+def test_a_neighbour_that_is_reset_too_shares_again(served: Make) -> None:
+    it, neighbour = served(), served()
+    it.manager.reset_prefix_cache()
+    neighbour.manager.reset_prefix_cache()
+    assert files_of(it)._folder.path == files_of(neighbour)._folder.path
+
+
+@pytest.mark.parametrize("what", ["root", "namespace", "epoch", "name", "files", "a file instead", "a link instead"])
+def test_a_folder_that_disappears_is_made_again(
+    served: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    """While it runs: what was there is a miss, what comes is written, and found by the next start."""
+    it = served(8, 8)
+    it.serve(PROMPT)
+    down(it)
+    epoch, elsewhere = files_of(it)._folder.path, tmp_path.parent / f"{tmp_path.name}-elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / f"{'0' * 32}.pages").write_text("somebody's")
+    if what in ("root", "namespace", "epoch"):
+        shutil.rmtree({"root": tmp_path, "namespace": epoch.parent, "epoch": epoch}[what])
+    elif what == "name":
+        (epoch.parent / "current").unlink()
+    elif what == "files":
+        for path in page_files(tmp_path):
+            path.unlink()
+    else:
+        shutil.rmtree(epoch)
+        if what == "a file instead":
+            epoch.touch(0o600)
+        else:
+            epoch.symlink_to(elsewhere)
+    it.fill(8)
+    it.fill(8)  # the host has lost the prompt
+    down(it)
+    assert it.serve(PROMPT) == (16 if what == "name" else 0)
+    down(it)
+    it.manager.check()
+    assert "no page is written" not in caplog.text
+    assert modes(tmp_path) <= {(True, 0o700), (False, 0o600)}
+    assert [path.read_text() for path in elsewhere.iterdir()] == ["somebody's"]
+    it.manager.close()
+    assert served(8, 8).serve(PROMPT) == (0 if what == "name" else 16)
+
+
+@pytest.mark.parametrize("what", ["root", "namespace", "epoch"])
+def test_a_folder_deleted_before_a_reset_or_between_two_runs(served: Make, tmp_path: Path, what: str) -> None:
+    for deleted_before in ("reset", "start"):
+        it = served()
+        it.serve(PROMPT)
+        down(it)
+        epoch = files_of(it)._folder.path
+        folder = {"root": tmp_path, "namespace": epoch.parent, "epoch": epoch}[what]
+        if deleted_before == "reset":
+            shutil.rmtree(folder)
+            it.manager.reset_prefix_cache()
+        else:
+            it.manager.close()
+            shutil.rmtree(folder)
+            it = served()
+        assert it.serve(PROMPT) == 0
+        it.manager.close()
+        assert served().serve(PROMPT) == 16
+        shutil.rmtree(tmp_path, ignore_errors=True)
+
+
+def modes(folder: Path) -> set[tuple[bool, int]]:
+    """Of the folder and all that is in it: whether it is one, and who may read it."""
+    found = [folder, *folder.rglob("*")]
+    return {(path.is_dir(), path.lstat().st_mode & 0o7777) for path in found if not path.is_symlink()}
+
+
+@pytest.fixture
+def umask() -> Iterable[Callable[[int], int]]:
+    before = os.umask(0o022)
+    yield os.umask
+    os.umask(before)
+
+
+@pytest.mark.parametrize("mask", [0, 0o022, 0o077, 0o277])
+def test_files_and_folders_are_their_owners_alone(
+    served: Make, tmp_path: Path, umask: Callable[[int], int], mask: int
+) -> None:
+    class Watched(SystemIO):
+        def write(self, file: int, parts: Any, offset: int) -> None:
+            seen.update(modes(tmp_path))  # temporary files, too
+            super().write(file, parts, offset)
+
+    seen: set[tuple[bool, int]] = set()
+    shutil.rmtree(tmp_path)
+    umask(mask)
+    it = served(io=lambda memory: Watched())
+    it.serve(PROMPT)
+    down(it)
+    it.manager.reset_prefix_cache()
+    it.serve(PROMPT)
+    it.manager.close()
+    assert page_files(tmp_path)
+    assert seen == modes(tmp_path) == {(True, 0o700), (False, 0o600)}
+
+
+def test_what_is_there_with_wider_rights_is_tightened(served: Make, tmp_path: Path) -> None:
+    it = served()
+    it.serve(PROMPT)
+    it.manager.close()
+    for path in [tmp_path, *tmp_path.rglob("*")]:
+        path.chmod(0o777 if path.is_dir() else 0o666)
+    again = served()
+    assert again.serve(PROMPT) == 16
+    again.manager.reset_prefix_cache()
+    again.manager.close()
+    assert modes(tmp_path) == {(True, 0o700), (False, 0o600)}
+
+
+def test_a_root_with_other_things_is_left_as_it_is(served: Make, tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("x")
+    tmp_path.chmod(0o755)
+    assert served().serve(PROMPT) == 0
+    assert tmp_path.stat().st_mode & 0o7777 == 0o755
+    assert (tmp_path / "other").stat().st_mode & 0o077 == 0o044
+    tmp_path.chmod(0o1777)  # as /tmp
+    assert served(key="b").serve(PROMPT) == 0
+    tmp_path.chmod(0o777)
+    with pytest.raises(InvalidParamsError, match="others may rename what is in it: mode 777"):
+        served(key="c")
+
+
+def test_no_link_is_followed(served: Make, tmp_path: Path) -> None:
+    """Planted where a folder or a file of ours is to be: nothing beyond it is read, written or removed."""
+    elsewhere = tmp_path.parent / f"{tmp_path.name}-elsewhere"
+    it = served()
+    it.serve(PROMPT)
+    it.manager.close()
+    epoch = files_path = next(path for path in tmp_path.rglob("epoch-*") if path.is_dir())
+    home, (file,) = epoch.parent, page_files(files_path)
+    shutil.copytree(epoch, elsewhere)
+    (elsewhere / f"{'f' * 32}.pages").write_text("somebody's")
+    before = {path.name: path.read_bytes() for path in elsewhere.iterdir()}
+    shutil.move(file, elsewhere / "moved")
+    file.symlink_to(elsewhere / "moved")
+    assert served().serve(PROMPT) == 0
+    shutil.rmtree(epoch)
+    epoch.symlink_to(elsewhere)
+    assert served().serve(PROMPT) == 0
+    (home / "current").unlink()
+    (home / "current").symlink_to(elsewhere / "name")
+    (elsewhere / "name").write_text("epoch-0123456789abcdef")
+    assert served().serve(PROMPT) == 0
+    assert not (home / "epoch-0123456789abcdef").exists()
+    (elsewhere / "name").unlink()
+    (elsewhere / "moved").unlink()
+    assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == before
+    shutil.rmtree(home)
+    home.symlink_to(elsewhere)
+    with pytest.raises(InvalidParamsError, match="cannot be used"):
+        served()
+    assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == before
+
+
+def test_a_folder_of_somebody_else_is_refused(served: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served()
+    link = tmp_path.parent / f"{tmp_path.name}-link"
+    link.symlink_to(tmp_path)
+    assert PageFolder(link, bytes(16)).path.is_relative_to(tmp_path)
+    owner = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.raises(InvalidParamsError, match=f"cannot be used: .* is user {owner}'s"):
+        served()
+
+
+def test_a_full_disk_is_no_error(served: Make, caplog: pytest.LogCaptureFixture) -> None:
+    class Full(SystemIO):
+        def write(self, *_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+    it = served(io=lambda memory: Full())
+    assert it.serve(PROMPT) == 0
+    down(it)
+    assert "No space left" in caplog.text
+    assert it.serve(PROMPT) == 16
+    assert it.manager.metrics.file_blocks_written == 0
+
+
+class SlowReads(SystemIO):
+    """Reads that wait until they may."""
+
+    may = threading.Event()
+
+    def read(self, file: int, parts: Any, offset: int) -> None:
+        self.may.wait(10)
+        super().read(file, parts, offset)
+
+
+def test_prefetch_brings_pages_before_the_request_is_claimed(served: Make) -> None:
+    it = served()
+    it.serve(PROMPT)
+    it.manager.close()
+    again = served(io=lambda memory: SlowReads())
+    SlowReads.may.clear()
+    context = again.claim(PROMPT)
+    assert again.manager.prefetch(context)
+    assert again.manager.prefetch(context)
+    SlowReads.may.set()
+    for _ in range(400):
+        if not again.manager.prefetch(context):
+            break
+        time.sleep(0.005)
+    assert again.manager.metrics.file_blocks_read == 4
+    assert again.manager.maybe_reserve(context)
+    assert context.start_idx == 16
+    again.run(context)
+
+
+def test_a_reservation_does_not_wait_long_and_a_later_chunk_takes_what_has_come(
+    served: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_LONGEST_WAIT_S", 0.01)
+    it = served()
+    it.serve(PROMPT)
+    it.manager.close()
+    again = served(io=lambda memory: SlowReads())
+    SlowReads.may.clear()
+    context = again.claim(PROMPT)
+    context.set_token_indices(active_idx=4)
+    assert again.manager.maybe_reserve(context)
+    assert context.start_idx == 0
+    again.run(context)
+    SlowReads.may.set()
+    files_of(again)._reads[0].right.result()
+    assert again.manager.maybe_reserve(context)
+    assert context.start_idx == 16
+    again.run(context)
+    assert again.kv.compared == 16
+
+
+def test_prefetch_without_files_does_nothing() -> None:
+    it = Served(8, 40)
+    assert not it.manager.prefetch(it.claim(PROMPT))
+
+
+def test_what_no_tier_can_be_made_of(served: Make, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(InvalidParamsError, match="file_tier_dir .* cannot be used"):
+        Served(8, 8, params={"file_tier_dir": f"{tmp_path}/file", "file_tier_max_gb": 1, "file_tier_key": "k"})
+    with pytest.raises(PoolTooSmallError, match="2 bytes do not hold a page: 232 are needed"):
+        served(gb=2 / 2**30)
+
+
+def test_managers_that_start_at_once_use_one_folder(tmp_path: Path) -> None:
+    for number in range(20):
+        with ThreadPoolExecutor(8) as pool:
+            made = list(pool.map(lambda _, n=number: PageFolder(tmp_path, bytes([n]) * 16).path, range(8)))
+        assert len(set(made)) == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"epoch-", b"../../elsewhere", b"\xff\xfe", b"epoch-0123456789abcdef/.."])
+def test_a_broken_name_of_the_epoch_starts_a_new_one(tmp_path: Path, content: bytes) -> None:
+    first = PageFolder(tmp_path, bytes(16))
+    (first.path.parent / "current").write_bytes(content)
+    second, third = PageFolder(tmp_path, bytes(16)), PageFolder(tmp_path, bytes(16))
+    assert second.path == third.path != first.path
+    assert second.path.parent == first.path.parent
+
+
+def test_what_lies_about_is_left_alone_or_tidied(served: Make) -> None:
+    it = served()
+    it.serve(PROMPT)
+    folder = files_of(it)._folder.path
+    it.manager.close()
+    old, new, mine = folder / f"{'0' * 16}-1.tmp", folder / f"{'0' * 16}-2.tmp", folder / "README"
+    for path in (old, new, mine):
+        path.write_text("x")
+    os.utime(old, (1, 1))
+    os.mkfifo(folder / f"{'a' * 32}.pages")
+    assert served().serve(PROMPT) == 16
+    assert (old.exists(), new.exists(), mine.exists()) == (False, True, True)
+
+
+def test_check_recounts_the_files(served: Make) -> None:
+    it = served(checks=False)
+    it.serve(PROMPT)
+    down(it)
+    index = files_of(it)._index
+    for change, message in (
+        (lambda: setattr(index, "bytes", index.bytes + 1), "counted"),
+        (lambda: index._place_of.__setitem__(1, 7), "other places"),
+        (lambda: index._file_of.__setitem__(1, 7), "do not know each other"),
+        (lambda: setattr(index, "_free_count", index._free_count - 1), "are not all of them"),
+        (lambda: index.reading.__setitem__(1, True), "0 entries are being read"),
+        (lambda: it.tiers.host.pool.hold(np.array([1], np.int32)), "host tier: page 1"),
+    ):
+        index.check()
+        saved = (index.bytes, index._place_of.copy(), index._file_of.copy(), index._free_count)
+        change()
+        with pytest.raises(InvariantError, match=message):
+            it.manager.check()
+        index.bytes, index._place_of, index._file_of, index._free_count = saved
+        index.reading[:] = False
+    it.tiers.host.pool.release(np.array([1], np.int32))
+
+
+def test_random_prompts_over_three_tiers(served: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two managers on one folder, small on every tier; every cached token is compared, all books after each move."""
+    monkeypatch.setattr(module, "_LONGEST_QUEUED_S", 0.0)
+    monkeypatch.setattr(module, "_RESCAN_S", 0.02)
+    rng = np.random.default_rng(8)
+    both = [served(12, 24, gb=9000 / 2**30, checks=False) for _ in range(2)]
+    for move in range(400):
+        it = both[int(rng.integers(2))]
+        prompt = [int(rng.integers(9)), *range(int(rng.integers(1, 36)))]
+        it.serve(prompt, salt=[None, "t"][rng.integers(2)])
+        it.manager.check()
+        if move % 150 == 149:
+            it.manager.reset_prefix_cache()
+    for it in both:
+        assert it.manager.metrics.file_blocks_written > 5
+        assert it.manager.metrics.file_blocks_read > 5
+        assert it.kv.compared > 300
+
+
+def test_the_layout_of_a_file_knows_its_sizes() -> None:
+    layout = FileFormat(bytes(16), 100, 32)
+    for count in (1, 2, 500):
+        assert layout.count_of(layout.size_of(count)) == count
+        assert layout.most_in(layout.size_of(count)) == count
+        assert layout.most_in(layout.size_of(count) - 1) == count - 1
+        assert layout.count_of(layout.size_of(count) + 1) == 0
+    assert layout.count_of(0) == 0
+    assert layout.most_in(3) == 0

@@ -1,0 +1,438 @@
+"""The host tier: what an evicted page costs is a copy, and nobody reads it before it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache import InvariantError, KVCacheParams, PagedKVCacheManager, PoolTooSmallError, TextContext
+from kvcache.tiers.host_tier import ReplicaTier
+from tests.kvcache.build import manager_of, proven
+from tests.kvcache.served import SIZE, Served
+
+
+@pytest.fixture
+def served() -> Iterable[Callable[..., Served]]:
+    made: list[Served] = []
+
+    def make(pages: int = 8, host_slots: int = 40, **options: Any) -> Served:
+        made.append(Served(pages, host_slots, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.manager.check()
+        one.manager.close()
+
+
+PROMPT = range(17)  # four full pages and a token
+
+
+def test_an_evicted_prompt_is_restored(served: Any) -> None:
+    it = served()
+    assert it.serve(PROMPT) == 0
+    it.fill(8)
+    it.fill(8)
+    assert it.serve(PROMPT) == 16
+    metrics = it.manager.metrics
+    assert metrics.h2d_blocks_copied == 4
+    assert metrics.cache_tokens == 16
+    assert metrics.d2h_blocks_copied >= 4
+    assert it.kv.compared == 16
+
+
+def test_the_documented_counters(served: Any) -> None:
+    it = served(8, 40, dp=2)
+    assert it.manager.total_num_host_pages == 40
+    assert it.manager.host_committed_block_pct == 0.0
+    it.serve(PROMPT)
+    it.tiers.settle()
+    assert it.manager.host_committed_block_pct == 4 / 40
+    assert it.manager.metrics.d2h_blocks_copied == 4
+    it.manager.reset_metrics()
+    assert it.manager.metrics.d2h_blocks_copied == 0
+
+
+def test_what_the_host_has_is_not_copied_again(served: Any) -> None:
+    it = served()
+    it.serve(PROMPT)
+    it.tiers.settle()
+    it.fill(8)
+    it.serve(PROMPT)
+    it.tiers.settle()
+    assert it.manager.metrics.d2h_blocks_copied == 4 + 7  # the seven full pages that `fill` computed
+
+
+def test_a_hit_goes_on_from_device_pages_to_host_pages(served: Any) -> None:
+    it = served(8, 40)
+    it.serve(PROMPT)
+    it.fill(6)  # evicts the tail of the prompt only
+    context = it.claim(PROMPT)
+    assert it.manager.maybe_reserve(context)
+    assert context.start_idx == 16
+    assert 0 < it.tiers.replicas[0].loading(0) < 4
+    it.run(context)
+    assert it.kv.compared == 16
+
+
+def test_pages_on_their_way_are_found_by_nobody(served: Any) -> None:
+    it = served(16, 40)
+    it.serve(PROMPT)
+    it.fill(16)
+    first, second = it.claim(PROMPT), it.claim(PROMPT)
+    assert it.manager.maybe_reserve(first)
+    assert first.start_idx == 16
+    replica = it.manager._replicas.each[0]
+    assert replica.match(second)[1].size == 0
+    pages = replica.rows.pages(0)[:4]
+    assert (replica.pool.writers[pages] == 1).all()
+    assert it.manager.maybe_reserve(second)  # brings them back for itself
+    it.run(first, second)
+    assert it.kv.compared == 32
+    # Two copies came back: `step` shared the first and freed the second.
+    assert it.manager.get_req_blocks(first.request_id)[:4] == it.manager.get_req_blocks(second.request_id)[:4]
+
+
+def test_step_without_fetch_publishes_nothing_that_has_not_arrived(served: Any) -> None:
+    it = served(16, 40)
+    it.serve(PROMPT)
+    it.fill(16)
+    careless, context = it.claim(PROMPT), it.claim(PROMPT)
+    assert it.manager.maybe_reserve(careless)
+    it.manager.step([careless])  # its four pages are published: they have to be right
+    assert it.manager.maybe_reserve(context)
+    assert it.manager.get_req_blocks(context.request_id)[:4] == it.manager.get_req_blocks(careless.request_id)[:4]
+    it.run(context)
+    assert it.kv.compared == 16
+
+
+def test_a_request_given_up_before_it_runs_costs_no_copy(served: Any) -> None:
+    it = served()
+    it.serve(PROMPT)
+    it.fill(8)
+    before = it.manager.metrics.h2d_blocks_copied
+    context = it.claim(PROMPT)
+    assert it.manager.maybe_reserve(context)
+    it.manager.release(context.request_id)
+    assert it.manager.metrics.h2d_blocks_copied == before
+    assert it.manager.num_free_blocks == 8
+    it.manager.check()
+
+
+def test_a_refused_reservation_changes_nothing(served: Any) -> None:
+    it = served(8, 40)
+    it.serve(PROMPT)
+    it.fill(8)
+    blocker = it.claim(range(100, 100 + 5 * SIZE))
+    assert it.manager.maybe_reserve(blocker)
+    context = it.claim(PROMPT)
+    host = it.tiers.host.pool
+    before = (host.free_count, it.manager.num_free_blocks)
+    assert not it.manager.maybe_reserve(context)
+    assert (host.free_count, it.manager.num_free_blocks) == before
+    assert context.start_idx == 0
+    it.manager.release(blocker.request_id)
+    assert it.manager.maybe_reserve(context)
+    assert context.start_idx == 16
+    it.run(context)
+
+
+def test_a_request_asked_for_twice_before_it_runs(served: Any) -> None:
+    it = served(16, 40)
+    it.serve(PROMPT)
+    it.serve(range(25))
+    it.fill(16)
+    context = it.claim(range(26))
+    context.set_token_indices(active_idx=20)
+    assert it.manager.maybe_reserve(context)
+    assert it.manager.maybe_reserve(context, num_steps=3)
+    assert context.start_idx == 24
+    it.run(context)
+    assert it.kv.compared == 16 + 24
+
+
+def test_salts_never_share_a_page(served: Any) -> None:
+    it = served(8, 40)
+    assert it.serve(PROMPT, salt="a") == 0
+    it.fill(8)
+    assert it.serve(PROMPT, salt="b") == 0
+    assert it.serve(PROMPT) == 0
+    it.fill(8)
+    assert it.serve(PROMPT, salt="a") == 16  # the KV of each is compared: it differs by salt
+
+
+def test_replicas_share_the_tier(served: Any) -> None:
+    it = served(8, 40, dp=2, tp=2, heads=2)
+    it.serve(PROMPT, replica=0)
+    it.tiers.settle()
+    assert it.serve(PROMPT, replica=1) == 16
+    assert it.kv.compared == 32  # two shards
+
+
+def test_the_same_content_stored_by_two_replicas_at_once_takes_one_slot(served: Any) -> None:
+    it = served(8, 40, dp=2)
+    it.tiers.share = 0.0
+    it.serve(PROMPT, replica=0)
+    it.serve(PROMPT, replica=1)
+    it.tiers.settle()
+    assert it.manager.host_committed_block_pct == 4 / 40
+
+
+def test_a_page_is_copied_before_it_is_given_away(served: Any) -> None:
+    it = served(8, 40)
+    it.tiers.share = 0.0  # nothing is copied unless it has to be
+    it.serve(PROMPT)
+    assert it.manager.metrics.d2h_blocks_copied == 0
+    it.fill(8)
+    assert it.manager.metrics.d2h_blocks_copied >= 4
+    assert it.serve(PROMPT) == 16
+
+
+class SlowCopies:
+    """A clock that stands still but for the copies of a tier, each of which takes its time."""
+
+    def __init__(self, it: Served, copy_s: float) -> None:
+        self.now = 0.0
+        self._copy_s, self._store = copy_s, it.tiers.replicas[0].store
+        it.tiers._clock, it.tiers._seen, it.tiers._batch, it.tiers._credit = self, 0.0, 1, 0.0
+        it.tiers.replicas[0].store = self.store  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __call__(self) -> float:
+        return self.now
+
+    def store(self, most: int) -> int:
+        count = self._store(most)
+        self.now += self._copy_s * bool(count)
+        return count
+
+
+def waits(it: Served) -> int:
+    return sum(len(pages) for pages, _ in it.tiers.replicas[0].waiting)
+
+
+def test_a_step_copies_for_a_share_of_the_time_only(served: Any) -> None:
+    it = served(64, 256, max_seq_len=256)
+    it.tiers.share = 0.0
+    for _ in range(6):
+        it.fill(8)
+    clock, before = SlowCopies(it, 2**-10), waits(it)
+    it.tiers.share = 1 / 16
+    copied = []
+    for _ in range(40):
+        clock.now += 2**-7  # a step, in which half a copy's time is earned
+        it.tiers.tick()
+        copied.append(before - waits(it))
+    assert copied[:6] == [1, 1, 2, 2, 3, 3]
+    assert copied[-1] == 20
+    it.tiers.tick()
+    assert before - waits(it) == 20  # no time has passed
+
+
+def test_a_long_pause_is_not_spent_at_once(served: Any) -> None:
+    it = served(64, 256, max_seq_len=256)
+    it.tiers.share = 0.0
+    for _ in range(6):
+        it.fill(8)
+    clock, before = SlowCopies(it, 0.0009), waits(it)
+    it.tiers.share = 0.05
+    for copied in (6, 12, 18):
+        clock.now += 3600
+        it.tiers.tick()
+        assert before - waits(it) == copied  # 5 ms of copies
+
+
+def test_the_least_recently_used_slot_goes_first_and_a_tail_before_its_head(served: Any) -> None:
+    it = served(8, 12)
+    for first in (100, 200, 300):  # four full pages each
+        it.serve([first, *range(16)])
+        it.tiers.settle()
+    it.serve([100, *range(16)])  # used again
+    it.serve([400, *range(16)])  # takes the four slots of the 200s
+    it.tiers.settle()
+    it.fill(8)  # seven full pages: those of the 300s, and the tail of the 100s
+    it.tiers.settle()
+    it.manager._replicas.each[0].pool.forget_idle()  # nothing is on the device
+    context = {first: it.claim([first, *range(16)]) for first in (100, 200, 300, 400)}
+    found = {}
+    for first, request in context.items():
+        assert it.manager.maybe_reserve(request)
+        found[first] = request.start_idx
+        it.manager.release(request.request_id)
+    assert found == {100: 4, 200: 0, 300: 0, 400: 16}
+
+
+def test_a_long_prompt_copied_late_does_not_outlive_its_head(served: Any) -> None:
+    it = served(16, 14)
+    it.tiers.share = 0.0
+    it.serve([*range(33)])
+    it.tiers.settle()
+    grown = it.claim([*range(41)])  # eight pages that are there, two that are new
+    assert it.manager.maybe_reserve(grown)
+    it.run(grown)
+    it.manager.release(grown.request_id)
+    it.tiers.settle()
+    it.fill(9)  # eight slots, of which four are taken from the prompt: its last ones
+    it.tiers.settle()
+    it.manager._replicas.each[0].pool.forget_idle()
+    assert it.serve([*range(41)]) == 6 * SIZE
+
+
+def test_reset_forgets_the_host_pages_and_keeps_what_is_promised(served: Any) -> None:
+    it = served(16, 40)
+    it.serve(PROMPT)
+    it.fill(16)
+    context = it.claim(PROMPT)
+    assert it.manager.maybe_reserve(context)
+    it.manager.reset_prefix_cache()
+    assert it.manager.host_committed_block_pct == 0.0
+    it.run(context)
+    assert it.kv.compared == 16
+    it.manager.release(context.request_id)
+    it.manager.reset_prefix_cache()
+    assert it.serve(PROMPT) == 0
+
+
+def test_an_import_leaves_restored_pages_to_the_tier(served: Any) -> None:
+    it, source = served(16, 40), served(16, 40)
+    it.serve(PROMPT)
+    it.fill(16)
+    tokens = [*range(24)]
+    giver = source.claim(tokens)
+    assert source.manager.maybe_reserve(giver)
+    source.run(giver)
+    table = source.manager.block_table(giver.request_id)
+    taker = it.claim([*tokens, 1])
+    pending = it.manager.import_block_table(taker, table)
+    assert pending is not None
+    assert pending.tokens[0] == 16
+    assert len(pending.dst_pages) == 2
+    theirs, ours = source.manager.device_tensors[0][0], it.manager.device_tensors[0][0]
+    for src, dst in zip(pending.src_pages.tolist(), pending.dst_pages.tolist(), strict=True):
+        ours[dst] = theirs[src]
+    it.manager.commit_import(taker, pending, proven(it.manager, pending))
+    it.manager.maybe_reserve(taker)
+    it.run(taker)
+    assert it.kv.compared == 24
+
+
+def test_preempted_requests_give_back_slots_and_pages(served: Any) -> None:
+    it = served(8, 40)
+    it.serve(PROMPT)
+    it.fill(8)
+    for _ in range(3):
+        context = it.claim(PROMPT)
+        assert it.manager.maybe_reserve(context)
+        it.manager.release(context.request_id)
+    assert it.tiers.host.pool.free_count == 40
+    assert it.serve(PROMPT) == 16
+
+
+def test_a_tier_too_small_for_a_page_is_refused() -> None:
+    with pytest.raises(PoolTooSmallError, match="host_kvcache_swap_space_gb is 1e-09, 1 bytes: one page takes 64"):
+        manager_of(8, params={"enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": 1e-9})
+
+
+def test_a_full_tier_of_held_slots_keeps_nothing_and_refuses_nothing(served: Any) -> None:
+    it = served(16, 4)
+    it.serve(PROMPT)
+    it.fill(16)
+    it.serve(PROMPT)
+    it.tiers.settle()
+    it.manager._replicas.each[0].pool.forget_idle()
+    holder = it.claim(PROMPT)
+    assert it.manager.maybe_reserve(holder)
+    assert holder.start_idx == 16  # all four slots are held
+    it.serve(range(50, 67))
+    it.tiers.settle()
+    it.run(holder)
+
+
+def test_random_prompts_with_copies_by_the_clock(served: Any) -> None:
+    """As a server runs: nobody waits for the copies, and every cached token is compared."""
+    rng = np.random.default_rng(3)
+    for seed in range(6):
+        it = served(20, 60, dp=1 + seed % 2, checks=False)
+        it.tiers._batch = 1 + seed
+        live: list[TextContext] = []
+        for _ in range(150):
+            if len(live) < 4 and rng.random() < 0.6:
+                tokens = [int(rng.integers(6)), *range(int(rng.integers(1, 40)))]
+                context = it.claim(tokens, salt=[None, "t"][rng.integers(2)], replica=int(rng.integers(1 + seed % 2)))
+                if it.manager.maybe_reserve(context) and rng.random() < 0.9:
+                    live.append(context)
+                else:
+                    it.manager.release(context.request_id)
+            if live and rng.random() < 0.7:
+                batch = [context for context in live if it.manager.maybe_reserve(context)]
+                it.run(*batch)
+            if live and rng.random() < 0.3:
+                it.manager.release(live.pop(int(rng.integers(len(live)))).request_id)
+            it.manager.check()
+        assert it.manager.metrics.h2d_blocks_copied > 10
+        assert it.kv.compared > 1000
+
+
+BREAKS: dict[str, tuple[Callable[[ReplicaTier], Any], str]] = {
+    "a slot held by nobody": (lambda t: t.host.pool.holders.__setitem__(40, 1), "host tier: page 40 has 1 holders"),
+    "a load without its slots": (lambda t: t.host.pool.release(t.open_loads[0].slots), "host tier: page"),
+    "a load without a writer": (lambda t: t.pool.drop_writer(t.open_loads[0].pages), "writers"),
+    "a page marked for nothing": (lambda t: t._storing.__setitem__(~t._storing, True), "page 0 is marked"),
+    "a page queued twice": (lambda t: t.waiting.append(t.waiting[0]), "2 times"),
+    "a page queued by another name": (lambda t: t.waiting[0][1].__setitem__((0, 0), 7), "another content"),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_check_recounts_the_tier(name: str) -> None:
+    it = Served(16, 40, checks=False)
+    it.serve(PROMPT)
+    it.fill(16)
+    it.tiers.share = 0.0
+    it.serve(range(300, 317))
+    context = it.claim(PROMPT)
+    assert it.manager.maybe_reserve(context)
+    tier = it.tiers.replicas[0]
+    assert tier.open_loads
+    assert tier.waiting
+    it.manager.check()
+    change, message = BREAKS[name]
+    change(tier)
+    with pytest.raises(InvariantError, match=message):
+        it.manager.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_pages_go_to_pinned_memory_and_back_beside_the_model() -> None:
+    params = KVCacheParams(
+        torch.int64,
+        n_kv_heads=1,
+        head_dim=2,
+        enable_prefix_caching=True,
+        page_size=SIZE,
+        enable_kvcache_swapping_to_host=True,
+        host_kvcache_swap_space_gb=64 * 128 / 2**30,
+    )
+    manager = PagedKVCacheManager(params, 8, 256, 1, ["cuda"], available_cache_memory=16 * 128)
+    for number in range(8):
+        for _ in range(2):
+            context = TextContext([number % 4, *range(30)], 64)
+            manager.external_claim(context.request_id)
+            assert manager.maybe_reserve(context)
+            (inputs,) = manager.fetch([context])
+            pages = inputs.lookup_table[0].long()
+            first = context.start_idx // SIZE
+            want = torch.arange(len(pages), device="cuda")[:first] * 10 + number % 4
+            assert (inputs.blocks[pages[:first], 0, 0, 0, 0, 0] == want).all()
+            inputs.blocks[pages[first:]] = (
+                torch.arange(len(pages), device="cuda")[first:, None, None, None, None, None] * 10 + number % 4
+            )
+            context.update(1)
+            manager.step([context])
+            manager.check()
+            manager.release(context.request_id)
+    assert manager.metrics.h2d_blocks_copied

@@ -1,0 +1,217 @@
+"""A file of pages, broken in 10,000 ways: it gives back a page right, or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvcache.tiers.page_files import FileFormat, Refusals, SystemIO, read_pages, read_rows, write_pages
+
+COUNT, PAGE_BYTES, WORDS = 5, 96, 2
+LAYOUT = FileFormat(bytes(range(16)), PAGE_BYTES, 8 * WORDS)
+
+
+class Written:
+    """A file of five pages in two parts each, as two shards have them."""
+
+    def __init__(self, folder: Path, layout: FileFormat = LAYOUT) -> None:
+        rng = np.random.default_rng(5)
+        self.layout = layout
+        self.digests = rng.integers(0, 1 << 63, (COUNT, WORDS), np.uint64)
+        self.content = rng.integers(0, 256, (COUNT, PAGE_BYTES), np.uint8)
+        pages = [[page[:40], page[40:]] for page in self.content]
+        self.name, self.size = write_pages(folder, "0-0.tmp", layout, self.digests, pages, SystemIO())
+        self.path = folder / self.name
+        self.bytes = self.path.read_bytes()
+
+    def put(self, content: bytes | bytearray) -> None:
+        """Let the file have this content; written over, as a new file each time costs milliseconds."""
+        with self.path.open("r+b") as file:
+            file.write(content)
+            file.truncate()
+
+    def read(self, first: int = 0, count: int = COUNT, refusals: Refusals | None = None) -> np.ndarray:
+        """Which pages are called right; each of those is compared."""
+        filled = np.full((count, PAGE_BYTES), 0xAA, np.uint8)
+        pages = [[page[:40], page[40:]] for page in filled]
+        wanted = self.digests[first : first + count]
+        right = read_pages(self.path, self.layout, first, wanted, pages, SystemIO(), refusals)
+        assert (filled[right] == self.content[first : first + count][right]).all(), "a wrong byte was given back"
+        return right
+
+
+def test_what_was_written_is_read_back(tmp_path: Path) -> None:
+    it = Written(tmp_path)
+    assert it.read().all()
+    assert it.read(2, 2).all()
+    assert len(it.bytes) == it.size == LAYOUT.size_of(COUNT)
+    assert LAYOUT.count_of(it.size) == COUNT
+    digests = read_rows(it.path, LAYOUT)
+    assert digests is not None
+    assert np.array_equal(digests, it.digests)
+    assert [*tmp_path.iterdir()] == [it.path]
+
+
+def test_every_byte_flipped(tmp_path: Path) -> None:
+    it = Written(tmp_path)
+    rng = np.random.default_rng(1)
+    table = COUNT * PAGE_BYTES
+    for at in range(it.size):
+        for flip in (1, 0x80, int(rng.integers(1, 256)), int(rng.integers(1, 256))):
+            broken = bytearray(it.bytes)
+            broken[at] ^= flip
+            it.put(broken)
+            right = it.read()
+            whole = read_rows(it.path, LAYOUT)
+            if at < table:
+                assert right.sum() == COUNT - 1
+                assert not right[at // PAGE_BYTES]
+            else:
+                assert whole is None
+            if table <= at < table + COUNT * LAYOUT.row_bytes:
+                assert not right[(at - table) // LAYOUT.row_bytes]
+
+
+def test_every_length(tmp_path: Path) -> None:
+    it = Written(tmp_path)
+    rng = np.random.default_rng(2)
+    for length in range(it.size + 2 * PAGE_BYTES):
+        tail = rng.integers(0, 256, max(0, length - it.size), np.uint8).tobytes()
+        it.put(it.bytes[:length] + tail)
+        it.read()
+        assert (read_rows(it.path, LAYOUT) is not None) == (length == it.size)
+
+
+def test_random_damage(tmp_path: Path) -> None:
+    """Runs of bytes overwritten, moved, doubled, cut out; whole pages and rows exchanged."""
+    it = Written(tmp_path)
+    rng = np.random.default_rng(3)
+    refused = 0
+    for _ in range(6500):
+        broken = bytearray(it.bytes)
+        first, length = int(rng.integers(it.size)), int(rng.integers(1, 120))
+        kind = int(rng.integers(6))
+        if kind == 0:
+            broken[first : first + length] = rng.integers(0, 256, length, np.uint8).tobytes()
+        elif kind == 1:
+            del broken[first : first + length]
+        elif kind == 2:
+            broken[first:first] = broken[first : first + length]
+        elif kind == 3:
+            broken[first : first + length] = bytes(len(broken[first : first + length]))
+        else:  # two pages, or two rows, in each other's place
+            size, start = (PAGE_BYTES, 0) if kind == 4 else (LAYOUT.row_bytes, COUNT * PAGE_BYTES)
+            one, two = (start + int(at) * size for at in rng.choice(COUNT, 2, replace=False))
+            broken[one : one + size], broken[two : two + size] = (
+                broken[two : two + size],
+                broken[one : one + size],
+            )
+        it.put(broken)
+        refused += int((~it.read()).sum())
+    assert refused > 6500
+
+
+def test_a_file_of_another_kind_is_no_file(tmp_path: Path) -> None:
+    others = {
+        "namespace": FileFormat(bytes(16), PAGE_BYTES, 8 * WORDS),
+        "page": FileFormat(LAYOUT.namespace, PAGE_BYTES // 2, 8 * WORDS),
+        "digest": FileFormat(LAYOUT.namespace, PAGE_BYTES + 8, 8 * WORDS - 8),
+    }
+    it = Written(tmp_path)
+    for name, layout in others.items():
+        assert read_rows(it.path, layout) is None, name
+        it.layout = layout
+        if layout.page_bytes == PAGE_BYTES:
+            assert not it.read().any()
+
+
+def test_a_page_is_refused_under_another_digest(tmp_path: Path) -> None:
+    it = Written(tmp_path)
+    it.digests = it.digests[::-1].copy()
+    it.content = it.content[::-1].copy()
+    assert it.read().tolist() == [False, False, True, False, False]  # the middle one is in its place
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_two_rows_with_each_others_digests(tmp_path: Path, sealed: bool) -> None:
+    """The checksums stay with their pages; `sealed`: with a footer that fits."""
+    it = Written(tmp_path)
+    start, width = COUNT * PAGE_BYTES, LAYOUT.row_bytes
+    broken, size = bytearray(it.bytes), LAYOUT.digest_bytes
+    for at, other in ((1, 3), (3, 1)):
+        from_row = start + other * width
+        broken[start + at * width : start + at * width + size] = it.bytes[from_row : from_row + size]
+    if sealed:
+        rows = bytes(broken[start : start + COUNT * width])
+        broken[start + COUNT * width :] = LAYOUT.footer(rows, COUNT)
+    it.put(broken)
+    refused = Refusals()
+    assert it.read(refusals=refused).tolist() == [True, False, True, False, True]
+    assert refused == {"foreign": 2}
+    known = read_rows(it.path, LAYOUT)
+    assert (known is not None) == sealed
+    if known is not None:
+        assert np.array_equal(known, it.digests[[0, 3, 2, 1, 4]])
+        it.digests = known
+        it.content = it.content[[0, 3, 2, 1, 4]]
+        refused = Refusals()
+        assert it.read(refusals=refused).tolist() == [True, False, True, False, True]
+        assert refused == {"corrupted": 2}
+
+
+def test_the_same_page_twice_makes_no_file(tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    page = rng.integers(0, 256, PAGE_BYTES, np.uint8)
+    name, _ = write_pages(tmp_path, "t.tmp", LAYOUT, np.ones((2, WORDS), np.uint64), [[page], [page]], SystemIO())
+    assert read_rows(tmp_path / name, LAYOUT) is None
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "empty", "gone", "link to nothing"])
+def test_what_is_no_file_at_all(tmp_path: Path, kind: str) -> None:
+    it = Written(tmp_path)
+    it.path.unlink()
+    if kind == "pipe":
+        os.mkfifo(it.path)
+    elif kind == "folder":
+        it.path.mkdir()
+    elif kind == "empty":
+        it.path.touch()
+    elif kind == "link to nothing":
+        it.path.symlink_to(tmp_path / "nothing")
+    assert not it.read().any()
+    if kind in ("pipe", "empty"):
+        assert read_rows(it.path, LAYOUT) is None
+
+
+def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    class Full(SystemIO):
+        def write(self, file: int, *_: object) -> None:
+            os.write(file, b"the first bytes")
+            raise OSError(28, "No space left on device")
+
+    page = np.zeros(PAGE_BYTES, np.uint8)
+    with pytest.raises(OSError, match="No space"):
+        write_pages(tmp_path, "t.tmp", LAYOUT, np.ones((1, WORDS), np.uint64), [[page]], Full())
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_short_reads_and_writes_go_on_where_they_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(4)
+    write, read = os.pwritev, os.preadv
+
+    def few(call: object, file: int, parts: list[np.ndarray], offset: int) -> int:
+        left = int(rng.integers(1, 150))
+        taken = []
+        for part in parts:
+            taken.append(part[:left])
+            left -= len(taken[-1])
+        return call(file, [part for part in taken if len(part)], offset)  # type: ignore[operator]
+
+    monkeypatch.setattr(os, "pwritev", lambda *given: few(write, *given))
+    monkeypatch.setattr(os, "preadv", lambda *given: few(read, *given))
+    for _ in range(20):
+        it = Written(tmp_path)
+        assert it.read().all()

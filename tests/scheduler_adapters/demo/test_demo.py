@@ -1,0 +1,226 @@
+"""The demo as a user runs it: real processes, real NIXL, the real command line."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scheduler_adapters import cli
+from scheduler_adapters.demo import demo
+
+KEYS = [
+    "requests",
+    "tokens_equal",
+    "ties",
+    "prompt_tokens",
+    "cached_tokens",
+    "hit_rate",
+    "pages_pulled",
+    "bytes_pulled",
+    "gbps",
+    "ttft_ms_p50",
+    "tpot_ms_p50",
+    "leaked_pages",
+]
+ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+COMMAND = [sys.executable, "-m", "scheduler_adapters.cli", "demo"]
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [*COMMAND, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=110, check=False)
+
+
+def assert_equal_run(done: subprocess.CompletedProcess[str], json_file: Path, requests: int) -> dict[str, Any]:
+    assert not done.stderr, done.stderr
+    assert done.returncode == 0
+    figures = json.loads(json_file.read_text())
+    assert list(figures) == KEYS
+    assert figures["tokens_equal"] is True
+    assert figures["requests"] == requests
+    assert (figures["ties"], figures["leaked_pages"]) == (0, 0)
+    assert figures["pages_pulled"] > 0
+    assert figures["bytes_pulled"] > figures["pages_pulled"]
+    assert 0 <= figures["hit_rate"] < 1
+    assert min(figures["gbps"], figures["ttft_ms_p50"], figures["tpot_ms_p50"]) > 0
+    assert re.search(r"equal to the model's own generate +yes", done.stdout)
+    return figures
+
+
+@pytest.mark.slow
+def test_the_default_model_on_the_default_prompts(tmp_path: Path) -> None:
+    out = tmp_path / "o.json"
+    figures = assert_equal_run(run("--requests", 9, "--json", out), out, 9)
+    assert figures["cached_tokens"] > 1000  # the last five share their documents with the first four
+    assert figures["hit_rate"] == pytest.approx(figures["cached_tokens"] / figures["prompt_tokens"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sides", [(), ("--decode-tp", 2)], ids=["verified", "tp 1 to 2"])
+def test_under_chaos_what_is_answered_is_right_and_what_is_not_has_a_reason(
+    tmp_path: Path, sides: tuple[Any, ...]
+) -> None:
+    out = tmp_path / "o.json"
+    happened: Counter[str] = Counter()
+    for seed in (3, 4, 5):  # one run mostly makes all of them
+        done = run("--requests", 40, "--max-new-tokens", 8, "--chaos", seed, "--json", out, *sides)
+        assert done.returncode == 0, done.stdout + done.stderr
+        figures = json.loads(out.read_text())
+        assert_right_under_chaos(figures)
+        happened.update(figures["faults"])
+        if min(happened.values()) > 0:
+            break
+    # Bytes go wrong silently only where they are compared: between pages that are alike.
+    silent = set() if sides else {"short", "corrupt"}
+    assert set(happened) == {"delay", "refuse", "break", "drop", "duplicate", "late"} | silent
+    assert min(happened.values()) > 0, happened
+    assert re.search(r"faults injected +\d+ delay, ", done.stdout)
+
+
+def assert_right_under_chaos(figures: dict[str, Any]) -> None:
+    assert list(figures) == [*KEYS, "failed", "faults"]
+    assert figures["tokens_equal"] is True
+    assert figures["leaked_pages"] == 0
+    assert len(figures["failed"]) < 20
+    assert all(figures["failed"].values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "page_size", "tp"), [("qwen3", 128, 2), ("mistral", 16, 1)])
+def test_a_saved_model_of_another_architecture(
+    model_dirs: Path, tmp_path: Path, kind: str, page_size: int, tp: int
+) -> None:
+    out, prompts = tmp_path / "o.json", tmp_path / "p.jsonl"
+    head = "The same long head stands before every one of these questions. " * 4
+    prompts.write_text("".join(json.dumps({"prompt": f"{head}{n}?"}) + "\n" for n in range(5)))
+    done = run(
+        *("--model", model_dirs / kind, "--prompts", prompts, "--page-size", page_size),
+        *("--tp", tp, "--json", out, "--cache-mb", 4, "--max-new-tokens", 20, "--concurrency", 2),
+    )
+    assert_equal_run(done, out, 5)
+
+
+@pytest.mark.slow
+def test_a_wrong_token_is_found_and_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    serve = demo.serve
+
+    def serve_and_spoil(workers: Any, served: list[demo.Served], *rest: Any) -> None:
+        serve(workers, served, *rest)
+        served[1].tokens[3] = (served[1].tokens[3] + 1) % 256
+
+    monkeypatch.setattr(demo, "serve", serve_and_spoil)
+    out = tmp_path / "o.json"
+    assert cli.main(["demo", "--requests", "2", "--json", str(out)]) == 1
+    assert json.loads(out.read_text())["tokens_equal"] is False
+    shown = capsys.readouterr().out
+    assert re.search("prompt-2: differs: token 3 is", shown)
+    assert "prompt-1" not in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--model", "{tmp}/none"], "none' does not exist"),
+        (["--model", "{tmp}"], "has no config.json"),
+        (["--prompts", "{tmp}/none"], "file .*none' does not exist"),
+        (["--prompts", "{tmp}/long", "--cache-mb", "1"], "prompt-2 has 3,001 tokens .* the cache holds 512"),
+        (["--page-size", "0"], "argument --page-size: '0' is no whole number from 1 to 1,048,576"),
+        (["--page-size", "100000"], "--page-size 100000: a page takes 204,800,000 bytes, the cache has 67,108,864"),
+        (["--requests", "-1"], "argument --requests: '-1' is no whole number from 1"),
+        (["--cache-mb", "9999999"], "2 processes with 9,999,999 MB each, the machine has"),
+        (["--cache-mb", "0"], "argument --cache-mb: '0' is no number above 0"),
+        (["--tp", "3"], "n_kv_heads is 2"),
+        (["--device", "nonsense"], "argument --device: 'nonsense' is no device for pages"),
+        (["--device", "meta"], "argument --device: 'meta' is no device for pages"),
+        (["--max-new-tokens", "70000", "--cache-mb", "500"], "the model has positions for 65,536"),
+        (["--json", "{tmp}/none/o.json"], "its folder does not exist"),
+        (["--page-size", "x"], "'x' is no whole number"),
+        (["--nonsense"], "unrecognized arguments: --nonsense"),
+    ],
+)
+def test_bad_input_is_one_line_and_starts_no_process(
+    arguments: list[str],
+    named: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "long").write_text("short\n" + "x" * 3000 + "\n")
+    started: list[object] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda *command, **_options: started.append(command))
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        status = cli.main(["demo", *(argument.format(tmp=tmp_path) for argument in arguments)])
+    except SystemExit as error:
+        status = error.code
+    assert status == 2
+    error = capsys.readouterr().err
+    assert re.fullmatch(rf"pagewire( demo)?: error: .*{named}.*\n", error)
+    assert not started
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def started_demo(*arguments: str) -> tuple[subprocess.Popen[str], dict[str, int]]:
+    """A running demo that has started to serve, and the pids of its children."""
+    # Tests that run in a shell's background are started with SIGINT ignored, and hand that on.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(
+            [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert process.stdout is not None
+    pids: dict[str, int] = {}
+    for line in process.stdout:
+        pids |= {role: int(pid) for role, pid in re.findall(r"(prefill|decode): pid (\d+)", line)}
+        if line.startswith("serving"):
+            break
+    if set(pids) != {"prefill", "decode"}:
+        process.kill()
+        pytest.fail(f"the demo did not start: {process.communicate()}")
+    return process, pids
+
+
+def assert_gone_soon(pids: dict[str, int]) -> None:
+    deadline = time.monotonic() + 10
+    for role, pid in pids.items():
+        stat = Path(f"/proc/{pid}/stat")
+        while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+            assert time.monotonic() < deadline, f"the {role} process is an orphan"
+            time.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_killed_child_ends_the_demo_with_one_line(role: str) -> None:
+    process, pids = started_demo("--requests", "2000")
+    with process:
+        time.sleep(0.5)
+        os.kill(pids[role], signal.SIGKILL)
+        output = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert output[1] == f"pagewire demo: error: the {role} process died (signal 9)\n"
+    assert_gone_soon(pids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sent", "status"), [("KILL", -9), ("TERM", 143), ("INT", 130)])
+def test_a_demo_that_is_ended_leaves_no_process(sent: str, status: int) -> None:
+    process, pids = started_demo("--requests", "2000")
+    with process:
+        process.send_signal(getattr(signal, f"SIG{sent}"))
+        output = process.communicate(timeout=60)
+    assert process.returncode == status
+    assert output[1].count("\n") <= 1
+    assert_gone_soon(pids)

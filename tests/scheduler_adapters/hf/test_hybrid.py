@@ -1,0 +1,377 @@
+"""Hybrid models (attention and Mamba-2 layers), served with their recurrent states in state pages."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from kvcache.errors import (
+    BlockTableMismatchError,
+    InvalidParamsError,
+    InvalidRequestError,
+    NoFreeRowError,
+    PoolTooSmallError,
+    UnknownRequestError,
+)
+from kvcache.manager import PagedKVCacheManager
+from kvcache.replica.context import TextContext
+from scheduler_adapters.errors import StatePageError, UnsupportedModelError
+from scheduler_adapters.hf.hybrid import HybridKVCacheManager
+from scheduler_adapters.hf.recurrent import PagedStates, state_shape_of
+from scheduler_adapters.hf.runner import (
+    HFRunner,
+    kv_params_of,
+    load_model,
+    manager_for,
+    num_layers_of,
+    reference_tokens,
+)
+from scheduler_adapters.hf.state_layout import state_layouts
+from scheduler_adapters.hf.tiny import ByteTokenizer
+from scheduler_adapters.loop import Output, Request, ServingLoop
+from tests.kvcache.build import proven
+from tests.scheduler_adapters.serving import assert_nothing_held, new_manager, requests_of, serve, tokens_of
+
+TEXTS = ("A state is of all tokens before it, and of no page of them. " * 2, "x", "Who wrote it?", "abc" * 30, "Why?")
+PROMPTS = [ByteTokenizer().encode(text) for text in TEXTS]
+NEW = 12
+PAGE = 8
+
+
+@pytest.fixture(scope="module", params=["bamba", "granite", "falcon", "nemotron"])
+def each_model(request: pytest.FixtureRequest, make_model: Callable[..., Any]) -> Any:
+    return make_model(request.param)
+
+
+@pytest.fixture(scope="module")
+def model(make_model: Callable[..., Any]) -> Any:
+    return make_model("bamba")
+
+
+@pytest.fixture(scope="module")
+def expected(model: Any) -> Any:
+    return [reference_tokens(model, prompt, NEW) for prompt in PROMPTS]
+
+
+def hybrid_manager(model: Any, pages: int = 200, shards: int = 1, **manager: Any) -> Any:
+    return new_manager(model, pages, PAGE, n_devices=shards, **manager)
+
+
+def hybrid_loop(model: Any, budget: int = 64, **manager: Any) -> ServingLoop:
+    made = hybrid_manager(model, **manager)
+    return ServingLoop(made, HFRunner(model, made.states), token_budget=budget)
+
+
+def states_of(loop: ServingLoop) -> Any:
+    return loop.manager.states  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("budget", "shards", "rows"), [(64, 1, 8), (7, 2, 3), (3, 1, 8), (500, 4, 8)])
+def test_every_request_gets_the_models_own_tokens(each_model: Any, budget: int, shards: int, rows: int) -> None:
+    expected = [reference_tokens(each_model, prompt, NEW) for prompt in PROMPTS]
+    loop = hybrid_loop(each_model, budget, shards=shards, rows=rows)
+    assert tokens_of(serve(loop, requests_of(PROMPTS, NEW))) == expected
+    assert_nothing_held(loop.manager)
+
+
+def test_a_forgotten_state_changes_the_tokens(each_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So equal tokens above say something of the states."""
+    expected = reference_tokens(each_model, PROMPTS[0], NEW)
+    for kept in ("conv.", "ssm"):
+        loop = hybrid_loop(each_model)
+        write = states_of(loop).write
+
+        def forget(layer: int, pages: Any, kinds: Any, states: Any, kept: str = kept, write: Any = write) -> None:
+            write(layer, pages, kinds, states if kinds[0].startswith(kept) else torch.zeros_like(states))
+
+        monkeypatch.setattr(states_of(loop), "write", forget)
+        assert tokens_of(serve(loop, requests_of(PROMPTS[:1], NEW))) != [expected]
+
+
+def test_preempted_requests_begin_anew_and_get_equal_tokens(each_model: Any) -> None:
+    prompts = [PROMPTS[1], PROMPTS[3][:60], PROMPTS[2], PROMPTS[3][:80]]
+    expected = [reference_tokens(each_model, prompt, 40) for prompt in prompts]
+    loop = hybrid_loop(each_model, pages=-(-(80 + 40) // PAGE))
+    assert tokens_of(serve(loop, requests_of(prompts, 40))) == expected
+    assert loop.preemptions > 0
+    assert_nothing_held(loop.manager)
+
+
+def test_pages_and_states_that_held_anything_before_change_nothing(model: Any, expected: list[list[int]]) -> None:
+    loop = hybrid_loop(model)
+    serve(loop, requests_of(PROMPTS[:2], NEW))
+    for blocks in loop.manager.device_tensors[0]:
+        blocks[1:] = float("nan")
+    for tensor in states_of(loop).tensors:
+        tensor[1:] = 255
+    assert tokens_of(serve(loop, requests_of(PROMPTS, NEW))) == expected
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_request_goes_on_from_pages_and_a_state_page_that_were_copied(
+    model: Any, expected: list[list[int]], shards: int
+) -> None:
+    source, target = hybrid_loop(model, shards=shards), hybrid_loop(model, shards=shards)
+    serve(target, requests_of(PROMPTS[1:3], 2, hold_pages=True))  # so that page numbers differ
+    for name, prompt, tokens in zip("abc", PROMPTS, expected, strict=False):
+        serve(source, [Request(name, prompt, 1, hold_pages=True)])
+        table = source.manager.block_table(name)
+        context = target.context_for(Request(name, [*prompt, tokens[0]], NEW - 1))
+        target.manager.external_claim(name)
+        pending = target.manager.import_block_table(context, table)
+        there, here = target.manager.state_import(pending)  # type: ignore[attr-defined]
+        for shard in range(shards):
+            blocks = [loop.manager.device_tensors[0][shard] for loop in (target, source)]
+            blocks[0][pending.dst_pages] = blocks[1][pending.src_pages]
+            states_of(target).tensors[shard][here] = states_of(source).tensors[shard][there]
+        target.manager.commit_import(context, pending, proven(target.manager, pending))
+        target.adopt(Request(name, prompt, NEW), context)
+        source.free(name)
+    assert_nothing_held(source.manager)
+    outputs: dict[str, list[Any]] = {name: [tokens[0]] for name, tokens in zip("abc", expected, strict=False)}
+    while target.has_work:
+        for output in target.step():
+            outputs[output.request_id].append(output.token)
+    assert list(outputs.values()) == expected[:3]
+    for name in ("r0", "r1"):
+        target.free(name)
+    assert_nothing_held(target.manager)
+
+
+def imported(target: ServingLoop, source: ServingLoop, name: str = "r0") -> tuple[TextContext, Any]:
+    table = source.manager.block_table(name)
+    context = target.context_for(Request(name, [*PROMPTS[0], 1], NEW))
+    target.manager.external_claim(name)
+    return context, target.manager.import_block_table(context, table)
+
+
+def test_a_cancelled_import_leaves_a_request_that_computes_its_tokens_itself(
+    model: Any, expected: list[list[int]]
+) -> None:
+    source, target = hybrid_loop(model), hybrid_loop(model)
+    serve(source, requests_of(PROMPTS[:1], 1, hold_pages=True))
+    context, pending = imported(target, source)
+    states_of(target).tensors[0][target.manager.state_import(pending)[1]] = 3  # type: ignore[attr-defined]
+    with pytest.raises(StatePageError, match="being written"):
+        states_of(target).tokens_of("r0")
+    target.manager.cancel_import(pending)
+    context = TextContext([*PROMPTS[0], expected[0][0]], 4096, "r0")
+    target.adopt(Request("r0", PROMPTS[0], NEW), context)
+    tokens = [expected[0][0]]
+    while target.has_work:
+        tokens += [int(output.token or 0) for output in target.step()]
+    assert tokens == expected[0]
+    assert_nothing_held(target.manager)
+
+
+def test_pages_of_a_request_that_is_gone_stay_with_the_transfer(model: Any) -> None:
+    source, target = hybrid_loop(model), hybrid_loop(model, rows=1)
+    serve(source, requests_of(PROMPTS[:1], 1, hold_pages=True))
+    context, pending = imported(target, source)
+    target.manager.release("r0")
+    assert states_of(target).num_held == 1
+    target.add(Request("next", [1, 2], 1))
+    assert target.step() == []  # a row is free, its state page is not
+    with pytest.raises(UnknownRequestError, match="'r0'"):
+        target.manager.commit_import(context, pending)
+    target.manager.cancel_import(pending)
+    target.manager.cancel_import(pending)
+    assert [output.request_id for output in target.step()] == ["next"]
+    assert_nothing_held(target.manager)
+
+
+def test_a_lease_holds_pages_and_state_of_a_request_that_has_left(model: Any) -> None:
+    loop = hybrid_loop(model, rows=2)
+    manager = loop.manager
+    serve(loop, requests_of(PROMPTS[:1], 1, hold_pages=True))
+    lease = manager.lease("r0")
+    table = manager.block_table("r0")
+    state = states_of(loop).tensors[0][table.groups[1][0]].clone()
+    loop.free("r0")
+    manager.check()
+    assert manager.num_leased_blocks == len(table.groups[0])
+    serve(loop, requests_of(PROMPTS[:3], 3))
+    assert torch.equal(states_of(loop).tensors[0][table.groups[1][0]], state)
+    assert states_of(loop).num_held == 1
+    manager.end_lease(lease)
+    assert_nothing_held(manager)
+
+
+def test_an_import_of_a_state_needs_a_proof_and_its_page_stays_with_the_copier(model: Any) -> None:
+    source, target = hybrid_loop(model), hybrid_loop(model)
+    serve(source, requests_of(PROMPTS[:1], 1, hold_pages=True))
+    context, pending = imported(target, source)
+    pages = target.manager.state_import(pending)  # type: ignore[attr-defined]
+    with pytest.raises(InvalidRequestError, match="'r0': commit_import without a proof"):
+        target.manager.commit_import(context, pending)
+    copier = target.manager.copier(pending)
+    tokens, state = copier.take()
+    assert (state.src_pages.tolist(), state.dst_pages.tolist()) == ([pages[0]], [pages[1]])
+    assert state.tokens == tokens.tokens == (0, len(PROMPTS[0]))
+    target.manager.cancel_import(pending)
+    target.manager.release("r0")
+    assert states_of(target).num_held == 1
+    copier.give_up()
+    assert_nothing_held(target.manager)
+
+
+def test_tables_that_do_not_fit_are_refused_and_nothing_is_taken(model: Any) -> None:
+    source, target = hybrid_loop(model), hybrid_loop(model)
+    serve(source, requests_of(PROMPTS[:1], 1, hold_pages=True))
+    table = source.manager.block_table("r0")
+    context = target.context_for(Request("r0", [*PROMPTS[0], 1], NEW))
+    target.manager.external_claim("r0")
+    before = target.manager.num_free_blocks
+    replace = msgspec.structs.replace
+    for wrong, message in (
+        (replace(table, groups=table.groups[:1]), "1 page groups, this manager 2"),
+        (replace(table, groups=(table.groups[0], (1, 2))), "second of one state page"),
+        (replace(table, groups=(table.groups[0], (0,))), "state page 0"),
+    ):
+        with pytest.raises(BlockTableMismatchError, match=message):
+            target.manager.import_block_table(context, wrong)
+    pending = target.manager.import_block_table(context, table)
+    other = (table.groups[0], (table.groups[1][0] + 1,))
+    with pytest.raises(BlockTableMismatchError, match="names state page 2, 1 before"):
+        target.manager.extend_import(context, pending, replace(table, groups=other), last=True)
+    target.manager.cancel_import(pending)
+    target.manager.release("r0")
+    target.manager.external_claim("r0")
+    assert target.manager.num_free_blocks == before
+    assert states_of(target).tokens_of("r0") == 0
+
+
+def test_a_fork_goes_on_with_a_copy_of_the_state(model: Any, expected: list[list[int]]) -> None:
+    manager = hybrid_manager(model, rows=2)
+    runner = HFRunner(model, manager.states)
+    parent = TextContext(PROMPTS[0], 4096, "parent")
+    manager.external_claim("parent")
+
+    def run(*contexts: TextContext) -> None:
+        for context in contexts:
+            assert manager.maybe_reserve(context)
+        for context, token in zip(contexts, runner.run(contexts, manager.fetch(contexts)), strict=True):
+            context.update(token)
+        manager.step(contexts)
+
+    for _ in range(3):
+        run(parent)
+    child = parent.fork("child")
+    assert manager.fork(parent, child)
+    with pytest.raises(NoFreeRowError, match="'third'"):
+        manager.fork(parent, parent.fork("third"))
+    for _ in range(NEW - 3):
+        run(child)
+        run(parent)
+    for context in (parent, child):
+        assert context.tokens[len(PROMPTS[0]) :].tolist() == expected[0]
+        manager.release(context.request_id)
+    assert manager.states.num_held == 0
+
+
+def test_a_step_that_failed_changed_nothing_and_runs_again(
+    model: Any, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = hybrid_loop(model)
+    loop.add(Request("r", PROMPTS[0], NEW))
+    outputs: list[Output] = loop.step()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(model.lm_head, "forward", fail)  # every layer has run by then
+        with pytest.raises(KeyboardInterrupt):
+            loop.step()
+    while loop.has_work:
+        outputs += loop.step()
+    assert [output.token for output in outputs if output.token is not None] == expected[0]
+
+
+def test_a_step_that_was_not_booked_is_refused_when_it_runs_again(model: Any) -> None:
+    manager = hybrid_manager(model)
+    runner = HFRunner(model, manager.states)
+    context = TextContext(PROMPTS[0], 4096, "r")
+    with manager.claim(context):
+        manager.maybe_reserve(context)
+        runner.run([context], manager.fetch([context]))
+        with pytest.raises(StatePageError, match=f"runs from token 0, its state has taken up {len(PROMPTS[0])}"):
+            runner.run([context], manager.fetch([context]))
+        context.update(1)
+        manager.step([context])
+        assert manager.block_table("r").groups[1] == (manager.states.page_of("r"),)
+        manager.maybe_reserve(context)
+        runner.run([context], manager.fetch([context]))
+        with pytest.raises(StatePageError, match="its pages hold"):
+            manager.block_table("r")
+    assert manager.states.num_held == 0
+
+
+def test_requests_wait_for_a_row_and_its_state_page(model: Any, expected: list[list[int]]) -> None:
+    loop = hybrid_loop(model, rows=2)
+    assert states_of(loop).num_pages == 2
+    assert tokens_of(serve(loop, requests_of(PROMPTS, NEW))) == expected
+    assert loop.preemptions == 0
+    assert_nothing_held(loop.manager)
+
+
+def test_prefix_caching_and_replicas_are_refused_with_the_reason(model: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match="layer 0 is recurrent.*cached pages"):
+        kv_params_of(model.config, enable_prefix_caching=True)
+    assert not kv_params_of(model.config).enable_prefix_caching
+    shape = state_shape_of(model)
+    params = {"dtype": torch.float32, "n_kv_heads": 2, "head_dim": 16, "page_size": PAGE}
+    for wrong, message in (
+        ({"enable_prefix_caching": True}, "enable_prefix_caching is set"),
+        ({"data_parallel_degree": 2, "n_devices": 2}, "data_parallel_degree is 2"),
+    ):
+        cache = type(kv_params_of(model.config))(**params, **wrong)
+        with pytest.raises(InvalidParamsError, match=message):
+            HybridKVCacheManager(shape, cache, 4, 128, 2, ["cpu"] * cache.n_devices, 1 << 20)
+
+
+def test_state_pages_are_part_of_the_budget(model: Any) -> None:
+    params = kv_params_of(model.config, page_size=PAGE)
+    page = PAGE * params.bytes_per_token(num_layers_of(model.config))
+    (layout,) = state_layouts(state_shape_of(model), 1)
+
+    def built(memory: int) -> PagedKVCacheManager:
+        return manager_for(model, params, 4, 128, ["cpu"], available_cache_memory=memory)
+
+    states = 5 * layout.page_bytes  # one is nobody's
+    assert built(states + 20 * page).total_num_pages == 20
+    with pytest.raises(PoolTooSmallError):
+        built(states + page - 1)
+
+
+def test_a_hybrid_without_state_pages_is_refused(model: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match="bamba: layer 0 is recurrent: give"):
+        HFRunner(model)
+
+
+def test_models_whose_states_are_kept_otherwise_are_refused() -> None:
+    import transformers
+
+    for config in (transformers.JambaConfig(), transformers.Zamba2Config(), transformers.Qwen3NextConfig()):
+        with pytest.raises(UnsupportedModelError, match=f"{config.model_type}: layer 0 is '(linear_attention|hybrid)'"):
+            kv_params_of(config)
+
+
+def test_a_pass_that_goes_past_a_recurrent_layer_is_an_error(model: Any) -> None:
+    manager = hybrid_manager(model)
+    manager.external_claim("r")
+    states = PagedStates(manager.states, {0: 0, 2: 1}, manager.states.pages_at(["r"], [0]))
+    states.get_conv_state(0)
+    states.get_recurrent_state(0)
+    with pytest.raises(UnsupportedModelError, match=r"layers \[0\], recurrent are \[0, 2\]"):
+        states.store([1])
+    manager.release("r")
+
+
+def test_a_saved_hybrid_is_loaded_with_the_same_tokens(model: Any, expected: list[list[int]], tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path)
+    loop = hybrid_loop(load_model(tmp_path))
+    assert tokens_of(serve(loop, requests_of(PROMPTS, NEW))) == expected

@@ -1,0 +1,126 @@
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from kvcache.types import RaggedKVCacheInputs
+from scheduler_adapters.errors import UnsupportedModelError
+from scheduler_adapters.hf.paged_attention import PagedBatch, paged_attention_forward
+
+HEADS, KV_HEADS, DIM = 4, 2, 8
+
+
+class Layer(torch.nn.Module):
+    layer_idx = 1
+    is_causal = True
+
+
+def packed(tokens: int, heads: int) -> Any:
+    return torch.randn(1, heads, tokens, DIM)
+
+
+def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None) -> Any:
+    """The formula, one head and one query at a time."""
+    output = torch.zeros_like(query[0]).transpose(0, 1)
+    count, length = query.shape[2], key.shape[2]
+    for head in range(HEADS):
+        for row in range(count):
+            position = length - count + row
+            first = 0 if window is None else max(0, position - window + 1)
+            seen = slice(first, position + 1)
+            kv_head = head * KV_HEADS // HEADS
+            scores = key[0, kv_head, seen] @ query[0, head, row] / math.sqrt(DIM)
+            output[row, head] = scores.softmax(0) @ value[0, kv_head, seen]
+    return output
+
+
+def pools(pages: int, page_size: int, tp: int) -> Any:
+    shape = (pages + 1, KV_HEADS // tp if tp <= KV_HEADS else 1, 2, 2, page_size, DIM)
+    made = [torch.full(shape, float("nan")).permute(0, 3, 2, 4, 1, 5) for _ in range(tp)]
+    for pool in made:
+        pool[0] = 0
+    return made
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("window", [None, 2, 3])  # 2: the first key that is seen ends a page
+def test_ragged_chunks_equal_the_formula_and_ignore_stale_pages(tp: int, window: int | None) -> Any:
+    torch.manual_seed(0)
+    lengths, page_size = [7, 1, 5], 4
+    table = torch.tensor([[3, 1], [5, 0], [2, 6]], dtype=torch.int32)
+    keys, values, queries = ([packed(n, h) for n in lengths] for h in (KV_HEADS, KV_HEADS, HEADS))
+    blocks = pools(6, page_size, tp)
+    chunks = [(0, [3, 1, 4]), (1, [4, 0, 1])]
+    starts = [0, 0, 0]
+    for _, counts in chunks:
+        rows = [i for i, count in enumerate(counts) if count]
+        inputs = [RaggedKVCacheInputs(b, table[rows], table[rows], table) for b in blocks]
+        taken, begun = [counts[i] for i in rows], [starts[i] for i in rows]
+        batch = PagedBatch(inputs, begun, taken)
+
+        def pack(states: Any, rows: Any = rows, counts: Any = counts, starts: Any = tuple(starts)) -> Any:
+            return torch.cat([states[i][:, :, starts[i] : starts[i] + counts[i]] for i in rows], dim=2)
+
+        output, weights = paged_attention_forward(
+            Layer(), pack(queries), pack(keys), pack(values), None, sliding_window=window, paged_batch=batch
+        )
+        assert weights is None
+        for i, part in zip(rows, output[0].split(taken), strict=True):
+            end = starts[i] + counts[i]
+            query = queries[i][:, :, starts[i] : end]
+            torch.testing.assert_close(part, dense(query, keys[i][:, :, :end], values[i][:, :, :end], window))
+            starts[i] = end
+    assert starts == lengths
+    for pool in blocks:
+        assert not pool[0].any(), "the null page was written"
+        assert pool[:, :, 0].isnan()[1:].all(), "another layer was written"
+
+
+def test_what_a_token_writes_lies_where_the_table_says() -> None:
+    blocks = pools(2, 4, 1)[0]
+    table = torch.tensor([[2, 1]], dtype=torch.int32)
+    batch = PagedBatch([RaggedKVCacheInputs(blocks, table[:, 0], table, table)], [3], [2])
+    key, value = torch.randn(2, KV_HEADS, DIM), torch.randn(2, KV_HEADS, DIM)
+    batch.write(1, key, value)
+    assert torch.equal(blocks[2, 0, 1, 3], key[0])
+    assert torch.equal(blocks[1, 1, 1, 0], value[1])
+    assert blocks.isnan().sum() == blocks[1:].numel() - 2 * 2 * KV_HEADS * DIM
+    assert batch.positions.tolist() == [3, 4]
+    assert batch.last_rows.tolist() == [1]
+
+
+def one_token_call(module: Any = None, kv_heads: int = KV_HEADS, **arguments: Any) -> Any:
+    blocks = pools(1, 4, 1)
+    table = torch.tensor([[1]], dtype=torch.int32)
+    batch = PagedBatch([RaggedKVCacheInputs(b, table[:, 0], table, table) for b in blocks], [0], [1])
+    arguments = {"paged_batch": batch, "attention_mask": None, **arguments}
+    return paged_attention_forward(
+        module or Layer(), packed(1, HEADS), packed(1, kv_heads), packed(1, kv_heads), **arguments
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"softcap": 30.0}, "softcap"),
+        ({"s_aux": torch.zeros(4)}, "s_aux"),
+        ({"position_bias": torch.zeros(1)}, "position_bias"),
+        ({"is_causal": False}, "not causal"),
+        ({"dropout": 0.1}, "dropout"),
+        ({"attention_mask": torch.ones(1)}, "mask"),
+        ({"paged_batch": None}, "paged_batch"),
+        ({"kv_heads": 4}, "4 heads of 8"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(arguments: Any, named: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=named):
+        one_token_call(**arguments)
+
+
+def test_a_sliding_layer_that_hides_its_window_is_refused() -> None:
+    layer = Layer()
+    layer.config = type("Config", (), {"layer_types": ["full_attention", "sliding_attention"]})()
+    one_token_call(layer, sliding_window=8)
+    with pytest.raises(UnsupportedModelError, match="window"):
+        one_token_call(layer)

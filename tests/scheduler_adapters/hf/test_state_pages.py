@@ -1,0 +1,187 @@
+import pytest
+import torch
+
+from kvcache.errors import AlreadyClaimedError, InvalidParamsError, InvariantError, NoFreeRowError, UnknownRequestError
+from scheduler_adapters.errors import NoFreeStatePageError, StatePageError
+from scheduler_adapters.hf.state_layout import CONV_KINDS, SSM_KIND, StateShape
+from scheduler_adapters.hf.state_pages import StatePages
+
+SHAPE = StateShape(layers=2, heads=4, head_dim=3, groups=2, d_state=5, kernel=4, conv_dtype=torch.float32)
+
+
+def test_a_request_holds_one_page_until_it_releases_it() -> None:
+    states = StatePages(SHAPE, 2)
+    assert [states.allocate("a"), states.allocate("b")] == [1, 2]
+    assert (states.num_free, states.num_held) == (0, 2)
+    with pytest.raises(AlreadyClaimedError, match="'a' holds state page 1"):
+        states.allocate("a")
+    with pytest.raises(NoFreeRowError, match="'c': all 2 state pages"):
+        states.allocate("c")
+    states.release("a")
+    with pytest.raises(UnknownRequestError, match="'a' holds no state page"):
+        states.release("a")
+    assert states.allocate("c") == 1
+    states.check(["b", "c"])
+
+
+def test_a_page_begins_at_zero_whatever_it_held() -> None:
+    states = StatePages(SHAPE, 1)
+    page = states.allocate("a")
+    states.tensors[0][page] = 7
+    states.advance(torch.tensor([page]), [12])
+    assert states.tokens_of("a") == 12
+    states.release("a")
+    states.allocate("b")
+    assert states.tokens_of("b") == 0
+    assert not states.tensors[0].any()
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+def test_states_come_back_as_written_from_any_number_of_shards(shards: int) -> None:
+    whole, split = StatePages(SHAPE, 3), StatePages(SHAPE, 3, ["cpu"] * shards)
+    pages = torch.tensor([3, 1])
+    for layer in range(2):
+        conv, ssm = torch.randn(2, 12 + 10 + 10, 3), torch.randn(2, 4, 3, 5)
+        for states in (whole, split):
+            states.write(layer, pages, CONV_KINDS, conv)
+            states.write(layer, pages, (SSM_KIND,), ssm)
+            assert torch.equal(states.read(layer, pages, CONV_KINDS), conv)
+            assert torch.equal(states.read(layer, pages, (SSM_KIND,)), ssm)
+            assert torch.equal(states.read(layer, pages.flip(0), ("conv.C",)), conv.flip(0)[:, 22:])
+    for shard, layout in enumerate(split.layouts):  # each shard holds its own part of what the one shard holds
+        for part in layout.parts:
+            mine = whole.view(0, part.kind)[:, :, part.first : part.first + part.count]
+            assert torch.equal(split.view(shard, part.kind), mine)
+    for states in (whole, split):
+        assert not any(tensor[[0, 2]].any() for tensor in states.tensors)
+
+
+def test_a_step_that_ran_already_is_refused() -> None:
+    states = StatePages(SHAPE, 2)
+    states.allocate("a")
+    states.allocate("b")
+    pages = states.pages_at(["a", "b"], [0, 0])
+    assert pages.tolist() == [1, 2]
+    states.advance(pages, [4, 1])
+    assert states.pages_at(["b", "a"], [1, 4]).tolist() == [2, 1]
+    with pytest.raises(StatePageError, match="'a' runs from token 0, its state has taken up 4"):
+        states.pages_at(["b", "a"], [1, 0])
+
+
+def test_a_page_that_a_transfer_writes_is_nobodys() -> None:
+    states = StatePages(SHAPE, 2)
+    states.allocate("a")
+    page = states.begin_import("a")
+    for call in (states.tokens_of, states.begin_import):
+        with pytest.raises(StatePageError, match="'a': state page 1 is being written"):
+            call("a")
+    states.commit_import("a", 9)
+    assert states.pages_at(["a"], [9]).tolist() == [page]
+    with pytest.raises(StatePageError, match="'a': no transfer writes its state page 1"):
+        states.commit_import("a", 9)
+    states.check(["a"])
+
+
+def test_a_page_released_while_it_is_written_waits_for_the_transfer() -> None:
+    states = StatePages(SHAPE, 2)
+    states.allocate("a")
+    page = states.begin_import("a")
+    states.release("a")
+    states.check([])
+    assert (states.num_free, states.num_held) == (1, 1)
+    assert states.allocate("a") == 2, "the page being written was given out"
+    with pytest.raises(NoFreeRowError):
+        states.allocate("b")
+    states.cancel_import(page)
+    states.cancel_import(page)
+    assert states.allocate("b") == page
+    states.check(["a", "b"])
+
+
+def test_a_cancelled_import_leaves_the_page_as_allocated() -> None:
+    states = StatePages(SHAPE, 1)
+    states.allocate("a")
+    page = states.begin_import("a")
+    states.tensors[0][page] = 9  # half of it had come
+    states.cancel_import(page)
+    assert states.tokens_of("a") == 0
+    assert not states.tensors[0].any()
+    states.check(["a"])
+
+
+def test_a_fork_goes_on_with_a_copy() -> None:
+    states = StatePages(SHAPE, 2, ["cpu", "cpu"])
+    pages = torch.tensor([states.allocate("parent"), states.allocate("child")])
+    states.write(1, pages[:1], (SSM_KIND,), torch.randn(1, 4, 3, 5))
+    states.advance(pages[:1], [5])
+    states.fork("parent", "child")
+    assert states.tokens_of("child") == 5
+    for tensor in states.tensors:
+        assert tensor[1].any()
+        assert torch.equal(tensor[1], tensor[2])
+
+
+def test_check_names_what_does_not_add_up() -> None:
+    def broken() -> StatePages:
+        states = StatePages(SHAPE, 3)
+        states.allocate("a")
+        states.check(["a"])
+        return states
+
+    states = broken()
+    states._free.append(1)
+    with pytest.raises(InvariantError, match=r"free \[1, 2, 3\], held \[1\]"):
+        states.check()
+    states = broken()
+    states._free.remove(3)
+    with pytest.raises(InvariantError, match=r"free \[2\], held \[1\]"):
+        states.check()
+    states = broken()
+    states.tensors[0][0, 5] = 1
+    with pytest.raises(InvariantError, match="state page 0"):
+        states.check()
+    with pytest.raises(InvariantError, match="'a', 'b'"):
+        broken().check(["b"])
+
+
+def test_a_pool_without_pages_is_refused() -> None:
+    with pytest.raises(InvalidParamsError, match="num_pages is 0"):
+        StatePages(SHAPE, 0)
+
+
+def test_a_leased_page_outlives_its_request_and_is_not_run_on_once_it_was_told() -> None:
+    states = StatePages(SHAPE, 2)
+    page = states.allocate("a")
+    first, second = object(), object()
+    states.lease("a", first)
+    states.advance(states.pages_at(["a"], [0]), [5])
+    states.advance(states.pages_at(["a"], [5]), [9])  # nobody was told of the state after 5 tokens
+    states.tell("a")
+    with pytest.raises(StatePageError, match="'a': its state after 9 tokens is leased"):
+        states.pages_at(["a"], [9])
+    states.lease("a", second)
+    states.release("a")
+    states.check([])
+    assert states.num_held == 1
+    assert states.allocate("b") != page
+    states.end_lease(first)
+    with pytest.raises(NoFreeStatePageError):
+        states.allocate("a")
+    states.end_lease(second)
+    states.end_lease(second)
+    states.check(["b"])
+    assert states.allocate("a") == page
+    assert states.pages_at(["a"], [0]).tolist() == [page]  # what was told of it before is forgotten
+
+
+def test_a_lease_that_ends_first_lets_the_request_go_on() -> None:
+    states = StatePages(SHAPE, 1)
+    states.allocate("a")
+    lease = object()
+    states.lease("a", lease)
+    states.advance(states.pages_at(["a"], [0]), [5])
+    states.tell("a")
+    states.end_lease(lease)
+    states.pages_at(["a"], [5])
+    states.release("a")
+    assert states.num_free == 1

@@ -1,0 +1,213 @@
+"""Prefill and decode schedulers in one process, polled in turns; the engines, the sockets and the model are real."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import zmq
+
+from scheduler_adapters.hf.hybrid import HybridKVCacheManager
+from scheduler_adapters.hf.runner import HFRunner, kv_params_of, manager_for, num_layers_of, state_bytes_of
+from scheduler_adapters.loop import ServingLoop
+from scheduler_adapters.service import messages as msg
+from scheduler_adapters.service.decode import DecodeScheduler
+from scheduler_adapters.service.exchange import Exchange
+from scheduler_adapters.service.prefill import PrefillScheduler
+from scheduler_adapters.service.rooms import DecodeRoom, DecodeTimes, PrefillTimes
+from scheduler_adapters.service.sockets import bind_router, received
+
+NEW = 10
+QUICK = {"heartbeat_s": 0.2, "dead_after_s": 1.0, "handshake_timeout_s": 1.0}
+
+
+class Side(NamedTuple):
+    """What the processes of one kind are made of."""
+
+    pages: int = 100
+    page_size: int = 16
+    tp: int = 1
+    dp: int = 1
+    count: int = 1
+    rows: int = 4
+    budget: int = 128
+    options: Mapping[str, Any] = MappingProxyType({})
+
+
+DEFAULT = Side()
+
+
+class Service:
+    """Some prefill and some decode schedulers, and the client's end of each of the latter."""
+
+    def __init__(
+        self,
+        model: Any,
+        directory: Path,
+        prefill: Side = DEFAULT,
+        decode: Side = DEFAULT,
+        *,
+        chunkwise: bool = True,
+        lease_s: float = 10.0,
+        times: DecodeTimes | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        directory.mkdir(exist_ok=True)
+        self.model, self.directory = model, directory
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.sides = {"prefill": prefill, "decode": decode}
+        self.chunkwise, self.lease_s, self.times, self.clock = chunkwise, lease_s, times, clock
+        self.loops: dict[str, ServingLoop] = {}
+        self.exchanges: dict[str, Exchange] = {}
+        self.prefills: dict[str, PrefillScheduler] = {}
+        self.decodes: dict[str, DecodeScheduler] = {}
+        self.routers: dict[str, Any] = {}
+        self.clients: dict[str, Any] = {}
+        self.fronts: dict[str, Any] = {}
+        self.buried: list[ServingLoop] = []
+        self.tokens: dict[str, list[int]] = {}
+        self.ended: dict[str, msg.Tokens] = {}
+        for number in range(prefill.count):
+            self.start_prefill(f"p{number}")
+        for number in range(decode.count):
+            self.start_decode(f"d{number}")
+
+    @property
+    def prefill(self) -> PrefillScheduler:
+        return self.prefills["p0"]
+
+    @property
+    def decode(self) -> DecodeScheduler:
+        return self.decodes["d0"]
+
+    def _start(self, name: str, side: Side) -> tuple[ServingLoop, Exchange]:
+        params = kv_params_of(
+            self.model.config, page_size=side.page_size, n_devices=side.tp * side.dp, data_parallel_degree=side.dp
+        )
+        memory = side.pages * side.page_size * params.bytes_per_token(num_layers_of(self.model.config)) * side.dp
+        memory += state_bytes_of(self.model, side.tp, side.rows)
+        manager = manager_for(
+            self.model,
+            params,
+            side.rows * side.dp,
+            4096,
+            ["cpu"] * params.n_devices,
+            available_cache_memory=memory,
+            **side.options,
+        )
+        states = manager.states if isinstance(manager, HybridKVCacheManager) else None
+        self.loops[name] = ServingLoop(manager, HFRunner(self.model, states), side.budget)
+        self.exchanges[name] = Exchange(
+            manager, name, bind=f"ipc://{self.directory}/{name}.hand", replica_options=QUICK
+        )
+        return self.loops[name], self.exchanges[name]
+
+    def start_prefill(self, name: str) -> None:
+        loop, exchange = self._start(name, self.sides["prefill"])
+        router = self.routers[name] = bind_router(self.context, f"ipc://{self.directory}/{name}")
+        self.prefills[name] = PrefillScheduler(
+            name, loop, exchange, router, times=PrefillTimes(lease_s=self.lease_s), clock=self.clock
+        )
+
+    def start_decode(self, name: str) -> None:
+        loop, exchange = self._start(name, self.sides["decode"])
+        client, front = self.context.socket(zmq.PAIR), self.context.socket(zmq.PAIR)
+        client.bind(f"ipc://{self.directory}/{name}.front")
+        front.connect(f"ipc://{self.directory}/{name}.front")
+        self.clients[name], self.fronts[name] = client, front
+        prefills = [f"ipc://{self.directory}/p{number}" for number in range(self.sides["prefill"].count)]
+        self.decodes[name] = DecodeScheduler(
+            name,
+            loop,
+            exchange,
+            self.context,
+            prefills,
+            front,
+            chunkwise=self.chunkwise,
+            times=self.times,
+            clock=self.clock,
+        )
+
+    def stop_prefill(self, name: str) -> None:
+        """As when the process ends: its sockets close, its engines are gone."""
+        del self.prefills[name]
+        self.routers.pop(name).close()
+        self._stop(name)
+
+    def stop_decode(self, name: str) -> None:
+        """As when the process ends; what its client has not heard of is lost."""
+        self.decodes.pop(name).close()
+        self.clients.pop(name).close()
+        self.fronts.pop(name).close()
+        self._stop(name)
+
+    def _stop(self, name: str) -> None:
+        self.exchanges.pop(name).close()
+        # A process's memory goes with it. Ours does not, and a READ of pages that are gone would be another fault.
+        self.buried.append(self.loops.pop(name))
+
+    def close(self) -> None:
+        for exchange in self.exchanges.values():
+            exchange.close()
+        for decode in self.decodes.values():
+            decode.close()
+        self.context.destroy(linger=0)
+
+    # ---- driving it
+
+    def submit(self, prompts: Sequence[Sequence[int]], new: int = NEW) -> None:
+        decodes = list(self.decodes.values())
+        for number, prompt in enumerate(prompts):
+            self._submit(f"r{number}", prompt, new, decodes[number % len(decodes)])
+
+    def submit_one(
+        self, request_id: str, prompt: Sequence[int], new: int = NEW, decode: DecodeScheduler | None = None
+    ) -> DecodeRoom:
+        decode = decode or self.decode
+        self._submit(request_id, prompt, new, decode)
+        return decode._rooms[request_id]
+
+    def _submit(self, request_id: str, prompt: Sequence[int], new: int, decode: DecodeScheduler) -> None:
+        self.tokens[request_id] = []
+        self.ended.pop(request_id, None)
+        decode.submit(msg.Submit(request_id=request_id, prompt=tuple(prompt), max_new_tokens=new))
+
+    def poll(self) -> None:
+        for scheduler in (*self.prefills.values(), *self.decodes.values()):
+            scheduler.poll()
+        self.collect()
+
+    def collect(self) -> None:
+        for client in self.clients.values():
+            for (data,) in received(client):
+                message = msg.decode(data)
+                assert isinstance(message, msg.Tokens)
+                assert message.request_id not in self.ended, "a token after the end"
+                self.tokens.setdefault(message.request_id, []).extend(message.tokens)
+                if message.finished:
+                    self.ended[message.request_id] = message
+
+    def until(
+        self,
+        condition: Callable[[], object],
+        what: str,
+        timeout_s: float = 30,
+        poll: Callable[[], object] | None = None,
+    ) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            (poll or self.poll)()
+            self.collect()
+            assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+
+    def serve(self, prompts: Sequence[Sequence[int]], new: int = NEW) -> list[list[int]]:
+        self.ended.clear()
+        self.submit(prompts, new)
+        self.until(lambda: len(self.ended) == len(prompts), "the last token")
+        return [self.tokens[f"r{number}"] for number in range(len(prompts))]
+
+    def assert_nothing_held(self) -> None:
+        every = [*self.prefills.values(), *self.decodes.values()]
+        self.until(lambda: not any(one.open_requests for one in every), "the last notification")
+        assert [one.stats().pages_held for one in every] == [0] * len(every)

@@ -1,0 +1,455 @@
+"""What the service does where something goes wrong: in each phase, one request ends, and nothing else is touched."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from scheduler_adapters.hf.runner import reference_tokens
+from scheduler_adapters.hf.tiny import ByteTokenizer
+from scheduler_adapters.service import messages as msg
+from scheduler_adapters.service.rooms import DecodeRoom, DecodeTimes, PrefillRoom
+from tests.scheduler_adapters.service.processes import NEW, Service, Side
+
+PROMPT = ByteTokenizer().encode("What a page holds, who may write to it, and when it may be used again. " * 2)
+OTHER = ByteTokenizer().encode("Something else, and short.")
+# A budget of 32 cuts PROMPT in five chunks, a pool of 20 pages holds it with 5 to spare.
+PREFILL, DECODE = Side(pages=20, budget=32), Side(pages=20)
+PATIENT = DecodeTimes()
+
+
+@pytest.fixture(scope="module")
+def model(make_model: Callable[..., Any]) -> Any:
+    return make_model("llama")
+
+
+@pytest.fixture(scope="module")
+def expected(model: Any) -> dict[str, list[int]]:
+    return {"r": reference_tokens(model, PROMPT, NEW), "other": reference_tokens(model, OTHER, NEW)}
+
+
+@pytest.fixture
+def start(model: Any, tmp_path: Path) -> Iterator[Callable[..., Service]]:
+    services = []
+
+    def make(prefill: Side = PREFILL, decode: Side = DECODE, **options: Any) -> Service:
+        services.append(Service(model, tmp_path, prefill, decode, **options))
+        return services[-1]
+
+    yield make
+    for service in services:
+        service.close()
+
+
+def fill(service: Service, name: str) -> None:
+    """Take the pages of a process, so that nobody else gets any."""
+    manager = service.loops[name].manager
+    tokens = manager.num_free_blocks * manager.page_size
+    manager.external_claim("hog")
+    from kvcache.replica.context import TextContext
+
+    assert manager.maybe_reserve(TextContext([1] * tokens, tokens, "hog"))
+
+
+def empty(service: Service) -> None:
+    for loop in service.loops.values():
+        if loop.manager.contains("hog"):
+            loop.manager.release("hog")
+
+
+def prefill_rooms(service: Service) -> list[PrefillRoom]:
+    return [room for prefill in service.prefills.values() for room in prefill._rooms.values()]
+
+
+def phase_of_prefill(service: Service) -> str:
+    return prefill_rooms(service)[0].phase if prefill_rooms(service) else ""
+
+
+# How to bring a request into each phase, and who is polled while it stays there.
+def waiting(service: Service) -> DecodeRoom:
+    for name in list(service.prefills):
+        service.stop_prefill(name)
+    service.poll()
+    return service.submit_one("r", PROMPT)
+
+
+def asked(service: Service) -> DecodeRoom:
+    """Prefill has no pages: its room is queued."""
+    fill(service, "p0")
+    room = service.submit_one("r", PROMPT)
+    service.until(lambda: phase_of_prefill(service) == "queued", "the question")
+    return room
+
+
+def offered(service: Service) -> DecodeRoom:
+    """Decode has no pages: prefill's room is held."""
+    fill(service, "d0")
+    room = service.submit_one("r", PROMPT)
+    service.until(lambda: phase_of_prefill(service) == "held" and room.token is not None, "the offer")
+    return room
+
+
+def pulling(service: Service) -> DecodeRoom:
+    """Prefill has stopped in mid-prompt, and decode reads what it has."""
+    room = service.submit_one("r", PROMPT)
+    service.until(lambda: room.phase == "pulling", "the first chunk")
+    assert phase_of_prefill(service) == "offered"
+    return room
+
+
+def decoding(service: Service) -> DecodeRoom:
+    room = service.submit_one("r", PROMPT, 100)
+    service.until(lambda: room.phase == "decoding" and len(service.tokens["r"]) > 3, "some tokens")
+    return room
+
+
+def cancel(service: Service) -> None:
+    service.decode.abort("r")
+    service.decode.abort("r")  # once is enough, and twice is no harm
+    service.until(lambda: "r" in service.ended, "the end", poll=lambda: None)
+    assert service.ended["r"].finished == "cancelled"
+
+
+PHASES = {"waiting": waiting, "asked": asked, "offered": offered, "pulling": pulling, "decoding": decoding}
+
+
+def assert_serves_on(service: Service, expected: dict[str, list[int]]) -> None:
+    """All that was held is given back, and the next request is served."""
+    empty(service)
+    for name in ("p0", "p1")[: service.sides["prefill"].count]:
+        if name not in service.prefills:
+            service.start_prefill(name)
+    service.assert_nothing_held()
+    for request_id, prompt in (("other", OTHER), ("r", PROMPT)):
+        service.submit_one(request_id, prompt)
+        service.until(lambda request_id=request_id: request_id in service.ended, "the next request")
+        assert (service.ended[request_id].finished, service.ended[request_id].error) == ("length", "")
+        assert service.tokens[request_id] == expected[request_id]
+    service.assert_nothing_held()
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_cancelled_request_ends_in_every_phase(
+    start: Callable[..., Service], expected: dict[str, list[int]], phase: str
+) -> None:
+    service = start(lease_s=1000.0)  # only a word of decode's ends it
+    room = PHASES[phase](service)
+    assert room.phase == phase
+    cancel(service)
+    assert room.phase == "over"
+    # Before there are pages again: what is not wanted any more is not computed.
+    service.until(lambda: not prefill_rooms(service), "the end at prefill")
+    assert_serves_on(service, expected)
+
+
+DEADLINES = {
+    "waiting": {"wait_s": 0.2},
+    "asked": {"prefill_s": 0.2},
+    "offered": {"room_s": 0.2},
+    "pulling": {"prefill_s": 0.2},
+    "decoding": {"decode_s": 0.01},
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_request_that_stays_in_a_phase_for_too_long_fails_with_the_reason(
+    start: Callable[..., Service], expected: dict[str, list[int]], phase: str
+) -> None:
+    service = start(times=DecodeTimes())
+    room = PHASES[phase](service)
+    service.decode._times = DecodeTimes(**DEADLINES[phase])
+    room.deadline = 0.0
+    # Prefill hangs while the deadline of a pull in mid-prompt is over; the other phases have their own reason to stay.
+    service.until(lambda: "r" in service.ended, "the end", poll=service.decode.poll if phase == "pulling" else None)
+    end = service.ended["r"]
+    assert end.finished == "error"
+    assert f"timed out in phase {phase!r} on decode process 'd0'" in end.error
+    service.decode._times = DecodeTimes()
+    assert_serves_on(service, expected)
+
+
+@pytest.mark.parametrize("phase", ["asked", "offered", "pulling"])
+def test_a_prefill_process_that_dies_is_replaced_by_another(
+    start: Callable[..., Service], expected: dict[str, list[int]], phase: str
+) -> None:
+    service = start(PREFILL._replace(count=2))
+    link = service.decode.links[0]
+    service.until(lambda: link.welcome, "the first prefill process")
+    service.decode.links[1].lose("not yet")  # the first one is asked
+    service.decode.links[1]._again_at = time.monotonic() + 60
+    room = PHASES[phase](service)
+    assert room.link is link
+    service.stop_prefill("p0")
+    service.decode.links[1]._again_at = 0.0
+    empty(service)
+    service.until(lambda: "r" in service.ended, "the other prefill process")
+    assert service.tokens["r"] == expected["r"]
+    assert service.ended["r"].finished == "length"
+    assert service.decode.counts["retries"] >= 1
+    assert_serves_on(service, expected)
+
+
+@pytest.mark.parametrize("phase", ["asked", "offered", "pulling"])
+def test_a_prefill_process_that_comes_back_is_asked_again(
+    start: Callable[..., Service], expected: dict[str, list[int]], phase: str
+) -> None:
+    service = start()
+    PHASES[phase](service)
+    before = service.exchanges["p0"].incarnation
+    service.stop_prefill("p0")
+    service.start_prefill("p0")
+    empty(service)
+    service.until(lambda: "r" in service.ended, "the second attempt")
+    assert service.tokens["r"] == expected["r"]
+    assert service.decode.links[0].welcome is not None
+    assert service.decode.links[0].welcome.incarnation != before
+    assert_serves_on(service, expected)
+
+
+@pytest.mark.parametrize("phase", ["asked", "offered", "pulling"])
+def test_prefill_gives_back_what_a_dead_decode_process_had_asked_for(
+    start: Callable[..., Service], expected: dict[str, list[int]], phase: str
+) -> None:
+    service = start(lease_s=0.5)
+    PHASES[phase](service)
+    service.stop_decode("d0")
+    empty(service)
+    service.until(lambda: not service.prefill.open_requests, "the end of its lease", timeout_s=10)
+    assert service.prefill.stats().pages_held == 0
+    service.start_decode("d0")
+    assert_serves_on(service, expected)
+
+
+@pytest.mark.parametrize("phase", ["asked", "pulling"])
+def test_prefill_notices_a_dead_decode_process_when_it_has_something_to_say(
+    start: Callable[..., Service], expected: dict[str, list[int]], phase: str
+) -> None:
+    service = start(lease_s=1000.0)
+    PHASES[phase](service)
+    service.stop_decode("d0")
+    time.sleep(0.2)  # the end of the connection is on its way
+    empty(service)
+    service.until(lambda: not service.prefill.open_requests, "the failed message", timeout_s=10)
+    assert not service.prefill._readers
+    service.start_decode("d0")
+    assert_serves_on(service, expected)
+
+
+def test_a_decode_process_that_connects_anew_has_given_up_what_it_asked_for(
+    start: Callable[..., Service], expected: dict[str, list[int]]
+) -> None:
+    service = start()
+    room = asked(service)
+    before = prefill_rooms(service)[0]
+    service.decode.links[0].lose("a hiccup of the network")
+    service.until(lambda: before.phase == "over", "the new connection")
+    assert before.silent
+    assert room.attempt > 1
+    empty(service)
+    service.until(lambda: "r" in service.ended, "the second attempt")
+    assert service.tokens["r"] == expected["r"]
+    assert_serves_on(service, expected)
+
+
+@pytest.mark.parametrize("phase", ["offered", "pulling"])
+def test_pages_stay_held_until_their_lease_word_is_cleared(
+    start: Callable[..., Service], expected: dict[str, list[int]], phase: str
+) -> None:
+    service = start()
+    PHASES[phase](service)
+    (room,) = prefill_rooms(service)
+    held = service.prefill.stats().pages_held
+    words = service.exchanges["p0"]._threads[0].call(lambda replica: replica.ranks[0].leases.words)
+    assert room.lease is not None
+    slot, lease_id = room.lease.slot, room.lease.lease_id
+    assert words[slot] == lease_id
+    told = -(-room.told // 16)
+    service.prefill._end(room, "says the test")
+    assert room.phase == "ending"
+    assert not service.loops["p0"].manager.contains(room.key)
+    # What nobody was told of, of a prompt that had not ended, is free already.
+    held = service.prefill.stats().pages_held if phase == "pulling" else held
+    assert held >= told > 0
+    assert service.prefill.stats().pages_held == held
+    service.until(lambda: words[slot] != lease_id, "the word", poll=lambda: None)
+    assert service.prefill.stats().pages_held == held
+    service.until(lambda: room.phase == "over", "the end of the lease", poll=service.prefill.poll)
+    assert service.prefill.stats().pages_held == 0
+    empty(service)
+    service.until(lambda: "r" in service.ended, "the second attempt")
+    assert service.tokens["r"] == expected["r"]
+    assert_serves_on(service, expected)
+
+
+def test_a_lease_that_runs_out_fails_the_attempt_and_no_page_is_taken(
+    start: Callable[..., Service], expected: dict[str, list[int]]
+) -> None:
+    service = start(lease_s=0.3)
+    room = offered(service)
+    # The reader's thread renews by itself; end the lease at its source, as if the reader had been stopped meanwhile.
+    prefill = prefill_rooms(service)[0]
+    assert prefill.lease is not None
+    service.exchanges["p0"].revoke(0, prefill.lease, "expired, says the test")
+    service.until(lambda: prefill.phase == "over", "the end of the lease")
+    empty(service)
+    service.until(lambda: "r" in service.ended, "the second attempt")
+    assert service.tokens["r"] == expected["r"]
+    assert room.reasons == ["expired, says the test"]
+    assert_serves_on(service, expected)
+
+
+def test_a_lease_is_renewed_while_decode_has_no_room(
+    start: Callable[..., Service], expected: dict[str, list[int]]
+) -> None:
+    service = start(lease_s=0.3)
+    room = offered(service)
+    until = time.monotonic() + 1.5
+    service.until(lambda: time.monotonic() > until, "five times the lease")
+    assert (room.phase, phase_of_prefill(service), room.reasons) == ("offered", "held", [])
+    empty(service)
+    service.until(lambda: "r" in service.ended, "the last token")
+    assert service.tokens["r"] == expected["r"]
+    assert service.decode.counts["retries"] == 0
+    assert_serves_on(service, expected)
+
+
+def test_the_deadline_that_decode_names_holds_at_prefill(
+    start: Callable[..., Service], expected: dict[str, list[int]]
+) -> None:
+    service = start()
+    service.decode._times = DecodeTimes(prefill_s=0.3)
+    fill(service, "p0")
+    service.submit_one("r", PROMPT)
+    service.until(lambda: phase_of_prefill(service) == "queued", "the question")
+    (room,) = prefill_rooms(service)
+    service.until(lambda: room.phase == "over", "the deadline", poll=service.prefill.poll)
+    assert "timed out in phase 'queued' on prefill process 'p0'" in room.reason
+    service.until(lambda: "r" in service.ended, "the last attempt")
+    assert service.ended["r"].error.startswith("3 attempts: timed out in phase")
+    service.decode._times = DecodeTimes()
+    assert_serves_on(service, expected)
+
+
+def test_what_can_never_be_prefilled_is_not_tried_again(
+    start: Callable[..., Service], expected: dict[str, list[int]]
+) -> None:
+    service = start(PREFILL._replace(count=2), DECODE._replace(pages=40))
+    service.submit_one("long", [1] * 400)
+    service.until(lambda: "long" in service.ended, "the refusal")
+    assert service.ended["long"].finished == "error"
+    assert service.ended["long"].error.startswith("request 'long': 400 prompt tokens")
+    assert service.decode.counts["retries"] == 0
+    assert_serves_on(service, expected)
+
+
+def test_offers_of_an_attempt_that_is_over_are_refused_and_their_pages_come_back(
+    start: Callable[..., Service], expected: dict[str, list[int]]
+) -> None:
+    service = start(lease_s=1000.0)
+    service.submit_one("r", PROMPT)
+    service.until(lambda: phase_of_prefill(service) == "held", "the pages", poll=_prefill_and_messages(service))
+    room = service.decode._rooms["r"]
+    room.attempt += 1  # as if this attempt had failed, and what says so is still on its way
+    service.until(lambda: not prefill_rooms(service), "the refusal")
+    assert service.decode.counts["late"] >= 1
+    assert room.phase == "asked"
+    room.attempt -= 1
+    cancel(service)
+    assert_serves_on(service, expected)
+
+
+def _prefill_and_messages(service: Service) -> Callable[[], None]:
+    """Until it has asked, decode is polled too."""
+
+    def poll() -> None:
+        service.prefill.poll()
+        if service.decode._rooms["r"].phase == "waiting":
+            service.decode.poll()
+
+    return poll
+
+
+class Stranger:
+    """A client of a prefill process that says whatever it likes."""
+
+    def __init__(self, service: Service, socket: Any) -> None:
+        self.service, self.socket = service, socket
+        self.socket.connect(f"ipc://{service.directory}/p0")
+
+    def ask(self, *frames: bytes) -> msg.AnyMessage:
+        self.socket.send_multipart(frames)
+        self.service.until(lambda: self.socket.poll(1), "an answer")
+        return msg.decode(self.socket.recv())
+
+
+def test_rubbish_is_counted_and_answered_and_harms_nobody(
+    start: Callable[..., Service], expected: dict[str, list[int]]
+) -> None:
+    service = start()
+    with service.context.socket(zmq.DEALER) as socket:
+        say_rubbish(service, Stranger(service, socket))
+    assert_serves_on(service, expected)
+
+
+def say_rubbish(service: Service, stranger: Stranger) -> None:
+    room = {"request_id": "x", "attempt": 1}
+    for frames in ((b"",), (b"\xff" * 100,), (b"a", b"b"), (msg.encode(msg.Stop()),)):
+        answer = stranger.ask(*frames)
+        assert isinstance(answer, msg.Rejected)
+        assert not answer.stranger
+    assert service.prefill.stats().malformed == 4
+    asking = msg.Prefill(**room, prompt=(1, 2), within_s=5.0)
+    answer = stranger.ask(msg.encode(asking))
+    assert isinstance(answer, msg.Rejected)
+    assert answer.stranger
+    stranger.ask(msg.encode(msg.Hello(reader="x", incarnation="i")))
+    offer = stranger.ask(msg.encode(asking))
+    assert isinstance(offer, msg.Offer)
+    stranger.socket.send(msg.encode(asking))  # once more: it is served already
+    stranger.socket.send(msg.encode(msg.Cancel(request_id="nobody", attempt=1, reason="?")))
+    service.until(lambda: service.prefill.counts["late"] == 2, "what is late")
+    answer = stranger.ask(msg.encode(msg.Prefill(request_id="y", attempt=2, prompt=(1,) * 400, within_s=5.0)))
+    assert isinstance(answer, msg.Failed)
+    assert answer.final
+    stranger.socket.send(msg.encode(msg.Cancel(**room, reason="enough")))
+    service.until(lambda: not service.prefill.open_requests, "the end of what was asked for")
+
+
+def test_rubbish_from_prefill_is_counted_and_answered_and_harms_nobody(
+    start: Callable[..., Service], expected: dict[str, list[int]]
+) -> None:
+    service = start()
+    service.until(lambda: service.decode.connected, "the link")
+    (identity,) = service.prefill._readers
+    offer = msg.Failed(request_id="nobody", attempt=7, reason="?")
+    for frames in ([b"\xff"], [b"a", b"b"], [msg.encode(msg.Stop())], [msg.encode(offer)]):
+        service.routers["p0"].send_multipart([identity, *frames])
+    service.until(lambda: service.decode.stats().malformed == 3 and service.decode.counts["late"] == 1, "the rubbish")
+    assert_serves_on(service, expected)
+
+
+def test_the_same_id_may_come_again_while_its_first_pull_still_ends(
+    start: Callable[..., Service], expected: dict[str, list[int]]
+) -> None:
+    service = start()
+    pulling(service)
+    for _ in range(3):
+        cancel(service)
+        service.submit_one("r", PROMPT)
+    service.until(lambda: "r" in service.ended and service.ended["r"].finished == "length", "the last of them")
+    assert service.tokens["r"] == expected["r"]
+    assert_serves_on(service, expected)
+
+
+def test_a_token_that_the_model_does_not_know_fails_its_request_alone(
+    start: Callable[..., Service], expected: dict[str, list[int]]
+) -> None:
+    service = start()
+    service.decode.submit(msg.Submit(request_id="odd", prompt=(1, 1 << 20), max_new_tokens=2))
+    service.until(lambda: "odd" in service.ended, "the refusal")
+    assert "token 1048576, the model knows" in service.ended["odd"].error
+    service.ended.pop("odd")
+    assert_serves_on(service, expected)

@@ -1,0 +1,68 @@
+"""A service whose sockets have keys: it serves, and a client without a key, or with a wrong one, gets nothing."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from scheduler_adapters.service import messages as msg
+from scheduler_adapters.service.sockets import bind_router
+from transfer.errors import HandshakeError
+from transfer.wire.keys import Keyring, make_keyrings
+
+HELLO = msg.encode(msg.Hello(reader="d", incarnation="i"))
+
+
+@pytest.fixture
+def router(tmp_path: Path) -> Any:
+    ours, _ = make_keyrings(2)
+    socket = bind_router(zmq.Context.instance(), f"ipc://{tmp_path}/p", ours)
+    yield socket, ours, f"ipc://{tmp_path}/p"
+    socket.close()
+
+
+def heard(router: Any, keyring: Keyring | None) -> bool:
+    socket, _, endpoint = router
+    client = zmq.Context.instance().socket(zmq.DEALER)
+    client.setsockopt(zmq.LINGER, 0)
+    if keyring is not None:
+        keyring.secure_client(client)
+    client.connect(endpoint)
+    client.send(HELLO)
+    came = bool(socket.poll(400))
+    if came:
+        assert socket.recv_multipart()[1:] == [HELLO]
+    client.close()
+    return came
+
+
+def test_a_socket_with_keys_hears_those_on_its_list_alone(router: Any) -> None:
+    ours = router[1]
+    stranger = make_keyrings(1)[0]
+    assert not heard(router, None)
+    assert not heard(router, stranger)
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    unlisted = Keyring(service_public=ours.service_public, public=public, secret=secret)
+    assert not heard(router, unlisted)
+    assert heard(router, ours)
+
+
+def test_keys_are_refused_where_nobody_would_look_at_the_list(tmp_path: Path) -> None:
+    context: Any = zmq.Context()
+    with pytest.raises(HandshakeError, match="allow-list"):
+        bind_router(context, f"ipc://{tmp_path}/p", make_keyrings(1)[0])
+    context.destroy(linger=0)
+
+
+def test_the_demo_serves_with_keys(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "scheduler_adapters.cli", "demo", "--curve", "--requests", "3"]
+    command += ["--max-new-tokens", "4", "--json", str(tmp_path / "figures.json")]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert found.returncode == 0, found.stderr
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["tokens_equal"]
+    assert figures["leaked_pages"] == 0

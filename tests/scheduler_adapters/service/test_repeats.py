@@ -1,0 +1,276 @@
+"""A message that comes again, or after what followed it, changes nothing: one by one, in the phases that matter."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from scheduler_adapters.hf.runner import reference_tokens
+from scheduler_adapters.service import messages as msg
+from scheduler_adapters.service.rooms import DecodeRoom, Recent
+from tests.scheduler_adapters.service.processes import NEW, Service, Side
+from tests.scheduler_adapters.service.test_faults import (
+    OTHER,
+    PROMPT,
+    asked,
+    decoding,
+    empty,
+    offered,
+    prefill_rooms,
+    pulling,
+)
+
+
+@pytest.fixture(scope="module")
+def model(make_model: Callable[..., Any]) -> Any:
+    return make_model("llama")
+
+
+@pytest.fixture(scope="module")
+def expected(model: Any) -> list[int]:
+    return reference_tokens(model, PROMPT, NEW)
+
+
+@pytest.fixture
+def service(model: Any, tmp_path: Path) -> Iterator[Service]:
+    made = Service(model, tmp_path, Side(pages=20, budget=32), Side(pages=20), lease_s=5.0)
+    yield made
+    made.close()
+
+
+class Said:
+    """What a prefill process has told its readers; it can say so again."""
+
+    def __init__(self, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.every: list[tuple[bytes, msg.ToDecode]] = []
+        self._send = send = service.prefill._send
+
+        def kept(reader: bytes, message: msg.ToDecode) -> None:
+            self.every.append((reader, message))
+            send(reader, message)
+
+        monkeypatch.setattr(service.prefill, "_send", kept)
+
+    @property
+    def offers(self) -> list[msg.Offer]:
+        return [message for _, message in self.every if isinstance(message, msg.Offer)]
+
+    def again(self, message: msg.ToDecode) -> None:
+        self._send(self.every[-1][0], message)
+
+
+def late(service: Service, count: int) -> None:
+    service.until(lambda: service.decode.counts["late"] >= count, "what comes again", poll=service.decode.poll)
+
+
+def serves_to_the_end(service: Service, expected: list[int], new: int = NEW) -> None:
+    empty(service)
+    service.until(lambda: "r" in service.ended, "the last token")
+    assert service.ended["r"].finished == "length"
+    assert service.tokens["r"] == expected
+    assert len(service.tokens["r"]) == new
+    service.assert_nothing_held()
+
+
+def pulling_the_last(service: Service) -> DecodeRoom:
+    """Decode has had the last offer, and its READs are on their way."""
+    room = service.submit_one("r", PROMPT)
+    service.until(lambda: room.phase == "pulling" and room.token is not None, "the last offer")
+    return room
+
+
+def test_a_last_offer_that_comes_again_while_decode_has_no_pages_puts_out_one_token(
+    service: Service, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = Said(service, monkeypatch)
+    room = offered(service)
+    said.again(said.offers[-1])
+    said.again(said.offers[-1])
+    late(service, 2)
+    service.collect()
+    assert (room.phase, service.tokens["r"]) == ("offered", expected[:1])
+    serves_to_the_end(service, expected)
+
+
+def test_a_last_offer_that_comes_again_during_the_pull_puts_out_one_token(
+    service: Service, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = Said(service, monkeypatch)
+    room = pulling_the_last(service)
+    service.decode._on_message(service.decode.links[0], said.offers[-1])
+    assert (room.phase, service.decode.counts["late"]) == ("pulling", 1)
+    serves_to_the_end(service, expected)
+
+
+def test_an_offer_that_younger_ones_have_overtaken_is_dropped(
+    service: Service, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = Said(service, monkeypatch)
+    room = service.submit_one("r", PROMPT)
+    service.until(lambda: room.phase == "pulling" and len(said.offers) > 2, "some chunks")
+    table = room.table
+    service.decode._on_message(service.decode.links[0], said.offers[0])
+    assert (room.phase, room.table, service.decode.counts["late"]) == ("pulling", table, 1)
+    serves_to_the_end(service, expected)
+    assert service.decode.counts["retries"] == 0
+
+
+def test_an_offer_that_comes_again_in_decode_harms_nothing(
+    service: Service, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = Said(service, monkeypatch)
+    decoding(service)
+    for offer in said.offers:
+        said.again(offer)
+    late(service, len(said.offers))
+    serves_to_the_end(service, reference_tokens(model, PROMPT, 100), 100)
+
+
+def test_two_leases_for_one_attempt_fail_it_and_another_follows(
+    service: Service, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = Said(service, monkeypatch)
+    room = pulling(service)
+    service.until(lambda: len(said.offers) > 1, "a second chunk", poll=service.prefill.poll)
+    service.decode._on_message(service.decode.links[0], msgspec.structs.replace(said.offers[-1], lease_id=7))
+    assert room.reasons == ["prefill process 'p0' has offered two leases for one attempt"]
+    serves_to_the_end(service, expected)
+
+
+def test_a_failure_that_comes_again_fails_no_other_attempt(
+    service: Service, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = Said(service, monkeypatch)
+    room = asked(service)
+    service.prefill._end(prefill_rooms(service)[0], "says the test")
+    service.until(lambda: len(room.reasons) == 1 and room.phase == "asked", "another attempt")
+    (failed,) = [message for _, message in said.every if isinstance(message, msg.Failed)]
+    said.again(failed)
+    late(service, 1)
+    assert (room.phase, len(room.reasons)) == ("asked", 1)
+    serves_to_the_end(service, expected)
+
+
+@pytest.mark.parametrize("phase", [asked, offered, pulling, decoding])
+def test_a_hello_that_comes_again_gives_nothing_up(
+    service: Service, model: Any, phase: Callable[[Service], DecodeRoom]
+) -> None:
+    room = phase(service)
+    rooms = [(one.key, one.phase) for one in prefill_rooms(service)]
+    link = service.decode.links[0]
+    link.send(link._hello)
+    before = service.decode.counts["retries"]
+    for _ in range(3):
+        service.prefill.poll()
+    assert {key for key, _ in rooms} >= {one.key for one in prefill_rooms(service)}
+    assert not any(one.phase == "ending" for one in prefill_rooms(service))
+    new = room.request.max_new_tokens
+    serves_to_the_end(service, reference_tokens(model, PROMPT, new), new)
+    assert service.decode.counts["retries"] == before == 0
+
+
+def test_a_reader_that_another_of_its_name_displaces_is_told(service: Service, expected: list[int]) -> None:
+    """It would wait for what has been given up until its deadline, two minutes later."""
+    room = asked(service)
+    (identity,) = service.prefill._readers
+    service.prefill._readers[b"another"] = service.prefill._readers.pop(identity)
+    sent: list[bytes] = []
+    service.prefill._send = lambda reader, _: sent.append(reader)  # type: ignore[method-assign]
+    service.prefill._welcome_reader(identity, service.decode.links[0]._hello)
+    assert sent == [identity, b"another"]
+    del service.prefill._send
+    service.decode.links[0].lose("as `Rejected` makes it")
+    service.until(lambda: room.attempt > 1 and room.phase == "asked", "another attempt")
+    serves_to_the_end(service, expected)
+
+
+def test_the_hello_of_a_connection_that_is_gone_displaces_nobody(service: Service, expected: list[int]) -> None:
+    asked(service)
+    readers = dict(service.prefill._readers)
+    service.prefill._welcome_reader(b"hung up", service.decode.links[0]._hello)
+    assert service.prefill._readers == readers
+    serves_to_the_end(service, expected)
+    assert service.decode.counts["retries"] == 0
+
+
+def test_a_prompt_that_comes_after_its_cancellation_is_not_computed(service: Service, expected: list[int]) -> None:
+    service.until(lambda: service.decode.connected, "the link")
+    ((identity, reader),) = service.prefill._readers.items()
+    room = {"request_id": "gone", "attempt": 1 << 30}
+    cancel = msg.encode(msg.Cancel(**room, reason="nobody waits"))
+    prefill = msg.encode(msg.Prefill(**room, prompt=tuple(OTHER), within_s=60.0))
+    for data in (cancel, prefill, prefill, cancel):
+        service.prefill._on_frames([identity, data])
+    assert service.prefill.counts["late"] == 4
+    assert not reader.rooms
+    service.submit_one("r", PROMPT)
+    serves_to_the_end(service, expected)
+    assert service.prefill.stats().prompt_tokens == len(PROMPT)
+
+
+@pytest.mark.parametrize("phase", [asked, offered, pulling])
+def test_a_prompt_that_comes_again_is_computed_once(
+    service: Service, expected: list[int], phase: Callable[[Service], DecodeRoom]
+) -> None:
+    room = phase(service)
+    (identity,) = service.prefill._readers
+    again = msg.Prefill(request_id="r", attempt=room.attempt, prompt=tuple(PROMPT), within_s=60.0)
+    service.prefill._on_frames([identity, msg.encode(again)])
+    serves_to_the_end(service, expected)
+    service.prefill._on_frames([identity, msg.encode(again)])
+    assert service.prefill.counts["late"] == 2
+    assert service.prefill.open_requests == 0
+    assert service.prefill.stats().prompt_tokens == len(PROMPT)
+
+
+def submission(serial: int) -> msg.Submit:
+    return msg.Submit(request_id="r", prompt=tuple(PROMPT), max_new_tokens=NEW, serial=serial)
+
+
+def test_a_submission_that_comes_again_is_served_once_and_its_id_may_be_used_again(
+    service: Service, expected: list[int]
+) -> None:
+    for serial in (1, 2):
+        service.tokens["r"], before = [], service.decode.counts["late"]
+        service.ended.pop("r", None)
+        for _ in range(2):
+            service.decode.submit(submission(serial))
+        serves_to_the_end(service, expected)
+        service.decode.submit(submission(serial))
+        assert service.decode.open_requests == 0
+        assert service.decode.counts["late"] == before + 2
+        assert service.ended["r"].serial == serial
+
+
+def test_a_cancellation_that_overtakes_its_submission_ends_it(service: Service) -> None:
+    service.decode.abort("r", 1)
+    service.decode.submit(submission(1))
+    service.decode.abort("r", 1)
+    service.until(lambda: "r" in service.ended, "the end")
+    assert (service.ended["r"].finished, service.ended["r"].serial) == ("cancelled", 1)
+    service.assert_nothing_held()
+    assert service.decode.counts["late"] == 1
+
+
+def test_a_late_cancellation_of_one_submission_spares_the_next_of_that_id(
+    service: Service, expected: list[int]
+) -> None:
+    service.decode.submit(submission(1))
+    service.decode.abort("r", 1)
+    service.collect()
+    service.ended.clear()
+    service.tokens["r"] = []
+    service.decode.submit(submission(2))
+    service.decode.abort("r", 1)
+    service.until(lambda: service.ended.get("r") and service.ended["r"].serial == 2, "the second", poll=service.poll)
+    assert service.tokens["r"] == expected
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    recent: Recent[int] = Recent(most=3)
+    assert [recent.add(number) for number in (1, 2, 1, 3, 4, 2, 4, 1)] == [
+        *(True, True, False, True, True),
+        *(False, False, True),
+    ]

@@ -1,0 +1,69 @@
+import itertools
+import math
+
+import pytest
+
+from scheduler_adapters.errors import IllegalMoveError
+from scheduler_adapters.loop import Request
+from scheduler_adapters.service.rooms import DECODE_MOVES, PREFILL_MOVES, DecodeRoom, PrefillRoom, Room
+
+TABLES = {"prefill": PREFILL_MOVES, "decode": DECODE_MOVES}
+
+
+def room_in(side: str, phase: str) -> Room:
+    if side == "prefill":
+        return PrefillRoom("r", 1, phase, 5.0)
+    return DecodeRoom("r", 1, phase, 5.0, request=Request("r", [1], 1))
+
+
+@pytest.mark.parametrize("side", TABLES)
+def test_a_room_makes_the_moves_of_its_table_and_no_other(side: str) -> None:
+    table = TABLES[side]
+    for before, after in itertools.product(table, table):
+        room = room_in(side, before)
+        if after in table[before]:
+            room.move(after, 7.0)
+            assert (room.phase, room.deadline) == (after, 7.0)
+        else:
+            with pytest.raises(IllegalMoveError, match=f"'r', attempt 1: {before} to {after}"):
+                room.move(after)
+            assert (room.phase, room.deadline) == (before, 5.0)
+
+
+@pytest.mark.parametrize("side", TABLES)
+def test_every_phase_leads_to_the_end_and_nothing_leads_from_it(side: str) -> None:
+    table = TABLES[side]
+    assert set().union(*table.values()) <= set(table)
+    for phase in set(table) - {"over"}:
+        assert table[phase]
+        assert "over" in table[phase] or "ending" in table[phase]
+    assert not table["over"]
+
+
+def test_only_a_room_that_is_over_or_has_a_deadline_elsewhere_has_none() -> None:
+    room = room_in("prefill", "computing")
+    room.move("held")
+    assert room.deadline == math.inf  # the lease has one
+
+
+def test_the_first_reason_is_kept() -> None:
+    room = room_in("decode", "asked")
+    assert room.blame("first") == "first"
+    assert room.blame("second") == "first"
+
+
+def test_a_decode_room_knows_all_that_the_client_has_had() -> None:
+    room = DecodeRoom("r", 3, "waiting", 1.0, request=Request("r", [1, 2], 9))
+    room.emitted += [7, 8]
+    assert room.tokens == [1, 2, 7, 8]
+    assert room.key == "r#3"
+
+
+def test_prefill_goes_forward_alone_and_decode_back_only_to_wait_before_it_has_generated() -> None:
+    for phase, moves in PREFILL_MOVES.items():
+        later = list(PREFILL_MOVES)[list(PREFILL_MOVES).index(phase) + 1 :]
+        assert moves <= set(later), phase
+    order = list(DECODE_MOVES)
+    for phase, moves in DECODE_MOVES.items():
+        assert moves - {"waiting", "over"} <= {order[min(order.index(phase) + 1, len(order) - 1)]}, phase
+    assert {phase for phase, moves in DECODE_MOVES.items() if "waiting" in moves} == {"asked", "offered", "pulling"}

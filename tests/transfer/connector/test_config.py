@@ -1,0 +1,114 @@
+"""Configs that no worker can be made of, and what two engines must have in common."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import msgspec
+import pytest
+
+from transfer.connector.config import GroupConfig, StatePart, Timing, WorkerConfig, check_config, share
+from transfer.errors import InvalidEngineError
+
+GROUP = GroupConfig(layers={"a": 0, "b": 1}, head_dim=8, num_kv_heads=4)
+STATE = GroupConfig(layers={"m": 2}, kind="mamba", state=(StatePart(kind="ssm", units=4),))
+
+
+def config(**changes: Any) -> WorkerConfig:
+    return WorkerConfig(**({"engine_id": "e", "incarnation": "i", "groups": (GROUP,), "model": "m"} | changes))
+
+
+def group(**changes: Any) -> WorkerConfig:
+    return config(groups=(msgspec.structs.replace(GROUP, **changes),))
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (config(engine_id=""), "an engine id, an incarnation and at least one group are needed"),
+        (config(incarnation=""), "an engine id, an incarnation"),
+        (config(groups=()), "at least one group"),
+        (config(tp_rank=2, tp_size=2), "tp_rank is 2, the range is 0 to 1"),
+        (config(pp_rank=-1), "pp_rank is -1, the range is 0 to 0"),
+        (config(layer_chunks=0), "layer_chunks is 0, at least 1"),
+        (config(verify=1.5), "verify is 1.5, 0 to 1"),
+        (config(timing=Timing(load=0)), "load is 0 s, above 0 is needed"),
+        (config(timing=Timing(lease=float("nan"))), "lease is nan s"),
+        (config(groups=(GROUP, GROUP)), "layer 'a' is in two groups"),
+        (group(layers={}), "group 0: layers must have different numbers"),
+        (group(layers={"a": 1, "b": 1}), "layers must have different numbers"),
+        (group(layers={"a": -1}), "layers must have different numbers"),
+        (group(block_size=0), "blocks of 0 tokens"),
+        (group(block_size=16, kernel_block_size=6), "blocks of 16 tokens, kernel blocks of 6: must divide"),
+        (group(window=8), "kind 'full' with a window of 8 tokens"),
+        (group(kind="sliding_window"), "kind 'sliding_window' with a window of 0 tokens"),
+        (group(kind="mla"), "4 heads of kind 'mla'"),
+        (group(num_kv_heads=0), "0 heads"),
+        (group(head_dim=0), "heads of 0 elements, at least 1 is needed"),
+        (group(kind="mamba"), "kind 'mamba' with 0 parts of a state"),
+        (group(state=STATE.state), "kind 'full' with 1 parts of a state"),
+        (
+            config(groups=(msgspec.structs.replace(STATE, state=(StatePart(kind="ssm", units=0),)),)),
+            "'ssm' has 0 units of 1 channels",
+        ),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused_with_its_value(bad: WorkerConfig, message: str) -> None:
+    with pytest.raises(InvalidEngineError, match="engine '.*' rank -?\\d+: ") as raised:
+        check_config(bad)
+    assert message in str(raised.value)
+
+
+def test_ranks_count_stage_by_stage() -> None:
+    assert [config(tp_size=2, pp_size=3, tp_rank=t, pp_rank=p).rank for p in range(3) for t in range(2)] == [*range(6)]
+    assert config(tp_size=2, pp_size=3).ranks == 6
+
+
+def test_it_pickles_and_encodes() -> None:
+    whole = config(groups=(GROUP, STATE), key=b"k")
+    assert pickle.loads(pickle.dumps(whole)) == whole  # noqa: S301 -- our own bytes
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(whole), type=WorkerConfig) == whole
+
+
+@pytest.mark.parametrize(
+    ("units", "ranks", "held"),
+    [
+        (4, 2, [[0, 1], [2, 3]]),
+        (4, 1, [[0, 1, 2, 3]]),
+        (2, 4, [[0], [0], [1], [1]]),
+        (1, 3, [[0], [0], [0]]),
+        (4, 3, [[0], [1], [2, 3]]),
+        (2, 3, [[0], [0], [1]]),
+    ],
+)
+def test_every_unit_is_held_by_someone(units: int, ranks: int, held: list[list[int]]) -> None:
+    assert [list(share(units, ranks, rank)) for rank in range(ranks)] == held
+
+
+def test_layouts_pages_and_parallelism_need_not_agree_and_the_model_must() -> None:
+    base = config().fingerprint()
+    assert group(layout="NHD", block_size=64, kernel_block_size=16).fingerprint() == base
+    assert config(tp_size=4, tp_rank=3, pp_size=2).fingerprint() == base
+    others = [
+        config(model="n"),
+        config(compatibility={"quantisation": "fp8"}),
+        group(head_dim=16),
+        group(dtype="float16"),
+        group(num_kv_heads=2),
+        group(layers={"a": 0}),
+        group(layers={"a": 0, "b": 2}),
+        group(kind="sliding_window", window=9),
+        config(groups=(GROUP, STATE)),
+        config(groups=(GROUP, msgspec.structs.replace(STATE, state=(StatePart(kind="ssm", units=2),)))),
+    ]
+    prints = [tuple(sorted(other.fingerprint().items())) for other in others]
+    assert len({*prints, tuple(sorted(base.items()))}) == len(others) + 1
+
+
+def test_a_block_is_so_many_pages_and_a_window_needs_so_many_tokens() -> None:
+    small = msgspec.structs.replace(GROUP, block_size=64, kernel_block_size=16, kind="sliding_window", window=10)
+    assert (small.page_size, small.block_pages) == (16, 4)
+    assert (STATE.page_size, STATE.block_pages) == (1, 1)
+    assert [small.needed(tokens) for tokens in (0, 9, 10, 100)] == [0, 0, 1, 91]
+    assert GROUP.needed(100) == 0

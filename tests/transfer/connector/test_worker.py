@@ -1,0 +1,531 @@
+"""The worker's life over real NIXL, its ranks in one process: loads, leases, layers, chunks, host buffers, the end."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.transfer.pair_model import GroupSpec, Pair, RankCaches, Side, worker_config
+from tests.transfer.pair_ranks import EngineUnderTest, LocalRank, run_until, transfer
+from transfer.connector.config import Timing
+from transfer.connector.host_buffer import HostBuffers
+from transfer.connector.metadata import ConnectorMetadata, SendRequest
+from transfer.connector.worker import NixlConnectorWorker
+from transfer.errors import EngineClosedError, InvalidEngineError, InvalidTransferError, PullFailedError
+from transfer.pull.pull_state import LeaseRef
+
+ROOT = Path(__file__).resolve().parents[3]
+PLAIN = Side()
+FULL = (GroupSpec(layers=(0, 1)),)
+HYBRID = (
+    GroupSpec(layers=(0,)),
+    GroupSpec(kind="sliding_window", layers=(1,), window=9),
+    GroupSpec(kind="mamba", layers=(2,)),
+)
+
+
+@pytest.fixture
+def engine() -> Iterator[Callable[..., EngineUnderTest]]:
+    engines: list[EngineUnderTest] = []
+
+    def make(engine_id: str, groups: Any = FULL, side: Side = PLAIN, **options: Any) -> EngineUnderTest:
+        ranks = [LocalRank() for _ in range(side.tp * side.pp)]
+        engines.append(EngineUnderTest(ranks, groups, side, engine_id, **options))
+        return engines[-1]
+
+    yield make
+    for one in engines:
+        one.close()
+
+
+def a_pair(groups: Any = FULL, source: Side = PLAIN, reader: Side = PLAIN, tokens: int = 21, computed: int = 0) -> Pair:
+    return Pair(
+        groups,
+        source,
+        reader,
+        tokens,
+        computed,
+        source_blocks=tuple((9,) if spec.kind == "mamba" else (3, 8, 4) for spec in groups),
+        reader_blocks=tuple((9,) if spec.kind == "mamba" else (1, 2, 5)[computed // 8 :] for spec in groups),
+    )
+
+
+def worker(one: EngineUnderTest, rank: int = 0) -> NixlConnectorWorker:
+    return one.ranks[rank].host.worker
+
+
+def offer(source: EngineUnderTest, pair: Pair, request_id: str = "r", **options: Any) -> dict[str, Any]:
+    source.call("fill_source", pair)
+    source.companion.offer(request_id, **options)
+    run_until(lambda: source.companion.is_offered(request_id), source)
+    return source.companion.params(request_id, pair.source_blocks, pair.num_tokens)
+
+
+def load(reader: EngineUnderTest, pair: Pair, params: dict[str, Any], request_id: str = "r", **options: Any) -> None:
+    pages = reader.companion.read(request_id, params)
+    reader.companion.load(request_id, pages, pair.reader_blocks, pair.num_tokens, pair.computed, **options)
+
+
+@pytest.mark.parametrize("tp", [(1, 1), (1, 2), (2, 1)])
+def test_a_hybrid_s_pages_windows_and_states_arrive(engine: Any, tp: tuple[int, int]) -> None:
+    pair = a_pair(HYBRID, Side(tp=tp[0], layout="NHD"), Side(tp=tp[1], layout="packed"), 22)
+    pair = replace(pair, reader_blocks=((1, 2, 5), (2, 5), (9,)))
+    source, reader = engine("p", HYBRID, pair.source), engine("d", HYBRID, pair.reader)
+    transfer(pair, source, reader)
+    assert (reader.failed, source.sent) == ({}, {"r": "read"})
+    assert reader.call("compare", pair) == [[] for _ in reader.ranks]
+
+
+def test_a_prefix_that_is_there_is_not_read_again(engine: Any) -> None:
+    pair = a_pair(computed=8)
+    source, reader = engine("p"), engine("d")
+    transfer(pair, source, reader)
+    assert reader.call("compare", pair) == [[]]
+    (stats,) = reader.call("stats")
+    assert stats.num_bytes == 2 * 2 * 4 * 16 * 4 * 4  # layers, sides, heads, tokens, dims, bytes: 16 of 24 tokens
+
+
+def test_where_all_is_there_the_source_is_told_and_nobody_is_received(engine: Any) -> None:
+    pair = a_pair(tokens=16, computed=16)
+    source, reader = engine("p", side=Side(tp=2)), engine("d", side=Side(tp=2))
+    transfer(pair, source, reader)
+    for _ in range(20):
+        reader.step()
+    assert (reader.received, reader.failed) == (set(), {})
+    assert reader.call("compare", pair) == [[], []]
+    assert [stats.num_bytes for stats in reader.call("stats")] == [0, 0]
+
+
+def test_a_second_request_needs_no_second_handshake(engine: Any) -> None:
+    source, reader = engine("p"), engine("d")
+    for request_id in ("r", "s", "t"):
+        transfer(a_pair(), source, reader, request_id)
+    assert source.companion._server.counts == {"answered": 1}
+    assert (source.sent, reader.received) == ({"r": "read", "s": "read", "t": "read"}, {"r", "s", "t"})
+
+
+def test_ids_are_reported_once_by_the_calls_of_the_documented_interface(engine: Any) -> None:
+    source, reader = engine("p"), engine("d")
+    pair = a_pair()
+    params = offer(source, pair)
+    load(reader, pair, params)
+    theirs, ours = worker(source), worker(reader)
+    ours.start_load_kv(reader.companion.build_metadata())
+    sent, received = set[str](), set[str]()
+    deadline = time.monotonic() + 10
+    while not (sent and received) and time.monotonic() < deadline:
+        sent |= theirs.get_finished()[0]
+        received |= ours.get_finished()[1]
+    assert (sent, received) == ({"r"}, {"r"})
+    assert theirs.get_finished() == ours.get_finished() == (set(), set())
+    assert ours.get_block_ids_with_load_errors() == set()
+    stats = ours.get_kv_connector_stats()
+    assert (stats.pulls, stats.interval_pulls) == (1, 1)
+    assert ours.get_kv_connector_stats() is None
+    assert theirs.get_kv_connector_stats().leases == {"read": 1}
+
+
+def test_a_failed_load_is_told_once_with_the_blocks_of_every_group(engine: Any) -> None:
+    pair = replace(a_pair(HYBRID, tokens=22), reader_blocks=((1, 2, 5), (12, 15), (9,)))
+    source, reader = engine("p", HYBRID), engine("d", HYBRID)
+    params = offer(source, pair)
+    source.companion.abort("r", "preempted")
+    run_until(lambda: source.sent, source)
+    load(reader, pair, params, first_blocks=(0, 1, 0))
+    run_until(lambda: reader.received, source, reader)
+    assert list(reader.failed) == ["r"]
+    assert "had given the pages away" in reader.failed["r"]
+    assert reader.bad_blocks == {1, 2, 5, 12, 15, 9}
+    assert source.sent == {"r": "preempted"}
+    for _ in range(20):
+        reader.step()
+    assert list(reader.failed) == ["r"]
+
+
+def test_what_is_wrong_with_one_load_touches_no_other(engine: Any) -> None:
+    source, reader = engine("p", side=Side(tp=2)), engine("d")
+    pair = a_pair(source=Side(tp=2))
+    for request_id, change in {
+        "short": {"remote_block_ids": [[3]]},
+        "range": {"remote_block_ids": [[3, 8, 2000]]},
+        "ranks": {"tp_size": 8},
+        "lease": {"lease_id": "0x123"},
+        "slot": {"lease_slot": 9999},
+        "engine": {"remote_engine_id": "q"},
+        "start": {"remote_incarnation": "long ago"},
+        "port": {"remote_port": 9},
+    }.items():
+        params = offer(source, pair, request_id)
+        load(reader, replace(pair, reader_blocks=((11, 12, 13),)), params | change, request_id)
+    load(reader, pair, offer(source, pair, "good"), "good")
+    run_until(lambda: len(reader.received) == 9, source, reader)
+    assert set(reader.failed) == {"short", "range", "ranks", "lease", "slot", "engine", "start", "port"}
+    assert all(f"request {request_id!r}" in reason for request_id, reason in reader.failed.items())
+    for request_id, part in {
+        "short": "blocks of 8 tokens",
+        "range": "remote page 2000: the pool has 24",
+        "ranks": "said to have 8 ranks, it has 2",
+        "lease": "the lease is 0x123",
+        "slot": "has 4096 slots",
+        "engine": "engine 'q' is not here: ['p']",
+        "start": "is not the start of it that granted the lease",
+        "port": "no answer from tcp://127.0.0.1:9 in time",
+    }.items():
+        assert part in reader.failed[request_id], reader.failed[request_id]
+    for tensor in reader.ranks[0].host.caches.tensors.values():
+        tensor[:, [11, 12, 13]] = -1  # what was read before the fence refused it
+    assert reader.call("compare", pair) == [[]]
+
+
+def test_too_few_blocks_of_ours_are_an_error_of_their_request(engine: Any) -> None:
+    source, reader = engine("p"), engine("d")
+    pair = a_pair()
+    params = offer(source, pair)
+    load(reader, replace(pair, reader_blocks=((1, 2),)), params)
+    run_until(lambda: reader.received, source, reader)
+    assert "local pages: 2 for tokens 0 to 24, which take 3" in reader.failed["r"]
+    run_until(lambda: source.sent, source, reader)  # the source is told as well
+    assert "local pages" in source.sent["r"]
+
+
+def test_blocks_that_cannot_be_resolved_fail_their_request_and_the_step_goes_on(engine: Any) -> None:
+    source, reader = engine("p"), engine("d")
+    pair = a_pair()
+    bad, good = offer(source, pair, "bad"), offer(source, pair, "good")
+    load(reader, replace(pair, reader_blocks=((11, 12),)), bad, "bad", first_blocks=(2,))
+    load(reader, pair, good, "good")
+    run_until(lambda: len(reader.received) == 2, source, reader)
+    assert reader.failed == {
+        "bad": "request 'bad': group 0: our blocks begin with token 16, token 0 is the first to read"
+    }
+    assert reader.bad_blocks == {11, 12}
+    assert reader.call("compare", pair) == [[]]
+
+
+def test_a_later_chunk_that_cannot_be_resolved_ends_the_load(engine: Any) -> None:
+    source, reader = engine("p"), engine("d")
+    pair = a_pair()
+    source.call("fill_source", pair)
+    source.companion.offer("r", running=True)
+    run_until(lambda: source.companion.is_offered("r"), source)
+    load(reader, pair, source.companion.params("r", pair.source_blocks, 8, total_tokens=21))
+    reader.step()
+    run_until(lambda: len(worker(reader)._rank.puller), source)
+    reader.companion.load_more("r", source.companion.params("r", pair.source_blocks, 21))
+    asked = reader.companion.build_metadata()
+    asked.reqs_to_recv["r"] = msgspec.structs.replace(asked.reqs_to_recv["r"], first_blocks=(9,))
+    worker(reader).start_load_kv(asked)
+    run_until(lambda: reader.received and source.sent, source, reader)
+    assert "our blocks begin with token 72" in reader.failed["r"]
+    assert "our blocks begin with token 72" in source.sent["r"]
+
+
+def test_a_load_that_is_given_up_is_received_and_not_failed(engine: Any) -> None:
+    source, reader = engine("p"), engine("d")
+    pair = a_pair()
+    source.call("fill_source", pair)
+    source.companion.offer("r", running=True)
+    run_until(lambda: source.companion.is_offered("r"), source)
+    load(reader, pair, source.companion.params("r", pair.source_blocks, 8, total_tokens=21))
+    reader.step()
+    run_until(lambda: len(worker(reader)._rank.puller), source)
+    assert reader.companion.cancel("r", "the client left")
+    run_until(lambda: reader.received and source.sent, source, reader)
+    assert (reader.failed, reader.bad_blocks, source.sent) == ({}, set(), {"r": "the client left"})
+
+
+@pytest.mark.parametrize("computed", [0, 8, 21])
+def test_a_lease_is_renewed_while_its_reader_has_no_blocks(engine: Any, computed: int) -> None:
+    pair = a_pair(computed=computed, reader=Side(tp=2))
+    source, reader = engine("p", timing=Timing(lease=0.3)), engine("d", side=pair.reader)
+    read = reader.companion.read("r", offer(source, pair))
+    reader.companion.hold("r", read)
+    end = time.monotonic() + 1.0
+    run_until(lambda: time.monotonic() > end, source, reader)
+    assert not source.sent
+    reader.companion.load("r", read, pair.reader_blocks, pair.num_tokens, computed)
+    run_until(lambda: source.sent and reader.received, source, reader)
+    assert (reader.failed, source.sent) == ({}, {"r": "read"})
+    assert reader.call("compare", pair) == [[], []]
+
+
+def test_a_held_source_is_let_go_when_its_reader_gives_up(engine: Any) -> None:
+    source, reader = engine("p"), engine("d")
+    read = reader.companion.read("r", offer(source, a_pair()))
+    reader.companion.hold("r", read)
+    reader.step()
+    assert reader.companion.cancel("r", "the client left")
+    run_until(lambda: reader.received and source.sent, source, reader)
+    assert (reader.failed, source.sent) == ({}, {"r": "the client left"})
+
+
+def test_a_lease_that_nobody_reads_ends_by_itself(engine: Any) -> None:
+    source = engine("p", timing=Timing(lease=0.2))
+    offer(source, a_pair())
+    run_until(lambda: source.sent, source)
+    assert source.sent["r"].startswith("expired after 0.2 s")
+
+
+def test_chunks_are_read_while_the_next_is_computed(engine: Any) -> None:
+    groups = (GroupSpec(layers=(0, 1)), GroupSpec(kind="sliding_window", layers=(2,), window=6))
+    pair = replace(a_pair(groups, reader=Side(tp=2)), reader_blocks=((1, 2, 5), (5,)))
+    source, reader = engine("p", groups), engine("d", groups, pair.reader)
+    source.call("fill_source", pair)
+    caches = source.ranks[0].host.caches
+    whole = {name: tensor.clone() for name, tensor in caches.tensors.items()}
+    caches.fill_all(-7)
+    source.companion.offer("r", running=True)
+    run_until(lambda: source.companion.is_offered("r"), source)
+
+    def computed(blocks: int) -> None:
+        for name, tensor in caches.tensors.items():
+            rows = list(pair.source_blocks[0][:blocks])
+            tensor[:, rows] = whole[name][:, rows]
+
+    def told(tokens: int) -> dict[str, Any]:
+        return source.companion.params("r", pair.source_blocks, tokens, total_tokens=21)
+
+    computed(1)
+    load(reader, pair, told(8), first_blocks=(0, 2))
+    first = reader.ranks[0].host.caches.tensors["model.layers.0.mixer"]
+    run_until(lambda: bool((first[:, 1] != -1).any()), source, reader)
+    assert not reader.received
+    computed(2)
+    reader.companion.load_more("r", told(16))
+    run_until(lambda: bool((first[:, 2] != -1).any()), source, reader)
+    computed(3)
+    source.companion.computed("r")
+    reader.companion.load_more("r", told(21))
+    run_until(lambda: source.sent and reader.received, source, reader)
+    assert (reader.failed, source.sent) == ({}, {"r": "read"})
+    assert reader.call("compare", pair) == [[], []]
+
+
+def test_a_layer_can_be_waited_for_while_others_are_to_come(engine: Any) -> None:
+    groups = (GroupSpec(layers=tuple(range(4))),)
+    side = Side(layer_chunks=4)
+    source, reader = engine("p", groups), engine("d", groups, side)
+    pair = a_pair(groups, reader=side)
+    source.call("fill_source", pair)
+    source.companion.offer("r", running=True)
+    run_until(lambda: source.companion.is_offered("r"), source)
+    load(reader, pair, source.companion.params("r", pair.source_blocks, 8, total_tokens=21))
+    reader.step()
+    ours = worker(reader)
+    with pytest.raises(PullFailedError, match="request 'r': layer 'model.layers.0.mixer' did not come within 0.1 s"):
+        ours.wait_for_layer("r", "model.layers.0.mixer", 0.1)
+    later = threading.Timer(0.2, lambda: None)
+    reader.companion.load_more("r", source.companion.params("r", pair.source_blocks, 21))
+    reader.step()
+    later.start()
+    for number in range(4):
+        ours.wait_for_layer("r", f"model.layers.{number}.mixer", 10.0)
+        tensor = reader.ranks[0].host.caches.tensors[f"model.layers.{number}.mixer"]
+        assert bool((tensor[:, [1, 2, 5]] >= 0).all())
+    run_until(lambda: reader.received, source, reader)
+    assert not reader.failed
+    later.join()
+    ours.wait_for_layer("r", "model.layers.0.mixer")  # not being loaded any more: it is there
+    with pytest.raises(InvalidTransferError, match="layer 'x' is in none of the 1 groups"):
+        ours.wait_for_layer("r", "x")
+
+
+def test_where_layers_come_together_who_waits_for_one_waits_for_all(engine: Any) -> None:
+    source, reader = engine("p"), engine("d")
+    pair = a_pair()
+    load(reader, pair, offer(source, pair))
+    reader.step()
+    worker(reader).wait_for_layer("r", "model.layers.1.mixer")
+    assert reader.call("compare", pair) == [[]]
+    run_until(lambda: reader.received, source, reader)
+    assert not reader.failed
+
+
+def test_who_waits_for_a_layer_learns_of_a_failure_at_once(engine: Any) -> None:
+    source, reader = engine("p"), engine("d")
+    pair = a_pair()
+    params = offer(source, pair) | {"remote_block_ids": [[99999, 1, 2]]}
+    load(reader, pair, params)
+    reader.step()
+    begin = time.monotonic()
+    with pytest.raises(PullFailedError, match="page 99999"):
+        worker(reader).wait_for_layer("r", "model.layers.0.mixer", 20.0)
+    assert time.monotonic() - begin < 10
+    run_until(lambda: reader.received, source, reader)
+    assert list(reader.failed) == ["r"]
+
+
+def test_pages_go_through_host_buffers_where_a_device_cannot_be_registered(engine: Any) -> None:
+    side = Side(host_buffer=True, layout="NHD", layer_chunks=2)
+    source, reader = engine("p", HYBRID, side), engine("d", HYBRID, side)
+    pair = replace(a_pair(HYBRID, side, side, 24), reader_blocks=((1, 2, 5), (5,), (9,)))
+    pair = replace(pair, reader_blocks=((1, 2, 5), (2, 5), (9,)))
+    copies: list[tuple[Any, ...]] = []
+    host = worker(reader)._host
+    assert isinstance(host, HostBuffers)
+
+    def copy(here: Any, there: Any, ids: Any, other: Any, way: str) -> None:
+        copies.append((sorted(here), list(ids), way))
+        host.copy_pages(here, there, ids, other, way)
+
+    worker(reader).set_host_xfer_buffer_ops(copy)
+    transfer(pair, source, reader)
+    assert reader.call("compare", pair) == [[]]
+    assert [way for _, _, way in copies] == ["h2d"] * 3
+    assert copies[0] == (["model.layers.0.mixer"], [1, 2, 5], "h2d")
+
+
+def test_a_layer_comes_back_from_its_host_buffer_when_it_is_waited_for(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = Side(host_buffer=True, layer_chunks=2)
+    source, reader = engine("p", side=side), engine("d", side=side)
+    pair = a_pair(source=side, reader=side)
+    source.call("fill_source", pair)
+    source.companion.save("r", pair.source_blocks)
+    source.companion.offer("r")
+    run_until(lambda: source.companion.is_offered("r"), source)
+    load(reader, pair, source.companion.params("r", pair.source_blocks, 21))
+    reader.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(worker(reader), "_drain", lambda: None)  # that the load has ended is not known yet
+        worker(reader).wait_for_layer("r", "model.layers.0.mixer")
+    tensors = reader.ranks[0].host.caches.tensors
+    assert bool((tensors["model.layers.0.mixer"][:, 1] >= 0).all())
+    assert bool((tensors["model.layers.1.mixer"] == -1).all())
+    run_until(lambda: reader.received, source, reader)
+    assert reader.call("compare", pair) == [[]]
+
+
+def test_a_device_that_cannot_be_registered_needs_the_host_s_leave() -> None:
+    config = worker_config(FULL, Side(), 0, "e", "i")
+    strange = NixlConnectorWorker(msgspec.structs.replace(config, registrable=("cuda",)))
+    with pytest.raises(InvalidEngineError, match="memory of 'cpu' cannot be registered.*kv_buffer_device is ''"):
+        strange.register_kv_caches(RankCaches(FULL, Side(), 0).tensors)
+    strange.shutdown()
+
+
+def test_metadata_may_come_by_another_way_than_the_handshake(engine: Any) -> None:
+    source, reader = engine("p", side=Side(tp=2)), engine("d")
+    metadata = [worker(source, rank).get_handshake_metadata() for rank in range(2)]
+    assert worker(reader).add_remote_agent(source.companion.address, metadata) == "p"
+    transfer(a_pair(source=Side(tp=2)), source, reader)
+    assert source.companion._server.counts["answered"] == 0
+
+
+def test_page_checks_find_a_page_that_changed_on_its_way(engine: Any) -> None:
+    side = Side(layout="blocks-first")
+    source, reader = engine("p", side=side, page_checks=True), engine("d", side=side, verify=1.0)
+    pair = a_pair(source=side, reader=side)
+    source.call("fill_source", pair)
+    source.companion.offer("r", block_ids=pair.source_blocks)
+    run_until(lambda: source.companion.is_offered("r"), source)
+    source.ranks[0].host.caches.tensors["model.layers.1.mixer"][8, 0, 0, 0, 0] ^= 1  # after its checksum was taken
+    load(reader, pair, source.companion.params("r", pair.source_blocks, 21))
+    run_until(lambda: reader.received, source, reader)
+    assert "1 pages still differ from their source" in reader.failed["r"]
+
+
+def test_what_is_being_sent_or_loaded_already_changes_nothing(engine: Any) -> None:
+    source, reader = engine("p"), engine("d")
+    pair = a_pair()
+    params = offer(source, pair)
+    lease = LeaseRef(5, 9, 1.0)
+    with pytest.raises(InvalidTransferError, match="request 'r': its lease 0x[0-9a-f]+ stands"):
+        worker(source).start_load_kv(
+            ConnectorMetadata(reqs_to_send={"q": SendRequest(lease=lease), "r": SendRequest(lease=lease)})
+        )
+    assert worker(source)._sends._leases.keys() == {"r"}
+    load(reader, pair, params)
+    metadata = reader.companion.build_metadata()
+    worker(reader).start_load_kv(metadata)
+    with pytest.raises(InvalidTransferError, match="request 'r': its load has not ended yet"):
+        worker(reader).start_load_kv(metadata)
+    run_until(lambda: reader.received, source, reader)
+    assert not reader.failed
+
+
+def test_shutting_down_tells_of_what_was_open_and_can_be_done_twice(engine: Any) -> None:
+    source, reader = engine("p"), engine("d")
+    pair = a_pair()
+    source.call("fill_source", pair)
+    source.companion.offer("r", running=True)
+    run_until(lambda: source.companion.is_offered("r"), source)
+    load(reader, pair, source.companion.params("r", pair.source_blocks, 8, total_tokens=21))
+    run_until(lambda: len(worker(reader)._rank.puller), source, reader)
+    ours, theirs = worker(reader), worker(source)
+    for _ in range(2):
+        ours.shutdown()
+        theirs.shutdown()
+    assert ours.get_finished() == (set(), {"r"})
+    assert ours.get_failed_loads() == {"r": "request 'r': this engine was shut down"}
+    assert theirs.get_finished() == ({"r"}, set())
+    for call in (
+        lambda: ours.start_load_kv(ConnectorMetadata()),
+        ours.get_handshake_metadata,
+        lambda: ours.add_remote_agent("tcp://x:1", [b""]),
+    ):
+        with pytest.raises(EngineClosedError, match="engine 'd' rank 0"):
+            call()
+    assert ours.get_kv_connector_stats() is None
+
+
+def test_shutting_down_after_a_failed_start_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = worker_config(FULL, Side(), 0, "e", "i")
+    fresh = NixlConnectorWorker(config)
+    with pytest.raises(EngineClosedError, match="no caches are registered"):
+        fresh.start_load_kv(ConnectorMetadata())
+    fresh.shutdown()
+    broken = NixlConnectorWorker(config)
+    with monkeypatch.context() as patched:
+        patched.setattr("transfer.connector.worker.start_thread", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            broken.register_kv_caches(RankCaches(FULL, Side(), 0).tensors)
+    broken.shutdown()
+    broken.shutdown()
+    with pytest.raises(EngineClosedError):
+        broken.get_handshake_metadata()
+
+
+def test_caches_are_registered_once(engine: Any) -> None:
+    source = engine("p")
+    with pytest.raises(InvalidEngineError, match="engine 'p' rank 0: caches are registered already"):
+        worker(source).register_kv_caches(source.ranks[0].host.caches.tensors)
+
+
+def test_a_worker_that_is_dropped_ends_its_thread() -> None:
+    dropped = NixlConnectorWorker(worker_config(FULL, Side(), 0, "e", "i"))
+    dropped.register_kv_caches(RankCaches(FULL, Side(), 0).tensors)
+    thread = dropped._thread._thread
+    del dropped
+    gc.collect()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+CHILD = """
+from tests.transfer.pair_model import GroupSpec, RankCaches, Side, worker_config
+from transfer.connector.worker import NixlConnectorWorker
+groups = (GroupSpec(),)
+caches = RankCaches(groups, Side(), 0)
+left = NixlConnectorWorker(worker_config(groups, Side(), 0, "e", "i"))
+left.register_kv_caches(caches.tensors)
+print("ready")
+"""
+
+
+def test_an_interpreter_that_ends_with_a_worker_open_ends_well() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "ready\n"), done.stderr

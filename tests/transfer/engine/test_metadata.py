@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import contextlib
+
+import msgspec
+import pytest
+
+from transfer.engine.metadata import (
+    WIRE_VERSION,
+    KVTransferEngineMetadata,
+    MemoryType,
+    TensorAgentMetadata,
+    TransferReqData,
+    check_metadata,
+    decode_metadata,
+    decode_request,
+    encode,
+    sealed,
+)
+from transfer.errors import InvalidTransferError, MetadataError
+
+PAGES, BYTES = 10, 4096
+
+
+def agent(name: str = "a/0.0@1", **changes: object) -> TensorAgentMetadata:
+    fields = {"agent_name": name, "metadata": b"opaque", "base_addr": 1 << 20, "device_id": 0}
+    return sealed(TensorAgentMetadata(**(fields | {"region_bytes": PAGES * BYTES} | changes)))
+
+
+def engine(**changes: object) -> KVTransferEngineMetadata:
+    fields = {
+        "name": "a",
+        "total_num_pages": PAGES,
+        "bytes_per_page": BYTES,
+        "memory_type": MemoryType.DRAM,
+        "hostname": "here",
+        "agents_meta": [[agent()]],
+        "incarnation": "1",
+        "settings": {"nixl": "1"},
+        "settings_fingerprint": "f",
+        "version": WIRE_VERSION,
+    }
+    return sealed(KVTransferEngineMetadata(**(fields | changes)))
+
+
+REQUEST = TransferReqData(
+    dst_name="d",
+    src_name="s",
+    transfer_name="0" * 32,
+    transfer_ids=[1, 2],
+    src_idxs=[3],
+    dst_idxs=[4],
+    src_replica_idx=0,
+    dst_replica_idx=1,
+)
+
+
+def test_metadata_survives_the_wire():
+    assert decode_metadata(encode(engine())) == engine()
+    assert check_metadata(engine()) == engine()
+
+
+def test_a_checked_copy_does_not_follow_the_original():
+    original = engine()
+    checked = check_metadata(original)
+    original.agents_meta.clear()
+    assert len(checked.agents_meta) == 1
+
+
+def test_every_changed_byte_is_found():
+    data = encode(engine())
+    passed = []
+    for place in range(len(data)):
+        for bit in (1, 128):
+            changed = bytearray(data)
+            changed[place] ^= bit
+            with contextlib.suppress(MetadataError):
+                passed.append(decode_metadata(bytes(changed)))
+    assert passed == [engine()] * len(passed)
+    assert len(passed) <= 16  # the key of a tag may change: no more than its name is lost
+
+
+def test_every_cut_is_found():
+    data = encode(engine())
+    for length in range(len(data)):
+        with pytest.raises(MetadataError):
+            decode_metadata(data[:length])
+    with pytest.raises(MetadataError):
+        decode_metadata(data + b"\0")
+
+
+def test_documented_fields_alone_are_refused():
+    bare = TensorAgentMetadata(agent_name="a", metadata=b"x", base_addr=1, device_id=0)
+    documented = KVTransferEngineMetadata(
+        name="a", total_num_pages=1, bytes_per_page=1, memory_type=MemoryType.DRAM, hostname="h", agents_meta=[[bare]]
+    )
+    with pytest.raises(MetadataError, match="wire version 0"):
+        check_metadata(documented)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"version": WIRE_VERSION + 1}, "wire version 2, this engine speaks 1"),
+        ({"name": ""}, "lacks a name"),
+        ({"incarnation": ""}, "lacks a name"),
+        ({"settings_fingerprint": ""}, "lacks a name"),
+        ({"total_num_pages": 0}, "0 pages"),
+        ({"total_num_pages": 1 << 31}, "2147483648 pages"),
+        ({"bytes_per_page": 0}, "pages of 0 bytes"),
+        ({"bytes_per_page": 64}, "40960 bytes where its pages take 640"),
+        ({"total_num_pages": True}, "bool"),
+        ({"bytes_per_page": 4096.0}, "float"),
+        ({"name": 7}, "int"),
+        ({"memory_type": "DISK"}, "DISK"),
+        ({"agents_meta": []}, "shard counts"),
+        ({"agents_meta": [[]]}, "shard counts"),
+        ({"agents_meta": [[agent()], [agent("b"), agent("c")]]}, r"shard counts \[1, 2\]"),
+        ({"agents_meta": [[agent(), agent()]]}, "one agent name twice"),
+        ({"agents_meta": [[agent(metadata=b"")]]}, "lacks its name"),
+        ({"agents_meta": [[agent(name="")]]}, "lacks its name"),
+        ({"agents_meta": [[agent(base_addr=0)]]}, "outside of any address space"),
+        ({"agents_meta": [[agent(base_addr=-4096)]]}, "outside of any address space"),
+        ({"agents_meta": [[agent(base_addr=(1 << 63) - 1)]]}, "outside of any address space"),
+        ({"agents_meta": [[agent(device_id=-1)]]}, "device -1"),
+        ({"agents_meta": [[msgspec.structs.replace(agent(), metadata=b"opaqu3")]]}, "digest does not match"),
+    ],
+)
+def test_what_does_not_add_up_is_refused(changes: dict[str, object], message: str):
+    with pytest.raises(MetadataError, match=message):
+        check_metadata(engine(**changes))
+
+
+def test_an_unsealed_change_is_refused():
+    with pytest.raises(MetadataError, match="engine 'b' was changed on its way"):
+        check_metadata(msgspec.structs.replace(engine(), name="b"))
+
+
+@pytest.mark.parametrize("other", [None, b"bytes", {}, REQUEST])
+def test_other_objects_are_refused(other: object):
+    with pytest.raises(MetadataError, match="expected KVTransferEngineMetadata"):
+        check_metadata(other)
+
+
+def test_values_beyond_the_wire_are_refused():
+    with pytest.raises(MetadataError, match="cannot be encoded"):
+        check_metadata(msgspec.structs.replace(engine(), total_num_pages=1 << 70))
+
+
+def test_requests_survive_the_wire():
+    assert decode_request(encode(REQUEST)) == REQUEST
+    read = msgspec.structs.replace(REQUEST, is_read=True, version=WIRE_VERSION)
+    assert decode_request(encode(read)) == read
+
+
+def test_the_initiator_is_the_source_of_a_write_and_the_destination_of_a_read():
+    assert REQUEST.initiator == "s"
+    assert msgspec.structs.replace(REQUEST, is_read=True).initiator == "d"
+
+
+def test_defaults_are_not_sent():
+    assert b"is_read" not in encode(REQUEST)
+
+
+def test_requests_of_another_kind_or_version_are_refused():
+    with pytest.raises(InvalidTransferError, match="no transfer request"):
+        decode_request(encode(engine()))
+    with pytest.raises(InvalidTransferError, match="wire version 2"):
+        decode_request(encode(msgspec.structs.replace(REQUEST, version=2)))
+    with pytest.raises(InvalidTransferError, match="no transfer request"):
+        decode_request(encode(REQUEST)[:-3])
+    with pytest.raises(MetadataError, match="no engine metadata"):
+        decode_metadata(encode(REQUEST))

@@ -1,0 +1,41 @@
+"""What is parked is parked once, and lets go of its pages once it has ended."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from transfer.engine.quarantine import Quarantine
+
+
+def posting(name: str, *pages: int) -> Any:
+    return SimpleNamespace(
+        request=SimpleNamespace(transfer_name=name),
+        peer="p",
+        local_replica=0,
+        local_pages=pages,
+        in_flight=True,
+        poll=lambda: None,
+    )
+
+
+def test_a_transfer_that_is_parked_twice_is_one() -> None:
+    quarantine, slow = Quarantine(), posting("slow", 3, 4)
+    quarantine.park(slow)
+    quarantine.park(slow)
+    quarantine.reap()
+    assert quarantine.pages(0) == {3, 4}
+    assert quarantine.pages(1) == frozenset()
+    assert quarantine.empty() == [slow]
+
+
+def test_what_has_ended_is_not_parked_and_what_ends_is_let_go() -> None:
+    quarantine, slow, ended = Quarantine(), posting("slow", 3), posting("ended", 4)
+    ended.in_flight = False
+    quarantine.park(slow)
+    quarantine.park(ended)
+    assert quarantine.pages(0) == {3}
+    slow.in_flight = False
+    quarantine.reap()
+    assert quarantine.pages(0) == frozenset()
+    assert not quarantine.has_parked

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from transfer.engine.metadata import MemoryType
+from transfer.engine.tensor_agent import TensorAgent
+from transfer.errors import AgentError
+from transfer.nixl.settings import (
+    agreed_settings,
+    effective_settings,
+    fingerprint_of,
+    reaches_other_hosts,
+    settings_fingerprint,
+)
+
+ROOT = Path(__file__).resolve().parents[3]
+BOTH = {"UCX_POSIX_ERROR_HANDLING", "UCX_SYSV_ERROR_HANDLING"}
+
+CHILD = """
+import json, os, sys
+before = dict(os.environ)
+import transfer
+report = {"early": [m for m in sys.modules if m.startswith("nixl")], "same": dict(os.environ) == before}
+import torch
+fingerprint = transfer.settings_fingerprint()
+report["pure"] = dict(os.environ) == before
+engine = transfer.KVTransferEngine("e", [[torch.zeros(4, 4096, dtype=torch.uint8)]], total_num_pages=4)
+report["fingerprint"] = [fingerprint, transfer.settings_fingerprint(), engine.metadata.settings_fingerprint]
+report["set"] = {k: v for k, v in os.environ.items() if k.startswith(("UCX_", "NIXL_"))}
+report["threads"] = len(os.listdir("/proc/self/task"))
+engine.cleanup()
+print(json.dumps(report))
+"""
+
+
+def run(**env: str) -> dict:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("UCX_", "NIXL_"))}
+    clean |= env | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", CHILD]
+    done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.count("\n") == 1, f"NIXL wrote to stdout: {done.stdout}"
+    assert not done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_process_gets_the_settings_when_its_first_agent_is_made():
+    report = run()
+    assert report["early"] == []
+    assert report["same"]
+    assert report["pure"]
+    assert len(set(report["fingerprint"])) == 1
+    assert report["set"] == {
+        "UCX_TLS": "posix,sysv,cma",
+        "UCX_POSIX_ERROR_HANDLING": "y",
+        "UCX_SYSV_ERROR_HANDLING": "y",
+        "UCX_KEEPALIVE_INTERVAL": "1s",
+        "UCX_LOG_LEVEL": "error",
+        "UCX_WARN_UNUSED_ENV_VARS": "n",
+        "NIXL_LOG_LEVEL": "ERROR",
+    }
+
+
+def test_a_process_keeps_what_its_environment_says():
+    given = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo", "UCX_KEEPALIVE_INTERVAL": "7s", "NIXL_LOG_LEVEL": "FATAL"}
+    report = run(**given)
+    assert report["set"] == given | {"UCX_LOG_LEVEL": "error", "UCX_WARN_UNUSED_ENV_VARS": "n"}
+    assert report["fingerprint"][0] != settings_fingerprint(environ={})
+
+
+def test_shared_memory_reports_dead_peers_only_where_it_is_used():
+    assert effective_settings(environ={}).keys() >= BOTH
+    assert not effective_settings(environ={"UCX_TLS": "tcp,self"}).keys() & BOTH
+    assert effective_settings(environ={"UCX_TLS": "posix,tcp"}).keys() & BOTH == {"UCX_POSIX_ERROR_HANDLING"}
+    assert effective_settings(environ={"UCX_POSIX_ERROR_HANDLING": "n"})["UCX_POSIX_ERROR_HANDLING"] == "n"
+
+
+def test_transports_of_a_gpu_are_left_to_ucx():
+    assert "UCX_TLS" not in effective_settings(MemoryType.VRAM, {})
+    assert effective_settings(MemoryType.VRAM, {"UCX_TLS": "rc,cuda_ipc"})["UCX_TLS"] == "rc,cuda_ipc"
+
+
+def test_the_fingerprint_does_not_depend_on_spelling():
+    usual = settings_fingerprint(environ={})
+    assert settings_fingerprint(environ={"UCX_TLS": " cma,SYSV, posix", "UCX_SYSV_ERROR_HANDLING": "yes"}) == usual
+    assert settings_fingerprint(environ={"UCX_LOG_LEVEL": "info", "UCX_NET_DEVICES": "lo"}) == usual
+    assert fingerprint_of(agreed_settings(environ={})) == usual
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"UCX_TLS": "tcp,self"},
+        {"UCX_TLS": "posix,sysv,cma,tcp"},
+        {"UCX_POSIX_ERROR_HANDLING": "n"},
+        {"UCX_SYSV_ERROR_HANDLING": "no"},
+        {"UCX_PROTO_ENABLE": "n"},
+    ],
+)
+def test_the_fingerprint_depends_on_what_must_agree(environ: dict[str, str]):
+    assert settings_fingerprint(environ=environ) != settings_fingerprint(environ={})
+
+
+def test_which_transports_leave_the_host():
+    assert not reaches_other_hosts({"UCX_TLS": "posix,sysv,cma"})
+    assert reaches_other_hosts({"UCX_TLS": "tcp,self"})
+    assert reaches_other_hosts({"UCX_TLS": "^ib"})
+    assert reaches_other_hosts({})
+
+
+def test_an_agent_describes_its_tensor():
+    tensor = torch.zeros(4, 8, dtype=torch.float32)
+    agent = TensorAgent.create_agent("alone@1", 0, tensor, 4, 8, MemoryType.DRAM)
+    meta = agent.to_metadata()
+    assert (meta.agent_name, meta.base_addr, meta.device_id) == ("alone@1", tensor.data_ptr(), 0)
+    assert meta.metadata == agent.agent_metadata != b""
+    assert meta.region_bytes == 128
+    assert agent.tensor is tensor
+    assert isinstance(agent.ucx_backend, int)
+    assert agent.agent.backends == {"UCX": agent.ucx_backend}
+    agent.close()
+    agent.close()
+    assert agent.agent is None
+
+
+def test_host_memory_is_no_vram():
+    with pytest.raises(AgentError, match="making NIXL agent 'alone@2'"):
+        TensorAgent.create_agent("alone@2", 0, torch.zeros(4, 8), 4, 8, MemoryType.VRAM)

@@ -1,0 +1,188 @@
+"""What `docs/protocol.md` says of NIXL, seen to be so: what its words prove, and what stops a copy.
+
+These are not wishes. Where one fails after an update of NIXL, the protocol can perhaps be made cheaper, or has to be
+made stricter: read the chapter on the transport before changing the test.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.transfer.transport_peer import FILLED, PAGE, region, runs
+from transfer.errors import AgentError
+from transfer.nixl.agent import Agent, Handle
+
+ROOT = Path(__file__).parents[3]
+MANY, FEW = 2048, 64  # pages: a copy that takes tens of milliseconds, and one that does not
+QUIET_S = 0.1  # longer than any copy here
+EMPTY = 0
+HALF_GONE, GONE = 0, 1  # pages of the peer
+
+names = (f"here@{number}" for number in itertools.count())
+Order = NDArray[np.int64]
+
+
+class Remote:
+    """The other process."""
+
+    def __init__(self) -> None:
+        self.conn, theirs = multiprocessing.Pipe()
+        command = [sys.executable, "-m", "tests.transfer.transport_peer", str(theirs.fileno()), str(MANY)]
+        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=ROOT)
+        theirs.close()
+        self.wait()
+        self.name, self.metadata, self.pool, self.gone = self("describe")
+
+    def wait(self) -> Any:
+        assert self.conn.poll(60), "the peer did not answer"
+        return self.conn.recv()
+
+    def __call__(self, name: str, *args: object) -> Any:
+        self.conn.send((name, args))
+        return self.wait()
+
+
+class Here:
+    """An agent of this process, over memory of its own, that has read from `remote` before."""
+
+    def __init__(self, remote: Remote, pages: int) -> None:
+        self.remote = remote
+        self.memory = region(pages, EMPTY)
+        self.agent = Agent(next(names))
+        self.agent.register([(self.memory.ctypes.data, self.memory.nbytes, 0)])
+        self.agent.add_peer(remote.name, remote.metadata)
+        self.read(np.arange(1))
+        self.memory[:] = EMPTY
+
+    def start(self, order: Order, gone: tuple[int, int] | None = None) -> tuple[Handle, bool]:
+        """Starts to READ pages. `gone` is (place in the order, page): there the page that is gone is read instead."""
+        there = runs(self.remote.pool, order)
+        if gone is not None:
+            there[gone[0], 0] = self.remote.gone + gone[1] * PAGE
+        return self.agent.read(self.remote.name, runs(self.memory.ctypes.data, np.arange(len(order))), there)
+
+    def read(self, order: Order, gone: tuple[int, int] | None = None) -> None:
+        """Reads pages, to an end that NIXL calls well."""
+        handle, done = self.start(order, gone)
+        try:
+            self.wait(lambda: done or self.agent.done(handle))
+        finally:
+            self.agent.release(handle)  # an agent must not be destroyed under a handle
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < deadline, "the transfer did not end"
+            self.agent.notifications()
+
+    def missing(self) -> list[int]:
+        return np.flatnonzero((self.memory != FILLED).any(axis=1)).tolist()
+
+
+@pytest.fixture(scope="module")
+def remote() -> Iterator[Remote]:
+    peer = Remote()
+    yield peer
+    peer.conn.close()
+    peer.process.wait(10)
+
+
+@pytest.fixture
+def meet(remote: Remote) -> Iterator[Callable[[int], Here]]:
+    """Returns `meet(pages)`, an agent here that knows the other process."""
+    met: list[Here] = []
+
+    def make(pages: int) -> Here:
+        met.append(Here(remote, pages))
+        return met[-1]
+
+    yield make
+    for here in met:
+        here.agent.close(in_flight=True)
+
+
+def shuffled(pages: int) -> Order:
+    return np.random.default_rng(0).permutation(pages)  # in order they would be one run
+
+
+def test_a_run_that_fails_amid_others_is_not_reported(meet: Callable[[int], Here]):
+    here = meet(FEW)
+    here.read(shuffled(FEW), gone=(5, GONE))
+    assert here.missing() == [5]
+
+
+def test_a_run_that_ends_early_is_not_reported(meet: Callable[[int], Here]):
+    here = meet(FEW)
+    here.read(np.arange(1), gone=(0, HALF_GONE))
+    assert here.memory[0, PAGE // 2 - 1] == FILLED
+    assert here.memory[0, PAGE // 2] == EMPTY
+
+
+@pytest.mark.parametrize("place", [0, MANY - 1], ids=["first", "last"])
+def test_when_an_error_is_reported_nothing_is_in_flight(meet: Callable[[int], Here], place: int):
+    here = meet(MANY)
+    with pytest.raises(AgentError, match="REMOTE_DISCONNECT"):
+        here.read(shuffled(MANY), gone=(place, GONE))
+    before = here.missing()
+    time.sleep(QUIET_S)
+    assert here.missing() == before
+    assert place in before
+
+
+def destroy_in_flight() -> None:
+    """Run in a process of its own: prints how many pages are missing when the agent is gone, and how many later."""
+    here = Here(Remote(), MANY)
+    here.read(shuffled(FEW))  # the thread that copies makes a connection of its own
+    here.memory[:] = EMPTY
+    handle, done = here.start(shuffled(MANY))
+    assert not done
+    here.agent.release(handle)
+    del handle
+    here.agent.close(in_flight=True)
+    at_once = len(here.missing())
+    time.sleep(QUIET_S)
+    sys.stdout.write(f"{at_once} {len(here.missing())}")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+@pytest.mark.slow
+def test_when_the_agent_that_reads_is_destroyed_nothing_is_in_flight_or_the_process_is_gone():
+    code = "from tests.transfer.nixl.test_transport import destroy_in_flight; destroy_in_flight()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    if done.returncode == 0:
+        at_once, later = done.stdout.split()
+        assert at_once == later
+    else:
+        assert (done.returncode, done.stdout) == (-signal.SIGABRT, "")
+
+
+@pytest.mark.parametrize("how", ["deregistered", "destroyed"])
+def test_nothing_that_is_done_here_stops_a_peer_that_writes(meet: Callable[[int], Here], how: str):
+    here = meet(FEW)
+    here.remote("prepare_write", here.agent.name, here.agent.metadata, here.memory.ctypes.data, FEW)
+    done = here.remote("write")  # the first makes the connection, which needs both sides
+    here.wait(lambda: done or here.remote("has_written"))
+    here.memory[:] = EMPTY
+    if how == "destroyed":
+        here.agent.close()
+    else:
+        for registered in here.agent._registered:  # pyright: ignore[reportPrivateUsage]
+            here.agent._agent.deregister_memory(registered)  # pyright: ignore[reportPrivateUsage]
+    done = here.remote("write")
+    while not done:
+        done = here.remote("has_written")
+    assert here.missing() == []

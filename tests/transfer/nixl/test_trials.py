@@ -1,0 +1,181 @@
+"""Metadata that no key vouches for: what it does to a process it does to one that nobody misses."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.transfer.replicas import TOKENS, Engine, run
+from transfer.engine.metadata import MemoryType
+from transfer.nixl.trials import Trials
+from transfer.pull.pull_state import PagesOfGroup, PullEvent
+from transfer.wire.handshake import EngineCard, HandshakeServer
+from transfer.wire.messages import open_rank, sealed_rank
+
+LOCAL, REMOTE = [1, 2], [4, 5]
+WHOLE = [PagesOfGroup(LOCAL, REMOTE, (0, 2 * TOKENS))]
+
+
+@pytest.fixture
+def engine() -> Iterator[Callable[..., Engine]]:
+    engines: list[Engine] = []
+
+    def make(*args: Any, **options: Any) -> Engine:
+        engines.append(Engine(*args, **{"key": b""} | options))
+        return engines[-1]
+
+    yield make
+    for one in engines:
+        one.close()
+
+
+@pytest.fixture(scope="module")
+def trials() -> Trials:
+    """Those of this process, whose helper has started."""
+    shared = Trials.shared()
+    shared.start()
+    return shared
+
+
+def changed(data: bytes, change: Callable[[bytearray], None]) -> bytes:
+    """A rank's metadata with NIXL's part of it changed, and sealed again as anybody can who has no key to use."""
+    rank = open_rank(data)
+    metadata = bytearray(rank.agent_metadata)
+    change(metadata)
+    return sealed_rank(msgspec.structs.replace(rank, agent_metadata=bytes(metadata)))
+
+
+def any_bytes(rng: random.Random) -> Callable[[bytearray], None]:
+    def change(metadata: bytearray) -> None:
+        for _ in range(rng.randint(1, 4)):
+            metadata[rng.randrange(len(metadata))] = rng.randrange(256)
+
+    return change
+
+
+def pull(reader: Engine, source: Any, key: str = "r") -> None:
+    reader.replica.pull(key, source, 60.0)
+    reader.replica.add_pages(key, WHOLE, last=True)
+
+
+def settled(reader: Engine, *keys: str) -> Callable[[], bool]:
+    return lambda: {*keys} <= {event.key for event in reader.pulls if event.safe}
+
+
+@pytest.mark.parametrize("tp", [(1, 1), (2, 1), (1, 2)])
+def test_what_is_tried_and_found_good_is_read_from(engine: Any, trials: Trials, tp: tuple[int, int]) -> None:
+    p, d = engine("p", tp[0]), engine("d", tp[1])
+    passed = trials.counts["passed"]
+    for key, slot in (("r", 0), ("s", 1)):
+        pull(d, p.source(p.offer(key, slot)), key)
+        run(p, d, until=settled(d, key), seconds=60)
+        assert d.pulls[-1] == PullEvent(key, "", safe=True)
+    assert np.array_equal(d.heads(LOCAL), p.heads(REMOTE))
+    assert trials.counts["passed"] == passed + 1
+
+
+@pytest.mark.slow
+def test_metadata_that_ends_a_process_ends_none_of_ours(engine: Any, trials: Trials) -> None:
+    """Byte after byte is changed until one ends the process that tries it; other engines are read from meanwhile."""
+    p, d, good = engine("p"), engine("d"), engine("q", seed=9)
+    rng, died = random.Random(1), trials.counts["died"]
+    helper = trials.pid
+    for number in range(400):
+        if trials.counts["died"] > died:
+            break
+        data = changed(p.card.ranks[0], any_bytes(rng))
+        with HandshakeServer([EngineCard("p", p.incarnation, (data,), p.card.compatibility)]) as liar:
+            pull(d, p.source(p.offer(slot=0, duration_s=100.0))._replace(address=liar.endpoint), f"bad {number}")
+            run(p, d, until=settled(d, f"bad {number}"), seconds=60)
+        for lease_id in p.ranks[0].leases.ids():
+            p.replica.revoke(lease_id, "over")
+        d.replica.forget("p", "the next one")
+    assert trials.counts["died"] > died
+    assert f"handshake with engine 'p' at {liar.endpoint}" in d.pulls[-1].error
+    assert "sealed with no key, and a process in which it was tried found it wrong: it ended the process by SIG" in (
+        d.pulls[-1].error
+    )
+    pull(d, good.source(good.offer()), "good")
+    run(good, d, until=settled(d, "good"), seconds=60)
+    assert d.pulls[-1].error == ""
+    assert trials.pid == helper
+
+
+@pytest.mark.usefixtures("trials")
+def test_others_are_read_from_while_a_trial_hangs(engine: Any) -> None:
+    p, d, stopped = engine("p"), engine("d"), engine("q", seed=9)
+    pull(d, stopped.source(stopped.offer()), "hangs")
+    pull(d, p.source(p.offer()))
+    run(p, d, until=settled(d, "r"), seconds=60)
+    assert [event.key for event in d.pulls] == ["r"]
+    stopped.poll()
+    run(stopped, d, until=settled(d, "hangs"), seconds=60)
+    assert d.pulls[-1].error == ""
+
+
+def test_a_trial_that_does_not_end_is_given_up(engine: Any) -> None:
+    stopped = engine("q")
+    short = Trials(trial_s=1)
+    rank = open_rank(stopped.card.ranks[0])
+    assert short.run([rank], MemoryType.DRAM) == "it did not end in time"
+    assert short.counts == {"late": 1}
+    short.close()
+
+
+def test_with_a_key_nothing_is_tried(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trials, "shared", lambda: pytest.fail("a trial with keys"))
+    p, d = engine("p", key=b"k"), engine("d", key=b"k")
+    pull(d, p.source(p.offer()))
+    run(p, d, until=settled(d, "r"))
+    assert d.pulls[-1].error == ""
+
+
+def test_a_helper_that_was_ended_is_started_anew(engine: Any) -> None:
+    p = engine("p")
+    rank = open_rank(p.card.ranks[0])
+    ours = Trials()
+    ours.start()
+    attempt = ours.begin([rank], MemoryType.DRAM)
+    first = ours.pid
+    os.kill(first, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while attempt.verdict is None and time.monotonic() < deadline:
+        ours.poll()
+        p.poll()
+        time.sleep(1e-3)
+    assert attempt.verdict == ""
+    assert ours.pid != first
+    ours.close()
+
+
+def test_a_helper_that_cannot_be_started_refuses(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    ours = Trials()
+    assert "cannot be started" in ours.run([open_rank(engine("p").card.ranks[0])], MemoryType.DRAM)
+
+
+def test_the_helper_ends_with_its_parent() -> None:
+    code = "import os, time; from transfer.nixl.trials import Trials; t = Trials.shared(); t.start()"
+    code += "; print(t.pid, flush=True)"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", f"{code}; time.sleep(60)"], stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]
+    )
+    with parent:
+        helper = int(parent.stdout.readline())
+        assert Path(f"/proc/{helper}").exists()
+        parent.kill()
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{helper}").exists() and "Z" not in Path(f"/proc/{helper}/stat").read_text().split()[2]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

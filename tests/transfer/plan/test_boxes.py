@@ -1,0 +1,233 @@
+"""Boxes: where the named layouts put each element, clipping, and every layout that is refused."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from kvcache.layout import as_blocks
+from tests.transfer.plan_oracle import ORDERS, PER_LAYER, elements, page_layout, shard
+from transfer.errors import InvalidEngineError, MetadataError
+from transfer.plan.boxes import (
+    ADDRESS_LIMIT,
+    MAX_INDEX,
+    MAX_PAGES,
+    Box,
+    Group,
+    ShardLayout,
+    check,
+    clip,
+    clip_layout,
+    sub_box,
+)
+from transfer.plan.shapes import LATENT, SPLIT_NHD, dense, dense_strides, from_tensor, mamba_boxes, per_layer
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_dense_pool_is_what_the_manager_allocates(order: str) -> None:
+    layout, pages = page_layout(range(2, 5), order=order), 3
+    (box,) = check(dense(layout, pages, first_layer=4)).groups[0].boxes
+    blocks = as_blocks(torch.arange(pages * layout.page_elements, dtype=torch.float32), layout, pages)
+    for page, token in product(range(pages), range(layout.page_size)):
+        for (layer, side, head, _, dim), place in elements(box, 0, page, [(token, token)]):
+            assert blocks[page, side, layer - 4, token, head - 2, dim] == place
+
+
+@pytest.mark.parametrize("axes", [*PER_LAYER, LATENT])
+def test_a_layers_tensor_lies_as_numpy_lays_it(axes: str) -> None:
+    layout = page_layout(range(1) if axes == LATENT else range(3), sides=1 if axes == LATENT else 2)
+    made = check(per_layer(layout, 5, axes, first_layer=1))
+    names = axes.split(",")
+    tensor = np.arange(made.region_bytes[0] // 4).reshape([(layout.extents | {"page": 5})[axis] for axis in names])
+    for region, box in enumerate(made.groups[0].boxes):
+        assert (box.region, box.first[0], box.extent[0]) == (region, 1 + region, 1)
+        for page, token in product(range(5), range(layout.page_size)):
+            for (_, side, head, _, dim), place in elements(box, 0, page, [(token, token)]):
+                at = {"page": page, "side": side, "token": token, "head": head, "dim": dim}
+                assert tensor[tuple(at[axis] for axis in names)] == place
+
+
+def test_a_layout_survives_the_wire_and_has_a_name() -> None:
+    made = shard(range(3), order=SPLIT_NHD)
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=ShardLayout)
+    assert decoded == made
+    assert decoded.fingerprint() == made.fingerprint()
+    assert shard(range(1, 4), order=SPLIT_NHD).fingerprint() != made.fingerprint()
+
+
+@pytest.mark.parametrize("order", [*ORDERS, *PER_LAYER])
+def test_a_part_of_a_box_lies_where_it_lay(order: str) -> None:
+    boxes = shard(range(1, 5), order=order, layers=range(2, 4)).groups[0].boxes
+    whole = {logical: place for box in boxes for logical, place in elements(box, 0, 3, [(1, 1)])}
+    kept = {}
+    for box in boxes:
+        part = clip(box, layers=range(3, 9), heads=range(3))
+        if part is not None:
+            kept |= dict(elements(part, 0, 3, [(1, 1)]))
+    assert kept == {logical: place for logical, place in whole.items() if logical[0] >= 3 and logical[2] < 3}
+    assert len(kept) == 1 * 2 * 2 * 2
+    inside = sub_box(boxes[0], (2, 1, 2, 1), (3, 2, 4, 2))
+    assert dict(elements(inside, 0, 3, [(1, 1)])) == {at: whole[at] for at in ((2, 1, 2, 1, 1), (2, 1, 3, 1, 1))}
+    assert clip(boxes[0], heads=range(5, 9)) is None
+    assert clip(boxes[0]) == boxes[0]
+
+
+def test_clipping_a_layout_leaves_states_their_heads() -> None:
+    states = mamba_boxes(
+        layer=1,
+        x=range(4),
+        b=range(2),
+        c=range(2),
+        conv_length=3,
+        ssm_heads=range(2),
+        ssm_dims=8,
+        dtype=("float32", 4),
+        page_stride=160,
+    )
+    layout = ShardLayout((*shard(range(4)).groups, Group(1, 2, states, state=True)), (10**6,))
+    made = clip_layout(layout, heads=range(2))
+    assert [box.extent[2] for box in made.groups[0].boxes] == [2]
+    assert made.groups[1] == layout.groups[1]
+    assert clip_layout(layout, layers=range(1)).groups[1].boxes == ()
+
+
+def test_a_mamba_page_holds_x_b_c_then_the_states() -> None:
+    x, b, c, ssm = mamba_boxes(
+        layer=2,
+        x=range(8, 12),
+        b=range(2),
+        c=range(2),
+        conv_length=3,
+        ssm_heads=range(1, 3),
+        ssm_dims=10,
+        dtype=("bfloat16", 2),
+        ssm_dtype=("float32", 4),
+        page_stride=256,
+        offset=64,
+    )
+    assert [box.kind for box in (x, b, c, ssm)] == ["conv.x", "conv.B", "conv.C", "ssm"]
+    assert [box.offset for box in (x, b, c, ssm)] == [64, 64 + 24, 64 + 36, 64 + 48]
+    assert (x.first, x.extent, x.strides) == ((2, 0, 8, 0), (1, 1, 4, 1, 3), (0, 0, 6, 0, 2))
+    assert (ssm.first, ssm.extent, ssm.strides) == ((2, 0, 1, 0), (1, 1, 2, 1, 10), (0, 0, 40, 0, 4))
+    assert ssm.span == 80
+    check(ShardLayout((Group(1, 3, (x, b, c, ssm), state=True),), (64 + 2 * 256 + 48 + 80,)))
+    mamba1 = mamba_boxes(
+        layer=0,
+        x=range(4),
+        b=range(0),
+        c=range(0),
+        conv_length=3,
+        ssm_heads=range(4),
+        ssm_dims=16,
+        dtype=("float32", 4),
+        page_stride=304,
+    )
+    assert [box.kind for box in mamba1] == ["conv.x", "ssm"]
+
+
+def good(**changes: Any) -> ShardLayout:
+    """Four pages of `[layer 2, side 2, head 3, token 4, dim 2]` in one region, with one field of the box changed."""
+    box = from_tensor(
+        (4, 2, 2, 3, 4, 2),
+        dense_strides((4, 2, 2, 3, 4, 2), 4),
+        "page,layer,side,head,token,dim",
+        dtype="float32",
+        itemsize=4,
+    )
+    return ShardLayout((Group(4, 4, (msgspec.structs.replace(box, **changes),)),), (4 * 384,))
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"kind": ""}, "group 0, box 0 (''): characters of the kind: 0 is not within 1 to 64"),
+    ({"kind": "k" * 65}, "characters of the kind: 65 is not within 1 to 64"),
+    ({"dtype": ""}, "characters of the dtype: 0 is not within 1 to 64"),
+    ({"itemsize": 0}, "bytes of an element: 0 is not within 1 to 16"),
+    ({"itemsize": 17}, "bytes of an element: 17 is not within 1 to 16"),
+    ({"region": -1}, "the region: -1 is not within 0 to 0"),
+    ({"region": 1}, "the region: 1 is not within 0 to 0"),
+    ({"offset": -4}, "the offset: -4 is not within 0 to 1535"),
+    ({"offset": 1}, "reaches byte 1537 of region 0, which has 1536"),
+    ({"offset": 4}, "reaches byte 1540 of region 0, which has 1536"),
+    ({"page_stride": -384}, "the stride of axis page: -384 is not within 4 to 1536"),
+    ({"page_stride": 0}, "the stride of axis page: 0 is not within 4 to 1536"),
+    ({"page_stride": 192}, "the stride of axis page is 192, which steps into 384 bytes held already"),
+    ({"page_stride": 383}, "the stride of axis page is 383, which steps into 384 bytes held already"),
+    ({"page_stride": 385}, "reaches byte 1539 of region 0, which has 1536"),
+    ({"page_stride": 1 << 80}, f"the stride of axis page: {1 << 80} is not within 4 to 1536"),
+    ({"first": (-1, 0, 0, 0)}, "the first layer: -1 is not within"),
+    ({"first": (0, 0, 0, MAX_INDEX + 1)}, f"the first dim: {MAX_INDEX + 1} is not within"),
+    ({"extent": (0, 2, 3, 4, 2)}, "the extent of axis layer: 0 is not within"),
+    ({"extent": (2, 2, MAX_INDEX + 1, 4, 2)}, "the extent of axis head: 16777217 is not within"),
+    ({"extent": (2, 2, 3, 3, 2)}, "3 tokens, where a page of its group has 4"),
+    ({"strides": (192, 96, 32, -8, 4)}, "the stride of axis token: -8 is not within 4 to 1536"),
+    ({"strides": (192, 96, 32, 8, 0)}, "the stride of axis dim: 0 is not within 4 to 1536"),
+    ({"strides": (192, 96, 32, 8, 8)}, "reaches byte 1540 of region 0, which has 1536"),
+    ({"strides": (192, 96, 32, 4, 4)}, "the stride of axis dim is 4, which steps into 16 bytes held already"),
+    ({"extent": (1, 2, 3, 4, 2), "strides": (-1, 96, 32, 8, 4)}, "the stride of axis layer: -1 is not within 0 to"),
+    ({"extent": (1, 2, 3, 4, 2), "strides": (1 << 63, 96, 32, 8, 4)}, "the stride of axis layer: 9223372036854775808"),
+    ({"strides": (192, 96, 28, 8, 4)}, "the stride of axis head is 28, which steps into 32 bytes held already"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_a_box_that_reaches_where_it_must_not_is_refused(changes: dict[str, Any], message: str) -> None:
+    check(good())
+    with pytest.raises(MetadataError) as refused:
+        check(good(**changes))
+    assert message in str(refused.value)
+
+
+def test_groups_and_regions_out_of_range_are_refused() -> None:
+    (group,) = good().groups
+    replace = msgspec.structs.replace
+    for layout, message in (
+        (ShardLayout((group,), ()), "a shard: regions: 0 is not within"),
+        (ShardLayout((), (64,)), "a shard: groups: 0 is not within"),
+        (ShardLayout((group,), (0,)), "region 0: bytes: 0 is not within"),
+        (ShardLayout((group,), (ADDRESS_LIMIT,)), "region 0: bytes: 9223372036854775808 is not within"),
+        (ShardLayout((replace(group, num_pages=0),), (4 * 384,)), "group 0: pages: 0 is not within"),
+        (ShardLayout((replace(group, num_pages=MAX_PAGES + 1),), (4 * 384,)), "group 0: pages: 2147483648"),
+        (ShardLayout((replace(group, num_pages=5),), (4 * 384,)), "reaches byte 1920 of region 0, which has 1536"),
+        (ShardLayout((replace(group, state=True),), (4 * 384,)), "group 0: tokens of a page: 4 is not within 1 to 1"),
+        (ShardLayout((replace(group, window=-1),), (4 * 384,)), "group 0: tokens of the window: -1"),
+        (ShardLayout((replace(group, boxes=group.boxes * 5000),), (4 * 384,)), "a shard: boxes: 5000 is not within"),
+        (ShardLayout((replace(group, boxes=group.boxes * 2),), (4 * 384,)), "group 0: boxes 0 and 1 ('kv') hold the"),
+    ):
+        with pytest.raises(MetadataError) as refused:
+            check(layout)
+        assert message in str(refused.value)
+
+
+def test_boxes_of_two_groups_may_share_memory_and_a_shard_may_hold_nothing_of_a_group() -> None:
+    (group,) = good().groups
+    check(ShardLayout((group, group, Group(4, 4, ())), (4 * 384,)))
+
+
+def test_layers_of_one_pool_do_not_hold_the_same() -> None:
+    boxes = shard(range(2), order=SPLIT_NHD, layers=range(4)).groups[0].boxes
+    overlapping = msgspec.structs.replace(boxes[3], first=(1, 0, 1, 0), extent=(1, 1, 1, 4, 1))
+    layout = shard(range(2), order=SPLIT_NHD, layers=range(4))
+    group = msgspec.structs.replace(layout.groups[0], boxes=(*boxes[:3], overlapping))
+    with pytest.raises(MetadataError, match="group 0: boxes 1 and 3"):
+        check(msgspec.structs.replace(layout, groups=(group,)))
+
+
+def test_axes_that_do_not_fit_a_tensor_are_refused() -> None:
+    def box(shape: tuple[int, ...], axes: str) -> Box:
+        return from_tensor(shape, dense_strides(shape, 4), axes, dtype="float32", itemsize=4)
+
+    with pytest.raises(InvalidEngineError, match="name 3 of 2 sizes and 2 strides"):
+        box((4, 2), "page,token,dim")
+    with pytest.raises(InvalidEngineError, match="may be named once"):
+        box((4, 2, 2), "page,token,token")
+    with pytest.raises(InvalidEngineError, match="may be named once"):
+        box((4, 2, 2), "page,token,channel")
+    layout = page_layout(range(3))
+    for axes in ("page,token,head,dim", "page,layer,side,token,head,dim", "side,token,head,dim"):
+        with pytest.raises(InvalidEngineError, match="are needed, layer is not"):
+            per_layer(layout, 4, axes)

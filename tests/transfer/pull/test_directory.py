@@ -1,0 +1,175 @@
+"""Who is read from under which name: what one request says of an engine touches no pull of another one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from tests.transfer.replicas import TOKENS, Engine, run
+from transfer.pull.lease import new_lease_id
+from transfer.pull.pull_state import LeaseRef, PagesOfGroup, PullEvent
+from transfer.pull.replica import Source
+from transfer.wire.handshake import EngineCard, HandshakeServer
+
+LOCAL, REMOTE = [1, 2, 3], [5, 6, 9]
+WHOLE = [PagesOfGroup(LOCAL, REMOTE, (0, 3 * TOKENS))]
+
+
+@pytest.fixture
+def engine() -> Iterator[Callable[..., Engine]]:
+    engines: list[Engine] = []
+
+    def make(*args: Any, **options: Any) -> Engine:
+        engines.append(Engine(*args, **options))
+        return engines[-1]
+
+    yield make
+    for one in engines:
+        one.close()
+
+
+def pull(reader: Engine, source: Source, key: str = "r", groups: Any = WHOLE, timeout_s: float = 20.0) -> None:
+    reader.replica.pull(key, source, timeout_s)
+    if groups is not None:
+        reader.replica.add_pages(key, groups, last=True)
+
+
+def opened(reader: Engine, source: Source, key: str = "r") -> None:
+    """A pull that waits for pages, its source loaded."""
+    pull(reader, source, key, groups=None, timeout_s=60.0)
+    run(reader, until=lambda: all(key in rank.puller for rank in reader.ranks))
+
+
+def settled(reader: Engine, *keys: str) -> Callable[[], bool]:
+    return lambda: {*keys} <= {event.key for event in reader.pulls if event.safe}
+
+
+def error_of(reader: Engine, key: str) -> str:
+    return next(event.error for event in reader.pulls if event.key == key)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_who_answers_to_the_name_of_an_engine_that_lives_is_refused_with_both_addresses(engine: Any, tp: int) -> None:
+    p, d, impostor = engine("p", tp), engine("d", tp), engine("p", tp, seed=50)
+    d.blank()
+    opened(d, p.source(p.offer()))
+    wrong = impostor.source(impostor.offer())
+    for key in ("a", "b"):
+        pull(d, wrong, key)
+    run(p, impostor, d, until=settled(d, "a", "b"))
+    for key in ("a", "b"):
+        assert p.serve() in error_of(d, key)
+        assert impostor.serve() in error_of(d, key)
+        assert "lives there" in error_of(d, key)
+    d.replica.add_pages("r", WHOLE, last=True)
+    run(p, impostor, d, until=settled(d, "r"))
+    assert d.pulls[-1] == PullEvent("r", "", safe=True)
+    assert np.array_equal(d.heads(LOCAL), p.heads(REMOTE))
+    assert (d.replica.stats.failed_handshakes, len(d.replica.directory)) == (1, 1)
+
+
+@pytest.mark.parametrize("how", ["silent", "another start at its address", "not there any more"])
+def test_an_engine_that_comes_back_elsewhere_takes_its_place_once_that_is_empty(engine: Any, how: str) -> None:
+    p, d = engine("p"), engine("d", dead_after_s=0.5, heartbeat_s=100.0)
+    opened(d, p.source(p.offer()))
+    if how == "silent":
+        p.server.close()
+    else:
+        card = EngineCard("p" if how.startswith("another") else "q", "later", p.card.ranks)
+        p.server._cards = {card.engine_id: card}
+    successor, third = engine("p", seed=50), engine("p", seed=70)
+    pull(d, successor.source(successor.offer()), key="new")
+    pull(d, third.source(third.offer()), key="third")
+    run(p, successor, third, d, until=settled(d, "r", "new", "third"))
+    assert error_of(d, "r")
+    winner, loser = ("new", "third") if not error_of(d, "new") else ("third", "new")
+    assert error_of(d, winner) == ""
+    assert "lives there" in error_of(d, loser)
+    assert np.array_equal(d.heads(LOCAL), (successor if winner == "new" else third).heads(REMOTE))
+
+
+def test_who_has_copied_an_engine_s_metadata_cannot_end_its_pulls(engine: Any) -> None:
+    """At its own address it may say what it likes: that it was restarted, or nothing at all."""
+    p, d = engine("p"), engine("d", dead_after_s=0.3, heartbeat_s=0.05)
+    with HandshakeServer([p.card]) as copy:
+        opened(d, p.source(p.offer()))
+        opened(d, p.source(p.offer("s", 1))._replace(address=copy.endpoint), "s")
+        copy.serve(EngineCard("p", "restarted", p.card.ranks))
+        run(p, d, until=settled(d, "s"))
+        pull(d, p.source(p.offer("t", 2))._replace(address=copy.endpoint), "t")
+        run(p, d, until=settled(d, "t"))
+    assert all(error_of(d, key) for key in ("s", "t"))
+    d.replica.add_pages("r", WHOLE, last=True)
+    run(p, d, until=settled(d, "r"))
+    assert d.pulls[-1] == PullEvent("r", "", safe=True)
+
+
+class Crowd:
+    """Two engines that are read from, and whoever else a request may name."""
+
+    def __init__(self, engine: Callable[..., Engine]) -> None:
+        self.good = [engine("p"), engine("q", seed=20)]
+        self.impostors = [engine("p", seed=50), engine("q", seed=60), engine("z", seed=70)]
+        self.reader = engine("d", handshake_timeout_s=0.4, dead_after_s=2.0, heartbeat_s=0.1)
+        p, q = self.good
+        liars = [
+            [EngineCard("p", "other", q.card.ranks), EngineCard("q", "other", p.card.ranks)],
+            [p.card, EngineCard("q", p.incarnation, p.card.ranks), EngineCard("d", "i", p.card.ranks)],
+            [EngineCard("p", p.incarnation, q.card.ranks), EngineCard("q", q.incarnation, (b"rubbish",))],
+        ]
+        self.servers = [HandshakeServer(cards) for cards in liars]
+        self.deaf = zmq.Context.instance().socket(zmq.ROUTER)
+        port = self.deaf.bind_to_random_port("tcp://127.0.0.1")
+        self.engines = [*self.good, *self.impostors, self.reader]
+        self.addresses = [
+            *(one.serve() for one in self.engines),
+            *(server.endpoint for server in self.servers),
+            f"tcp://127.0.0.1:{port}",
+            "tcp://127.0.0.1:9",
+            "tcp://localhost:" + p.serve().rpartition(":")[2],
+            "nonsense",
+        ]
+        self.incarnations = ["", "other", *(one.incarnation for one in self.engines)]
+        self.leases = [one.offer(slot=1) for one in [*self.good, *self.impostors]]
+
+    def draw(self, rng: random.Random) -> Source:
+        lease = rng.choice([*self.leases, LeaseRef(new_lease_id(), rng.randrange(4), 5.0)])
+        source = Source(rng.choice(self.addresses), rng.choice("pqzd"), lease)
+        return source._replace(incarnation=rng.choice(self.incarnations), ranks=rng.choice((0, 0, 0, 1, 7)))
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.close()
+        self.deaf.close(0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_a_request_names_it_touches_no_pull_of_another(engine: Any, seed: int) -> None:
+    rng = random.Random(seed)
+    crowd = Crowd(engine)
+    d = crowd.reader
+    for number, one in enumerate(crowd.good):
+        opened(d, one.source(one.offer("r", slot=2)), f"good {number}")
+    keys = [f"any {number}" for number in range(60)]
+    for key in keys:
+        pull(d, crowd.draw(rng), key, groups=rng.choice((WHOLE, WHOLE, None)), timeout_s=rng.choice((0.3, 3.0)))
+        for _ in range(rng.choice((0, 1, 20))):
+            for one in crowd.engines:
+                one.poll()
+        if rng.random() < 0.1:
+            d.replica.cancel(rng.choice(keys), "changed my mind")
+    run(*crowd.engines, until=settled(d, *keys))
+    assert [event for event in d.pulls if event.key.startswith("good")] == []
+    assert any(error_of(d, key) for key in keys)
+    for number, one in enumerate(crowd.good):
+        d.blank()
+        d.replica.add_pages(f"good {number}", WHOLE, last=True)
+        run(*crowd.engines, until=settled(d, f"good {number}"))
+        assert d.pulls[-1] == PullEvent(f"good {number}", "", safe=True)
+        assert np.array_equal(d.heads(LOCAL), one.heads(REMOTE))
+    crowd.close()

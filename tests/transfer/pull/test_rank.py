@@ -1,0 +1,82 @@
+"""What one rank does by itself: it gives up copies that never end, at its limit and not before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.transfer.replicas import TOKENS, Engine, run
+from transfer.pull.pull_state import PagesOfGroup, PullEvent
+
+WHOLE = [PagesOfGroup([1, 2, 3], [5, 6, 9], (0, 3 * TOKENS))]
+STUCK_S = 7.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def engine() -> Iterator[Callable[..., Engine]]:
+    engines: list[Engine] = []
+
+    def make(*args: Any, **options: Any) -> Engine:
+        engines.append(Engine(*args, **options))
+        return engines[-1]
+
+    yield make
+    for one in engines:
+        one.close()
+
+
+def test_copies_that_never_end_are_given_up_at_the_limit_with_the_agent_that_makes_them(engine: Any) -> None:
+    clock = Clock()
+    p, q, d = engine("p"), engine("q", seed=9), engine("d", clock=clock, stuck_s=STUCK_S, heartbeat_s=1e9)
+    other = q.source(q.offer("other"))
+    d.replica.pull("other", other, 1e6)  # waits for pages
+    d.hindrances[0].held = True
+    d.replica.pull("r", p.source(p.offer()), 2.0)
+    d.replica.add_pages("r", WHOLE, last=True)
+    run(p, q, d, until=lambda: d.hindrances[0].reads and "other" in d.ranks[0].puller)
+    agent = d.ranks[0].remote("p").agent
+    clock.now += 2.1
+    run(p, q, d, until=lambda: d.pulls)
+    assert [(event.key, event.safe) for event in d.pulls] == [("r", False)]
+    for seconds in (STUCK_S - 0.2, 0.1):  # not yet
+        clock.now += seconds
+        for _ in range(20):
+            d.poll()
+        assert agent.is_open
+        assert len(d.pulls) == 1
+    clock.now += 0.2
+    run(p, q, d, until=lambda: len(d.pulls) == 2)
+    assert (d.pulls[1].key, d.pulls[1].safe) == ("r", True)
+    assert not agent.is_open
+    assert d.ranks[0].remote("p") is None
+    d.hindrances[0].held = False
+    d.replica.add_pages("other", WHOLE, last=True)
+    d.replica.pull("again", p.source(p.offer("again", 1)), 20.0)
+    d.replica.add_pages("again", [PagesOfGroup([7], [9], (0, TOKENS))], last=True)
+    run(p, q, d, until=lambda: len(d.pulls) == 4)
+    assert {*d.pulls[2:]} == {PullEvent("other", "", safe=True), PullEvent("again", "", safe=True)}
+
+
+def test_leases_are_counted_by_how_they_ended(engine: Any) -> None:
+    clock = Clock()
+    p, d = engine("p", clock=clock), engine("d")
+    d.replica.pull("r", p.source(p.offer("r", 0)), 20.0)
+    d.replica.add_pages("r", WHOLE, last=True)
+    run(p, d, until=lambda: d.pulls and p.overs)
+    for slot in (1, 2):
+        p.offer(f"expires {slot}", slot, 5.0)
+    clock.now += 5.1
+    run(p, d, until=lambda: len(p.overs) == 3)
+    p.replica.revoke(p.offer("revoked", 3).lease_id, "an abort, before it expired")
+    p.take()
+    assert p.replica.stats.snapshot().leases == {"read": 1, "expired": 2, "other": 1}

@@ -1,0 +1,39 @@
+"""What must agree with an engine must agree with each of its ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.transfer.fuzz import rank_metadata
+from transfer.errors import HandshakeError, MetadataError, SettingsMismatchError
+from transfer.pull.remote import RemoteEngine
+
+MINE = rank_metadata(0, "d")
+
+
+def remote(rank: int, **changes: Any) -> RemoteEngine:
+    """An engine of two ranks, one of which is changed."""
+    ranks = [rank_metadata(0), rank_metadata(1)]
+    ranks[rank] = msgspec.structs.replace(ranks[rank], **changes)
+    return RemoteEngine(ranks, MINE, {})
+
+
+def test_ranks_that_agree_are_an_engine() -> None:
+    assert remote(1).engine_id == "p"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_rank_alone_runs_with_is_compared_too(rank: int) -> None:
+    where = f"engine 'p' rank {rank} "
+    settings = MINE.settings | {"UCX_TLS": "tcp"}
+    with pytest.raises(SettingsMismatchError, match=f"{where}runs with other UCX or NIXL settings: UCX_TLS: 'tcp'"):
+        remote(rank, settings=settings)
+    with pytest.raises(SettingsMismatchError, match=f"{where}runs with other .* nixl: None there"):
+        remote(rank, settings={key: value for key, value in MINE.settings.items() if key != "nixl"})
+    with pytest.raises(HandshakeError, match=f"{where}is not compatible: model: 'm' there, None here"):
+        remote(rank, compatibility={"model": "m"})
+    with pytest.raises(MetadataError, match=f"{where}is on host 'elsewhere'"):
+        remote(rank, hostname="elsewhere")

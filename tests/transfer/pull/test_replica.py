@@ -1,0 +1,680 @@
+"""Leases and pulls of whole engines over real NIXL, in one process: the ranks, their source, and what may go wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.transfer.replicas import PAGES, TOKENS, Engine, run
+from transfer.engine.metadata import MemoryType
+from transfer.errors import HandshakeError, InvalidTransferError, MetadataError, PullFailedError, SettingsMismatchError
+from transfer.pull.lease import new_lease_id
+from transfer.pull.pull_state import LeaseRef, PagesOfGroup, PullEvent
+from transfer.pull.remote import RemoteEngine
+from transfer.pull.replica import LeaseOver, Offered, Source
+from transfer.wire.handshake import EngineCard, HandshakeServer
+from transfer.wire.messages import open_rank
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def engine() -> Iterator[Callable[..., Engine]]:
+    engines: list[Engine] = []
+
+    def make(*args: Any, **options: Any) -> Engine:
+        engines.append(Engine(*args, **options))
+        return engines[-1]
+
+    yield make
+    for one in engines:
+        one.close()
+
+
+LOCAL, REMOTE = [1, 2, 3], [5, 6, 9]
+WHOLE = [PagesOfGroup(LOCAL, REMOTE, (0, 3 * TOKENS))]
+
+
+def pull(reader: Engine, source: Source, key: str = "r", groups: Any = WHOLE, timeout_s: float = 20.0, **options: Any):
+    reader.replica.pull(key, source, timeout_s)
+    if groups is not None:
+        reader.replica.add_pages(key, groups, last=True, **options)
+
+
+def settled(reader: Engine, key: str = "r") -> Callable[[], bool]:
+    return lambda: any(event.key == key and event.safe for event in reader.pulls)
+
+
+@pytest.mark.parametrize("tp", [(1, 1), (1, 2), (2, 1), (4, 2), (2, 4), (1, 4)])
+@pytest.mark.parametrize("layer_chunks", [1, 2])
+def test_pages_arrive_and_the_lease_ends_when_every_rank_has_read(
+    engine: Any, tp: tuple[int, int], layer_chunks: int
+) -> None:
+    p, d = engine("p", tp[0]), engine("d", tp[1])
+    d.blank()
+    lease = p.offer(slot=3)
+    assert [rank.leases.words[3] for rank in p.ranks] == [lease.lease_id] * tp[0]
+    pull(d, p.source(lease), layer_chunks=layer_chunks)
+    run(p, d, until=lambda: settled(d)() and p.overs)
+    assert d.pulls == [PullEvent("r", "", safe=True)]
+    assert p.overs == [LeaseOver("r", lease.lease_id, "read")]
+    assert np.array_equal(d.heads(LOCAL), p.heads(REMOTE))
+    rest = sorted(set(range(PAGES)) - set(LOCAL))
+    assert (d.heads(rest) == 0x5A).all()
+    for rank in p.ranks:
+        rank.leases.check()
+        assert not rank.leases.words.any()
+        assert not len(rank.leases)
+
+
+def test_what_is_there_already_is_not_written(engine: Any) -> None:
+    p, d = engine("p"), engine("d")
+    d.blank()
+    pull(d, p.source(p.offer()), groups=[PagesOfGroup([7], [9], (2 * TOKENS, 3 * TOKENS))])
+    run(p, d, until=settled(d))
+    assert np.array_equal(d.heads([7]), p.heads([9]))
+    assert (d.heads([1, 2, 3]) == 0x5A).all()
+
+
+def test_nothing_left_to_read_is_a_notification_alone(engine: Any) -> None:
+    p, d = engine("p", 2), engine("d", 2)
+    lease = p.offer()
+    pull(d, p.source(lease), groups=[PagesOfGroup([], [], (48, 48))])
+    run(p, d, until=lambda: settled(d)() and p.overs)
+    assert p.overs == [LeaseOver("r", lease.lease_id, "read")]
+    assert [hindrance.reads for hindrance in d.hindrances] == [[], []]
+
+
+def test_the_word_of_done_rides_on_the_fence_and_on_no_data(engine: Any) -> None:
+    p, d = engine("p", 2), engine("d", 1)
+    pull(d, p.source(p.offer()))
+    run(p, d, until=settled(d))
+    notes = [note for _, note in d.hindrances[0].reads]
+    assert [bool(note) for note in notes] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("when", ["before", "while waiting for more"])
+def test_a_lease_that_has_ended_fails_the_pull(engine: Any, when: str) -> None:
+    p, d = engine("p", 2), engine("d", 2)
+    lease = p.offer(slot=2)
+    if when == "before":
+        p.replica.revoke(lease.lease_id, "aborted")
+        pull(d, p.source(lease))
+    else:
+        pull(d, p.source(lease), groups=None)
+        d.replica.add_pages("r", WHOLE, last=False)
+        run(p, d, until=lambda: all(len(rank.puller) and not rank.puller.get("r").reading for rank in d.ranks))
+        p.replica.revoke(lease.lease_id, "aborted")
+        assert not d.pulls
+        d.replica.add_pages("r", [PagesOfGroup([], [], (48, 48))], last=True)
+    run(p, d, until=settled(d))
+    assert d.pulls[-1].error.endswith(f"its lease word 2 holds 0x0, the lease is {lease.lease_id:#x}")
+    assert "engine 'p' rank" in d.pulls[-1].error
+    assert p.overs == [LeaseOver("r", lease.lease_id, "aborted")]
+
+
+def test_a_slot_that_has_passed_to_another_lease_fails_the_pull(engine: Any) -> None:
+    p, d = engine("p"), engine("d")
+    first = p.offer("r")
+    p.replica.revoke(first.lease_id, "aborted")
+    second = p.offer("s")
+    pull(d, p.source(first))
+    run(p, d, until=settled(d))
+    assert f"holds {second.lease_id:#x}" in d.pulls[-1].error
+    assert p.ranks[0].leases.ids() == [second.lease_id]
+
+
+def test_pages_come_chunk_by_chunk_and_the_lease_is_renewed_meanwhile(engine: Any) -> None:
+    clock = Clock()
+    p, d = engine("p", clock=clock), engine("d", 2, clock=clock, heartbeat_s=1000.0)
+    d.blank()
+    lease = p.offer(duration_s=3.0)
+    pull(d, p.source(lease), groups=None, timeout_s=60.0)
+    run(p, d, until=lambda: all(len(rank.puller) for rank in d.ranks))
+    run(p, d, until=lambda: all(len(rank.puller) for rank in d.ranks))  # from here on the lease is renewed
+    for at, (local, remote) in enumerate(zip(LOCAL, REMOTE, strict=True)):
+        tokens = (at * TOKENS, (at + 1) * TOKENS)
+        d.replica.add_pages("r", [PagesOfGroup([local], [remote], tokens)], last=at == 2)
+        for _ in range(5):
+            clock.now += 1.1
+            before = sum(p.ranks[0].leases.counts.values())
+            if at < 2:
+                run(p, d, until=lambda seen=before: sum(p.ranks[0].leases.counts.values()) >= seen + 2)
+                assert not d.pulls
+                assert not p.overs
+    run(p, d, until=lambda: settled(d)() and p.overs)
+    assert p.overs[0].reason == "read"
+    assert np.array_equal(d.heads(LOCAL), p.heads(REMOTE))
+
+
+def test_layers_are_told_of_as_they_arrive_and_before_the_fence(engine: Any) -> None:
+    p, d = engine("p", 2, layers=6), engine("d", layers=6)
+    told: list[range] = []
+    fenced: list[bool] = []
+
+    def on_layers(layers: range) -> None:
+        told.append(layers)
+        fenced.append(any(note for _, note in d.hindrances[0].reads))
+
+    d.replica.pull("r", p.source(p.offer()), 20.0)
+    d.replica.add_pages("r", WHOLE, last=True, layer_chunks=3, on_layers=on_layers)
+    run(p, d, until=settled(d))
+    assert sorted(told, key=min) == [range(2), range(2, 4), range(4, 6)]  # as they come, not as they were asked for
+    assert not any(fenced)
+    assert len(d.hindrances[0].reads) == 3 * 2 + 2
+    assert np.array_equal(d.heads(LOCAL), p.heads(REMOTE))
+    d.replica.pull("s", p.source(p.offer("s", 1)), 20.0)
+    d.replica.add_pages("s", [PagesOfGroup([], [], (0, 0))], last=True, layer_chunks=2, on_layers=on_layers)
+    run(p, d, until=settled(d, "s"))
+    assert sorted(told[3:], key=min) == [range(3), range(3, 6)]
+
+
+def test_a_prefill_s_chunks_are_read_while_it_computes_and_its_lease_does_not_run_out(engine: Any) -> None:
+    clock = Clock()
+    p, d = engine("p", clock=clock), engine("d", clock=clock, heartbeat_s=1e9)
+    lease = p.offer(running=True, duration_s=2.0)
+    clock.now += 1000
+    p.poll()
+    assert not p.overs
+    pull(d, p.source(lease), groups=None, timeout_s=1e6)
+    d.replica.add_pages("r", [PagesOfGroup([1], [5], (0, TOKENS))], last=False)
+    run(p, d, until=lambda: np.array_equal(d.heads([1]), p.heads([5])))
+    p.pools[0][6] = 7  # the next chunk is computed
+    d.replica.add_pages("r", [PagesOfGroup([2], [6], (TOKENS, 2 * TOKENS))], last=True)
+    p.replica.start_clock(lease.lease_id)
+    run(p, d, until=lambda: settled(d)() and p.overs)
+    assert p.overs[0].reason == "read"
+    assert (d.heads([2]) == 7).all()
+
+
+def test_a_prefill_that_nobody_reads_ends_its_lease_after_it_has_computed(engine: Any) -> None:
+    clock = Clock()
+    p = engine("p", 2, clock=clock)
+    lease = p.offer(running=True, duration_s=2.0)
+    clock.now += 1000
+    p.replica.start_clock(lease.lease_id)
+    p.poll()
+    assert not p.overs
+    clock.now += 2
+    p.poll()
+    assert p.overs[0].reason.startswith("expired")
+
+
+def test_a_source_that_has_other_ranks_than_was_said_is_not_read_from(engine: Any) -> None:
+    p, d = engine("p", 2), engine("d")
+    pull(d, p.source(p.offer())._replace(ranks=4))
+    run(p, d, until=settled(d))
+    assert d.pulls[-1].error == "request 'r': engine 'p' is said to have 4 ranks, it has 2"
+    run(p, d, until=lambda: p.overs)
+    assert "is said to have 4 ranks" in p.overs[0].reason
+    pull(d, p.source(p.offer("s", 1))._replace(ranks=2), key="s")
+    run(p, d, until=settled(d, "s"))
+    assert d.pulls[-1].error == ""
+
+
+def test_metadata_that_came_by_another_way_than_the_handshake_serves_as_well(engine: Any) -> None:
+    p, d = engine("p", 2), engine("d", 2, heartbeat_s=0.01)
+    assert d.replica.directory.add(p.serve(), p.card.ranks) == "p"
+    assert p.server.counts["answered"] == 0
+    pull(d, p.source(p.offer()), groups=None)
+    run(p, d, until=lambda: p.server.counts["answered"] > 3)  # signs of life alone
+    d.replica.add_pages("r", WHOLE, last=True)
+    run(p, d, until=settled(d))
+    assert d.pulls[-1] == PullEvent("r", "", safe=True)
+
+
+def test_a_lease_expires_on_the_source_s_own_clock(engine: Any) -> None:
+    clock = Clock()
+    p, d = engine("p", 2, clock=clock), engine("d")
+    lease = p.offer(duration_s=5.0)
+    clock.now += 4.9
+    p.poll()
+    assert not p.overs
+    clock.now += 0.2
+    p.poll()
+    assert p.overs == [LeaseOver("r", lease.lease_id, "expired after 5.0 s without a word of its readers")]
+    pull(d, p.source(lease))
+    run(p, d, until=settled(d))
+    assert "holds 0x0" in d.pulls[-1].error
+
+
+def test_a_lease_is_granted_by_every_rank_or_by_none(engine: Any) -> None:
+    p = engine("p", 2)
+    p.ranks[1].leases.grant(99, "other", 4, 10.0)
+    p.replica.offer("r", LeaseRef(new_lease_id(), 4, 10.0))
+    p.take()
+    (offered,) = p.of(Offered)
+    assert "slot 4 is taken" in offered.error
+    assert p.ranks[0].leases.ids() == []
+    assert p.ranks[1].leases.ids() == [99]
+    assert not p.ranks[0].leases.words.any()
+
+
+def test_what_one_rank_lacks_no_rank_needs(engine: Any) -> None:
+    p, d = engine("p"), engine("d", 2)
+    d.hindrances[1].refuse = {0}
+    lease = p.offer()
+    pull(d, p.source(lease))
+    run(p, d, until=lambda: settled(d)() and p.overs)
+    assert [event for event in d.pulls if event.safe] == [d.pulls[-1]]
+    assert "refused by the test" in d.pulls[-1].error
+    assert "refused by the test" in p.overs[0].reason
+    pull(d, p.source(p.offer("again")), key="again")
+    run(p, d, until=settled(d, "again"))
+    assert d.pulls[-1].error == ""
+
+
+def test_a_failure_is_told_at_once_and_pages_come_back_when_nothing_is_in_flight(engine: Any) -> None:
+    p, d = engine("p"), engine("d", 2)
+    d.hindrances[0].held = True
+    d.hindrances[1].refuse = {0}
+    pull(d, p.source(p.offer()))
+    run(p, d, until=lambda: d.pulls)
+    assert [event.safe for event in d.pulls] == [False]
+    for _ in range(50):
+        p.poll()
+        d.poll()
+    assert [event.safe for event in d.pulls] == [False]
+    with pytest.raises(PullFailedError, match="has not ended yet"):
+        pull(d, p.source(p.offer("q", 1)))
+    d.hindrances[0].held = False
+    run(p, d, until=settled(d))
+    assert [event.safe for event in d.pulls] == [False, True]
+    assert len({event.error for event in d.pulls}) == 1
+
+
+def test_a_second_read_that_fails_leaves_the_first_one_s_pages_in_flight(engine: Any) -> None:
+    p, d = engine("p", 2), engine("d")
+    d.hindrances[0].held, d.hindrances[0].refuse = True, {1}
+    pull(d, p.source(p.offer()))
+    run(p, d, until=lambda: d.pulls)
+    assert [event.safe for event in d.pulls] == [False]
+    d.hindrances[0].held = False
+    run(p, d, until=settled(d))
+
+
+def test_a_pull_that_takes_too_long_fails_and_its_pages_stay_away(engine: Any) -> None:
+    clock = Clock()
+    p, d = engine("p"), engine("d", clock=clock, heartbeat_s=1000.0)
+    d.hindrances[0].held = True
+    pull(d, p.source(p.offer()), timeout_s=5.0)
+    run(p, d, until=lambda: d.hindrances[0].reads)
+    clock.now += 5.1
+    run(p, d, until=lambda: d.pulls)
+    assert d.pulls[0].error.startswith("timed out after 5.1 s, waiting for 1 READs")
+    run(p, d, until=lambda: p.overs)
+    assert p.overs[0].reason.startswith("timed out")
+    assert len(d.pulls) == 1
+    d.hindrances[0].held = False
+    run(p, d, until=settled(d))
+
+
+def test_a_cancelled_pull_ends_the_lease_with_its_reason(engine: Any) -> None:
+    p, d = engine("p", 2), engine("d", 2)
+    pull(d, p.source(p.offer()), groups=None)
+    run(p, d, until=lambda: all(len(rank.puller) for rank in d.ranks))
+    d.replica.cancel("r", "the client left")
+    run(p, d, until=lambda: settled(d)() and p.overs)
+    assert d.pulls == [PullEvent("r", "the client left", safe=True)]
+    assert p.overs[0].reason == "the client left"
+    d.replica.cancel("r", "again")
+    d.replica.add_pages("r", WHOLE, last=True)
+    d.poll()
+    assert len(d.pulls) == 1
+
+
+def test_a_pull_that_is_cancelled_before_its_source_has_answered_is_refused_there(engine: Any) -> None:
+    p, d = engine("p", 2), engine("d", 2)
+    pull(d, p.source(p.offer()))
+    d.replica.cancel("r", "the client left")
+    d.take()
+    assert d.pulls == [PullEvent("r", "the client left", safe=True)], "its owner waits for nobody"
+    pull(d, p.source(p.offer("other", 1)))  # the name is free
+    run(p, d, until=lambda: len(d.pulls) == 2 and len(p.overs) == 2)
+    assert {over.request_id: over.reason for over in p.overs} == {"r": "the client left", "other": "read"}
+    assert d.pulls[1].error == ""
+    assert not d.replica._pulls
+
+
+def test_what_was_to_be_refused_is_forgotten_where_nobody_answers(engine: Any) -> None:
+    p, d = engine("p"), engine("d", handshake_timeout_s=0.2)
+    source = p.source(p.offer())
+    p.server.close()
+    pull(d, source, timeout_s=0.3)
+    d.replica.cancel("r", "the client left")
+    run(d, until=lambda: not d.replica._pulls)
+    d.take()
+    assert d.pulls == [PullEvent("r", "the client left", safe=True)]
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([PagesOfGroup(LOCAL, [5, 6], (0, 48))], "remote pages: 2 for tokens 0 to 48, which take 3"),
+        ([PagesOfGroup([1], REMOTE, (0, 48))], "local pages: 1 for tokens 0 to 48"),
+        ([PagesOfGroup(LOCAL, [5, 6, PAGES], (0, 48))], f"remote page {PAGES}: the pool has {PAGES}"),
+        ([PagesOfGroup(LOCAL, [5, -6, 7], (0, 48))], "remote page -6: the pool has"),
+        ([PagesOfGroup([1, 2, 1], REMOTE, (0, 48))], "local page 1 is named twice"),
+        ([], "pages for 0 groups, the layout has 1"),
+        (WHOLE * 2, "pages for 2 groups, the layout has 1"),
+    ],
+)
+def test_pages_that_do_not_fit_fail_their_request_and_no_other(engine: Any, groups: Any, message: str) -> None:
+    p, d = engine("p", 2), engine("d", 2)
+    pull(d, p.source(p.offer("bad")), key="bad", groups=groups)
+    pull(d, p.source(p.offer("good", 1)), key="good")
+    run(p, d, until=lambda: settled(d, "bad")() and settled(d, "good")() and len(p.overs) == 2)
+    assert {event.key: bool(event.error) for event in d.pulls} == {"bad": True, "good": False}
+    bad = next(event.error for event in d.pulls if event.key == "bad")
+    assert message in bad
+    assert "request 'bad'" in bad
+
+
+@pytest.mark.parametrize(("lease_id", "slot"), [(0, 0), (1, 5000), (1, -1), (1 << 64, 0)])
+def test_a_lease_that_cannot_be_is_refused_before_anything_is_read(engine: Any, lease_id: int, slot: int) -> None:
+    p, d = engine("p"), engine("d")
+    pull(d, p.source(LeaseRef(lease_id, slot, 5.0)))
+    run(p, d, until=settled(d))
+    assert "engine 'p' has 4096 slots" in d.pulls[-1].error
+    assert d.hindrances[0].reads == []
+
+
+def test_a_name_can_be_used_once_at_a_time_and_the_first_goes_on(engine: Any) -> None:
+    p, d = engine("p"), engine("d")
+    source = p.source(p.offer())
+    pull(d, source, groups=None)
+    with pytest.raises(PullFailedError, match="request 'r': a pull of this name has not ended yet"):
+        d.replica.pull("r", source, 5.0)
+    d.replica.add_pages("r", WHOLE, last=True)
+    run(p, d, until=settled(d))
+    assert d.pulls == [PullEvent("r", "", safe=True)]
+    pull(d, p.source(p.offer("r", 1)))
+    run(p, d, until=lambda: len(d.pulls) == 2)
+
+
+def test_a_dead_source_fails_its_own_pulls_in_its_own_time(engine: Any) -> None:
+    p, d = engine("p"), engine("d", handshake_timeout_s=0.3)
+    dead = Source("tcp://127.0.0.1:9", "dead", LeaseRef(1, 0, 5.0))
+    for number in range(5):
+        pull(d, dead._replace(engine_id=f"dead{number}", address=f"tcp://127.0.0.1:{9 + number}"), key=f"dead{number}")
+    pull(d, p.source(p.offer()))
+    run(p, d, until=settled(d))
+    assert [event.key for event in d.pulls] == ["r"]  # not one of the five was waited for
+    run(p, d, until=lambda: len(d.pulls) == 6)
+    assert all("in time" in event.error for event in d.pulls[1:])
+    assert d.replica.stats.failed_handshakes == 5
+    assert d.replica.stats.snapshot().failed_pulls == 5
+
+
+def test_an_engine_that_one_rank_cannot_load_is_loaded_by_none(engine: Any, monkeypatch: Any) -> None:
+    p, d = engine("p"), engine("d", 2)
+
+    def refuse(*_: Any) -> None:
+        raise HandshakeError("refused by the test")
+
+    monkeypatch.setattr(d.ranks[1], "connect", refuse)
+    pull(d, p.source(p.offer()))
+    run(p, d, until=settled(d))
+    assert "refused by the test" in d.pulls[-1].error
+    assert [rank.remote("p") for rank in d.ranks] == [None, None]
+
+
+def test_a_pull_does_not_wait_for_its_source_longer_than_its_own_time(engine: Any) -> None:
+    d = engine("d", handshake_timeout_s=60.0)
+    pull(d, Source("tcp://127.0.0.1:9", "dead", LeaseRef(1, 0, 5.0)), timeout_s=0.1)
+    run(d, until=settled(d), seconds=10.0)
+    assert [event.error for event in d.pulls] == ["timed out: engine 'dead' did not answer the handshake"]
+
+
+@pytest.mark.parametrize(
+    "address", ["nonsense", "tcp://", "tcp://no.such.host.invalid:1", "ipc://\0", "udp://1.1.1.1:1", "tcp://\ud800:1"]
+)
+def test_an_address_that_is_none_is_an_error_of_its_request(engine: Any, address: str) -> None:
+    p, d = engine("p"), engine("d", handshake_timeout_s=0.3)
+    pull(d, Source(address, "q", LeaseRef(1, 0, 5.0)), key="bad")
+    pull(d, p.source(p.offer()))
+    run(p, d, until=lambda: settled(d)() and settled(d, "bad")())
+    assert {event.key: bool(event.error) for event in d.pulls} == {"bad": True, "r": False}
+
+
+def test_an_engine_of_another_name_is_not_read_from(engine: Any) -> None:
+    p, d = engine("p"), engine("d")
+    pull(d, p.source(p.offer())._replace(engine_id="q"))
+    run(p, d, until=settled(d))
+    assert "engine 'q' is not here: ['p']" in d.pulls[-1].error
+
+
+def test_a_server_that_tells_of_another_engine_does_not_take_its_place(engine: Any) -> None:
+    p, d = engine("p"), engine("d")
+    pull(d, p.source(p.offer()), groups=None)
+    run(p, d, until=lambda: len(d.ranks[0].puller))
+    with HandshakeServer([EngineCard("q", "i", p.card.ranks, p.card.compatibility)]) as liar:
+        pull(d, Source(liar.endpoint, "q", LeaseRef(1, 0, 5.0)), key="bad")
+        run(p, d, until=settled(d, "bad"))
+    assert "the metadata is that of 'p'" in d.pulls[-1].error
+    d.replica.add_pages("r", WHOLE, last=True)
+    run(p, d, until=settled(d))
+    assert d.pulls[-1] == PullEvent("r", "", safe=True)
+
+
+def test_what_is_not_compatible_is_refused_with_both_values(engine: Any) -> None:
+    p, d = engine("p", compatibility={"model": "llama", "dtype": "bf16"}), engine("d", compatibility={"model": "qwen"})
+    pull(d, p.source(p.offer()))
+    run(p, d, until=settled(d))
+    assert "dtype: None there, 'bf16' here, model: 'qwen' there, 'llama' here" in d.pulls[-1].error
+    assert d.ranks[0].remote("p") is None
+
+
+def test_an_engine_does_not_read_from_itself(engine: Any) -> None:
+    p = engine("p")
+    pull(p, p.source(p.offer()))
+    run(p, until=settled(p))
+    assert "that is this engine itself" in p.pulls[-1].error
+
+
+def test_a_wrong_address_for_a_known_engine_touches_no_other_request(engine: Any) -> None:
+    p, d = engine("p"), engine("d", handshake_timeout_s=0.3)
+    source = p.source(p.offer())
+    pull(d, source, groups=None)
+    run(p, d, until=lambda: len(d.ranks[0].puller))
+    pull(d, p.source(p.offer("bad", 1))._replace(address="tcp://127.0.0.1:9"), key="bad")
+    run(p, d, until=settled(d, "bad"))
+    assert not settled(d)()
+    d.replica.add_pages("r", WHOLE, last=True)
+    run(p, d, until=settled(d))
+    assert d.pulls[-1] == PullEvent("r", "", safe=True)
+
+
+def test_one_engine_at_two_addresses_is_one_engine(engine: Any) -> None:
+    p, d = engine("p"), engine("d")
+    with HandshakeServer([p.card]) as second:
+        pull(d, p.source(p.offer()), groups=None)
+        run(p, d, until=lambda: len(d.ranks[0].puller))
+        pull(d, p.source(p.offer("s", 1))._replace(address=second.endpoint), key="s")
+        run(p, d, until=settled(d, "s"))
+        d.replica.add_pages("r", WHOLE, last=True)
+        run(p, d, until=settled(d))
+    assert {event.key: event.error for event in d.pulls} == {"r": "", "s": ""}
+
+
+def test_an_engine_restarted_at_its_address_is_found_out_and_read_from_anew(engine: Any) -> None:
+    p, d = engine("p"), engine("d", heartbeat_s=0.02, dead_after_s=0.5)
+    address = p.serve()
+    pull(d, p.source(p.offer()), groups=None)
+    run(p, d, until=lambda: len(d.ranks[0].puller))
+    p.close()
+    successor = engine("p", seed=50)
+    successor.serve(address)
+    run(successor, d, until=settled(d))
+    assert "was restarted" in d.pulls[-1].error or "silent" in d.pulls[-1].error
+    pull(d, successor.source(successor.offer()), key="again")
+    run(successor, d, until=settled(d, "again"))
+    assert d.pulls[-1].error == ""
+    assert np.array_equal(d.heads(LOCAL), successor.heads(REMOTE))
+
+
+def test_the_first_request_of_a_restarted_engine_is_served(engine: Any) -> None:
+    """It names the start that has promised it, so that it is no fault of its own that another one is known here."""
+    p, d = engine("p"), engine("d")
+    address = p.serve()
+    pull(d, p.source(p.offer()))
+    run(p, d, until=settled(d))
+    p.close()
+    successor = engine("p", seed=50)
+    successor.serve(address)
+    promised = successor.source(successor.offer())._replace(incarnation=successor.incarnation)
+    older = promised._replace(incarnation="before")
+    pull(d, promised, key="new")
+    pull(d, older, key="old")
+    run(successor, d, until=lambda: settled(d, "new")() and settled(d, "old")())
+    errors = {event.key: event.error for event in d.pulls}
+    assert errors["new"] == ""
+    assert "is not the start of it that granted the lease" in errors["old"]
+    assert np.array_equal(d.heads(LOCAL), successor.heads(REMOTE))
+
+
+def test_a_silent_source_is_given_up(engine: Any) -> None:
+    p, d = engine("p"), engine("d", heartbeat_s=0.02, dead_after_s=0.2)
+    pull(d, p.source(p.offer()), groups=None)
+    run(p, d, until=lambda: len(d.ranks[0].puller))
+    p.server.close()
+    run(p, d, until=settled(d))
+    assert "engine 'p' is silent" in d.pulls[-1].error
+
+
+def test_a_source_that_lives_is_not_given_up_however_long_it_computes(engine: Any) -> None:
+    p, d = engine("p"), engine("d", heartbeat_s=0.01, dead_after_s=0.2)
+    pull(d, p.source(p.offer()), groups=None)
+    run(p, d, until=lambda: p.server and p.server.counts["answered"] > 20)
+    assert not d.pulls
+
+
+def test_engines_that_are_long_idle_are_forgotten(engine: Any) -> None:
+    clock = Clock()
+    p, d = engine("p"), engine("d", clock=clock, idle_s=100.0)
+    pull(d, p.source(p.offer()))
+    run(p, d, until=settled(d))
+    clock.now += 99
+    d.poll()
+    assert d.ranks[0].remote("p") is not None
+    clock.now += 2
+    d.poll()
+    d.poll()
+    assert d.ranks[0].remote("p") is None
+    assert (len(d.replica.directory), d.ranks[0]._remotes, d.ranks[0]._retiring) == (0, {}, [])
+    pull(d, p.source(p.offer("r", 1)), key="later")
+    run(p, d, until=settled(d, "later"))
+    assert d.pulls[-1].error == ""
+
+
+def test_shutting_down_ends_what_is_open_and_can_be_done_twice(engine: Any) -> None:
+    p, d = engine("p"), engine("d")
+    lease = p.offer()
+    pull(d, p.source(lease), groups=None)
+    run(p, d, until=lambda: len(d.ranks[0].puller))
+    for _ in range(2):
+        d.replica.close()
+        p.replica.close()
+    d.take()
+    p.take()
+    assert d.pulls == [PullEvent("r", "this engine was shut down", safe=True)]
+    assert p.overs == [LeaseOver("r", lease.lease_id, "this rank was shut down")]
+
+
+def test_a_pull_under_way_when_its_engine_shuts_down_is_safe_once_the_agent_is_gone(engine: Any) -> None:
+    p, d = engine("p"), engine("d")
+    d.hindrances[0].held = True
+    pull(d, p.source(p.offer()))
+    run(p, d, until=lambda: d.hindrances[0].reads)
+    d.replica.close()
+    d.take()
+    assert [event.safe for event in d.pulls] == [False, True]
+
+
+def test_what_was_read_from_an_engine_that_is_connected_anew_fails(engine: Any) -> None:
+    p, d = engine("p"), engine("d")
+    lease, rank = p.offer(), d.ranks[0]
+    rank.open_pull("r", rank.connect(p.card.ranks), lease, 20.0)
+    rank.connect(p.card.ranks)
+    assert [(event.key, event.error) for event in rank.events] == [("r", "engine 'p' was connected anew")]
+
+
+def test_an_engine_that_was_lost_stays_loaded_while_a_read_from_it_is_in_flight(engine: Any) -> None:
+    p, d = engine("p"), engine("d")
+    d.hindrances[0].held = True
+    pull(d, p.source(p.offer()))
+    run(p, d, until=lambda: d.hindrances[0].reads)
+    rank = d.ranks[0]
+    remote = rank.remote("p")
+    rank.disconnect("p", "lost")
+    d.poll()
+    assert remote.agent.is_open
+    d.hindrances[0].held = False
+    run(p, d, until=settled(d))
+    d.poll()
+    with pytest.raises(PullFailedError, match="engine 'p' is not loaded"):
+        _ = remote.agent
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"incarnation": "x"}, MetadataError, "tells of several engines or incarnations"),
+        ({"memory_type": MemoryType.VRAM}, MetadataError, "tells of several engines or incarnations"),
+        ({"rank": 0}, MetadataError, r"ranks \[0, 0\], it has 2"),
+        ({"agent_name": "p/0"}, MetadataError, "two ranks have one agent name"),
+        ({"hostname": "elsewhere"}, MetadataError, "rank 1 is on host 'elsewhere'; our transports stay on"),
+        ({"settings": {"nixl": "0"}}, SettingsMismatchError, "rank 1 runs with other UCX or NIXL settings: .*nixl"),
+        ({"compatibility": {"model": "n"}}, HandshakeError, "rank 1 is not compatible: model: 'n' there, 'm' here"),
+        ({"layout": None}, MetadataError, "rank 1 has 2 page groups, ours has 1"),
+    ],
+)
+def test_every_rank_of_an_engine_must_fit_not_only_its_first(
+    engine: Any, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    one, other = (open_rank(data) for data in engine("p", 2).card.ranks)
+    mine = open_rank(engine("d").card.ranks[0])
+    one = msgspec.structs.replace(one, agent_name="p/0")
+    if "layout" in changes:
+        changes = {"layout": msgspec.structs.replace(other.layout, groups=other.layout.groups * 2)}
+    assert RemoteEngine([one, other], mine, {"model": "m"}).read_ranks == (0, 1)
+    with pytest.raises(error, match=message):
+        RemoteEngine([one, msgspec.structs.replace(other, **changes)], mine, {"model": "m"})
+
+
+def test_an_engine_has_as_many_lease_words_as_the_rank_with_the_fewest(engine: Any) -> None:
+    one, other = (open_rank(data) for data in engine("p", 2).card.ranks)
+    mine = open_rank(engine("d").card.ranks[0])
+    assert RemoteEngine([one, msgspec.structs.replace(other, words=3)], mine, {"model": "m"}).words == 3
+
+
+def test_pages_of_all_ranks_are_read_where_a_rank_leaves_the_quick_way(engine: Any, monkeypatch: Any) -> None:
+    ranks = [open_rank(data) for data in engine("p", 2).card.ranks]
+    remote = RemoteEngine(ranks, open_rank(engine("d").card.ranks[0]), {"model": "m"})
+    whole = sum(part.num_bytes for part in remote.parts("r", WHOLE))
+    monkeypatch.setattr(remote._few[1], "part", lambda _: None)
+    assert sum(part.num_bytes for part in remote.parts("r", WHOLE)) == whole
+    checked = object()
+    remote.verifier = SimpleNamespace(part=lambda *_: checked)
+    monkeypatch.undo()
+    assert remote.parts("r", WHOLE) == [checked, checked]
+
+
+def test_pages_that_do_not_fit_fail_the_pull_of_the_rank_that_is_told_of_them(engine: Any) -> None:
+    p, d = engine("p"), engine("d")
+    lease, rank = p.offer(), d.ranks[0]
+    rank.open_pull("r", rank.connect(p.card.ranks), lease, 20.0)
+    with pytest.raises(InvalidTransferError, match="pages for 0 groups"):
+        rank.add_pages("r", [], last=True)
+    assert [(event.key, event.safe) for event in rank.events] == [("r", True)]

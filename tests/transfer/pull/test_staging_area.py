@@ -1,0 +1,97 @@
+"""Pulls that go through staging, over real NIXL: the same bytes as direct ones, also where slabs are few."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache.layout import PageLayout, as_blocks
+from tests.transfer.replicas import run
+from transfer.plan.shapes import dense
+from transfer.pull import staging_area
+from transfer.pull.lease import new_lease_id
+from transfer.pull.pull_state import LeaseRef, PagesOfGroup, PullEvent
+from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation
+from transfer.pull.replica import LeaseOver, ReplicaTransfer, Source
+from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer
+
+HEAD_MAJOR, TOKEN_MAJOR = "head,layer,side,token,dim", "layer,side,token,head,dim"
+PAGES, LAYERS, HEADS, DIM = 48, 3, 4, 16
+
+
+class Pool:
+    """One engine of one rank over pages of a given order and size."""
+
+    def __init__(self, engine_id: str, order: str, page_size: int) -> None:
+        self.page_size = page_size
+        page = PageLayout("int16", 2, LAYERS, 2, 0, HEADS, page_size, DIM, order)
+        flat = torch.randint(-(1 << 15), 1 << 15, (PAGES * page.page_elements,), dtype=torch.int16)
+        self.blocks = as_blocks(flat, page, PAGES)
+        incarnation = new_incarnation()
+        self.rank = RankTransfer(
+            RankIdentity(engine_id=engine_id, incarnation=incarnation), dense(page, PAGES), [flat.data_ptr()]
+        )
+        self.replica = ReplicaTransfer([self.rank], HandshakeClient())
+        self.card = EngineCard(engine_id, incarnation, (self.rank.metadata,))
+        self.events: list[object] = []
+
+    def poll(self) -> None:
+        self.replica.poll()
+        self.events.extend(self.replica.events)
+        self.replica.events.clear()
+
+    def tokens(self, pages: list[int], start: int, stop: int) -> torch.Tensor:
+        """`[sides, layers, tokens, heads, dim]`"""
+        rows = self.blocks[pages].permute(1, 2, 0, 3, 4, 5).flatten(2, 3)
+        return rows[:, :, start:stop].clone()
+
+
+@pytest.fixture
+def pools(request: pytest.FixtureRequest) -> Iterator[tuple[Pool, Pool]]:
+    (there, here) = request.param
+    made = Pool("p", *there), Pool("d", *here)
+    yield made
+    for pool in made:
+        pool.replica.close()
+
+
+@pytest.mark.parametrize(
+    "pools",
+    [
+        ((HEAD_MAJOR, 16), (TOKEN_MAJOR, 16)),
+        ((TOKEN_MAJOR, 16), (HEAD_MAJOR, 16)),
+        ((HEAD_MAJOR, 64), (TOKEN_MAJOR, 16)),
+        ((TOKEN_MAJOR, 8), (HEAD_MAJOR, 32)),
+    ],
+    indirect=True,
+    ids=["to tokens first", "to heads first", "64 to 16", "8 to 32"],
+)
+@pytest.mark.parametrize("slab_bytes", [staging_area.SLAB_BYTES, 64 << 10])
+def test_what_is_staged_is_what_was_sent(pools: tuple[Pool, Pool], slab_bytes: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(staging_area, "SLAB_BYTES", slab_bytes)
+    source, reader = pools
+    start, stop = 64, 64 * 4 + 5
+    rng = np.random.default_rng(0)
+    theirs, ours = (rng.permutation(PAGES)[: -(-stop // pool.page_size)].tolist() for pool in pools)
+    before = reader.tokens(ours, 0, start)
+    lease = LeaseRef(new_lease_id(), 0, 30.0)
+    source.replica.offer("r", lease)
+    read: list[int] = []
+    area = reader.rank._staging
+    assert area is not None
+    monkeypatch.setattr(area, "take", lambda take=area.take: read.append(1) or take())
+    with HandshakeServer([source.card]) as server:
+        reader.replica.pull("r", Source(server.endpoint, "p", lease), 30.0)
+        pages = PagesOfGroup(ours[start // reader.page_size :], theirs[start // source.page_size :], (start, stop))
+        reader.replica.add_pages("r", [pages], last=True)
+        run(source, reader, until=lambda: reader.events and len(source.events) > 1)
+    assert reader.events == [PullEvent("r", "", safe=True)]
+    assert isinstance(source.events[-1], LeaseOver)
+    assert source.events[-1].reason == "read"
+    assert torch.equal(reader.tokens(ours, start, stop), source.tokens(theirs, start, stop))
+    assert torch.equal(reader.tokens(ours, 0, start), before)
+    assert len(read) >= (1 if slab_bytes > 1 << 20 else 3)
+    assert len(area._free) == staging_area.SLABS

@@ -1,0 +1,312 @@
+"""The side channel: nothing that is received ends it, and no peer's silence holds up another."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+from transfer.errors import HandshakeError
+from transfer.wire.handshake import MAX_QUERY_BYTES, EngineCard, HandshakeClient, HandshakeServer, differences
+from transfer.wire.messages import (
+    MetadataQuery,
+    MetadataReply,
+    Ping,
+    Pong,
+    Refusal,
+    decode_answer,
+    encode_message,
+)
+
+CARD = EngineCard("p", "first", (b"rank 0", b"rank 1"), {"model": "m", "dtype": "bf16"})
+SAME = {"model": "m", "dtype": "bf16"}
+
+
+@pytest.fixture
+def server() -> Iterator[HandshakeServer]:
+    with HandshakeServer([CARD]) as running:
+        yield running
+
+
+@pytest.fixture
+def client() -> Iterator[HandshakeClient]:
+    asking = HandshakeClient()
+    yield asking
+    asking.close()
+
+
+@pytest.fixture
+def dealer(server: HandshakeServer) -> Iterator[Callable[[], zmq.Socket[bytes]]]:
+    """Returns a function that makes a bare socket, connected to the server."""
+    sockets: list[zmq.Socket[bytes]] = []
+
+    def make(kind: int = zmq.DEALER) -> zmq.Socket[bytes]:
+        socket = zmq.Context.instance().socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVTIMEO, 5000)
+        socket.connect(server.endpoint)
+        sockets.append(socket)
+        return socket
+
+    yield make
+    for socket in sockets:
+        socket.close()
+
+
+class Answers(list[Any]):
+    """What came for each question; `wait` polls until there are so many."""
+
+    def __init__(self, client: HandshakeClient) -> None:
+        super().__init__()
+        self.client = client
+
+    def wait(self, count: int, seconds: float = 10.0) -> Any:
+        deadline = time.monotonic() + seconds
+        while len(self) < count:
+            assert time.monotonic() < deadline, f"{len(self)} of {count} answers after {seconds} s: {self}"
+            self.client.poll()
+            time.sleep(5e-4)
+        return self[-1]
+
+
+@pytest.fixture
+def answers(client: HandshakeClient) -> Answers:
+    return Answers(client)
+
+
+def test_metadata_comes_from_the_engine_that_was_asked_for(
+    server: HandshakeServer, client: Any, answers: Answers
+) -> None:
+    client.ask_metadata(server.endpoint, "p", SAME, answers.append)
+    reply = answers.wait(1)
+    assert isinstance(reply, MetadataReply)
+    assert (reply.engine_id, reply.incarnation, reply.ranks) == ("p", "first", (b"rank 0", b"rank 1"))
+
+
+def test_one_server_answers_for_every_engine_of_its_process(
+    server: HandshakeServer, client: Any, answers: Answers
+) -> None:
+    server.serve(EngineCard("q", "other", (b"x",)))
+    client.ask_metadata(server.endpoint, "q", {}, answers.append)
+    assert answers.wait(1).ranks == (b"x",)
+    server.serve(EngineCard("q", "restarted", (b"y",)))
+    client.ask_metadata(server.endpoint, "q", {}, answers.append)
+    assert (answers.wait(2).incarnation, answers[-1].ranks) == ("restarted", (b"y",))
+    client.ask_metadata(server.endpoint, "p", SAME, answers.append)
+    assert answers.wait(3).incarnation == "first"
+
+
+def test_a_sign_of_life_names_the_incarnation(server: HandshakeServer, client: Any, answers: Answers) -> None:
+    client.ping(server.endpoint, "p", answers.append)
+    assert isinstance(answers.wait(1), Pong)
+    assert answers[0].incarnation == "first"
+
+
+def test_an_engine_that_is_not_here_is_refused_by_name(server: HandshakeServer, client: Any, answers: Answers) -> None:
+    for ask in (
+        lambda: client.ask_metadata(server.endpoint, "x", SAME, answers.append),
+        lambda: client.ping(server.endpoint, "x", answers.append),
+    ):
+        ask()
+        error = answers.wait(len(answers) + 1)
+        assert isinstance(error, HandshakeError)
+        assert f"{server.endpoint} refuses: engine 'x' is not here: ['p']" in str(error)
+    assert server.counts["refused"] == 2
+
+
+def test_compatibility_is_compared_first_and_both_values_are_named(
+    server: HandshakeServer, client: Any, answers: Answers
+) -> None:
+    client.ask_metadata(server.endpoint, "p", {"model": "m", "dtype": "fp8", "page": "16"}, answers.append)
+    error = answers.wait(1)
+    assert "engine 'p' is not compatible: dtype: 'fp8' there, 'bf16' here, page: '16' there, None here" in str(error)
+
+
+def test_differences_name_what_either_side_has() -> None:
+    assert differences({"a": "1"}, {"a": "1"}) == ""
+    assert differences({"a": "1", "b": "2"}, {"a": "3"}) == "a: '3' there, '1' here, b: None there, '2' here"
+
+
+def test_nothing_received_ends_the_server(server: HandshakeServer, dealer: Any, client: Any, answers: Answers) -> None:
+    rng = random.Random(5)
+    query = encode_message(MetadataQuery(query_id=1, engine_id="p", compatibility=SAME))
+    samples: list[list[bytes]] = [[], [b""], [b"", b""], [b"", b"", b""], [query, query], [b""] * 40, [b"\x91" * 5000]]
+    samples += [[b"\x81" * 60000], [query[:-1]], [query + b"\0"], [encode_message(Refusal(reason="x"))]]
+    samples += [[b"\x93\xacget_meta_msg\0\x63"]]  # vLLM's query for a rank that is not there: it ends their listener
+    samples += [[rng.randbytes(rng.randrange(100))] for _ in range(60)]
+    for sample in samples:
+        socket = dealer()
+        if sample:
+            socket.send_multipart(sample)
+    client.ask_metadata(server.endpoint, "p", SAME, answers.append)
+    assert isinstance(answers.wait(1), MetadataReply)
+    deadline = time.monotonic() + 5
+    while server.counts["malformed"] < len(samples) - 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert server.counts["malformed"] == len(samples) - 1
+    assert server.counts["failed"] == 0
+
+
+def test_a_malformed_query_is_answered_with_the_reason(dealer: Any) -> None:
+    socket = dealer()
+    socket.send(b"nonsense")
+    answer = decode_answer(socket.recv())
+    assert isinstance(answer, Refusal)
+    assert "8 bytes are no query of protocol 1" in answer.reason
+    assert answer.query_id == -1
+
+
+def test_a_query_beyond_the_limit_costs_its_own_connection_only(
+    server: HandshakeServer, dealer: Any, client: Any, answers: Answers
+) -> None:
+    dealer().send(bytes(MAX_QUERY_BYTES + 1))
+    client.ask_metadata(server.endpoint, "p", SAME, answers.append)
+    assert isinstance(answers.wait(1), MetadataReply)
+
+
+def test_an_error_of_our_own_is_counted_and_the_next_query_answered(
+    server: HandshakeServer, dealer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    socket = dealer()
+    with monkeypatch.context() as patched:
+        patched.setattr(server, "_answer_to", lambda data: 1 / 0)
+        socket.send(b"x")
+        deadline = time.monotonic() + 5
+        while not server.counts["failed"] and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert server.counts["failed"] == 1
+    assert "could not be answered" in caplog.text
+    socket.send(encode_message(Ping(query_id=2)))
+    assert isinstance(decode_answer(socket.recv()), Pong)
+
+
+def test_a_req_socket_is_answered_too(dealer: Any) -> None:
+    socket = dealer(zmq.REQ)
+    socket.send(encode_message(Ping(query_id=9)))
+    assert decode_answer(socket.recv()) == Pong(query_id=9, engine_id="p", incarnation="first")
+
+
+def test_a_port_that_is_taken_is_an_error_that_names_it(server: HandshakeServer) -> None:
+    with pytest.raises(HandshakeError, match=f"cannot bind '{server.endpoint}'"):
+        HandshakeServer([CARD], server.endpoint)
+
+
+def test_it_binds_the_loopback_alone_unless_told_otherwise(server: HandshakeServer) -> None:
+    assert server.endpoint.startswith("tcp://127.0.0.1:")
+
+
+def test_closing_twice_is_fine_and_frees_the_port() -> None:
+    first = HandshakeServer([CARD])
+    first.close()
+    first.close()
+    with HandshakeServer([CARD], first.endpoint) as second:
+        assert second.endpoint == first.endpoint
+
+
+def test_each_peer_has_its_own_time(server: HandshakeServer, client: Any) -> None:
+    got: list[tuple[str, Any]] = []
+    start = time.monotonic()
+    for number, seconds in enumerate((0.4, 0.2)):
+        client.ask_metadata(
+            f"tcp://127.0.0.1:{9 + number}", "p", SAME, lambda a, s=seconds: got.append((f"{s}", a)), seconds
+        )
+    client.ask_metadata(server.endpoint, "p", SAME, lambda a: got.append(("alive", a)), 5.0)
+    while len(got) < 3:
+        client.poll()
+        time.sleep(1e-3)
+        assert time.monotonic() < start + 5
+    assert [name for name, _ in got] == ["alive", "0.2", "0.4"]
+    assert "no answer from tcp://127.0.0.1:10 in time" in str(got[1][1])
+    assert client._asked == {}
+
+
+def test_a_question_is_answered_once_and_late_answers_are_dropped() -> None:
+    router = zmq.Context.instance().socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    client, got = HandshakeClient(), []
+    try:
+        client.ask_metadata(f"tcp://127.0.0.1:{port}", "p", SAME, got.append, 0.1)
+        client.ping(f"tcp://127.0.0.1:{port}", "p", got.append, 5.0)
+        asked = [router.recv_multipart() for _ in range(2)]
+        while not got:
+            client.poll()
+        assert isinstance(got[0], HandshakeError)
+        identity = asked[0][0]
+        late = MetadataReply(query_id=0, engine_id="p", incarnation="i", ranks=(b"x",))
+        pong = Pong(query_id=1, engine_id="p", incarnation="i")
+        for message in (encode_message(late), b"rubbish", encode_message(pong), encode_message(pong)):
+            router.send_multipart([identity, message])
+        deadline = time.monotonic() + 5
+        while len(got) < 2 and time.monotonic() < deadline:
+            client.poll()
+        for _ in range(20):
+            client.poll()
+            time.sleep(1e-3)
+        assert got[1:] == [pong]
+    finally:
+        client.close()
+        router.close(0)
+
+
+def test_nobody_answers_a_question_that_another_was_asked(client: Any, answers: Answers) -> None:
+    asked, other = (zmq.Context.instance().socket(zmq.ROUTER) for _ in range(2))
+    addresses = [f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}" for router in (asked, other)]
+    wrong = Answers(client)
+    try:
+        client.ping(addresses[0], "p", answers.append, 5.0)
+        client.ping(addresses[1], "p", wrong.append, 5.0)
+        identity, _ = asked.recv_multipart()
+        theirs, _ = other.recv_multipart()
+        other.send_multipart([theirs, encode_message(Pong(query_id=0, engine_id="p", incarnation="false"))])
+        other.send_multipart([theirs, encode_message(Pong(query_id=1, engine_id="p", incarnation="own"))])
+        wrong.wait(1)
+        assert not answers
+        asked.send_multipart([identity, encode_message(Pong(query_id=0, engine_id="p", incarnation="true"))])
+        assert answers.wait(1).incarnation == "true"
+    finally:
+        asked.close(0)
+        other.close(0)
+
+
+@pytest.mark.parametrize("ranks", [(), (b"",) * 4097])
+def test_an_engine_of_no_ranks_or_of_too_many_is_refused(
+    ranks: tuple[bytes, ...], client: Any, answers: Answers
+) -> None:
+    with HandshakeServer([EngineCard("p", "i", ranks)]) as server:
+        client.ask_metadata(server.endpoint, "p", {}, answers.append)
+        assert f"has {len(ranks)} ranks, 1 to 4096 may be" in str(answers.wait(1))
+
+
+def test_errors_are_told_by_poll_and_never_from_within_the_call(client: Any, answers: Answers) -> None:
+    client.ask_metadata("no address", "p", SAME, answers.append)
+    assert not answers
+    assert isinstance(answers.wait(1), HandshakeError)
+
+
+def test_an_answer_may_make_its_asker_forget_the_address(server: HandshakeServer, client: Any) -> None:
+    got: list[Any] = []
+
+    def forget(answer: Any) -> None:
+        got.append(answer)
+        client.forget(server.endpoint)
+
+    for _ in range(3):
+        client.ping(server.endpoint, "p", forget)
+    deadline = time.monotonic() + 5
+    while len(got) < 3 and time.monotonic() < deadline:
+        client.poll()
+        time.sleep(1e-3)
+    assert len(got) == 3
+    assert client._sockets == {}
+
+
+def test_many_questions_to_one_engine_are_all_answered(server: HandshakeServer, client: Any, answers: Answers) -> None:
+    for _ in range(40):
+        client.ask_metadata(server.endpoint, "p", SAME, answers.append)
+    answers.wait(40)
+    assert len({answer.query_id for answer in answers}) == 40
+    assert len(client._sockets) == 1

@@ -1,0 +1,107 @@
+"""Host memory in place of a device's that NIXL cannot register: pages are copied to it and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, TypeAlias
+
+import torch
+
+from transfer.connector.caches import Cache, tensors_of
+from transfer.connector.config import GroupConfig, WorkerConfig
+
+Direction: TypeAlias = Literal["d2h", "h2d"]
+CopyBlocks: TypeAlias = Callable[
+    [Mapping[str, Cache], Mapping[str, Cache], Sequence[int], Sequence[int], Direction], None
+]
+"""Copies pages of some layers: from caches, to caches by the same names, page ids there and here, direction.
+
+It returns when the copy is done.
+"""
+
+# Heads before tokens: then any range of heads of a page is one run for every TP ratio, whatever the device's order.
+_ORDER = ("page", "layer", "head", "side", "token", "dim")
+
+
+class HostBuffers:
+    """One host tensor for each registered tensor, of the same shape, and the pages that go between them.
+
+    Args:
+        config: of the rank.
+        caches: on the device.
+        cross_layer: one tensor holds several layers: it is copied whenever one of them is.
+
+    Attributes:
+        caches: by the same names, in host memory; their strides may differ from the device's.
+        copy: moves pages; `copy_pages` unless it is replaced.
+    """
+
+    def __init__(self, config: WorkerConfig, caches: Mapping[str, Cache], *, cross_layer: bool = False) -> None:
+        self.caches: dict[str, Cache] = {}
+        self.copy: CopyBlocks = self.copy_pages
+        self._device = dict(caches)
+        self._cross_layer = cross_layer
+        self._group_of: dict[str, GroupConfig] = {}
+        self._layers: list[list[str]] = []
+        for group in config.groups:
+            names = [name for name in group.layers if name in caches]
+            self._layers.append(names)
+            for name in names:
+                self._group_of[name] = group
+                copies = tuple(_host_copy(tensor, group) for tensor in tensors_of(caches[name]))
+                self.caches[name] = copies[0] if isinstance(caches[name], torch.Tensor) else copies
+
+    def save(self, group: int, pages: Sequence[int]) -> None:
+        """Copies pages of a group from the device to the host."""
+        self._move(group, pages, "d2h", None)
+
+    def restore(self, group: int, pages: Sequence[int], layers: Sequence[str] | None = None) -> None:
+        """Copies pages of a group from the host to the device; of some of its layers where they are named."""
+        self._move(group, pages, "h2d", layers)
+
+    def _move(self, group: int, pages: Sequence[int], direction: Direction, layers: Sequence[str] | None) -> None:
+        names = [name for name in self._layers[group] if layers is None or self._cross_layer or name in layers]
+        if not names or not len(pages):
+            return
+        host = {name: self.caches[name] for name in names}
+        device = {name: self._device[name] for name in names}
+        source, target = (device, host) if direction == "d2h" else (host, device)
+        self.copy(source, target, pages, pages, direction)
+
+    def copy_pages(
+        self,
+        source: Mapping[str, Cache],
+        target: Mapping[str, Cache],
+        source_pages: Sequence[int],
+        target_pages: Sequence[int],
+        direction: Direction,  # noqa: ARG002 -- of the interface; the devices say it already
+    ) -> None:
+        """Copies pages by index, on whatever devices the tensors are."""
+        for name, cache in source.items():
+            for there, here in zip(tensors_of(cache), tensors_of(target[name]), strict=True):
+                axis = _page_axis(there, self._group_of[name])
+                picked = there.index_select(axis, torch.as_tensor(source_pages, device=there.device))
+                rows = torch.as_tensor(target_pages, device=here.device)
+                here.index_copy_(axis, rows, picked.to(here.device))
+
+
+def _names(tensor: torch.Tensor, group: GroupConfig) -> list[str]:
+    """Names of a tensor's dimensions; fewer than it has where one stands for several."""
+    if group.is_state:
+        return []
+    names = group.axes.split(",")
+    return names if tensor.dim() == len(names) else [name for name in names if name != "side"]
+
+
+def _page_axis(tensor: torch.Tensor, group: GroupConfig) -> int:
+    names = group.state[0].axes.split(",") if group.is_state else _names(tensor, group)
+    return names.index("page")
+
+
+def _host_copy(tensor: torch.Tensor, group: GroupConfig) -> torch.Tensor:
+    names = _names(tensor, group)
+    by_place = sorted(range(tensor.dim()), key=lambda axis: _ORDER.index(names[axis]) if names else axis)
+    shape = [tensor.shape[axis] for axis in by_place]
+    # Written to once, so that its pages are there: the first READ of untouched memory is many times slower.
+    memory = torch.zeros(shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return memory.permute([by_place.index(axis) for axis in range(tensor.dim())])

@@ -1,0 +1,120 @@
+"""What a scheduler tells its workers each step, and what they tell it: plain data that pickles and encodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from transfer.pull.pull_state import LeaseRef
+
+
+class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Pages that a request needs from elsewhere, or further pages of a load that goes on.
+
+    Without any token it only has the source's lease renewed, until pages are asked for.
+
+    Attributes:
+        address: ZMQ endpoint of the source's handshake.
+        engine_id: the source.
+        incarnation: the start of it that granted the lease; empty where that is not known.
+        ranks: ranks that it is said to have; 0 where nothing is said.
+        lease: under which it holds the pages.
+        local_block_ids: for each group, our blocks from the one that holds the first token on that is to be read. More
+            of them than the tokens need are left alone.
+        first_blocks: for each group, which block of the request the first of them is.
+        remote_block_ids: for each group, the source's blocks; the last one holds its last token, or the state after it.
+        num_computed_tokens: tokens that are here already.
+        num_tokens: tokens that are to be here afterwards.
+        remote_num_tokens: tokens that the source's blocks hold.
+        total_tokens: tokens of the whole load; more than `num_tokens` where further pages follow.
+    """
+
+    address: str
+    engine_id: str
+    lease: LeaseRef
+    local_block_ids: tuple[tuple[int, ...], ...]
+    first_blocks: tuple[int, ...]
+    remote_block_ids: tuple[tuple[int, ...], ...]
+    num_computed_tokens: int
+    num_tokens: int
+    remote_num_tokens: int
+    total_tokens: int
+    incarnation: str = ""
+    ranks: int = 0
+
+    @property
+    def last(self) -> bool:
+        """Whether nothing follows."""
+        return self.num_tokens >= self.total_tokens
+
+    @property
+    def brings_layers(self) -> bool:
+        """Whether pages are asked for, or said to be all."""
+        return self.num_tokens > 0
+
+
+class SendRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A lease that is to stand over pages of a request.
+
+    Attributes:
+        lease: a new id, a free slot, and seconds.
+        engines: reading engines that must have ended before the lease does.
+        running: the request is still computed; no time runs before it is among `reqs_computed`.
+        block_ids: for each group, the blocks under it, where page checks are made; empty otherwise.
+    """
+
+    lease: LeaseRef
+    engines: int = 1
+    running: bool = False
+    block_ids: tuple[tuple[int, ...], ...] = ()
+
+
+class ConnectorMetadata(msgspec.Struct, kw_only=True):
+    """One step's work for every worker, by request.
+
+    A request that is to be sent is named before its lease leaves the scheduler, not when it was part of a batch: a
+    reader that comes early finds no lease, instead of pages that nobody knows it may read.
+
+    Attributes:
+        reqs_to_recv: loads to begin or to go on with.
+        reqs_to_save: for each group, blocks that are to be copied to host buffers; with these alone.
+        reqs_to_send: leases to grant.
+        reqs_computed: requests whose pages are all computed: the time of their leases runs.
+        reqs_not_processed: requests whose leases end now, and why.
+        reqs_to_cancel: loads to give up, and why.
+    """
+
+    reqs_to_recv: dict[str, LoadRequest] = {}
+    reqs_to_save: dict[str, tuple[tuple[int, ...], ...]] = {}
+    reqs_to_send: dict[str, SendRequest] = {}
+    reqs_computed: list[str] = []
+    reqs_not_processed: dict[str, str] = {}
+    reqs_to_cancel: dict[str, str] = {}
+
+
+class WorkerOutput(msgspec.Struct, kw_only=True):
+    """What has happened on one rank since it was asked the last time. Each request is named once.
+
+    Attributes:
+        offered: requests whose lease stands; with a reason, those whose lease was not granted.
+        sent: requests whose lease has ended, and how: "read", or why otherwise. Their pages may go.
+        received: requests whose load is over, well or not: nothing of it is in flight any more.
+        failed: requests whose load failed, and why; among `received` now or later.
+        block_ids_with_errors: blocks of failed loads, of every group: what they hold must not be used.
+    """
+
+    offered: dict[str, str] = {}
+    sent: dict[str, str] = {}
+    received: set[str] = set()
+    failed: dict[str, str] = {}
+    block_ids_with_errors: set[int] = set()
+
+    def __bool__(self) -> bool:
+        """Whether anything has happened."""
+        return any(getattr(self, name) for name in self.__struct_fields__)
+
+
+def as_blocks(groups: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Block ids of each group as plain integers."""
+    return tuple(tuple(int(block) for block in group) for group in groups)

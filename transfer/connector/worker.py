@@ -1,0 +1,339 @@
+"""`NixlConnectorWorker`: one rank of an engine, between the step loop that runs its model and the transfer thread.
+
+The names and their meaning are those of vLLM's worker of this name. Nothing in it knows of tensor parallelism, page
+sizes, layouts or replicated heads: all that is in the boxes of the two sides, and follows from the plan. The loop hands
+work over and takes events; only `wait_for_layer` waits, and set-up.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from transfer.connector.caches import Cache, cache_memory
+from transfer.connector.config import WorkerConfig, check_config, keyring_of
+from transfer.connector.host_buffer import CopyBlocks, HostBuffers
+from transfer.connector.loads import Load, Loads
+from transfer.connector.metadata import ConnectorMetadata, LoadRequest, WorkerOutput
+from transfer.connector.rank_thread import make_rank, needs_host_buffer, start_thread
+from transfer.connector.sends import Sends
+from transfer.errors import EngineClosedError, InvalidEngineError, InvalidTransferError, PullFailedError
+from transfer.plan.plan import kernel_pages
+from transfer.pull.pull_state import PullEvent
+from transfer.pull.rank import RankTransfer
+from transfer.pull.replica import Event, Source
+from transfer.pull.thread import TransferThread
+from transfer.stats import StatsSnapshot
+from transfer.wire.keys import Keyring
+
+
+class NixlConnectorWorker:
+    """Moves the pages of one rank. All methods are for one thread, that of the step loop.
+
+    Args:
+        config: which rank this is, and its caches.
+        keyring: keys for the side channel; those of the config's shared secret, or plain sockets, where None.
+
+    Raises:
+        InvalidEngineError: a config that no worker can be made of.
+    """
+
+    def __init__(self, config: WorkerConfig, keyring: Keyring | None = None) -> None:
+        self._thread: TransferThread | None = None
+        self._rank: RankTransfer | None = None
+        self._host: HostBuffers | None = None
+        self._copy: CopyBlocks | None = None
+        self._events: deque[Event] = deque()
+        self._sends = Sends()
+        self._has_news = False
+        self._close: Callable[[], object] | None = None
+        self.config = check_config(config)
+        self._keyring = keyring_of(self.config, keyring)
+        self._loads = Loads(config.groups, whole_pages=False)
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Cache]) -> None:
+        """Registers the caches of this rank's layers, and starts to serve and to read.
+
+        Args:
+            kv_caches: each layer's tensor, as its group's layout names the dimensions; or several tensors: K and V
+                apart, or the parts of a state. They must stay alive while any peer lives that may read them.
+
+        Raises:
+            InvalidEngineError: tensors that do not fit the config, or a device that NIXL cannot register.
+            AgentError: NIXL cannot be used.
+        """
+        self._register(kv_caches, ())
+
+    def register_cross_layers_kv_caches(self, kv_cache: torch.Tensor, layers: Sequence[str] = ()) -> None:
+        """Registers one tensor that holds the caches of several layers, of a model with one group.
+
+        Args:
+            kv_cache: the tensor; the layout of the group names its dimensions, "layer" among them.
+            layers: those that it holds, in order; all of the group where empty.
+
+        Raises:
+            InvalidEngineError: as `register_kv_caches`; or the model has several groups.
+        """
+        if len(self.config.groups) != 1:
+            raise InvalidEngineError(
+                f"engine {self.config.engine_id!r}: {len(self.config.groups)} groups share no cross-layer tensor"
+            )
+        names = tuple(layers) or tuple(self.config.groups[0].layers)
+        self._register({names[0]: kv_cache}, names)
+
+    def _register(self, kv_caches: Mapping[str, Cache], cross_layer: Sequence[str]) -> None:
+        if self._rank is not None:
+            raise InvalidEngineError(f"{self._where}: caches are registered already")
+        memory = cache_memory(self.config, kv_caches, cross_layer)
+        if needs_host_buffer(self.config, memory.device):
+            host = self._host or self.initialize_host_xfer_buffer(kv_caches, cross_layer=bool(cross_layer))
+            memory = cache_memory(self.config, host.caches, cross_layer)
+        self._loads = Loads(self.config.groups, whole_pages=self._host is not None)
+        self._rank = make_rank(self.config, memory)
+        self._thread = start_thread(self.config, self._rank, memory.device, self._keyring)
+        self._events = self._thread.events
+        # Also where the worker is dropped, or the interpreter ends: NIXL left open aborts the process.
+        self._close = weakref.finalize(self, self._thread.close)
+
+    def initialize_host_xfer_buffer(self, kv_caches: Mapping[str, Cache], *, cross_layer: bool = False) -> HostBuffers:
+        """Makes host memory of the size of the caches. `register_kv_caches` does it where it is needed.
+
+        Args:
+            kv_caches: as they will be registered.
+            cross_layer: one tensor of theirs holds several layers.
+        """
+        self._host = HostBuffers(self.config, kv_caches, cross_layer=cross_layer)
+        if self._copy is not None:
+            self._host.copy = self._copy
+        return self._host
+
+    def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocks) -> None:
+        """Sets how pages are copied between the device and host buffers. Of no effect where there are none."""
+        self._copy = copy_operation
+        if self._host is not None:
+            self._host.copy = copy_operation
+
+    def get_handshake_metadata(self) -> bytes:
+        """What the engine's handshake server tells of this rank.
+
+        Raises:
+            EngineClosedError: no caches are registered, or the worker was shut down.
+        """
+        if self._rank is None:
+            raise EngineClosedError(f"{self._where}: no caches are registered")
+        return self._rank.metadata
+
+    def add_remote_agent(self, address: str, ranks: Sequence[bytes]) -> str:
+        """Loads an engine whose metadata came by another way than the handshake. Returns its id.
+
+        Args:
+            address: ZMQ endpoint where it answers signs of life, as requests will name it.
+            ranks: what `get_handshake_metadata` returned on each of its ranks.
+
+        Raises:
+            TransferError: it does not fit, with both values. Nothing of it stays loaded.
+        """
+        return self._running().call(lambda replica: replica.directory.add(address, ranks))
+
+    def start_load_kv(self, metadata: ConnectorMetadata) -> None:
+        """Takes over a step's work: leases to grant, to start and to end; loads to begin, to go on with, to give up.
+
+        What is wrong with one load fails that load alone; `get_finished` tells.
+
+        Raises:
+            InvalidTransferError: a request is named that is being sent, or loaded, already. Nothing was done.
+            EngineClosedError: the worker was shut down, or its thread has died.
+        """
+        thread = self._running()
+        self._drain()
+        self._sends.check_new(metadata.reqs_to_send)
+        self._loads.check_new(metadata.reqs_to_recv)
+        for request_id, send in metadata.reqs_to_send.items():
+            self._sends.begin(request_id, send.lease.lease_id)
+            pages = [self._pages(*group) for group in enumerate(send.block_ids)] if self.config.page_checks else None
+            thread.offer(request_id, send.lease, engines=send.engines, pages=pages, running=send.running)
+        self._sends.go_on(metadata, thread)
+        for request_id, asked in metadata.reqs_to_recv.items():
+            self._load(thread, request_id, asked)
+        for request_id, reason in metadata.reqs_to_cancel.items():
+            if (load := self._loads.find(request_id)) is not None:
+                load.cancelled = True
+                thread.cancel(load.key, reason)
+
+    def _load(self, thread: TransferThread, request_id: str, asked: LoadRequest) -> None:
+        before = self._loads.find(request_id)
+        if before is not None and (before.error or before.cancelled):
+            return  # it came to nothing meanwhile; until it is among the received, its request takes no new load
+        try:
+            load, groups = self._loads.add(request_id, asked)
+        except InvalidTransferError as error:
+            self._fail(thread, request_id, str(error), is_open=before is not None)
+            return
+        chunks = self.config.layer_chunks
+        # What comes at once needs no count of its parts.
+        arrived = load.arrived.append if chunks > 1 and asked.brings_layers else None
+        if before is None:
+            source = Source(asked.address, asked.engine_id, asked.lease, asked.incarnation, asked.ranks)
+            timeout_s = self.config.timing.load
+            thread.pull(load.key, source, groups, timeout_s, last=load.closed, layer_chunks=chunks, on_layers=arrived)
+        else:
+            thread.add_pages(load.key, groups, last=load.closed, layer_chunks=chunks, on_layers=arrived)
+
+    def _fail(self, thread: TransferThread, request_id: str, reason: str, *, is_open: bool) -> None:
+        if (load := self._loads.find(request_id)) is None:
+            return
+        self._loads.fail(load, reason, safe=not is_open)
+        if is_open:
+            thread.cancel(load.key, reason)
+
+    def _pages(self, group: int, blocks: Sequence[int]) -> list[int]:
+        return kernel_pages(blocks, self.config.groups[group].block_pages).tolist()
+
+    def save_kv_to_host(self, metadata: ConnectorMetadata) -> None:
+        """Copies the blocks of `reqs_to_save` to host buffers; before their leases are granted.
+
+        Raises:
+            InvalidTransferError: blocks for another number of groups than there are.
+        """
+        if self._host is None:
+            return
+        for request_id, groups in metadata.reqs_to_save.items():
+            if len(groups) != len(self.config.groups):
+                raise InvalidTransferError(
+                    f"request {request_id!r}: blocks of {len(groups)} groups, there are {len(self.config.groups)}"
+                )
+            for number, blocks in enumerate(groups):
+                self._host.save(number, self._pages(number, blocks))
+
+    def wait_for_layer(self, request_id: str, layer: str, timeout_s: float = 30.0) -> None:
+        """Waits until all pages of a layer have come for a request; with several `layer_chunks`, before others have.
+
+        What is computed of them counts only if the request is among the received in the end and not among the failed:
+        only then is it sure that the source had not given its pages away meanwhile. Returns at once for a request that
+        is not being loaded.
+
+        Raises:
+            PullFailedError: the load has failed, or the layer did not come in time.
+            InvalidTransferError: no group has such a layer.
+        """
+        number = self._number_of(layer)
+        if (load := self._loads.find(request_id)) is None or load.silent:
+            return
+
+        def ready() -> bool:
+            self._drain()
+            return load.has(number) or bool(load.error) or self._loads.find(request_id) is not load
+
+        came = self._running().wait(ready, timeout_s)
+        if load.error or not came:
+            reason = load.error or f"layer {layer!r} did not come within {timeout_s} s"
+            raise PullFailedError(f"request {request_id!r}: {reason}")
+        self._restore(load, [layer])
+
+    def _number_of(self, layer: str) -> int:
+        for group in self.config.groups:
+            if layer in group.layers:
+                return group.layers[layer]
+        raise InvalidTransferError(f"layer {layer!r} is in none of the {len(self.config.groups)} groups")
+
+    def _restore(self, load: Load, layers: Sequence[str]) -> None:
+        """Copies layers of a load back from host buffers, each once."""
+        wanted = [layer for layer in layers if layer not in load.restored]
+        if self._host is not None and wanted:
+            for number, pages in enumerate(load.pages):
+                self._host.restore(number, pages, wanted)
+            load.restored.update(wanted)
+
+    def _drain(self) -> None:
+        while self._events:
+            event = self._events.popleft()
+            self._has_news = True
+            if isinstance(event, PullEvent):
+                if (load := self._loads.on_event(event)) is not None:
+                    self._restore(load, [name for group in self.config.groups for name in group.layers])
+            else:
+                self._sends.on_event(event)
+
+    def take_output(self) -> WorkerOutput:
+        """Returns all that has happened since it was last taken, for the scheduler's side.
+
+        Raises:
+            EngineClosedError: the transfer thread has died.
+        """
+        sent, received = self._finished()
+        offered, self._sends.offered = self._sends.offered, {}
+        return WorkerOutput(
+            offered=offered,
+            sent=sent,
+            received=received,
+            failed=self.get_failed_loads(),
+            block_ids_with_errors=self.get_block_ids_with_load_errors(),
+        )
+
+    def get_finished(self) -> tuple[set[str], set[str]]:
+        """Returns the requests that are done on this rank since the last call, each once.
+
+        Returns:
+            Those whose lease has ended, so that their pages may go once all ranks say so; and those whose load is over,
+            well or not: nothing of it is in flight any more.
+
+        Raises:
+            EngineClosedError: the transfer thread has died.
+        """
+        sent, received = self._finished()
+        return set(sent), received
+
+    def _finished(self) -> tuple[dict[str, str], set[str]]:
+        if self._thread is not None:
+            self._thread.raise_failure()
+        self._drain()
+        sent, self._sends.sent = self._sends.sent, {}
+        received, self._loads.received = self._loads.received, set()
+        return sent, received
+
+    def get_failed_loads(self) -> dict[str, str]:
+        """Returns the loads that have failed since the last call, each once, and why.
+
+        A request is among the received of `get_finished` then or later: until it is, its pages stay out of use.
+        """
+        self._drain()
+        failed, self._loads.failed = self._loads.failed, {}
+        return failed
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Returns our blocks, of every group, of the loads that have failed since the last call."""
+        self._drain()
+        blocks, self._loads.bad_blocks = self._loads.bad_blocks, set()
+        return blocks
+
+    def get_kv_connector_stats(self) -> StatsSnapshot | None:
+        """Returns counters, and percentiles since the last call; None where nothing has happened since."""
+        self._drain()
+        if not self._has_news or self._thread is None:
+            return None
+        self._has_news = False
+        return self._thread.snapshot()
+
+    @property
+    def _where(self) -> str:
+        return f"engine {self.config.engine_id!r} rank {self.config.rank}"
+
+    def _running(self) -> TransferThread:
+        if self._thread is None:
+            raise EngineClosedError(f"{self._where}: no caches are registered, or it was shut down")
+        return self._thread
+
+    def shutdown(self) -> None:
+        """Ends every lease and load. No byte moves afterwards; what was open is told by the next `get_finished`.
+
+        Safe to call twice, and after a failed start.
+        """
+        self._thread = None
+        rank, self._rank = self._rank, None
+        if self._close is not None:
+            self._close()
+        elif rank is not None:
+            rank.close()

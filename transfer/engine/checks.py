@@ -1,0 +1,154 @@
+"""What a caller hands in, checked before anything is done: the tensors of an engine and the pages of a transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from transfer.engine.metadata import MemoryType
+from transfer.errors import InvalidEngineError, InvalidTransferError
+
+MAX_PAGES = (1 << 31) - 1
+"""NIXL takes int32 indices, and cuts larger ones silently."""
+
+Indices: TypeAlias = npt.NDArray[np.int32]
+
+_MEMORY_OF = {"cpu": MemoryType.DRAM, "cuda": MemoryType.VRAM}
+
+
+def is_index(value: Any) -> bool:
+    """Tells whether a value is an integer of Python's or numpy's, and no bool."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def check_tensors(name: str, tensors: Sequence[Sequence[torch.Tensor]], total_num_pages: int) -> MemoryType:
+    """Checks that an engine can be built over `tensors`, `[replica][tp_shard]`, and returns where they live.
+
+    Raises:
+        InvalidEngineError: says which tensor, or which count, does not fit.
+    """
+    engine = f"engine {name!r}"
+    if not is_index(total_num_pages) or not 0 < total_num_pages <= MAX_PAGES:
+        raise InvalidEngineError(f"{engine}: total_num_pages is {total_num_pages!r}, the range is 1 to {MAX_PAGES}")
+    if not all(isinstance(rows, list | tuple) for rows in (tensors, *tensors)):
+        raise InvalidEngineError(f"{engine}: tensors must be a list, per replica, of lists of tensors, one per shard")
+    shards = [len(replica) for replica in tensors]
+    if not shards or not shards[0] or len(set(shards)) != 1:
+        raise InvalidEngineError(f"{engine}: its replicas have {shards} tensors; they must be equal, at least 1")
+    flat = [(f"tensor [{r}][{t}]", tensor) for r, replica in enumerate(tensors) for t, tensor in enumerate(replica)]
+    first = flat[0][1]
+    for label, tensor in flat:
+        _check_tensor(f"{engine}: {label}", tensor, total_num_pages)
+        if (tensor.numel(), tensor.dtype, tensor.device.type) != (first.numel(), first.dtype, first.device.type):
+            raise InvalidEngineError(
+                f"{engine}: {label} has {tensor.numel()} elements of {tensor.dtype} on {tensor.device.type}, "
+                f"tensor [0][0] has {first.numel()} of {first.dtype} on {first.device.type}; they must be equal"
+            )
+    _check_apart(engine, flat)
+    return _MEMORY_OF[first.device.type]
+
+
+def _check_tensor(label: str, tensor: torch.Tensor, total_num_pages: int) -> None:
+    if not isinstance(tensor, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may be untyped
+        raise InvalidEngineError(f"{label} is of type {type(tensor).__name__}, not a torch tensor")
+    if tensor.device.type not in _MEMORY_OF or tensor.layout is not torch.strided:
+        raise InvalidEngineError(
+            f"{label} is a {tensor.layout} tensor on {tensor.device}; NIXL takes strided, cpu or cuda"
+        )
+    if tensor.numel() == 0 or tensor.numel() % total_num_pages:
+        raise InvalidEngineError(f"{label} has {tensor.numel()} elements, which are not {total_num_pages} equal pages")
+    if not _is_dense(tensor):
+        raise InvalidEngineError(f"{label} of strides {tensor.stride()} leaves gaps in memory or overlaps itself")
+    page = tensor.numel() // total_num_pages
+    if tensor.shape and tensor.shape[0] == total_num_pages > 1 and tensor.stride(0) != page:
+        raise InvalidEngineError(
+            f"{label}: pages lie {tensor.stride(0)} elements apart, a page has {page}: not outermost"
+        )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements, in some order of the dimensions, cover one stretch of memory without gap or overlap."""
+    covered = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != covered:
+            return False
+        covered *= size
+    return True
+
+
+def _check_apart(engine: str, flat: list[tuple[str, torch.Tensor]]) -> None:
+    """Two shards over the same bytes would overwrite each other."""
+    regions = sorted((t.device.index or 0, t.data_ptr(), t.numel() * t.element_size(), label) for label, t in flat)
+    for (device, start, size, label), (next_device, next_start, _, next_label) in pairwise(regions):
+        if device == next_device and next_start < start + size:
+            raise InvalidEngineError(f"{engine}: {label} and {next_label} share memory")
+
+
+def _all_indices(values: Sequence[Any]) -> bool:
+    # The first test is three times as fast, and enough for the lists that a block table gives.
+    return {int}.issuperset(map(type, values)) or all(map(is_index, values))
+
+
+def page_indices(label: str, idxs: Sequence[int] | npt.NDArray[Any], total_num_pages: int) -> Indices:
+    """Returns a list of pages as int32 `[pages]`, each of them in range.
+
+    Args:
+        label: what the list is called in an error.
+        idxs: integers, as a list or a one-dimensional numpy array of an integer dtype.
+        total_num_pages: pages that the engine has.
+
+    Raises:
+        InvalidTransferError: the list is empty, or holds something other than page numbers of the engine.
+    """
+    try:
+        values = np.asarray(idxs)
+    except ValueError as error:
+        raise InvalidTransferError(f"{label} is no list of integers: {error}") from error
+    if values.ndim != 1 or not values.size:
+        raise InvalidTransferError(
+            f"{label} has shape {list(values.shape)}; one dimension and at least one page is needed"
+        )
+    # numpy turns a list of True and 7 into integers, so what came in is looked at as well.
+    if values.dtype.kind not in "iu" or (not isinstance(idxs, np.ndarray) and not _all_indices(idxs)):
+        wrong = next((value for value in idxs if not is_index(value)), "an integer beyond 64 bits")
+        raise InvalidTransferError(f"{label} holds {wrong!r}, which is no page number")
+    low, high = values.min(), values.max()
+    if low < 0 or high >= total_num_pages:
+        wrong = int(low if low < 0 else high)
+        raise InvalidTransferError(f"{label} holds page {wrong}, the engine has pages 0 to {total_num_pages - 1}")
+    return values.astype(np.int32)
+
+
+def sorted_pairs(label: str, src: Indices, dst: Indices) -> tuple[Indices, Indices]:
+    """Returns the pairs of source and destination pages in the order of their destinations.
+
+    Pairs that follow each other on both sides are then neighbours, which NIXL merges into one copy.
+
+    Raises:
+        InvalidTransferError: the counts differ, or a destination is named more than once.
+    """
+    if src.size != dst.size:
+        raise InvalidTransferError(f"{label}: {src.size} source pages for {dst.size} destination pages")
+    order = np.argsort(dst)
+    src, dst = src[order], dst[order]
+    twice = dst[1:] == dst[:-1]
+    if twice.any():
+        raise InvalidTransferError(f"{label}: destination page {dst[1:][twice][0]} is named more than once")
+    return src, dst
+
+
+def check_replica(label: str, replica_idx: int, dp: int) -> None:
+    """Checks the index of a replica.
+
+    Raises:
+        InvalidTransferError: it is no integer from 0 to `dp` - 1.
+    """
+    if not is_index(replica_idx) or not 0 <= replica_idx < dp:
+        raise InvalidTransferError(f"{label} is {replica_idx!r}, the engine has replicas 0 to {dp - 1}")

@@ -1,0 +1,324 @@
+"""A NIXL agent: memory it registers, peers it knows, READs it posts. The only importer of nixl.
+
+nixl is imported when the first agent is made: until then a program can still set the environment, which UCX reads once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from transfer.engine.metadata import MemoryType
+from transfer.errors import AgentError
+from transfer.nixl.settings import effective_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
+    import numpy.typing as npt
+
+Handle: TypeAlias = Any
+"""A transfer of NIXL's in flight. Dead once released: NIXL crashes on its next use."""
+
+Descriptors: TypeAlias = "npt.NDArray[np.uint64]"
+"""uint64 `[runs, 3]`: address, bytes and device of each run."""
+
+RunList: TypeAlias = "Descriptors | list[tuple[int, int, int]]"
+"""The same, or a list where there are few: an array of one row takes 2 µs to make."""
+
+BACKEND = "UCX"
+FILE_BACKEND = "POSIX"
+BACKGROUND_RUNS = 128
+"""Transfers of so many runs are copied by a thread of NIXL's, smaller ones by the thread that posts them."""
+
+
+@cache
+def _api() -> Any:
+    return importlib.import_module("nixl._api")
+
+
+def import_nixl() -> None:
+    """Imports nixl, which takes a while, ahead of the first agent. A process that forks afterwards has made none yet.
+
+    Raises:
+        ImportError: nixl is missing.
+    """
+    _api()
+    _errors()
+
+
+@cache
+def _errors() -> tuple[type[Exception], ...]:
+    """NIXL's exceptions have no base class of their own; its bindings add built-in ones for bad arguments."""
+    bindings = importlib.import_module("nixl._bindings")
+    found = [value for name, value in vars(bindings).items() if name.startswith("nixl") and name.endswith("Error")]
+    return (*found, RuntimeError, ValueError, TypeError)
+
+
+def _wrapped(doing: str, error: Exception) -> AgentError:
+    lost = type(error).__name__ == "nixlRemoteDisconnectError"
+    return AgentError(f"{doing}: {type(error).__name__}: {error}", peer_lost=lost)
+
+
+@contextmanager
+def refusals(doing: str) -> Generator[None]:
+    """Turns what NIXL raises within into an `AgentError` that says what was being done."""
+    try:
+        yield
+    except _errors() as error:
+        raise _wrapped(doing, error) from error
+
+
+def make_nixl_agent(agent_name: str, listen_port: int, memory_type: MemoryType, background_runs: int = 8) -> Any:
+    """Returns a NIXL agent with a UCX backend, after setting what the environment leaves open.
+
+    Args:
+        agent_name: a name that no agent has had before.
+        listen_port: of NIXL's own metadata exchange, which is not used.
+        memory_type: memory that most of its regions live in; decides the transports.
+        background_runs: transfers of so many runs are copied by a thread of NIXL's, and the post returns at once unless
+            that thread is at work. A post of fewer returns when all is copied: faster than waking the thread.
+
+    Raises:
+        AgentError: nixl is missing, or refuses the settings.
+    """
+    os.environ.update(effective_settings(memory_type))
+    params = {"num_threads": "1", "split_batch_size": str(background_runs)}
+    return _make_agent(agent_name, listen_port, BACKEND, params)
+
+
+def make_file_agent(agent_name: str, params: dict[str, str]) -> Any:
+    """Returns a NIXL agent with a POSIX backend of these params: it moves bytes between host memory and files.
+
+    Raises:
+        AgentError: nixl is missing, or refuses the params.
+    """
+    os.environ.update(effective_settings())
+    return _make_agent(agent_name, 0, FILE_BACKEND, params)
+
+
+def _make_agent(agent_name: str, listen_port: int, backend: str, params: dict[str, str]) -> Any:
+    doing = f"making NIXL agent {agent_name!r}"
+    try:
+        api = _api()
+    except ImportError as error:
+        raise AgentError(f"{doing}: nixl cannot be imported: {error}") from error
+    config = api.nixl_agent_config(
+        enable_prog_thread=False,  # NIXL's own thread spins: it takes a whole core for each agent
+        enable_listen_thread=False,
+        listen_port=listen_port,
+        backends=[],
+        sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,  # without locks, a second thread means a crash
+    )
+    with refusals(doing):
+        agent = api.nixl_agent(agent_name, config)
+        agent.create_backend(backend, params)
+    return agent
+
+
+def load_peer(agent: Any, name: str, peer: str, metadata: bytes) -> None:
+    """Loads a peer's metadata, which was checked before, into a NIXL agent.
+
+    Raises:
+        AgentError: NIXL refuses the bytes, or finds another name in them.
+    """
+    with refusals(f"agent {name!r}: loading agent {peer!r}"):
+        found = agent.add_remote_agent(metadata)
+    loaded = found.decode(errors="replace") if isinstance(found, bytes) else str(found)
+    if loaded != peer:
+        agent.remove_remote_agent(loaded)
+        raise AgentError(f"agent {name!r}: the metadata of {peer!r} is that of {loaded!r}")
+
+
+def is_done(agent: Any, name: str, handle: Handle) -> bool:
+    """Tells whether a transfer has ended well. Also moves it on, and sends its notification when it has.
+
+    Raises:
+        AgentError: the transfer ended in an error. The handle is to be released.
+    """
+    try:
+        return agent.check_xfer_state(handle) == "DONE"
+    except _errors() as error:
+        raise _wrapped(f"agent {name!r}: transfer", error) from error
+
+
+def take_notifications(agent: Any, name: str) -> list[tuple[str, bytes]]:
+    """Returns the (agent name, message) pairs that came in since the last call. Also serves peers' transfers.
+
+    The agent name is what the sender wrote: nothing proves it.
+
+    Raises:
+        AgentError: NIXL fails.
+    """
+    try:
+        arrived: dict[str, list[bytes]] = agent.get_new_notifs()
+    except _errors() as error:
+        raise _wrapped(f"agent {name!r}: notifications", error) from error
+    return [(sender, message) for sender, messages in arrived.items() for message in messages]
+
+
+def start(agent: Any, name: str, handle: Handle) -> bool:
+    """Posts a transfer that was made. Returns whether it has ended already.
+
+    Raises:
+        AgentError: NIXL refuses, or the peer is gone. The handle is released.
+    """
+    try:
+        return agent.transfer(handle) == "DONE"
+    except _errors() as error:
+        with refusals(f"agent {name!r}: releasing a transfer"):
+            handle.release()
+        raise _wrapped(f"agent {name!r}: posting", error) from error
+
+
+class Agent:
+    """One NIXL agent over any number of regions. Not thread-safe: one thread owns it.
+
+    Descriptors name addresses and are handed over as arrays. Lists that NIXL prepares ahead would save 16 ns a
+    descriptor; against the 1.3 to 2.2 µs that each costs in the post that is nothing, while they must describe a whole
+    pool at first contact, can merge only within their own rows, and die with each connection.
+
+    Args:
+        name: a name that no agent has had before.
+        memory_type: memory that most of its regions live in; decides the transports.
+
+    Raises:
+        AgentError: nixl is missing, or refuses the settings.
+    """
+
+    def __init__(self, name: str, memory_type: MemoryType = MemoryType.DRAM) -> None:
+        self.name = name
+        self.memory_type = memory_type
+        self._agent: Any = make_nixl_agent(name, 0, memory_type, BACKGROUND_RUNS)
+        self._registered: list[Any] = []
+
+    def register(self, regions: Sequence[tuple[int, int, int]], memory_type: MemoryType | None = None) -> None:
+        """Registers memory, which must stay mapped until `close`, and while any peer lives that may read it.
+
+        Args:
+            regions: (address, bytes, device) of each.
+            memory_type: where they live; that of the agent where None.
+
+        Raises:
+            AgentError: NIXL refuses the memory or its type.
+        """
+        rows = [(*region, "") for region in regions]
+        with refusals(f"agent {self.name!r}: registering {len(rows)} regions"):
+            self._registered.append(self._agent.register_memory(rows, (memory_type or self.memory_type).value))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `close` has not been called yet."""
+        return self._agent is not None
+
+    @property
+    def metadata(self) -> bytes:
+        """What another NIXL agent loads to reach this one, as of now."""
+        with refusals(f"agent {self.name!r}: its metadata"):
+            return bytes(self._agent.get_agent_metadata())
+
+    def add_peer(self, peer: str, metadata: bytes) -> None:
+        """Loads a peer. The caller has checked the metadata's length and digest: wrong bytes can crash the process.
+
+        Raises:
+            AgentError: NIXL refuses the bytes, or finds another name in them.
+        """
+        load_peer(self._agent, self.name, peer, metadata)
+
+    def remove_peer(self, peer: str) -> None:
+        """Unloads a peer. All handles of transfers with it must be released before.
+
+        Raises:
+            AgentError: NIXL knows no such agent.
+        """
+        with refusals(f"agent {self.name!r}: unloading agent {peer!r}"):
+            self._agent.remove_remote_agent(peer)
+
+    def read(
+        self,
+        peer: str,
+        local: RunList,
+        remote: RunList,
+        note: bytes = b"",
+        memory_types: tuple[MemoryType, MemoryType] | None = None,
+    ) -> tuple[Handle, bool]:
+        """Starts to READ runs of a peer's memory into ours. Returns the handle, and whether it has ended already.
+
+        Args:
+            peer: a loaded peer.
+            local: where the bytes go; registered memory of ours.
+            remote: where they lie; registered memory of the peer's, of the same lengths.
+            note: what the peer is told once all bytes have arrived; nothing where empty.
+            memory_types: of the local and of the remote memory; the agent's own for both where None.
+
+        Raises:
+            AgentError: NIXL refuses, or the peer is gone. There is no handle then.
+        """
+        here, there = memory_types or (self.memory_type, self.memory_type)
+        agent = self._agent
+        try:  # not `refusals`: a READ of one page takes 10 µs, two context managers and their messages would add 4
+            local_list = agent.get_xfer_descs(local, here.value)
+            remote_list = agent.get_xfer_descs(remote, there.value)
+            handle = agent.initialize_xfer("READ", local_list, remote_list, peer, note)
+        except _errors() as error:
+            raise _wrapped(f"agent {self.name!r}: reading {len(local)} runs of {peer!r}", error) from error
+        return handle, start(agent, self.name, handle)
+
+    def done(self, handle: Handle) -> bool:
+        """Tells whether a transfer has ended well. Also moves it on, and sends its notification when it has.
+
+        Raises:
+            AgentError: the transfer ended in an error. The handle is to be released.
+        """
+        return is_done(self._agent, self.name, handle)
+
+    def release(self, handle: Handle) -> None:
+        """Releases a handle, for the last use of it. A copy in flight is not stopped by that.
+
+        Raises:
+            AgentError: NIXL refuses.
+        """
+        try:
+            handle.release()
+        except _errors() as error:
+            raise _wrapped(f"agent {self.name!r}: releasing a transfer", error) from error
+
+    def notify(self, peer: str, message: bytes) -> None:
+        """Sends a peer a message on its own. It may be lost when the peer is stopped, and never blocks.
+
+        Raises:
+            AgentError: NIXL refuses, or the peer is gone.
+        """
+        with refusals(f"agent {self.name!r}: notifying {peer!r}"):
+            self._agent.send_notif(peer, message)
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        """Returns the (agent name, message) pairs that came in since the last call. Also serves peers' transfers.
+
+        Raises:
+            AgentError: NIXL fails.
+        """
+        return take_notifications(self._agent, self.name)
+
+    def close(self, *, in_flight: bool = False) -> None:
+        """Destroys the NIXL agent. Safe to call twice. Waits for a copy in flight; no byte moves afterwards.
+
+        Args:
+            in_flight: a handle was released before its transfer had ended. Memory is then given back by the agent's
+                own destructor, after its worker has stopped: earlier, the worker would use it after it is freed.
+
+        Raises:
+            AgentError: NIXL failed to give something back. The agent is gone all the same.
+        """
+        agent, self._agent = self._agent, None
+        registered, self._registered = self._registered, []
+        if agent is None or in_flight:
+            return
+        with refusals(f"closing agent {self.name!r}"):
+            for dlist in registered:
+                agent.deregister_memory(dlist)

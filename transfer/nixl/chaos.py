@@ -1,0 +1,175 @@
+"""An agent that misbehaves as NIXL and networks do, by a seed: for tests, and for `pagewire demo --chaos`.
+
+It wraps the real agent: bytes move through NIXL, and what goes wrong goes wrong with real transfers. Each fault stands
+for one that was seen (short reads reported as done, copies that go on after an error, notifications lost with a stopped
+peer) or that a network may add.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+from transfer.engine.metadata import MemoryType
+from transfer.errors import AgentError
+from transfer.nixl.agent import Agent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transfer.nixl.agent import Handle, RunList
+
+Fault = Literal["delay", "refuse", "break", "short", "corrupt", "drop", "duplicate", "late"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """How often what happens, each a share of the READs or of the notifications.
+
+    Attributes:
+        delay: a READ is posted only some polls later: what it finds then is what has become of the pages.
+        refuse: a READ is not taken.
+        break_: a READ ends in an error after some of its runs have arrived.
+        short: a READ ends well, and its last run has not arrived.
+        corrupt: a READ ends well, with one bit wrong.
+        drop: a notification is lost.
+        duplicate: a notification comes twice.
+        late: a notification comes some polls later, after younger ones.
+        polls: the most polls that anything is put off.
+    """
+
+    delay: float = 0.2
+    refuse: float = 0.02
+    break_: float = 0.05
+    short: float = 0.0
+    corrupt: float = 0.0
+    drop: float = 0.05
+    duplicate: float = 0.1
+    late: float = 0.2
+    polls: int = 20
+
+    @property
+    def kinds(self) -> list[Fault]:
+        """The faults that can happen at these rates."""
+        faults: tuple[Fault, ...] = get_args(Fault)
+        return [fault for fault in faults if getattr(self, "break_" if fault == "break" else fault) > 0]
+
+
+class _Delayed:
+    """A READ as its owner sees it: not posted yet, posted, or broken."""
+
+    def __init__(self, post: Callable[[], tuple[Handle, bool]], polls: int, fault: Fault | None, flip: int) -> None:
+        self.post = post
+        self.polls = polls
+        self.fault = fault
+        self.flip = flip
+        self.handle: Handle = None
+        self.posted = False
+
+
+class ChaosAgent(Agent):
+    """The real agent, with faults in between.
+
+    Args:
+        name: as `Agent`.
+        memory_type: as `Agent`.
+        seed: decides every fault, given the same calls.
+        rates: how often what happens.
+
+    Attributes:
+        faults: how often each fault has happened.
+    """
+
+    def __init__(
+        self, name: str, memory_type: MemoryType = MemoryType.DRAM, *, seed: int = 0, rates: Rates | None = None
+    ) -> None:
+        super().__init__(name, memory_type)
+        self.rates = rates or Rates()
+        self.faults: Counter[Fault] = Counter()
+        self._random = random.Random(seed)  # noqa: S311  (a seed is what it is for)
+        self._arrived: deque[tuple[int, tuple[str, bytes]]] = deque()
+        self._polls = 0
+
+    def _happens(self, fault: Fault, rate: float) -> bool:
+        if self._random.random() >= rate:
+            return False
+        self.faults[fault] += 1
+        return True
+
+    def read(
+        self,
+        peer: str,
+        local: RunList,
+        remote: RunList,
+        note: bytes = b"",
+        memory_types: tuple[MemoryType, MemoryType] | None = None,
+    ) -> tuple[Handle, bool]:
+        """As `Agent.read`, or not."""
+        rates = self.rates
+        if self._happens("refuse", rates.refuse):
+            raise AgentError(f"agent {self.name!r}: chaos refused {len(local)} runs of {peer!r}")
+        fault: Fault | None = None
+        if self._random.random() < rates.break_:
+            fault, local, remote, note = "break", local[: len(local) // 2], remote[: len(remote) // 2], b""
+        elif len(local) > 1 and self._happens("short", rates.short):
+            fault, local, remote = "short", local[:-1], remote[:-1]
+        elif self._random.random() < rates.corrupt:
+            fault = "corrupt"
+        if note and self._happens("drop", rates.drop):
+            note = b""
+        polls = self._random.randrange(1, rates.polls + 1) if self._happens("delay", rates.delay) else 0
+        row = local[self._random.randrange(len(local))] if len(local) else None
+        flip = int(row[0]) + self._random.randrange(int(row[1])) if row is not None else 0
+
+        def post() -> tuple[Handle, bool]:
+            return super(ChaosAgent, self).read(peer, local, remote, note, memory_types)
+
+        delayed = _Delayed(post, polls, fault, flip)
+        if not polls and len(local):
+            delayed.handle, _ = post()
+            delayed.posted = True
+        return delayed, False
+
+    def done(self, handle: Handle) -> bool:
+        """As `Agent.done`, for a handle of `read`."""
+        if handle.polls > 0:
+            handle.polls -= 1
+            return False
+        if not handle.posted and handle.flip:
+            handle.handle, _ = handle.post()
+            handle.posted = True
+        if handle.posted and not super().done(handle.handle):
+            return False
+        if handle.fault == "break":
+            self.faults["break"] += 1
+            raise AgentError(f"agent {self.name!r}: chaos broke a transfer half way")
+        if handle.fault == "corrupt":
+            handle.fault = None
+            self.faults["corrupt"] += 1
+            byte = ctypes.c_uint8.from_address(handle.flip)
+            byte.value ^= 1 << self._random.randrange(8)
+        return True
+
+    def release(self, handle: Handle) -> None:
+        """As `Agent.release`, for a handle of `read`."""
+        if handle.posted:
+            super().release(handle.handle)
+
+    def notify(self, peer: str, message: bytes) -> None:
+        """As `Agent.notify`, or not."""
+        if not self._happens("drop", self.rates.drop):
+            super().notify(peer, message)
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        """As `Agent.notifications`, some of them later, or twice."""
+        self._polls += 1
+        for arrived in super().notifications():
+            for _ in range(2 if self._happens("duplicate", self.rates.duplicate) else 1):
+                later = self._random.randrange(1, self.rates.polls + 1) if self._happens("late", self.rates.late) else 0
+                self._arrived.append((self._polls + later, arrived))
+        due = [arrived for at, arrived in self._arrived if at <= self._polls]
+        self._arrived = deque(entry for entry in self._arrived if entry[0] > self._polls)
+        return due

@@ -1,0 +1,85 @@
+"""Bytes between host memory and files through NIXL's POSIX plugin: what a file tier may use in place of preadv.
+
+It has the shape of `kvcache.tiers.page_files.PageIO`, and is handed over as
+`KVCacheParams(file_tier_io=NixlFileIO)`. On a local disk it is no faster than the default (`benchmarks.tiers`).
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from transfer.errors import AgentError
+from transfer.nixl.agent import is_done, make_file_agent, refusals, start
+
+if TYPE_CHECKING:
+    import torch
+
+Part = npt.NDArray[np.uint8]
+
+_POLL_S = 20e-6
+
+
+class NixlFileIO:
+    """Moves parts of registered memory to and from open files. One thread uses it.
+
+    Args:
+        memory: uint8 tensors on the CPU. Every part that is moved lies within one of them.
+        queue: "uring" or "aio", as the plugin was built with; None leaves it the choice.
+
+    Raises:
+        AgentError: NIXL is missing, or has no POSIX plugin, or not this queue.
+    """
+
+    def __init__(self, memory: Sequence[torch.Tensor], queue: str | None = None) -> None:
+        self._name = f"files@{uuid.uuid4().hex}"
+        params = {} if queue is None else {"use_aio": "false", "use_uring": "false", f"use_{queue}": "true"}
+        self._agent: Any = make_file_agent(self._name, params)
+        self._memory = list(memory)  # stays mapped while it is registered
+        regions = [(region.data_ptr(), region.numel(), 0, "") for region in self._memory]
+        with refusals(f"agent {self._name!r}: registering {len(regions)} regions"):
+            self._agent.register_memory(regions, "DRAM")
+
+    def write(self, file: int, parts: Sequence[Part], offset: int) -> None:
+        """Write the parts, one after another, from `offset` on. Raises `OSError` where not all of them are written."""
+        self._move("WRITE", file, parts, offset)
+
+    def read(self, file: int, parts: Sequence[Part], offset: int) -> None:
+        """Fill the parts, one after another, with what lies from `offset` on. Raises `OSError` where that is less."""
+        self._move("READ", file, parts, offset)
+
+    def _move(self, operation: str, file: int, parts: Sequence[Part], offset: int) -> None:
+        lengths = np.array([len(part) for part in parts], np.uint64)
+        ends = np.cumsum(lengths) + np.uint64(offset)
+        here, there = np.zeros((2, len(parts), 3), np.uint64)
+        here[:, 0] = [part.ctypes.data for part in parts]
+        there[:, 0] = ends - lengths
+        here[:, 1] = there[:, 1] = lengths
+        there[:, 2] = file
+        try:
+            with refusals(f"agent {self._name!r}: {operation} of {len(parts)} parts"):
+                registered = self._agent.register_memory([(0, int(ends[-1]), file, "")], "FILE")
+                try:
+                    self._transfer(operation, here, there)
+                finally:
+                    self._agent.deregister_memory(registered)
+        except AgentError as error:
+            raise OSError(errno.EIO, str(error)) from error
+
+    def _transfer(self, operation: str, here: npt.NDArray[np.uint64], there: npt.NDArray[np.uint64]) -> None:
+        agent = self._agent
+        local, remote = agent.get_xfer_descs(here, "DRAM"), agent.get_xfer_descs(there, "FILE")
+        handle = agent.initialize_xfer(operation, local, remote, self._name)
+        done = start(agent, self._name, handle)  # an error releases the handle
+        try:
+            while not done:
+                time.sleep(_POLL_S)
+                done = is_done(agent, self._name, handle)
+        finally:
+            handle.release()

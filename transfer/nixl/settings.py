@@ -1,0 +1,99 @@
+"""The settings under which agents may meet, as environment variables of UCX and NIXL.
+
+UCX reads the environment once, when the first agent is made. The settings here are for CMA between processes of one
+host: data moves by `process_vm_readv`, and notifications and the detection of a dead peer go over shared memory, at a
+tenth of the latency of TCP and without a listening socket.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+from functools import cache
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from transfer.engine.metadata import MemoryType
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_DEFAULTS = {
+    "UCX_KEEPALIVE_INTERVAL": "1s",  # the default of 20 s is how long a message to a dead peer is taken silently
+    "UCX_LOG_LEVEL": "error",
+    "UCX_WARN_UNUSED_ENV_VARS": "n",
+    "NIXL_LOG_LEVEL": "ERROR",  # NIXL's INFO lines go to stdout
+}
+_HOST_TRANSPORTS = "posix,sysv,cma"
+_SHARED_MEMORY = ("posix", "sysv")
+_THIS_HOST_ONLY = {"posix", "sysv", "cma", "self", "sm", "shm", "mm", "xpmem", "knem", "cuda_ipc", "cuda_copy"}
+_TRUE = {"y", "yes", "1", "on", "true"}
+
+
+def effective_settings(
+    memory_type: MemoryType = MemoryType.DRAM, environ: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Returns the environment variables that agents run with: those that are set, and our defaults for the others.
+
+    A variable that is set is never changed. The transports are chosen for host memory only, since a GPU needs those
+    that UCX finds there. Shared-memory transports are told to report a dead peer wherever they are named.
+
+    Args:
+        memory_type: memory that the agents will register.
+        environ: the environment to read; the process's own where None.
+    """
+    environ = os.environ if environ is None else environ
+    settings = {key: environ.get(key, value) for key, value in _DEFAULTS.items()}
+    transports = environ.get("UCX_TLS", _HOST_TRANSPORTS if memory_type is MemoryType.DRAM else None)
+    if transports is not None:
+        settings["UCX_TLS"] = transports
+        for transport in set(_SHARED_MEMORY) & _transports(transports):
+            variable = f"UCX_{transport.upper()}_ERROR_HANDLING"
+            settings[variable] = environ.get(variable, "y")
+    return settings
+
+
+def agreed_settings(
+    memory_type: MemoryType = MemoryType.DRAM, environ: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Returns what two processes must have in common, in one spelling: transports, protocols and NIXL's version.
+
+    Where they differ, the first contact crashes a process or never ends.
+    """
+    environ = os.environ if environ is None else environ
+    effective = dict(environ) | effective_settings(memory_type, environ)
+    agreed = {"nixl": _nixl_version(), "UCX_TLS": ",".join(sorted(_transports(effective.get("UCX_TLS", "all"))))}
+    for key in ("UCX_PROTO_ENABLE", "UCX_ADDRESS_VERSION"):
+        if key in effective:
+            agreed[key] = effective[key].lower()
+    for key, value in effective.items():
+        if key.startswith("UCX_") and key.endswith("_ERROR_HANDLING") and value.lower() in _TRUE:
+            agreed[key] = "y"
+    return dict(sorted(agreed.items()))
+
+
+def settings_fingerprint(memory_type: MemoryType = MemoryType.DRAM, environ: Mapping[str, str] | None = None) -> str:
+    """Returns a digest of `agreed_settings`: two processes may connect only if theirs are equal. Changes nothing."""
+    return fingerprint_of(agreed_settings(memory_type, environ))
+
+
+def fingerprint_of(settings: Mapping[str, str]) -> str:
+    """Returns the digest of settings as `agreed_settings` returns them: 32 hexadecimal digits."""
+    data = msgspec.msgpack.encode(dict(settings), order="sorted")
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def reaches_other_hosts(settings: Mapping[str, str]) -> bool:
+    """Tells whether the transports in `settings` go further than the machine they start on."""
+    return not _transports(settings.get("UCX_TLS", "all")) <= _THIS_HOST_ONLY
+
+
+def _transports(value: str) -> set[str]:
+    return {transport.strip().lower() for transport in value.split(",") if transport.strip()}
+
+
+@cache
+def _nixl_version() -> str:
+    return importlib.metadata.version("nixl")

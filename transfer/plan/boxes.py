@@ -1,0 +1,236 @@
+"""Where the KV of one shard lies in memory, as peers tell it to each other. Pure arithmetic.
+
+A model's KV is a logical tensor `[layer, side, head, token, dim]`, and what a shard holds of it is a set of boxes:
+ranges of the axes, each with one stride. Recurrent state is the same with other names: a channel (or an SSM head) lies
+on the head axis, and a page holds the one state of a request. The constructors for the layouts of the field are in
+`transfer.plan.shapes`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import NoReturn, TypeAlias
+
+import msgspec
+import numpy as np
+
+from transfer.errors import MetadataError
+
+Index: TypeAlias = tuple[int, int, int, int]
+"""A place in the logical tensor: layer, side, head, dim. Tokens come with the page."""
+
+Sizes: TypeAlias = tuple[int, int, int, int, int]
+"""One number for each of layer, side, head, token, dim."""
+
+LAYER, SIDE, HEAD, TOKEN, DIM = range(5)
+AXES = ("layer", "side", "head", "token", "dim")
+KV = "kv"
+
+# Far above any model that exists; so low that no sum or product of a few of them leaves 63 bits.
+MAX_REGIONS = 1 << 14
+MAX_GROUPS = 1 << 8
+MAX_BOXES = 1 << 12
+MAX_INDEX = 1 << 24
+MAX_ITEMSIZE = 16
+MAX_NAME = 64
+MAX_PAGES = (1 << 31) - 1  # NIXL takes int32 indices, and so do block tables
+ADDRESS_LIMIT = 1 << 63
+
+
+class Box(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A part of the pages of a shard that one stride for each axis describes.
+
+    Attributes:
+        kind: the logical tensor that it is part of: "kv", or "conv.x", "conv.B", "conv.C", "ssm" for recurrent state.
+            Only boxes of one kind meet.
+        dtype: name of the element type ("bfloat16").
+        itemsize: bytes of one element.
+        region: index of the registered region that the box lies in.
+        offset: bytes from the start of the region to the first element of page 0.
+        page_stride: bytes from one page to the next.
+        first: the first layer, side, head and dim held, in the model's own numbering.
+        extent: how many layers, sides, heads, tokens and dims are held.
+        strides: bytes between neighbours along layer, side, head, token and dim; without effect where the extent is 1.
+    """
+
+    kind: str
+    dtype: str
+    itemsize: int
+    region: int
+    offset: int
+    page_stride: int
+    first: Index
+    extent: Sizes
+    strides: Sizes
+
+    @property
+    def end(self) -> Index:
+        """The layer, side, head and dim after the last ones held."""
+        layer, side, head, dim = self.first
+        layers, sides, heads, _, dims = self.extent
+        return (layer + layers, side + sides, head + heads, dim + dims)
+
+    @property
+    def span(self) -> int:
+        """Bytes from the first element of a page to the end of its last one."""
+        return sum((n - 1) * step for n, step in zip(self.extent, self.strides, strict=True)) + self.itemsize
+
+
+class Group(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one list of page ids of a request addresses: the layers that share a block table.
+
+    Attributes:
+        page_size: tokens of a page as the boxes lie in memory; 1 for recurrent state.
+        num_pages: pages of the pool.
+        boxes: what a page holds; none where this shard has no layer of the group. Boxes of several groups may share
+            memory, for their pages never do.
+        window: tokens that a sliding window looks back; 0 for all.
+        state: recurrent state: a request has one page, whatever its tokens.
+        block_pages: pages of a block, as the scheduler of this shard names them in a request's list: block b is pages
+            b * block_pages and those after it. More than 1 where a kernel takes fewer tokens at a time.
+    """
+
+    page_size: int
+    num_pages: int
+    boxes: tuple[Box, ...]
+    window: int = 0
+    state: bool = False
+    block_pages: int = 1
+
+
+class ShardLayout(msgspec.Struct, frozen=True, omit_defaults=True, tag="shard_layout/1"):
+    """All that a shard holds.
+
+    Attributes:
+        groups: in the order of a request's page lists; the same on all shards of all peers.
+        region_bytes: bytes of each registered region.
+    """
+
+    groups: tuple[Group, ...]
+    region_bytes: tuple[int, ...]
+
+    def fingerprint(self) -> str:
+        """Names this geometry: shards whose fingerprints agree hold the same, at the same places."""
+        return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()[:16]
+
+
+def clip(box: Box, layers: range | None = None, heads: range | None = None) -> Box | None:
+    """The part of `box` within ranges of layers and heads (None for all of them); None where nothing is left."""
+    first, end = list(box.first), list(box.end)
+    for axis, kept in ((0, layers), (2, heads)):
+        if kept is not None:
+            first[axis], end[axis] = max(first[axis], kept.start), min(end[axis], kept.stop)
+    if any(a >= b for a, b in zip(first, end, strict=True)):
+        return None
+    return sub_box(box, (first[0], first[1], first[2], first[3]), (end[0], end[1], end[2], end[3]))
+
+
+def sub_box(box: Box, first: Index, end: Index) -> Box:
+    """The part of `box` from `first` to before `end`, which must lie within it and hold something."""
+    (layer, side, head, dim), (layer_end, side_end, head_end, dim_end) = first, end
+    first_layer, first_side, first_head, first_dim = box.first
+    by_layer, by_side, by_head, _, by_dim = box.strides
+    # Written out: at first contact there is a part for each layer of each rank.
+    skipped = (layer - first_layer) * by_layer + (side - first_side) * by_side
+    skipped += (head - first_head) * by_head + (dim - first_dim) * by_dim
+    return Box(
+        kind=box.kind,
+        dtype=box.dtype,
+        itemsize=box.itemsize,
+        region=box.region,
+        offset=box.offset + skipped,
+        page_stride=box.page_stride,
+        first=first,
+        extent=(layer_end - layer, side_end - side, head_end - head, box.extent[TOKEN], dim_end - dim),
+        strides=box.strides,
+    )
+
+
+def clip_layout(layout: ShardLayout, layers: range | None = None, heads: range | None = None) -> ShardLayout:
+    """`layout` with each box clipped; heads apply to boxes of kind "kv". Regions, groups and pages stay as they are."""
+
+    def kept(boxes: Iterable[Box]) -> tuple[Box, ...]:
+        parts = (clip(box, layers, heads if box.kind == KV else None) for box in boxes)
+        return tuple(part for part in parts if part is not None)
+
+    groups = tuple(msgspec.structs.replace(group, boxes=kept(group.boxes)) for group in layout.groups)
+    return msgspec.structs.replace(layout, groups=groups)
+
+
+def check(layout: ShardLayout) -> ShardLayout:
+    """Returns `layout` if all that it can address lies within its regions, each element at an address of its own.
+
+    What passes can be planned with: no sum of its numbers overflows, and no address leaves a region.
+
+    Raises:
+        MetadataError: naming the group, the box, the value and the limit.
+    """
+    _limit("a shard", "regions", len(layout.region_bytes), 1, MAX_REGIONS)
+    _limit("a shard", "groups", len(layout.groups), 1, MAX_GROUPS)
+    _limit("a shard", "boxes", sum(len(group.boxes) for group in layout.groups), 0, MAX_BOXES)
+    for region, num_bytes in enumerate(layout.region_bytes):
+        _limit(f"region {region}", "bytes", num_bytes, 1, ADDRESS_LIMIT - 1)
+    for number, group in enumerate(layout.groups):
+        where = f"group {number}"
+        _limit(where, "pages", group.num_pages, 1, MAX_PAGES)
+        _limit(where, "tokens of a page", group.page_size, 1, 1 if group.state else MAX_INDEX)
+        _limit(where, "tokens of the window", group.window, 0, ADDRESS_LIMIT - 1)
+        _limit(where, "pages of a block", group.block_pages, 1, 1 if group.state else MAX_INDEX // group.page_size)
+        for place, box in enumerate(group.boxes):
+            _check_box(f"group {number}, box {place} ({box.kind!r})", box, group, layout.region_bytes)
+        _check_disjoint(where, group.boxes)
+    return layout
+
+
+def _check_box(where: str, box: Box, group: Group, region_bytes: tuple[int, ...]) -> None:
+    _limit(where, "characters of the kind", len(box.kind), 1, MAX_NAME)
+    _limit(where, "characters of the dtype", len(box.dtype), 1, MAX_NAME)
+    _limit(where, "bytes of an element", box.itemsize, 1, MAX_ITEMSIZE)
+    _limit(where, "the region", box.region, 0, len(region_bytes) - 1)
+    for axis, first in zip((*AXES[:TOKEN], AXES[DIM]), box.first, strict=True):
+        _limit(where, f"the first {axis}", first, 0, MAX_INDEX)
+    for axis, extent in zip(AXES, box.extent, strict=True):
+        _limit(where, f"the extent of axis {axis}", extent, 1, MAX_INDEX)
+    if box.extent[TOKEN] != group.page_size:
+        _refuse(f"{where}: {box.extent[TOKEN]} tokens, where a page of its group has {group.page_size}")
+    limit = region_bytes[box.region]
+    _limit(where, "the offset", box.offset, 0, limit - 1)
+    axes = [*zip(box.extent, box.strides, AXES, strict=True), (group.num_pages, box.page_stride, "page")]
+    for n, step, axis in axes:
+        low, high = (box.itemsize, limit) if n > 1 else (0, ADDRESS_LIMIT - 1)
+        _limit(where, f"the stride of axis {axis}", step, low, high)
+    end = box.offset + (group.num_pages - 1) * box.page_stride + box.span
+    if end > limit:
+        _refuse(f"{where}: reaches byte {end} of region {box.region}, which has {limit}")
+    # Sorted by stride, each axis must step over all that the smaller ones span: then no two elements share an address.
+    covered = box.itemsize
+    for n, step, axis in sorted(axes, key=lambda item: item[1]):
+        if step < covered and n > 1:
+            _refuse(f"{where}: the stride of axis {axis} is {step}, which steps into {covered} bytes held already")
+        covered += (n - 1) * step
+
+
+def _check_disjoint(where: str, boxes: tuple[Box, ...]) -> None:
+    """No element may be held twice: a pull would write it twice, from two places."""
+    if len(boxes) < 2:
+        return
+    kinds = {box.kind: number for number, box in enumerate(boxes)}
+    kind = np.array([kinds[box.kind] for box in boxes], np.int64)
+    first, end = np.array([box.first for box in boxes]), np.array([box.end for box in boxes])
+    meet = np.triu(kind[:, None] == kind[None], 1)
+    for axis in range(first.shape[1]):
+        starts_before = first[:, None, axis] < end[None, :, axis]
+        meet &= starts_before & starts_before.T
+    if meet.any():
+        one, other = (int(place) for place in np.argwhere(meet)[0])
+        _refuse(f"{where}: boxes {one} and {other} ({boxes[one].kind!r}) hold the same elements")
+
+
+def _limit(where: str, what: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        _refuse(f"{where}: {what}: {value} is not within {low} to {high}")
+
+
+def _refuse(message: str) -> NoReturn:
+    raise MetadataError(f"shard layout: {message}")

@@ -1,0 +1,216 @@
+"""One group of a plan: its pull is cut where a page of either side ends, and each piece has a template."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from transfer.errors import InvalidTransferError
+from transfer.plan.boxes import Group
+from transfer.plan.intersection import Ints, Stack
+from transfer.plan.pair_runs import template, token_template
+from transfer.plan.runs import PagePairs, Part, Runs, concatenated, joined
+
+MAX_RUNS = 1 << 25
+"""Of one pull: a gigabyte of descriptors, and a minute on the wire. Only layouts that scatter single elements need
+more, and only a peer that wants to harm has such."""
+
+MAX_TOKEN = 1 << 62
+
+_MAX_TEMPLATE_RUNS = 1 << 20
+"""Runs in the templates that a group keeps, 56 bytes each. A pull needs one to three templates; where page sizes have
+an odd ratio, up to as many as the two pages have tokens."""
+
+
+class Pieces(NamedTuple):
+    """Those pieces of a pull that lie alike in their two pages. A piece ends where a page of either side does.
+
+    Attributes:
+        local_token: tokens of the local page before the piece.
+        remote_token: tokens of the remote page before the piece.
+        num_tokens: tokens of the piece.
+        local: int64 `[pieces]`, index into the list of local pages. Evenly spaced, as `remote` is.
+        remote: int64 `[pieces]`, index into the list of remote pages.
+    """
+
+    local_token: int
+    remote_token: int
+    num_tokens: int
+    local: Ints
+    remote: Ints
+
+
+def cut(tokens: tuple[int, int], local_size: int, remote_size: int) -> list[Pieces]:
+    """`tokens`, at least one, as pieces for two page sizes: of few kinds, whatever the length."""
+    start, stop = tokens
+    if local_size == remote_size and start % local_size == stop % local_size == 0:  # the common case, with no search
+        pages = np.arange((stop - start) // local_size, dtype=np.int64)
+        return [Pieces(0, 0, local_size, pages, pages)]
+    ends = [np.arange(_up(start + 1, size), stop, size) for size in (local_size, remote_size)]
+    cuts = np.unique(np.concatenate([[start], *ends, [stop]]))
+    begin, num_tokens = cuts[:-1], np.diff(cuts)
+    local, remote = begin // local_size, begin // remote_size
+    kinds = np.stack([begin - local * local_size, begin - remote * remote_size, num_tokens])
+    order = np.lexsort(kinds)  # stable, so that pieces of a kind stay in order
+    kinds, local, remote = kinds[:, order], (local - local[0])[order], (remote - remote[0])[order]
+    firsts = np.flatnonzero((kinds[:, 1:] != kinds[:, :-1]).any(axis=0)) + 1
+    found: list[Pieces] = []
+    for first, last in pairwise([0, *firsts.tolist(), len(begin)]):
+        local_token, remote_token, count = kinds[:, first].tolist()
+        found.append(Pieces(local_token, remote_token, count, local[first:last], remote[first:last]))
+    return found
+
+
+class GroupPlan:
+    """One group of the plan.
+
+    Attributes:
+        where: the group, for messages.
+        local: the reader's group.
+        remote: the other side's.
+        stacks: pairs of boxes that hold something in common.
+    """
+
+    def __init__(self, where: str, local: Group, remote: Group, stacks: tuple[Stack, ...]) -> None:
+        self.where = where
+        self.local = local
+        self.remote = remote
+        self.stacks = stacks
+        flows = [stack.flows(local.page_size, remote.page_size) for stack in stacks]
+        self._flowing = tuple(token_template(stack) for stack, flow in zip(stacks, flows, strict=True) if flow)
+        self._others = tuple(stack for stack, flow in zip(stacks, flows, strict=True) if not flow)
+        self._templates: dict[tuple[int, int, int, bool], tuple[Part, ...]] = {}
+        self._template_runs = 0
+
+    def parts(self, pieces: Pieces, *, flowing: bool = True) -> tuple[Part, ...]:
+        """The runs of one of `pieces`, those of stacks that flow included or not; made once for all alike."""
+        key = (pieces.local_token, pieces.remote_token, pieces.num_tokens, flowing)
+        found = self._templates.get(key)
+        if found is None:
+            found = template(self.stacks if flowing else self._others, *key[:3])
+            self._template_runs += sum(len(part.length) for part in found)
+            if self._template_runs > _MAX_TEMPLATE_RUNS:
+                self._templates.clear()
+                self._template_runs = 0
+            self._templates[key] = found
+        return found
+
+    def tokens(self, tokens: tuple[int, int]) -> tuple[int, int]:
+        """The tokens that are copied for `tokens`: to the nearer page end of the two sides; none where none is needed.
+
+        Raises:
+            InvalidTransferError: the tokens start before 0, or are more than all pages of our pool hold.
+        """
+        start, stop = tokens
+        if not (start >= 0 and stop <= MAX_TOKEN):
+            raise InvalidTransferError(f"{self.where}: tokens {start} to {stop}: they count from 0 to {MAX_TOKEN}")
+        if start >= stop or not self.stacks:
+            return (start, start)
+        if self.local.state:
+            return (0, 1)
+        size, pages = self.local.page_size, self.local.num_pages
+        if stop > (start // size + pages) * size:
+            raise InvalidTransferError(f"{self.where}: tokens {start} to {stop}: our {pages} pages hold {pages * size}")
+        return start, min(_up(stop, self.local.page_size), _up(stop, self.remote.page_size))
+
+    def local_pages(self, pages: ArrayLike, tokens: tuple[int, int]) -> Ints:
+        """int64 `[pages]`: the local pages of a list that hold `tokens`.
+
+        Raises:
+            InvalidTransferError: the list is too short, or names a page that the pool does not have.
+        """
+        return _pages_of(f"{self.where}: local", pages, tokens, self.local)
+
+    def remote_pages(self, pages: ArrayLike, tokens: tuple[int, int]) -> Ints:
+        """int64 `[pages]`: the remote pages of a list that hold `tokens`. Raises as `local_pages`."""
+        return _pages_of(f"{self.where}: remote", pages, tokens, self.remote)
+
+    def refuse_repeated(self, pairs: PagePairs) -> None:
+        """Raises InvalidTransferError where a local page is named twice: two pages of the request would share it."""
+        if pairs.repeated is not None:
+            raise InvalidTransferError(f"{self.where}: local page {pairs.repeated} is named twice")
+
+    def size(self, tokens: tuple[int, int]) -> tuple[int, int]:
+        """Runs, where no two pages are neighbours, and bytes of a pull of `tokens`, as `tokens` has rounded them."""
+        found = self._lengths(cut(tokens, self.local.page_size, self.remote.page_size))
+        num_bytes = sum(places * int(length.sum()) for places, length in found)
+        return sum(places * len(length) for places, length in found), num_bytes
+
+    def _lengths(self, pieces: list[Pieces]) -> list[tuple[int, Ints]]:
+        """How often each set of runs occurs, and their bytes."""
+        found: list[tuple[int, Ints]] = []
+        for kind in pieces:
+            found += [(len(kind.local), part.length) for part in self.parts(kind, flowing=len(pieces) == 1)]
+            if len(pieces) > 1:
+                found += [(len(kind.local), part.length * kind.num_tokens) for part in self._flowing]
+        return found
+
+    def runs(
+        self, local_pages: Ints, remote_pages: Ints, tokens: tuple[int, int], local_bases: Ints, remote_bases: Ints
+    ) -> Runs:
+        """As `Plan.runs`, for checked pages, and tokens, at least one, that `tokens` has rounded."""
+        pieces = cut(tokens, self.local.page_size, self.remote.page_size)
+        alike = len(pieces) == 1
+        if not alike:  # else the pairs below find out, at no cost
+            self.refuse_repeated(PagePairs(local_pages, local_pages))
+        count = sum(places * len(length) for places, length in self._lengths(pieces))
+        if count > MAX_RUNS:
+            raise InvalidTransferError(
+                f"{self.where}: tokens {tokens[0]} to {tokens[1]} take {count} runs, at most {MAX_RUNS} are made"
+            )
+        found: list[Runs] = []
+        for kind in pieces:
+            # Where all pieces are alike they are the pages: each takes one.
+            pages = (local_pages, remote_pages) if alike else (local_pages[kind.local], remote_pages[kind.remote])
+            pairs = PagePairs(*pages)
+            self.refuse_repeated(pairs)
+            found += [part.over(pairs, local_bases, remote_bases) for part in self.parts(kind, flowing=alike)]
+        if not alike and self._flowing:
+            found += self._flow(pieces, local_pages, remote_pages, local_bases, remote_bases)
+        return concatenated(found)
+
+    def _flow(
+        self, pieces: list[Pieces], local_pages: Ints, remote_pages: Ints, local_bases: Ints, remote_bases: Ints
+    ) -> Iterator[Runs]:
+        """The runs of stacks whose tokens go on from piece to piece, which are joined before they are spread."""
+        local_page = np.concatenate([local_pages[kind.local] for kind in pieces])
+        remote_page = np.concatenate([remote_pages[kind.remote] for kind in pieces])
+        repeats = [len(kind.local) for kind in pieces]
+        inside = np.array([kind[:3] for kind in pieces], np.int64)
+        local_token, remote_token, num_tokens = np.repeat(inside, repeats, axis=0).T
+        for part in self._flowing:
+            token_bytes = int(part.length[0])
+            places = joined(
+                Runs(
+                    local_page * part.local_page + local_token * token_bytes,
+                    remote_page * part.remote_page + remote_token * token_bytes,
+                    num_tokens * token_bytes,
+                )
+            )
+            yield part.spread(places.local, places.remote, places.length, local_bases, remote_bases)
+
+
+def _pages_of(where: str, pages: ArrayLike, tokens: tuple[int, int], group: Group) -> Ints:
+    needed = -(-tokens[1] // group.page_size) - tokens[0] // group.page_size
+    try:
+        found = np.asarray(pages, np.int64)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise InvalidTransferError(f"{where} pages are not integers of 64 bits: {error}") from error
+    if found.ndim != 1 or len(found) < needed:
+        raise InvalidTransferError(
+            f"{where} pages: {found.size} for tokens {tokens[0]} to {tokens[1]}, which take {needed} of "
+            f"{group.page_size} tokens"
+        )
+    found = found[:needed]
+    if int(found.view(np.uint64).max()) >= group.num_pages:  # a negative id is a huge one
+        wrong = found[(found < 0) | (found >= group.num_pages)][0]
+        raise InvalidTransferError(f"{where} page {wrong}: the pool has {group.num_pages}")
+    return found
+
+
+def _up(tokens: int, size: int) -> int:
+    return -(-tokens // size) * size

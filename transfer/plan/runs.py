@@ -1,0 +1,184 @@
+"""Runs of bytes, and how those of a page are laid over the pages of a pull.
+
+Everything is numpy over whole batches: nothing here loops over pages or runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transfer.plan.intersection import Ints
+
+_BOTH_STEP = (1 << 32) + 1
+_LARGEST_BLOCK = (32 << 20) - (64 << 10)  # bytes; glibc's largest threshold, less what it adds to a block
+_NEXT_LOCAL = 1 << 31
+"""Least difference of the keys of two pairs of pages, in order, whose local pages differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Runs of bytes to copy. No two write the same byte.
+
+    They are the fewest that a pair of pages takes, and those of neighbouring pages are joined where a region's page is
+    one run. (Where it is several, the last one of a page may meet the first of the next. Joining these would save one
+    run of a page's many, and cost a sort over all.)
+
+    Attributes:
+        local: int64 `[runs]`, absolute address of each run on the reader's side.
+        remote: int64 `[runs]`, on the other side.
+        length: int64 `[runs]`, bytes.
+    """
+
+    local: Ints
+    remote: Ints
+    length: Ints
+
+    def __len__(self) -> int:
+        return len(self.length)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all runs."""
+        return int(self.length.sum())
+
+    def descriptors(
+        self, local_device: int = 0, remote_device: int = 0
+    ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        """The local and the remote side as NIXL takes them: uint64 `[runs, 3]` of address, bytes, device."""
+        return self._rows(self.local, local_device), self._rows(self.remote, remote_device)
+
+    def shortened(self, longest: int) -> Runs:
+        """The same bytes in runs of `longest` bytes at the most."""
+        if not len(self) or int(self.length.max()) <= longest:
+            return self
+        counts = -(-self.length // longest)
+        skipped = (np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)) * longest
+        return Runs(
+            np.repeat(self.local, counts) + skipped,
+            np.repeat(self.remote, counts) + skipped,
+            np.minimum(np.repeat(self.length, counts) - skipped, longest),
+        )
+
+    def _rows(self, address: Ints, device: int) -> NDArray[np.uint64]:
+        rows = np.empty((len(address), 3), np.uint64)
+        rows[:, 0] = address
+        rows[:, 1] = self.length
+        rows[:, 2] = device
+        return rows
+
+
+@cache
+def keep_memory() -> None:
+    """Has the C library keep the memory of large arrays for the next ones: up to 64 MiB, from the first plan on.
+
+    glibc maps what is larger than a threshold anew each time, and the page faults of 131,072 descriptors take ten times
+    as long as their arithmetic (5.7 ms against 0.55). It raises the threshold to the largest block that it has seen
+    freed, up to 32 MiB, so it is shown one: untouched, in microseconds. (`mallopt` would fix the threshold for good,
+    and end that adaption for the whole program.)
+    """
+    np.empty(_LARGEST_BLOCK, np.uint8)
+
+
+def no_runs() -> Runs:
+    """Nothing to copy."""
+    none = np.empty(0, np.int64)
+    return Runs(none, none, none)
+
+
+def concatenated(parts: Sequence[Runs]) -> Runs:
+    """All of `parts`, one after another."""
+    if len(parts) == 1:
+        return parts[0]
+    if not parts:
+        return no_runs()
+    return Runs(
+        np.concatenate([part.local for part in parts]),
+        np.concatenate([part.remote for part in parts]),
+        np.concatenate([part.length for part in parts]),
+    )
+
+
+def joined(runs: Runs) -> Runs:
+    """The same bytes in the fewest runs, sorted by local address."""
+    order = np.argsort(runs.local)
+    local, remote, length = runs.local[order], runs.remote[order], runs.length[order]
+    meets = (local[:-1] + length[:-1] == local[1:]) & (remote[:-1] + length[:-1] == remote[1:])
+    starts = np.flatnonzero(np.concatenate(([True], ~meets)))
+    return Runs(local[starts], remote[starts], np.add.reduceat(length, starts))
+
+
+class PagePairs:
+    """Pages of both sides, paired, sorted by the local one.
+
+    Attributes:
+        repeated: a local page that is named twice; None where all differ.
+    """
+
+    __slots__ = ("_local", "_remote", "_steps", "repeated")
+
+    def __init__(self, local: Ints, remote: Ints) -> None:
+        # Both ids in one number: one sort carries both along, and one difference says that both step by 1.
+        keys = (local << 32) | remote
+        steps = keys[1:] - keys[:-1]
+        self.repeated: int | None = None
+        if len(steps) and int(steps.min()) < _NEXT_LOCAL:
+            keys.sort()
+            local, remote = keys >> 32, keys & 0xFFFFFFFF
+            steps = keys[1:] - keys[:-1]
+            if int(steps.min()) < _NEXT_LOCAL:
+                self.repeated = int(local[int(steps.argmin())])
+        self._local, self._remote, self._steps = local, remote, steps
+
+    def single(self) -> tuple[Ints, Ints, None]:
+        """Local and remote page of each pair."""
+        return self._local, self._remote, None
+
+    def chained(self) -> tuple[Ints, Ints, Ints | None]:
+        """First local and remote page of each stretch of neighbours, and how many pages it has (None: one each)."""
+        breaks = np.flatnonzero(self._steps != _BOTH_STEP) + 1
+        if len(breaks) == len(self._steps):
+            return self.single()
+        starts = np.concatenate(([0], breaks))
+        return self._local[starts], self._remote[starts], np.diff(starts, append=len(self._local))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Runs of a page, those that share their page strides; offsets are bytes from the start of a region.
+
+    Attributes:
+        local_region: int64 `[runs]`.
+        local_offset: int64 `[runs]`, in page 0.
+        remote_region: int64 `[runs]`.
+        remote_offset: int64 `[runs]`, in page 0.
+        length: int64 `[runs]`.
+        local_page: bytes between neighbouring pages on the local side.
+        remote_page: bytes between neighbouring pages on the remote side.
+        chains: each run fills its page on both sides, so those of neighbouring pages join.
+    """
+
+    local_region: Ints
+    local_offset: Ints
+    remote_region: Ints
+    remote_offset: Ints
+    length: Ints
+    local_page: int
+    remote_page: int
+    chains: bool
+
+    def over(self, pages: PagePairs, local_bases: Ints, remote_bases: Ints) -> Runs:
+        """The runs of all pairs of pages."""
+        local, remote, counts = pages.chained() if self.chains else pages.single()
+        length = self.length[:, None] if counts is None else self.length[:, None] * counts
+        return self.spread(local * self.local_page, remote * self.remote_page, length, local_bases, remote_bases)
+
+    def spread(self, local: Ints, remote: Ints, length: Ints, local_bases: Ints, remote_bases: Ints) -> Runs:
+        """Each run at each place: bytes from page 0 on both sides, int64 `[places]`; `length` broadcasts to both."""
+        local = np.add.outer(local_bases[self.local_region] + self.local_offset, local)
+        remote = np.add.outer(remote_bases[self.remote_region] + self.remote_offset, remote)
+        return Runs(local.reshape(-1), remote.reshape(-1), np.broadcast_to(length, local.shape).reshape(-1))

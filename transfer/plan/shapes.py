@@ -1,0 +1,201 @@
+"""The layouts of the field as boxes: our own pools, per-layer tensors of any axis order, latents, recurrent state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from kvcache.layout import AXES as PAGE_AXES
+from kvcache.layout import PageLayout
+from transfer.errors import InvalidEngineError
+from transfer.plan.boxes import AXES, KV, Box, Group, Index, ShardLayout, Sizes
+
+# Axes of one layer's tensor, as serving engines lay it out. T tokens, H heads, D dims, N pages.
+SPLIT_NHD = "side,page,token,head,dim"
+"""`[2, N, T, H, D]`: all pages of K, then all of V (FlashAttention)."""
+SPLIT_HND = "side,page,head,token,dim"
+"""`[2, N, H, T, D]`."""
+BLOCKS_FIRST_NHD = "page,side,token,head,dim"
+"""`[N, 2, T, H, D]`: K and V of a page side by side (FlashInfer)."""
+BLOCKS_FIRST_HND = "page,side,head,token,dim"
+"""`[N, 2, H, T, D]`."""
+PACKED_NHD = "page,token,head,side,dim"
+"""`[N, T, H, 2 * D]`: K and V of a head and token side by side."""
+PACKED_HND = "page,head,token,side,dim"
+"""`[N, H, T, 2 * D]` (vLLM 0.33)."""
+LATENT = "page,token,dim"
+"""`[N, T, D]`: multi-head latent attention, one side, one head, held by every rank."""
+
+
+def from_tensor(
+    shape: Sequence[int],
+    strides: Sequence[int],
+    axes: str,
+    *,
+    dtype: str,
+    itemsize: int,
+    region: int = 0,
+    offset: int = 0,
+    kind: str = KV,
+    first: Index = (0, 0, 0, 0),
+) -> Box:
+    """The box of a tensor whose dimensions are named.
+
+    Args:
+        shape: elements of each dimension.
+        strides: bytes (not elements) between neighbours of each dimension.
+        axes: a name for each dimension, comma-separated, of page, layer, side, head, token and dim. An axis that is not
+            named has one element. A dimension that holds two axes (packed K and V) is given as two.
+        dtype: name of the element type.
+        itemsize: bytes of an element.
+        region: region that the tensor lies in.
+        offset: bytes from the start of the region to the tensor.
+        kind: as in `Box`.
+        first: as in `Box`.
+
+    Raises:
+        InvalidEngineError: the axes do not fit the shape, or one has no name or another's.
+    """
+    names = axes.split(",")
+    if len(set(names)) != len(names) or not set(names) <= {"page", *AXES}:
+        raise InvalidEngineError(f"axes {axes!r}: each of page, {', '.join(AXES)} may be named once, nothing else")
+    if not len(names) == len(shape) == len(strides):
+        raise InvalidEngineError(f"axes {axes!r} name {len(names)} of {len(shape)} sizes and {len(strides)} strides")
+    sizes, steps = dict(zip(names, shape, strict=True)), dict(zip(names, strides, strict=True))
+    return Box(
+        kind=kind,
+        dtype=dtype,
+        itemsize=itemsize,
+        region=region,
+        offset=offset,
+        page_stride=steps.get("page", 0),
+        first=first,
+        extent=_five(sizes, 1),
+        strides=_five(steps, 0),
+    )
+
+
+def _five(found: dict[str, int], default: int) -> Sizes:
+    layer, side, head, token, dim = (found.get(axis, default) for axis in AXES)
+    return (layer, side, head, token, dim)
+
+
+def dense_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Bytes between neighbours of each dimension of a dense tensor."""
+    return tuple(math.prod(shape[axis + 1 :]) * itemsize for axis in range(len(shape)))
+
+
+def dense(layout: PageLayout, num_pages: int, first_layer: int = 0) -> ShardLayout:
+    """A pool of `kvcache`: one region over all layers, page after page, each dense in the order of `layout`.
+
+    Args:
+        layout: the geometry of a page.
+        num_pages: pages of the pool, the null page included.
+        first_layer: the model's first layer that this pipeline stage holds.
+    """
+    axes = ["page", *layout.order.split(",")]
+    shape = [num_pages, *(layout.extents[axis] for axis in axes[1:])]
+    box = from_tensor(
+        shape,
+        dense_strides(shape, layout.itemsize),
+        ",".join(axes),
+        dtype=layout.dtype,
+        itemsize=layout.itemsize,
+        first=(first_layer, 0, layout.first_head, 0),
+    )
+    return ShardLayout((Group(layout.page_size, num_pages, (box,)),), (num_pages * layout.page_bytes,))
+
+
+def per_layer(layout: PageLayout, num_pages: int, axes: str, first_layer: int = 0) -> ShardLayout:
+    """One dense tensor and region for each layer.
+
+    Args:
+        layout: what a page holds; its `order` is not used.
+        num_pages: pages of each tensor.
+        axes: order of a layer's tensor, as one of the names in this module.
+        first_layer: the model's first layer that this pipeline stage holds.
+
+    Raises:
+        InvalidEngineError: as `from_tensor`, or `axes` name the layer, or leave out an axis that has several elements.
+    """
+    names = axes.split(",")
+    left_out = [axis for axis in PAGE_AXES if axis not in (*names, "layer") and layout.extents[axis] > 1]
+    if "layer" in names or "page" not in names or left_out:
+        raise InvalidEngineError(f"axes {axes!r}: page and {left_out or 'the rest'} are needed, layer is not")
+    sizes = layout.extents | {"page": num_pages}
+    shape = [sizes.get(axis, 1) for axis in names]
+    boxes = tuple(
+        from_tensor(
+            shape,
+            dense_strides(shape, layout.itemsize),
+            axes,
+            dtype=layout.dtype,
+            itemsize=layout.itemsize,
+            region=layer,
+            first=(first_layer + layer, 0, layout.first_head, 0),
+        )
+        for layer in range(layout.num_layers)
+    )
+    num_bytes = math.prod(shape) * layout.itemsize
+    return ShardLayout((Group(layout.page_size, num_pages, boxes),), (num_bytes,) * layout.num_layers)
+
+
+def mamba_boxes(
+    *,
+    layer: int,
+    x: range,
+    b: range,
+    c: range,
+    conv_length: int,
+    ssm_heads: range,
+    ssm_dims: int,
+    dtype: tuple[str, int],
+    page_stride: int,
+    ssm_dtype: tuple[str, int] | None = None,
+    region: int = 0,
+    offset: int = 0,
+) -> tuple[Box, ...]:
+    """The boxes of one Mamba layer's state: a page holds the convolution's `[channels, conv_length]`, then the SSM's.
+
+    The channels are those of x, B and C of this rank, one after another, each with its last `conv_length` inputs side
+    by side (vLLM's "DS" layout). A rank holds a range of each, so a TP split that differs is an intersection like any
+    other, and B and C may be replicated while x is split. Mamba 1 has no channels of B and C here.
+
+    Args:
+        layer: the model's layer.
+        x: channels of x that this rank holds, in the model's numbering.
+        b: channels of B.
+        c: channels of C.
+        conv_length: inputs that the convolution remembers.
+        ssm_heads: SSM heads that this rank holds (for Mamba 1: channels).
+        ssm_dims: elements of the SSM state of a head: head_dim times state size.
+        dtype: name and bytes of an element of the convolution's state.
+        page_stride: bytes from one page to the next; may be more than a page needs.
+        ssm_dtype: name and bytes of an element of the SSM state; as `dtype` where None.
+        region: region that the pages lie in.
+        offset: bytes from the start of the region to page 0.
+    """
+    boxes: list[Box] = []
+    parts = (
+        ("conv.x", x, conv_length, dtype),
+        ("conv.B", b, conv_length, dtype),
+        ("conv.C", c, conv_length, dtype),
+        ("ssm", ssm_heads, ssm_dims, ssm_dtype or dtype),
+    )
+    for kind, held, dims, (name, itemsize) in parts:
+        if len(held) == 0:
+            continue
+        box = Box(
+            kind=kind,
+            dtype=name,
+            itemsize=itemsize,
+            region=region,
+            offset=offset,
+            page_stride=page_stride,
+            first=(layer, 0, held.start, 0),
+            extent=(1, 1, len(held), 1, dims),
+            strides=(0, 0, dims * itemsize, 0, itemsize),
+        )
+        boxes.append(box)
+        offset += len(held) * dims * itemsize
+    return tuple(boxes)

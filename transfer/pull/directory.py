@@ -1,0 +1,335 @@
+"""Which engines a replica reads from: found by address and engine id, watched while pulls go on, forgotten in the end.
+
+A request says where its source is, and may be wrong: what it says touches no request that says otherwise. Metadata is
+asked for at the first request, and an engine is forgotten when it dies, is replaced, or is idle. It is replaced when it
+is known to be gone, and not because somebody else answers to its name: whoever does waits until it has been asked.
+Metadata that no key vouches for is tried elsewhere before it is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from transfer.errors import HandshakeError, MetadataError, TransferError
+from transfer.nixl.trials import Attempt, Trials
+from transfer.wire.messages import Answer, MetadataReply, Pong, open_rank
+
+if TYPE_CHECKING:
+    from transfer.pull.rank import RankTransfer
+    from transfer.pull.remote import RemoteEngine
+    from transfer.wire.handshake import HandshakeClient
+
+_UNTRIED = "its metadata is sealed with no key, and a process in which it was tried found it wrong"
+
+Place: TypeAlias = tuple[str, str]
+"""ZMQ endpoint of a handshake, and the id of the engine that is expected there."""
+
+
+class Times(NamedTuple):
+    """How long what may take, in seconds.
+
+    Attributes:
+        handshake: an engine's answer to the question for its metadata.
+        heartbeat: from one sign of life that is asked for to the next, while pulls go on.
+        dead_after: an engine's silence.
+        idle: that an engine is remembered without a pull.
+    """
+
+    handshake: float = 5.0
+    heartbeat: float = 1.0
+    dead_after: float = 5.0
+    idle: float = 3600.0
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """An engine at an address: when it was last used and heard of, and what has been asked of it.
+
+    Attributes:
+        place: where it is, and its id.
+        incarnation: which start of it is loaded; empty while that is not known.
+    """
+
+    place: Place
+    incarnation: str = ""
+    used: float = 0.0
+    heard: float = 0.0
+    asked: float = 0.0
+    connecting: bool = False
+    pinging: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Newcomer:
+    """What an engine has answered that is not loaded yet: for each rank here what is known of it, and its trial."""
+
+    incarnation: str
+    remotes: list[RemoteEngine]
+    attempt: Attempt | None = None
+
+
+class Directory:
+    """The engines that are known to all ranks of this process, or are being asked. Single-threaded.
+
+    Args:
+        ranks: load what is found.
+        client: asks.
+        times: limits.
+        clock: seconds, monotonic.
+        on_ready: called with an engine that has just said who it is, every time that it does.
+        on_lost: called with an engine that is not to be read from any more, and why.
+        trials: try what is not sealed with a key; those of the process where None.
+
+    Attributes:
+        failed_handshakes: engines that did not answer, or not well.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[RankTransfer],
+        client: HandshakeClient,
+        times: Times,
+        clock: Callable[[], float],
+        on_ready: Callable[[Peer], None],
+        on_lost: Callable[[Peer, str], None],
+        trials: Trials | None = None,
+    ) -> None:
+        self.failed_handshakes = 0
+        self._ranks = ranks
+        self._client = client
+        self._times = times
+        self._clock = clock
+        self._on_ready = on_ready
+        self._on_lost = on_lost
+        self._compatibility: Mapping[str, str] = ranks[0].identity.compatibility
+        self._peers: dict[Place, Peer] = {}
+        self._newcomers: dict[Place, _Newcomer] = {}
+        self._trials = None if ranks[0].identity.key else trials or Trials.shared()
+        self._next_watch = 0.0
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def ready(self, place: Place) -> Peer | None:
+        """Returns the engine at a place if all ranks have it loaded."""
+        peer = self._peers.get(place)
+        return peer if peer is not None and self._is_connected(peer) else None
+
+    def connect(self, place: Place) -> None:
+        """Asks the engine at a place for its metadata unless it is loaded. `on_ready` or `on_lost` tells of the end."""
+        peer = self._peers.setdefault(place, Peer(place))
+        peer.used = self._clock()
+        if peer.connecting or self._is_connected(peer):
+            return
+        peer.connecting = True
+        if self._trials is not None:
+            self._trials.start()
+
+        def done(answer: Answer | TransferError) -> None:
+            if self._peers.get(place) is peer:
+                self._on_metadata(peer, answer)
+
+        self._client.ask_metadata(*place, self._compatibility, done, self._times.handshake)
+
+    def add(self, address: str, ranks: Sequence[bytes]) -> str:
+        """Loads an engine whose metadata came by another way than the handshake. Returns its id.
+
+        Args:
+            address: where it answers signs of life, as requests will name it.
+            ranks: sealed metadata of each of its ranks.
+
+        Raises:
+            TransferError: as `RankTransfer.connect`. Nothing stays loaded then.
+        """
+        if not ranks:
+            raise MetadataError(f"{address}: metadata of 0 ranks, an engine has at least one")
+        first = open_rank(ranks[0], self._ranks[0].identity.key)
+        peer = Peer((address, first.engine_id), used=self._clock(), heard=self._clock())
+        if not self._is_loaded(first.engine_id, first.incarnation):
+            remotes = self._inspect(peer, ranks, first.incarnation)
+            if self._trials is not None and (verdict := self._trials.run(remotes[0].ranks, self._ranks[0].memory_type)):
+                raise HandshakeError(f"engine {first.engine_id!r} at {address}: {_UNTRIED}: {verdict}")
+            self._load(peer, remotes)
+        peer.incarnation = first.incarnation
+        self._peers[peer.place] = peer
+        self._on_ready(peer)
+        return first.engine_id
+
+    def _is_connected(self, peer: Peer) -> bool:
+        return bool(peer.incarnation) and self._is_loaded(peer.place[1], peer.incarnation)
+
+    def _is_loaded(self, engine_id: str, incarnation: str) -> bool:
+        remotes = [rank.remote(engine_id) for rank in self._ranks]
+        return all(remote is not None and remote.incarnation == incarnation for remote in remotes)
+
+    def _on_metadata(self, peer: Peer, answer: Answer | TransferError) -> None:
+        address, engine_id = peer.place
+        try:
+            if not isinstance(answer, MetadataReply):
+                raise answer if isinstance(answer, TransferError) else HandshakeError(f"{address}: no metadata")
+            loaded = self._is_loaded(engine_id, answer.incarnation)
+            remotes = [] if loaded else self._inspect(peer, answer.ranks, answer.incarnation)
+        except TransferError as error:
+            self._refuse(peer, str(error))
+            return
+        self._newcomers[peer.place] = _Newcomer(answer.incarnation, remotes)
+        self._go_on(peer)
+
+    def _inspect(self, peer: Peer, ranks: Sequence[bytes], incarnation: str) -> list[RemoteEngine]:
+        return [rank.inspect(ranks, (peer.place[1], incarnation)) for rank in self._ranks]
+
+    def _go_on(self, peer: Peer) -> None:
+        """Loads a newcomer once nothing is in its way: another start of it that lives, or a trial."""
+        newcomer = self._newcomers[peer.place]
+        try:
+            if not self._is_loaded(peer.place[1], newcomer.incarnation):
+                if known := self._others(peer, newcomer.incarnation):
+                    for other in known:
+                        self._ping(other)
+                    return
+                if not self._is_tried(newcomer):
+                    return
+                self._load(peer, newcomer.remotes)
+        except TransferError as error:
+            self._refuse(peer, str(error))
+            return
+        del self._newcomers[peer.place]
+        peer.connecting = False
+        peer.incarnation, peer.heard = newcomer.incarnation, self._clock()
+        self._on_alive(peer)
+
+    def _is_tried(self, newcomer: _Newcomer) -> bool:
+        """Whether a newcomer may be loaded; its trial begins where it has not."""
+        if self._trials is None:
+            return True
+        if newcomer.attempt is None:
+            newcomer.attempt = self._trials.begin(newcomer.remotes[0].ranks, self._ranks[0].memory_type)
+        if newcomer.attempt.verdict:
+            raise HandshakeError(f"{_UNTRIED}: {newcomer.attempt.verdict}")
+        return newcomer.attempt.verdict is not None
+
+    def _others(self, peer: Peer, incarnation: str) -> list[Peer]:
+        """The places at which another start of an engine is known, and loaded."""
+        same = [other for other in self._peers.values() if other.place[1] == peer.place[1] and other is not peer]
+        return [other for other in same if other.incarnation != incarnation and self._is_connected(other)]
+
+    def _of(self, engine_id: str) -> list[tuple[Peer, _Newcomer]]:
+        return [(self._peers[place], one) for place, one in self._newcomers.items() if place[1] == engine_id]
+
+    def _on_alive(self, peer: Peer) -> None:
+        """An engine has said who it is: whoever waits for its place does so in vain."""
+        self._on_ready(peer)
+        address, engine_id = peer.place
+        for other, newcomer in self._of(engine_id):
+            if newcomer.incarnation != peer.incarnation and other.place in self._newcomers:
+                there = other.place[0]
+                self._refuse(
+                    other,
+                    f"an engine of this id is known at {address} and lives there, as {peer.incarnation!r}; the one at "
+                    f"{there} is {newcomer.incarnation!r}",
+                )
+
+    def _refuse(self, peer: Peer, reason: str) -> None:
+        self.failed_handshakes += 1
+        self._forget(peer, f"handshake with engine {peer.place[1]!r} at {peer.place[0]}: {reason}")
+
+    def _admit(self, engine_id: str) -> None:
+        """Goes on with who waits for an engine's place, if that is empty now: with one, for whom the others wait."""
+        for peer, newcomer in self._of(engine_id):
+            if self._newcomers.get(peer.place) is newcomer:
+                self._go_on(peer)
+
+    def _load(self, peer: Peer, remotes: Sequence[RemoteEngine]) -> None:
+        address, engine_id = peer.place
+        loaded: list[RankTransfer] = []
+        try:
+            for rank, remote in zip(self._ranks, remotes, strict=True):
+                rank.load(remote)
+                loaded.append(rank)
+        except TransferError as error:
+            for rank in loaded:
+                rank.disconnect(engine_id, str(error))
+            raise
+        peer.incarnation = remotes[0].incarnation
+        for other in [other for other in self._peers.values() if other.place[1] == engine_id]:
+            if other.incarnation not in {"", peer.incarnation}:
+                self._forget(other, f"engine {engine_id!r} was started anew, at {address}")
+
+    def poll(self) -> None:
+        """Goes on with engines whose trial is over. To be called often; mostly does nothing."""
+        if not self._newcomers or self._trials is None:
+            return
+        self._trials.poll()
+        for place, newcomer in list(self._newcomers.items()):
+            ended = newcomer.attempt is not None and newcomer.attempt.verdict is not None
+            if ended and self._newcomers.get(place) is newcomer:
+                self._go_on(self._peers[place])
+
+    def watch(self, busy: Callable[[], set[Place]]) -> None:
+        """Asks for signs of life where they are due, and forgets who is idle. To be called often; mostly does nothing.
+
+        Args:
+            busy: returns the places that pulls go on from, or wait for.
+        """
+        now = self._clock()
+        if now < self._next_watch:
+            return
+        self._next_watch = now + self._times.heartbeat / 4
+        used = busy()
+        for place, peer in list(self._peers.items()):
+            if place in used:
+                peer.used = now
+            if peer.connecting:
+                continue
+            if place not in used:
+                if now - peer.used > self._times.idle:
+                    self._forget(peer, "idle")
+            elif peer.incarnation and not self._is_connected(peer):
+                self._forget(peer, f"engine {place[1]!r} was lost")
+            elif now - max(peer.heard, peer.asked) > self._times.heartbeat:
+                self._ping(peer)
+
+    def check(self, place: Place) -> None:
+        """Asks the engine at a place, if it is known, whether it lives and is still the one that is loaded."""
+        if (peer := self._peers.get(place)) is not None:
+            self._ping(peer)
+
+    def _ping(self, peer: Peer) -> None:
+        if peer.pinging or peer.connecting:
+            return
+        peer.pinging, peer.asked = True, self._clock()
+
+        def done(answer: Answer | TransferError) -> None:
+            peer.pinging = False
+            engine_id = peer.place[1]
+            if self._peers.get(peer.place) is not peer:
+                return
+            if not isinstance(answer, Pong):
+                self._forget(peer, f"engine {engine_id!r} is silent: {answer}")
+            elif answer.incarnation != peer.incarnation:
+                self._forget(peer, f"engine {engine_id!r} was restarted")
+            else:
+                peer.heard = self._clock()
+                self._on_alive(peer)
+
+        self._client.ping(*peer.place, done, self._times.dead_after)
+
+    def forget(self, engine_id: str, reason: str) -> None:
+        """Takes an engine for gone, of which the owner has heard so elsewhere. The next request asks it anew."""
+        for peer in [peer for peer in self._peers.values() if peer.place[1] == engine_id]:
+            self._forget(peer, reason)
+
+    def _forget(self, peer: Peer, reason: str) -> None:
+        """Drops what was learnt at a place; the next request asks anew."""
+        address, engine_id = peer.place
+        self._peers.pop(peer.place, None)
+        self._newcomers.pop(peer.place, None)
+        others = [other for other in self._peers.values() if other.place[1] == engine_id]
+        if peer.incarnation and all(other.incarnation != peer.incarnation for other in others):
+            for rank in self._ranks:
+                rank.disconnect(engine_id, reason, peer.incarnation)
+        self._on_lost(peer, reason)
+        self._client.forget(address)
+        self._admit(engine_id)

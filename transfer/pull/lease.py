@@ -1,0 +1,263 @@
+"""Leases: who may still read the pages of a request, until when, and the words in memory by which a reader can tell.
+
+A lease stands while its random id stands in its *lease word*, eight bytes that every peer may READ. A reader copies the
+pages first and READs the word afterwards. If the id is still there, nothing had given the pages away when the last byte
+was copied, because a lease is ended in one order only: the word is cleared, then the pages lose their holder. So
+whatever is written to the pages later is written after the word was cleared. `docs/protocol.md` has the whole argument.
+
+The idea of a generation word that is read after the data is that of a seqlock (Lameter 2005; Boehm, MSPC 2012).
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import secrets
+import time
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from transfer.errors import InvalidEngineError, InvalidLeaseError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy.typing as npt
+
+    from transfer.wire.messages import ReaderNote
+
+WORD_BYTES = 8
+CLEARED = 0
+"""What a lease word holds while no lease stands in it. No lease has this id."""
+
+_MAX_ENDED = 1 << 16
+_MADV_WIPEONFORK = 18
+"""Of Linux; Python has no name for it. A fork gets pages of zeros in place of a copy."""
+
+Verdict = Literal["accepted", "unknown", "late", "duplicate", "malformed"]
+
+
+def make_words(count: int) -> npt.NDArray[np.uint64]:
+    """Returns `count` words of zero, uint64, in pages of their own: a transfer may read them, and nothing else.
+
+    They are this process's alone. A process that is forked from it finds zeros at their address, and what it writes
+    there nobody else sees: whoever reads a lease word of the fork, say because the fork has got our pid and is older
+    than the lease's end, finds no lease.
+
+    Raises:
+        InvalidEngineError: (a ValueError) the kernel cannot keep memory from forks; Linux can from 4.14 on.
+    """
+    size = count * WORD_BYTES
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # freed with the last view of it
+    try:
+        memory.madvise(_MADV_WIPEONFORK)
+    except OSError as error:
+        raise InvalidEngineError(
+            f"{size} bytes of lease words: this kernel cannot wipe them in a fork: {error}"
+        ) from error
+    return np.frombuffer(memory, np.uint64)
+
+
+def new_lease_id() -> int:
+    """Returns a random 64-bit id, never 0. That no other process can hold it is what a fence rests on."""
+    return secrets.randbelow((1 << 64) - 1) + 1
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """One lease on one shard. Every shard of a source grants it under the same id and slot.
+
+    Attributes:
+        lease_id: random, 64 bits; also the content of the word.
+        request_id: the request whose pages are held, as the source calls it.
+        slot: index of the lease word.
+        duration_s: seconds that a grant or a renewal lasts.
+        engines: reading engines that must have ended before the lease does.
+        deadline: on the book's clock.
+        last_deadline: no renewal goes beyond it.
+        heard: engine id to the ranks of it that have ended.
+        ranks: engine id to the number of its ranks.
+        refusal: the first reason that a reader gave for giving up; empty where none did.
+        ended: why the lease has ended; empty while it stands.
+    """
+
+    lease_id: int
+    request_id: str
+    slot: int
+    duration_s: float
+    engines: int
+    deadline: float
+    last_deadline: float
+    heard: dict[str, set[int]] = field(default_factory=dict[str, set[int]])
+    ranks: dict[str, int] = field(default_factory=dict[str, int])
+    refusal: str = ""
+    ended: str = ""
+
+    @property
+    def is_read(self) -> bool:
+        """Whether every rank of as many engines as were expected has said that it is done, or will not read."""
+        ended = sum(len(ranks) == self.ranks[engine] for engine, ranks in self.heard.items())
+        return ended >= self.engines
+
+
+class LeaseBook:
+    """The leases of one shard. Only `_end` clears a word, and it does so before anyone learns that the lease is over.
+
+    Args:
+        slots: leases that can stand at once.
+        clock: seconds, monotonic. Deadlines never leave the process: peers are told durations.
+        longest: how many durations a lease lives at most, whatever readers renew.
+
+    Attributes:
+        words: uint64 `[slots]`, the lease words. To be registered, and to stay mapped while any peer lives.
+        counts: how many notes of readers met which verdict.
+    """
+
+    def __init__(self, slots: int = 4096, clock: Callable[[], float] = time.monotonic, *, longest: float = 20) -> None:
+        self.words = make_words(slots)
+        self.counts: Counter[Verdict] = Counter()
+        self._clock = clock
+        self._longest = longest
+        self._by_id: dict[int, Lease] = {}
+        self._slots: dict[int, Lease] = {}
+        self._ended: OrderedDict[int, None] = OrderedDict()
+        self._next_deadline = math.inf
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def grant(
+        self,
+        lease_id: int,
+        request_id: str,
+        slot: int,
+        duration_s: float,
+        *,
+        engines: int = 1,
+        running: bool = False,
+    ) -> Lease:
+        """Lets a lease stand from now on. Its id may leave the process afterwards, not before.
+
+        Args:
+            lease_id: of `new_lease_id`.
+            request_id: whose pages are held. The caller holds them until the lease has ended.
+            slot: index of a free lease word.
+            duration_s: seconds until it ends by itself.
+            engines: reading engines that must have ended before the lease does.
+            running: the request is still computed, and holds its pages itself: no time runs before `start_clock`.
+
+        Raises:
+            InvalidLeaseError: (a ValueError) an id or slot that is taken or out of range, or no duration.
+        """
+        lease = f"request {request_id!r}: lease {lease_id:#018x}"
+        if not CLEARED < lease_id < 1 << 64 or lease_id in self._by_id:
+            raise InvalidLeaseError(f"{lease} is taken, or not a 64-bit number above 0")
+        if not 0 <= slot < len(self.words) or slot in self._slots:
+            raise InvalidLeaseError(f"{lease}: slot {slot} is taken, or outside of 0 to {len(self.words) - 1}")
+        if not 0 < duration_s < math.inf or engines < 1:
+            raise InvalidLeaseError(f"{lease}: {duration_s} s for {engines} engines; both must be above 0")
+        now = math.inf if running else self._clock()
+        granted = Lease(
+            lease_id, request_id, slot, duration_s, engines, now + duration_s, now + duration_s * self._longest
+        )
+        self._by_id[lease_id] = self._slots[slot] = granted
+        self._next_deadline = min(self._next_deadline, granted.deadline)
+        self.words[slot] = lease_id
+        return granted
+
+    def start_clock(self, lease_id: int) -> None:
+        """Begins the time of a lease that was granted to a running request. Nothing happens where it has begun."""
+        lease = self._by_id.get(lease_id)
+        if lease is not None and lease.deadline == math.inf:
+            now = self._clock()
+            lease.deadline, lease.last_deadline = now + lease.duration_s, now + lease.duration_s * self._longest
+            self._next_deadline = min(self._next_deadline, lease.deadline)
+
+    def find(self, lease_id: int) -> Lease | None:
+        """Returns the lease of this id if it stands."""
+        return self._by_id.get(lease_id)
+
+    def ids(self) -> list[int]:
+        """Returns the ids of all leases that stand."""
+        return list(self._by_id)
+
+    def hear(self, note: ReaderNote) -> Lease | None:
+        """Books what a rank of a reading engine says.
+
+        Returns:
+            The lease, where this was the last that had to end: its word is cleared, the pages may go.
+        """
+        verdict = self._verdict(note)
+        self.counts[verdict] += 1
+        if verdict != "accepted":
+            return None
+        lease = self._by_id[note.lease_id]
+        if note.verdict == "renew":
+            self._renew(lease)
+            return None
+        lease.ranks[note.engine_id] = note.ranks
+        lease.heard.setdefault(note.engine_id, set()).add(note.rank)
+        if note.verdict == "refused" and not lease.refusal:
+            lease.refusal = note.reason or "refused"
+        return self._end(lease, lease.refusal or "read") if lease.is_read else None
+
+    def _verdict(self, note: ReaderNote) -> Verdict:
+        lease = self._by_id.get(note.lease_id)
+        if lease is None:
+            return "late" if note.lease_id in self._ended else "unknown"
+        if not 0 <= note.rank < note.ranks or lease.ranks.get(note.engine_id, note.ranks) != note.ranks:
+            return "malformed"
+        if note.rank in lease.heard.get(note.engine_id, ()):
+            return "late" if note.verdict == "renew" else "duplicate"
+        return "accepted"
+
+    def _renew(self, lease: Lease) -> None:
+        lease.deadline = max(lease.deadline, min(self._clock() + lease.duration_s, lease.last_deadline))
+
+    def end(self, lease_id: int, reason: str) -> Lease | None:
+        """Ends a lease, whoever still reads: an abort, or room is needed. Readers find out by their fence.
+
+        Returns:
+            The lease, its word cleared; None where it has ended before.
+        """
+        lease = self._by_id.get(lease_id)
+        return None if lease is None else self._end(lease, reason)
+
+    def expire(self) -> list[Lease]:
+        """Ends the leases whose deadline has passed, and returns them, their words cleared."""
+        now = self._clock()
+        if now < self._next_deadline:
+            return []
+        over = [lease for lease in self._by_id.values() if lease.deadline <= now]
+        ended = [
+            self._end(lease, f"expired after {lease.duration_s} s without a word of its readers") for lease in over
+        ]
+        self._next_deadline = min((lease.deadline for lease in self._by_id.values()), default=math.inf)
+        return ended
+
+    def _end(self, lease: Lease, reason: str) -> Lease:
+        self.words[lease.slot] = CLEARED  # first: from here on no fence accepts what is read of the pages
+        lease.ended = reason
+        del self._by_id[lease.lease_id], self._slots[lease.slot]
+        self._ended[lease.lease_id] = None
+        if len(self._ended) > _MAX_ENDED:
+            self._ended.popitem(last=False)
+        return lease
+
+    def check(self) -> None:
+        """Recounts everything.
+
+        Raises:
+            InvalidLeaseError: a word does not hold the id of the lease in its slot, or a lease that has ended stands.
+        """
+        expected = np.zeros_like(self.words)
+        for slot, lease in self._slots.items():
+            expected[slot] = lease.lease_id
+            if lease.slot != slot or lease.ended or self._by_id.get(lease.lease_id) is not lease:
+                raise InvalidLeaseError(f"request {lease.request_id!r}: lease {lease.lease_id:#018x} is booked wrongly")
+        wrong = np.flatnonzero(self.words != expected)
+        if wrong.size or len(self._slots) != len(self._by_id):
+            raise InvalidLeaseError(f"lease words {wrong[:8].tolist()} do not hold the ids of their leases")

@@ -1,0 +1,392 @@
+"""The reading side of one rank: READs of pages, the fence after them, and what is in flight until it is not.
+
+A pull is over in two steps that may be far apart. It *fails* as soon as the reason is known. Its pages are *safe* when
+nothing of it is in flight: NIXL cannot stop a copy, so until then bytes may still land in them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from transfer.engine.metadata import MemoryType
+from transfer.errors import AgentError, InvalidTransferError, PullFailedError, TransferError
+from transfer.pull.batches import next_transfer
+from transfer.pull.lease import CLEARED, WORD_BYTES, make_words
+from transfer.pull.pull_state import LeaseRef, Part, Pull, PullEvent
+from transfer.wire.messages import ReaderNote, encode_message
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transfer.nixl.agent import Agent, Handle
+    from transfer.pull.remote import RemoteEngine
+
+_WORDS_IN = (MemoryType.DRAM, MemoryType.DRAM)
+_SLICE_S = 0.3e-3
+_MOST_IN_FLIGHT = 8
+"""Transfers of a pull at a time, where posts return before all is copied: 32 MiB on the wire, and the background."""
+
+
+class Puller:
+    """The pulls of one rank. Single-threaded: the thread that owns the agent calls everything.
+
+    Each is made with the agent of its source; `words` must be registered with all of them.
+
+    Args:
+        identity: (engine id, rank, ranks) of this rank, as sources are told.
+        memory_type: where the pages of this rank live.
+        slots: fences that can be in flight at once.
+        clock: seconds, monotonic.
+
+    Attributes:
+        words: uint64 `[slots]`, where fences put the lease words that they read. To be registered by the caller.
+        is_copying: there is more to copy, and who polls does it: the next poll should come at once.
+    """
+
+    def __init__(
+        self,
+        identity: tuple[str, int, int],
+        *,
+        memory_type: MemoryType = MemoryType.DRAM,
+        slots: int = 1024,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.words = make_words(slots)
+        self.events: deque[PullEvent] = deque()
+        self.ended: deque[Pull] = deque(maxlen=4096)
+        self._identity = identity
+        self._memory_type = memory_type
+        self._clock = clock
+        self._address = self.words.ctypes.data
+        self._free = list(range(slots))
+        self._pulls: dict[str, Pull] = {}
+        self._behind: dict[int, Handle] = {}  # by id of the source: what NIXL's thread copies from it
+        self.is_copying = False
+
+    def __len__(self) -> int:
+        return len(self._pulls)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._pulls
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether something is in flight, or about to be: a pull that waits for further pages does not count."""
+        return any(pull.in_flight or pull.waiting for pull in self._pulls.values())
+
+    def uses(self, engine: RemoteEngine) -> bool:
+        """Tells whether a pull still has to do with an engine."""
+        return any(pull.engine is engine for pull in self._pulls.values())
+
+    def open(self, key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: float) -> Pull:
+        """Begins a pull: the lease is renewed from now on, and `add` may read.
+
+        Args:
+            key: names it; free again once its last event is out.
+            engine: the source, loaded.
+            lease: under which it holds the pages.
+            timeout_s: seconds until it fails by itself.
+
+        Raises:
+            InvalidTransferError: the key is taken, or the source has no such lease word.
+            PullFailedError: the source is known to be gone.
+        """
+        if key in self._pulls:
+            raise InvalidTransferError(f"request {key!r}: a pull of this name has not ended yet")
+        if engine.failure:
+            raise PullFailedError(f"request {key!r}: engine {engine.engine_id!r} was lost: {engine.failure}")
+        if not 0 <= lease.slot < engine.words or not CLEARED < lease.lease_id < 1 << 64:
+            raise InvalidTransferError(
+                f"request {key!r}: lease {lease.lease_id:#x} in slot {lease.slot}, engine {engine.engine_id!r} has "
+                f"{engine.words} slots"
+            )
+        if not 0 < timeout_s < math.inf or not 0 < lease.duration_s < math.inf:
+            raise InvalidTransferError(f"request {key!r}: timeout of {timeout_s} s, lease of {lease.duration_s} s")
+        now = self._clock()
+        pull = Pull(key, engine, lease, now + timeout_s, now, renew_at=now + lease.duration_s / 3)
+        self._pulls[key] = pull
+        return pull
+
+    def get(self, key: str) -> Pull:
+        """Returns a pull that can still be added to.
+
+        Raises:
+            PullFailedError: there is no such pull, it has failed, or its last part was added before.
+        """
+        pull = self._pulls.get(key)
+        if pull is None or pull.error or not pull.more:
+            reason = "no such pull" if pull is None else pull.error or "its last part was added before"
+            raise PullFailedError(f"request {key!r}: {reason}")
+        return pull
+
+    def add(self, key: str, parts: list[Part], *, last: bool) -> None:
+        """Reads further parts of a pull, and fences it after the last.
+
+        Raises:
+            PullFailedError: there is no such pull, it has failed, or its last part was added before.
+        """
+        pull = self.get(key)
+        pull.waiting.extend(part for part in parts if len(part.local))
+        pull.more = not last
+        pull.added += 1
+        self._advance(pull)
+
+    def fail(self, key: str, reason: str) -> None:
+        """Gives a pull up. Nothing happens where there is none, or where it has failed already."""
+        pull = self._pulls.get(key)
+        if pull is not None and not pull.error:
+            self._fail(pull, reason)
+            self._advance(pull)
+
+    def fail_engine(self, engine: RemoteEngine, reason: str) -> None:
+        """Gives up every pull from an engine, and takes no further one from it."""
+        engine.failure = engine.failure or reason
+        for key in [pull.key for pull in self._pulls.values() if pull.engine is engine]:
+            self.fail(key, reason)
+
+    def poll(self) -> None:
+        """Moves every pull on. What became of them is in `events`."""
+        self.is_copying = False
+        now = self._clock()
+        for pull in list(self._pulls.values()):
+            if not pull.error and now >= pull.deadline:
+                stage = "the fence" if pull.fencing else f"{len(pull.reading)} READs" if pull.reading else "more pages"
+                self._fail(pull, f"timed out after {now - pull.started:.3g} s, waiting for {stage}")
+            elif not pull.error and now >= pull.renew_at:
+                pull.renew_at = now + pull.lease.duration_s / 3
+                self._tell(pull, range(len(pull.engine.ranks)), "renew")
+            self._advance(pull)
+
+    def _advance(self, pull: Pull) -> None:
+        if not pull.error:
+            self._post(pull)
+        self._collect_reads(pull)
+        if not pull.error and not pull.reading and not pull.waiting and (not pull.more or pull.passed < pull.added):
+            self._fence(pull)
+        self._collect_fences(pull)
+        if pull.in_flight or (not pull.error and not pull.fenced):
+            return
+        del self._pulls[pull.key]
+        if not pull.error:
+            self._tell(pull, set(range(len(pull.engine.ranks))) - pull.told, "done")
+        pull.total_s = self._clock() - pull.started
+        self.ended.append(pull)
+        self.events.append(PullEvent(pull.key, pull.error, safe=True, passed=pull.passed if pull.error else 0))
+
+    def passed(self, key: str) -> int:
+        """Returns how many times parts were added to a pull that a fence has passed since; 0 where there is none."""
+        pull = self._pulls.get(key)
+        return 0 if pull is None else pull.passed
+
+    def _post(self, pull: Pull) -> None:
+        """Posts what is waiting; of what the posts themselves copy only a little, for others wait to be polled."""
+        stop_at = pull.post_s + _SLICE_S
+        while pull.waiting:
+            part = pull.waiting[0]
+            if pull.post_s > stop_at:
+                self.is_copying = True
+                return
+            if len(pull.reading) >= _MOST_IN_FLIGHT or (not part.posted and not part.is_ready()):
+                return
+            last, background = next_transfer(part, background=id(pull.engine) not in self._behind)
+            handle, done = self._read(pull, part, last)
+            if handle is None:
+                return
+            if last == len(part.local):
+                pull.waiting.popleft()
+            if done:
+                _release(pull.engine.agent, handle)
+                self._came(pull, part, None)
+                continue
+            pull.reading.append((handle, part))
+            if background:
+                self._behind[id(pull.engine)] = handle
+
+    def _read(self, pull: Pull, part: Part, last: int) -> tuple[Handle | None, bool]:
+        """Posts a part's runs up to `last`. Returns no handle where that failed."""
+        first, there = part.posted, pull.engine.ranks[part.rank]
+        whole = last - first == len(part.local)
+        local, remote = (part.local, part.remote) if whole else (part.local[first:last], part.remote[first:last])
+        begin = time.perf_counter()
+        try:
+            kinds = (self._memory_type, there.memory_type)
+            handle, done = pull.engine.agent.read(there.agent_name, local, remote, b"", kinds)
+        except AgentError as error:
+            self._on_error(pull, error)
+            if not part.in_flight:
+                part.settle()
+            return None, False
+        pull.post_s += time.perf_counter() - begin
+        if not first:
+            pull.read_ranks.add(part.rank)
+            pull.num_bytes += part.num_bytes
+        pull.num_runs += last - first
+        part.posted, part.in_flight = last, part.in_flight + 1
+        return handle, done
+
+    def _collect_reads(self, pull: Pull) -> None:
+        for entry in list(pull.reading):
+            handle, part = entry
+            ended, error = _is_over(pull.engine.agent, handle)
+            if not ended:
+                continue
+            pull.reading.remove(entry)
+            if self._behind.get(id(pull.engine)) is handle:
+                del self._behind[id(pull.engine)]
+            self._came(pull, part, error)
+
+    def _came(self, pull: Pull, part: Part, error: AgentError | None) -> None:
+        """A transfer of a part has ended, its handle is released."""
+        part.in_flight -= 1
+        if error is not None:
+            self._on_error(pull, error)
+        if part.is_here and part.arrived is not None and not pull.error:
+            self._use(pull, part.arrived)
+        if not part.in_flight and (pull.error or part.is_here):
+            part.settle()
+
+    def _use(self, pull: Pull, arrived: Callable[[], Part | None]) -> None:
+        try:
+            further = arrived()
+        except TransferError as error:
+            self._fail(pull, str(error))
+            return
+        if further is not None:
+            pull.waiting.append(further)
+            self._post(pull)
+
+    def _fence(self, pull: Pull) -> None:
+        """Reads the lease word of every rank that was read from.
+
+        While more is to come, that only marks what is here as good. The last time, our `done` rides on it.
+        """
+        if pull.fenced or pull.fencing:
+            return
+        if len(self._free) < len(pull.read_ranks):
+            return  # another pull's fence ends first
+        pull.marking = pull.added if pull.more else 0
+        note = b"" if pull.more else encode_message(self._note(pull, "done"))
+        for rank in sorted(pull.read_ranks):
+            slot = self._free.pop()
+            self.words[slot] = CLEARED  # no lease: a fence that delivers nothing must not find an old word
+            there = pull.engine.ranks[rank]
+            local = [(self._address + slot * WORD_BYTES, WORD_BYTES, 0)]
+            remote = [(there.words_addr + pull.lease.slot * WORD_BYTES, WORD_BYTES, 0)]
+            try:
+                handle, _ = pull.engine.agent.read(there.agent_name, local, remote, note, _WORDS_IN)
+            except AgentError as error:
+                self._free.append(slot)
+                self._on_error(pull, error)
+                return
+            pull.fencing.append((handle, rank, slot))
+        if not pull.fencing:
+            self._passed(pull)
+
+    def _passed(self, pull: Pull) -> None:
+        """All that was read before the fence was under the lease."""
+        pull.passed = pull.marking or pull.added
+        pull.fenced = not pull.marking
+
+    def _collect_fences(self, pull: Pull) -> None:
+        for entry in list(pull.fencing):
+            handle, rank, slot = entry
+            ended, error = _is_over(pull.engine.agent, handle)
+            if not ended:
+                continue
+            pull.fencing.remove(entry)
+            word = int(self.words[slot])
+            self._free.append(slot)
+            if error is not None:
+                self._on_error(pull, error)
+                continue
+            if not pull.marking:
+                pull.told.add(rank)
+            if word != pull.lease.lease_id and not pull.error:
+                self._fail(
+                    pull,
+                    f"engine {pull.engine.engine_id!r} rank {rank} had given the pages away: its lease word "
+                    f"{pull.lease.slot} holds {word:#x}, the lease is {pull.lease.lease_id:#x}",
+                )
+            elif not pull.fencing and not pull.error:
+                self._passed(pull)
+
+    def _on_error(self, pull: Pull, error: AgentError) -> None:
+        self._fail(pull, f"reading from engine {pull.engine.engine_id!r}: {error}")
+        if error.peer_lost and not pull.engine.failure:
+            pull.engine.failure = str(error)
+
+    def _fail(self, pull: Pull, reason: str) -> None:
+        if pull.error:
+            return  # the first reason is kept
+        pull.error, pull.failed_at = reason, self._clock()
+        if pull.waiting and pull.waiting[0].posted and not pull.waiting[0].in_flight:
+            pull.waiting[0].settle()
+        pull.waiting.clear()
+        self._tell(pull, set(range(len(pull.engine.ranks))) - pull.told, "refused", reason)
+        if pull.in_flight:
+            self.events.append(PullEvent(pull.key, reason, safe=False))
+
+    def _note(self, pull: Pull, verdict: str, reason: str = "") -> ReaderNote:
+        engine_id, rank, ranks = self._identity
+        return ReaderNote(pull.lease.lease_id, engine_id, rank, ranks, verdict, reason[:200])  # pyright: ignore[reportArgumentType]
+
+    def _tell(self, pull: Pull, ranks: set[int] | range, verdict: str, reason: str = "") -> None:
+        """Sends a note to each rank. One that is lost costs the source time, not pages: its lease runs out."""
+        if not ranks:
+            return
+        message = encode_message(self._note(pull, verdict, reason))
+        for rank in ranks:
+            with suppress(AgentError):
+                pull.engine.agent.notify(pull.engine.ranks[rank].agent_name, message)
+
+    def is_stuck(self, engine: RemoteEngine, seconds: float) -> bool:
+        """Tells whether a pull from an engine failed so long ago, and NIXL still has not called its copies ended."""
+        before = self._clock() - seconds
+        return any(pull.engine is engine and pull.error and pull.failed_at < before for pull in self._pulls.values())
+
+    def abandon(self, engine: RemoteEngine) -> list[Pull]:
+        """Fails an engine's pulls, and releases what is in flight of them without its end being known.
+
+        Returns:
+            Those that were in flight. The caller destroys the agent, and then calls `conclude`.
+        """
+        self.fail_engine(engine, engine.failure or "given up")
+        pulls = [pull for pull in self._pulls.values() if pull.engine is engine]
+        for pull in pulls:
+            for handle in [entry[0] for entry in (*pull.reading, *pull.fencing)]:
+                with suppress(AgentError):
+                    engine.agent.release(handle)
+        return pulls
+
+    def conclude(self, pulls: list[Pull]) -> None:
+        """Ends abandoned pulls: their agent is gone, so nothing writes to their pages any more."""
+        for pull in pulls:
+            for _, part in pull.reading:
+                part.settle()
+            self._free += [slot for _, _, slot in pull.fencing]
+            self._behind.pop(id(pull.engine), None)
+            pull.reading.clear()
+            pull.fencing.clear()
+            self._advance(pull)
+
+
+def _is_over(agent: Agent, handle: Handle) -> tuple[bool, AgentError | None]:
+    """Whether a transfer has ended, and how. Its handle is released then."""
+    try:
+        if not agent.done(handle):
+            return False, None
+    except AgentError as error:
+        with suppress(AgentError):
+            agent.release(handle)
+        return True, error
+    _release(agent, handle)
+    return True, None
+
+
+def _release(agent: Agent, handle: Handle) -> None:
+    with suppress(AgentError):  # the transfer has ended, which is all that counts
+        agent.release(handle)

@@ -1,0 +1,402 @@
+"""One rank of an engine: its agent, the leases that it grants, and the pulls that it makes. Single-threaded."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+import uuid
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from transfer.engine.metadata import MemoryType
+from transfer.errors import AgentError, EngineClosedError, HandshakeError, InvalidEngineError, TransferError
+from transfer.nixl.agent import Agent
+from transfer.nixl.settings import agreed_settings
+from transfer.pull.lease import LeaseBook
+from transfer.pull.page_checks import PageChecks
+from transfer.pull.pull import Puller
+from transfer.pull.pull_state import BlocksOfGroup, LeaseRef, PagesOfGroup, PullEvent
+from transfer.pull.reader_agents import ReaderAgents
+from transfer.pull.remote import RemoteEngine
+from transfer.pull.staging_area import StagingArea
+from transfer.pull.verify import Verifier
+from transfer.wire.messages import RankMetadata, decode_note, open_rank, sealed_rank
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import ArrayLike
+
+    from transfer.plan.boxes import ShardLayout
+    from transfer.pull.layers import OnLayers
+    from transfer.pull.lease import Lease
+
+log = logging.getLogger("pagewire.transfer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankIdentity:
+    """Which rank of which engine this is, and what must agree with a peer.
+
+    Attributes:
+        engine_id: shared by all ranks of the engine.
+        incarnation: random, new with each start, shared by all ranks; `new_incarnation` makes one.
+        rank: of `ranks`, tensor-parallel and pipeline ranks counted together.
+        ranks: ranks of the engine.
+        compatibility: what must agree for the bytes to mean the same: model, cache dtype and so on.
+        key: shared secret of the digest over metadata; empty where metadata only has to arrive unharmed.
+    """
+
+    engine_id: str
+    incarnation: str
+    rank: int = 0
+    ranks: int = 1
+    compatibility: Mapping[str, str] = field(default_factory=dict[str, str])
+    key: bytes = b""
+
+
+def new_incarnation() -> str:
+    """Returns a name that no start of an engine has had before."""
+    return uuid.uuid4().hex
+
+
+class RankTransfer:
+    """What one rank leases to readers, and pulls from sources. One thread owns it, and calls `poll` every millisecond.
+
+    Args:
+        identity: which rank this is.
+        layout: geometry of its pages.
+        bases: address of each region of the layout. The memory must stay mapped while any peer lives.
+        memory_type: where the regions live.
+        device: index of the device that they are on; 0 for host memory.
+        checks: makes page checks of what it leases, for readers that verify.
+        verify: share of the pages that it compares with their page checks once it has read them; 1 for all of them.
+        stuck_s: seconds that copies of a failed pull may go on before the agent that makes them is destroyed, and all
+            that was learnt of their source with it.
+        agent: makes an agent, given its name and memory type. Replaced by tests that inject faults.
+        clock: seconds, monotonic.
+
+    Attributes:
+        leases: the leases granted here.
+        puller: the pulls made here.
+        released: leases that have ended, their words cleared, until the owner takes them.
+        metadata: sealed bytes, for a handshake.
+
+    Raises:
+        InvalidEngineError: the addresses are not those of the layout's regions.
+        AgentError: NIXL cannot be used, or refuses the memory.
+    """
+
+    def __init__(
+        self,
+        identity: RankIdentity,
+        layout: ShardLayout,
+        bases: Sequence[int],
+        memory_type: MemoryType = MemoryType.DRAM,
+        device: int = 0,
+        *,
+        checks: bool = False,
+        verify: float = 0.0,
+        stuck_s: float = 30.0,
+        agent: Callable[[str, MemoryType], Agent] = Agent,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if len(bases) != len(layout.region_bytes):
+            raise InvalidEngineError(
+                f"engine {identity.engine_id!r} rank {identity.rank}: {len(bases)} addresses, the layout has "
+                f"{len(layout.region_bytes)} regions"
+            )
+        self.identity = identity
+        self.layout = layout
+        self.bases = tuple(bases)
+        self.memory_type = memory_type
+        self.device = device
+        self.leases = LeaseBook(clock=clock)
+        self._verify = verify
+        self._checks = PageChecks(layout, bases) if checks or verify else None
+        self._shows_checks = checks
+        self._staging = StagingArea(layout, bases) if memory_type is MemoryType.DRAM else None
+        self.released: deque[Lease] = deque()
+        name = f"{identity.engine_id}/{identity.rank}@{identity.incarnation}"
+        self.puller = Puller((identity.engine_id, identity.rank, identity.ranks), memory_type=memory_type, clock=clock)
+        self._stuck_s = stuck_s
+        self._make_agent = agent
+        self._agent: Agent | None = agent(name, memory_type)
+        self._readers: ReaderAgents | None = None
+        self._remotes: dict[str, RemoteEngine] = {}
+        self._retiring: list[RemoteEngine] = []
+        try:
+            self._register_own()
+            self._readers = ReaderAgents(name, self._make_reader)
+            self.metadata = sealed_rank(self._describe(name), identity.key)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> Agent:
+        if self._agent is None:
+            raise EngineClosedError(f"engine {self.identity.engine_id!r} rank {self.identity.rank} was shut down")
+        return self._agent
+
+    def _register_own(self) -> None:
+        agent = self._open()
+        self._register_pages(agent)
+        checks = self._checks.words if self._checks else []
+        words = [(array.ctypes.data, array.nbytes, 0) for array in (self.leases.words, *checks)]
+        agent.register(words, MemoryType.DRAM)
+
+    def _make_reader(self, name: str) -> Agent:
+        agent = self._make_agent(name, self.memory_type)
+        self._register_pages(agent)
+        agent.register([(self.puller.words.ctypes.data, self.puller.words.nbytes, 0)], MemoryType.DRAM)
+        if self._staging is not None:
+            agent.register([(self._staging.address, self._staging.num_bytes, 0)], MemoryType.DRAM)
+        return agent
+
+    def _register_pages(self, agent: Agent) -> None:
+        sizes = self.layout.region_bytes
+        pages = [(base, size, self.device) for base, size in zip(self.bases, sizes, strict=True)]
+        agent.register(pages, self.memory_type)
+
+    def _describe(self, name: str) -> RankMetadata:
+        return RankMetadata(
+            engine_id=self.identity.engine_id,
+            incarnation=self.identity.incarnation,
+            rank=self.identity.rank,
+            ranks=self.identity.ranks,
+            hostname=socket.gethostname(),
+            agent_name=name,
+            agent_metadata=self._open().metadata,
+            memory_type=self.memory_type,
+            layout=self.layout,
+            bases=self.bases,
+            device=self.device,
+            words_addr=self.leases.words.ctypes.data,
+            words=len(self.leases.words),
+            checks_addrs=tuple(words.ctypes.data for words in self._checks.words)
+            if self._checks and self._shows_checks
+            else (),
+            compatibility=dict(self.identity.compatibility),
+            settings=agreed_settings(self.memory_type),
+        )
+
+    def remote(self, engine_id: str) -> RemoteEngine | None:
+        """Returns the loaded engine of this id, unless it is known to be dead."""
+        remote = self._remotes.get(engine_id)
+        return None if remote is None or remote.failure else remote
+
+    def connect(self, ranks: Sequence[bytes], expected: tuple[str, str] | None = None) -> RemoteEngine:
+        """As `inspect`, then `load`."""
+        return self.load(self.inspect(ranks, expected))
+
+    def inspect(self, ranks: Sequence[bytes], expected: tuple[str, str] | None = None) -> RemoteEngine:
+        """Checks all that can be known of an engine without NIXL, and plans. Nothing is loaded.
+
+        Args:
+            ranks: sealed metadata of each of its ranks, in any order.
+            expected: engine id and incarnation that they must be of; None for any.
+
+        Raises:
+            MetadataError: one is damaged, or they are not the ranks of one engine. NIXL has seen none of them.
+            SettingsMismatchError: the peer runs with other UCX settings or another version of NIXL.
+            HandshakeError: what must agree does not, or it is another engine, with both values.
+        """
+        self._open()
+        found = [open_rank(data, self.identity.key) for data in ranks]
+        remote = RemoteEngine(found, self._own(), self.identity.compatibility)
+        if expected not in {None, (remote.engine_id, remote.incarnation)}:
+            raise HandshakeError(
+                f"the metadata is that of {remote.engine_id!r}, {remote.incarnation!r}, not {expected}"
+            )
+        if remote.engine_id == self.identity.engine_id:
+            raise HandshakeError(f"engine {remote.engine_id!r} rank {self.identity.rank}: that is this engine itself")
+        return remote
+
+    def load(self, remote: RemoteEngine) -> RemoteEngine:
+        """Loads an engine that was inspected. One of the same id, of this or another incarnation, is forgotten before.
+
+        Raises:
+            AgentError: NIXL refuses a rank. None of them stays loaded.
+        """
+        self._open()
+        self.disconnect(remote.engine_id, f"engine {remote.engine_id!r} was connected anew")
+        self._reap()
+        remote.staging = self._staging
+        agent = self._reader_agents().take()
+        try:
+            if self._verify and self._checks:
+                for at in remote.read_ranks:
+                    remote.verifier = Verifier(self._checks, self._own(), remote.ranks[at], self._verify, agent)
+            remote.load(agent)
+        except TransferError:
+            self._reader_agents().give_back(agent)
+            raise
+        self._remotes[remote.engine_id] = remote
+        return remote
+
+    def _reader_agents(self) -> ReaderAgents:
+        if self._readers is None:
+            raise EngineClosedError(f"engine {self.identity.engine_id!r} rank {self.identity.rank} was shut down")
+        return self._readers
+
+    def _own(self) -> RankMetadata:
+        return open_rank(self.metadata, self.identity.key)
+
+    def disconnect(self, engine_id: str, reason: str, incarnation: str = "") -> None:
+        """Fails the pulls from an engine and forgets it: what it told is never used again.
+
+        Args:
+            engine_id: the engine.
+            reason: told to the pulls and to the engine.
+            incarnation: nothing happens where another one is loaded; empty for any.
+        """
+        remote = self._remotes.get(engine_id)
+        if remote is not None and incarnation in {"", remote.incarnation}:
+            del self._remotes[engine_id]
+            self.puller.fail_engine(remote, reason)
+            self._retiring.append(remote)
+
+    def seal(self, pages: Sequence[ArrayLike]) -> None:
+        """Takes down the checksums of pages, a list for each group, before they are leased.
+
+        Raises:
+            InvalidTransferError: a page that the pool does not have.
+        """
+        if self._checks is not None and self._shows_checks:
+            for group, ids in enumerate(pages):
+                self._checks.seal(group, ids)
+
+    def open_pull(self, key: str, remote: RemoteEngine, lease: LeaseRef, timeout_s: float) -> None:
+        """Begins a pull. Raises as `Puller.open` does."""
+        self.puller.open(key, remote, lease, timeout_s)
+
+    def add_pages(
+        self,
+        key: str,
+        groups: Sequence[PagesOfGroup | BlocksOfGroup],
+        *,
+        last: bool,
+        layer_chunks: int = 1,
+        on_layers: OnLayers | None = None,
+    ) -> None:
+        """Reads pages of a pull, or further ones; `last` fences it after them.
+
+        Args:
+            key: the pull.
+            groups: for each group of the layout the pages here and there, and their tokens.
+            last: nothing more will be read.
+            layer_chunks: how many ranges of layers are read one after another, each as a transfer of its own.
+            on_layers: called with each range of layers once it is here, before it is fenced.
+
+        Raises:
+            InvalidTransferError: pages or tokens that do not fit either layout. The pull has failed.
+            PullFailedError: there is no such pull, or it has failed.
+        """
+        pull = self.puller.get(key)
+        try:
+            parts = pull.engine.parts(key, groups, layer_chunks, on_layers)
+        except Exception as error:
+            self.puller.fail(key, str(error))
+            raise
+        self.puller.add(key, parts, last=last)
+
+    def poll(self) -> bool:
+        """Serves peers, books their notes, ends leases that are over and moves pulls on. Whether anything is going on.
+
+        Raises:
+            AgentError: NIXL fails.
+        """
+        agent = self._open()
+        for _, message in agent.notifications():
+            note = decode_note(message)
+            if note is None:
+                self.leases.counts["malformed"] += 1
+            elif (lease := self.leases.hear(note)) is not None:
+                self.released.append(lease)
+        self.released.extend(self.leases.expire())
+        for engine_id in [key for key, remote in self._remotes.items() if remote.failure]:
+            self.disconnect(engine_id, self._remotes[engine_id].failure)
+        for remote in (*self._remotes.values(), *self._retiring):
+            with suppress(AgentError):  # nobody writes to it; but what it sends, and a dead peer, wait for its polls
+                remote.agent.notifications()
+        self.puller.poll()
+        self._give_up_stuck()
+        if self._retiring:
+            self._reap()
+        busy = len(self.puller) > 0
+        if not busy:
+            self._reader_agents().keep_ready()
+        return busy
+
+    def _give_up_stuck(self) -> None:
+        """The barrier of last resort: where NIXL never ends a copy, its agent does by being destroyed."""
+        for remote in [*self._remotes.values(), *self._retiring]:
+            if not self.puller.is_stuck(remote, self._stuck_s):
+                continue
+            log.warning("engine %r: copies did not end; destroying the agent that makes them", remote.engine_id)
+            self.disconnect(remote.engine_id, f"engine {remote.engine_id!r} is stuck")
+            self._destroy(remote)
+
+    def _destroy(self, remote: RemoteEngine) -> None:
+        pulls, agent = self.puller.abandon(remote), remote.agent
+        with suppress(AgentError):  # it is gone all the same
+            agent.close(in_flight=True)
+        del agent
+        self.puller.conclude(pulls)
+
+    def end_lease(self, lease_id: int, reason: str) -> None:
+        """Ends a lease now; it is among `released` then. Nothing happens where it has ended before."""
+        if (lease := self.leases.end(lease_id, reason)) is not None:
+            self.released.append(lease)
+
+    def _reap(self) -> None:
+        for remote in [remote for remote in self._retiring if not self.puller.uses(remote)]:
+            self._retiring.remove(remote)
+            self._take_back(remote)
+
+    def _take_back(self, remote: RemoteEngine) -> None:
+        agent = remote.agent
+        remote.unload()
+        if agent.is_open:
+            # A verifier's words were registered with it, and go away with the verifier.
+            self._reader_agents().give_back(agent, reuse=remote.verifier is None)
+
+    @property
+    def events(self) -> deque[PullEvent]:
+        """What became of pulls, until the owner takes it."""
+        return self.puller.events
+
+    def close(self, drain_s: float = 1.0) -> None:
+        """Ends every lease and pull, and destroys the agent: no byte moves afterwards. Safe to call twice.
+
+        Args:
+            drain_s: seconds to wait for copies in flight before the agent is destroyed under them.
+        """
+        if self._agent is None:
+            return
+        for lease_id in list(self.leases.ids()):
+            self.end_lease(lease_id, "this rank was shut down")
+        for remote in self._remotes.values():
+            self.puller.fail_engine(remote, "this rank was shut down")
+        deadline = time.monotonic() + drain_s
+        while len(self.puller) and time.monotonic() < deadline:
+            with suppress(AgentError):
+                self.puller.poll()
+            time.sleep(0.5e-3)
+        for remote in (*self._remotes.values(), *self._retiring):
+            if self.puller.uses(remote):
+                self._destroy(remote)
+            if remote.agent.is_open:
+                self._take_back(remote)
+        self._remotes.clear()
+        self._retiring.clear()
+        if self._readers is not None:
+            self._readers.close()
+        agent, self._agent, self._readers = self._agent, None, None
+        try:
+            agent.close()
+        except AgentError as error:
+            log.warning("engine %r rank %d: %s", self.identity.engine_id, self.identity.rank, error)

@@ -1,0 +1,404 @@
+"""The ranks of one engine that live in this process, driven as one: leases on all of them, pulls by all or by none.
+
+Single-threaded: `transfer.pull.thread` runs it. `transfer.pull.directory` finds the sources and watches them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from transfer.errors import PullFailedError, TransferError
+from transfer.pull.directory import Directory, Place, Times
+from transfer.pull.pull_state import LeaseRef, PullEvent
+from transfer.stats import TransferStats
+from transfer.wire.handshake import HandshakeClient
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import ArrayLike
+
+    from transfer.pull.directory import Peer
+    from transfer.pull.layers import OnLayers
+    from transfer.pull.pull_state import BlocksOfGroup, PagesOfGroup
+    from transfer.pull.rank import RankTransfer
+
+
+class Source(NamedTuple):
+    """Where a request's pages are to be read from.
+
+    Attributes:
+        address: ZMQ endpoint of the handshake.
+        engine_id: the engine there.
+        lease: under which it holds the pages.
+        incarnation: the start of the engine that granted the lease; empty where that is not known, and then a source
+            that was restarted is only noticed by the lease word.
+        ranks: ranks that the engine is said to have; 0 where nothing is said.
+    """
+
+    address: str
+    engine_id: str
+    lease: LeaseRef
+    incarnation: str = ""
+    ranks: int = 0
+
+    @property
+    def place(self) -> Place:
+        """Where the directory finds it."""
+        return (self.address, self.engine_id)
+
+
+class LeaseOver(NamedTuple):
+    """A lease has ended on every rank here: every word is cleared, so the pages may go.
+
+    Attributes:
+        request_id: as it was offered.
+        lease_id: the lease.
+        reason: "read", or why it ended otherwise.
+    """
+
+    request_id: str
+    lease_id: int
+    reason: str
+
+
+class Offered(NamedTuple):
+    """A lease stands on every rank here: its id may leave the process. `error` says why it does not."""
+
+    request_id: str
+    lease_id: int
+    error: str
+
+
+_ALL = 1 << 62
+_REFUSED = "\0refused "  # names that no pull of an owner has
+Event = PullEvent | LeaseOver | Offered
+
+
+class _Pages(NamedTuple):
+    groups: Sequence[PagesOfGroup | BlocksOfGroup]
+    last: bool
+    layer_chunks: int
+    on_layers: OnLayers | None
+
+
+@dataclass(slots=True, eq=False)
+class _Pull:
+    source: Source
+    deadline: float
+    waiting: list[_Pages] = field(default_factory=list["_Pages"])
+    open_ranks: set[int] = field(default_factory=set[int])
+    started: bool = False
+    error: str = ""
+    told: bool = False
+    passed: dict[int, int] = field(default_factory=dict[int, int])
+    refusal: str = ""
+
+
+class ReplicaTransfer:
+    """Leases and pulls of one replica, over all its ranks in this process.
+
+    Args:
+        ranks: of one engine, in order.
+        client: asks sources for their metadata.
+        handshake_timeout_s: how long a source may take to answer.
+        heartbeat_s: how often a source is asked for a sign of life while pulls from it go on.
+        dead_after_s: how long it may be silent then.
+        idle_s: how long a source is remembered without a pull.
+        clock: seconds, monotonic.
+
+    Attributes:
+        events: what happened, until the owner takes it.
+        stats: counters and the last pulls.
+        directory: the engines that it reads from.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[RankTransfer],
+        client: HandshakeClient,
+        *,
+        handshake_timeout_s: float = 5.0,
+        heartbeat_s: float = 1.0,
+        dead_after_s: float = 5.0,
+        idle_s: float = 3600.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.ranks = list(ranks)
+        self.events: deque[Event] = deque()
+        self.stats = TransferStats()
+        self._client = client
+        self._clock = clock
+        self._pulls: dict[str, _Pull] = {}
+        self._refusals = itertools.count()
+        self._leases: dict[int, set[int]] = {}
+        times = Times(handshake_timeout_s, heartbeat_s, dead_after_s, idle_s)
+        self.directory = Directory(self.ranks, client, times, clock, self._start_all, self._fail_all)
+
+    def offer(
+        self,
+        request_id: str,
+        lease: LeaseRef,
+        *,
+        engines: int = 1,
+        pages: Sequence[ArrayLike] | None = None,
+        running: bool = False,
+    ) -> None:
+        """Lets a lease stand on every rank, or on none. `Offered` comes as an event.
+
+        Nothing here knows whose pages these are. The caller holds them until `LeaseOver`, or a failed `Offered`, as the
+        block manager of a serving engine does for the vLLM connector. Pages of a `PagedKVCacheManager` are leased with
+        `Exchange.offer` of the adapters, where the manager itself holds them.
+
+        Args:
+            request_id: whose pages.
+            lease: a new id, a free slot, and seconds that it stands without a renewal.
+            engines: reading engines that must have ended before the lease does.
+            pages: for each group the pages under it, so that readers can verify them; None where nobody does.
+            running: the request is still computed, chunk by chunk: no time runs before `start_clock`.
+        """
+        granted: list[RankTransfer] = []
+        try:
+            for rank in self.ranks:
+                if pages is not None:
+                    rank.seal(pages)
+                rank.leases.grant(
+                    lease.lease_id, request_id, lease.slot, lease.duration_s, engines=engines, running=running
+                )
+                granted.append(rank)
+        except TransferError as error:
+            for rank in granted:
+                rank.leases.end(lease.lease_id, "not granted by every rank")
+            self.events.append(Offered(request_id, lease.lease_id, str(error)))
+            return
+        self._leases[lease.lease_id] = set(range(len(self.ranks)))
+        self.events.append(Offered(request_id, lease.lease_id, ""))
+
+    def start_clock(self, lease_id: int) -> None:
+        """The request of a lease is computed: from now on its time runs. Nothing happens where it ran or has ended."""
+        for rank in self.ranks:
+            rank.leases.start_clock(lease_id)
+
+    def revoke(self, lease_id: int, reason: str) -> None:
+        """Ends a lease on every rank. `LeaseOver` comes as an event where it stood."""
+        for rank in self.ranks:
+            rank.end_lease(lease_id, reason)
+        self._collect_leases()
+
+    def pull(self, key: str, source: Source, timeout_s: float) -> None:
+        """Begins a pull by all ranks; `add_pages` says of what. Its `PullEvent`s come as events, also for bad input."""
+        if key in self._pulls:
+            # Nothing is known of it under this name yet, so the owner is told at once and the older one goes on.
+            raise PullFailedError(f"request {key!r}: a pull of this name has not ended yet")
+        self._pulls[key] = _Pull(source, self._clock() + timeout_s)
+        self.directory.connect(source.place)
+        self._start(key)
+
+    def add_pages(
+        self,
+        key: str,
+        groups: Sequence[PagesOfGroup | BlocksOfGroup],
+        *,
+        last: bool,
+        layer_chunks: int = 1,
+        on_layers: OnLayers | None = None,
+    ) -> None:
+        """Reads pages of a pull, or further ones. Nothing happens where it has ended already.
+
+        Args:
+            key: the pull.
+            groups: for each group of the layout the pages here and there, and their tokens.
+            last: nothing more will be read.
+            layer_chunks: how many ranges of layers are read one after another.
+            on_layers: called, for each rank, with each range of layers once it is here, before it is fenced.
+        """
+        pull = self._pulls.get(key)
+        if pull is None or pull.error:
+            return
+        pull.waiting.append(_Pages(groups, last, layer_chunks, on_layers))
+        self._start(key)
+        self._collect_pulls()  # few pages are here by now
+
+    def cancel(self, key: str, reason: str) -> None:
+        """Gives a pull up. Nothing happens where it has ended already.
+
+        A source that has not answered yet is told when it does: it keeps the pages for nobody.
+        """
+        pull = self._pulls.get(key)
+        if pull is None:
+            return
+        if not pull.started and not pull.error:
+            refused = _Pull(pull.source, pull.deadline, refusal=reason)
+            self._pulls[f"{_REFUSED}{next(self._refusals)}"] = refused
+        self._fail(key, reason)
+
+    def forget(self, engine_id: str, reason: str) -> None:
+        """Takes an engine for gone, of which the owner has heard so elsewhere: pulls from it fail."""
+        self.directory.forget(engine_id, reason)
+
+    def poll(self) -> bool:
+        """Moves everything on. Whether READs are under way, or a source is waited for.
+
+        Raises:
+            AgentError: NIXL fails.
+        """
+        self._client.poll()
+        self.directory.poll()
+        for rank in self.ranks:
+            rank.poll()
+        self._collect_leases()
+        self._collect_pulls()
+        self._expire()
+        self.directory.watch(lambda: {pull.source.place for pull in self._pulls.values()})
+        self.stats.failed_handshakes = self.directory.failed_handshakes
+        # Not: whether there are pulls. One that waits for the next chunk of a prompt is no reason to poll more often.
+        reading = any(rank.puller.is_reading for rank in self.ranks)
+        return reading or any(not pull.started for pull in self._pulls.values())
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether the next poll should come at once, because it has something to copy."""
+        return any(rank.puller.is_copying for rank in self.ranks)
+
+    def _collect_pulls(self) -> None:
+        for at, rank in enumerate(self.ranks):
+            while rank.events:
+                self._on_rank(at, rank.events.popleft())
+            while rank.puller.ended:
+                self.stats.record(rank.puller.ended.popleft())
+
+    def _collect_leases(self) -> None:
+        for at, rank in enumerate(self.ranks):
+            while rank.released:
+                lease = rank.released.popleft()
+                left = self._leases.get(lease.lease_id)
+                if left is None:
+                    continue
+                left.discard(at)
+                if not left:
+                    del self._leases[lease.lease_id]
+                    self.stats.record_lease(lease.ended)
+                    self.events.append(LeaseOver(lease.request_id, lease.lease_id, lease.ended))
+
+    def _of(self, place: Place) -> list[str]:
+        return [key for key, pull in self._pulls.items() if pull.source.place == place]
+
+    def _start_all(self, peer: Peer) -> None:
+        """The source has just said who it is: what another start of it has promised comes to nothing."""
+        for key in self._of(peer.place):
+            if self._pulls[key].source.incarnation not in ("", peer.incarnation):
+                self._fail(key, f"engine {peer.place[1]!r} is not the start of it that granted the lease")
+            else:
+                self._start(key)
+
+    def _fail_all(self, peer: Peer, reason: str) -> None:
+        for key in self._of(peer.place):
+            pull = self._pulls[key]
+            if peer.incarnation and not pull.started and pull.source.incarnation not in ("", peer.incarnation):
+                self.directory.connect(peer.place)  # another start has promised it: most likely the one that is there
+            else:
+                self._fail(key, reason)
+
+    def _start(self, key: str) -> None:
+        """Opens a pull on every rank once its source is known, and reads what has been asked for."""
+        pull = self._pulls[key]
+        peer = self.directory.ready(pull.source.place)
+        if pull.error or peer is None:
+            return
+        if pull.source.incarnation not in ("", peer.incarnation):
+            self.directory.check(peer.place)  # it was restarted, or the request is older: only the source knows
+            return
+        try:
+            if not pull.started:
+                pull.started = True
+                left = max(pull.deadline - self._clock(), 1e-3)
+                for at, rank in enumerate(self.ranks):
+                    remote = rank.remote(pull.source.engine_id)
+                    if remote is not None:
+                        rank.open_pull(key, remote, pull.source.lease, left)
+                        pull.open_ranks.add(at)
+                        _check_ranks(key, pull.source, len(remote.ranks))  # opened: the source learns of a refusal
+            if pull.refusal:
+                self._fail(key, pull.refusal)
+            while pull.waiting:
+                more = pull.waiting.pop(0)
+                for rank in self.ranks:
+                    rank.add_pages(
+                        key, more.groups, last=more.last, layer_chunks=more.layer_chunks, on_layers=more.on_layers
+                    )
+        except TransferError as error:
+            self._fail(key, str(error))
+
+    def _on_rank(self, at: int, event: PullEvent) -> None:
+        pull = self._pulls.get(event.key)
+        if pull is None:
+            return
+        if event.safe:
+            pull.open_ranks.discard(at)
+        pull.passed[at] = max(pull.passed.get(at, 0), event.passed) if event.error else _ALL
+        if event.error:
+            self._fail(event.key, event.error)
+            self.directory.check(pull.source.place)  # does it live, and is it still the one that we know?
+        elif not pull.open_ranks and not pull.error:
+            del self._pulls[event.key]
+            self.events.append(PullEvent(event.key, "", safe=True))
+
+    def _passed(self, pull: _Pull) -> int:
+        return min((pull.passed.get(at, 0) for at in range(len(self.ranks))), default=0)
+
+    def _fail(self, key: str, reason: str) -> None:
+        """All or none: what one rank lacks, no rank needs. Tells of it at once, and again when the pages are safe."""
+        pull = self._pulls[key]
+        if not pull.error:
+            pull.error = reason
+            pull.waiting.clear()
+            if not pull.refusal:
+                self.stats.record_failure(reason)
+            for at in sorted(pull.open_ranks):
+                told = [event.passed for event in self.ranks[at].puller.events if event.key == key]
+                pull.passed[at] = max([self.ranks[at].puller.passed(key), *told])
+                self.ranks[at].puller.fail(key, reason)
+                self._take_safe(at, key, pull)
+        if not pull.open_ranks:
+            del self._pulls[key]
+        if pull.refusal or (pull.open_ranks and pull.told):
+            return
+        pull.told = True
+        safe = not pull.open_ranks
+        self.events.append(PullEvent(key, pull.error, safe=safe, passed=self._passed(pull) if safe else 0))
+
+    def _take_safe(self, at: int, key: str, pull: _Pull) -> None:
+        """A pull that had nothing in flight is safe as soon as it has failed."""
+        puller = self.ranks[at].puller
+        if key not in puller:
+            pull.open_ranks.discard(at)
+            # The name is free from here on: what the rank still has to say of this pull would be taken for a new one's.
+            puller.events = deque(event for event in puller.events if event.key != key)
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for key in [key for key, pull in self._pulls.items() if not pull.started and now >= pull.deadline]:
+            self._fail(key, f"timed out: engine {self._pulls[key].source.engine_id!r} did not answer the handshake")
+
+    def close(self) -> None:
+        """Ends everything; events of what was still open are there to be taken. Safe to call twice."""
+        for key in list(self._pulls):
+            self._fail(key, "this engine was shut down")
+        for rank in self.ranks:
+            rank.close()
+        self._collect_leases()
+        for key, pull in list(self._pulls.items()):
+            del self._pulls[key]  # the agents are gone, so nothing is in flight
+            self.events.append(PullEvent(key, pull.error, safe=True))
+        self._client.close()
+
+
+def _check_ranks(key: str, source: Source, ranks: int) -> None:
+    if source.ranks not in {0, ranks}:
+        raise PullFailedError(
+            f"request {key!r}: engine {source.engine_id!r} is said to have {source.ranks} ranks, it has {ranks}"
+        )

@@ -1,0 +1,225 @@
+"""The one thread that owns the transfers of a process, and polls them about every millisecond.
+
+A model's step takes tens or hundreds of milliseconds. In that time a peer's first READ and every notification would
+wait, so a serving loop never touches what is here: it hands work over, and picks events up when it likes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, TypeVar
+
+from transfer.errors import EngineClosedError, TransferError
+from transfer.pull.pull_state import LeaseRef, PullEvent
+from transfer.pull.replica import Event, Offered, Source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import ArrayLike
+
+    from transfer.pull.layers import OnLayers
+    from transfer.pull.pull_state import BlocksOfGroup, PagesOfGroup
+    from transfer.pull.replica import ReplicaTransfer
+    from transfer.stats import StatsSnapshot
+
+T = TypeVar("T")
+
+POLL_S = 1e-3
+# While our own READs are in flight: they take a few hundred microseconds, and the request waits for them.
+BUSY_POLL_S = 1e-4
+
+
+class TransferThread:
+    """Runs the transfers of one replica. Any thread may call any method; only `call` and `close` wait.
+
+    Args:
+        replica: nobody else uses it from now on.
+
+    Attributes:
+        events: what happened, in order. Taken from the left by one thread.
+        pull_seconds: time in which at least one READ was under way, or a source was waited for, in seconds.
+        is_closed: `close` has ended it: every lease word is cleared, nothing is in flight, no event will follow.
+    """
+
+    def __init__(self, replica: ReplicaTransfer) -> None:
+        self.events: deque[Event] = deque()
+        self.is_closed = False
+        self.pull_seconds = 0.0
+        self._woken = 0.0  # when the first of the last commands came
+        self._replica = replica
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._main, name="transfer", daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[[ReplicaTransfer], T], timeout_s: float = 30.0) -> T:
+        """Runs `function` in the thread and waits for the result. For set-up, not for serving."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function(self._replica))
+            except Exception as error:  # noqa: BLE001  (the caller gets it, whatever it is)
+                future.set_exception(error)
+
+        self._hand_over(run)
+        return future.result(timeout_s)
+
+    def offer(
+        self,
+        request_id: str,
+        lease: LeaseRef,
+        *,
+        engines: int = 1,
+        pages: Sequence[ArrayLike] | None = None,
+        running: bool = False,
+    ) -> None:
+        """As `ReplicaTransfer.offer`: `Offered` comes as an event, and only then may the lease's id leave.
+
+        The caller holds the pages until `LeaseOver`.
+        """
+
+        def run() -> None:
+            try:
+                self._replica.offer(request_id, lease, engines=engines, pages=pages, running=running)
+            except TransferError as error:
+                self.events.append(Offered(request_id, lease.lease_id, str(error)))
+
+        self._hand_over(run)
+
+    def start_clock(self, lease_id: int) -> None:
+        """As `ReplicaTransfer.start_clock`."""
+        self._hand_over(lambda: self._replica.start_clock(lease_id))
+
+    def revoke(self, lease_id: int, reason: str) -> None:
+        """As `ReplicaTransfer.revoke`."""
+        self._hand_over(lambda: self._replica.revoke(lease_id, reason))
+
+    def pull(
+        self,
+        key: str,
+        source: Source,
+        groups: Sequence[PagesOfGroup | BlocksOfGroup] | None,
+        timeout_s: float,
+        *,
+        last: bool = True,
+        layer_chunks: int = 1,
+        on_layers: OnLayers | None = None,
+    ) -> None:
+        """Begins a pull, with its first pages unless `groups` is None. Its `PullEvent`s come as events."""
+
+        def run() -> None:
+            try:
+                self._replica.pull(key, source, timeout_s)
+            except TransferError as error:
+                self.events.append(PullEvent(key, str(error), safe=True))
+                return
+            if groups is not None:
+                self._replica.add_pages(key, groups, last=last, layer_chunks=layer_chunks, on_layers=on_layers)
+
+        self._hand_over(run)
+
+    def add_pages(
+        self,
+        key: str,
+        groups: Sequence[PagesOfGroup | BlocksOfGroup],
+        *,
+        last: bool,
+        layer_chunks: int = 1,
+        on_layers: OnLayers | None = None,
+    ) -> None:
+        """As `ReplicaTransfer.add_pages`."""
+
+        def run() -> None:
+            self._replica.add_pages(key, groups, last=last, layer_chunks=layer_chunks, on_layers=on_layers)
+
+        self._hand_over(run)
+
+    def cancel(self, key: str, reason: str) -> None:
+        """As `ReplicaTransfer.cancel`."""
+        self._hand_over(lambda: self._replica.cancel(key, reason))
+
+    def forget(self, engine_id: str, reason: str) -> None:
+        """As `ReplicaTransfer.forget`."""
+        self._hand_over(lambda: self._replica.forget(engine_id, reason))
+
+    def snapshot(self) -> StatsSnapshot:
+        """Counters and percentiles since the last call; see `TransferStats.snapshot`."""
+        return self.call(lambda replica: replica.stats.snapshot())
+
+    def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
+        """Waits until `ready`, which is asked after each round of the thread that changed something. For a layer.
+
+        Returns:
+            Whether it is ready.
+        """
+        with self._changed:
+            return self._changed.wait_for(lambda: ready() or self._failure is not None, timeout_s) and ready()
+
+    def raise_failure(self) -> None:
+        """Raises what ended the thread, if anything did.
+
+        Raises:
+            EngineClosedError: the thread has died.
+        """
+        if self._failure is not None:
+            raise EngineClosedError(f"the transfer thread died: {self._failure!r}") from self._failure
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Ends the thread and everything that it runs. Safe to call twice."""
+        self._stopping = True
+        self._commands.put(lambda: None)
+        self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            self._replica.close()
+            self.events.extend(self._replica.events)
+            self._replica.events.clear()
+            self.is_closed = True
+
+    def _hand_over(self, command: Callable[[], None]) -> None:
+        self.raise_failure()
+        self._commands.put(command)
+
+    def _main(self) -> None:
+        try:
+            busy, since = False, time.perf_counter()  # busy: something was under way at `since`
+            while not self._stopping:
+                changed = self._run_commands(0.0 if self._replica.is_copying else BUSY_POLL_S if busy else POLL_S)
+                now = time.perf_counter()
+                if busy:
+                    self.pull_seconds += now - since
+                    since = now
+                else:
+                    since = self._woken if changed else now
+                was_busy, busy = busy, self._replica.poll()
+                if not was_busy and not busy and any(isinstance(event, PullEvent) for event in self._replica.events):
+                    self.pull_seconds += time.perf_counter() - since  # the READs were made, and ended, in this round
+                if changed or busy or self._replica.events:
+                    self.events.extend(self._replica.events)
+                    self._replica.events.clear()
+                    with self._changed:
+                        self._changed.notify_all()
+        except BaseException as error:  # noqa: BLE001  (told to whoever calls next)
+            self._failure = error
+            with self._changed:
+                self._changed.notify_all()
+
+    def _run_commands(self, pause_s: float) -> bool:
+        """Sleeps until there is a command, but not longer than a poll may wait. Whether there was one."""
+        with contextlib.suppress(Empty):
+            command = self._commands.get(timeout=pause_s) if pause_s else self._commands.get_nowait()
+            self._woken = time.perf_counter()
+            command()
+            with contextlib.suppress(Empty):
+                while True:
+                    self._commands.get_nowait()()
+            return True
+        return False

@@ -1,0 +1,326 @@
+"""The side channel: an engine answers queries for its metadata and signs of life, a reader asks many at once.
+
+The server is a ROUTER on a thread of its own, which nothing that is received can end. The client belongs to the thread
+that calls it, and never waits: every peer has its own socket and its own deadline.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import zmq
+
+from transfer.errors import HandshakeError, MetadataError, TransferError
+from transfer.wire.allowed_peers import AllowedPeers
+from transfer.wire.keys import Throttle
+from transfer.wire.messages import (
+    MAX_METADATA_BYTES,
+    MAX_RANKS,
+    Answer,
+    MetadataQuery,
+    MetadataReply,
+    Ping,
+    Pong,
+    Query,
+    Refusal,
+    decode_answer,
+    decode_query,
+    encode_message,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import TracebackType
+    from typing import Self
+
+log = logging.getLogger("pagewire.handshake")
+
+MAX_QUERY_BYTES = 1 << 16
+_WAIT_MS = 100
+_BATCH = 64
+
+
+def _context() -> zmq.Context[zmq.Socket[bytes]]:
+    return zmq.Context.instance()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] -- untyped there
+
+
+# An engine asks a source once, and for a sign of life once a second; a host may run many engines.
+_QUERIES_PER_S = 100
+
+Count = Literal["answered", "refused", "malformed", "throttled", "failed"]
+
+
+@dataclass(frozen=True)
+class EngineCard:
+    """What an engine tells of itself.
+
+    Attributes:
+        engine_id: the engine.
+        incarnation: random, new with each start.
+        ranks: of each rank, what `sealed_rank` returned.
+        compatibility: what a reader must have in common with it.
+    """
+
+    engine_id: str
+    incarnation: str
+    ranks: tuple[bytes, ...]
+    compatibility: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    """Returns the entries in which two compatibility maps differ, with both values; empty where they agree."""
+    keys = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
+    return ", ".join(f"{key}: {theirs.get(key)!r} there, {ours.get(key)!r} here" for key in keys)
+
+
+class HandshakeServer:
+    """Answers for one or several engines of this process, until `close`.
+
+    Args:
+        cards: the engines. More can be added by `serve`.
+        bind: ZMQ endpoint. The loopback unless told otherwise: whoever reaches it learns addresses of this process.
+        secure: sets the socket's CURVE options before it binds; None for plain sockets.
+
+    Attributes:
+        endpoint: as bound, with the port that a `:0` turned into.
+        counts: how many queries were answered or refused, were malformed, came too fast, or failed to be answered.
+    """
+
+    def __init__(
+        self,
+        cards: list[EngineCard],
+        bind: str = "tcp://127.0.0.1:0",
+        secure: Callable[[zmq.Socket[bytes]], None] | None = None,
+    ) -> None:
+        self.counts: Counter[Count] = Counter()
+        self._throttle = Throttle(_QUERIES_PER_S, time.monotonic)
+        self._cards = {card.engine_id: card for card in cards}
+        self._stopping = False
+        self._socket = _context().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_QUERY_BYTES)  # a longer one ends that connection, nothing else
+        self._socket.setsockopt(zmq.RCVHWM, 1000)
+        self._socket.setsockopt(zmq.SNDHWM, 1000)  # of each peer; an answer beyond it is dropped
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
+        try:
+            if secure is not None:
+                secure(self._socket)
+            self._socket.bind(bind)
+        except HandshakeError:
+            self._socket.close()
+            raise
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise HandshakeError(f"handshake server: cannot bind {bind!r}: {error}") from error
+        self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._thread = threading.Thread(target=self._main, name="handshake", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def serve(self, card: EngineCard) -> None:
+        """Answers for this engine as well, or anew: its ranks have changed."""
+        self._cards = {**self._cards, card.engine_id: card}  # replaced as a whole: the thread reads it at any time
+
+    def close(self) -> None:
+        """Ends the thread. Safe to call twice."""
+        self._stopping = True
+        self._thread.join(10)
+        self._socket.close()
+
+    def _main(self) -> None:
+        while not self._stopping:
+            try:
+                if self._socket.poll(_WAIT_MS):
+                    for _ in range(_BATCH):
+                        self._answer(self._socket.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                continue
+            except Exception:  # whatever a peer sends, the next peer is answered
+                self.counts["failed"] += 1
+                log.exception("a handshake query could not be answered")
+
+    def _answer(self, frames: list[bytes]) -> None:
+        identity, *rest = frames
+        if not self._throttle.admits(identity):
+            self.counts["throttled"] += 1  # no answer either: that is what it asks for too often
+            return
+        if rest and not rest[0]:
+            rest = rest[1:]  # a REQ socket puts an empty frame first, and expects it back
+            envelope = [identity, b""]
+        else:
+            envelope = [identity]
+        answer = self._answer_to(rest[0]) if len(rest) == 1 else self._malformed(f"{len(rest)} frames, 1 is expected")
+        self.counts["refused" if isinstance(answer, Refusal) else "answered"] += 1
+        self._socket.send_multipart([*envelope, encode_message(answer)], zmq.NOBLOCK)
+
+    def _malformed(self, reason: str) -> Refusal:
+        self.counts["malformed"] += 1
+        return Refusal(reason=reason)
+
+    def _answer_to(self, data: bytes) -> Answer:
+        try:
+            query = decode_query(data)
+        except MetadataError as error:
+            return self._malformed(str(error)[:500])
+        cards = self._cards
+        engine_id = query.engine_id
+        card = cards.get(engine_id) or (next(iter(cards.values())) if cards and not engine_id else None)
+        if card is None:
+            return Refusal(
+                query_id=query.query_id, reason=f"engine {engine_id[:100]!r} is not here: {sorted(cards)[:8]}"
+            )
+        if isinstance(query, Ping):
+            return Pong(query_id=query.query_id, engine_id=card.engine_id, incarnation=card.incarnation)
+        if differ := differences(card.compatibility, query.compatibility):
+            return Refusal(
+                query_id=query.query_id, reason=f"engine {card.engine_id!r} is not compatible: {differ[:2000]}"
+            )
+        return MetadataReply(
+            query_id=query.query_id, engine_id=card.engine_id, incarnation=card.incarnation, ranks=card.ranks
+        )
+
+
+@dataclass(slots=True)
+class _Asked:
+    address: str
+    deadline: float
+    done: Callable[[Answer | TransferError], None]
+    refused: HandshakeError | None = None
+
+
+class HandshakeClient:
+    """Asks any number of engines at once. Single-threaded; `poll` delivers what has come, and what has timed out.
+
+    Args:
+        secure: sets a socket's CURVE options before it connects; None for plain sockets.
+        clock: seconds, monotonic.
+        allowed: who may be asked; this host alone where None. No socket is opened to anybody else.
+    """
+
+    def __init__(
+        self,
+        secure: Callable[[zmq.Socket[bytes]], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        allowed: AllowedPeers | None = None,
+    ) -> None:
+        self._allowed = allowed or AllowedPeers()
+        self._secure = secure
+        self._clock = clock
+        self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        self._asked: dict[int, _Asked] = {}
+        self._ids = itertools.count()
+
+    def ask_metadata(
+        self,
+        address: str,
+        engine_id: str,
+        compatibility: Mapping[str, str],
+        done: Callable[[Answer | TransferError], None],
+        timeout_s: float = 5.0,
+    ) -> None:
+        """Asks the engine at a ZMQ address for its ranks. `done` gets a `MetadataReply`, or the error."""
+        query = MetadataQuery(query_id=next(self._ids), engine_id=engine_id, compatibility=dict(compatibility))
+        self._ask(address, query, done, timeout_s)
+
+    def ping(
+        self,
+        address: str,
+        engine_id: str,
+        done: Callable[[Answer | TransferError], None],
+        timeout_s: float = 2.0,
+    ) -> None:
+        """Asks the engine at a ZMQ address for a sign of life. `done` gets a `Pong`, or the error."""
+        self._ask(address, Ping(query_id=next(self._ids), engine_id=engine_id), done, timeout_s)
+
+    def _ask(
+        self, address: str, query: Query, done: Callable[[Answer | TransferError], None], timeout_s: float
+    ) -> None:
+        self._asked[query.query_id] = _Asked(address, self._clock() + timeout_s, done)
+        try:
+            self._allowed.check(address)
+            self._socket(address).send(encode_message(query), zmq.NOBLOCK)
+        except (zmq.ZMQError, TypeError, ValueError) as error:  # the address came with a request: it may be anything
+            self._asked[query.query_id].deadline = -1.0  # reported by the next poll, never from within this call
+            log.debug("cannot ask %s: %s", address, error)
+        except HandshakeError as error:
+            self._asked[query.query_id].deadline, self._asked[query.query_id].refused = -1.0, error
+
+    def _socket(self, address: str) -> zmq.Socket[bytes]:
+        if (socket := self._sockets.get(address)) is None:
+            socket = _context().socket(zmq.DEALER)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_METADATA_BYTES + (1 << 16))
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+            try:
+                if self._secure is not None:
+                    self._secure(socket)
+                socket.connect(address)
+            except (zmq.ZMQError, TypeError, ValueError):
+                socket.close()
+                raise
+            self._sockets[address] = socket
+        return socket
+
+    def poll(self) -> None:
+        """Hands every answer and every time-out to the `done` of its question."""
+        if not self._asked:
+            return
+        for address, socket in list(self._sockets.items()):
+            for _ in range(_BATCH):
+                if socket.closed:
+                    break  # what the last answer said made its asker forget this address
+                try:
+                    data = socket.recv(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                self._deliver(address, data)
+        now = self._clock()
+        for query_id, asked in [(key, asked) for key, asked in self._asked.items() if asked.deadline <= now]:
+            del self._asked[query_id]
+            self.forget(asked.address)  # a socket whose peer is gone queues questions for its successor
+            keys = " (who has other keys than ours, or none, gives none)" if self._secure is not None else ""
+            asked.done(asked.refused or HandshakeError(f"no answer from {asked.address} in time{keys}"))
+
+    def _deliver(self, address: str, data: bytes) -> None:
+        try:
+            answer = decode_answer(data)
+        except MetadataError as error:
+            log.warning("dropped an answer: %s", error)
+            return
+        asked = self._asked.get(answer.query_id)
+        if asked is None or asked.address != address:
+            return  # late, an answer to nothing, or to a question that another peer was asked
+        del self._asked[answer.query_id]
+        if isinstance(answer, Refusal):
+            asked.done(HandshakeError(f"{asked.address} refuses: {answer.reason}"))
+        elif isinstance(answer, MetadataReply) and not 0 < len(answer.ranks) <= MAX_RANKS:
+            asked.done(HandshakeError(f"{asked.address} has {len(answer.ranks)} ranks, 1 to {MAX_RANKS} may be"))
+        else:
+            asked.done(answer)
+
+    def forget(self, address: str) -> None:
+        """Closes the socket to an address, where no other question waits for it."""
+        if any(asked.address == address for asked in self._asked.values()):
+            return
+        if (socket := self._sockets.pop(address, None)) is not None:
+            socket.close()
+
+    def close(self) -> None:
+        """Closes every socket; open questions are never answered. Safe to call twice."""
+        self._asked.clear()
+        for socket in self._sockets.values():
+            socket.close()
+        self._sockets.clear()

@@ -1,0 +1,235 @@
+"""What ranks tell each other outside the pages: their metadata, the handshake's messages, and readers' notes.
+
+Every struct is tagged and carries a version where it is the first that a stranger sends. Everything is decoded by
+schema; what a peer says of itself is checked here, before NIXL sees any of it, because wrong bytes can crash NIXL.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import Literal, TypeVar
+
+import msgspec
+
+from transfer.engine.metadata import MemoryType
+from transfer.errors import MetadataError
+from transfer.plan.boxes import ShardLayout, check
+
+PROTOCOL = 1
+"""Version of everything in this file. Peers of another version are refused by name."""
+
+MAX_RANKS = 4096
+MAX_METADATA_BYTES = 16 << 20
+MAX_NOTE_BYTES = 1024
+_MAX_NAME = 512
+_MAX_DEVICE = 1 << 16
+_ADDRESS_LIMIT = 1 << 63
+
+_T = TypeVar("_T")
+
+
+class RankMetadata(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="rank/1"):
+    """One rank of an engine: what a reader needs to pull from it. Safe to send between processes.
+
+    Attributes:
+        engine_id: the engine; all its ranks share it.
+        incarnation: random, new with each start: nothing learnt from another incarnation is ever used with it.
+        rank: of `ranks`, tensor-parallel and pipeline ranks counted together.
+        ranks: ranks of the engine that hold pages.
+        hostname: machine that the rank runs on.
+        agent_name: name of its NIXL agent; never used twice.
+        agent_metadata: NIXL's own description of that agent, opaque.
+        memory_type: memory of the regions.
+        layout: geometry of its pages.
+        bases: address of each region of the layout.
+        device: index of the device that they are on; 0 for host memory.
+        words_addr: address of the lease words, in host memory.
+        words: number of lease words.
+        checks_addrs: per group of the layout, address of its page checks in host memory; empty where it makes none.
+        compatibility: what must agree for the bytes to mean the same: model, cache dtype and so on.
+        settings: effective settings of UCX and NIXL that must agree.
+        digest: keyed digest over all other fields; `sealed_rank` fills it in.
+    """
+
+    engine_id: str
+    incarnation: str
+    rank: int
+    ranks: int
+    hostname: str
+    agent_name: str
+    agent_metadata: bytes
+    memory_type: MemoryType
+    layout: ShardLayout
+    bases: tuple[int, ...]
+    device: int
+    words_addr: int
+    words: int
+    checks_addrs: tuple[int, ...] = ()
+    compatibility: dict[str, str] = {}
+    settings: dict[str, str] = {}
+    digest: bytes = b""
+
+
+class MetadataQuery(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="query/1"):
+    """Asks an engine for the metadata of all its ranks.
+
+    Attributes:
+        query_id: comes back in the answer.
+        engine_id: the engine that is expected there; empty for any.
+        compatibility: the asker's; an engine with another one refuses and names both.
+    """
+
+    query_id: int
+    engine_id: str = ""
+    compatibility: dict[str, str] = {}
+
+
+class MetadataReply(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="reply/1"):
+    """Answers a `MetadataQuery`: the encoded `RankMetadata` of each rank."""
+
+    query_id: int
+    engine_id: str
+    incarnation: str
+    ranks: tuple[bytes, ...]
+
+
+class Ping(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="ping/1"):
+    """Asks whether an engine lives; the only one there where `engine_id` is empty."""
+
+    query_id: int
+    engine_id: str = ""
+
+
+class Pong(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="pong/1"):
+    """Answers a `Ping`."""
+
+    query_id: int
+    engine_id: str
+    incarnation: str
+
+
+class Refusal(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="refusal/1"):
+    """Answers what cannot be answered otherwise. `query_id` is -1 where the message had none."""
+
+    reason: str
+    query_id: int = -1
+
+
+class ReaderNote(msgspec.Struct, frozen=True, array_like=True, tag="note/1"):
+    """What one rank of a reading engine says of a lease, as a NIXL notification. Names the reader, counts nothing.
+
+    Attributes:
+        lease_id: the lease.
+        engine_id: the reading engine.
+        rank: the rank that speaks, of `ranks`.
+        ranks: ranks of the reading engine.
+        verdict: "done": it has read what it needs; "refused": it will not read (any more); "renew": it still waits.
+        reason: of a refusal.
+    """
+
+    lease_id: int
+    engine_id: str
+    rank: int
+    ranks: int
+    verdict: Literal["done", "refused", "renew"]
+    reason: str = ""
+
+
+Query = MetadataQuery | Ping
+Answer = MetadataReply | Pong | Refusal
+
+_encoder = msgspec.msgpack.Encoder()
+_queries = msgspec.msgpack.Decoder(Query)
+_answers = msgspec.msgpack.Decoder(Answer)
+_notes = msgspec.msgpack.Decoder(ReaderNote)
+_ranks = msgspec.msgpack.Decoder(RankMetadata)
+
+
+def encode_message(message: Query | Answer | ReaderNote | RankMetadata) -> bytes:
+    """Returns the msgpack bytes of a message."""
+    return _encoder.encode(message)
+
+
+def decode_query(data: bytes) -> Query:
+    """Returns the query in `data`.
+
+    Raises:
+        MetadataError: the bytes are no query of this version.
+    """
+    return _decoded(_queries, data, "query")
+
+
+def decode_answer(data: bytes) -> Answer:
+    """Returns the answer in `data`.
+
+    Raises:
+        MetadataError: the bytes are no answer of this version.
+    """
+    return _decoded(_answers, data, "answer")
+
+
+def decode_note(data: bytes) -> ReaderNote | None:
+    """Returns the note in `data`; None where it is none, is too long, or is out of range."""
+    if len(data) > MAX_NOTE_BYTES:
+        return None
+    try:
+        note = _notes.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return note if 0 <= note.rank < note.ranks <= MAX_RANKS else None
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[_T], data: bytes, kind: str) -> _T:
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise MetadataError(f"{len(data)} bytes are no {kind} of protocol {PROTOCOL}: {error}") from error
+
+
+def _digest(rank: RankMetadata, key: bytes) -> bytes:
+    blank = _encoder.encode(msgspec.structs.replace(rank, digest=b""))
+    return hashlib.blake2b(blank, digest_size=16, key=hashlib.sha256(key).digest() if key else b"").digest()
+
+
+def sealed_rank(rank: RankMetadata, key: bytes = b"") -> bytes:
+    """Returns the encoded metadata of a rank, its digest made with `key`, which all peers must share."""
+    return _encoder.encode(msgspec.structs.replace(rank, digest=_digest(rank, key)))
+
+
+def open_rank(data: bytes, key: bytes = b"") -> RankMetadata:
+    """Returns the metadata that `sealed_rank` encoded, after every check that needs no second rank.
+
+    Raises:
+        MetadataError: too long, cut, changed, made with another key, or of a geometry that does not add up.
+    """
+    if len(data) > MAX_METADATA_BYTES:
+        raise MetadataError(f"{len(data)} bytes of rank metadata, at most {MAX_METADATA_BYTES} are read")
+    rank = _decoded(_ranks, data, "rank metadata")
+    where = f"metadata of rank {rank.rank} of engine {rank.engine_id!r}"
+    if not hmac.compare_digest(rank.digest, _digest(rank, key)):
+        raise MetadataError(f"{where} was changed on its way, or made with another key: its digest does not match")
+    for name in ("engine_id", "incarnation", "agent_name", "agent_metadata"):
+        value = getattr(rank, name)
+        if not value or (isinstance(value, str) and len(value) > _MAX_NAME):
+            raise MetadataError(f"{where}: {name} has {len(value)} characters, 1 to {_MAX_NAME} may be")
+    if not 0 <= rank.rank < rank.ranks <= MAX_RANKS:
+        raise MetadataError(f"{where}: rank {rank.rank} of {rank.ranks}; at most {MAX_RANKS} may be")
+    check(rank.layout)
+    _check_memory(where, rank)
+    return rank
+
+
+def _check_memory(where: str, rank: RankMetadata) -> None:
+    sizes = rank.layout.region_bytes
+    if len(rank.bases) != len(sizes):
+        raise MetadataError(f"{where}: {len(rank.bases)} addresses for {len(sizes)} regions")
+    words = [(rank.words_addr, 8 * rank.words)]
+    if rank.checks_addrs and len(rank.checks_addrs) != len(rank.layout.groups):
+        raise MetadataError(f"{where}: {len(rank.checks_addrs)} page checks for {len(rank.layout.groups)} groups")
+    checks = [(base, 8 * group.num_pages) for base, group in zip(rank.checks_addrs, rank.layout.groups, strict=False)]
+    for base, size in [*zip(rank.bases, sizes, strict=True), *words, *checks]:
+        if not 0 < base < base + size <= _ADDRESS_LIMIT:
+            raise MetadataError(f"{where}: {size} bytes at {base:#x} are outside of any address space")
+    if not 0 <= rank.device <= _MAX_DEVICE:
+        raise MetadataError(f"{where}: device {rank.device}, 0 to {_MAX_DEVICE} may be")

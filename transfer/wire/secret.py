@@ -1,0 +1,92 @@
+"""One shared secret for a fleet: the key of the digests over metadata and the keys of the sockets are derived from it.
+
+Whoever has the secret is of the fleet, as a source and as a reader. Who has another one, or none, gets no answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import zmq
+import zmq.utils.z85
+
+from transfer.errors import InvalidEngineError
+from transfer.wire.keys import Keyring
+
+MIN_BYTES = 16
+_FILE, _VARIABLE = "file:", "env:"
+
+
+class Secret:
+    """A shared secret. It shows itself in no message.
+
+    Args:
+        value: at least 16 bytes that nobody can guess, say 32 random ones.
+
+    Attributes:
+        metadata_key: 32 bytes, of the digest over a rank's metadata.
+        keyring: keys of the sockets of the side channel. All who know the secret have the same.
+
+    Raises:
+        InvalidEngineError: it is too short.
+    """
+
+    def __init__(self, value: bytes) -> None:
+        if len(value) < MIN_BYTES:
+            raise InvalidEngineError(f"the shared secret has {len(value)} bytes, at least {MIN_BYTES} are needed")
+        root = hashlib.blake2b(value, digest_size=64, person=b"pagewire secret").digest()
+        self.metadata_key = _derived(root, b"metadata")
+        service_public, service_secret = _pair(_derived(root, b"service"))
+        public, secret = _pair(_derived(root, b"client"))
+        self.keyring = Keyring(
+            service_public=service_public,
+            service_secret=service_secret,
+            public=public,
+            secret=secret,
+            allowed=(public,),
+        )
+
+    def __repr__(self) -> str:
+        return "Secret(...)"
+
+
+def _derived(root: bytes, purpose: bytes) -> bytes:
+    return hashlib.blake2b(b"pagewire/1/" + purpose, key=root, digest_size=32).digest()
+
+
+def _pair(seed: bytes) -> tuple[str, str]:
+    """The CURVE keys whose secret half is these 32 bytes."""
+    secret = zmq.utils.z85.encode(seed)
+    return zmq.curve_public(secret).decode(), secret.decode()
+
+
+def read_secret(text: str) -> Secret | None:
+    """Returns the secret that a configuration names; None where it names none.
+
+    Args:
+        text: "file:" and a path, whose file only its owner may read; "env:" and the name of an environment variable; or
+            the secret itself. Space around the secret does not count.
+
+    Raises:
+        InvalidEngineError: there is no such file or variable, others may read the file, or the secret is too short.
+    """
+    if not text:
+        return None
+    if text.startswith(_FILE):
+        path = Path(text.removeprefix(_FILE))
+        try:
+            if path.stat().st_mode & 0o077:
+                raise InvalidEngineError(f"shared secret: others can read {path}; its mode must be 600")
+            value = path.read_bytes()
+        except OSError as error:
+            raise InvalidEngineError(f"shared secret: {error}") from error
+    elif text.startswith(_VARIABLE):
+        name = text.removeprefix(_VARIABLE)
+        if name not in os.environ:
+            raise InvalidEngineError(f"shared secret: there is no environment variable {name!r}")
+        value = os.environ[name].encode(errors="surrogateescape")
+    else:
+        value = text.encode()
+    return Secret(value.strip())
