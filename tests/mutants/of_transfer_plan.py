@@ -115,7 +115,7 @@ TRANSFER_PLAN: tuple[Module, ...] = (
     ),
     Module(
         "transfer.verify",
-        ["tests/transfer/test_worker.py"],
+        ["tests/transfer/test_verify.py"],
         [
             Mutation("Verifier._compare", "if not attempts:", "if attempts < 0:"),
             Mutation("Verifier._draw", "if self._share >= 1:", "if self._share > 1:"),
