@@ -419,6 +419,11 @@ def test_random_prompts_over_three_tiers(served: Make, monkeypatch: pytest.Monke
         assert it.kv.compared > 300
 
 
+def test_a_file_takes_a_quarter_of_a_small_host_tier_at_most(served: Make) -> None:
+    assert files_of(served(host_slots=12)).pages_a_file == 3
+    assert files_of(served(host_slots=3)).pages_a_file == 1
+
+
 def test_the_layout_of_a_file_knows_its_sizes() -> None:
     layout = FileFormat(bytes(16), 100, 32)
     for count in (1, 2, 500):

@@ -118,7 +118,12 @@ TRANSFER_PLAN: tuple[Module, ...] = (
         ["tests/transfer/test_verify.py"],
         [
             Mutation("Verifier._compare", "if not attempts:", "if attempts < 0:"),
-            Mutation("Verifier._draw", "if self._share >= 1:", "if self._share > 1:"),
+            Mutation(
+                "Verifier._draw",
+                "if self._share >= 1:",
+                "if self._share > 1:",
+                equivalent="what is drawn is below 1: all of them",
+            ),
         ],
     ),
     Module(
