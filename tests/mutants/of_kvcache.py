@@ -57,7 +57,7 @@ KVCACHE: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.replica.replica",
+        "kvcache.replica.replica.replica",
         [
             "tests/kvcache/test_manager.py",
             "tests/kvcache/replica/test_batch.py",
@@ -105,7 +105,7 @@ KVCACHE: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.replica.block_table",
+        "kvcache.replica.replica.block_table",
         ["tests/kvcache/test_manager.py", "tests/kvcache/replica/test_batch.py", "tests/kvcache/test_against_model.py"],
         [
             Mutation("BlockRows.unbind", "self.table[row, : self.num_pages[row]] = NO_PAGE", "pass"),
@@ -120,7 +120,7 @@ KVCACHE: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.replica.batch",
+        "kvcache.replica.replica.batch",
         ["tests/kvcache/replica/test_batch.py", "tests/kvcache/test_against_model.py::test_seeded_moves"],
         [
             Mutation(
@@ -142,7 +142,7 @@ KVCACHE: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.replica.context",
+        "kvcache.replica.replica.context",
         [
             "tests/kvcache/replica/test_context.py",
             "tests/kvcache/replica/test_fork.py",
@@ -159,7 +159,7 @@ KVCACHE: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.replica.hashing",
+        "kvcache.replica.replica.hashing",
         [
             "tests/kvcache/replica/test_hashing.py",
             "tests/kvcache/test_manager.py",
@@ -184,7 +184,7 @@ KVCACHE: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.replica.imports",
+        "kvcache.replica.replica.imports",
         ["tests/kvcache/replica/test_imports.py"],
         [
             Mutation("export_table", "-(-num_tokens // size)", "(num_tokens // size)"),

@@ -166,10 +166,20 @@ KVCACHE_TIERS: tuple[Module, ...] = (
         ["tests/kvcache/tiers/test_page_files.py"],
         [
             Mutation("read_pages", "row[: layout.digest_bytes] == wanted and ", ""),
-            Mutation("read_pages", "wanted, parts\n", "row[: layout.digest_bytes], parts\n"),
+            Mutation(
+                "read_pages",
+                "wanted, parts\n",
+                "row[: layout.digest_bytes], parts\n",
+                equivalent="the row's digest is the wanted one where it counts",
+            ),
             Mutation("read_rows", " or end[len(rows) :] != layout.footer(rows, count)", ""),
             Mutation("read_rows", "if len({row.tobytes() for row in digests}) == count else None", ""),
-            Mutation("FileFormat.count_of", "0 if rest or count < 0 else count", "max(0, count)"),
+            Mutation(
+                "FileFormat.count_of",
+                "0 if rest or count < 0 else count",
+                "max(0, count)",
+                ["tests/kvcache/tiers/test_file_tier.py::test_the_layout_of_a_file_knows_its_sizes"],
+            ),
             Mutation("write_pages", "path.unlink(missing_ok=True)", "pass"),
         ],
     ),
