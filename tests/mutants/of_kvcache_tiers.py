@@ -168,11 +168,19 @@ KVCACHE_TIERS: tuple[Module, ...] = (
         [
             Mutation("_read_pages", "if row[: layout.digest_bytes] != wanted:", "if False:"),
             Mutation(
-                "_read_pages", "layout.checksum(wanted, parts)", "layout.checksum(row[: layout.digest_bytes], parts)"
+                "_read_pages",
+                "layout.checksum(wanted, parts)",
+                "layout.checksum(row[: layout.digest_bytes], parts)",
+                equivalent="the row's digest is the wanted one here",
             ),
             Mutation("_judge", "if footer == wanted:", "if True:"),
             Mutation("read_rows", "if len({row.tobytes() for row in digests}) == count:", "if True:"),
-            Mutation("FileFormat.count_of", "0 if rest or count < 0 else count", "max(0, count)"),
+            Mutation(
+                "FileFormat.count_of",
+                "0 if rest or count < 0 else count",
+                "max(0, count)",
+                ["tests/kvcache/tiers/test_file_tier.py::test_the_layout_of_a_file_knows_its_sizes"],
+            ),
             Mutation("write_pages", "path.unlink(missing_ok=True)", "pass"),
         ],
     ),

@@ -193,9 +193,7 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
                 "PrefillScheduler._table",
                 "full_pages=room.token is None",
                 "full_pages=False",
-                [
-                    "tests/scheduler_adapters/service/test_service.py::test_chunks_are_pulled_while_the_rest_of_the_prompt_runs"
-                ],
+                ["tests/scheduler_adapters/service/test_service.py"],
             ),
             Mutation(
                 "PrefillScheduler._offer",
@@ -213,14 +211,6 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
                 [
                     "tests/scheduler_adapters/service/test_faults.py::test_a_cancelled_request_ends_in_every_phase",
                     "tests/scheduler_adapters/service/test_faults.py::test_pages_stay_held_until_their_lease_word_is_cleared",
-                ],
-            ),
-            Mutation(
-                "PrefillScheduler._lose",
-                "silent=True",
-                "silent=False",
-                [
-                    "tests/scheduler_adapters/service/test_faults.py::test_prefill_gives_back_what_a_dead_decode_process_had_asked_for"
                 ],
             ),
         ],
@@ -253,9 +243,7 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
                 "Pulls.on_event",
                 "room.key == event.key and",
                 "",
-                [
-                    "tests/scheduler_adapters/service/test_faults.py::test_the_same_id_may_come_again_while_its_first_pull_still_ends"
-                ],
+                ["tests/scheduler_adapters/service/test_pulls.py"],
             ),
             Mutation(
                 "Pulls.begin",

@@ -208,10 +208,27 @@ TRANSFER: tuple[Module, ...] = (
                 "if not key:",
                 ["tests/transfer/pull/test_replica.py::test_a_name_can_be_used_once_at_a_time_and_the_first_goes_on"],
             ),
-            Mutation("ReplicaTransfer._collect_leases", "if not left:", "if True:"),
-            Mutation("ReplicaTransfer._collect_leases", "left.discard(at)", "left.clear()"),
             Mutation(
-                "ReplicaTransfer._on_rank", "elif not pull.open_ranks and not pull.error:", "elif not pull.error:"
+                "ReplicaTransfer._collect_leases",
+                "if not left:",
+                "if True:",
+                [
+                    "tests/transfer/pull/test_replica.py::test_pages_go_when_the_words_of_all_ranks_are_cleared_and_not_with_the_first"
+                ],
+            ),
+            Mutation(
+                "ReplicaTransfer._collect_leases",
+                "left.discard(at)",
+                "left.clear()",
+                [
+                    "tests/transfer/pull/test_replica.py::test_pages_go_when_the_words_of_all_ranks_are_cleared_and_not_with_the_first"
+                ],
+            ),
+            Mutation(
+                "ReplicaTransfer._on_rank",
+                "elif not pull.open_ranks and not pull.error:",
+                "elif not pull.error:",
+                ["tests/transfer/pull/test_replica.py::test_a_pull_has_ended_when_every_rank_of_ours_has_its_part"],
             ),
             Mutation("ReplicaTransfer._passed", "return min(", "return max("),
             Mutation(

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from kvcache import InvalidParamsError, InvariantError, PoolTooSmallError
-from kvcache.tiers import file_tier as module
 from kvcache.tiers.file_tier import FileTier
 from kvcache.tiers.page_files import FileFormat, SystemIO
 from kvcache.tiers.page_folder import PageFolder
+from kvcache.tiers.tiers import file_tier as module
 from tests.kvcache.served import Served
 
 PROMPT = range(17)  # four full pages and a token
@@ -630,6 +630,11 @@ def test_random_prompts_over_three_tiers(served: Make, monkeypatch: pytest.Monke
         assert it.manager.metrics.file_blocks_written > 5
         assert it.manager.metrics.file_blocks_read > 5
         assert it.kv.compared > 300
+
+
+def test_a_file_takes_a_quarter_of_a_small_host_tier_at_most(served: Make) -> None:
+    assert files_of(served(host_slots=12)).pages_a_file == 3
+    assert files_of(served(host_slots=3)).pages_a_file == 1
 
 
 def test_the_layout_of_a_file_knows_its_sizes() -> None:
