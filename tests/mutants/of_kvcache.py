@@ -57,7 +57,7 @@ KVCACHE: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.replica.replica.replica",
+        "kvcache.replica.replica",
         [
             "tests/kvcache/test_manager.py",
             "tests/kvcache/replica/test_batch.py",
@@ -102,7 +102,7 @@ KVCACHE: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.replica.replica.block_table",
+        "kvcache.replica.block_table",
         ["tests/kvcache/test_manager.py", "tests/kvcache/replica/test_batch.py", "tests/kvcache/test_against_model.py"],
         [
             Mutation("BlockRows.unbind", "self.table[row, : self.num_pages[row]] = NO_PAGE", "pass"),
@@ -117,7 +117,7 @@ KVCACHE: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.replica.replica.batch",
+        "kvcache.replica.batch",
         ["tests/kvcache/replica/test_batch.py", "tests/kvcache/test_against_model.py::test_seeded_moves"],
         [
             Mutation(
@@ -139,7 +139,7 @@ KVCACHE: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.replica.replica.context",
+        "kvcache.replica.context",
         [
             "tests/kvcache/replica/test_context.py",
             "tests/kvcache/replica/test_fork.py",
@@ -156,7 +156,7 @@ KVCACHE: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.replica.replica.hashing",
+        "kvcache.replica.hashing",
         [
             "tests/kvcache/replica/test_hashing.py",
             "tests/kvcache/test_manager.py",
@@ -181,7 +181,7 @@ KVCACHE: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.replica.replica.imports",
+        "kvcache.replica.imports",
         ["tests/kvcache/replica/test_imports.py"],
         [
             Mutation("export_table", "-(-num_tokens // size)", "(num_tokens // size)"),
