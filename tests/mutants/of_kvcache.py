@@ -87,8 +87,8 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("Replica.reserve_decoding", " or lengths.max() > self.max_seq_len", ""),
             Mutation("Replica.slack", ".min()", ".max()"),
             Mutation("Replica.due", ".min()", ".max()"),
-            Mutation("Replica.refuse_step", "(computed > room).any()", "(computed > room).all()"),
-            Mutation("Replica.refuse_short", "(lengths > room).any()", "(lengths > room).all()"),
+            Mutation("Replica.refuse_step", "np.count_nonzero(computed > room)", "np.all(computed > room)"),
+            Mutation("Replica.refuse_short", "np.count_nonzero(lengths > room)", "np.all(lengths > room)"),
             Mutation("Replica.filled", "computed >= self.rows.commit_at[rows]", "computed > self.rows.commit_at[rows]"),
             Mutation("Replica.publish", "if len(filled) == 1 or", "if True or"),
             Mutation("Replica.publish", "self.tier.arrive(filled)", "pass", ["tests/kvcache/tiers/test_host_tier.py"]),
@@ -163,7 +163,7 @@ KVCACHE: tuple[Module, ...] = (
             "tests/kvcache/replica/test_fork.py",
         ],
         [
-            Mutation("PrefixHasher.__init__", "sorted(extra_keys or ())", "(extra_keys or ())"),
+            Mutation("PrefixHasher.__init__", "sorted(extra_keys)", "list(extra_keys)"),
             Mutation("PrefixHasher.__init__", "position, len(key)", "0, len(key)"),
             Mutation("PrefixHasher.copy", "self.keys_left[:], {}", "self.keys_left, {}"),
             Mutation("PrefixHasher.copy", "self.running.copy(), self.known[:]", "self.running.copy(), self.known"),
@@ -278,7 +278,7 @@ KVCACHE: tuple[Module, ...] = (
         ["tests/kvcache/test_manager.py", "tests/kvcache/replica/test_batch.py"],
         [
             Mutation("Claims.claim", "not 0 <= chosen < count", "not chosen < count"),
-            Mutation("Claims._bind", "if len(set(found)) != len(found):", "if not found:"),
+            Mutation("Claims._bind", "len(set(found)) != len(found):", "False:"),
             Mutation("Claims.release", "self._releases += 1", "pass"),
             Mutation(
                 "Claims.release",
