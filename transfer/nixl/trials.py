@@ -157,7 +157,10 @@ class Trials:
 
     def run(self, ranks: Sequence[RankMetadata], memory_type: MemoryType) -> str:
         """As `begin`, and waits for the verdict. For set-up, not for a thread that serves."""
-        attempt = self.begin(ranks, memory_type)
+        return self.wait(self.begin(ranks, memory_type))
+
+    def wait(self, attempt: Attempt) -> str:
+        """Waits for the verdict of a trial, which comes in any case. For set-up, not for a thread that serves."""
         while attempt.verdict is None:
             self.poll()
             time.sleep(1e-3)

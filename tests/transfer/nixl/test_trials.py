@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.transfer.replicas import TOKENS, Engine, run
 from transfer.engine.metadata import MemoryType
 from transfer.nixl.trials import Trials
 from transfer.pull.pull_state import PagesOfGroup, PullEvent
+from transfer.pull.thread import TransferThread
 from transfer.wire.handshake import EngineCard, HandshakeServer
 from transfer.wire.messages import open_rank, sealed_rank
 
@@ -122,6 +124,27 @@ def test_others_are_read_from_while_a_trial_hangs(engine: Any) -> None:
     stopped.poll()
     run(stopped, d, until=settled(d, "hangs"), seconds=60)
     assert d.pulls[-1].error == ""
+
+
+def test_a_caller_that_adds_an_engine_waits_for_its_trial_and_no_pull_does(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patient = Trials(trial_s=60)
+    monkeypatch.setattr(Trials, "shared", lambda: patient)
+    p, d, stopped = engine("p"), engine("d"), engine("q", seed=9)
+    thread = TransferThread(d.replica)
+    with ThreadPoolExecutor(1) as caller:
+        added = caller.submit(thread.add_engine, "tcp://127.0.0.1:9", [stopped.card.ranks[0]])
+        while patient.pid is None:
+            time.sleep(1e-3)
+        thread.pull("r", p.source(p.offer()), WHOLE, 60.0)
+        run(p, until=lambda: thread.events, seconds=60)
+        assert thread.events.popleft() == PullEvent("r", "", safe=True)
+        assert not added.done()
+        run(stopped, until=added.done, seconds=60)
+        assert added.result() == "q"
+    thread.close()
+    patient.close()
 
 
 def test_a_trial_that_does_not_end_is_given_up(engine: Any) -> None:
