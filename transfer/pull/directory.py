@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from transfer.errors import HandshakeError, MetadataError, TransferError
-from transfer.nixl.trials import Attempt, Trials
+from transfer.nixl.trials import UNVOUCHED, Attempt, Trials
 from transfer.wire.messages import Answer, MetadataReply, Pong, RankMetadata, open_rank
 
 if TYPE_CHECKING:
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from transfer.pull.remote import RemoteEngine
     from transfer.wire.handshake import HandshakeClient
 
-_UNTRIED = "its metadata is sealed with no key, and a process in which it was tried found it wrong"
+_NO_KEY = "its metadata is sealed with no key, and "
+_TRIED = "a process in which it was tried found it wrong: "
 
 Place: TypeAlias = tuple[str, str]
 """ZMQ endpoint of a handshake, and the id of the engine that is expected there."""
@@ -155,7 +156,7 @@ class Directory:
 
         def wait() -> None:
             if verdict := trials.wait(attempt):
-                raise HandshakeError(f"engine {first.engine_id!r} at {address}: {_UNTRIED}: {verdict}")
+                raise HandshakeError(f"engine {first.engine_id!r} at {address}: {_because(verdict)}")
 
         return wait
 
@@ -239,7 +240,7 @@ class Directory:
         if newcomer.attempt is None:
             newcomer.attempt = self._trials.begin(newcomer.remotes[0].ranks, self._ranks[0].memory_type)
         if newcomer.attempt.verdict:
-            raise HandshakeError(f"{_UNTRIED}: {newcomer.attempt.verdict}")
+            raise HandshakeError(_because(newcomer.attempt.verdict))
         return newcomer.attempt.verdict is not None
 
     def _others(self, peer: Peer, incarnation: str) -> list[Peer]:
@@ -365,3 +366,7 @@ class Directory:
         self._on_lost(peer, reason)
         self._client.forget(address)
         self._admit(engine_id)
+
+
+def _because(verdict: str) -> str:
+    return f"{_NO_KEY}{'' if verdict == UNVOUCHED else _TRIED}{verdict}"
