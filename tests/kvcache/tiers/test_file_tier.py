@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from kvcache import InvalidParamsError, InvariantError, PoolTooSmallError
+from kvcache.tiers import file_tier as module
 from kvcache.tiers.file_tier import FileTier
 from kvcache.tiers.page_files import FileFormat, SystemIO
 from kvcache.tiers.page_folder import PageFolder
-from kvcache.tiers.tiers import file_tier as module
 from tests.kvcache.served import Served
 
 PROMPT = range(17)  # four full pages and a token
@@ -581,13 +581,12 @@ def test_what_lies_about_is_left_alone_or_tidied(served: Make) -> None:
     it.serve(PROMPT)
     folder = files_of(it)._folder.path
     it.manager.close()
-    old, new, mine = folder / f"{'0' * 16}-1.tmp", folder / f"{'0' * 16}-2.tmp", folder / "README"
-    for path in (old, new, mine):
+    dead, home, mine = folder / f"{'0' * 16}-1.tmp", folder.parent / f"{'0' * 16}-2.tmp", folder / "README"
+    for path in (dead, home, mine):
         path.write_text("x")
-    os.utime(old, (1, 1))
     os.mkfifo(folder / f"{'a' * 32}.pages")
     assert served().serve(PROMPT) == 16
-    assert (old.exists(), new.exists(), mine.exists()) == (False, True, True)
+    assert (dead.exists(), home.exists(), mine.exists()) == (False, False, True)
 
 
 def test_check_recounts_the_files(served: Make) -> None:
