@@ -221,21 +221,13 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
                 "Pulls.release",
                 "if room.key not in self._open:",
                 "if room.key:",
-                [
-                    "tests/scheduler_adapters/test_faults.py::test_the_same_id_may_come_again_while_its_first_pull_still_ends",
-                    "tests/scheduler_adapters/test_faults.py::test_a_cancelled_request_ends_in_every_phase",
-                    "tests/scheduler_adapters/test_faults.py::test_pages_stay_held_until_their_lease_word_is_cleared",
-                ],
+                ["tests/scheduler_adapters/test_pulls.py"],
             ),
             Mutation(
                 "Pulls.on_event",
                 "and (event.error or not mine)",
                 "and event.error",
-                [
-                    "tests/scheduler_adapters/test_faults.py::test_the_same_id_may_come_again_while_its_first_pull_still_ends",
-                    "tests/scheduler_adapters/test_faults.py::test_a_cancelled_request_ends_in_every_phase",
-                    "tests/scheduler_adapters/test_faults.py::test_pages_stay_held_until_their_lease_word_is_cleared",
-                ],
+                ["tests/scheduler_adapters/test_pulls.py"],
             ),
             Mutation(
                 "Pulls.on_event",
