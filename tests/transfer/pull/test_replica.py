@@ -453,6 +453,31 @@ def test_a_pull_has_ended_when_every_rank_of_ours_has_its_part(engine: Any) -> N
     assert d.pulls == [PullEvent("r", "", safe=True)]
 
 
+def test_what_may_be_kept_is_what_every_rank_has_passed(engine: Any) -> None:
+    p, d = engine("p", 2), engine("d", 2)
+    d.hindrances[1].held = True
+    d.replica.pull("r", p.source(p.offer()), 20.0)
+    d.replica.add_pages("r", WHOLE, last=False)
+    run(p, d, until=lambda: d.ranks[0].puller.passed("r") == 1 and d.hindrances[1].reads)
+    d.replica.cancel("r", "enough")
+    d.hindrances[1].held = False
+    run(p, d, until=settled(d))
+    assert (d.pulls[-1].error, d.pulls[-1].passed) == ("enough", 0)
+
+
+def test_an_engine_that_one_rank_has_lost_is_asked_anew(engine: Any) -> None:
+    p, d = engine("p"), engine("d", 2)
+    source = p.source(p.offer())
+    pull(d, source)
+    run(p, d, until=settled(d))
+    assert d.replica.directory.ready(source.place) is not None
+    d.ranks[1].disconnect("p", "lost")
+    assert d.replica.directory.ready(source.place) is None
+    pull(d, p.source(p.offer("s", 1)), key="s")
+    run(p, d, until=settled(d, "s"))
+    assert d.pulls[-1].error == ""
+
+
 def test_a_pull_does_not_wait_for_its_source_longer_than_its_own_time(engine: Any) -> None:
     d = engine("d", handshake_timeout_s=60.0)
     pull(d, Source("tcp://127.0.0.1:9", "dead", LeaseRef(1, 0, 5.0)), timeout_s=0.1)
