@@ -1,9 +1,8 @@
 """Our prefix index behind SGLang's cache interface. SGLang calls `register` by its plugin entry point.
 
-Imports `kvcache.pool`, `kvcache.replica` and the values of `kvcache`, and SGLang where it is used. Start reading at
-`cache.py`.
+Importing it needs no SGLang; `cache.py` imports `kvcache` and SGLang. Start reading at `cache.py`.
 """
 
-from scheduler_adapters.sglang.cache import register
+from scheduler_adapters.sglang.plugin import register
 
 __all__ = ["register"]

@@ -16,6 +16,7 @@ import numpy as np
 from transfer.engine.metadata import MemoryType
 from transfer.errors import AgentError
 from transfer.nixl.settings import effective_settings
+from transfer.nixl.vouchers import Voucher
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -196,6 +197,7 @@ class Agent:
         self.memory_type = memory_type
         self._agent: Any = make_nixl_agent(name, 0, memory_type, BACKGROUND_RUNS)
         self._registered: list[Any] = []
+        self._voucher: Voucher | None = None
 
     def register(self, regions: Sequence[tuple[int, int, int]], memory_type: MemoryType | None = None) -> None:
         """Registers memory, which must stay mapped until `close`, and while any peer lives that may read it.
@@ -221,6 +223,14 @@ class Agent:
         """What another NIXL agent loads to reach this one, as of now."""
         with refusals(f"agent {self.name!r}: its metadata"):
             return bytes(self._agent.get_agent_metadata())
+
+    def vouch(self, metadata: bytes) -> None:
+        """Says to readers on this host that this metadata is the agent's own. See `transfer.nixl.vouchers`.
+
+        Raises:
+            AgentError: the socket for that cannot be made.
+        """
+        self._voucher = Voucher(metadata)
 
     def add_peer(self, peer: str, metadata: bytes) -> None:
         """Loads a peer. The caller has checked the metadata's length and digest: wrong bytes can crash the process.
@@ -303,6 +313,8 @@ class Agent:
         Raises:
             AgentError: NIXL fails.
         """
+        if self._voucher is not None:
+            self._voucher.poll()
         return take_notifications(self._agent, self.name)
 
     def close(self, *, in_flight: bool = False) -> None:
@@ -315,6 +327,8 @@ class Agent:
         Raises:
             AgentError: NIXL failed to give something back. The agent is gone all the same.
         """
+        if self._voucher is not None:
+            self._voucher.close()
         agent, self._agent = self._agent, None
         registered, self._registered = self._registered, []
         if agent is None or in_flight:

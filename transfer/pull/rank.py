@@ -131,7 +131,10 @@ class RankTransfer:
         try:
             self._register_own()
             self._readers = ReaderAgents(name, self._make_reader)
-            self.metadata = sealed_rank(self._describe(name), identity.key)
+            described = self._describe(name)
+            self.metadata = sealed_rank(described, identity.key)
+            if not identity.key:
+                self._agent.vouch(described.agent_metadata)
         except BaseException:
             self.close()
             raise

@@ -430,6 +430,29 @@ def test_an_engine_that_one_rank_cannot_load_is_loaded_by_none(engine: Any, monk
     assert [rank.remote("p") for rank in d.ranks] == [None, None]
 
 
+def test_pages_go_when_the_words_of_all_ranks_are_cleared_and_not_with_the_first(engine: Any) -> None:
+    p = engine("p", 2)
+    lease = p.offer()
+    for rank, overs in zip(p.ranks, ([], [LeaseOver("r", lease.lease_id, "given up")]), strict=True):
+        rank.end_lease(lease.lease_id, "given up")
+        p.poll()
+        assert p.overs == overs
+
+
+def test_a_pull_has_ended_when_every_rank_of_ours_has_its_part(engine: Any) -> None:
+    p, d = engine("p", 2), engine("d", 2)
+    d.hindrances[1].held = True
+    pull(d, p.source(p.offer()))
+    run(p, d, until=lambda: d.hindrances[1].reads and "r" not in d.ranks[0].puller)
+    for _ in range(20):
+        p.poll()
+        d.poll()
+    assert d.pulls == []
+    d.hindrances[1].held = False
+    run(p, d, until=settled(d))
+    assert d.pulls == [PullEvent("r", "", safe=True)]
+
+
 def test_a_pull_does_not_wait_for_its_source_longer_than_its_own_time(engine: Any) -> None:
     d = engine("d", handshake_timeout_s=60.0)
     pull(d, Source("tcp://127.0.0.1:9", "dead", LeaseRef(1, 0, 5.0)), timeout_s=0.1)
