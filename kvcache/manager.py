@@ -21,7 +21,7 @@ from kvcache.params import KVCacheParams, resolve_page_size
 from kvcache.replica import imports
 from kvcache.replica.batch import Batch
 from kvcache.replica.block_table import BlockTable
-from kvcache.replica.context import Context, check_context, check_fork
+from kvcache.replica.context import Context, TextContext, check_context, check_fork
 from kvcache.replica.devices import PlacedReplica
 from kvcache.replica.pending import PageCopy, PendingImport
 from kvcache.replica.replica import Replica
@@ -200,7 +200,8 @@ class PagedKVCacheManager(CacheSizing, CacheInputs, CacheStatus, PageHandover):
             PromptTooLongError: (a RuntimeError) the whole pool is too small for it.
             SequenceTooLongError: (a RuntimeError) longer than `max_seq_len`.
             InvalidRequestError: (a ValueError) `num_steps` is no integer or below 1; no context, another object than
-                the pages were reserved for, or one whose salt or keys have changed since.
+                the pages were reserved for, one whose salt or keys have changed since, or one that would compute anew
+                what a lease promises to readers (as `fetch`).
             NotReservedError: (a RuntimeError) an import of its pages is pending.
         """
         # A decode step that stays on its page: 15 of 16 calls end here.
@@ -208,13 +209,13 @@ class PagedKVCacheManager(CacheSizing, CacheInputs, CacheStatus, PageHandover):
             place = self._place_of(data, -1)
         except TypeError:  # cannot be hashed
             place = -1
-        if (
-            place >= 0
-            and type(num_steps) is int
-            and data.active_length == 1
-            and 0 < num_steps <= self._room[place] - data.current_length + 1
-        ):
-            return True
+        if place >= 0 and type(num_steps) is int and num_steps > 0:
+            most = self._room[place] - num_steps + 1
+            if type(data) is TextContext:  # one call, where the protocol takes two
+                if data.decodes_within(most):
+                    return True
+            elif data.active_length == 1 and data.current_length <= most:
+                return True
         _, replica_idx, row = self._claims.own(data, "maybe_reserve")
         num_steps = arguments.steps(num_steps)
         if self._reset_endpoint is not None and data.active_length > 1:
@@ -286,7 +287,8 @@ class PagedKVCacheManager(CacheSizing, CacheInputs, CacheStatus, PageHandover):
 
         Raises:
             UnknownRequestError: (a KeyError) a request is not claimed.
-            InvalidRequestError: (a ValueError) a request is named twice, or `num_steps` is below 1.
+            InvalidRequestError: (a ValueError) a request is named twice, or `num_steps` is below 1; a request computes
+                tokens anew that were in a block table under a lease that is still open.
             NotReservedError: (a RuntimeError) a request has too few pages: call `maybe_reserve` first.
             SequenceTooLongError: (a RuntimeError) longer than `max_seq_len`.
         """

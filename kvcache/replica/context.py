@@ -94,9 +94,6 @@ class TextContext:
         extra_keys: `(position, key)`: what else than tokens the KV depends on from this token on, say the name of a
             LoRA adapter (position 0) or a digest of an image (its first token). Pages are shared where these agree too.
 
-    Attributes:
-        named: salt and keys, in one tuple: what the pages depend on besides the tokens. It is read, never set.
-
     Raises:
         InvalidRequestError: (a ValueError) no tokens, not 1-D, not integers, or out of range; an id or salt that is no
             text, or is no UTF-8; keys of another shape; a retention that is none.
@@ -134,6 +131,7 @@ class TextContext:
         self._follows: Leader | None = None
         self._place = 0
         self.prefix_hasher: PrefixHasher | None = None
+        # Both in one tuple: what the pages depend on besides the tokens, compared by identity first.
         self.named = (checked_salt(self.request_id, cache_salt), checked_keys(self.request_id, extra_keys))
         self.retention = retention
         self._buffer = checked_tokens(self.request_id, tokens)
@@ -217,6 +215,12 @@ class TextContext:
             self._follows.catch_up(self._place)
         return self._end
 
+    def decodes_within(self, most: int) -> bool:
+        """Whether one token is to run, and no more than `most` are known."""
+        if self._follows is not None:
+            self._follows.catch_up(self._place)
+        return self._active - self._start == 1 and self._end <= most
+
     def update(self, token: int) -> None:
         """Take up what the model made of the active tokens.
 
@@ -242,8 +246,7 @@ class TextContext:
         if self._end == len(self._buffer):
             self._grow(1)
         self._buffer[self._end] = token
-        self._start = self._active
-        self._end += 1
+        self._start, self._end = self._active, self._end + 1
         self._active = self._end
 
     def set_token_indices(

@@ -115,7 +115,8 @@ class Replica:
             SequenceTooLongError: past `max_seq_len`.
             PromptTooLongError: more pages than the pool has.
             NotReservedError: an import of the row is pending.
-            InvalidRequestError: the salt or the keys are others than the row's pages were reserved with.
+            InvalidRequestError: the salt or the keys are others than the row's pages were reserved with; it would
+                compute anew what a lease promises.
         """
         self.refuse_pending(row, "maybe_reserve")
         needed = self.pages_needed(context, num_steps)
@@ -126,6 +127,7 @@ class Replica:
             self.rows.append_one(row, self.pool.allocate_one())
             return 1
         named = self.refuse_renamed(row, context)
+        self.refuse_rewrite(row, context)
         plan = self._plan(row, context, needed)
         if plan.hits.size:
             taken = self.pool.would_be_taken(plan.hits) + plan.new - self.pool.would_be_freed(plan.replaced)
@@ -316,6 +318,11 @@ class Replica:
                 f"release it first, or change it back"
             )
         return found
+
+    def refuse_rewrite(self, row: int, context: Context) -> None:
+        """Raise `InvalidRequestError` where the row would compute anew what a lease promises to its readers."""
+        if row in self.leases.of_row:
+            self.leases.refuse_rewrite(np.array([row]), np.array([context.start_idx]))
 
     def release(self, row: int) -> None:
         """Give back the row and its pages.

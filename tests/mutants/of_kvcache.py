@@ -94,6 +94,9 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("Replica.publish", "self.tier.arrive(filled)", "pass", ["tests/kvcache/tiers/test_host_tier.py"]),
             Mutation("Replica.release", "self._hashers.pop(row, None)", "pass"),
             Mutation("Replica.release", "self.tier.leave(row)", "pass", ["tests/kvcache/tiers/test_host_tier.py"]),
+            Mutation(
+                "Replica.reserve", "self.refuse_rewrite(row, context)", "pass", ["tests/kvcache/replica/test_leases.py"]
+            ),
             Mutation("Replica.advance", "self.counter.hit(row, context.end_idx, before, cached)", "pass"),
             Mutation("Replica._plan", "if cached <= context.start_idx:", "if cached < context.start_idx:"),
             Mutation("Replica._take", "self.pool.release(plan.replaced)", "pass"),
@@ -182,7 +185,7 @@ KVCACHE: tuple[Module, ...] = (
     ),
     Module(
         "kvcache.replica.imports",
-        ["tests/kvcache/replica/test_imports.py"],
+        ["tests/kvcache/replica/test_imports.py", "tests/kvcache/replica/test_leases.py"],
         [
             Mutation("export_table", "-(-num_tokens // size)", "(num_tokens // size)"),
             Mutation("export_table", "num_tokens -= num_tokens % size", "pass"),
@@ -210,7 +213,7 @@ KVCACHE: tuple[Module, ...] = (
     ),
     Module(
         "kvcache.replica.import_book",
-        ["tests/kvcache/replica/test_imports.py"],
+        ["tests/kvcache/replica/test_imports.py", "tests/kvcache/replica/test_leases.py"],
         [
             Mutation("ImportBook.begin", "self._pool.add_writer(pending.dst_pages)", "pass"),
             Mutation("ImportBook.begin", "self._rows.measure(row, usable=False)", "pass"),
@@ -228,7 +231,7 @@ KVCACHE: tuple[Module, ...] = (
     ),
     Module(
         "kvcache.replica.copier",
-        ["tests/kvcache/replica/test_imports.py"],
+        ["tests/kvcache/replica/test_imports.py", "tests/kvcache/replica/test_leases.py"],
         [
             Mutation("ImportCopier.take", "self._is_over or self._has_all or pending.closed", "pending.closed"),
             Mutation("ImportCopier.take", " or pending.closed:", ":"),
@@ -244,8 +247,17 @@ KVCACHE: tuple[Module, ...] = (
         ["tests/kvcache/replica/test_leases.py", "tests/kvcache/test_against_model.py::test_seeded_moves"],
         [
             Mutation("PageLeases.leave", "max(computed, int(self._rows.committed[row]))", "computed"),
-            Mutation("PageLeases.leave", "-(-int(self._rows.cached[row]) // self._page_size)", "0"),
-            Mutation("PageLeases.replace", "-(-cached // self._page_size) - first", "len(pages)"),
+            Mutation(
+                "PageLeases.leave",
+                "max(int(self._rows.cached[row]), int(self.told[row]))",
+                "int(self._rows.cached[row])",
+            ),
+            Mutation("PageLeases.leave", "self.told[row] = 0", "pass"),
+            Mutation("PageLeases.grant", "self.tell(row, int(self._rows.cached[row]))", "pass"),
+            Mutation("PageLeases.tell", "max(tokens, int(self.told[row]))", "tokens"),
+            Mutation("PageLeases.refuse_rewrite", "starts < self.told[rows]", "starts > self.told[rows]"),
+            Mutation("PageLeases.end", "self.told[row] = 0", "pass"),
+            Mutation("PageLeases.replace", "max(cached, int(self.told[row]))", "len(pages) * self._page_size"),
             Mutation("PageLeases.replace", "self._hold(lease, seen)", "pass"),
             Mutation("PageLeases.end", "self._pool.release(pages)", "pass"),
             Mutation("PageLeases.end", "self.of_row[row].remove(lease)", "self.of_row[row].pop()"),
@@ -316,6 +328,18 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("_fits", " + replica.pool.would_be_taken(hits)", ""),
             Mutation("Replicas.reserve", "and first_time:\n            self._router", ":\n            self._router"),
             Mutation("Replicas.reserve_batch", "gathered.slack >= num_steps - 1", "gathered.slack >= num_steps - 2"),
+            Mutation(
+                "Replicas.fetch",
+                "replica.leases.refuse_rewrite(state.rows, state.starts)",
+                "pass",
+                ["tests/kvcache/replica/test_leases.py"],
+            ),
+            Mutation(
+                "Replicas.reserve_batch",
+                "self.each[replica_idx].refuse_rewrite(row, context)",
+                "pass",
+                ["tests/kvcache/replica/test_leases.py"],
+            ),
             Mutation("Replicas.fetch", "replica.refuse_short(state.rows, state.ends + (num_steps - 1))", "pass"),
             Mutation("Replicas.step", "replica.refuse_step(rows, computed)", "pass"),
             Mutation("Replicas.step", "gathered.due > 0", "gathered.due >= 0"),
@@ -330,7 +354,7 @@ KVCACHE: tuple[Module, ...] = (
             "tests/kvcache/replica/test_imports.py",
         ],
         [
-            Mutation("PagedKVCacheManager.maybe_reserve", "data.current_length + 1\n", "data.current_length + 2\n"),
+            Mutation("PagedKVCacheManager.maybe_reserve", "- num_steps + 1", "- num_steps + 2"),
             Mutation(
                 "PagedKVCacheManager.fork",
                 "if copied is None:\n                self._claims.release",
