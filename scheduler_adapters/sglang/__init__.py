@@ -1,6 +1,7 @@
 """Our prefix index behind SGLang's cache interface. SGLang calls `register` by its plugin entry point.
 
-Importing it needs no SGLang; `cache.py` imports `kvcache` and SGLang. Start reading at `cache.py`.
+Imports `kvcache.pool`, `kvcache.replica` and the values of `kvcache`. Start reading at `cache.py`, which alone needs
+SGLang: to import this folder needs none.
 """
 
 from scheduler_adapters.sglang.plugin import register
