@@ -5,11 +5,13 @@ nixl is imported when the first agent is made: until then a program can still se
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
+from weakref import WeakSet
 
 import numpy as np
 
@@ -36,6 +38,19 @@ BACKEND = "UCX"
 FILE_BACKEND = "POSIX"
 BACKGROUND_RUNS = 128
 """Transfers of so many runs are copied by a thread of NIXL's, smaller ones by the thread that posts them."""
+
+
+_agents: WeakSet[Any] = WeakSet()
+
+
+def _keep_in_fork() -> None:
+    """Keeps every agent in a fork for ever: NIXL's destructor would wait there for a thread that a fork has not."""
+    for agent in _agents:
+        for kept in (agent, agent.agent):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+
+os.register_at_fork(after_in_child=_keep_in_fork)
 
 
 @cache
@@ -118,6 +133,7 @@ def _make_agent(agent_name: str, listen_port: int, backend: str, params: dict[st
     )
     with refusals(doing):
         agent = api.nixl_agent(agent_name, config)
+        _agents.add(agent)
         agent.create_backend(backend, params)
     return agent
 
@@ -198,6 +214,7 @@ class Agent:
         self._agent: Any = make_nixl_agent(name, 0, memory_type, BACKGROUND_RUNS)
         self._registered: list[Any] = []
         self._voucher: Voucher | None = None
+        self._owner = os.getpid()
 
     def register(self, regions: Sequence[tuple[int, int, int]], memory_type: MemoryType | None = None) -> None:
         """Registers memory, which must stay mapped until `close`, and while any peer lives that may read it.
@@ -217,6 +234,11 @@ class Agent:
     def is_open(self) -> bool:
         """Whether `close` has not been called yet."""
         return self._agent is not None
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this process has made it, and not one that this is a fork of: there it is of no use."""
+        return self._owner == os.getpid()
 
     @property
     def metadata(self) -> bytes:
@@ -320,6 +342,8 @@ class Agent:
     def close(self, *, in_flight: bool = False) -> None:
         """Destroys the NIXL agent. Safe to call twice. Waits for a copy in flight; no byte moves afterwards.
 
+        In a fork of its process it only forgets the agent.
+
         Args:
             in_flight: a handle was released before its transfer had ended. Memory is then given back by the agent's
                 own destructor, after its worker has stopped: earlier, the worker would use it after it is freed.
@@ -331,7 +355,7 @@ class Agent:
             self._voucher.close()
         agent, self._agent = self._agent, None
         registered, self._registered = self._registered, []
-        if agent is None or in_flight:
+        if agent is None or in_flight or not self.is_own:
             return
         with refusals(f"closing agent {self.name!r}"):
             for dlist in registered:
