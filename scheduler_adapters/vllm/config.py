@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import (
 
 from transfer.connector.config import GroupConfig, StatePart, Timing, WorkerConfig, share
 from transfer.errors import InvalidEngineError
-from transfer.wire.allowed_peers import host_of
+from transfer.wire.allowed_peers import listed_peers
 from transfer.wire.keys import Keyring, load_keyring
 
 if TYPE_CHECKING:
@@ -66,11 +66,7 @@ class Options:
         self.port = int(extra.get("port", envs.VLLM_NIXL_SIDE_CHANNEL_PORT)) + index
         self.keyring: Keyring | None = load_keyring(Path(extra["keyring"])) if extra.get("keyring") else None
         self.secret = str(extra.get("secret", ""))
-        listed: Any = extra.get("allowed_peers", ())
-        peers = listed.split(",") if isinstance(listed, str) else listed
-        self.allowed_peers = tuple(
-            dict.fromkeys([*host_of(f"tcp://{self.host}:0"), *(str(one).strip() for one in peers)])
-        )
+        self.allowed_peers = listed_peers(extra.get("allowed_peers", ()), f"tcp://{self.host}:0")
         defaults = Timing()
         self.timing = Timing(
             lease=float(extra.get("kv_lease_duration", defaults.lease)),

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -45,9 +46,9 @@ def manager_of(*, caching: bool = False, shards: int = 1) -> PagedKVCacheManager
 class Side:
     """A manager and its exchange."""
 
-    def __init__(self, name: str, **options: bool | int) -> None:
+    def __init__(self, name: str, exchange: Mapping[str, Any] | None = None, **options: bool | int) -> None:
         self.manager = manager_of(**options)  # type: ignore[arg-type]
-        self.exchange = Exchange(self.manager, name)
+        self.exchange = Exchange(self.manager, name, **(exchange or {}))
         self.events: list[ReplicaEvent] = []
 
     def poll(self) -> None:
