@@ -3,7 +3,7 @@
 from tests.mutants.mutation import Module, Mutation
 
 _OWNERSHIP = "tests/scheduler_adapters/service/test_ownership.py"
-_CHECK = "tests/kvcache/test_check.py"
+_LEASES = "tests/kvcache/replica/test_leases.py"
 _TRIALS = "tests/transfer/nixl/test_trials.py"
 _VOUCHERS = "tests/transfer/nixl/test_vouchers.py"
 
@@ -17,7 +17,7 @@ EXCHANGE: tuple[Module, ...] = (
                 "ImportBook.check",
                 "if pending.closed and (copier is None or copier.is_over):",
                 "if pending is None:",
-                [_CHECK],
+                [_LEASES],
             ),
         ],
     ),
@@ -31,8 +31,8 @@ EXCHANGE: tuple[Module, ...] = (
     ),
     Module(
         "kvcache.replica.leases",
-        [_CHECK],
-        [Mutation("PageLeases.check", "len(booked) != len(self._row_of) or ", "", [_CHECK])],
+        [_LEASES],
+        [Mutation("PageLeases.check", "len(booked) != len(self._row_of) or ", "", [_LEASES])],
     ),
     Module(
         "scheduler_adapters.service.exchange",

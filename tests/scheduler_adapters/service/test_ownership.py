@@ -55,7 +55,7 @@ class Side:
         self.events += self.exchange.poll()
 
     def until(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60  # the first contact tries the source in a process that has yet to start
         while not condition():
             self.poll()
             time.sleep(1e-4)
@@ -109,7 +109,7 @@ class Reader(Side):
     def open(self, source: Side, lease: LeaseRef, key: str = "k") -> None:
         exchange = source.exchange
         at = Source(exchange.address, exchange.engine_id(0), lease, exchange.incarnation)
-        self.exchange.open_pull(0, key, at, 20.0)
+        self.exchange.open_pull(0, key, at, 60.0)
 
     def end(self, source: Side, key: str = "k") -> tuple[PullEvent, ImportProof | None]:
         def last() -> list[ReplicaEvent]:
