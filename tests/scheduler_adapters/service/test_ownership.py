@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -45,16 +46,16 @@ def manager_of(*, caching: bool = False, shards: int = 1) -> PagedKVCacheManager
 class Side:
     """A manager and its exchange."""
 
-    def __init__(self, name: str, **options: bool | int) -> None:
+    def __init__(self, name: str, exchange: Mapping[str, Any] | None = None, **options: bool | int) -> None:
         self.manager = manager_of(**options)  # type: ignore[arg-type]
-        self.exchange = Exchange(self.manager, name)
+        self.exchange = Exchange(self.manager, name, **(exchange or {}))
         self.events: list[ReplicaEvent] = []
 
     def poll(self) -> None:
         self.events += self.exchange.poll()
 
     def until(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60  # the first contact tries the source in a process that has yet to start
         while not condition():
             self.poll()
             time.sleep(1e-4)
@@ -108,7 +109,7 @@ class Reader(Side):
     def open(self, source: Side, lease: LeaseRef, key: str = "k") -> None:
         exchange = source.exchange
         at = Source(exchange.address, exchange.engine_id(0), lease, exchange.incarnation)
-        self.exchange.open_pull(0, key, at, 20.0)
+        self.exchange.open_pull(0, key, at, 60.0)
 
     def end(self, source: Side, key: str = "k") -> tuple[PullEvent, ImportProof | None]:
         def last() -> list[ReplicaEvent]:
