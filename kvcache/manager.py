@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -124,7 +124,7 @@ class PagedKVCacheManager(CacheSizing, CacheInputs, CacheStatus, PageHandover):
         tiers = make_tiers(params, self.layouts, placed, stream)
         CacheStatus.__init__(self, Replicas(placed, params, tiers))
         self._claims = Claims(self._replicas.each, self._max_rows, self.page_size)
-        self._bound: dict[Any, int] = self._claims.bound
+        self._place_of: Callable[[Any, int], int] = self._claims.bound.get
         if zmq_endpoint_base is not None and params.enable_prefix_caching:
             self._reset_endpoint = ResetEndpoint(zmq_endpoint_base)
         if enable_runtime_checks:  # on this object alone: without them a call costs nothing more
@@ -205,7 +205,7 @@ class PagedKVCacheManager(CacheSizing, CacheInputs, CacheStatus, PageHandover):
         """
         # A decode step that stays on its page: 15 of 16 calls end here.
         try:
-            place = self._bound.get(data, -1)
+            place = self._place_of(data, -1)
         except TypeError:  # cannot be hashed
             place = -1
         if (
@@ -217,7 +217,7 @@ class PagedKVCacheManager(CacheSizing, CacheInputs, CacheStatus, PageHandover):
             return True
         _, replica_idx, row = self._claims.own(data, "maybe_reserve")
         num_steps = arguments.steps(num_steps)
-        if data.active_length > 1:
+        if self._reset_endpoint is not None and data.active_length > 1:
             self._look_for_reset()
         if not self._replicas.reserve(replica_idx, row, data, num_steps):
             return False
@@ -290,8 +290,10 @@ class PagedKVCacheManager(CacheSizing, CacheInputs, CacheStatus, PageHandover):
             NotReservedError: (a RuntimeError) a request has too few pages: call `maybe_reserve` first.
             SequenceTooLongError: (a RuntimeError) longer than `max_seq_len`.
         """
-        num_steps = arguments.steps(num_steps)
-        self._look_for_reset()
+        if type(num_steps) is not int or num_steps != 1:
+            num_steps = arguments.steps(num_steps)
+        if self._reset_endpoint is not None:
+            self._look_for_reset()
         return self._replicas.fetch(self._claims.gather(batch, "fetch"), num_steps)
 
     def step(self, batch: Sequence[Context]) -> None:

@@ -94,6 +94,9 @@ class TextContext:
         extra_keys: `(position, key)`: what else than tokens the KV depends on from this token on, say the name of a
             LoRA adapter (position 0) or a digest of an image (its first token). Pages are shared where these agree too.
 
+    Attributes:
+        named: salt and keys, in one tuple: what the pages depend on besides the tokens. It is read, never set.
+
     Raises:
         InvalidRequestError: (a ValueError) no tokens, not 1-D, not integers, or out of range; an id or salt that is no
             text, or is no UTF-8; keys of another shape; a retention that is none.
@@ -105,13 +108,12 @@ class TextContext:
         "_active",
         "_buffer",
         "_end",
-        "_extra_keys",
         "_follows",
         "_place",
         "_retention",
-        "_salt",
         "_start",
         "max_length",
+        "named",
         "prefix_hasher",
         "request_id",
     )
@@ -132,9 +134,8 @@ class TextContext:
         self._follows: Leader | None = None
         self._place = 0
         self.prefix_hasher: PrefixHasher | None = None
-        self.cache_salt = cache_salt
+        self.named = (checked_salt(self.request_id, cache_salt), checked_keys(self.request_id, extra_keys))
         self.retention = retention
-        self.extra_keys = extra_keys
         self._buffer = checked_tokens(self.request_id, tokens)
         count = len(self._buffer)
         if count > self.max_length:
@@ -144,21 +145,21 @@ class TextContext:
     @property
     def cache_salt(self) -> str | None:
         """Requests with different salts never share a page."""
-        return self._salt
+        return self.named[0]
 
     @cache_salt.setter
     def cache_salt(self, salt: str | None) -> None:
-        self._salt = checked_salt(self.request_id, salt)
+        self.named = (checked_salt(self.request_id, salt), self.named[1])
         self.leave()  # a batch remembers how its requests are hashed
 
     @property
     def extra_keys(self) -> ExtraKeys:
         """What else than tokens the KV depends on: `(position, key)`."""
-        return self._extra_keys
+        return self.named[1]
 
     @extra_keys.setter
     def extra_keys(self, keys: Sequence[tuple[int, bytes]]) -> None:
-        self._extra_keys = checked_keys(self.request_id, keys)
+        self.named = (self.named[0], checked_keys(self.request_id, keys))
         self.leave()
 
     @property
@@ -355,7 +356,7 @@ def salt_and_keys(context: Context) -> tuple[str | None, ExtraKeys]:
         InvalidRequestError: a salt or keys that cannot be.
     """
     if isinstance(context, TextContext):
-        return context.cache_salt, context.extra_keys
+        return context.named
     name, keys = context.request_id, getattr(context, "extra_keys", None)
     return checked_salt(name, getattr(context, "cache_salt", None)), checked_keys(name, () if keys is None else keys)
 

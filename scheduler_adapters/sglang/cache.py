@@ -1,7 +1,7 @@
 """Our prefix index behind SGLang's cache interface: `--radix-cache-backend pagewire`. Written for SGLang 0.5.23.
 
-Importing this module imports SGLang; nothing else here does. SGLang finds it by itself where pagewire is installed
-beside it (`register` is an entry point of its plugin group).
+Importing this module imports SGLang, which finds it by itself where pagewire is installed beside it (`plugin.register`
+is an entry point of its plugin group).
 
 Who owns what: SGLang keeps its rows, its free pages and its scheduler. Of ours are the pages that hold a published
 prefix: page states, digests, index and order of eviction (`kvcache.pool.pages.PagePool`, `kvcache.replica.hashing`).
@@ -39,17 +39,13 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchPrefixParams,
     MatchResult,
 )
-from sglang.srt.mem_cache.registry import (
-    TreeCacheBuildContext,
-    default_radix_cache_factory,
-    get_radix_cache_factory,
-    register_radix_cache_backend,
-)
+from sglang.srt.mem_cache.registry import TreeCacheBuildContext, default_radix_cache_factory
 from sglang.srt.runtime_context import get_schedule
 
 from kvcache.errors import InvalidParamsError, InvariantError
 from kvcache.pool.pages import PagePool
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
+from scheduler_adapters.sglang.plugin import BACKEND
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -63,15 +59,8 @@ if TYPE_CHECKING:
     Digests = NDArray[np.uint64]
     Tokens = NDArray[np.int64]
 
-BACKEND = "pagewire"
 _ALGORITHM: HashAlgorithm = "sha256"  # tenants share a server: collisions must not be craftable
 _MAX_TOKEN = (1 << 31) - 1  # digests are of int32 tokens
-
-
-def register() -> None:
-    """Make `--radix-cache-backend pagewire` known. Safe twice: SGLang asks its plugins in every process."""
-    if get_radix_cache_factory(BACKEND) is None:
-        register_radix_cache_backend(BACKEND, build)
 
 
 def build(context: TreeCacheBuildContext) -> BasePrefixCache:

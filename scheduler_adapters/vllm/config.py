@@ -65,11 +65,9 @@ class Options:
         self.host = str(extra.get("host", envs.VLLM_NIXL_SIDE_CHANNEL_HOST))
         self.port = int(extra.get("port", envs.VLLM_NIXL_SIDE_CHANNEL_PORT)) + index
         self.keyring: Keyring | None = load_keyring(Path(extra["keyring"])) if extra.get("keyring") else None
-        self.secret = str(extra.get("secret", ""))
-        listed: Any = extra.get("allowed_peers", ())
-        peers = listed.split(",") if isinstance(listed, str) else listed
+        self.secret = _secret(extra.get("secret"))
         self.allowed_peers = tuple(
-            dict.fromkeys([*host_of(f"tcp://{self.host}:0"), *(str(one).strip() for one in peers)])
+            dict.fromkeys([*host_of(f"tcp://{self.host}:0"), *_peers(extra.get("allowed_peers", ()))])
         )
         defaults = Timing()
         self.timing = Timing(
@@ -77,6 +75,25 @@ class Options:
             load=float(extra.get("load_timeout", defaults.load)),
         )
         self.model = str(extra.get("model_id", vllm_config.model_config.model))
+
+
+def _secret(named: object) -> str:
+    if not isinstance(named, str | None):
+        raise InvalidEngineError(
+            f"kv_connector_extra_config: secret is a {type(named).__name__}; 'file:PATH', 'env:NAME' or text may be"
+        )
+    return named or ""
+
+
+def _peers(listed: object) -> list[str]:
+    peers: list[Any] = (
+        listed.split(",") if isinstance(listed, str) else listed if isinstance(listed, list | tuple) else [listed]
+    )
+    if wrong := [one for one in peers if not isinstance(one, str)]:
+        raise InvalidEngineError(
+            f"kv_connector_extra_config: allowed_peers names {wrong[0]!r}; addresses, networks and host names may be"
+        )
+    return [one.strip() for one in peers if one.strip()]
 
 
 def worker_config(

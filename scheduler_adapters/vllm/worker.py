@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from scheduler_adapters.vllm.config import Options, worker_config
 from scheduler_adapters.vllm.metadata import RankMetadata, StepMetadata
+from transfer.connector.config import check_config
 from transfer.connector.metadata import WorkerOutput
 from transfer.connector.worker import NixlConnectorWorker
 from transfer.errors import EngineClosedError
@@ -24,7 +25,7 @@ class WorkerSide:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._keyring = Options(vllm_config).keyring
-        worker_config(vllm_config, kv_cache_config)  # what is not supported is refused now, not when caches come
+        check_config(worker_config(vllm_config, kv_cache_config))  # what cannot be is refused now, not when caches come
         self._worker: NixlConnectorWorker | None = None
         self._copy: Any = None
         # What vLLM waits for, and what is over: it is told of what is in both.

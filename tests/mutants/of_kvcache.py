@@ -57,7 +57,7 @@ KVCACHE: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.replica.replica.replica",
+        "kvcache.replica.replica",
         [
             "tests/kvcache/test_manager.py",
             "tests/kvcache/replica/test_batch.py",
@@ -87,16 +87,13 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("Replica.reserve_decoding", " or lengths.max() > self.max_seq_len", ""),
             Mutation("Replica.slack", ".min()", ".max()"),
             Mutation("Replica.due", ".min()", ".max()"),
-            Mutation("Replica.refuse_step", "(computed > room).any()", "(computed > room).all()"),
-            Mutation("Replica.refuse_short", "(lengths > room).any()", "(lengths > room).all()"),
-            Mutation("Replica.step", "computed >= state.commit_at[rows]", "computed > state.commit_at[rows]"),
-            Mutation("Replica.step", "if len(filled) == 1 or", "if True or"),
-            Mutation("Replica.step", "self.tier.arrive(filled)", "pass", ["tests/kvcache/tiers/test_host_tier.py"]),
+            Mutation("Replica.refuse_step", "np.count_nonzero(computed > room)", "np.all(computed > room)"),
+            Mutation("Replica.refuse_short", "np.count_nonzero(lengths > room)", "np.all(lengths > room)"),
+            Mutation("Replica.filled", "computed >= self.rows.commit_at[rows]", "computed > self.rows.commit_at[rows]"),
+            Mutation("Replica.publish", "if len(filled) == 1 or", "if True or"),
+            Mutation("Replica.publish", "self.tier.arrive(filled)", "pass", ["tests/kvcache/tiers/test_host_tier.py"]),
             Mutation("Replica.release", "self._hashers.pop(row, None)", "pass"),
             Mutation("Replica.release", "self.tier.leave(row)", "pass", ["tests/kvcache/tiers/test_host_tier.py"]),
-            Mutation("Replica.begin_import", "self.pool.add_writer(pending.dst_pages)", "pass"),
-            Mutation("Replica.begin_import", "self.rows.measure(row, usable=False)", "pass"),
-            Mutation("Replica.close_import", "self.rows.measure(row)", "pass"),
             Mutation("Replica.advance", "self.counter.hit(row, context.end_idx, before, cached)", "pass"),
             Mutation("Replica._plan", "if cached <= context.start_idx:", "if cached < context.start_idx:"),
             Mutation("Replica._take", "self.pool.release(plan.replaced)", "pass"),
@@ -105,7 +102,7 @@ KVCACHE: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.replica.replica.block_table",
+        "kvcache.replica.block_table",
         ["tests/kvcache/test_manager.py", "tests/kvcache/replica/test_batch.py", "tests/kvcache/test_against_model.py"],
         [
             Mutation("BlockRows.unbind", "self.table[row, : self.num_pages[row]] = NO_PAGE", "pass"),
@@ -120,7 +117,7 @@ KVCACHE: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.replica.replica.batch",
+        "kvcache.replica.batch",
         ["tests/kvcache/replica/test_batch.py", "tests/kvcache/test_against_model.py::test_seeded_moves"],
         [
             Mutation(
@@ -142,7 +139,7 @@ KVCACHE: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.replica.replica.context",
+        "kvcache.replica.context",
         [
             "tests/kvcache/replica/test_context.py",
             "tests/kvcache/replica/test_fork.py",
@@ -159,14 +156,14 @@ KVCACHE: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.replica.replica.hashing",
+        "kvcache.replica.hashing",
         [
             "tests/kvcache/replica/test_hashing.py",
             "tests/kvcache/test_manager.py",
             "tests/kvcache/replica/test_fork.py",
         ],
         [
-            Mutation("PrefixHasher.__init__", "sorted(extra_keys or ())", "(extra_keys or ())"),
+            Mutation("PrefixHasher.__init__", "sorted(extra_keys)", "list(extra_keys)"),
             Mutation("PrefixHasher.__init__", "position, len(key)", "0, len(key)"),
             Mutation("PrefixHasher.copy", "self.keys_left[:], {}", "self.keys_left, {}"),
             Mutation("PrefixHasher.copy", "self.running.copy(), self.known[:]", "self.running.copy(), self.known"),
@@ -184,7 +181,7 @@ KVCACHE: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.replica.replica.imports",
+        "kvcache.replica.imports",
         ["tests/kvcache/replica/test_imports.py"],
         [
             Mutation("export_table", "-(-num_tokens // size)", "(num_tokens // size)"),
@@ -202,16 +199,98 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("extend_import", "not np.array_equal(now[: len(known)], known)", "False"),
             Mutation("_check_part", "table.num_tokens % table.page_size", "table.num_tokens < table.page_size"),
             Mutation("_take_up", "max(first, table.num_tokens)", "table.num_tokens"),
-            Mutation("_check_open", "pending.closed or", "", equivalent="no row has an import that is closed"),
+            Mutation("open_import", "if pending.closed:", "if False:"),
+            Mutation("own_import", "if pending.owner is replica:", "if True:"),
+            Mutation("_check_open", "is not pending", "is None"),
+            Mutation("_check_open", "replica.refuse_renamed(row, context)", "pass"),
+            Mutation("_check_proof", "if pending.needs_copy:", "if False:"),
+            Mutation("_check_proof", "copier.proof is not proof", "copier.proof is None"),
+            Mutation("_check_proof", "proof.num_tokens < pending.tokens[1]", "proof.num_tokens < 0"),
+        ],
+    ),
+    Module(
+        "kvcache.replica.import_book",
+        ["tests/kvcache/replica/test_imports.py"],
+        [
+            Mutation("ImportBook.begin", "self._pool.add_writer(pending.dst_pages)", "pass"),
+            Mutation("ImportBook.begin", "self._rows.measure(row, usable=False)", "pass"),
+            Mutation("ImportBook.make_copier", "if pending in self._copiers:", "if False:"),
+            Mutation("ImportBook.cancel", "copier is None or copier.is_over", "True"),
+            Mutation("ImportBook._free", "self._rows.measure(row)", "pass"),
+            Mutation("ImportBook._free", "self.of_row.get(row) is pending", "row in self.of_row"),
+            Mutation(
+                "ImportBook.check",
+                "pending.closed and (copier is None or copier.is_over)",
+                "False",
+                ["tests/kvcache/test_check.py"],
+            ),
+        ],
+    ),
+    Module(
+        "kvcache.replica.copier",
+        ["tests/kvcache/replica/test_imports.py"],
+        [
+            Mutation("ImportCopier.take", "self._is_over or self._has_all or pending.closed", "pending.closed"),
+            Mutation("ImportCopier.take", " or pending.closed:", ":"),
+            Mutation("ImportCopier.take", "self._taken, self._has_all = pending.tokens[1], last", "pass"),
+            Mutation("ImportCopier.prove", "self._is_over or not self._has_all", "not self._has_all"),
+            Mutation("ImportCopier.prove", "self._is_over or not self._has_all", "self._is_over"),
+            Mutation("ImportCopier.prove", "self.give_up()", "pass"),
+            Mutation("ImportCopier.give_up", "self._ended()", "pass"),
+        ],
+    ),
+    Module(
+        "kvcache.replica.leases",
+        ["tests/kvcache/replica/test_leases.py", "tests/kvcache/test_against_model.py::test_seeded_moves"],
+        [
+            Mutation("PageLeases.leave", "max(computed, int(self._rows.committed[row]))", "computed"),
+            Mutation("PageLeases.leave", "-(-int(self._rows.cached[row]) // self._page_size)", "0"),
+            Mutation("PageLeases.replace", "-(-cached // self._page_size) - first", "len(pages)"),
+            Mutation("PageLeases.replace", "self._hold(lease, seen)", "pass"),
+            Mutation("PageLeases.end", "self._pool.release(pages)", "pass"),
+            Mutation("PageLeases.end", "self.of_row[row].remove(lease)", "self.of_row[row].pop()"),
+            Mutation("PageLeases._hold", "self._pool.hold(pages)", "pass"),
+            Mutation("books_of", "if lease.owner is each:", "if True:"),
+        ],
+    ),
+    Module(
+        "kvcache.replica.keys",
+        ["tests/kvcache/replica/test_keys.py", "tests/kvcache/test_misuse.py"],
+        [
+            Mutation("checked_salt", "salt.encode()", "pass"),
+            Mutation("checked_keys", "not 0 <= at < 1 << 31", "not at < 1 << 31"),
+            Mutation("checked_keys", "not 0 <= at < 1 << 31", "not 0 <= at"),
+            Mutation("checked_keys", "(at, bytes(key))", "(at, key)"),
+        ],
+    ),
+    Module(
+        "kvcache.arguments",
+        ["tests/kvcache/test_misuse.py", "tests/kvcache/test_hostile.py"],
+        [
+            Mutation("integer", "if isinstance(value, bool | np.bool_):", "if False:"),
+            Mutation("whole", "not least <= found <= most", "not least <= found"),
+            Mutation("number", " and math.isfinite(found)", "", equivalent="neither nan nor inf is within the bounds"),
+            Mutation("steps", "not 1 <= found <= MOST", "not found <= MOST"),
         ],
     ),
     Module(
         "kvcache.claims",
         ["tests/kvcache/test_manager.py", "tests/kvcache/replica/test_batch.py"],
         [
-            Mutation("Claims.claim", "0 <= replica_idx < count", "replica_idx < count"),
-            Mutation("Claims._bind", "if len(set(found)) != len(found):", "if not found:"),
+            Mutation("Claims.claim", "not 0 <= chosen < count", "not chosen < count"),
+            Mutation("Claims._bind", "len(set(found)) != len(found):", "False:"),
             Mutation("Claims.release", "self._releases += 1", "pass"),
+            Mutation(
+                "Claims.release",
+                "del self.bound[_key(context)]",
+                "pass",
+                ["tests/kvcache/test_check.py", "tests/kvcache/test_misuse.py"],
+            ),
+            Mutation("Claims._unbound", "if place in self._contexts:", "if False:", ["tests/kvcache/test_misuse.py"]),
+            Mutation(
+                "Claims._refuse_stale", "if batch.owner is not self:", "if False:", ["tests/kvcache/test_misuse.py"]
+            ),
+            Mutation("_key", "context if by_identity else (id(context),)", "context", ["tests/kvcache/test_misuse.py"]),
             Mutation(
                 "Claims.check",
                 "if rows != self.places:",
@@ -251,7 +330,7 @@ KVCACHE: tuple[Module, ...] = (
             "tests/kvcache/replica/test_imports.py",
         ],
         [
-            Mutation("PagedKVCacheManager.maybe_reserve", "data.current_length + 1:", "data.current_length + 2:"),
+            Mutation("PagedKVCacheManager.maybe_reserve", "data.current_length + 1\n", "data.current_length + 2\n"),
             Mutation(
                 "PagedKVCacheManager.fork",
                 "if copied is None:\n                self._claims.release",
@@ -259,8 +338,12 @@ KVCACHE: tuple[Module, ...] = (
             ),
             Mutation("PagedKVCacheManager.fork", "self._replicas.placed[replica_idx].copy_page(*copied)", "pass"),
             Mutation("PagedKVCacheManager.claim", "if self.contains(context.request_id):", "if True:"),
-            Mutation("PagedKVCacheManager.get_data_parallel_splits", "np.diff(replicas) < 0", "np.diff(replicas) < -1"),
         ],
+    ),
+    Module(
+        "kvcache.cache_inputs",
+        ["tests/kvcache/test_manager.py"],
+        [Mutation("CacheInputs.get_data_parallel_splits", "np.diff(replicas) < 0", "np.diff(replicas) < -1")],
     ),
     Module(
         "kvcache.metrics",

@@ -188,10 +188,10 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
                     "tests/scheduler_adapters/service/test_faults.py::test_the_deadline_that_decode_names_holds_at_prefill"
                 ],
             ),
-            Mutation("PrefillScheduler._on_event", "self._free_lease(room)\n                if reason", "if reason"),
+            Mutation("PrefillScheduler._on_event", 'if reason == "read":', "if reason:"),
             Mutation(
                 "PrefillScheduler._table",
-                "full_pages=room.token is None",
+                "full_pages=True",
                 "full_pages=False",
                 ["tests/scheduler_adapters/service/test_service.py"],
             ),
@@ -221,8 +221,8 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
         [
             Mutation(
                 "Pulls.release",
-                "if room.key not in self._open:",
-                "if room.key:",
+                "self._manager.cancel_import(pending)",
+                "pass",
                 [
                     "tests/scheduler_adapters/service/test_faults.py::test_the_same_id_may_come_again_while_its_first_pull_still_ends",
                     "tests/scheduler_adapters/service/test_faults.py::test_a_cancelled_request_ends_in_every_phase",
@@ -231,8 +231,8 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
             ),
             Mutation(
                 "Pulls.on_event",
-                "and (event.error or not mine)",
-                "and event.error",
+                "room.key == event.key and ",
+                "",
                 [
                     "tests/scheduler_adapters/service/test_faults.py::test_the_same_id_may_come_again_while_its_first_pull_still_ends",
                     "tests/scheduler_adapters/service/test_faults.py::test_a_cancelled_request_ends_in_every_phase",
@@ -277,7 +277,7 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
         ["tests/scheduler_adapters/hf/test_state_pages.py"],
         [
             Mutation("StatePages.allocate", "self._reset(page)", "pass"),
-            Mutation("StatePages.release", "if page not in self._importing:", "if page:"),
+            Mutation("StatePages._free_unused", "page not in self._importing and ", ""),
             Mutation("StatePages.pages_at", "if has != start:", "if has < start:"),
             Mutation("StatePages.fork", "self._tokens[target] = tokens", "pass"),
             Mutation("StatePages.cancel_import", "self._reset(page)", "pass"),
@@ -299,7 +299,11 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
             Mutation("HybridKVCacheManager.external_claim", "super().release(request_id)", "pass"),
             Mutation("HybridKVCacheManager.fork", "self.states.fork(parent.request_id, child.request_id)", "pass"),
             Mutation("HybridKVCacheManager.extend_import", "if source != before:", "if not source:"),
-            Mutation("HybridKVCacheManager.cancel_import", "self.states.cancel_import(pages[1])", "pass"),
+            Mutation(
+                "HybridKVCacheManager._cancel_state",
+                "self.states.cancel_import(self._state_imports.pop(pending)[1])",
+                "pass",
+            ),
         ],
     ),
     Module(

@@ -269,7 +269,7 @@ def test_settings_that_need_what_is_not_here_are_refused_by_name(pools: Pools, p
 def test_registering_twice_is_fine() -> None:
     from sglang.srt.mem_cache.registry import registered_radix_cache_backends
 
-    from scheduler_adapters.sglang.cache import register
+    from scheduler_adapters.sglang import register
 
     register()
     register()

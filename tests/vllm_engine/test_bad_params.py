@@ -62,8 +62,7 @@ BAD: dict[str, Callable[[Params], object]] = {
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 @pytest.mark.parametrize("spoil", BAD.values(), ids=BAD)
 def test_a_bad_input_fails_its_request_alone(make: Make, spoil: Callable[[Params], object], policy: str) -> None:
-    shape = Shape(extra={"host": "127.0.0.1", "port": 0, "kv_lease_duration": 2})
-    prefill, decode = make("kv_producer", shape), make("kv_consumer", Shape(policy=policy))
+    prefill, decode = make("kv_producer"), make("kv_consumer", Shape(policy=policy))
     params = prefilled(prefill, "p", PROMPT)
     decode.add("bad", PROMPT, 3, spoil(params))
     run_until([prefill, decode], lambda: decode.finish_reason("bad"))
@@ -75,6 +74,10 @@ def test_a_bad_input_fails_its_request_alone(make: Make, spoil: Callable[[Params
     assert served([prefill, decode], "good", good, 3, prefilled(prefill, "q", good)) == expected_tokens(
         good, 3, decode.shape
     )
+    # What was named wrongly is read, or its lease has ended: it ends in any case, long before its time is up.
+    decode.add("again", PROMPT, 3, params)
+    run_until([prefill, decode], lambda: decode.finish_reason("again"))
+    assert decode.tokens("again") in ([], expected_tokens(PROMPT, 3, decode.shape))
     assert_empty(prefill, decode)
 
 

@@ -3,6 +3,8 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -128,6 +130,39 @@ def test_a_keyring_is_read(tmp_path: Path) -> None:
     config, _ = configs(tmp_path, Shape(extra={"keyring": str(tmp_path / "keys"), "kv_lease_duration": 7}))
     options = Options(config)
     assert (options.keyring, options.timing.lease) == (keyring, 7.0)
+
+
+@pytest.mark.parametrize("listed", ["10.0.0.0/8, peer.example", ["10.0.0.0/8", "peer.example"]], ids=["text", "list"])
+def test_peers_may_be_those_of_the_list_and_the_own_host(tmp_path: Path, listed: Any) -> None:
+    extra = {"host": "10.1.0.1", "allowed_peers": listed, "secret": "of this fleet alone"}
+    config = check_config(worker_config(*configs(tmp_path, Shape(extra=extra))))
+    assert config.allowed_peers == ("10.1.0.1", "10.0.0.0/8", "peer.example")
+    assert config.secret == extra["secret"]
+    assert "of this fleet" not in repr(config)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"secret": "file:/nowhere/at/all"}, "shared secret: .*nowhere"),
+        ({"secret": "env:PAGEWIRE_NO_SUCH_VARIABLE"}, "no environment variable 'PAGEWIRE_NO_SUCH_VARIABLE'"),
+        ({"secret": "short"}, "has 5 bytes, at least 16"),
+        ({"secret": 12345678901234567890}, "secret is a int"),
+        ({"allowed_peers": ["10.0.0.0/99"]}, "allowed_peers: '10.0.0.0/99'"),
+        ({"allowed_peers": ["10.0.0.1", 5]}, "allowed_peers names 5"),
+        ({"allowed_peers": 5}, "allowed_peers names 5"),
+        ({"allowed_peers": None}, "allowed_peers names None"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+def test_a_secret_or_a_list_of_peers_that_cannot_be_is_refused_at_the_start(
+    tmp_path: Path, role: KVConnectorRole, extra: dict[str, Any], message: str
+) -> None:
+    config, caches = configs(tmp_path, Shape(extra={"host": "127.0.0.1", "port": 0} | extra))
+    with pytest.raises(InvalidEngineError, match=message) as error:
+        KVConnectorFactory.create_connector(config, role, caches)
+    assert "\n" not in str(error.value)
 
 
 def test_a_window_is_known(tmp_path: Path) -> None:

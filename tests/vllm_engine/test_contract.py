@@ -21,7 +21,8 @@ SHAPE = Shape(
     max_batched=64,
     rows=6,
     policy="recompute",
-    extra={"host": "127.0.0.1", "port": 0, "kv_lease_duration": 1.0},
+    # With a secret, so that a restarted prefill is known again before its short leases are over.
+    extra={"host": "127.0.0.1", "port": 0, "kv_lease_duration": 1.0, "secret": "of this fleet alone"},
 )
 FINISHED = {"length": "length", "stop": "eos", "error": "error", "abort": "cancelled"}
 

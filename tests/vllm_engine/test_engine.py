@@ -168,13 +168,14 @@ def test_pages_that_nobody_reads_return_when_their_lease_is_over(make: Make) -> 
 
 def test_a_lease_lasts_while_decode_has_no_room(make: Make) -> None:
     """As long as the request waits in vLLM's queue: its source is told from the moment that it comes."""
-    shape = Shape(extra={"host": "127.0.0.1", "port": 0, "kv_lease_duration": 0.5})
-    prefill, decode = make("kv_producer", shape), make("kv_consumer", Shape(blocks=14))
+    extra = {"host": "127.0.0.1", "port": 0, "secret": "of this fleet alone"}  # so that first contact takes no trial
+    prefill = make("kv_producer", Shape(extra=extra | {"kv_lease_duration": 1}))
+    decode = make("kv_consumer", Shape(blocks=14, extra=extra))
     decode.add("big", list(range(180)), 20)
     decode.step()
     decode.add("d", PROMPT, 3, prefilled(prefill, "p", PROMPT))
     decode.step()
-    end = time.monotonic() + 1.5
+    end = time.monotonic() + 2.5
     run_until([prefill], lambda: time.monotonic() > end)
     assert prefill.free_blocks < prefill.free_at_start
     run_until([prefill, decode], lambda: decode.finish_reason("d"))

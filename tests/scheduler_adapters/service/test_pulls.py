@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from scheduler_adapters.loop import Request
-from scheduler_adapters.service.pulls import Pulls, _Pull
+from scheduler_adapters.service.pulls import Pulls
 from scheduler_adapters.service.rooms import DecodeRoom
 from transfer.pull.pull_state import PullEvent
 
@@ -15,7 +15,7 @@ def test_an_earlier_attempt_s_end_is_no_news_to_a_later_one(error: str) -> None:
     nobody: Any = None  # neither the manager nor the transfer is asked
     pulls = Pulls(nobody, nobody)
     room = DecodeRoom("r", 1, "pulling", 5.0, request=Request("r", [1], 1))
-    pulls._open["r#1"] = pulls._open["r#2"] = _Pull(room, 0)
+    pulls._open["r#1"] = pulls._open["r#2"] = room
     room.attempt = 2
-    assert pulls.on_event(PullEvent("r#1", error, safe=True)) is None
-    assert pulls.on_event(PullEvent("r#2", "lost, too", safe=True)) is room
+    assert pulls.on_event(PullEvent("r#1", error, safe=True), None) is None
+    assert pulls.on_event(PullEvent("r#2", "lost, too", safe=True), None) is room

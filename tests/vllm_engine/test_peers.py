@@ -1,0 +1,178 @@
+"""Who is read from: an address comes with a request, so a connector contacts whom it may, and believes who has the key.
+
+Whatever a request names, it fails alone, as the policy says, and every block returns.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+import scheduler_adapters.vllm.config as vllm_config
+from tests.vllm_engine.engine import Engine, Shape, expected_tokens, run_until
+from tests.vllm_engine.test_bad_params import closed_port
+from tests.vllm_engine.test_engine import PROMPT, assert_empty, prefilled, served
+from transfer.connector.config import Timing
+
+Make = Callable[..., Engine]
+POLICIES = ("fail", "recompute")
+
+
+def shape(policy: str = "fail", **extra: Any) -> Shape:
+    return Shape(policy=policy, extra={"host": "127.0.0.1", "port": 0} | extra)
+
+
+def assert_failed(decode: Engine, request_id: str, prompt: list[int], count: int) -> None:
+    """A load that failed: no token, or those of a prompt that was computed here."""
+    if decode.shape.policy == "fail":
+        assert (decode.finish_reason(request_id), decode.tokens(request_id)) == ("error", [])
+    else:
+        assert decode.tokens(request_id) == expected_tokens(prompt, count, decode.shape)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who does not answer is given up after 1.5 s instead of 5."""
+    monkeypatch.setattr(vllm_config, "Timing", functools.partial(Timing, handshake=1.5))
+
+
+@pytest.fixture
+def connected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The addresses that sockets were connected to."""
+    addresses: list[str] = []
+    connect = zmq.Socket.connect
+
+    def spy(socket: Any, address: str) -> Any:
+        addresses.append(address)
+        return connect(socket, address)
+
+    monkeypatch.setattr(zmq.Socket, "connect", spy)
+    return addresses
+
+
+@pytest.mark.parametrize("where", ["file", "env"])
+def test_who_has_the_same_secret_is_read_from(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    secret = secrets.token_hex(32)
+    path = tmp_path / "secret"
+    path.write_text(f"{secret}\n")
+    path.chmod(0o600)
+    monkeypatch.setenv("FLEET_SECRET", secret)
+    named = f"file:{path}" if where == "file" else "env:FLEET_SECRET"
+    # The other side has it from the other place: it is the secret that counts.
+    prefill, decode = make("kv_producer", shape(secret=named)), make("kv_consumer", shape(secret=f"file:{path}"))
+    tokens = served([prefill, decode], "d", PROMPT, 3, prefilled(prefill, "p", PROMPT))
+    assert tokens == expected_tokens(PROMPT, 3, decode.shape)
+    assert sum(sum(step.values()) for step in decode.scheduled) == 3, "decode computes nothing of the prompt"
+    assert_empty(prefill, decode)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("left", "right"), [("a", "b"), ("a", ""), ("", "b")], ids=["other", "theirs", "ours"])
+def test_who_has_another_secret_or_none_fails_one_request(
+    make: Make, caplog: pytest.LogCaptureFixture, left: str, right: str, policy: str
+) -> None:
+    stranger = make("kv_producer", shape(secret=left * 32, kv_lease_duration=2))  # its pages are never read
+    friend = make("kv_producer", shape(secret=right * 32))
+    decode = make("kv_consumer", shape(policy, secret=right * 32))
+    params = prefilled(stranger, "p", PROMPT)
+    with caplog.at_level(logging.ERROR, "pagewire.vllm"):
+        decode.add("bad", PROMPT, 3, params)
+        run_until([stranger, decode], lambda: decode.finish_reason("bad"))
+    assert_failed(decode, "bad", PROMPT, 3)
+    (message,) = {record.getMessage() for record in caplog.records if "'bad'" in record.getMessage()}
+    assert f"no answer from tcp://127.0.0.1:{params['remote_port']} in time" in message
+    assert ("has other keys than ours" in message) == bool(right), "who has keys is told of them"
+    assert not left or left * 32 not in message
+    good = PROMPT[::-1]
+    assert served([friend, decode], "good", good, 3, prefilled(friend, "q", good)) == expected_tokens(
+        good, 3, decode.shape
+    )
+    assert_empty(stranger, friend, decode)
+
+
+OUTSIDE = ("192.0.2.7", "10.0.0.1", "peer.example", "[2001:db8::7]", "0.0.0.0")  # noqa: S104  (nothing binds here)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("host", OUTSIDE)
+def test_an_address_outside_of_allowed_peers_fails_one_request_and_opens_no_socket(
+    make: Make, caplog: pytest.LogCaptureFixture, connected: list[str], host: str, policy: str
+) -> None:
+    prefill, decode = make("kv_producer", shape()), make("kv_consumer", shape(policy, allowed_peers=["192.0.3.0/24"]))
+    params = prefilled(prefill, "p", PROMPT)
+    with caplog.at_level(logging.ERROR, "pagewire.vllm"):
+        decode.add("bad", PROMPT, 3, params | {"remote_host": host})
+        run_until([prefill, decode], lambda: decode.finish_reason("bad"))
+    assert_failed(decode, "bad", PROMPT, 3)
+    assert not connected
+    address = f"tcp://{host}:{params['remote_port']}"
+    assert any(f"{address} is outside of allowed_peers: " in record.getMessage() for record in caplog.records)
+    # The same pages from where they are: nothing of the failure is left.
+    assert served([prefill, decode], "good", PROMPT, 3, params) == expected_tokens(PROMPT, 3, decode.shape)
+    assert {f"tcp://127.0.0.1:{params['remote_port']}"} == set(connected)
+    assert_empty(prefill, decode)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_allowed_peers_may_be_contacted(make: Make, connected: list[str]) -> None:
+    """What is refused above is refused because of the list, and nothing else."""
+    decode = make("kv_consumer", shape(allowed_peers="192.0.2.0/24, 10.0.0.1"))
+    params = prefilled(make("kv_producer", shape()), "p", PROMPT)
+    decode.add("far", PROMPT, 3, params | {"remote_host": "192.0.2.7"})
+    run_until([decode], lambda: decode.finish_reason("far"))
+    assert connected == [f"tcp://192.0.2.7:{params['remote_port']}"]
+    assert_empty(decode)
+
+
+def elsewhere(make: Make, kind: str) -> int:
+    """A port at which the engine that a request names is not: another start of it is there, another engine, nobody."""
+    if kind == "nobody":
+        return closed_port()
+    other = make("kv_producer", shape(), engine_id="source" if kind == "another start" else "other")
+    return prefilled(other, "theirs", PROMPT[:5])["remote_port"]
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", ["another start", "another engine", "nobody"])
+def test_another_address_under_a_known_engine_id_ends_no_load_of_others(
+    make: Make, caplog: pytest.LogCaptureFixture, kind: str, policy: str
+) -> None:
+    """Some of the others read when it comes, one waits for room, and some come while it is asked."""
+    prefill = make("kv_producer", Shape(blocks=80), engine_id="source")
+    decode = make("kv_consumer", Shape(blocks=40, policy=policy))
+    known = prefilled(prefill, "known", PROMPT[:20])
+    served([prefill, decode], "known", PROMPT[:20], 1, known)
+    port = elsewhere(make, kind)
+    prompts = {f"d{number}": [number, *PROMPT] for number in range(7)}  # 7 blocks each: five have room
+    params = {name: prefilled(prefill, name, prompt) for name, prompt in prompts.items()}
+    for name in list(prompts)[:3]:
+        decode.add(name, prompts[name], 3, params[name])
+    decode.step()
+    bad = prompts["d0"]
+    with caplog.at_level(logging.ERROR, "pagewire.vllm"):
+        decode.add("bad", bad, 3, params["d0"] | {"remote_port": port})
+        decode.step()
+        for name in list(prompts)[3:]:
+            decode.add(name, prompts[name], 3, params[name])
+        run_until([prefill, decode], lambda: all(decode.finish_reason(name) for name in [*prompts, "bad"]))
+    assert_failed(decode, "bad", bad, 3)
+    failed = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(failed) == 1, "no load of another request has failed"
+    assert "'bad'" in failed[0]
+    assert f"127.0.0.1:{port}" in failed[0]
+    if kind == "another start":
+        assert f"127.0.0.1:{known['remote_port']}" in failed[0]
+    for name, prompt in prompts.items():
+        assert decode.tokens(name) == expected_tokens(prompt, 3, decode.shape), name
+    assert_empty(prefill, decode)
