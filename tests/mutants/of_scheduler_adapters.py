@@ -105,6 +105,28 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
             Mutation("DECODE_MOVES", '"decoding": frozenset({"over"})', '"decoding": frozenset({"over", "waiting"})'),
             Mutation("Room.blame", "self.reason or reason", "reason or self.reason"),
             Mutation("Room.move", "deadline\n", "self.deadline\n"),
+            Mutation(
+                "Recent.add",
+                "if len(self._names) > self._most:",
+                "if not self._names:",
+                ["tests/scheduler_adapters/service/test_repeats.py::test_what_is_remembered_is_bounded"],
+            ),
+            Mutation(
+                "DecodeRoom.has_had",
+                "return self.token is not None",
+                "return False",
+                [
+                    "tests/scheduler_adapters/service/test_repeats.py::test_a_last_offer_that_comes_again_while_decode_has_no_pages_puts_out_one_token"
+                ],
+            ),
+            Mutation(
+                "DecodeRoom.has_had",
+                "table.num_tokens <= self.table.num_tokens",
+                "False",
+                [
+                    "tests/scheduler_adapters/service/test_repeats.py::test_an_offer_that_younger_ones_have_overtaken_is_dropped"
+                ],
+            ),
         ],
     ),
     Module(
@@ -130,7 +152,7 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
             ),
             Mutation(
                 "DecodeScheduler._on_late",
-                "link.send(cancel)",
+                'link.cancel(message.request_id, message.attempt, "too late")',
                 "pass",
                 [
                     "tests/scheduler_adapters/service/test_faults.py::test_offers_of_an_attempt_that_is_over_are_refused_and_their_pages_come_back"
@@ -147,6 +169,22 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
             Mutation("DecodeScheduler._fail", "len(room.reasons) >= MAX_ATTEMPTS", "len(room.reasons) > MAX_ATTEMPTS"),
             Mutation("DecodeScheduler._fail", "room.avoid.add(avoid.name)", "pass"),
             Mutation(
+                "DecodeScheduler.submit",
+                "if len(self._rooms) >= self._max_open:",
+                "if len(self._rooms) > self._max_open:",
+                [
+                    "tests/scheduler_adapters/service/test_front.py::test_a_request_beyond_those_that_may_be_on_their_way_is_refused_alone"
+                ],
+            ),
+            Mutation(
+                "DecodeScheduler._on_message",
+                "room.lease.lease_id != message.lease_id",
+                "not message.lease_id",
+                [
+                    "tests/scheduler_adapters/service/test_repeats.py::test_two_leases_for_one_attempt_fail_it_and_another_follows"
+                ],
+            ),
+            Mutation(
                 "DecodeScheduler._give_up",
                 "self._loop.abort(room.request_id)",
                 "pass",
@@ -154,7 +192,7 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
             ),
             Mutation(
                 "DecodeScheduler._give_up_source",
-                "room.link.send(cancel)",
+                "room.link.cancel(room.request_id, room.attempt, reason)",
                 "pass",
                 ["tests/scheduler_adapters/service/test_faults.py::test_a_cancelled_request_ends_in_every_phase"],
             ),

@@ -18,6 +18,7 @@ from collections import Counter, OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -35,6 +36,7 @@ _TRIAL_S = 10
 _START_S = 60.0
 _MAX_KNOWN = 4096
 _EDGE_BYTES = 8
+_PROGRAM = Path(__file__).with_name("trial_program.py")
 
 FRAME = struct.Struct(">I")
 """In front of each request to the helper: its length in bytes."""
@@ -195,7 +197,7 @@ class Trials:
         if self._process is not None:
             return
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        command = [sys.executable, "-P", "-m", "transfer.nixl.trial_process"]
+        command = [sys.executable, "-P", str(_PROGRAM), str(os.getpid())]
         try:
             # A session of its own: what a terminal sends to this process is not for the helper, which ends with us.
             self._process = subprocess.Popen(  # noqa: S603  (our own module)

@@ -222,3 +222,36 @@ def test_the_helper_ends_with_its_parent() -> None:
     while Path(f"/proc/{helper}").exists() and "Z" not in Path(f"/proc/{helper}/stat").read_text().split()[2]:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+STARTER = """
+import signal, time
+from transfer.nixl.trials import Trials
+trials = Trials()
+trials.start()
+print(trials.pid, flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.1, 1.0])
+def test_the_helper_ends_with_its_parent_from_its_first_moment_on(wait_s: float) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(
+        [sys.executable, "-c", STARTER], stdout=subprocess.PIPE, text=True, env=environment
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        time.sleep(wait_s)
+        parent.kill()
+        killed = time.monotonic()
+    while is_there(pid):
+        assert time.monotonic() - killed < 1.5, "what it imports takes longer"
+        time.sleep(0.01)
+
+
+def is_there(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
