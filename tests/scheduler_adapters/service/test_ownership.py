@@ -444,6 +444,24 @@ def test_the_copier_is_handed_out_once(sides: tuple[Side, Reader]) -> None:
     reader.manager.commit_import(context, pending, proof)
 
 
+def test_nothing_is_proven_before_the_last_was_taken_or_twice(sides: tuple[Side, Reader]) -> None:
+    source, reader = sides
+    source.compute()
+    context, pending = reader.reserve(source.manager.block_table("r"))
+    copier = reader.manager.copier(pending)
+    for prepare in (lambda: None, lambda: copier.take(last=False)):
+        prepare()
+        with pytest.raises(InvalidRequestError, match="'r': the copier of its pages took .* not yet the last"):
+            copier.prove()
+        assert copier.proof is None
+    copier.take(last=True)
+    proof = copier.prove()
+    with pytest.raises(InvalidRequestError, match="'r': the copier of its pages has ended"):
+        copier.prove()
+    reader.manager.commit_import(context, pending, proof)
+    source.manager.release("r")
+
+
 def test_a_pull_reads_imports_of_its_own_manager_alone(sides: tuple[Side, Reader]) -> None:
     """The pages of another manager's import are others here: reading into them would write over somebody's."""
     source, reader = sides
