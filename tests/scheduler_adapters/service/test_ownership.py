@@ -379,6 +379,23 @@ def test_a_lease_asked_for_as_the_exchange_closes_holds_nothing_afterwards(sides
     assert source.idle
 
 
+def test_an_offer_that_a_closed_thread_never_took_holds_nothing(
+    sides: tuple[Side, Reader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, _ = sides
+    source.compute()
+    thread = source.exchange._threads[0]
+    monkeypatch.setattr(thread, "_hand_over", lambda command: None)
+    assert source.exchange.offer("r", 30.0) is not None
+    source.manager.release("r")
+    with monkeypatch.context() as stuck:
+        stuck.setattr(thread, "close", lambda: None)  # as one that does not end in time
+        source.exchange.close()
+        assert source.manager.num_leased_blocks == 4
+    source.exchange.close()
+    assert source.idle
+
+
 # ---- the reader: pages are taken for what they are not
 
 
