@@ -12,7 +12,12 @@ EXCHANGE: tuple[Module, ...] = (
         "kvcache.replica.import_book",
         [_OWNERSHIP],
         [
-            Mutation("ImportBook.cancel", "if copier is None or copier.is_over:", "if pending.closed:"),
+            Mutation(
+                "ImportBook.cancel",
+                "if copier is None or copier.is_over:",
+                "if pending.closed:",
+                [f"{_OWNERSHIP}::test_cancelled_then_committed"],
+            ),
             Mutation(
                 "ImportBook.check",
                 "if pending.closed and (copier is None or copier.is_over):",
@@ -26,7 +31,12 @@ EXCHANGE: tuple[Module, ...] = (
         [_OWNERSHIP],
         [
             Mutation("ImportCopier.take", "self._is_over or self._has_all or", "self._is_over or"),
-            Mutation("ImportCopier.prove", "if self._is_over or not self._has_all:", "if self._is_over:"),
+            Mutation(
+                "ImportCopier.prove",
+                "if self._is_over or not self._has_all:",
+                "if self._is_over:",
+                [f"{_OWNERSHIP}::test_nothing_is_proven_before_the_last_was_taken_or_twice"],
+            ),
         ],
     ),
     Module(

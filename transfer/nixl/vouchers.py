@@ -60,6 +60,11 @@ class Voucher:
         except OSError:  # nobody is left
             return
 
+    def __del__(self) -> None:
+        """An agent that was dropped vouches for nothing."""
+        if hasattr(self, "_listening"):
+            self.close()
+
     def close(self) -> None:
         """Stands for nothing any more. Safe to call twice."""
         self._listening.close()
