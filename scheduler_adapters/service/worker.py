@@ -76,6 +76,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         prefills: where the prefill processes listen, for a decode process.
         handshake: where the process tells peers of its engines.
         keyring: file of this process's keys (`transfer.wire.keys`); empty for plain sockets.
+        secret: shared by the fleet (`transfer.wire.secret`), for what engines tell each other, in place of a keyring:
+            no first contact needs a trial then, which takes seconds.
     """
 
     model: str | None
@@ -102,6 +104,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefills: tuple[str, ...] = ()
     handshake: str = "tcp://127.0.0.1:0"
     keyring: str = ""
+    secret: str = ""
 
 
 def build_loop(config: WorkerConfig) -> tuple[ServingLoop[PagedKVCacheManager], dict[str, str]]:
@@ -175,6 +178,7 @@ def serve(config: WorkerConfig, context: Context, socket: Socket) -> None:
         verify=config.verify,
         agent=chaos or Agent,
         keyring=keyring,
+        secret=config.secret,
     )
     try:
         scheduler: PrefillScheduler | DecodeScheduler
