@@ -63,11 +63,6 @@ EXCHANGE: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "transfer.pull.replica",
-        [_OWNERSHIP],
-        [Mutation("ReplicaTransfer._collect_leases", "left.discard(at)", "left.clear()", [_OWNERSHIP])],
-    ),
-    Module(
         "transfer.pull.rank",
         [],
         [
