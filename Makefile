@@ -17,7 +17,7 @@ VLLM := .venvs/vllm-engine
 VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test pairs test-sglang test-vllm kills fuzz model mutants check lint types bench bench-pull bench-peers figures fleet first-token clean
+.PHONY: help demo test long pairs test-sglang test-vllm kills fuzz model mutants check lint types bench bench-pull bench-peers figures fleet first-token clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -34,6 +34,9 @@ demo: $(STAMP) ## serve prompts across a prefill and a decode process (ARGS="--r
 
 test: $(STAMP) ## run all tests (ARGS="-k name ...")
 	@$(BIN)/python -m pytest $(ARGS)
+
+long: $(STAMP) ## run the tests that take minutes: every signal in every stage of the demo, every message in every phase
+	@$(BIN)/python -m pytest -m long --timeout 600 $(ARGS)
 
 pairs: $(STAMP) ## transfer 300 random pairs of engines between processes, compare every byte (ARGS="--count 40 ...")
 	@$(BIN)/python -m tests.transfer.pairs $(ARGS)

@@ -13,3 +13,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     left_out = [where for package, where in ENGINES.items() if importlib.util.find_spec(package) is None]
     if left_out:
         terminalreporter.write_line(f"not run here, as they need environments of their own: {', '.join(left_out)}")
+    if not terminalreporter.config.getoption("markexpr").startswith("long"):
+        terminalreporter.write_line("not run here, as they take minutes: tests marked long (make long)")

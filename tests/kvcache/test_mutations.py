@@ -219,7 +219,7 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 FIRST_SEEDS: dict[str, int] = {
     "an eviction leaves remembered matches": 33,
     "changed keys keep the digests of the old ones": 16,
-    "host slots age head first": 41,
+    "host slots age head first": 150,
 }
 
 

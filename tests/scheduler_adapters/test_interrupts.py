@@ -58,7 +58,7 @@ def assert_ended(run: Run, number: int) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("number", EVERY, ids=lambda number: number.name)
@@ -75,7 +75,7 @@ def test_the_demo_that_starts_with_keys_leaves_nothing_at_a_hangup(tmp_path: Pat
     assert_ended(run_demo(tmp_path / "t", "start", "--curve"), signal.SIGHUP)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("number", EVERY, ids=lambda number: number.name)
 def test_a_child_that_is_ended_alone_takes_everything_along(tmp_path: Path, role: str, number: signal.Signals) -> None:
@@ -92,7 +92,7 @@ def test_a_child_that_is_ended_alone_takes_everything_along(tmp_path: Path, role
     run.assert_nothing_left()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("numbers", list(itertools.permutations(HANDLED)), ids=str)
 def test_further_signals_do_not_stop_the_end(tmp_path: Path, numbers: tuple[signal.Signals, ...]) -> None:
     run = run_demo(tmp_path / "t", "serving", "--curve")

@@ -192,7 +192,7 @@ WANTED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_schedules_reach_every_message_in_every_phase(schedule: Callable[[int], Schedule]) -> None:
     total: Counter[Reached] = Counter()

@@ -89,7 +89,7 @@ def test_what_is_tried_and_found_good_is_read_from(engine: Any, trials: Trials, 
     assert trials.counts["passed"] == passed + 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_metadata_that_ends_a_process_ends_none_of_ours() -> None:
     """Bytes are changed until some end the process that tries them; other engines are read from meanwhile."""
     said: list[str] = []
