@@ -104,13 +104,13 @@ EXCHANGE: tuple[Module, ...] = (
         [_TRIALS],
         [
             Mutation(
-                "Trials._may_contact",
+                "Trials._without_trial",
                 "all(is_vouched(rank.metadata) for rank in ranks)",
                 "True",
                 [f"{_TRIALS}::test_what_nobody_on_this_host_vouches_for_contacts_nobody"],
             ),
             Mutation(
-                "Trials._may_contact",
+                "Trials.may_try",
                 " or reaches_other_hosts(agreed_settings(memory_type))",
                 "",
                 [f"{_TRIALS}::test_where_agents_reach_other_hosts_nobody_can_be_asked_and_all_is_tried"],

@@ -1,7 +1,10 @@
 """Tries the metadata of peers that nothing vouches for in another process, where a crash costs nothing.
 
-One helper process for each process that reads, started at the first contact without a key and never where metadata is
-sealed with one. Nothing here waits: `poll` moves everything on, and whoever polls finds the verdict in its `Attempt`.
+One helper process for each process that reads, started at the first contact without a key where transports reach other
+hosts, and never where metadata is sealed with a key. On one host nothing has to be tried: who has made the metadata
+vouches for it, or it is refused (`vouchers`).
+
+Nothing here waits: `poll` moves everything on, and whoever polls finds the verdict in its `Attempt`.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ VERDICT = struct.Struct(">II")
 UNVOUCHED = "no process of this user on this host says that it is its own"
 """The verdict on metadata that was not tried, since a trial would have contacted whom it names."""
 
-Outcome = Literal["passed", "refused", "died", "late", "unvouched"]
+Outcome = Literal["passed", "refused", "died", "late", "vouched", "unvouched"]
 
 
 class TriedRank(msgspec.Struct, frozen=True, array_like=True):
@@ -88,13 +91,13 @@ class Trials:
     Args:
         clock: seconds, monotonic.
         trial_s: seconds that a trial may take.
-        vouchers: agents that can be on this host only must vouch for what is tried. Not to be asked where it is to be
-            seen what becomes of lies.
+        vouchers: what an agent on this host vouches for needs no trial, and agents that can be on this host only must
+            vouch. False where it is to be seen what becomes of lies.
 
     Attributes:
         owner: the process that this belongs to; a fork of it has none.
         counts: how trials ended: "passed", "refused" by NIXL, "died", which is with the process, or "late"; and how
-            many were not begun, "unvouched".
+            many were not begun, as the metadata was "vouched" for, or "unvouched" and refused.
     """
 
     _lock_shared = threading.Lock()
@@ -135,6 +138,10 @@ class Trials:
         with self._lock:
             self._ensure()
 
+    def may_try(self, memory_type: MemoryType) -> bool:
+        """Whether something can need a trial: on one host what is vouched for is right, and the rest is refused."""
+        return not self._vouchers or reaches_other_hosts(agreed_settings(memory_type))
+
     def begin(self, ranks: Sequence[RankMetadata], memory_type: MemoryType) -> Attempt:
         """Asks for a trial of all ranks of a peer. The same bytes are tried once.
 
@@ -149,9 +156,8 @@ class Trials:
             data = msgspec.msgpack.encode(Trial(number, self._trial_s, memory_type, tried))
             deadline = self._clock() + _START_S + self._trial_s
             attempt = Attempt(number, digest, FRAME.pack(len(data)) + data, deadline, self._known.get(digest))
-            if attempt.verdict is None and not self._may_contact(tried, memory_type):
-                attempt.verdict, attempt.frame = UNVOUCHED, b""
-                self.counts["unvouched"] += 1
+            if attempt.verdict is None:
+                attempt.verdict = self._without_trial(tried, memory_type)
             if attempt.verdict is None:
                 self._open[number] = attempt
                 self._out += attempt.frame
@@ -159,11 +165,15 @@ class Trials:
                 self._flush()
         return attempt
 
-    def _may_contact(self, ranks: Sequence[TriedRank], memory_type: MemoryType) -> bool:
-        """Whether a trial contacts nobody but who wants it. Other hosts cannot be asked: there it always may."""
-        if not self._vouchers or reaches_other_hosts(agreed_settings(memory_type)):
-            return True
-        return all(is_vouched(rank.metadata) for rank in ranks)
+    def _without_trial(self, ranks: Sequence[TriedRank], memory_type: MemoryType) -> str | None:
+        """The verdict on metadata that its own agent vouches for, or must; None: only a trial can tell."""
+        if self._vouchers and all(is_vouched(rank.metadata) for rank in ranks):
+            self.counts["vouched"] += 1
+            return ""
+        if self.may_try(memory_type):
+            return None
+        self.counts["unvouched"] += 1
+        return UNVOUCHED
 
     def poll(self) -> None:
         """Writes what is to be written, and puts verdicts that have come where they belong."""

@@ -125,8 +125,8 @@ class Directory:
         if peer.connecting or self._is_connected(peer):
             return
         peer.connecting = True
-        if self._trials is not None:
-            self._trials.start()
+        if self._trials is not None and self._trials.may_try(self._ranks[0].memory_type):
+            self._trials.start()  # it takes a second or two, in which the peer answers
 
         def done(answer: Answer | TransferError) -> None:
             if self._peers.get(place) is peer:

@@ -45,11 +45,19 @@ def engine() -> Iterator[Callable[..., Engine]]:
 
 
 @pytest.fixture(scope="module")
-def trials() -> Trials:
-    """Those of this process, whose helper has started."""
-    shared = Trials.shared()
-    shared.start()
-    return shared
+def asking() -> Iterator[Trials]:
+    """Trials that trust no voucher, as between hosts; their helper has started."""
+    one = Trials(vouchers=False)
+    one.start()
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def trials(asking: Trials, monkeypatch: pytest.MonkeyPatch) -> Trials:
+    """Those of this process."""
+    monkeypatch.setattr(Trials, "shared", lambda: asking)
+    return asking
 
 
 def changed(data: bytes, change: Callable[[bytearray], None]) -> bytes:
@@ -123,6 +131,17 @@ def test_what_nobody_on_this_host_vouches_for_contacts_nobody(
     careful.close()
 
 
+def test_what_its_own_agent_vouches_for_needs_no_trial(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = Trials()
+    monkeypatch.setattr(Trials, "shared", lambda: ours)
+    p, d = engine("p", 2), engine("d")
+    pull(d, p.source(p.offer()))
+    run(p, d, until=settled(d, "r"), seconds=60)
+    assert d.pulls[-1] == PullEvent("r", "", safe=True)
+    assert ours.counts == {"vouched": 1}
+    assert ours.pid is None
+
+
 def test_where_agents_reach_other_hosts_nobody_can_be_asked_and_all_is_tried(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,7 +168,7 @@ def test_others_are_read_from_while_a_trial_hangs(engine: Any) -> None:
 def test_a_caller_that_adds_an_engine_waits_for_its_trial_and_no_pull_does(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    patient = Trials(trial_s=60)
+    patient = Trials(trial_s=60, vouchers=False)
     monkeypatch.setattr(Trials, "shared", lambda: patient)
     p, d, stopped = engine("p"), engine("d"), engine("q", seed=9)
     thread = TransferThread(d.replica)
@@ -169,7 +188,7 @@ def test_a_caller_that_adds_an_engine_waits_for_its_trial_and_no_pull_does(
 
 def test_a_trial_that_does_not_end_is_given_up(engine: Any) -> None:
     stopped = engine("q")
-    short = Trials(trial_s=1)
+    short = Trials(trial_s=1, vouchers=False)
     rank = open_rank(stopped.card.ranks[0])
     assert short.run([rank], MemoryType.DRAM) == "it did not end in time"
     assert short.counts == {"late": 1}
@@ -187,7 +206,7 @@ def test_with_a_key_nothing_is_tried(engine: Any, monkeypatch: pytest.MonkeyPatc
 def test_a_helper_that_was_ended_is_started_anew(engine: Any) -> None:
     p = engine("p")
     rank = open_rank(p.card.ranks[0])
-    ours = Trials()
+    ours = Trials(vouchers=False)
     ours.start()
     attempt = ours.begin([rank], MemoryType.DRAM)
     first = ours.pid
@@ -204,7 +223,7 @@ def test_a_helper_that_was_ended_is_started_anew(engine: Any) -> None:
 
 def test_a_helper_that_cannot_be_started_refuses(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/no/such/python")
-    ours = Trials()
+    ours = Trials(vouchers=False)
     assert "cannot be started" in ours.run([open_rank(engine("p").card.ranks[0])], MemoryType.DRAM)
 
 
