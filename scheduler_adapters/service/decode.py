@@ -217,10 +217,10 @@ class DecodeScheduler:
                     self._on_late(link, message)
                 elif isinstance(message, msg.Failed):
                     self._fail(room, message.reason, final=message.final, tell_prefill=False)
-                elif room.has_had(message.table, message.token):
-                    self.counts["late"] += 1
                 elif room.lease is not None and room.lease.lease_id != message.lease_id:
                     self._fail(room, f"prefill process {link.name!r} has offered two leases for one attempt")
+                elif room.has_had(message.table, message.token):
+                    self.counts["late"] += 1
                 elif message.token is not None and not self._loop.knows(message.token):
                     reason = f"prefill process {link.name!r} sent token {message.token}, which the model does not know"
                     self._fail(room, reason, final=False, tell_prefill=True)
