@@ -79,7 +79,7 @@ lint: $(STAMP) ## ruff: rules and format
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 
-types: $(STAMP) ## pyright, strict on kvcache/ and transfer/
+types: $(STAMP) ## pyright, strict on the packages (pyproject.toml lists what is left out)
 	@$(BIN)/pyright
 
 bench: $(STAMP) ## measure the host cost of the manager, draw the plots (ARGS="--quick")

@@ -2,8 +2,8 @@
 
 `python -m benchmarks.figures [--quick] [--only GROUP,GROUP] [--list]`. Times are those of two quiet cores. `--quick`
 tries every program with fewer sizes and repeats, writes to `benchmarks/out`, and leaves the README as it is. A result
-that was made again, from a tree without changes, is taken out of `results/not_remade.toml`. Exit status 1 if a program
-failed: the results of the others are there all the same.
+is made from a tree with changes counts as old. `--list` also says what has changed since each result was made. Exit
+status 1 if a program failed: the results of the others are there all the same.
 """
 
 from __future__ import annotations
@@ -91,11 +91,16 @@ def listed(steps: Sequence[Step], *, quick: bool) -> str:
             "group": step.group,
             "results": " ".join(step.made),
             "minutes": round((step.quick[1] if quick else step.seconds) / 60, 1),
+            "changed since": ", ".join(_changed_since(step.made)),
         }
         for step in steps
     ]
     total = sum(step.quick[1] if quick else step.seconds for step in steps) / 60
     return f"{table(rows)}\n{total:.0f} minutes in all"
+
+
+def _changed_since(made: Sequence[str]) -> list[str]:
+    return sorted({what for name in made for what in results.changed_since(results.load(name))})
 
 
 def run(step: Step, folder: Path, *, quick: bool) -> bool:
@@ -137,10 +142,7 @@ def main() -> int:
     folder = OUT if chosen.quick else results.RESULTS
     passed = [run(step, folder, quick=chosen.quick) for step in steps]
     if not chosen.quick:
-        results.remade([name for step in steps for name in step.made])
         readme.README.write_text(readme.rendered(readme.README.read_text()))
-        for name, faults in results.old().items():
-            progress(f"{name} is old: {'; '.join(faults)}")
     failed = [" ".join(step.made) for step, good in zip(steps, passed, strict=True) if not good]
     if failed:
         progress(f"failed: {', '.join(failed)}")

@@ -1,7 +1,9 @@
 """The tables of the README, made from the committed results: `python -m benchmarks.readme` writes them anew.
 
 A table stands between two comments that name it. Above it is which statistic its figures are, below it where each was
-made: machine, commit, day and command, from the headers of the results. A row whose figures are missing is left out.
+made: machine, commit, day and command, from the headers of the results, and a mark that says what of the code has
+changed since. A row whose figures are missing is left out. The tables must be what the results say; the marks may be
+older than the code, so that a change of code needs no change of the README.
 """
 
 from __future__ import annotations
@@ -9,15 +11,16 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from benchmarks.frame import Row
 from benchmarks.measured import ROOT
 from benchmarks.peers.peers import PEERS
-from benchmarks.results import excused, load
+from benchmarks.results import UNKNOWN, changed_since, load
 
 README = ROOT / "README.md"
+_MARK = re.compile(r"; the code (?:of [^;)]+ )?has changed since")
 _BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 
@@ -342,22 +345,34 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 def origin(names: Sequence[str]) -> str:
     """Where results were made: one sentence for those that were made together."""
     where: dict[str, list[str]] = {}
+    changed: dict[str, set[str]] = {}
     for name in names:
         result = load(name)
         machine = result.get("machine", {})
         commit, date = (result.get(key) or machine.get(key) or "" for key in ("commit", "date"))
         parts = [
-            f"commit {commit}" if commit else "commit not recorded",
+            f"measured at commit {commit}" if commit else "commit not recorded",
             f"{machine['cpu']}, {machine['cores']} cores" if machine else "machine not recorded",
             {True: "SHA extensions", False: "no SHA extensions", None: ""}[machine.get("sha_extensions")],
             date.split(" ")[0],
-            "older than the code" if name in excused() else "",
         ]
         command = f" by `{result['command']}`" if "command" in result else ""
-        where.setdefault(", ".join(filter(None, parts)), []).append(
-            f"[{name}](benchmarks/results/{name}.json){command}"
-        )
-    return "Made: " + "; ".join(f"{', '.join(each)} ({place})" for place, each in where.items()) + "."
+        place = ", ".join(filter(None, parts))
+        where.setdefault(place, []).append(f"[{name}](benchmarks/results/{name}.json){command}")
+        changed.setdefault(place, set()).update(changed_since(result))
+    each = (f"{', '.join(made)} ({place}{mark(changed[place])})" for place, made in where.items())
+    return "Made: " + "; ".join(each) + "."
+
+
+def mark(changed: Collection[str]) -> str:
+    """What is said of results when this has changed since they were made."""
+    named = ", ".join(sorted(what for what in changed if what != UNKNOWN))
+    return f"; the code {f'of {named} ' if named else ''}has changed since" if changed else ""
+
+
+def without_marks(text: str) -> str:
+    """The README without what it says of the age of its figures."""
+    return _MARK.sub("", text)
 
 
 def _made_anew(found: re.Match[str]) -> str:
@@ -371,7 +386,7 @@ def rendered(text: str) -> str:
 
 
 def main() -> int:
-    """Write the tables. Exit status 1 with `--check` where they are not what the results say."""
+    """Write the tables. Exit status 1 with `--check` where they are not what the results say, marks aside."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
     chosen = parser.parse_args()
@@ -379,7 +394,7 @@ def main() -> int:
     made = rendered(text)
     if not chosen.check:
         README.write_text(made)
-    return 1 if chosen.check and made != text else 0
+    return 1 if chosen.check and without_marks(made) != without_marks(text) else 0
 
 
 if __name__ == "__main__":

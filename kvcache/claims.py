@@ -10,7 +10,7 @@ import numpy as np
 from kvcache.arguments import check_request_id, integer, shown
 from kvcache.errors import AlreadyClaimedError, InvalidRequestError, InvariantError, UnknownRequestError
 from kvcache.replica.batch import Batch, Gathered, Ints
-from kvcache.replica.context import Context, check_context
+from kvcache.replica.context import Context, TextContext, check_context
 from kvcache.replica.replica import Replica
 from kvcache.types import RequestID
 
@@ -67,7 +67,7 @@ class Claims:
             UnknownRequestError: (a KeyError) not claimed.
             InvalidRequestError: (a ValueError) no context, or another than its row is bound to.
         """
-        place = self.bound.get(_key(context))
+        place = self.bound.get(context if type(context) is TextContext else _key(context))
         return self._at(self._unbound(context, call) if place is None else place)
 
     def bind(self, context: Context, replica_idx: int, row: int) -> None:
@@ -174,12 +174,12 @@ class Claims:
                 self._unbound(context, call) if place is None else place
                 for context, place in zip(contexts, at, strict=True)
             ]
-        if len(set(found)) != len(found):
+        if len(found) > 1 and len(set(found)) != len(found):
             twice = next(at for at, place in enumerate(found) if place in found[:at])
             raise InvalidRequestError(f"request {contexts[twice].request_id!r}: named twice in one {call}")
         places = np.fromiter(found, np.int64, len(found))
         if len(self._replicas) == 1:
-            return contexts, np.zeros_like(places), places, unbound
+            return contexts, np.zeros(len(found), np.int64), places, unbound
         return contexts, places // self._rows_per_replica, places % self._rows_per_replica, unbound
 
     def _refuse_stale(self, batch: Batch, call: str) -> None:
@@ -202,6 +202,8 @@ class Claims:
 
 def _key(context: object) -> object:
     kind = type(context)
+    if kind is TextContext:
+        return context
     by_identity = kind.__hash__ is object.__hash__ and kind.__eq__ is object.__eq__
     return context if by_identity else (id(context),)
 

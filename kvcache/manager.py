@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from kvcache.params import KVCacheParams, resolve_page_size
 from kvcache.replica import imports
 from kvcache.replica.batch import Batch
 from kvcache.replica.block_table import BlockTable
-from kvcache.replica.context import Context, check_context, check_fork
+from kvcache.replica.context import Context, TextContext, check_context, check_fork
 from kvcache.replica.devices import PlacedReplica
 from kvcache.replica.pending import PageCopy, PendingImport
 from kvcache.replica.replica import Replica
@@ -124,7 +124,7 @@ class PagedKVCacheManager(CacheSizing, CacheInputs, CacheStatus, PageHandover):
         tiers = make_tiers(params, self.layouts, placed, stream)
         CacheStatus.__init__(self, Replicas(placed, params, tiers))
         self._claims = Claims(self._replicas.each, self._max_rows, self.page_size)
-        self._bound: dict[Any, int] = self._claims.bound
+        self._place_of: Callable[[Any, int], int] = self._claims.bound.get
         if zmq_endpoint_base is not None and params.enable_prefix_caching:
             self._reset_endpoint = ResetEndpoint(zmq_endpoint_base)
         if enable_runtime_checks:  # on this object alone: without them a call costs nothing more
@@ -200,24 +200,25 @@ class PagedKVCacheManager(CacheSizing, CacheInputs, CacheStatus, PageHandover):
             PromptTooLongError: (a RuntimeError) the whole pool is too small for it.
             SequenceTooLongError: (a RuntimeError) longer than `max_seq_len`.
             InvalidRequestError: (a ValueError) `num_steps` is no integer or below 1; no context, another object than
-                the pages were reserved for, or one whose salt or keys have changed since.
+                the pages were reserved for, one whose salt or keys have changed since, or one that would compute anew
+                what a lease promises to readers (as `fetch`).
             NotReservedError: (a RuntimeError) an import of its pages is pending.
         """
         # A decode step that stays on its page: 15 of 16 calls end here.
         try:
-            place = self._bound.get(data, -1)
+            place = self._place_of(data, -1)
         except TypeError:  # cannot be hashed
             place = -1
-        if (
-            place >= 0
-            and type(num_steps) is int
-            and data.active_length == 1
-            and 0 < num_steps <= self._room[place] - data.current_length + 1
-        ):
-            return True
+        if place >= 0 and type(num_steps) is int and num_steps > 0:
+            most = self._room[place] - num_steps + 1
+            if type(data) is TextContext:  # one call, where the protocol takes two
+                if data.decodes_within(most):
+                    return True
+            elif data.active_length == 1 and data.current_length <= most:
+                return True
         _, replica_idx, row = self._claims.own(data, "maybe_reserve")
         num_steps = arguments.steps(num_steps)
-        if data.active_length > 1:
+        if self._reset_endpoint is not None and data.active_length > 1:
             self._look_for_reset()
         if not self._replicas.reserve(replica_idx, row, data, num_steps):
             return False
@@ -286,12 +287,15 @@ class PagedKVCacheManager(CacheSizing, CacheInputs, CacheStatus, PageHandover):
 
         Raises:
             UnknownRequestError: (a KeyError) a request is not claimed.
-            InvalidRequestError: (a ValueError) a request is named twice, or `num_steps` is below 1.
+            InvalidRequestError: (a ValueError) a request is named twice, or `num_steps` is below 1; a request computes
+                tokens anew that were in a block table under a lease that is still open.
             NotReservedError: (a RuntimeError) a request has too few pages: call `maybe_reserve` first.
             SequenceTooLongError: (a RuntimeError) longer than `max_seq_len`.
         """
-        num_steps = arguments.steps(num_steps)
-        self._look_for_reset()
+        if type(num_steps) is not int or num_steps != 1:
+            num_steps = arguments.steps(num_steps)
+        if self._reset_endpoint is not None:
+            self._look_for_reset()
         return self._replicas.fetch(self._claims.gather(batch, "fetch"), num_steps)
 
     def step(self, batch: Sequence[Context]) -> None:

@@ -97,6 +97,7 @@ class Replicas:
         places: list[tuple[int, int]] = list(zip(gathered.replicas.tolist(), gathered.rows.tolist(), strict=True))
         for (replica_idx, row), context in zip(places, gathered.contexts, strict=True):
             self.each[replica_idx].refuse_pending(row, "reserve_batch")
+            self.each[replica_idx].refuse_rewrite(row, context)
             self.each[replica_idx].pages_needed(context, num_steps)
         reserved = [
             self.reserve(replica_idx, row, context, num_steps)
@@ -113,6 +114,9 @@ class Replicas:
         if gathered.slack < num_steps - 1:
             for replica, state in zip(self.each, states, strict=True):
                 replica.refuse_short(state.rows, state.ends + (num_steps - 1))
+        for replica, state in zip(self.each, states, strict=True):
+            if replica.leases.of_row:
+                replica.leases.refuse_rewrite(state.rows, state.starts)
         if self.tiers is not None:
             for tier, state in zip(self.tiers.replicas, states, strict=True):
                 tier.arrive(state.rows)

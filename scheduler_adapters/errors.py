@@ -45,6 +45,10 @@ class WorkerError(AdapterError, RuntimeError):
     """A prefill or decode process did not start, died, or stopped answering."""
 
 
+class TooManyOpenError(WorkerError):
+    """A request beyond those that a front may have on their way: it may come again when one of them has ended."""
+
+
 class MessageError(WorkerError, ValueError):
     """Bytes from another process that are no message, or hold a value out of range."""
 

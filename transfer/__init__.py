@@ -1,4 +1,8 @@
-"""Moves KV cache pages between processes through NIXL."""
+"""Moves KV cache pages between processes through NIXL.
+
+Imports `kvcache`: its errors, page layouts and block tables, and nothing else of it. Start reading at
+`docs/transfer.md`, then `pull/lease.py` and `pull/pull.py`.
+"""
 
 from transfer.connector.companion import Progress, TransferCompanion
 from transfer.connector.config import GroupConfig, StatePart, Timing, WorkerConfig

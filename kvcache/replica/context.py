@@ -105,13 +105,12 @@ class TextContext:
         "_active",
         "_buffer",
         "_end",
-        "_extra_keys",
         "_follows",
         "_place",
         "_retention",
-        "_salt",
         "_start",
         "max_length",
+        "named",
         "prefix_hasher",
         "request_id",
     )
@@ -132,9 +131,9 @@ class TextContext:
         self._follows: Leader | None = None
         self._place = 0
         self.prefix_hasher: PrefixHasher | None = None
-        self.cache_salt = cache_salt
+        # Both in one tuple: what the pages depend on besides the tokens, compared by identity first.
+        self.named = (checked_salt(self.request_id, cache_salt), checked_keys(self.request_id, extra_keys))
         self.retention = retention
-        self.extra_keys = extra_keys
         self._buffer = checked_tokens(self.request_id, tokens)
         count = len(self._buffer)
         if count > self.max_length:
@@ -144,21 +143,21 @@ class TextContext:
     @property
     def cache_salt(self) -> str | None:
         """Requests with different salts never share a page."""
-        return self._salt
+        return self.named[0]
 
     @cache_salt.setter
     def cache_salt(self, salt: str | None) -> None:
-        self._salt = checked_salt(self.request_id, salt)
+        self.named = (checked_salt(self.request_id, salt), self.named[1])
         self.leave()  # a batch remembers how its requests are hashed
 
     @property
     def extra_keys(self) -> ExtraKeys:
         """What else than tokens the KV depends on: `(position, key)`."""
-        return self._extra_keys
+        return self.named[1]
 
     @extra_keys.setter
     def extra_keys(self, keys: Sequence[tuple[int, bytes]]) -> None:
-        self._extra_keys = checked_keys(self.request_id, keys)
+        self.named = (self.named[0], checked_keys(self.request_id, keys))
         self.leave()
 
     @property
@@ -216,6 +215,12 @@ class TextContext:
             self._follows.catch_up(self._place)
         return self._end
 
+    def decodes_within(self, most: int) -> bool:
+        """Whether one token is to run, and no more than `most` are known."""
+        if self._follows is not None:
+            self._follows.catch_up(self._place)
+        return self._active - self._start == 1 and self._end <= most
+
     def update(self, token: int) -> None:
         """Take up what the model made of the active tokens.
 
@@ -241,8 +246,7 @@ class TextContext:
         if self._end == len(self._buffer):
             self._grow(1)
         self._buffer[self._end] = token
-        self._start = self._active
-        self._end += 1
+        self._start, self._end = self._active, self._end + 1
         self._active = self._end
 
     def set_token_indices(
@@ -355,7 +359,7 @@ def salt_and_keys(context: Context) -> tuple[str | None, ExtraKeys]:
         InvalidRequestError: a salt or keys that cannot be.
     """
     if isinstance(context, TextContext):
-        return context.cache_salt, context.extra_keys
+        return context.named
     name, keys = context.request_id, getattr(context, "extra_keys", None)
     return checked_salt(name, getattr(context, "cache_salt", None)), checked_keys(name, () if keys is None else keys)
 

@@ -6,6 +6,7 @@ equal prefix) at the cost of one update and one digest a page; hashing `parent +
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
 from collections.abc import Callable, Sequence
@@ -55,18 +56,17 @@ class PrefixHasher:
         self.page_size = page_size
         self.salt = salt
         self.extra_keys = extra_keys
-        # Each field with its length, so that no two choices of fields give the same bytes.
-        fields = (algorithm.encode(), str(page_size).encode(), b"" if salt is None else b"=" + salt.encode())
-        seed = b"pagewire/1" + b"".join(struct.pack("<I", len(field)) + field for field in fields)
-        self.running: Any = hashlib.sha256(seed) if algorithm == "sha256" else xxhash.xxh3_128(seed)
+        self.running: Any = _seeded(algorithm, page_size, salt).copy()
         self.known = bytearray()
         self.width = DIGEST_BYTES[algorithm]
         # -1 is no token: where one is due it says that a key follows, and the length says where the key ends.
-        marked = [
-            (position // page_size, struct.pack("<iII", -1, position, len(key)) + key)
-            for position, key in sorted(extra_keys or ())
-        ]
-        self.keys_left = marked[::-1]
+        self.keys_left: list[tuple[int, bytes]] = []
+        if extra_keys:
+            marked = [
+                (position // page_size, struct.pack("<iII", -1, position, len(key)) + key)
+                for position, key in sorted(extra_keys)
+            ]
+            self.keys_left = marked[::-1]
         self.matches: dict[object, tuple[int, int, int, NDArray[np.int32]]] = {}
 
     def copy(self) -> PrefixHasher:
@@ -99,6 +99,15 @@ class PrefixHasher:
             found.append(digest())
             page += 1
         self.known += b"".join(found)
+
+
+@functools.lru_cache(maxsize=256)
+def _seeded(algorithm: HashAlgorithm, page_size: int, salt: str | None) -> Any:
+    """The running hash before the first page. It is copied, never updated."""
+    # Each field with its length, so that no two choices of fields give the same bytes.
+    fields = (algorithm.encode(), str(page_size).encode(), b"" if salt is None else b"=" + salt.encode())
+    seed = b"pagewire/1" + b"".join(struct.pack("<I", len(field)) + field for field in fields)
+    return hashlib.sha256(seed) if algorithm == "sha256" else xxhash.xxh3_128(seed)
 
 
 def page_rows(tokens: NDArray[np.integer[Any]], page_size: int) -> list[bytes]:

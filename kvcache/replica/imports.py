@@ -37,6 +37,7 @@ def export_table(
         raise InvalidRequestError(f"request {request_id!r}: no tokens computed yet; block_table comes after step")
     if full_pages:
         num_tokens -= num_tokens % size
+    replica.leases.tell(row, num_tokens)
     pages = rows.pages(row)[: -(-num_tokens // size)]
     full = pages[: min(int(rows.committed[row]), num_tokens // size)]
     return BlockTable(

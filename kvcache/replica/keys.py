@@ -35,6 +35,8 @@ def checked_keys(request_id: str, keys: object) -> ExtraKeys:
     Raises:
         InvalidRequestError: another shape, or a position or length that is not below 2**31.
     """
+    if type(keys) is tuple and not keys:
+        return ()
     found: list[tuple[int, bytes]] = []
     try:
         pairs = [(position, key) for position, key in cast("Sequence[tuple[object, object]]", keys)]

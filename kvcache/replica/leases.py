@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvcache.errors import InvalidRequestError, InvariantError
 from kvcache.pool.pages import PagePool
-from kvcache.replica.block_table import BlockRows
+from kvcache.replica.block_table import BlockRows, Rows, as_rows
 from kvcache.types import RequestID
 
 Pages = NDArray[np.int32]
@@ -56,10 +56,12 @@ class PageLeases:
 
     Attributes:
         of_row: the leases of each row whose request is claimed; empty where nobody leases, and then nothing costs more.
+        told: int64 `[rows]`, tokens of each leased row that its readers may have been told of.
     """
 
     def __init__(self, pool: PagePool, rows: BlockRows, page_size: int) -> None:
         self.of_row: dict[int, list[PageLease]] = {}
+        self.told = np.zeros(len(rows.request_ids), np.int64)
         self._pool = pool
         self._rows = rows
         self._page_size = page_size
@@ -75,14 +77,32 @@ class PageLeases:
         self.of_row.setdefault(row, []).append(lease)
         self._row_of[lease] = row
         self._held[lease] = []
+        self.tell(row, int(self._rows.cached[row]))  # its block table may have been made before
         return lease
+
+    def tell(self, row: int, tokens: int) -> None:
+        """Readers may know by now where the first `tokens` tokens of a leased row lie: these are not written again."""
+        if row in self.of_row:
+            self.told[row] = max(tokens, int(self.told[row]))
+
+    def refuse_rewrite(self, rows: Rows, starts: Ints) -> None:
+        """Raise `InvalidRequestError` where one of `rows` would compute from before what its readers were told of."""
+        behind = (starts < self.told[rows]).nonzero()[0]
+        if behind.size:
+            at = int(behind[0])
+            row = int(as_rows(rows)[at])
+            raise InvalidRequestError(
+                f"request {self._rows.request_ids[row]!r}: computes anew from token {starts[at]}, "
+                f"while a lease promises its first {self.told[row]} tokens: release it and claim it anew"
+            )
 
     def leave(self, row: int, pages: Pages) -> None:
         """The row is about to be released: what is computed in its `pages` passes to its leases."""
         leases = self.of_row.pop(row, None)
         if leases is None:
             return
-        computed = -(-int(self._rows.cached[row]) // self._page_size)
+        computed = -(-max(int(self._rows.cached[row]), int(self.told[row])) // self._page_size)
+        self.told[row] = 0
         covered = pages[: max(computed, int(self._rows.committed[row]))]
         for lease in leases:
             del self._row_of[lease]
@@ -93,7 +113,7 @@ class PageLeases:
 
         `cached`: tokens that the request had computed when its table was last looked at.
         """
-        seen = pages[: max(0, -(-cached // self._page_size) - first)]
+        seen = pages[: max(0, -(-max(cached, int(self.told[row])) // self._page_size) - first)]
         for lease in self.of_row.get(row, ()):
             self._hold(lease, seen)
 
@@ -106,6 +126,7 @@ class PageLeases:
             self.of_row[row].remove(lease)
             if not self.of_row[row]:
                 del self.of_row[row]
+                self.told[row] = 0
 
     @property
     def num_pages(self) -> int:
@@ -125,6 +146,9 @@ class PageLeases:
         booked = [(lease, row) for row, leases in self.of_row.items() for lease in leases]
         if len(booked) != len(self._row_of) or any(self._row_of.get(lease) != row for lease, row in booked):
             raise InvariantError(f"leases are booked with rows {booked}, their own are {self._row_of}")
+        for row in self.told.nonzero()[0].tolist():
+            if row not in self.of_row:
+                raise InvariantError(f"row {row} has no lease, but {self.told[row]} of its tokens are promised")
         for lease, row in booked:
             if lease.is_over or self._rows.request_ids[row] != lease.request_id:
                 raise InvariantError(f"{lease} is booked with row {row} of request {self._rows.request_ids[row]!r}")

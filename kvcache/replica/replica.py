@@ -115,7 +115,8 @@ class Replica:
             SequenceTooLongError: past `max_seq_len`.
             PromptTooLongError: more pages than the pool has.
             NotReservedError: an import of the row is pending.
-            InvalidRequestError: the salt or the keys are others than the row's pages were reserved with.
+            InvalidRequestError: the salt or the keys are others than the row's pages were reserved with; it would
+                compute anew what a lease promises.
         """
         self.refuse_pending(row, "maybe_reserve")
         needed = self.pages_needed(context, num_steps)
@@ -126,6 +127,7 @@ class Replica:
             self.rows.append_one(row, self.pool.allocate_one())
             return 1
         named = self.refuse_renamed(row, context)
+        self.refuse_rewrite(row, context)
         plan = self._plan(row, context, needed)
         if plan.hits.size:
             taken = self.pool.would_be_taken(plan.hits) + plan.new - self.pool.would_be_freed(plan.replaced)
@@ -214,7 +216,7 @@ class Replica:
         False also where the answer takes a closer look: `reserve` each of them then.
         """
         state = self.rows
-        short = np.flatnonzero(state.capacity[rows] < lengths)
+        short = (state.capacity[rows] < lengths).nonzero()[0]
         if not short.size:
             return True
         lacking = as_rows(rows)[short]
@@ -242,7 +244,7 @@ class Replica:
             NotReservedError: more tokens computed than the row has pages for, or an import pending.
         """
         room = self.rows.capacity[rows]
-        if not (computed > room).any():
+        if not np.count_nonzero(computed > room):  # for few rows a fourth of what `any` takes
             return
         at = int(np.flatnonzero(computed > room)[0])
         row = int(as_rows(rows)[at])
@@ -259,7 +261,7 @@ class Replica:
         """
         if not self.caching:
             return None
-        at = np.flatnonzero(computed >= self.rows.commit_at[rows])
+        at = (computed >= self.rows.commit_at[rows]).nonzero()[0]
         if not at.size:
             return None
         filled = as_rows(rows)[at]
@@ -309,13 +311,18 @@ class Replica:
         """The salt and keys of the context. Raise `InvalidRequestError` where the row's pages have others."""
         found = salt_and_keys(context)
         named = self._named.get(row, found)
-        if found != named:
+        if found is not named and found != named:
             field = "cache_salt" if found[0] != named[0] else "extra_keys"
             raise InvalidRequestError(
                 f"request {self.rows.request_ids[row]!r}: its {field} changed while it holds pages: "
                 f"release it first, or change it back"
             )
         return found
+
+    def refuse_rewrite(self, row: int, context: Context) -> None:
+        """Raise `InvalidRequestError` where the row would compute anew what a lease promises to its readers."""
+        if row in self.leases.of_row:
+            self.leases.refuse_rewrite(np.array([row]), np.array([context.start_idx]))
 
     def release(self, row: int) -> None:
         """Give back the row and its pages.
@@ -363,7 +370,7 @@ class Replica:
             NotReservedError: too few pages, or an import pending.
         """
         room = self.rows.capacity[rows]
-        if not (lengths > room).any():
+        if not np.count_nonzero(lengths > room):
             return
         at = int(np.flatnonzero(lengths > room)[0])
         row = int(as_rows(rows)[at])

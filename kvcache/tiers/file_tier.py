@@ -316,9 +316,12 @@ def _read(
 def _write(
     folder: PageFolder, layout: FileFormat, digests: Digests, pages: Sequence[Sequence[Part]], io: PageIO
 ) -> tuple[str, int]:
-    """Write a file of pages, into a folder that is made again where somebody has deleted or replaced it."""
+    """Write a file of pages, into a folder that is made again where somebody has deleted or replaced it.
+
+    A process that starts may take the draft for abandoned before it is locked, hardly twice.
+    """
     try:
-        return write_pages(folder.path, folder.temporary_name(), layout, digests, pages, io)
+        return write_pages(folder.path, next(folder.drafts), layout, digests, pages, io)
     except (FileNotFoundError, NotADirectoryError):
         folder.make_again()
-        return write_pages(folder.path, folder.temporary_name(), layout, digests, pages, io)
+        return write_pages(folder.path, next(folder.drafts), layout, digests, pages, io)

@@ -30,6 +30,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from kvcache.tiers.drafts import create_draft
+from kvcache.tiers.own_files import OWN_FILE, open_in
+
 Digests = NDArray[np.uint64]
 Part = NDArray[np.uint8]
 
@@ -40,10 +43,6 @@ _Move = Callable[[int, Sequence[Part], int], int]
 _MOST_PARTS = 1024  # of one preadv or pwritev
 # Not through a link, which may name anything; and without waiting, where the name is a pipe's.
 _TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
-_TO_WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
-OWN_FILE = 0o600
-"""Prompts can be told from KV: files are for their owner alone, whatever the umask."""
 
 
 class Refusal(StrEnum):
@@ -146,29 +145,32 @@ class FileFormat:
 
 
 def write_pages(
-    folder: Path, temporary: str, layout: FileFormat, digests: Digests, pages: Sequence[Sequence[Part]], io: PageIO
+    folder: Path, draft: str, layout: FileFormat, digests: Digests, pages: Sequence[Sequence[Part]], io: PageIO
 ) -> tuple[str, int]:
     """Write a file of pages under a name of its content's own; its name and size. Nobody sees it before it is whole.
+
+    `draft` is its name until then.
 
     Not synced: what survives is a killed process, and after a failure of the machine the checksums tell.
 
     Raises:
+        FileNotFoundError: the folder is gone, or the draft (see `create_draft`).
         OSError: nothing is left behind.
     """
     names = [row.tobytes() for row in digests]
     rows = b"".join(name + layout.checksum(name, parts) for name, parts in zip(names, pages, strict=True))
     name = xxhash.xxh3_128_hexdigest(layout.namespace + rows) + ".pages"
-    path = folder / temporary
+    path = folder / draft
     try:
-        file = open_in(path, _TO_WRITE)
+        file = create_draft(path)
         try:
-            os.fchmod(file, OWN_FILE)
             io.write(file, [part for parts in pages for part in parts], 0)
             end = rows + layout.footer(rows, len(names))
             SystemIO().write(file, [np.frombuffer(end, np.uint8)], len(names) * layout.page_bytes)
+            os.close(os.dup(file))  # a file system over a network says only now what it could not write
+            path.rename(folder / name)
         finally:
             os.close(file)
-        path.rename(folder / name)
     except OSError:
         path.unlink(missing_ok=True)
         raise
@@ -281,29 +283,3 @@ def _read_pages(
             refusals[Refusal.CORRUPTED] += 1
         else:
             right[at] = True
-
-
-def open_in(path: Path, flags: int) -> int:
-    """Open a file of a folder of ours. Neither the file nor the folder is a link, which could name anybody's.
-
-    Raises:
-        OSError: it cannot be opened so.
-    """
-    folder = os.open(path.parent, _FOLDER)
-    try:
-        return os.open(path.name, flags, OWN_FILE, dir_fd=folder)
-    finally:
-        os.close(folder)
-
-
-def list_folder(path: Path) -> list[str]:
-    """The names in a folder, which is no link.
-
-    Raises:
-        OSError: it cannot be listed.
-    """
-    folder = os.open(path, _FOLDER)
-    try:
-        return os.listdir(folder)  # noqa: PTH208 - a path cannot be held to what was opened
-    finally:
-        os.close(folder)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import logging
 import os
 import re
@@ -12,7 +11,6 @@ import secrets
 import shutil
 import stat
 import struct
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,17 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import InvalidParamsError
-from kvcache.tiers.page_files import OWN_FILE, FileFormat, Refusal, Refusals, list_folder, open_in, read_rows
+from kvcache.tiers.drafts import DraftNames, create_draft, remove_abandoned
+from kvcache.tiers.own_files import list_folder, open_in
+from kvcache.tiers.page_files import FileFormat, Refusal, Refusals, read_rows
 
 _FILE = re.compile(r"[0-9a-f]{32}\.pages")
-_TEMPORARY = re.compile(r"[0-9a-f]{16}-[0-9]+\.tmp")
 _EPOCH = re.compile(r"epoch-[0-9a-f]{16}")
 _CURRENT = "current"
-_ABANDONED_S = 3600.0  # a file that is being written is younger
+_TRIES = 10
 _HOME = re.compile(r"[0-9a-f]{32}")
 _OWN_FOLDER = 0o700
 _READ_NAME = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
-_WRITE_NAME = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 _log = logging.getLogger("pagewire")
 
@@ -64,6 +62,7 @@ class PageFolder:
         namespace: of every file.
 
     Attributes:
+        drafts: names for files that are being written.
         refusals: why files that lay in the folder were not taken up, and how many.
 
     Raises:
@@ -71,8 +70,7 @@ class PageFolder:
     """
 
     def __init__(self, root: Path, namespace: bytes) -> None:
-        self._process = secrets.token_hex(8)
-        self._numbers = itertools.count()
+        self.drafts = DraftNames()
         self.refusals = Refusals()
         self._refused: set[str] = set()
         try:
@@ -88,10 +86,6 @@ class PageFolder:
     def path(self) -> Path:
         """The folder of the current epoch."""
         return self._home / self._epoch
-
-    def temporary_name(self) -> str:
-        """A name that no process has used before."""
-        return f"{self._process}-{next(self._numbers)}.tmp"
 
     def renew(self) -> Path:
         """Start a new epoch, or join one that somebody else has started; the folder to remove."""
@@ -133,9 +127,9 @@ class PageFolder:
             names = list_folder(self.path)
         except OSError:
             return Scan([], sorted(known))
+        if first:
+            remove_abandoned(self.path, names)
         for name in names:
-            if first and _TEMPORARY.fullmatch(name):
-                _remove_abandoned(self.path / name)
             if not _FILE.fullmatch(name):
                 continue
             seen.add(name)
@@ -172,11 +166,12 @@ class PageFolder:
 
     def _tidy(self) -> None:
         try:
-            others = [name for name in list_folder(self._home) if _EPOCH.fullmatch(name)]
+            names = list_folder(self._home)
         except OSError:
             return
+        remove_abandoned(self._home, names)
         current = self._read_epoch()
-        for name in others:
+        for name in filter(_EPOCH.fullmatch, names):
             if current is not None and name not in (current, self._epoch):
                 self.remove(self._home / name)
 
@@ -207,26 +202,30 @@ class PageFolder:
 
     def _name_epoch(self, name: str, *, replace: bool = False) -> str:
         """Name the epoch; without `replace` the one that somebody else has named meanwhile, if so."""
-        temporary = self._home / self.temporary_name()
-        file = open_in(temporary, _WRITE_NAME)
+        for _ in range(_TRIES):
+            with contextlib.suppress(FileNotFoundError):  # another process removed the draft before it was locked
+                return self._try_to_name(name, replace=replace)
+            self._make_home()
+        return self._try_to_name(name, replace=replace)
+
+    def _try_to_name(self, name: str, *, replace: bool) -> str:
+        draft, current = self._home / next(self.drafts), self._home / _CURRENT
+        file = create_draft(draft)
         try:
-            try:
-                os.fchmod(file, OWN_FILE)
-                os.write(file, name.encode())
-            finally:
-                os.close(file)
+            os.write(file, name.encode())
             if not replace:
                 try:
-                    os.link(temporary, self._home / _CURRENT)
+                    os.link(draft, current)
                 except FileExistsError:
                     named = self._read_epoch()
                     if named is not None:
                         return named
                 else:
                     return name
-            temporary.replace(self._home / _CURRENT)  # a broken one, too
+            draft.replace(current)  # a broken one, too
         finally:
-            temporary.unlink(missing_ok=True)
+            os.close(file)
+            draft.unlink(missing_ok=True)
         return name
 
 
@@ -288,9 +287,3 @@ def touch(path: Path) -> None:
 
 def _by_age(found: tuple[int, str, int, NDArray[np.uint64]]) -> tuple[int, str]:
     return found[:2]
-
-
-def _remove_abandoned(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        if time.time() - path.lstat().st_mtime > _ABANDONED_S:
-            path.unlink()

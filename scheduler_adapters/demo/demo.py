@@ -123,7 +123,12 @@ def serve(workers: Workers, served: list[Served], options: DemoOptions, show: Ca
         while waiting and running < options.concurrency:
             one = waiting.pop()
             one.submitted = time.perf_counter()
-            submit = msg.Submit(request_id=one.request_id, prompt=one.prompt, max_new_tokens=options.max_new_tokens)
+            submit = msg.Submit(
+                request_id=one.request_id,
+                prompt=one.prompt,
+                max_new_tokens=options.max_new_tokens,
+                serial=submitted + 1,  # 0 is for none
+            )
             workers.send(decodes[submitted % len(decodes)], submit)
             submitted += 1
             running += 1

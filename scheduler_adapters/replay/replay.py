@@ -227,7 +227,7 @@ def _manager(share: int, replicas: int, longest: int, routing: Routing, host_blo
         data_parallel_degree=replicas,
         routing=routing,
         enable_kvcache_swapping_to_host=host_blocks > 0,
-        host_kvcache_swap_space_gb=host_blocks * PAGE_SIZE / 2**30,
+        host_kvcache_swap_space_gb=host_blocks * PAGE_SIZE / 2**30 if host_blocks else None,
     )
     # One page more than the capacity: the one that the token after the prompt lies on.
     memory = (share + 1) * PAGE_SIZE * replicas

@@ -12,10 +12,11 @@ from collections import Counter, deque
 from typing import TYPE_CHECKING
 
 from kvcache.errors import AlreadyClaimedError, KVCacheError
+from scheduler_adapters.errors import TooManyOpenError
 from scheduler_adapters.loop import Output, Request, ServingLoop, finish_reason
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.front import MAX_UNREAD, Front
-from scheduler_adapters.service.links import PrefillLink, choose
+from scheduler_adapters.service.prefills import Prefills
 from scheduler_adapters.service.pulls import Pulls
 from scheduler_adapters.service.rooms import DecodeRoom, DecodeTimes, Recent
 from transfer.pull.pull_state import LeaseRef, PullEvent
@@ -26,10 +27,13 @@ if TYPE_CHECKING:
 
     from scheduler_adapters.base import PulledPages, Reads
     from scheduler_adapters.service.exchange import ReplicaEvent
+    from scheduler_adapters.service.links import PrefillLink
     from scheduler_adapters.service.sockets import Context, Socket
     from transfer.wire.keys import Keyring
 
 MAX_ATTEMPTS = 3
+MAX_OPEN = 4096
+"""Requests on their way at a time: as many as a prefill process has lease words for."""
 _EXPIRE_S = 0.01
 
 
@@ -44,6 +48,7 @@ class DecodeScheduler:
         prefills: endpoints of the prefill processes. A request goes to the one with the fewest prompt tokens to do.
         front: a socket to whoever submits requests; `Tokens` are sent to it.
         max_unread: messages that the front may leave unread; beyond that its requests fail.
+        max_open: requests that the front may have on their way; beyond that each further one is refused.
         chunkwise: pull pages while the rest of the prompt still runs.
         times: of each phase.
         clock: seconds, monotonic.
@@ -65,6 +70,7 @@ class DecodeScheduler:
         front: Socket,
         *,
         max_unread: int = MAX_UNREAD,
+        max_open: int = MAX_OPEN,
         chunkwise: bool = True,
         times: DecodeTimes | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -79,7 +85,9 @@ class DecodeScheduler:
         self._times = times or DecodeTimes()
         self._clock = clock
         hello = msg.Hello(reader=name, incarnation=exchange.incarnation)
-        self.links = [PrefillLink(context, endpoint, hello, clock, keyring) for endpoint in prefills]
+        self._prefills = Prefills(context, prefills, hello, clock, keyring)
+        self.links = self._prefills.links
+        self._max_open = max_open
         self._rooms: dict[str, DecodeRoom] = {}
         self._pulls = Pulls(loop.manager, exchange)
         # Of each replica the rooms that wait for its pages, in the order of their offers, each with its attempt.
@@ -92,7 +100,7 @@ class DecodeScheduler:
     @property
     def connected(self) -> bool:
         """Whether a prefill process is there. Requests wait for one."""
-        return any(link.welcome for link in self.links)
+        return self._prefills.connected
 
     @property
     def open_requests(self) -> int:
@@ -102,12 +110,15 @@ class DecodeScheduler:
     @property
     def sockets(self) -> list[Socket]:
         """What to wait for while `poll` finds nothing to do."""
-        return [socket for link in self.links for socket in link.sockets]
+        return self._prefills.sockets
 
     # ---- what the front says
 
     def submit(self, message: msg.Submit) -> None:
-        """Have a prompt prefilled. What can never fit fails at once, and alone; what comes again is dropped."""
+        """Have a prompt prefilled; what comes again is dropped.
+
+        What can never fit, or is one too many, fails at once, and alone.
+        """
         if message.serial and not self._submitted.add(message.serial):
             self.counts["late"] += 1
             return
@@ -116,6 +127,10 @@ class DecodeScheduler:
         try:
             if name in self._rooms:
                 raise AlreadyClaimedError(f"request {name!r} is on its way already")
+            if len(self._rooms) >= self._max_open:
+                raise TooManyOpenError(
+                    f"request {name!r} is one too many: decode process {self.name!r} has {self._max_open} on their way"
+                )
             self._loop.context_for(request)
         except KVCacheError as error:
             self._emit(msg.Tokens(request_id=name, finished="error", error=str(error), serial=serial))
@@ -179,34 +194,19 @@ class DecodeScheduler:
             pull_seconds=self._exchange.pull_seconds,
             retries=self.counts["retries"],
             failed=self.counts["failed"],
-            malformed=sum(link.malformed for link in self.links),
+            malformed=self._prefills.malformed,
             late=self.counts["late"],
         )
 
     def close(self) -> None:
         """Close the connections. Safe twice."""
-        for link in self.links:
-            link.close()
+        self._prefills.close()
 
     # ---- having a prompt prefilled
 
     def _ask(self) -> None:
         for room in [room for room in self._rooms.values() if room.phase == "waiting"]:
-            choice = choose(self.links, room.tokens, room.request.cache_salt, room.avoid)
-            if choice is None:
-                return
-            message = msg.Prefill(
-                request_id=room.request_id,
-                attempt=room.attempt,
-                prompt=tuple(room.tokens),
-                within_s=self._times.prefill_s,
-                chunkwise=self._chunkwise,
-                cache_salt=room.request.cache_salt,
-            )
-            if choice.link.send(message):
-                room.link, room.load = choice.link, choice.load
-                choice.link.load += room.load
-                choice.link.asked_for.add(choice.chunks)
+            if self._prefills.ask(room, self._times.prefill_s, chunkwise=self._chunkwise):
                 room.move("asked", self._clock() + self._times.prefill_s)
 
     def _on_message(self, link: PrefillLink, message: msg.ToDecode) -> None:
@@ -232,8 +232,7 @@ class DecodeScheduler:
     def _on_late(self, link: PrefillLink, message: msg.Offer | msg.Failed) -> None:
         self.counts["late"] += 1
         if isinstance(message, msg.Offer):  # nobody waits for it: its pages must not be kept
-            cancel = msg.Cancel(request_id=message.request_id, attempt=message.attempt, reason="too late")
-            link.send(cancel)
+            link.cancel(message.request_id, message.attempt, "too late")
 
     def _on_offer(self, room: DecodeRoom, offer: msg.Offer) -> None:
         room.table = offer.table
@@ -256,7 +255,7 @@ class DecodeScheduler:
     def _on_first_token(self, room: DecodeRoom, token: int) -> bool:
         """Emit it at once. Whether there is more to do."""
         room.token = token
-        self._relieve(room)
+        self._prefills.relieve(room)
         room.emitted.append(token)
         length = len(room.request.prompt) + len(room.emitted)
         reason = finish_reason(room.request, length, token, self._loop.runner.eos_token_ids)
@@ -384,17 +383,10 @@ class DecodeScheduler:
         self._pulls.release(room)
 
     def _give_up_source(self, room: DecodeRoom, reason: str, *, tell_prefill: bool) -> None:
-        self._relieve(room)
+        self._prefills.relieve(room)
         self._pulls.cancel(room, reason)
         if tell_prefill and room.link is not None:
-            cancel = msg.Cancel(request_id=room.request_id, attempt=room.attempt, reason=msg.clipped(reason))
-            room.link.send(cancel)
-
-    def _relieve(self, room: DecodeRoom) -> None:
-        """The prefill process has this prompt no longer before it."""
-        if room.link is not None:
-            room.link.load = max(0, room.link.load - room.load)
-        room.load = 0
+            room.link.cancel(room.request_id, room.attempt, reason)
 
     def _finish(self, room: DecodeRoom, finished: msg.Finished, tokens: tuple[int, ...] = ()) -> None:
         room.move("over")

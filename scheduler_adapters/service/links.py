@@ -90,6 +90,10 @@ class PrefillLink:
             return False
         return True
 
+    def cancel(self, request_id: str, attempt: int, reason: str) -> None:
+        """Nobody waits for this any more, and nothing of it is read."""
+        self.send(msg.Cancel(request_id=request_id, attempt=attempt, reason=msg.clipped(reason)))
+
     def poll(self) -> Iterator[msg.ToDecode]:
         """What the process has said; losses are in `lost`."""
         if self._socket is None:

@@ -25,7 +25,7 @@ from scheduler_adapters.errors import MessageError
 from scheduler_adapters.hf.hybrid import HybridKVCacheManager
 from scheduler_adapters.loop import ServingLoop
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.decode import DecodeScheduler
+from scheduler_adapters.service.decode import MAX_OPEN, DecodeScheduler
 from scheduler_adapters.service.exchange import Exchange
 from scheduler_adapters.service.front import MAX_UNREAD, Front
 from scheduler_adapters.service.parent import die_with_parent
@@ -68,6 +68,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         chaos: seed of an agent that misbehaves; None for one that does not.
         verify: what is pulled is compared with the source's page checks.
         max_unread: messages that the parent may leave unread; beyond that its requests fail.
+        max_open: requests that the parent may have on their way; beyond that each further one is refused.
         name: of the process.
         role: which scheduler it runs.
         front: endpoint of the parent, to connect to.
@@ -75,6 +76,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         prefills: where the prefill processes listen, for a decode process.
         handshake: where the process tells peers of its engines.
         keyring: file of this process's keys (`transfer.wire.keys`); empty for plain sockets.
+        secret: shared by the fleet (`transfer.wire.secret`), for what engines tell each other, in place of a keyring:
+            no first contact needs a trial then, which takes seconds.
     """
 
     model: str | None
@@ -93,6 +96,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     chaos: int | None = None
     verify: bool = False
     max_unread: int = MAX_UNREAD
+    max_open: int = MAX_OPEN
     name: str = ""
     role: msg.Role = "prefill"
     front: str = ""
@@ -100,6 +104,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefills: tuple[str, ...] = ()
     handshake: str = "tcp://127.0.0.1:0"
     keyring: str = ""
+    secret: str = ""
 
 
 def build_loop(config: WorkerConfig) -> tuple[ServingLoop[PagedKVCacheManager], dict[str, str]]:
@@ -173,6 +178,7 @@ def serve(config: WorkerConfig, context: Context, socket: Socket) -> None:
         verify=config.verify,
         agent=chaos or Agent,
         keyring=keyring,
+        secret=config.secret,
     )
     try:
         scheduler: PrefillScheduler | DecodeScheduler
@@ -190,6 +196,7 @@ def serve(config: WorkerConfig, context: Context, socket: Socket) -> None:
                 config.prefills,
                 socket,
                 max_unread=config.max_unread,
+                max_open=config.max_open,
                 chunkwise=config.chunkwise,
                 keyring=keyring,
             )

@@ -45,7 +45,6 @@ from sglang.srt.runtime_context import get_schedule
 from kvcache.errors import InvalidParamsError, InvariantError
 from kvcache.pool.pages import PagePool
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
-from scheduler_adapters.sglang.plugin import BACKEND
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -90,7 +89,7 @@ def build(context: TreeCacheBuildContext) -> BasePrefixCache:
     }
     for what, asked in refused.items():
         if asked:
-            raise InvalidParamsError(f"--radix-cache-backend {BACKEND} does not support {what}")
+            raise InvalidParamsError(f"--radix-cache-backend pagewire does not support {what}")
     return PagewireCache(params)
 
 

@@ -1,6 +1,6 @@
 """Our transfer behind vLLM's connector interface. Needs vLLM, which imports this name.
 
-Imports `transfer.connector`. Start reading at `connector.py`.
+Imports `transfer.wire`, `transfer.connector` and the values of `transfer`. Start reading at `connector.py`.
 """
 
 from scheduler_adapters.vllm.connector import PagewireConnector

@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import (
 from scheduler_adapters.vllm.backends import content_of
 from transfer.connector.config import GroupConfig, StatePart, Timing, WorkerConfig, share
 from transfer.errors import InvalidEngineError
-from transfer.wire.allowed_peers import host_of
+from transfer.wire.allowed_peers import listed_peers
 from transfer.wire.keys import Keyring, load_keyring
 
 if TYPE_CHECKING:
@@ -68,9 +68,7 @@ class Options:
         self.port = int(extra.get("port", envs.VLLM_NIXL_SIDE_CHANNEL_PORT)) + index
         self.keyring: Keyring | None = load_keyring(Path(extra["keyring"])) if extra.get("keyring") else None
         self.secret = _secret(extra.get("secret"))
-        self.allowed_peers = tuple(
-            dict.fromkeys([*host_of(f"tcp://{self.host}:0"), *_peers(extra.get("allowed_peers", ()))])
-        )
+        self.allowed_peers = listed_peers(_peers(extra.get("allowed_peers", ())), f"tcp://{self.host}:0")
         defaults = Timing()
         self.timing = Timing(
             lease=float(extra.get("kv_lease_duration", defaults.lease)),
@@ -87,15 +85,13 @@ def _secret(named: object) -> str:
     return named or ""
 
 
-def _peers(listed: object) -> list[str]:
-    peers: list[Any] = (
-        listed.split(",") if isinstance(listed, str) else listed if isinstance(listed, list | tuple) else [listed]
-    )
+def _peers(listed: object) -> str | list[str]:
+    peers: list[Any] = listed if isinstance(listed, list) else list(listed) if isinstance(listed, tuple) else [listed]
     if wrong := [one for one in peers if not isinstance(one, str)]:
         raise InvalidEngineError(
             f"kv_connector_extra_config: allowed_peers names {wrong[0]!r}; addresses, networks and host names may be"
         )
-    return [one.strip() for one in peers if one.strip()]
+    return listed if isinstance(listed, str) else peers
 
 
 def worker_config(

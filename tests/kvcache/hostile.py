@@ -21,7 +21,9 @@ from kvcache import (
     Routing,
     TextContext,
 )
+from tests.kvcache.books import Books, books_of, first_difference
 from tests.kvcache.build import manager_of
+from tests.kvcache.hostile_handover import HandoverStage
 from tests.kvcache.moves import PAGE_SIZE, Chooser, Moves
 
 
@@ -74,6 +76,10 @@ class Hostile:
         self.other.external_claim("stranger")
         assert self.other.maybe_reserve(self.stranger)
         self.foreign_batch = self.other.batch([self.stranger])
+        self.other.fetch([self.stranger])
+        self.stranger.update(5)
+        self.other.step([self.stranger])
+        self.handover = HandoverStage(self.other, self.choose)
         self.calls = [name for name in dir(self) if name.startswith("wrong_")]
 
     def move(self) -> None:
@@ -83,14 +89,21 @@ class Hostile:
         wrong = call()
         if wrong is None:
             return
-        before = books_of(self.manager, [*self.moves.live.values()])
+        before = self.books()
         with pytest.raises(KVCacheError, match=r"^[^\n]+\Z") as refusal:
             wrong()
         assert str(refusal.value), name
-        self.manager.check()
-        after = books_of(self.manager, [*self.moves.live.values()])
-        assert before == after, f"{name}: {[one for one in after if after[one] != before.get(one)][:3]}"
+        assert not (changed := first_difference(before, self.books())), f"{name}: {changed}"
         self.seen[name] += 1
+        if self.handover.stage:
+            self.seen[f"{name}, import {self.handover.stage}"] += 1
+            self.handover.end()
+            self.handover.stage = ""
+
+    def books(self) -> Books:
+        """Those of the manager, and of the one with the import."""
+        there = books_of(self.handover.manager, [self.handover.context]) if self.handover.stage else []
+        return [*books_of(self.manager, [*self.moves.live.values()]), *there]
 
     # ---- what is handed in
 
@@ -189,6 +202,33 @@ class Hostile:
         context = self.any_context()
         table = self.other.block_table("stranger") if self.other._replicas.each[0].rows.cached.any() else None
         return context and (lambda: self.manager.import_block_table(context, self.pick([*nothing_right(), table])))
+
+    def at_handover(self, name: str) -> Callable[[], object]:
+        self.handover.begin()
+        make: Callable[[list[Any]], Callable[[], object]] = getattr(self.handover, name)
+        return make(nothing_right())
+
+    def wrong_commit(self) -> Callable[[], object]:
+        return self.at_handover("wrong_commit")
+
+    def wrong_extension(self) -> Callable[[], object]:
+        return self.at_handover("wrong_extension")
+
+    def wrong_cancel(self) -> Callable[[], object]:
+        return self.at_handover("wrong_cancel")
+
+    def wrong_copier(self) -> Callable[[], object]:
+        return self.at_handover("wrong_copier")
+
+    def wrong_lease(self) -> Callable[[], object]:
+        return self.at_handover("wrong_lease")
+
+    def wrong_end_of_a_lease(self) -> Callable[[], object]:
+        return self.at_handover("wrong_end")
+
+    def wrong_foreign_handover(self) -> Callable[[], object]:
+        self.handover.begin()
+        return self.handover.foreign(self.manager)
 
     def wrong_inputs(self) -> Callable[[], object]:
         inputs = self.manager.fetch([])
@@ -342,50 +382,3 @@ class HostileMoves:
         self.moves.finish()
         self.hostile.other.release("stranger")
         self.hostile.other.check()
-
-
-SKIPPED = {"_seen", "matches", "_credit"}  # the clock; answers that are remembered with what they hold for
-
-
-def books_of(manager: PagedKVCacheManager, contexts: Sequence[TextContext]) -> dict[str, object]:
-    """A copy of every array, counter and metric that the manager reaches, and of the indices of the contexts."""
-    found: dict[str, object] = {}
-    _walk("manager", manager, found, set())
-    found["metrics"] = manager.metrics
-    for context in contexts:
-        found[f"context {context.request_id}"] = (
-            *(context.tokens.tobytes(), context.start_idx, context.active_idx, context.end_idx),
-            *(context.cache_salt, context.extra_keys, context.retention),
-        )
-    return found
-
-
-def _walk(path: str, value: object, found: dict[str, object], seen: set[int]) -> None:
-    if value is None or isinstance(value, str | bytes | bytearray | int | float):
-        found[path] = bytes(value) if isinstance(value, bytearray) else value
-    elif isinstance(value, np.ndarray):
-        found[path] = value.tobytes()
-    elif id(value) in seen or isinstance(
-        value, type | types.FunctionType | types.MethodType | TextContext | torch.Tensor
-    ):
-        return
-    else:
-        seen.add(id(value))
-        if isinstance(value, dict):
-            found[path] = len(value)
-            parts = [(str(key) if isinstance(key, str | int) else "of it", item) for key, item in value.items()]
-        elif isinstance(value, list | tuple | set):
-            found[path] = len(value)
-            parts = [(str(at), item) for at, item in enumerate(value)]
-        elif type(value).__module__.startswith("kvcache"):
-            slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-            names = (
-                [name for name in [*vars(value), *slots] if hasattr(value, name)]
-                if hasattr(value, "__dict__")
-                else slots
-            )
-            parts = [(name, getattr(value, name)) for name in names if name not in SKIPPED and hasattr(value, name)]
-        else:
-            return
-        for name, item in parts:
-            _walk(f"{path}.{name}", item, found, seen)

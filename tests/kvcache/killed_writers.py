@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,7 @@ PROMPTS, PAGES = 60, 50  # pages of 32 KiB
 class Tally:
     rounds: int = 0
     in_a_write: int = 0
+    drafts_kept: int = 0  # of a living writer, by a process that starts
     files: int = 0
     pages_served: int = 0
     pages_refused: int = 0
@@ -59,18 +61,29 @@ def write(folder: Path) -> None:
         time.sleep(1)
 
 
+def drafts_in(folder: Path) -> list[Path]:
+    """Files below a folder that somebody writes, or has begun to write."""
+    return [*folder.rglob("*.tmp")]
+
+
 def kill_one(folder: Path, after_s: float, tally: Tally) -> None:
-    """One round, on an empty folder."""
+    """One round, on an empty folder: a process starts beside the writer, and another one after its end."""
     command = [sys.executable, "-m", "tests.kvcache.killed_writers", "--write", str(folder)]
     root = Path(__file__).parents[2]
     with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None
         assert writer.stdout.readline() == "writing\n"
         time.sleep(after_s)
+        writer.send_signal(signal.SIGSTOP)
+        left = drafts_in(folder)
+        served(folder).manager.close()
+        assert drafts_in(folder) == left, "their writer lives"
+        tally.drafts_kept += len(left)
         writer.kill()
     again = served(folder)
     tally.rounds += 1
-    tally.in_a_write += bool([*folder.rglob("*.tmp")])
+    tally.in_a_write += bool(left)
+    assert not drafts_in(folder), "their writer is dead"
     tally.files += len([*folder.rglob("*.pages")])
     for number in range(PROMPTS):
         again.serve(prompt_of(number))  # raises at the first wrong byte

@@ -24,6 +24,7 @@ HOST_SLOTS = (0, 6, 20, 60)  # 0: no host tier
 WEIGHTS = {
     "claim": 6,
     "reserve": 8,
+    "ask": 3,
     "run": 12,
     "run_batch": 4,
     "fork": 3,
@@ -190,7 +191,27 @@ class Moves:
     def reserve(self) -> bool:
         if not self.live:
             return False
-        context, steps = self.live[self.choose.pick(sorted(self.live))], self.choose.integer(1, 3)
+        return self.reserve_one(self.live[self.choose.pick(sorted(self.live))], self.choose.integer(1, 3))
+
+    def ask(self) -> bool:
+        """What a waiting request was told may be true no more when it comes: it has other keys, or pages are gone."""
+        waiting = [name for name in sorted(self.live) if not self.manager.get_req_blocks(name)]
+        waiting = [name for name in waiting if -(-self.live[name].current_length // PAGE_SIZE) <= PAGES]
+        if not waiting:
+            return False
+        context, between = self.live[self.choose.pick(waiting)], self.choose.integer(0, 6)
+        self.manager.admission(context)
+        if between == 0:
+            self.reset()
+        elif between < 3:
+            self.change(context)
+        else:
+            self.reserve()
+            if self.manager.get_req_blocks(context.request_id):
+                return True
+        return self.reserve_one(context, 1)
+
+    def reserve_one(self, context: TextContext, steps: int) -> bool:
         before = (context.start_idx, context.active_idx)
         if -(-(context.current_length + steps - 1) // PAGE_SIZE) > PAGES:
             try:

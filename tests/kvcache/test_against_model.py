@@ -52,5 +52,5 @@ def test_seeded_moves(seed: int) -> None:
         seen["compared"] += moves.kv.compared
     least = {"hit": 15, "shared": 5, "refused": 20, "evicted": 30, "fork": 20, "run_batch": 50, "reset": 3}
     least |= {"lease": 50, "tell": 10, "outlived": 20}
-    least |= {"renamed": 5, "rename refused": 20}
+    least |= {"ask": 50, "renamed": 5, "rename refused": 20}
     assert {event: seen[event] for event, count in least.items() if seen[event] < count} == {}

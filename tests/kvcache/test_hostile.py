@@ -15,9 +15,9 @@ def test_wrong_calls_among_right_ones(seed: int) -> None:
     """Each kind of wrong call is made; a seed that fails says so, and fails again."""
     seen: Counter[str] = Counter()
     kinds: set[str] = set()
-    for number in range(4):
+    for number in range(6):
         moves = HostileMoves(SeededChooser(seed * 1000 + number))
-        for at in range(60):
+        for at in range(80):
             try:
                 moves.move()
             except BaseException:

@@ -18,14 +18,24 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.mutants.mutation import ROOT, Module, Mutation, mutated
+from tests.mutants.of_exchange import EXCHANGE
 from tests.mutants.of_kvcache import KVCACHE
 from tests.mutants.of_kvcache_tiers import KVCACHE_TIERS
 from tests.mutants.of_scheduler_adapters import SCHEDULER_ADAPTERS
+from tests.mutants.of_scheduler_adapters_edges import SCHEDULER_ADAPTERS_EDGES
 from tests.mutants.of_transfer import TRANSFER
 from tests.mutants.of_transfer_plan import TRANSFER_PLAN
 from tests.mutants.tree import Run, Tree
 
-MODULES: tuple[Module, ...] = (*KVCACHE, *KVCACHE_TIERS, *TRANSFER, *TRANSFER_PLAN, *SCHEDULER_ADAPTERS)
+MODULES: tuple[Module, ...] = (
+    *KVCACHE,
+    *KVCACHE_TIERS,
+    *TRANSFER,
+    *TRANSFER_PLAN,
+    *SCHEDULER_ADAPTERS,
+    *SCHEDULER_ADAPTERS_EDGES,
+    *EXCHANGE,
+)
 LIMIT_S = 150.0  # a mutation that makes a test wait for ever is noticed by that
 UNCHANGED_LIMIT_S = 1200.0
 

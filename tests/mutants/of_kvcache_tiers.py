@@ -34,9 +34,10 @@ KVCACHE_TIERS: tuple[Module, ...] = (
         [
             Mutation("Retainer.come", "self._found[row] += found", "self._found[row] = found"),
             Mutation("Retainer.brought", "self._shadow.touch(words)", "pass"),
-            Mutation("Retainer._judge", " * shadow.rate", ""),
-            Mutation("Retainer._judge", "shadow.forget(digests[:, 0])", "pass"),
-            Mutation("Retainer._left_by_quota", "self._shadow.forget(self._pool.index.words_of(pages))", "pass"),
+            Mutation("Retainer._judge", "promised * shadow.rate", "promised"),
+            Mutation("Retainer._judge", "gained * shadow.rate", "gained"),
+            Mutation("Retainer._forget_given_up", "computed < last", "computed > last"),
+            Mutation("Retainer._left_by_quota", "self._forget(self._pool.index.words_of(pages))", "pass"),
         ],
     ),
     Module(
@@ -95,9 +96,9 @@ KVCACHE_TIERS: tuple[Module, ...] = (
         ["tests/kvcache/test_sizing.py", "tests/kvcache/test_manager.py"],
         [
             Mutation("CacheSizing.infer_optimal_batch_size", "max(dp, min", "max(1, min"),
-            Mutation("CacheSizing.estimated_memory_size", "-(-max_batch_size // dp)", "(max_batch_size // dp)"),
+            Mutation("CacheSizing.estimated_memory_size", "-(-batch // dp)", "(batch // dp)"),
             Mutation("pages_per_replica", "if share < size:", "if share <= size:"),
-            Mutation("check_sizes", "if value < least:", "if value < 1:"),
+            Mutation("check_sizes", "max_batch_size, params.data_parallel_degree", "max_batch_size, 1"),
         ],
     ),
     Module(
@@ -148,12 +149,12 @@ KVCACHE_TIERS: tuple[Module, ...] = (
         [
             Mutation("FileTier.__init__", "host.pool.num_pages // 4", "host.pool.num_pages"),
             Mutation("FileTier.promote", "self._host.pool.free_count // 2", "self._host.pool.free_count"),
-            Mutation("FileTier.tick", "or time.monotonic() - self._queue[0][0] > _LONGEST_QUEUED_S", ""),
-            Mutation("FileTier.tick", "time.monotonic() - self._scanned > _RESCAN_S", "False"),
+            Mutation("FileTier.tick", "or self._clock() - self._queue[0][0] > _LONGEST_QUEUED_S", ""),
+            Mutation("FileTier.tick", "self._clock() - self._scanned > _RESCAN_S", "False"),
             Mutation("FileTier._take_up_reads", "read.slots[right], read.digests[right]", "read.slots, read.digests"),
             Mutation("FileTier._take_up_reads", "self.refused += int((~right).sum())", "self.refused += 1"),
             Mutation("FileTier._begin_write", "& (self._index.find(digests[once]) == NO_ENTRY)", ""),
-            Mutation("FileTier._take_up_write", "self._paused_until = time.monotonic() + _PAUSE_S", "pass"),
+            Mutation("FileTier._take_up_write", "self._paused_until = self._clock() + _PAUSE_S", "pass"),
             Mutation(
                 "FileTier._make_room",
                 "self._writer.submit(Path.unlink, self._folder.path / name, missing_ok=True)",
@@ -165,11 +166,21 @@ KVCACHE_TIERS: tuple[Module, ...] = (
         "kvcache.tiers.page_files",
         ["tests/kvcache/tiers/test_page_files.py"],
         [
-            Mutation("read_pages", "row[: layout.digest_bytes] == wanted and ", ""),
-            Mutation("read_pages", "wanted, parts\n", "row[: layout.digest_bytes], parts\n"),
-            Mutation("read_rows", " or end[len(rows) :] != layout.footer(rows, count)", ""),
-            Mutation("read_rows", "if len({row.tobytes() for row in digests}) == count else None", ""),
-            Mutation("FileFormat.count_of", "0 if rest or count < 0 else count", "max(0, count)"),
+            Mutation("_read_pages", "if row[: layout.digest_bytes] != wanted:", "if False:"),
+            Mutation(
+                "_read_pages",
+                "layout.checksum(wanted, parts)",
+                "layout.checksum(row[: layout.digest_bytes], parts)",
+                equivalent="the row's digest is the wanted one here",
+            ),
+            Mutation("_judge", "if footer == wanted:", "if True:"),
+            Mutation("read_rows", "if len({row.tobytes() for row in digests}) == count:", "if True:"),
+            Mutation(
+                "FileFormat.count_of",
+                "0 if rest or count < 0 else count",
+                "max(0, count)",
+                ["tests/kvcache/tiers/test_file_tier.py::test_the_layout_of_a_file_knows_its_sizes"],
+            ),
             Mutation("write_pages", "path.unlink(missing_ok=True)", "pass"),
         ],
     ),

@@ -105,6 +105,28 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
             Mutation("DECODE_MOVES", '"decoding": frozenset({"over"})', '"decoding": frozenset({"over", "waiting"})'),
             Mutation("Room.blame", "self.reason or reason", "reason or self.reason"),
             Mutation("Room.move", "deadline\n", "self.deadline\n"),
+            Mutation(
+                "Recent.add",
+                "if len(self._names) > self._most:",
+                "if not self._names:",
+                ["tests/scheduler_adapters/service/test_repeats.py::test_what_is_remembered_is_bounded"],
+            ),
+            Mutation(
+                "DecodeRoom.has_had",
+                "return self.token is not None",
+                "return False",
+                [
+                    "tests/scheduler_adapters/service/test_repeats.py::test_a_last_offer_that_comes_again_while_decode_has_no_pages_puts_out_one_token"
+                ],
+            ),
+            Mutation(
+                "DecodeRoom.has_had",
+                "table.num_tokens <= self.table.num_tokens",
+                "False",
+                [
+                    "tests/scheduler_adapters/service/test_repeats.py::test_an_offer_that_younger_ones_have_overtaken_is_dropped"
+                ],
+            ),
         ],
     ),
     Module(
@@ -130,7 +152,7 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
             ),
             Mutation(
                 "DecodeScheduler._on_late",
-                "link.send(cancel)",
+                'link.cancel(message.request_id, message.attempt, "too late")',
                 "pass",
                 [
                     "tests/scheduler_adapters/service/test_faults.py::test_offers_of_an_attempt_that_is_over_are_refused_and_their_pages_come_back"
@@ -147,6 +169,22 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
             Mutation("DecodeScheduler._fail", "len(room.reasons) >= MAX_ATTEMPTS", "len(room.reasons) > MAX_ATTEMPTS"),
             Mutation("DecodeScheduler._fail", "room.avoid.add(avoid.name)", "pass"),
             Mutation(
+                "DecodeScheduler.submit",
+                "if len(self._rooms) >= self._max_open:",
+                "if len(self._rooms) > self._max_open:",
+                [
+                    "tests/scheduler_adapters/service/test_front.py::test_a_request_beyond_those_that_may_be_on_their_way_is_refused_alone"
+                ],
+            ),
+            Mutation(
+                "DecodeScheduler._on_message",
+                "room.lease.lease_id != message.lease_id",
+                "not message.lease_id",
+                [
+                    "tests/scheduler_adapters/service/test_repeats.py::test_two_leases_for_one_attempt_fail_it_and_another_follows"
+                ],
+            ),
+            Mutation(
                 "DecodeScheduler._give_up",
                 "self._loop.abort(room.request_id)",
                 "pass",
@@ -154,7 +192,7 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
             ),
             Mutation(
                 "DecodeScheduler._give_up_source",
-                "room.link.send(cancel)",
+                "room.link.cancel(room.request_id, room.attempt, reason)",
                 "pass",
                 ["tests/scheduler_adapters/service/test_faults.py::test_a_cancelled_request_ends_in_every_phase"],
             ),
@@ -188,14 +226,12 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
                     "tests/scheduler_adapters/service/test_faults.py::test_the_deadline_that_decode_names_holds_at_prefill"
                 ],
             ),
-            Mutation("PrefillScheduler._on_event", "self._free_lease(room)\n                if reason", "if reason"),
+            Mutation("PrefillScheduler._on_event", 'if reason == "read":', "if reason:"),
             Mutation(
                 "PrefillScheduler._table",
-                "full_pages=room.token is None",
+                "full_pages=True",
                 "full_pages=False",
-                [
-                    "tests/scheduler_adapters/service/test_service.py::test_chunks_are_pulled_while_the_rest_of_the_prompt_runs"
-                ],
+                ["tests/scheduler_adapters/service/test_service.py"],
             ),
             Mutation(
                 "PrefillScheduler._offer",
@@ -215,14 +251,6 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
                     "tests/scheduler_adapters/service/test_faults.py::test_pages_stay_held_until_their_lease_word_is_cleared",
                 ],
             ),
-            Mutation(
-                "PrefillScheduler._lose",
-                "silent=True",
-                "silent=False",
-                [
-                    "tests/scheduler_adapters/service/test_faults.py::test_prefill_gives_back_what_a_dead_decode_process_had_asked_for"
-                ],
-            ),
         ],
     ),
     Module(
@@ -231,8 +259,8 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
         [
             Mutation(
                 "Pulls.release",
-                "if room.key not in self._open:",
-                "if room.key:",
+                "self._manager.cancel_import(pending)",
+                "pass",
                 [
                     "tests/scheduler_adapters/service/test_faults.py::test_the_same_id_may_come_again_while_its_first_pull_still_ends",
                     "tests/scheduler_adapters/service/test_faults.py::test_a_cancelled_request_ends_in_every_phase",
@@ -241,8 +269,8 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
             ),
             Mutation(
                 "Pulls.on_event",
-                "and (event.error or not mine)",
-                "and event.error",
+                "room.key == event.key and ",
+                "",
                 [
                     "tests/scheduler_adapters/service/test_faults.py::test_the_same_id_may_come_again_while_its_first_pull_still_ends",
                     "tests/scheduler_adapters/service/test_faults.py::test_a_cancelled_request_ends_in_every_phase",
@@ -253,9 +281,7 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
                 "Pulls.on_event",
                 "room.key == event.key and",
                 "",
-                [
-                    "tests/scheduler_adapters/service/test_faults.py::test_the_same_id_may_come_again_while_its_first_pull_still_ends"
-                ],
+                ["tests/scheduler_adapters/service/test_pulls.py"],
             ),
             Mutation(
                 "Pulls.begin",
@@ -289,7 +315,7 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
         ["tests/scheduler_adapters/hf/test_state_pages.py"],
         [
             Mutation("StatePages.allocate", "self._reset(page)", "pass"),
-            Mutation("StatePages.release", "if page not in self._importing:", "if page:"),
+            Mutation("StatePages._free_unused", "page not in self._importing and ", ""),
             Mutation("StatePages.pages_at", "if has != start:", "if has < start:"),
             Mutation("StatePages.fork", "self._tokens[target] = tokens", "pass"),
             Mutation("StatePages.cancel_import", "self._reset(page)", "pass"),
@@ -311,7 +337,11 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
             Mutation("HybridKVCacheManager.external_claim", "super().release(request_id)", "pass"),
             Mutation("HybridKVCacheManager.fork", "self.states.fork(parent.request_id, child.request_id)", "pass"),
             Mutation("HybridKVCacheManager.extend_import", "if source != before:", "if not source:"),
-            Mutation("HybridKVCacheManager.cancel_import", "self.states.cancel_import(pages[1])", "pass"),
+            Mutation(
+                "HybridKVCacheManager._cancel_state",
+                "self.states.cancel_import(self._state_imports.pop(pending)[1])",
+                "pass",
+            ),
         ],
     ),
     Module(

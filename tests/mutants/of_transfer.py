@@ -80,13 +80,13 @@ TRANSFER: tuple[Module, ...] = (
                 ["tests/transfer/pull/test_replica.py::test_a_lease_expires_on_the_source_s_own_clock"],
             ),
             Mutation(
-                "RankTransfer.connect",
+                "RankTransfer.inspect",
                 "if remote.engine_id == self.identity.engine_id:",
                 "if not remote:",
                 ["tests/transfer/pull/test_replica.py::test_an_engine_does_not_read_from_itself"],
             ),
             Mutation(
-                "RankTransfer.connect",
+                "RankTransfer.inspect",
                 "expected not in {None, (remote.engine_id, remote.incarnation)}",
                 "not ranks",
                 [
@@ -208,10 +208,27 @@ TRANSFER: tuple[Module, ...] = (
                 "if not key:",
                 ["tests/transfer/pull/test_replica.py::test_a_name_can_be_used_once_at_a_time_and_the_first_goes_on"],
             ),
-            Mutation("ReplicaTransfer._collect_leases", "if not left:", "if True:"),
-            Mutation("ReplicaTransfer._collect_leases", "left.discard(at)", "left.clear()"),
             Mutation(
-                "ReplicaTransfer._on_rank", "elif not pull.open_ranks and not pull.error:", "elif not pull.error:"
+                "ReplicaTransfer._collect_leases",
+                "if not left:",
+                "if True:",
+                [
+                    "tests/transfer/pull/test_replica.py::test_pages_go_when_the_words_of_all_ranks_are_cleared_and_not_with_the_first"
+                ],
+            ),
+            Mutation(
+                "ReplicaTransfer._collect_leases",
+                "left.discard(at)",
+                "left.clear()",
+                [
+                    "tests/transfer/pull/test_replica.py::test_pages_go_when_the_words_of_all_ranks_are_cleared_and_not_with_the_first"
+                ],
+            ),
+            Mutation(
+                "ReplicaTransfer._on_rank",
+                "elif not pull.open_ranks and not pull.error:",
+                "elif not pull.error:",
+                ["tests/transfer/pull/test_replica.py::test_a_pull_has_ended_when_every_rank_of_ours_has_its_part"],
             ),
             Mutation("ReplicaTransfer._passed", "return min(", "return max("),
             Mutation(
@@ -286,7 +303,7 @@ TRANSFER: tuple[Module, ...] = (
                 ["tests/transfer/pull/test_replica.py::test_an_engine_that_one_rank_cannot_load_is_loaded_by_none"],
             ),
             Mutation(
-                "Directory._on_metadata",
+                "Directory._refuse",
                 "self.failed_handshakes += 1",
                 "pass",
                 ["tests/transfer/pull/test_replica.py::test_a_dead_source_fails_its_own_pulls_in_its_own_time"],
@@ -344,9 +361,7 @@ TRANSFER: tuple[Module, ...] = (
                 "if any(asked.address == address for asked in self._asked.values()):",
                 "if not address:",
             ),
-            Mutation(
-                "HandshakeClient._deliver", "self._asked.pop(answer.query_id, None)", "self._asked.get(answer.query_id)"
-            ),
+            Mutation("HandshakeClient._deliver", "del self._asked[answer.query_id]", "pass"),
         ],
     ),
     Module(

@@ -115,10 +115,15 @@ TRANSFER_PLAN: tuple[Module, ...] = (
     ),
     Module(
         "transfer.pull.verify",
-        ["tests/transfer/connector/test_worker.py"],
+        ["tests/transfer/pull/test_verify.py"],
         [
             Mutation("Verifier._compare", "if not attempts:", "if attempts < 0:"),
-            Mutation("Verifier._draw", "if self._share >= 1:", "if self._share > 1:"),
+            Mutation(
+                "Verifier._draw",
+                "if self._share >= 1:",
+                "if self._share > 1:",
+                equivalent="what is drawn is below 1: all of them",
+            ),
         ],
     ),
     Module(

@@ -35,9 +35,9 @@ def functions_of(path: Path) -> frozenset[str]:
     return frozenset(node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
 
 
-def test_the_list_is_long_enough_and_names_each_module_once() -> None:
-    names = [module.name for module in MODULES]
-    assert len(set(names)) == len(names)
+def test_the_list_is_long_enough_and_names_each_mutation_once() -> None:
+    listed = [(module.name, each.function, each.old, each.new) for module in MODULES for each in module.mutations]
+    assert len(set(listed)) == len(listed)
     for package, least in LEAST.items():
         assert len(chosen([package])) >= least
 

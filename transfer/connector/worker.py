@@ -136,7 +136,7 @@ class NixlConnectorWorker:
         Raises:
             TransferError: it does not fit, with both values. Nothing of it stays loaded.
         """
-        return self._running().call(lambda replica: replica.directory.add(address, ranks))
+        return self._running().add_engine(address, ranks)
 
     def start_load_kv(self, metadata: ConnectorMetadata) -> None:
         """Takes over a step's work: leases to grant, to start and to end; loads to begin, to go on with, to give up.

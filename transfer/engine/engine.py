@@ -8,6 +8,7 @@ are reported by `quarantined_pages` until then. Nothing else tells when they may
 from __future__ import annotations
 
 import itertools
+import os
 import secrets
 import socket
 import uuid
@@ -68,6 +69,7 @@ class KVTransferEngine:
     """
 
     def __init__(self, name: str, tensors: Sequence[Sequence[torch.Tensor]], *, total_num_pages: int) -> None:
+        self._owner = os.getpid()
         self.tensor_agents: list[list[TensorAgent]] = []
         self._peers: Peers | None = None
         self._transfers: Transfers | None = None
@@ -174,6 +176,10 @@ class KVTransferEngine:
 
     def connect(self, remote: KVTransferEngineMetadata) -> None:
         """Connects to an engine, with all its replicas. The number of replicas and of pages may differ from ours.
+
+        Where the metadata comes from is the caller's responsibility: all around NIXL's own part of it is checked, but
+        nothing is tried in another process, for a trial reads from the peer, and the peer may be this very thread's.
+        Who takes metadata from a network gives `encode` and `decode_metadata` a key, or uses `NixlConnectorWorker`.
 
         A name that is connected stays so until `disconnect`, even when its engine has died and a new incarnation calls:
         only the caller knows what is to become of the transfers with the old one.
@@ -354,7 +360,8 @@ class KVTransferEngine:
     def cleanup(self, drain_s: float = 2.0) -> None:
         """Gives everything back to NIXL, and destroys its agents. Safe twice, and after a failed constructor.
 
-        No byte moves for this engine when it returns. Peers' transfers from and to it fail.
+        No byte moves for this engine when it returns. Peers' transfers from and to it fail. In a fork of its process
+        the engine is only forgotten.
 
         Args:
             drain_s: seconds that transfers in flight are given to end. One that is cut off over TCP can crash the peer.
@@ -364,6 +371,8 @@ class KVTransferEngine:
         """
         peers, transfers, agents = self._peers, self._transfers, self.tensor_agents
         self._peers, self._transfers, self.tensor_agents = None, None, []
+        if self._owner != os.getpid():
+            return
         busy = transfers.close(drain_s) if transfers else []
         if peers:
             peers.close()

@@ -7,6 +7,7 @@ carries a digest too, and `check_metadata` looks at everything before NIXL sees 
 from __future__ import annotations
 
 import hashlib
+import hmac
 from enum import Enum
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ WIRE_VERSION = 1
 """Version of the structs below. Raised with each change that an older reader would misread."""
 
 _ADDRESS_LIMIT = 1 << 63
+_KEYED_BYTES = 32
 _MAX_PAGES = (1 << 31) - 1  # NIXL takes int32 indices and cuts larger ones silently
 
 
@@ -130,17 +132,38 @@ def sealed(struct: _Sealed) -> _Sealed:
     return msgspec.structs.replace(struct, digest=_digest(struct))
 
 
-def encode(struct: KVTransferEngineMetadata | TransferReqData) -> bytes:
-    """Returns the msgpack bytes of `struct`."""
-    return msgspec.msgpack.encode(struct)
+def encode(struct: KVTransferEngineMetadata | TransferReqData, key: bytes = b"") -> bytes:
+    """Returns the msgpack bytes of `struct`; after a digest of 32 bytes where there is a key.
+
+    Args:
+        struct: what is to be sent.
+        key: secret of both sides, without which nobody makes the digest.
+    """
+    data = msgspec.msgpack.encode(struct)
+    return _keyed(data, key) + data if key else data
 
 
-def decode_metadata(data: bytes) -> KVTransferEngineMetadata:
+def _keyed(data: bytes, key: bytes) -> bytes:
+    return hmac.digest(key, data, "sha256")
+
+
+def decode_metadata(data: bytes, key: bytes = b"") -> KVTransferEngineMetadata:
     """Returns the engine metadata that `encode` made `data` of, fully checked.
 
+    Without a key that shows that the bytes came unharmed, and not who made them: `KVTransferEngine.connect` hands
+    NIXL's part of them to NIXL, which a wrong byte there can crash.
+
+    Args:
+        data: the bytes.
+        key: that of `encode`.
+
     Raises:
-        MetadataError: the bytes are cut, changed or of another kind or version, or `check_metadata` finds a fault.
+        MetadataError: the bytes are cut, changed, of another key, kind or version, or `check_metadata` finds a fault.
     """
+    if key:
+        digest, data = data[:_KEYED_BYTES], data[_KEYED_BYTES:]
+        if not hmac.compare_digest(digest, _keyed(data, key)):
+            raise MetadataError(f"{len(data)} bytes are no engine metadata that was encoded with this key")
     try:
         metadata = msgspec.msgpack.decode(data, type=KVTransferEngineMetadata)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

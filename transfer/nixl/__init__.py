@@ -1,4 +1,4 @@
-"""NIXL agents, the settings under which two of them may meet, and files. The only room that imports nixl.
+"""NIXL agents, the settings under which two of them may meet, trials, and files. The only room that imports nixl.
 
-Imports `transfer.errors`. Start reading at `agent.py`.
+Imports `transfer.wire` and the values of `transfer`. Start reading at `agent.py`.
 """

@@ -5,17 +5,20 @@ nixl is imported when the first agent is made: until then a program can still se
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
+from weakref import WeakSet
 
 import numpy as np
 
 from transfer.engine.metadata import MemoryType
 from transfer.errors import AgentError
 from transfer.nixl.settings import effective_settings
+from transfer.nixl.vouchers import Voucher
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -35,6 +38,19 @@ BACKEND = "UCX"
 FILE_BACKEND = "POSIX"
 BACKGROUND_RUNS = 128
 """Transfers of so many runs are copied by a thread of NIXL's, smaller ones by the thread that posts them."""
+
+
+_agents: WeakSet[Any] = WeakSet()
+
+
+def _keep_in_fork() -> None:
+    """Keeps every agent in a fork for ever: NIXL's destructor would wait there for a thread that a fork has not."""
+    for agent in _agents:
+        for kept in (agent, agent.agent):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+
+os.register_at_fork(after_in_child=_keep_in_fork)
 
 
 @cache
@@ -117,6 +133,7 @@ def _make_agent(agent_name: str, listen_port: int, backend: str, params: dict[st
     )
     with refusals(doing):
         agent = api.nixl_agent(agent_name, config)
+        _agents.add(agent)
         agent.create_backend(backend, params)
     return agent
 
@@ -196,6 +213,8 @@ class Agent:
         self.memory_type = memory_type
         self._agent: Any = make_nixl_agent(name, 0, memory_type, BACKGROUND_RUNS)
         self._registered: list[Any] = []
+        self._voucher: Voucher | None = None
+        self._owner = os.getpid()
 
     def register(self, regions: Sequence[tuple[int, int, int]], memory_type: MemoryType | None = None) -> None:
         """Registers memory, which must stay mapped until `close`, and while any peer lives that may read it.
@@ -217,10 +236,23 @@ class Agent:
         return self._agent is not None
 
     @property
+    def is_own(self) -> bool:
+        """Whether this process has made it, and not one that this is a fork of: there it is of no use."""
+        return self._owner == os.getpid()
+
+    @property
     def metadata(self) -> bytes:
         """What another NIXL agent loads to reach this one, as of now."""
         with refusals(f"agent {self.name!r}: its metadata"):
             return bytes(self._agent.get_agent_metadata())
+
+    def vouch(self, metadata: bytes) -> None:
+        """Says to readers on this host that this metadata is the agent's own. See `transfer.nixl.vouchers`.
+
+        Raises:
+            AgentError: the socket for that cannot be made.
+        """
+        self._voucher = Voucher(metadata)
 
     def add_peer(self, peer: str, metadata: bytes) -> None:
         """Loads a peer. The caller has checked the metadata's length and digest: wrong bytes can crash the process.
@@ -303,10 +335,14 @@ class Agent:
         Raises:
             AgentError: NIXL fails.
         """
+        if self._voucher is not None:
+            self._voucher.poll()
         return take_notifications(self._agent, self.name)
 
     def close(self, *, in_flight: bool = False) -> None:
         """Destroys the NIXL agent. Safe to call twice. Waits for a copy in flight; no byte moves afterwards.
+
+        In a fork of its process it only forgets the agent.
 
         Args:
             in_flight: a handle was released before its transfer had ended. Memory is then given back by the agent's
@@ -315,9 +351,11 @@ class Agent:
         Raises:
             AgentError: NIXL failed to give something back. The agent is gone all the same.
         """
+        if self._voucher is not None:
+            self._voucher.close()
         agent, self._agent = self._agent, None
         registered, self._registered = self._registered, []
-        if agent is None or in_flight:
+        if agent is None or in_flight or not self.is_own:
             return
         with refusals(f"closing agent {self.name!r}"):
             for dlist in registered:

@@ -1,6 +1,4 @@
-"""The process in which a stranger's metadata is tried: `python -m transfer.nixl.trial_process`.
-
-`transfer.nixl.trials` starts it.
+"""The process in which a stranger's metadata is tried. `trials` starts it, through `trial_program`.
 
 NIXL parses what it loads without looking where it reads: 1 to 4 wrong bytes end the process. So this process imports
 NIXL once, and forks for each trial a child that does with the metadata what a reader would do: it loads every rank,
@@ -14,7 +12,6 @@ import os
 import resource
 import select
 import signal
-import sys
 import uuid
 
 import msgspec
@@ -84,12 +81,13 @@ class Helper:
     Args:
         requests: file descriptor. Its end is the end of the process.
         verdicts: file descriptor.
+        parent: process id.
     """
 
-    def __init__(self, requests: int, verdicts: int) -> None:
+    def __init__(self, requests: int, verdicts: int, parent: int) -> None:
         self._requests = requests
         self._verdicts = verdicts
-        self._parent = os.getppid()
+        self._parent = parent
         self._buffer = bytearray()
         self._children: dict[int, int] = {}
 
@@ -139,14 +137,10 @@ class Helper:
                 os.write(self._verdicts, VERDICT.pack(number, len(text)) + text)
 
 
-def main() -> None:
-    """Serves the parent."""
+def prepare() -> int:
+    """Imports NIXL, once for all trials. Returns the file descriptor for verdicts."""
     verdicts = os.dup(1)
     os.dup2(2, 1)  # our pipe is for verdicts: NIXL and its plugins may print
     os.environ["UCX_HANDLE_ERRORS"] = "none"  # a death here is an answer, and no reason for a page in the log
     import_nixl()
-    Helper(0, verdicts).run()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return verdicts

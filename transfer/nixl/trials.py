@@ -18,11 +18,14 @@ from collections import Counter, OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from transfer.engine.metadata import MemoryType
+from transfer.nixl.settings import agreed_settings, reaches_other_hosts
+from transfer.nixl.vouchers import is_vouched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,13 +36,17 @@ _TRIAL_S = 10
 _START_S = 60.0
 _MAX_KNOWN = 4096
 _EDGE_BYTES = 8
+_PROGRAM = Path(__file__).with_name("trial_program.py")
 
 FRAME = struct.Struct(">I")
 """In front of each request to the helper: its length in bytes."""
 VERDICT = struct.Struct(">II")
 """In front of each verdict: the number of the request, and the length of the text that says what is wrong."""
 
-Outcome = Literal["passed", "refused", "died", "late"]
+UNVOUCHED = "no process of this user on this host says that it is its own"
+"""The verdict on metadata that was not tried, since a trial would have contacted whom it names."""
+
+Outcome = Literal["passed", "refused", "died", "late", "unvouched"]
 
 
 class TriedRank(msgspec.Struct, frozen=True, array_like=True):
@@ -81,19 +88,25 @@ class Trials:
     Args:
         clock: seconds, monotonic.
         trial_s: seconds that a trial may take.
+        vouchers: agents that can be on this host only must vouch for what is tried. Not to be asked where it is to be
+            seen what becomes of lies.
 
     Attributes:
         owner: the process that this belongs to; a fork of it has none.
-        counts: how trials ended: "passed", "refused" by NIXL, "died", which is with the process, or "late".
+        counts: how trials ended: "passed", "refused" by NIXL, "died", which is with the process, or "late"; and how
+            many were not begun, "unvouched".
     """
 
     _lock_shared = threading.Lock()
     _shared: Trials | None = None
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, trial_s: int = _TRIAL_S) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, trial_s: int = _TRIAL_S, *, vouchers: bool = True
+    ) -> None:
         self.counts: Counter[Outcome] = Counter()
         self._clock = clock
         self._trial_s = trial_s
+        self._vouchers = vouchers
         self.owner = os.getpid()
         self._lock = threading.Lock()
         self._numbers = count()
@@ -136,12 +149,21 @@ class Trials:
             data = msgspec.msgpack.encode(Trial(number, self._trial_s, memory_type, tried))
             deadline = self._clock() + _START_S + self._trial_s
             attempt = Attempt(number, digest, FRAME.pack(len(data)) + data, deadline, self._known.get(digest))
+            if attempt.verdict is None and not self._may_contact(tried, memory_type):
+                attempt.verdict, attempt.frame = UNVOUCHED, b""
+                self.counts["unvouched"] += 1
             if attempt.verdict is None:
                 self._open[number] = attempt
                 self._out += attempt.frame
                 self._ensure()
                 self._flush()
         return attempt
+
+    def _may_contact(self, ranks: Sequence[TriedRank], memory_type: MemoryType) -> bool:
+        """Whether a trial contacts nobody but who wants it. Other hosts cannot be asked: there it always may."""
+        if not self._vouchers or reaches_other_hosts(agreed_settings(memory_type)):
+            return True
+        return all(is_vouched(rank.metadata) for rank in ranks)
 
     def poll(self) -> None:
         """Writes what is to be written, and puts verdicts that have come where they belong."""
@@ -157,7 +179,10 @@ class Trials:
 
     def run(self, ranks: Sequence[RankMetadata], memory_type: MemoryType) -> str:
         """As `begin`, and waits for the verdict. For set-up, not for a thread that serves."""
-        attempt = self.begin(ranks, memory_type)
+        return self.wait(self.begin(ranks, memory_type))
+
+    def wait(self, attempt: Attempt) -> str:
+        """Waits for the verdict of a trial, which comes in any case. For set-up, not for a thread that serves."""
         while attempt.verdict is None:
             self.poll()
             time.sleep(1e-3)
@@ -172,7 +197,7 @@ class Trials:
         if self._process is not None:
             return
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        command = [sys.executable, "-P", "-m", "transfer.nixl.trial_process"]
+        command = [sys.executable, "-P", str(_PROGRAM), str(os.getpid())]
         try:
             # A session of its own: what a terminal sends to this process is not for the helper, which ends with us.
             self._process = subprocess.Popen(  # noqa: S603  (our own module)

@@ -1,5 +1,5 @@
 """Leases, fences and pulls: what the ranks of one engine grant to readers and read from sources.
 
-Imports `transfer.plan.plan`, `transfer.nixl` and `transfer.wire.messages`. Start reading at `lease.py` and `pull.py`;
-`docs/protocol.md` has the argument.
+Imports `transfer.plan`, `transfer.wire`, `transfer.nixl` and the values of `transfer`. Start reading at `lease.py` and
+`pull.py`; `docs/protocol.md` has the argument.
 """

@@ -13,15 +13,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from transfer.errors import HandshakeError, MetadataError, TransferError
-from transfer.nixl.trials import Attempt, Trials
-from transfer.wire.messages import Answer, MetadataReply, Pong, open_rank
+from transfer.nixl.trials import UNVOUCHED, Attempt, Trials
+from transfer.wire.messages import Answer, MetadataReply, Pong, RankMetadata, open_rank
 
 if TYPE_CHECKING:
     from transfer.pull.rank import RankTransfer
     from transfer.pull.remote import RemoteEngine
     from transfer.wire.handshake import HandshakeClient
 
-_UNTRIED = "its metadata is sealed with no key, and a process in which it was tried found it wrong"
+_NO_KEY = "its metadata is sealed with no key, and "
+_TRIED = "a process in which it was tried found it wrong: "
 
 Place: TypeAlias = tuple[str, str]
 """ZMQ endpoint of a handshake, and the id of the engine that is expected there."""
@@ -133,8 +134,36 @@ class Directory:
 
         self._client.ask_metadata(*place, self._compatibility, done, self._times.handshake)
 
+    def try_out(self, address: str, ranks: Sequence[bytes]) -> Callable[[], None]:
+        """Begins the trial of an engine that is to be added.
+
+        Args:
+            address: as `add` will be told.
+            ranks: likewise.
+
+        Returns:
+            What waits for the verdict, and raises a `HandshakeError` where the engine may not be loaded. Any thread may
+            call it. No trial is needed where it returns at once.
+
+        Raises:
+            TransferError: the metadata is damaged, or does not fit.
+        """
+        first, remotes = self._open(address, ranks)
+        trials = self._trials
+        if trials is None or not remotes:
+            return lambda: None
+        attempt = trials.begin(remotes[0].ranks, self._ranks[0].memory_type)
+
+        def wait() -> None:
+            if verdict := trials.wait(attempt):
+                raise HandshakeError(f"engine {first.engine_id!r} at {address}: {_because(verdict)}")
+
+        return wait
+
     def add(self, address: str, ranks: Sequence[bytes]) -> str:
         """Loads an engine whose metadata came by another way than the handshake. Returns its id.
+
+        Waits for the engine's trial, if it needs one: a thread that serves lets its caller wait, see `try_out`.
 
         Args:
             address: where it answers signs of life, as requests will name it.
@@ -143,19 +172,23 @@ class Directory:
         Raises:
             TransferError: as `RankTransfer.connect`. Nothing stays loaded then.
         """
-        if not ranks:
-            raise MetadataError(f"{address}: metadata of 0 ranks, an engine has at least one")
-        first = open_rank(ranks[0], self._ranks[0].identity.key)
+        self.try_out(address, ranks)()
+        first, remotes = self._open(address, ranks)
         peer = Peer((address, first.engine_id), used=self._clock(), heard=self._clock())
-        if not self._is_loaded(first.engine_id, first.incarnation):
-            remotes = self._inspect(peer, ranks, first.incarnation)
-            if self._trials is not None and (verdict := self._trials.run(remotes[0].ranks, self._ranks[0].memory_type)):
-                raise HandshakeError(f"engine {first.engine_id!r} at {address}: {_UNTRIED}: {verdict}")
+        if remotes:
             self._load(peer, remotes)
         peer.incarnation = first.incarnation
         self._peers[peer.place] = peer
         self._on_ready(peer)
         return first.engine_id
+
+    def _open(self, address: str, ranks: Sequence[bytes]) -> tuple[RankMetadata, list[RemoteEngine]]:
+        """The first rank of an engine, and for each rank here what is known of it; nothing where it is loaded."""
+        if not ranks:
+            raise MetadataError(f"{address}: metadata of 0 ranks, an engine has at least one")
+        first = open_rank(ranks[0], self._ranks[0].identity.key)
+        start = (first.engine_id, first.incarnation)
+        return first, [] if self._is_loaded(*start) else [rank.inspect(ranks, start) for rank in self._ranks]
 
     def _is_connected(self, peer: Peer) -> bool:
         return bool(peer.incarnation) and self._is_loaded(peer.place[1], peer.incarnation)
@@ -207,7 +240,7 @@ class Directory:
         if newcomer.attempt is None:
             newcomer.attempt = self._trials.begin(newcomer.remotes[0].ranks, self._ranks[0].memory_type)
         if newcomer.attempt.verdict:
-            raise HandshakeError(f"{_UNTRIED}: {newcomer.attempt.verdict}")
+            raise HandshakeError(_because(newcomer.attempt.verdict))
         return newcomer.attempt.verdict is not None
 
     def _others(self, peer: Peer, incarnation: str) -> list[Peer]:
@@ -333,3 +366,7 @@ class Directory:
         self._on_lost(peer, reason)
         self._client.forget(address)
         self._admit(engine_id)
+
+
+def _because(verdict: str) -> str:
+    return f"{_NO_KEY}{'' if verdict == UNVOUCHED else _TRIED}{verdict}"

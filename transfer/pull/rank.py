@@ -131,7 +131,10 @@ class RankTransfer:
         try:
             self._register_own()
             self._readers = ReaderAgents(name, self._make_reader)
-            self.metadata = sealed_rank(self._describe(name), identity.key)
+            described = self._describe(name)
+            self.metadata = sealed_rank(described, identity.key)
+            if not identity.key:
+                self._agent.vouch(described.agent_metadata)
         except BaseException:
             self.close()
             raise
@@ -372,10 +375,12 @@ class RankTransfer:
     def close(self, drain_s: float = 1.0) -> None:
         """Ends every lease and pull, and destroys the agent: no byte moves afterwards. Safe to call twice.
 
+        In a fork it does nothing: leases and pulls are those of the process that made them.
+
         Args:
             drain_s: seconds to wait for copies in flight before the agent is destroyed under them.
         """
-        if self._agent is None:
+        if self._agent is None or not self._agent.is_own:
             return
         for lease_id in list(self.leases.ids()):
             self.end_lease(lease_id, "this rank was shut down")

@@ -36,7 +36,7 @@ BUSY_POLL_S = 1e-4
 
 
 class TransferThread:
-    """Runs the transfers of one replica. Any thread may call any method; only `call` and `close` wait.
+    """Runs the transfers of one replica. Any thread may call any method; only `call`, `add_engine` and `close` wait.
 
     Args:
         replica: nobody else uses it from now on.
@@ -72,6 +72,15 @@ class TransferThread:
 
         self._hand_over(run)
         return future.result(timeout_s)
+
+    def add_engine(self, address: str, ranks: Sequence[bytes]) -> str:
+        """As `Directory.add`; for the engine's trial its caller waits, and the thread goes on with all pulls.
+
+        Raises:
+            TransferError: the metadata is damaged, does not fit, or was tried and found wrong. Nothing stays loaded.
+        """
+        self.call(lambda replica: replica.directory.try_out(address, ranks))()
+        return self.call(lambda replica: replica.directory.add(address, ranks))  # what has passed is remembered
 
     def offer(
         self,

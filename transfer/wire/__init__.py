@@ -1,4 +1,5 @@
 """Every message between engines, the handshake that carries them, and the keys that protect it.
 
-Imports `transfer.plan.plan` for the layouts that messages describe. Start reading at `messages.py`.
+Imports `transfer.plan`, for the layouts that messages describe, and the values of `transfer`. Start reading at
+`messages.py`.
 """

@@ -73,3 +73,14 @@ def host_of(endpoint: str) -> tuple[str, ...]:
     found = _TCP.fullmatch(endpoint.replace(":*", ":0"))
     host = "" if found is None else found["six"] or found["host"]
     return () if host in ("", "0.0.0.0", "::") else (host,)  # noqa: S104  (nothing binds here)
+
+
+def listed_peers(option: str | Iterable[object], endpoint: str) -> tuple[str, ...]:
+    """Returns the entries of an option, a list or one string with commas, after the own host; each once.
+
+    Args:
+        option: of a configuration file or a command line.
+        endpoint: that this process binds.
+    """
+    entries = option.split(",") if isinstance(option, str) else [str(entry) for entry in option]
+    return tuple(dict.fromkeys([*host_of(endpoint), *(entry.strip() for entry in entries if entry.strip())]))

@@ -81,14 +81,14 @@ def test_a_context_carries_its_hasher_as_long_as_it_fits() -> None:
 
 
 def test_a_hasher_kept_for_other_keys_is_not_used() -> None:
-    context = SimpleNamespace(prefix_hasher=None, cache_salt=None, extra_keys=((1, b"one"),))
+    context = SimpleNamespace(request_id="one", prefix_hasher=None, cache_salt=None, extra_keys=((1, b"one"),))
     kept = hasher_of(context, "sha256", 4)  # type: ignore[arg-type]
     assert context.prefix_hasher is kept
     for keys in (((1, b"two"),), ((2, b"one"),), ((1, b"one"), (5, b"late")), (), None):
         context.extra_keys = keys
         other = hasher_of(context, "sha256", 4)  # type: ignore[arg-type]
         assert other is not kept
-        assert other.extra_keys == keys
+        assert other.extra_keys == (keys or ())
         fresh = PrefixHasher("sha256", 4, None, keys).digests(tokens(8), 0, 2)
         assert (other.digests(tokens(8), 0, 2) == fresh).all()
 

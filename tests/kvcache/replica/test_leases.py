@@ -336,3 +336,60 @@ def test_what_is_read_under_a_lease_stays_as_it_was(make: Any, caching: bool) ->
         manager.release(name)
     assert torch.equal(blocks[pages], torch.ones_like(blocks[pages]))
     manager.end_lease(lease)
+
+
+def other_tokens(context: TextContext, keep: int) -> None:
+    """Drop what is known beyond `keep` tokens, and go on otherwise."""
+    context.set_token_indices(start_idx=keep - 1, active_idx=keep, end_idx=keep)
+    for _ in range(4):
+        context.set_token_indices(active_idx=context.end_idx)
+        context.update(99)
+    context.set_token_indices(start_idx=keep - 1)
+
+
+@pytest.mark.parametrize("call", ["maybe_reserve", "reserve_batch", "fetch"])
+@pytest.mark.parametrize("told", ["by a table before the lease", "by a table under the lease"])
+def test_what_was_told_under_a_lease_is_not_computed_anew(make: Any, call: str, told: str) -> None:
+    """A request that drops tokens would write others into the pages that its readers were told of."""
+    manager = make(8, page_size=4, rows=2)
+    context, bystander = computed(manager, range(10)), computed(manager, range(50, 56), "bystander")
+    if told == "by a table before the lease":
+        pages = manager.block_table("r").groups[0]
+        lease = manager.lease("r")
+    else:
+        lease = manager.lease("r")
+        run(manager, context)
+        pages = manager.block_table("r").groups[0]
+    assert manager.maybe_reserve(context, 4)
+    other_tokens(context, 6)
+    manager.step([context])  # the row has fewer tokens by now; its readers were told of more
+    before = manager.metrics
+    calls = {
+        "maybe_reserve": lambda: manager.maybe_reserve(context),
+        "reserve_batch": lambda: manager.reserve_batch([bystander, context]),
+        "fetch": lambda: manager.fetch([bystander, context]),
+    }
+    with pytest.raises(
+        InvalidRequestError, match="'r': computes anew from token 5, while a lease promises its first 1"
+    ):
+        calls[call]()
+    assert manager.metrics == before
+    manager.fetch([bystander])
+    manager.release("r")  # the lease has all that was told, not only what the row knew at last
+    assert manager.num_leased_blocks == len(pages)
+    manager.end_lease(lease)
+    again = TextContext(context.tokens, 64, "r")
+    with manager.claim(again):
+        run(manager, again)
+    manager.check()
+
+
+def test_without_a_lease_tokens_may_be_computed_anew(make: Any) -> None:
+    manager = make(8, page_size=4)
+    context = computed(manager, range(10))
+    lease = manager.lease("r")
+    assert manager.maybe_reserve(context, 4)
+    other_tokens(context, 6)
+    manager.end_lease(lease)
+    run(manager, context)
+    assert manager._replicas.each[0].leases.told.tolist() == [0] * len(manager._replicas.each[0].leases.told)

@@ -65,6 +65,7 @@ def test_a_match_is_made_again_after_a_decode_step_evicted_its_page(make: Any) -
     assert not manager.maybe_reserve(waits)  # its third page is lacking
     grows.update(1)
     manager.step([grows])
+    assert not manager.maybe_reserve(waits)  # what it remembers is of now: nothing but the eviction comes after
     grows.update(1)
     assert manager.maybe_reserve(grows)  # one page more, the tail of what `waits` has matched
     manager.check()

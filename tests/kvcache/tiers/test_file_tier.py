@@ -581,13 +581,12 @@ def test_what_lies_about_is_left_alone_or_tidied(served: Make) -> None:
     it.serve(PROMPT)
     folder = files_of(it)._folder.path
     it.manager.close()
-    old, new, mine = folder / f"{'0' * 16}-1.tmp", folder / f"{'0' * 16}-2.tmp", folder / "README"
-    for path in (old, new, mine):
+    dead, home, mine = folder / f"{'0' * 16}-1.tmp", folder.parent / f"{'0' * 16}-2.tmp", folder / "README"
+    for path in (dead, home, mine):
         path.write_text("x")
-    os.utime(old, (1, 1))
     os.mkfifo(folder / f"{'a' * 32}.pages")
     assert served().serve(PROMPT) == 16
-    assert (old.exists(), new.exists(), mine.exists()) == (False, True, True)
+    assert (dead.exists(), home.exists(), mine.exists()) == (False, False, True)
 
 
 def test_check_recounts_the_files(served: Make) -> None:
@@ -630,6 +629,11 @@ def test_random_prompts_over_three_tiers(served: Make, monkeypatch: pytest.Monke
         assert it.manager.metrics.file_blocks_written > 5
         assert it.manager.metrics.file_blocks_read > 5
         assert it.kv.compared > 300
+
+
+def test_a_file_takes_a_quarter_of_a_small_host_tier_at_most(served: Make) -> None:
+    assert files_of(served(host_slots=12)).pages_a_file == 3
+    assert files_of(served(host_slots=3)).pages_a_file == 1
 
 
 def test_the_layout_of_a_file_knows_its_sizes() -> None:

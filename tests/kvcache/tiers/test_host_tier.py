@@ -296,6 +296,15 @@ def test_reset_forgets_the_host_pages_and_keeps_what_is_promised(served: Any) ->
     assert it.serve(PROMPT) == 0
 
 
+def test_what_a_reset_forgets_is_not_copied_any_more(served: Any) -> None:
+    it = served(16, 40)
+    it.tiers.share = 0.0
+    it.serve(PROMPT)
+    it.manager.reset_prefix_cache()
+    it.manager.flush_tiers()
+    assert it.manager.metrics.d2h_blocks_copied == 0
+
+
 def test_an_import_leaves_restored_pages_to_the_tier(served: Any) -> None:
     it, source = served(16, 40), served(16, 40)
     it.serve(PROMPT)

@@ -141,9 +141,11 @@ def test_a_request_goes_on_from_pages_and_a_state_page_that_were_copied(
     assert_nothing_held(target.manager)
 
 
-def imported(target: ServingLoop, source: ServingLoop, name: str = "r0") -> tuple[TextContext, Any]:
+def imported(
+    target: ServingLoop, source: ServingLoop, name: str = "r0", first_token: int = 1
+) -> tuple[TextContext, Any]:
     table = source.manager.block_table(name)
-    context = target.context_for(Request(name, [*PROMPTS[0], 1], NEW))
+    context = target.context_for(Request(name, [*PROMPTS[0], first_token], NEW))
     target.manager.external_claim(name)
     return context, target.manager.import_block_table(context, table)
 
@@ -153,12 +155,11 @@ def test_a_cancelled_import_leaves_a_request_that_computes_its_tokens_itself(
 ) -> None:
     source, target = hybrid_loop(model), hybrid_loop(model)
     serve(source, requests_of(PROMPTS[:1], 1, hold_pages=True))
-    context, pending = imported(target, source)
+    context, pending = imported(target, source, first_token=expected[0][0])
     states_of(target).tensors[0][target.manager.state_import(pending)[1]] = 3  # type: ignore[attr-defined]
     with pytest.raises(StatePageError, match="being written"):
         states_of(target).tokens_of("r0")
     target.manager.cancel_import(pending)
-    context = TextContext([*PROMPTS[0], expected[0][0]], 4096, "r0")
     target.adopt(Request("r0", PROMPTS[0], NEW), context)
     tokens = [expected[0][0]]
     while target.has_work:

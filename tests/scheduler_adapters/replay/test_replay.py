@@ -173,3 +173,13 @@ def test_the_command_prints_and_writes_its_figures(tmp_path: Path, capsys: pytes
     assert main(["replay", str(path), "--capacity", "40", *options]) == 0
     assert json.loads(out.read_text())["window_load_mean"] >= 1
     assert main(["replay", str(path), "--capacity", "20", "--json", "/dev/full"]) == 2
+
+
+@pytest.mark.parametrize("host_blocks", [0, 8])
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("hints", ["none", "true"])
+def test_what_the_user_did_not_ask_for_is_not_warned_of(
+    caplog: pytest.LogCaptureFixture, host_blocks: int, replicas: int, hints: str
+) -> None:
+    replay(trace_of(3, 5), 40, replicas=replicas, host_blocks=host_blocks, hints=hints)
+    assert caplog.messages == []

@@ -12,7 +12,7 @@ from scheduler_adapters.hf.hybrid import HybridKVCacheManager
 from scheduler_adapters.hf.runner import HFRunner, kv_params_of, manager_for, num_layers_of, state_bytes_of
 from scheduler_adapters.loop import ServingLoop
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.decode import DecodeScheduler
+from scheduler_adapters.service.decode import MAX_OPEN, DecodeScheduler
 from scheduler_adapters.service.exchange import Exchange
 from scheduler_adapters.service.prefill import PrefillScheduler
 from scheduler_adapters.service.rooms import DecodeRoom, DecodeTimes, PrefillTimes
@@ -52,12 +52,14 @@ class Service:
         lease_s: float = 10.0,
         times: DecodeTimes | None = None,
         clock: Callable[[], float] = time.monotonic,
+        max_open: int = MAX_OPEN,
     ) -> None:
         directory.mkdir(exist_ok=True)
         self.model, self.directory = model, directory
         self.context: zmq.Context[Any] = zmq.Context()
         self.sides = {"prefill": prefill, "decode": decode}
         self.chunkwise, self.lease_s, self.times, self.clock = chunkwise, lease_s, times, clock
+        self.max_open = max_open
         self.loops: dict[str, ServingLoop] = {}
         self.exchanges: dict[str, Exchange] = {}
         self.prefills: dict[str, PrefillScheduler] = {}
@@ -124,6 +126,7 @@ class Service:
             self.context,
             prefills,
             front,
+            max_open=self.max_open,
             chunkwise=self.chunkwise,
             times=self.times,
             clock=self.clock,

@@ -287,7 +287,7 @@ def test_pages_stay_held_until_their_lease_word_is_cleared(
 def test_a_lease_that_runs_out_fails_the_attempt_and_no_page_is_taken(
     start: Callable[..., Service], expected: dict[str, list[int]]
 ) -> None:
-    service = start(lease_s=0.3)
+    service = start(lease_s=3.0)
     room = offered(service)
     # The reader's thread renews by itself; end the lease at its source, as if the reader had been stopped meanwhile.
     prefill = prefill_rooms(service)[0]
@@ -304,10 +304,10 @@ def test_a_lease_that_runs_out_fails_the_attempt_and_no_page_is_taken(
 def test_a_lease_is_renewed_while_decode_has_no_room(
     start: Callable[..., Service], expected: dict[str, list[int]]
 ) -> None:
-    service = start(lease_s=0.3)
+    service = start(lease_s=1.0)
     room = offered(service)
-    until = time.monotonic() + 1.5
-    service.until(lambda: time.monotonic() > until, "five times the lease")
+    until = time.monotonic() + 3
+    service.until(lambda: time.monotonic() > until, "three times the lease")
     assert (room.phase, phase_of_prefill(service), room.reasons) == ("offered", "held", [])
     empty(service)
     service.until(lambda: "r" in service.ended, "the last token")

@@ -100,6 +100,43 @@ def test_requests_of_a_deaf_front_fail_and_their_pages_come_back(
     service.close()
 
 
+def test_a_request_beyond_those_that_may_be_on_their_way_is_refused_alone(model: Any, tmp_path: Path) -> None:
+    service = Service(model, tmp_path, Side(), Side(pages=20), max_open=3)
+    prompts = [[number, *PROMPT] for number in range(7)]
+    service.submit(prompts, 6)
+    assert service.decode.open_requests == 3
+    service.until(lambda: len(service.ended) == 7, "their ends")
+    for number, prompt in enumerate(prompts):
+        end = service.ended[f"r{number}"]
+        if number < 3:
+            assert service.tokens[f"r{number}"] == reference_tokens(model, prompt, 6)
+            assert not end.error
+        else:
+            assert (end.finished, service.tokens[f"r{number}"]) == ("error", [])
+            assert end.error == f"request 'r{number}' is one too many: decode process 'd0' has 3 on their way"
+    assert service.serve(prompts[3:6], 6) == [reference_tokens(model, prompt, 6) for prompt in prompts[3:6]]
+    service.assert_nothing_held()
+    service.close()
+
+
+def test_a_refused_request_leaves_no_trace_of_its_id(model: Any, tmp_path: Path) -> None:
+    """Refused, cancelled in vain, and asked for again when there is room: its serial alone is used up."""
+    service = Service(model, tmp_path, Side(), Side(pages=20), max_open=1)
+    for serial, request_id in enumerate(("first", "second"), 1):
+        service.decode.submit(msg.Submit(request_id=request_id, prompt=PROMPT, max_new_tokens=4, serial=serial))
+    service.decode.abort("second", 2)
+    service.until(lambda: len(service.ended) == 2, "both ends")
+    assert (service.ended["first"].finished, service.ended["second"].finished) == ("length", "error")
+    service.ended.clear()
+    for serial in (2, 3):
+        service.decode.submit(msg.Submit(request_id="second", prompt=PROMPT, max_new_tokens=4, serial=serial))
+    service.until(lambda: service.ended, "the next")
+    assert service.tokens["second"] == reference_tokens(model, PROMPT, 4)
+    assert service.decode.counts["late"] == 1
+    service.assert_nothing_held()
+    service.close()
+
+
 CONFIG = WorkerConfig(
     model=None,
     seed=0,
@@ -142,6 +179,48 @@ def test_a_front_that_submits_4000_requests_before_it_reads_is_served(tiny_model
     wanted = reference_tokens(tiny_model, PROMPT, 2)
     assert {end.finished for end in ended.values()} <= {"length", "eos"}
     assert all(tokens[f"r{number}"] == wanted[: 1 + number % 2] for number in range(4000))
+    assert [(one.pages_held, one.open_requests) for one in stats.values()] == [(0, 0)] * 2
+
+
+@pytest.mark.slow
+def test_a_front_that_submits_without_end_and_reads_is_refused_beyond_its_limit(tiny_model: Any) -> None:
+    requests, limit, most = 3000, 40, 0
+    wanted = reference_tokens(tiny_model, PROMPT, 8)
+    with Workers(configs(max_open=limit)) as workers:
+        tokens: dict[str, list[int]] = {}
+        ended: dict[str, str] = {}
+
+        def hear(timeout_s: float) -> int:
+            highest = 0
+            for message in workers.receive(timeout_s):
+                if isinstance(message, msg.Stats):
+                    highest = max(highest, message.open_requests)
+                elif isinstance(message, msg.Tokens):
+                    assert message.request_id not in ended
+                    tokens.setdefault(message.request_id, []).extend(message.tokens)
+                    if message.finished:
+                        ended[message.request_id] = message.error
+            return highest
+
+        for number in range(requests):
+            workers.send(
+                "decode", msg.Submit(request_id=f"r{number}", prompt=PROMPT, max_new_tokens=8, serial=number + 1)
+            )
+            if number % 100 == 0:
+                workers.send("decode", msg.Ask())
+            most = max(most, hear(0.0))
+        deadline = time.monotonic() + 90
+        while len(ended) < requests:
+            most = max(most, hear(0.1))
+            assert time.monotonic() < deadline, f"{len(ended)} of {requests} have ended"
+        stats = settled_stats(workers)
+    refused = {name for name, error in ended.items() if error}
+    assert 0 < most <= limit
+    assert 0 < len(refused) < requests
+    assert {ended[name] for name in refused} == {
+        f"request {name!r} is one too many: decode process 'decode' has {limit} on their way" for name in refused
+    }
+    assert all(tokens[name] == ([] if name in refused else wanted) for name in ended)
     assert [(one.pages_held, one.open_requests) for one in stats.values()] == [(0, 0)] * 2
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -45,16 +46,16 @@ def manager_of(*, caching: bool = False, shards: int = 1) -> PagedKVCacheManager
 class Side:
     """A manager and its exchange."""
 
-    def __init__(self, name: str, **options: bool | int) -> None:
+    def __init__(self, name: str, exchange: Mapping[str, Any] | None = None, **options: bool | int) -> None:
         self.manager = manager_of(**options)  # type: ignore[arg-type]
-        self.exchange = Exchange(self.manager, name)
+        self.exchange = Exchange(self.manager, name, **(exchange or {}))
         self.events: list[ReplicaEvent] = []
 
     def poll(self) -> None:
         self.events += self.exchange.poll()
 
     def until(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60  # the first contact tries the source in a process that has yet to start
         while not condition():
             self.poll()
             time.sleep(1e-4)
@@ -108,7 +109,7 @@ class Reader(Side):
     def open(self, source: Side, lease: LeaseRef, key: str = "k") -> None:
         exchange = source.exchange
         at = Source(exchange.address, exchange.engine_id(0), lease, exchange.incarnation)
-        self.exchange.open_pull(0, key, at, 20.0)
+        self.exchange.open_pull(0, key, at, 60.0)
 
     def end(self, source: Side, key: str = "k") -> tuple[PullEvent, ImportProof | None]:
         def last() -> list[ReplicaEvent]:
@@ -378,6 +379,23 @@ def test_a_lease_asked_for_as_the_exchange_closes_holds_nothing_afterwards(sides
     assert source.idle
 
 
+def test_an_offer_that_a_closed_thread_never_took_holds_nothing(
+    sides: tuple[Side, Reader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, _ = sides
+    source.compute()
+    thread = source.exchange._threads[0]
+    monkeypatch.setattr(thread, "_hand_over", lambda command: None)
+    assert source.exchange.offer("r", 30.0) is not None
+    source.manager.release("r")
+    with monkeypatch.context() as stuck:
+        stuck.setattr(thread, "close", lambda: None)  # as one that does not end in time
+        source.exchange.close()
+        assert source.manager.num_leased_blocks == 4
+    source.exchange.close()
+    assert source.idle
+
+
 # ---- the reader: pages are taken for what they are not
 
 
@@ -441,6 +459,24 @@ def test_the_copier_is_handed_out_once(sides: tuple[Side, Reader]) -> None:
     with pytest.raises(InvalidRequestError, match="no pull 'k' is open"):
         reader.exchange.read(0, "k", pending, last=True)
     reader.manager.commit_import(context, pending, proof)
+
+
+def test_nothing_is_proven_before_the_last_was_taken_or_twice(sides: tuple[Side, Reader]) -> None:
+    source, reader = sides
+    source.compute()
+    context, pending = reader.reserve(source.manager.block_table("r"))
+    copier = reader.manager.copier(pending)
+    for prepare in (lambda: None, lambda: copier.take(last=False)):
+        prepare()
+        with pytest.raises(InvalidRequestError, match="'r': the copier of its pages took .* not yet the last"):
+            copier.prove()
+        assert copier.proof is None
+    copier.take(last=True)
+    proof = copier.prove()
+    with pytest.raises(InvalidRequestError, match="'r': the copier of its pages has ended"):
+        copier.prove()
+    reader.manager.commit_import(context, pending, proof)
+    source.manager.release("r")
 
 
 def test_a_pull_reads_imports_of_its_own_manager_alone(sides: tuple[Side, Reader]) -> None:

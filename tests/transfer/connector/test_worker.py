@@ -247,7 +247,7 @@ def test_a_load_that_is_given_up_is_received_and_not_failed(engine: Any) -> None
 @pytest.mark.parametrize("computed", [0, 8, 21])
 def test_a_lease_is_renewed_while_its_reader_has_no_blocks(engine: Any, computed: int) -> None:
     pair = a_pair(computed=computed, reader=Side(tp=2))
-    source, reader = engine("p", timing=Timing(lease=0.3)), engine("d", side=pair.reader)
+    source, reader = engine("p", key=b"k", timing=Timing(lease=0.3)), engine("d", side=pair.reader, key=b"k")
     read = reader.companion.read("r", offer(source, pair))
     reader.companion.hold("r", read)
     end = time.monotonic() + 1.0

@@ -182,8 +182,9 @@ def test_connect_fills_the_maps_and_disconnect_empties_them(make_engine: Any):
     assert left.remote_connections == {"right": right.metadata}
     assert set(left.remote_agent_to_engine) == {agent.agent_name for agent in right.metadata.agents_meta[0]}
     assert set(left.remote_agent_to_engine.values()) == {"right"}
+    assert left.completed_recv_transfers == {"right": {}}
     left.disconnect("right")
-    assert left.remote_connections == left.remote_agent_to_engine == {}
+    assert left.remote_connections == left.remote_agent_to_engine == left.completed_recv_transfers == {}
     with pytest.raises(UnknownPeerError, match="'left' is not connected to engine 'right'") as caught:
         left.disconnect("right")
     assert isinstance(caught.value, KeyError)

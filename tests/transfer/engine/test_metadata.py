@@ -171,3 +171,12 @@ def test_requests_of_another_kind_or_version_are_refused():
         decode_request(encode(REQUEST)[:-3])
     with pytest.raises(MetadataError, match="no engine metadata"):
         decode_metadata(encode(REQUEST))
+
+
+def test_with_a_key_only_bytes_that_were_encoded_with_it_are_looked_at():
+    data = encode(engine(), key=b"ours")
+    assert decode_metadata(data, key=b"ours") == engine()
+    changed = [data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for at in range(len(data))]
+    for wrong in (*changed, b"", data[:31], data[:-1], encode(engine()), encode(engine(), key=b"theirs")):
+        with pytest.raises(MetadataError, match="no engine metadata that was encoded with this key"):
+            decode_metadata(wrong, key=b"ours")

@@ -39,3 +39,11 @@ def test_what_has_ended_is_not_parked_and_what_ends_is_let_go() -> None:
     quarantine.reap()
     assert quarantine.pages(0) == frozenset()
     assert not quarantine.has_parked
+
+
+def test_a_peer_s_own_transfers_are_told_from_ours_with_it() -> None:
+    quarantine = Quarantine()
+    quarantine.park(posting("ours", 3))
+    quarantine.hold("theirs", "p", 0, [4])
+    quarantine.hold("another's", "q", 0, [5])
+    assert quarantine.of_peer("p") == ["theirs"]

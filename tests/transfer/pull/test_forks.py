@@ -5,8 +5,11 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,3 +138,58 @@ def test_a_pull_from_a_fork_that_has_got_its_parent_s_pid_fails_at_the_fence(for
     size = reader.pools[0][0].nbytes
     held = [memory_of(source.pid, source.pages + page * size, size) for page in REMOTE]
     assert [reader.pools[0][page].tobytes() for page in LOCAL] == held  # they had come: nothing but the word told
+
+
+_ENDS = """
+import gc, os, sys, time
+import torch
+from tests.transfer.replicas import TOKENS, Engine, run
+from transfer.engine.engine import KVTransferEngine
+from transfer.pull.pull_state import PagesOfGroup
+from transfer.pull.thread import TransferThread
+
+p, d, e = Engine("p"), Engine("d"), KVTransferEngine("e", [[torch.zeros(64)]], total_num_pages=4)
+
+def pull(slot):
+    d.replica.pull(f"r{slot}", p.source(p.offer(f"r{slot}", slot)), 20.0)
+    d.replica.add_pages(f"r{slot}", [PagesOfGroup([1], [4], (0, TOKENS))], last=True)
+    run(p, d, until=lambda: any(event.key == f"r{slot}" and event.safe for event in d.pulls))
+    assert d.pulls[-1].error == "", d.pulls[-1]
+
+pull(0)
+open_lease = p.offer("open", 1)
+thread = TransferThread(Engine("t").replica)
+child = os.fork()
+if not child:
+    if sys.argv[1] == "closed":
+        thread.close()
+        for one in (p, d):
+            one.close()
+        e.cleanup()
+    if sys.argv[1] == "dropped":
+        del p, d, e, thread, pull
+        gc.collect()
+    sys.exit(3)
+status = os.waitpid(child, 0)[1]
+assert os.waitstatus_to_exitcode(status) == 3, status
+assert p.ranks[0].leases.find(open_lease.lease_id)
+pull(2)
+thread.close()
+for one in (p, d):
+    one.close()
+e.cleanup()
+"""
+
+
+@pytest.mark.parametrize("how", ["left", "closed", "dropped"])
+def test_a_fork_ends_as_any_process_does_and_its_parent_goes_on(how: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", _ENDS, how],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        start_new_session=True,
+    )
+    assert ended.returncode == 0, ended.stderr

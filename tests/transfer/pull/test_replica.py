@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.transfer.replicas import PAGES, TOKENS, Engine, run
+from tests.transfer.replicas import KEY, PAGES, TOKENS, Engine, run
 from transfer.engine.metadata import MemoryType
 from transfer.errors import HandshakeError, InvalidTransferError, MetadataError, PullFailedError, SettingsMismatchError
 from transfer.pull.lease import new_lease_id
@@ -423,11 +423,59 @@ def test_an_engine_that_one_rank_cannot_load_is_loaded_by_none(engine: Any, monk
     def refuse(*_: Any) -> None:
         raise HandshakeError("refused by the test")
 
-    monkeypatch.setattr(d.ranks[1], "connect", refuse)
+    monkeypatch.setattr(d.ranks[1], "load", refuse)
     pull(d, p.source(p.offer()))
     run(p, d, until=settled(d))
     assert "refused by the test" in d.pulls[-1].error
     assert [rank.remote("p") for rank in d.ranks] == [None, None]
+
+
+def test_pages_go_when_the_words_of_all_ranks_are_cleared_and_not_with_the_first(engine: Any) -> None:
+    p = engine("p", 2)
+    lease = p.offer()
+    for rank, overs in zip(p.ranks, ([], [LeaseOver("r", lease.lease_id, "given up")]), strict=True):
+        rank.end_lease(lease.lease_id, "given up")
+        p.poll()
+        assert p.overs == overs
+
+
+def test_a_pull_has_ended_when_every_rank_of_ours_has_its_part(engine: Any) -> None:
+    p, d = engine("p", 2), engine("d", 2)
+    d.hindrances[1].held = True
+    pull(d, p.source(p.offer()))
+    run(p, d, until=lambda: d.hindrances[1].reads and "r" not in d.ranks[0].puller)
+    for _ in range(20):
+        p.poll()
+        d.poll()
+    assert d.pulls == []
+    d.hindrances[1].held = False
+    run(p, d, until=settled(d))
+    assert d.pulls == [PullEvent("r", "", safe=True)]
+
+
+def test_what_may_be_kept_is_what_every_rank_has_passed(engine: Any) -> None:
+    p, d = engine("p", 2), engine("d", 2)
+    d.hindrances[1].held = True
+    d.replica.pull("r", p.source(p.offer()), 20.0)
+    d.replica.add_pages("r", WHOLE, last=False)
+    run(p, d, until=lambda: d.ranks[0].puller.passed("r") == 1 and d.hindrances[1].reads)
+    d.replica.cancel("r", "enough")
+    d.hindrances[1].held = False
+    run(p, d, until=settled(d))
+    assert (d.pulls[-1].error, d.pulls[-1].passed) == ("enough", 0)
+
+
+def test_an_engine_that_one_rank_has_lost_is_asked_anew(engine: Any) -> None:
+    p, d = engine("p"), engine("d", 2)
+    source = p.source(p.offer())
+    pull(d, source)
+    run(p, d, until=settled(d))
+    assert d.replica.directory.ready(source.place) is not None
+    d.ranks[1].disconnect("p", "lost")
+    assert d.replica.directory.ready(source.place) is None
+    pull(d, p.source(p.offer("s", 1)), key="s")
+    run(p, d, until=settled(d, "s"))
+    assert d.pulls[-1].error == ""
 
 
 def test_a_pull_does_not_wait_for_its_source_longer_than_its_own_time(engine: Any) -> None:
@@ -643,8 +691,8 @@ def test_an_engine_that_was_lost_stays_loaded_while_a_read_from_it_is_in_flight(
 def test_every_rank_of_an_engine_must_fit_not_only_its_first(
     engine: Any, changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    one, other = (open_rank(data) for data in engine("p", 2).card.ranks)
-    mine = open_rank(engine("d").card.ranks[0])
+    one, other = (open_rank(data, KEY) for data in engine("p", 2).card.ranks)
+    mine = open_rank(engine("d").card.ranks[0], KEY)
     one = msgspec.structs.replace(one, agent_name="p/0")
     if "layout" in changes:
         changes = {"layout": msgspec.structs.replace(other.layout, groups=other.layout.groups * 2)}
@@ -654,14 +702,14 @@ def test_every_rank_of_an_engine_must_fit_not_only_its_first(
 
 
 def test_an_engine_has_as_many_lease_words_as_the_rank_with_the_fewest(engine: Any) -> None:
-    one, other = (open_rank(data) for data in engine("p", 2).card.ranks)
-    mine = open_rank(engine("d").card.ranks[0])
+    one, other = (open_rank(data, KEY) for data in engine("p", 2).card.ranks)
+    mine = open_rank(engine("d").card.ranks[0], KEY)
     assert RemoteEngine([one, msgspec.structs.replace(other, words=3)], mine, {"model": "m"}).words == 3
 
 
 def test_pages_of_all_ranks_are_read_where_a_rank_leaves_the_quick_way(engine: Any, monkeypatch: Any) -> None:
-    ranks = [open_rank(data) for data in engine("p", 2).card.ranks]
-    remote = RemoteEngine(ranks, open_rank(engine("d").card.ranks[0]), {"model": "m"})
+    ranks = [open_rank(data, KEY) for data in engine("p", 2).card.ranks]
+    remote = RemoteEngine(ranks, open_rank(engine("d").card.ranks[0], KEY), {"model": "m"})
     whole = sum(part.num_bytes for part in remote.parts("r", WHOLE))
     monkeypatch.setattr(remote._few[1], "part", lambda _: None)
     assert sum(part.num_bytes for part in remote.parts("r", WHOLE)) == whole

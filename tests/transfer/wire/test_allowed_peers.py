@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from transfer.errors import HandshakeError, InvalidEngineError
-from transfer.wire.allowed_peers import AllowedPeers, host_of
+from transfer.wire.allowed_peers import AllowedPeers, host_of, listed_peers
 from transfer.wire.handshake import HandshakeClient
 
 LISTED = AllowedPeers(["10.1.0.0/16", "192.168.7.7", "Prefill-0.example", "fd00::/8"])
@@ -70,6 +70,13 @@ def test_the_own_host_is_what_an_endpoint_binds() -> None:
     assert host_of("tcp://10.0.0.1:0") == ("10.0.0.1",)
     assert host_of("tcp://[fd00::1]:*") == ("fd00::1",)
     assert [host_of(endpoint) for endpoint in ("tcp://0.0.0.0:1", "tcp://*:1", "tcp://[::]:1", "ipc:///x")] == [()] * 4
+
+
+def test_an_option_is_a_list_or_a_string_and_the_own_host_is_among_them() -> None:
+    expected = ("10.0.0.1", "10.1.0.0/16", "prefill-0")
+    for option in (["10.1.0.0/16", "prefill-0"], "10.1.0.0/16, prefill-0", "10.1.0.0/16,prefill-0,,10.0.0.1"):
+        assert listed_peers(option, "tcp://10.0.0.1:5600") == expected
+    assert listed_peers("", "tcp://0.0.0.0:1") == ()
 
 
 def test_no_socket_is_opened_to_anybody_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,111 @@
+"""A draft lives as long as its writer: the next start removes what killed processes left, and nothing else."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvcache.tiers import drafts, file_tier
+from kvcache.tiers.drafts import DraftNames, create_draft, remove_abandoned
+from kvcache.tiers.page_files import FileFormat, SystemIO, read_rows
+from kvcache.tiers.page_folder import PageFolder
+from tests.kvcache.killed_writers import drafts_in
+
+LAYOUT = FileFormat(bytes(16), 64, 16)
+WRITER = """
+import sys
+from pathlib import Path
+from kvcache.tiers.drafts import DraftNames, create_draft
+names = DraftNames()
+for folder in sys.argv[1:]:
+    create_draft(Path(folder) / next(names))
+print("writing", flush=True)
+sys.stdin.read()
+"""
+
+
+def start(root: Path) -> PageFolder:
+    """As a process that starts does it."""
+    folder = PageFolder(root, LAYOUT.namespace)
+    folder.scan(LAYOUT, frozenset(), first=True)
+    return folder
+
+
+def test_the_next_start_removes_the_drafts_of_the_dead_and_of_nobody_else(tmp_path: Path) -> None:
+    folder = start(tmp_path)
+    places = (folder.path, folder.path.parent)
+    command = [sys.executable, "-c", WRITER, *map(str, places)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "writing\n"
+        mine = create_draft(folder.path / next(folder.drafts))
+        assert len(drafts_in(tmp_path)) == 3
+        start(tmp_path)
+        assert len(drafts_in(tmp_path)) == 3, "each of them is being written"
+        writer.kill()
+    start(tmp_path)
+    assert [path.parent for path in drafts_in(tmp_path)] == [folder.path], "the living one is ours"
+    os.close(mine)
+    start(tmp_path)
+    assert drafts_in(tmp_path) == []
+
+
+def test_other_names_are_nobodys_draft(tmp_path: Path) -> None:
+    names = ["README", "x.tmp", f"{'g' * 16}-1.tmp", f"{'0' * 16}-.tmp", f"{'0' * 16}-1.tmp.old"]
+    for name in names:
+        (tmp_path / name).touch()
+    target = tmp_path / "target"
+    target.touch()
+    link = f"{'0' * 16}-2.tmp"
+    (tmp_path / link).symlink_to(target)
+    remove_abandoned(tmp_path, [*names, link, f"{'0' * 16}-3.tmp"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names, link, "target"])
+
+
+def test_without_locks_age_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks here")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    names = DraftNames()
+    young, old = next(names), next(names)
+    for name in (young, old):
+        os.close(create_draft(tmp_path / name))
+    os.utime(tmp_path / old, (1, 1))
+    remove_abandoned(tmp_path, [young, old])
+    assert [path.name for path in tmp_path.iterdir()] == [young]
+
+
+def test_a_draft_that_is_taken_for_abandoned_before_it_is_locked_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each other time a process starts between the making of a draft and its lock."""
+    lock, taken = drafts._lock, []
+
+    def lock_late(file: int) -> bool | None:
+        taken.append(Path(f"/proc/self/fd/{file}").readlink())
+        if len(taken) % 2:
+            monkeypatch.setattr(drafts, "_lock", lock)
+            remove_abandoned(taken[-1].parent, [taken[-1].name])
+            assert not taken[-1].exists()
+            monkeypatch.setattr(drafts, "_lock", lock_late)
+        return lock(file)
+
+    monkeypatch.setattr(drafts, "_lock", lock_late)
+    folder = PageFolder(tmp_path, LAYOUT.namespace)
+    assert len(taken) == 2
+    assert (folder.path.parent / "current").read_text() == folder.path.name
+    page = np.arange(64, dtype=np.uint8)
+    digests = np.ones((1, 2), np.uint64)
+    name, _ = file_tier._write(folder, LAYOUT, digests, [[page]], SystemIO())
+    assert len(taken) == 4
+    found = read_rows(folder.path / name, LAYOUT)
+    assert found is not None
+    assert np.array_equal(found, digests)

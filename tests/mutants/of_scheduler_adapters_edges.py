@@ -1,0 +1,59 @@
+"""Mutations of the edges of the schedulers: the front, whom decode asks, the folder of a run, signals, arguments."""
+
+from tests.mutants.mutation import Module, Mutation
+
+_FRONT = "tests/scheduler_adapters/service/test_front.py"
+_FOLDER = "tests/scheduler_adapters/service/test_run_folder.py"
+_SIGNALS = "tests/scheduler_adapters/test_interrupts.py"
+
+SCHEDULER_ADAPTERS_EDGES: tuple[Module, ...] = (
+    Module(
+        "scheduler_adapters.service.front",
+        [f"{_FRONT}::test_what_is_not_read_waits_in_order_and_the_front_turns_deaf_at_its_limit"],
+        [
+            Mutation("Front.send", "if self._unread or not", "if not"),
+            Mutation("Front.flush", "len(self._unread) > limit", "len(self._unread) >= limit"),
+            Mutation("Front.flush", "return self._is_deaf and not was_deaf", "return self._is_deaf"),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.service.prefills",
+        ["tests/scheduler_adapters/service/test_prefills.py"],
+        [
+            Mutation("Prefills.ask", "choice.link.load += room.load", "pass"),
+            Mutation("Prefills.relieve", "room.load = 0", "pass"),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.service.run_folder",
+        [_FOLDER],
+        [
+            Mutation("_lock", "os.path.samestat(folder.stat(), os.fstat(lock))", "folder"),
+            Mutation("_remove_abandoned", "if lock is not None:", "if entry:"),
+            Mutation("_is_mine", "st_uid == os.getuid()", "st_uid >= 0"),
+            Mutation("RunFolder.close", "shutil.rmtree(self.path, ignore_errors=True)", "pass"),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.interrupts",
+        [
+            f"{_SIGNALS}::test_a_signal_is_an_exception_once",
+            f"{_SIGNALS}::test_a_signal_that_is_lost_can_be_sent_again",
+            f"{_SIGNALS}::test_a_signal_that_is_held_acts_at_the_end_of_the_block",
+            f"{_SIGNALS}::test_other_threads_hold_nothing",
+        ],
+        [
+            Mutation("raised", "if time.monotonic() - obeyed > _ENDING_S:", "if number:"),
+            Mutation("held", "signal.raise_signal(number)", "pass"),
+            Mutation("_handled", "signal.signal(number, earlier)", "pass"),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.arguments",
+        ["tests/scheduler_adapters/test_cli.py::test_a_hostile_value_is_one_line_or_is_taken"],
+        [
+            Mutation("number", "if not above < value <= most:", "if value <= above:"),
+            Mutation("output_file", "if path.is_dir():", "if not path:"),
+        ],
+    ),
+)

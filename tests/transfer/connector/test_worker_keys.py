@@ -1,0 +1,58 @@
+"""`secret` and `allowed_peers` of a worker's config, over real sockets and NIXL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.transfer.connector.test_worker import FULL, PLAIN, a_pair, load, offer
+from tests.transfer.pair_ranks import EngineUnderTest, LocalRank, run_until, transfer
+from transfer.errors import MetadataError
+from transfer.wire.messages import open_rank
+
+SECRET, OTHER = "the secret of one fleet", "the secret of another one"
+
+
+@pytest.fixture
+def engine() -> Iterator[Callable[..., EngineUnderTest]]:
+    engines: list[EngineUnderTest] = []
+
+    def make(engine_id: str, **options: Any) -> EngineUnderTest:
+        engines.append(EngineUnderTest([LocalRank()], FULL, PLAIN, engine_id, **options))
+        return engines[-1]
+
+    yield make
+    for one in engines:
+        one.close()
+
+
+def test_engines_of_one_secret_read_from_each_other(engine: Any) -> None:
+    source, reader = engine("p", secret=SECRET), engine("d", secret=SECRET)
+    pair = a_pair()
+    transfer(pair, source, reader)
+    assert (reader.failed, source.sent) == ({}, {"r": "read"})
+    assert reader.call("compare", pair) == [[]]
+    with pytest.raises(MetadataError, match="another key"):
+        open_rank(source.ranks[0].host.worker.get_handshake_metadata())
+
+
+def test_of_another_secret_a_load_fails_and_says_so(engine: Any) -> None:
+    source, reader = engine("p", secret=SECRET), engine("d", secret=OTHER)
+    pair = a_pair()
+    load(reader, pair, offer(source, pair))
+    run_until(lambda: "r" in reader.failed, source, reader)
+    assert "in time (who has other keys than ours, or none, gives none)" in reader.failed["r"]
+    assert SECRET not in reader.failed["r"]
+
+
+@pytest.mark.parametrize(("allowed", "said"), [((), "outside of allowed_peers"), (("10.2.0.0/16",), "no answer from")])
+def test_only_who_is_listed_is_contacted(engine: Any, allowed: tuple[str, ...], said: str) -> None:
+    source, reader = engine("p"), engine("d", allowed_peers=allowed)
+    pair = a_pair()
+    params = offer(source, pair) | {"remote_host": "10.2.255.1"}
+    load(reader, pair, params)
+    run_until(lambda: "r" in reader.failed, source, reader)
+    assert said in reader.failed["r"]
+    assert "10.2.255.1" in reader.failed["r"]

@@ -1,0 +1,74 @@
+"""Who says on this host that a description of an agent is its own, as the kernel tells."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+
+import pytest
+
+from transfer.errors import AgentError
+from transfer.nixl import vouchers
+from transfer.nixl.vouchers import Voucher, is_vouched
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def metadata() -> bytes:
+    return secrets.token_bytes(300)
+
+
+@pytest.fixture
+def voucher(metadata: bytes) -> Iterator[Voucher]:
+    one = Voucher(metadata)
+    yield one
+    one.close()
+
+
+def test_metadata_is_vouched_for_byte_by_byte_until_the_end(metadata: bytes, voucher: Voucher) -> None:
+    assert is_vouched(metadata)
+    for at in range(len(metadata)):
+        assert not is_vouched(metadata[:at] + bytes([metadata[at] ^ 1]) + metadata[at + 1 :])
+    voucher.close()
+    voucher.close()
+    assert not is_vouched(metadata)
+
+
+def test_nobody_else_takes_the_name_of_one_that_is_there(metadata: bytes, voucher: Voucher) -> None:
+    with pytest.raises(AgentError, match="vouching for 300 bytes of metadata: .*in use"):
+        Voucher(metadata)
+    voucher.poll()
+    assert is_vouched(metadata)
+
+
+def test_those_who_have_asked_leave_room_for_others(metadata: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vouchers, "_WAITING", 3)
+    one = Voucher(metadata)
+    while is_vouched(metadata):
+        pass
+    for _ in range(vouchers._EVERY):
+        one.poll()
+    assert is_vouched(metadata)
+    one.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+def test_another_user_vouches_for_nothing(metadata: bytes) -> None:
+    ready, tell = os.pipe()
+    child = os.fork()
+    if not child:
+        os.setuid(NOBODY)
+        voucher = Voucher(metadata)
+        os.write(tell, b"1")
+        while True:
+            voucher.poll()
+    assert os.read(ready, 1) == b"1"
+    try:
+        assert not is_vouched(metadata)
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        os.close(ready)
+        os.close(tell)
