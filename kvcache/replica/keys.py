@@ -10,6 +10,7 @@ from kvcache.errors import InvalidRequestError
 
 ExtraKeys = tuple[tuple[int, bytes], ...]
 """`(position, key)`: what else the KV from this token on depends on."""
+_NONE: ExtraKeys = ()
 
 
 def checked_salt(request_id: str, salt: object) -> str | None:
@@ -35,8 +36,8 @@ def checked_keys(request_id: str, keys: object) -> ExtraKeys:
     Raises:
         InvalidRequestError: another shape, or a position or length that is not below 2**31.
     """
-    if type(keys) is tuple and not keys:
-        return ()
+    if keys is _NONE:  # as nearly always: there is one empty tuple
+        return _NONE
     found: list[tuple[int, bytes]] = []
     try:
         pairs = [(position, key) for position, key in cast("Sequence[tuple[object, object]]", keys)]

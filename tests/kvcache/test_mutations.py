@@ -45,12 +45,13 @@ def idle_before_fresh(pool: PagePool, count: int) -> np.ndarray:
     return ALLOCATE(pool, count)
 
 
-def full_hits(replica: Replica, context: Any, row: int | None = None) -> tuple[int, np.ndarray]:
+def full_hits(replica: Replica, context: Any, row: int | None = None, hasher: Any = None) -> tuple[int, np.ndarray]:
     first = 0 if row is None else int(replica.rows.committed[row])
     last = context.current_length // replica.page_size
     if not replica.caching or last <= first:
         return first, np.zeros(0, np.int32)
-    return first, replica.pool.index.match(replica.hasher(row, context).digests(context.tokens, first, last))
+    hasher = hasher or replica.hasher(row, context)
+    return first, replica.pool.index.match(hasher.digests(context.tokens, first, last))
 
 
 def forgets_duplicates(replica: Replica, rows: Any, columns: Any, digests: np.ndarray, _told: Any) -> None:

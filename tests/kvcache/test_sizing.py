@@ -60,5 +60,5 @@ def test_a_budget_of_one_page_a_replica_is_enough_and_a_batch_of_fewer_requests_
     two = params(n_devices=2, data_parallel_degree=2)
     manager = PagedKVCacheManager(two, 2, 16, 3, ["cpu"] * 2, available_cache_memory=2 * PAGE)
     assert manager.total_num_pages == 2
-    with pytest.raises(InvalidParamsError, match="max_batch_size is 1: at least 2 is needed"):
+    with pytest.raises(InvalidParamsError, match="max_batch_size is 1: an integer from 2 to"):
         PagedKVCacheManager(two, 1, 16, 3, ["cpu"] * 2, available_cache_memory=2 * PAGE)
