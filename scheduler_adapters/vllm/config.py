@@ -24,6 +24,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from scheduler_adapters.vllm.backends import content_of
 from transfer.connector.config import GroupConfig, StatePart, Timing, WorkerConfig, share
 from transfer.errors import InvalidEngineError
 from transfer.wire.allowed_peers import listed_peers
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 # vLLM's tensors are always [blocks, heads, tokens, content]; how they lie in memory their strides say.
 _ATTENTION_AXES = "page,head,token,side,dim"
 _LATENT_AXES = "page,head,token,dim"
+_MOVED = {FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, SlidingWindowMLASpec, MambaSpec}
 _OPTIONS = ("host", "port", "keyring", "secret", "allowed_peers", "kv_lease_duration", "load_timeout", "model_id")
 
 
@@ -100,7 +102,8 @@ def worker_config(
     Args:
         vllm_config: of the engine, as the process of the rank has it.
         kv_cache_config: likewise.
-        kernel_block_sizes: tokens of a page as the tensors have them, by layer; block sizes where it is not given.
+        kernel_block_sizes: tokens of a page as the tensors have them, by layer; block sizes of those that are not in
+            it. None at the scheduler, which has no layers to ask what their pages keep.
 
     Raises:
         InvalidEngineError: names what there is no support for.
@@ -117,7 +120,7 @@ def worker_config(
         engine_id=str(transfer.engine_id),
         incarnation=incarnation[:64],
         groups=tuple(
-            _group(f"cache group {number}", vllm_config, group, kernel_block_sizes or {})
+            _group(f"cache group {number}", vllm_config, group, kernel_block_sizes)
             for number, group in enumerate(kv_cache_config.transfer_groups)
         ),
         model=options.model,
@@ -139,20 +142,26 @@ def _transfer_config(vllm_config: VllmConfig) -> Any:
     return vllm_config.kv_transfer_config
 
 
-def _group(where: str, vllm_config: VllmConfig, group: KVCacheGroupSpec, kernels: Mapping[str, int]) -> GroupConfig:
+def _group(
+    where: str, vllm_config: VllmConfig, group: KVCacheGroupSpec, kernels: Mapping[str, int] | None
+) -> GroupConfig:
     spec = _one_spec(where, group)
-    sizes = {kernels[name] for name in group.layer_names if name in kernels}
+    sizes = {kernels[name] for name in group.layer_names if name in kernels} if kernels else set[int]()
     if len(sizes) > 1:
         raise InvalidEngineError(f"{where}: its tensors have pages of {sorted(sizes)} tokens; one size is expected")
+    page_size = sizes.pop() if sizes else 0
     common: dict[str, Any] = {
         "layers": _layers(where, vllm_config, group.layer_names),
         "block_size": spec.block_size,
-        "kernel_block_size": sizes.pop() if sizes else 0,
+        "kernel_block_size": page_size,
     }
+    if type(spec) not in _MOVED:
+        raise InvalidEngineError(f"{where}: caches of {type(spec).__name__} are not moved")
+    if kernels is not None:
+        content = content_of(where, vllm_config, group.layer_names, spec, page_size or spec.block_size)
+        common |= {"content": content.text, "whole_pages": content.whole_pages}
     if type(spec) is MambaSpec:
         return GroupConfig(kind="mamba", state=_state(where, vllm_config, spec), **common)
-    if type(spec) not in {FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, SlidingWindowMLASpec}:
-        raise InvalidEngineError(f"{where}: caches of {type(spec).__name__} are not moved")
     return _attention(where, vllm_config, spec, common)
 
 

@@ -49,6 +49,7 @@ class WorkersMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class RankMetadata(KVConnectorHandshakeMetadata):
-    """What the engine's handshake server tells of one rank."""
+    """What the engine's handshake server tells of one rank, and what must agree with a reader, as the rank knows it."""
 
     data: bytes
+    fingerprint: dict[str, str]

@@ -23,7 +23,8 @@ from scheduler_adapters.vllm.metadata import RankMetadata, StepMetadata
 from transfer.connector.companion import TransferCompanion
 from transfer.connector.metadata import WorkerOutput
 from transfer.connector.transfer_params import RemotePages
-from transfer.errors import TransferError
+from transfer.errors import InvalidEngineError, TransferError
+from transfer.wire.handshake import differences
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -63,10 +64,19 @@ class SchedulerSide:
         self._failing: dict[str, str] = {}
 
     def set_handshake_metadata(self, ranks: Mapping[tuple[int, int], RankMetadata]) -> None:
-        """Begins to answer readers. Keys are pipeline and tensor-parallel ranks."""
-        if self._serves:
-            tp_size = self._companion.config.tp_size
-            self._companion.set_handshake_metadata({pp * tp_size + tp: rank.data for (pp, tp), rank in ranks.items()})
+        """Begins to answer readers. Keys are pipeline and tensor-parallel ranks.
+
+        Raises:
+            InvalidEngineError: the ranks differ in what must agree with a reader.
+        """
+        if not self._serves:
+            return
+        tp_size, first = self._companion.config.tp_size, ranks[min(ranks)].fingerprint
+        for (pp, tp), rank in ranks.items():
+            if differ := differences(first, rank.fingerprint):
+                raise InvalidEngineError(f"rank {pp * tp_size + tp} of this engine differs from the first: {differ}")
+        data = {pp * tp_size + tp: rank.data for (pp, tp), rank in ranks.items()}
+        self._companion.set_handshake_metadata(data, first)
 
     def add(self, request: Request) -> None:
         """A request has come. Its source, if it names one, is told that somebody waits."""

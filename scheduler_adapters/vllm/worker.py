@@ -25,7 +25,7 @@ class WorkerSide:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._keyring = Options(vllm_config).keyring
-        check_config(worker_config(vllm_config, kv_cache_config))  # what cannot be is refused now, not when caches come
+        check_config(worker_config(vllm_config, kv_cache_config, {}))  # what cannot be is refused before caches come
         self._worker: NixlConnectorWorker | None = None
         self._copy: Any = None
         # What vLLM waits for, and what is over: it is told of what is in both.
@@ -71,7 +71,7 @@ class WorkerSide:
 
     def handshake_metadata(self) -> RankMetadata:
         """What the scheduler's side is to tell of this rank."""
-        return RankMetadata(self._running.get_handshake_metadata())
+        return RankMetadata(self._running.get_handshake_metadata(), self._running.config.fingerprint())
 
     def start(self, metadata: StepMetadata) -> None:
         """Takes a step's work over."""

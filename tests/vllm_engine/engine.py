@@ -23,8 +23,12 @@ from vllm.config.parallel import ParallelConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionBackend
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
@@ -58,6 +62,7 @@ class Shape:
     max_batched: int = 64
     rows: int = 16
     connector: tuple[str, str | None] = OURS
+    backend: Any = TritonAttentionBackend  # what its layers say: the small model writes as this one does
     extra: dict[str, Any] = field(default_factory=lambda: {"host": "127.0.0.1", "port": 0})
 
 
@@ -136,6 +141,27 @@ def make_cache_config(shape: Shape) -> KVCacheConfig:
     return KVCacheConfig(num_blocks=shape.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
+class Layer(AttentionLayerBase):
+    """What vLLM's workers know of a layer of the small model."""
+
+    def __init__(self, backend: type[AttentionBackend]) -> None:
+        self.backend = backend
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return self.backend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> None:
+        del vllm_config
+
+
+def add_layers(config: VllmConfig, caches: KVCacheConfig, backend: Any = TritonAttentionBackend) -> VllmConfig:
+    """Makes a config that of a worker, whose model is loaded."""
+    for group in caches.kv_cache_groups:
+        found = Mamba2AttentionBackend if isinstance(group.kv_cache_spec, MambaSpec) else backend
+        config.compilation_config.static_forward_context |= {name: Layer(found) for name in group.layer_names}
+    return config
+
+
 def _mixer(layer: int) -> str:
     return f"model.layers.{100 + layer}.mixer"
 
@@ -200,7 +226,10 @@ class Engine:
         self.workers: list[Any] = []
         self.caches: list[dict[str, Any]] = []
         for rank in range(shape.tp_size):
-            self.add_rank(make_config(model, role, engine_id, shape, rank, start), caches, rank)
+            ranked = make_config(model, role, engine_id, shape, rank, start)
+            self.add_rank(
+                add_layers(ranked, caches, shape.backend) if shape.connector == OURS else ranked, caches, rank
+            )
         self.connector.set_xfer_handshake_metadata_pp_aware(
             {(0, rank): worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
         )

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from scheduler_adapters.vllm.config import Options, worker_config
-from tests.vllm_engine.engine import Shape, make_cache_config, make_config, model_dir
+from tests.vllm_engine.engine import Shape, add_layers, make_cache_config, make_config, model_dir
 from transfer.connector.config import check_config
 from transfer.errors import InvalidEngineError
 from transfer.wire.keys import make_keyrings, save_keyring
@@ -161,7 +161,7 @@ def test_a_secret_or_a_list_of_peers_that_cannot_be_is_refused_at_the_start(
 ) -> None:
     config, caches = configs(tmp_path, Shape(extra={"host": "127.0.0.1", "port": 0} | extra))
     with pytest.raises(InvalidEngineError, match=message) as error:
-        KVConnectorFactory.create_connector(config, role, caches)
+        KVConnectorFactory.create_connector(add_layers(config, caches), role, caches)
     assert "\n" not in str(error.value)
 
 

@@ -74,11 +74,12 @@ class TransferCompanion:
         self._offers = Offers(config.ranks, config.timing.lease, LEASE_SLOTS)
         self._loads = PendingLoads(config.groups, config.ranks)
 
-    def set_handshake_metadata(self, ranks: Mapping[int, bytes]) -> str:
+    def set_handshake_metadata(self, ranks: Mapping[int, bytes], fingerprint: Mapping[str, str] | None = None) -> str:
         """Starts to answer for the engine. Returns the endpoint that readers are told.
 
         Args:
             ranks: of each rank, what its `get_handshake_metadata` returned.
+            fingerprint: of the ranks' configs, where they know more than this one's; its own where None.
 
         Raises:
             HandshakeError: a rank is missing, or the endpoint is taken.
@@ -88,7 +89,8 @@ class TransferCompanion:
                 f"engine {self.config.engine_id!r}: metadata of ranks {sorted(ranks)[:16]}, it has {self.config.ranks}"
             )
         metadata = tuple(ranks[rank] for rank in range(self.config.ranks))
-        card = EngineCard(self.config.engine_id, self.config.incarnation, metadata, self.config.fingerprint())
+        agreed = self.config.fingerprint() if fingerprint is None else fingerprint
+        card = EngineCard(self.config.engine_id, self.config.incarnation, metadata, agreed)
         if self._server is None:
             self._server = HandshakeServer([card], self._bind, self._secure)
         else:

@@ -99,6 +99,9 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
         dtype: name of the element type.
         window: tokens that a sliding window counts, the one that looks included.
         state: what a state consists of, in the order in memory.
+        content: names what else of a page both sides must have alike; nothing where empty.
+        whole_pages: only the engine knows what lies where in a head of a page: pages are moved as a whole, to pages of
+            the same size.
     """
 
     layers: dict[str, int]
@@ -111,6 +114,8 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "bfloat16"
     window: int = 0
     state: tuple[StatePart, ...] = ()
+    content: str = ""
+    whole_pages: bool = False
 
     @property
     def axes(self) -> str:
@@ -227,7 +232,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     def fingerprint(self) -> dict[str, str]:
         """What must agree with a peer, by name: a peer is told every name that does not, with both values.
 
-        Layouts, page sizes and parallelism are not among it: the plan takes any.
+        Layouts, page sizes and parallelism are not among it: the plan takes any. But where pages are moved as a whole.
         """
         groups = {f"group {number}": _described(group) for number, group in enumerate(self.groups)}
         return {"model": self.model, "protocol": str(PROTOCOL)} | groups | self.compatibility
@@ -249,6 +254,8 @@ def _described(group: GroupConfig) -> str:
     layers = sorted(group.layers.values())
     parts = [f"{part.kind} {part.units} x {part.width} {part.dtype}" for part in group.state]
     held = parts or [f"{group.num_kv_heads} heads of {group.head_dim} {group.dtype}", f"window {group.window}"]
+    held += [group.content] if group.content else []
+    held += [f"whole pages of {group.page_size} tokens"] if group.whole_pages else []
     return ", ".join([f"{group.kind}, {len(layers)} layers from {layers[0]} to {layers[-1]}", *held])
 
 

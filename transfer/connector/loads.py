@@ -153,7 +153,7 @@ class Loads:
         begin = max(start, needed // group.block_size * group.block_size)
         if begin >= stop:
             return _NONE
-        if self._whole_pages and begin % group.page_size:
+        if (self._whole_pages or group.whole_pages) and begin % group.page_size:
             raise InvalidTransferError(f"{where}: token {begin} is within a page of {group.page_size}")
         skipped = begin // group.block_size - first
         if skipped < 0:

@@ -1,0 +1,163 @@
+"""What vLLM's own backend classes keep in a page."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+from vllm.v1.attention.backends.flash_attn_diffkv import FlashAttentionDiffKVBackend
+from vllm.v1.attention.backends.flex_attention import FlexAttentionBackend
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend
+from vllm.v1.attention.backends.hpc_attn import HpcAttentionBackend
+from vllm.v1.attention.backends.mamba1_attn import Mamba1AttentionBackend
+from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionBackend
+from vllm.v1.attention.backends.mla.amx_mla import AMXMLABackend
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+from vllm.v1.attention.backends.mla.flashmla import FlashMLABackend
+from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+from vllm.v1.attention.backends.turboquant_attn import TurboQuantAttentionBackend
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+)
+
+from scheduler_adapters.vllm.config import worker_config
+from tests.vllm_engine.engine import Engine, Layer, Shape, expected_tokens, make_config, model_dir, run_until
+from tests.vllm_engine.test_engine import PROMPT, assert_empty, prefilled, served
+from transfer.errors import InvalidEngineError
+
+Make = Callable[..., Engine]
+FULL = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.float16)
+LATENT = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+STATE = MambaSpec(block_size=64, shapes=((48, 3), (8, 16, 16)), dtypes=(torch.float16, torch.float32))
+
+
+class Theirs(TritonAttentionBackend):
+    """Of somebody else, who has changed something: it is not known any more."""
+
+
+def config_of(folder: Path, spec: KVCacheSpec, *backends: Any, page_size: int = 32) -> Any:
+    names = [f"layers.{number}.attn" for number in range(len(backends))]
+    config = make_config(model_dir(folder, 4), "kv_producer", "engine", Shape(), 0)
+    config.compilation_config.static_forward_context |= dict(zip(names, map(Layer, backends), strict=True))
+    caches = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(names, spec)])
+    return worker_config(config, caches, dict.fromkeys(names, page_size))
+
+
+@pytest.mark.parametrize(
+    ("spec", "backends", "text", "whole"),
+    [
+        (FULL, (FlashAttentionBackend,), "keys, then values, of each token", False),
+        (FULL, (FlashAttentionDiffKVBackend,), "keys, then values, of each token", False),
+        (FULL, (FlexAttentionBackend, TritonAttentionBackend), "keys, then values, of each token", False),
+        (FULL, (CPUAttentionBackend,), "keys and values as CPU_ATTN packs them for ", True),
+        (LATENT, (TritonMLABackend, CPUMLABackend), "a latent of each token", False),
+        (LATENT, (FlashMLABackend, AMXMLABackend), "a latent of each token", False),
+        (STATE, (Mamba1AttentionBackend,), "states 48x3 and 8x16x16 of MAMBA1_ATTN", False),
+        (STATE, (Mamba2AttentionBackend,), "states 48x3 and 8x16x16 of MAMBA2_ATTN", False),
+        (STATE, (GDNAttentionBackend,), "states 48x3 and 8x16x16 of GDN_ATTN", False),
+    ],
+    ids=lambda value: value[0].__name__ if isinstance(value, tuple) else "",
+)
+def test_what_a_page_keeps_is_known_by_the_backends_class(
+    tmp_path: Path, spec: KVCacheSpec, backends: tuple[Any, ...], text: str, whole: bool
+) -> None:
+    config = config_of(tmp_path, spec, *backends)
+    (group,) = config.groups
+    assert group.content.startswith(text)
+    assert group.whole_pages == whole
+    assert text in config.fingerprint()["group 0"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "backends", "message"),
+    [
+        (FULL, (TurboQuantAttentionBackend,), "turboquant_attn.TurboQuantAttentionBackend keeps in a page of FullAtt"),
+        (FULL, (HpcAttentionBackend,), "HpcAttentionBackend keeps"),
+        (FULL, (Theirs,), "test_backends.Theirs keeps"),
+        (FULL, (TritonMLABackend,), "TritonMLABackend keeps in a page of FullAttentionSpec"),
+        (FULL, (Mamba2AttentionBackend,), "Mamba2AttentionBackend keeps in a page of FullAttentionSpec"),
+        (LATENT, (FlashAttentionBackend,), "FlashAttentionBackend keeps in a page of MLAAttentionSpec"),
+        (STATE, (FlashAttentionBackend,), "FlashAttentionBackend keeps in a page of MambaSpec"),
+        (FULL, (CPUAttentionBackend, FlashAttentionBackend), "one is expected"),
+    ],
+    ids=lambda value: value[0].__name__ if isinstance(value, tuple) else "",
+)
+def test_a_backend_that_is_not_known_is_refused_by_name(
+    tmp_path: Path, spec: KVCacheSpec, backends: tuple[Any, ...], message: str
+) -> None:
+    with pytest.raises(InvalidEngineError, match=message) as error:
+        config_of(tmp_path, spec, *backends)
+    assert "\n" not in str(error.value)
+
+
+def test_a_worker_is_refused_when_it_is_made(tmp_path: Path) -> None:
+    config = make_config(model_dir(tmp_path, 4), "kv_producer", "engine", Shape(), 0)
+    caches = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layers.0"], FULL)])
+    with pytest.raises(InvalidEngineError, match=r"no layer 'layers\.0'"):
+        KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, caches)
+    config.compilation_config.static_forward_context["layers.0"] = Layer(Theirs)
+    with pytest.raises(InvalidEngineError, match="Theirs keeps in a page"):
+        KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, caches)
+
+
+def test_what_a_cpu_packs_depends_on_the_page(tmp_path: Path) -> None:
+    """With blocks of 32 it takes other instructions than with those of 16, which are packed otherwise."""
+    found = {size: config_of(tmp_path, FULL, CPUAttentionBackend, page_size=size).fingerprint() for size in (16, 32)}
+    assert "whole pages of 16 tokens" in found[16]["group 0"]
+    assert "whole pages of 32 tokens" in found[32]["group 0"]
+
+
+@pytest.mark.parametrize("length", [1, 16, 97, 103])
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 1)], ids=["TP 1", "TP 2 to 1"])
+def test_a_cpus_pages_are_moved_to_pages_of_their_size(make: Make, length: int, ranks: tuple[int, int]) -> None:
+    prefill = make("kv_producer", Shape(backend=CPUAttentionBackend, tp_size=ranks[0]))
+    decode = make("kv_consumer", Shape(backend=CPUAttentionBackend, tp_size=ranks[1]))
+    prompt = PROMPT[:length] if length < 100 else [*PROMPT, *PROMPT[: length - 100]]
+    tokens = served([prefill, decode], "d", prompt, 3, prefilled(prefill, "p", prompt))
+    assert tokens == expected_tokens(prompt, 3, decode.shape)
+    assert sum(sum(step.values()) for step in decode.scheduled) == 3, "decode computes nothing of the prompt"
+    assert_empty(prefill, decode)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "differ"),
+    [
+        ({"block_size": 8}, {}, ("whole pages of 8 tokens", "whole pages of 16 tokens")),
+        ({}, {"block_size": 8}, ("whole pages of 16 tokens", "whole pages of 8 tokens")),
+        ({}, {"backend": FlashAttentionBackend}, ("as CPU_ATTN packs them", "keys, then values, of each token")),
+    ],
+    ids=["8 to 16", "16 to 8", "to a GPU's"],
+)
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_cpus_pages_are_not_moved_to_others(
+    make: Make,
+    caplog: pytest.LogCaptureFixture,
+    left: dict[str, Any],
+    right: dict[str, Any],
+    differ: tuple[str, str],
+    policy: str,
+) -> None:
+    extra = {"host": "127.0.0.1", "port": 0, "kv_lease_duration": 1}
+    prefill = make("kv_producer", Shape(**{"backend": CPUAttentionBackend, "extra": extra} | left))
+    decode = make("kv_consumer", Shape(**{"backend": CPUAttentionBackend, "policy": policy} | right))
+    decode.add("d", PROMPT, 3, prefilled(prefill, "p", PROMPT))
+    with caplog.at_level(logging.ERROR, "pagewire.vllm"):
+        run_until([prefill, decode], lambda: decode.finish_reason("d"))
+    assert decode.tokens("d") == ([] if policy == "fail" else expected_tokens(PROMPT, 3, decode.shape))
+    (message,) = {record.getMessage() for record in caplog.records if "'d'" in record.getMessage()}
+    assert all(text in message for text in differ), "the values of both sides are named"
+    assert_empty(prefill, decode)
