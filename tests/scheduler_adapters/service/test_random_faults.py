@@ -109,14 +109,16 @@ class Storm:
         kinds = list(SHARES)
         todo = [*kinds, *self.random.choices(kinds, list(SHARES.values()), k=actions - len(kinds))]
         self.random.shuffle(todo)
-        for turn in range(20 * actions):
+        for _ in range(20 * actions):
             if not todo:
                 break
             kind = todo.pop(0)
             if self.act(kind):
                 self.faults[kind] += 1
-            else:  # a little later; meanwhile there is somebody to do it to
-                todo[min(3, len(todo)) : 0] = [kind] if "submit" in todo or turn % 4 else ["submit", kind]
+            else:  # a little later: by then there is somebody to do it to
+                if "submit" in todo:
+                    todo.remove("submit")
+                todo[:3] = ["submit", *todo[:2], kind, *todo[2:3]]
             for _ in range(self.random.randrange(6)):
                 service.poll()
             if self.random.random() < 0.3:
