@@ -106,7 +106,12 @@ KVCACHE: tuple[Module, ...] = (
     ),
     Module(
         "kvcache.replica.block_table",
-        ["tests/kvcache/test_manager.py", "tests/kvcache/replica/test_batch.py", "tests/kvcache/test_against_model.py"],
+        [
+            "tests/kvcache/test_handover.py",
+            "tests/kvcache/test_manager.py",
+            "tests/kvcache/replica/test_batch.py",
+            "tests/kvcache/test_against_model.py",
+        ],
         [
             Mutation("BlockRows.unbind", "self.table[row, : self.num_pages[row]] = NO_PAGE", "pass"),
             Mutation("BlockRows.unbind", "self.prompt[row] = -1", "pass"),
@@ -185,7 +190,11 @@ KVCACHE: tuple[Module, ...] = (
     ),
     Module(
         "kvcache.replica.imports",
-        ["tests/kvcache/replica/test_imports.py", "tests/kvcache/replica/test_leases.py"],
+        [
+            "tests/kvcache/test_handover.py",
+            "tests/kvcache/replica/test_imports.py",
+            "tests/kvcache/replica/test_leases.py",
+        ],
         [
             Mutation("export_table", "-(-num_tokens // size)", "(num_tokens // size)"),
             Mutation("export_table", "num_tokens -= num_tokens % size", "pass"),
@@ -213,7 +222,11 @@ KVCACHE: tuple[Module, ...] = (
     ),
     Module(
         "kvcache.replica.import_book",
-        ["tests/kvcache/replica/test_imports.py", "tests/kvcache/replica/test_leases.py"],
+        [
+            "tests/kvcache/test_handover.py",
+            "tests/kvcache/replica/test_imports.py",
+            "tests/kvcache/replica/test_leases.py",
+        ],
         [
             Mutation("ImportBook.begin", "self._pool.add_writer(pending.dst_pages)", "pass"),
             Mutation("ImportBook.begin", "self._rows.measure(row, usable=False)", "pass"),
@@ -225,13 +238,17 @@ KVCACHE: tuple[Module, ...] = (
                 "ImportBook.check",
                 "pending.closed and (copier is None or copier.is_over)",
                 "False",
-                ["tests/kvcache/test_check.py"],
+                ["tests/kvcache/test_handover.py"],
             ),
         ],
     ),
     Module(
         "kvcache.replica.copier",
-        ["tests/kvcache/replica/test_imports.py", "tests/kvcache/replica/test_leases.py"],
+        [
+            "tests/kvcache/test_handover.py",
+            "tests/kvcache/replica/test_imports.py",
+            "tests/kvcache/replica/test_leases.py",
+        ],
         [
             Mutation("ImportCopier.take", "self._is_over or self._has_all or pending.closed", "pending.closed"),
             Mutation("ImportCopier.take", " or pending.closed:", ":"),
@@ -244,7 +261,11 @@ KVCACHE: tuple[Module, ...] = (
     ),
     Module(
         "kvcache.replica.leases",
-        ["tests/kvcache/replica/test_leases.py", "tests/kvcache/test_against_model.py::test_seeded_moves"],
+        [
+            "tests/kvcache/test_handover.py",
+            "tests/kvcache/replica/test_leases.py",
+            "tests/kvcache/test_against_model.py::test_seeded_moves",
+        ],
         [
             Mutation("PageLeases.leave", "max(computed, int(self._rows.committed[row]))", "computed"),
             Mutation(
@@ -267,7 +288,7 @@ KVCACHE: tuple[Module, ...] = (
     ),
     Module(
         "kvcache.replica.keys",
-        ["tests/kvcache/replica/test_keys.py", "tests/kvcache/test_misuse.py"],
+        ["tests/kvcache/test_handover.py", "tests/kvcache/replica/test_keys.py", "tests/kvcache/test_misuse.py"],
         [
             Mutation("checked_salt", "salt.encode()", "pass"),
             Mutation("checked_keys", "not 0 <= at < 1 << 31", "not at < 1 << 31"),
@@ -314,6 +335,7 @@ KVCACHE: tuple[Module, ...] = (
     Module(
         "kvcache.replicas",
         [
+            "tests/kvcache/test_handover.py",
             "tests/kvcache/test_manager.py",
             "tests/kvcache/replica/test_batch.py",
             "tests/kvcache/test_admission.py",
