@@ -360,7 +360,7 @@ KVCACHE: tuple[Module, ...] = (
                 "Replicas.reserve_batch",
                 "self.each[replica_idx].refuse_rewrite(row, context)",
                 "pass",
-                ["tests/kvcache/replica/test_leases.py"],
+                ["tests/kvcache/test_handover.py"],
             ),
             Mutation("Replicas.fetch", "replica.refuse_short(state.rows, state.ends + (num_steps - 1))", "pass"),
             Mutation("Replicas.step", "replica.refuse_step(rows, computed)", "pass"),

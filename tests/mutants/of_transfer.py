@@ -336,7 +336,7 @@ TRANSFER: tuple[Module, ...] = (
     ),
     Module(
         "transfer.stats",
-        ["tests/transfer/pull/test_replica.py"],
+        ["tests/transfer/pull/test_rank.py", "tests/transfer/pull/test_replica.py"],
         [
             Mutation("TransferStats.record_lease", '"expired" if reason.startswith("expired") else "other"', '"other"'),
             Mutation("TransferStats.record_failure", "self._failed += 1", "pass"),

@@ -483,15 +483,24 @@ def test_a_folder_of_somebody_else_is_refused(served: Make, tmp_path: Path, monk
 
 
 def test_a_full_disk_is_no_error(served: Make, caplog: pytest.LogCaptureFixture) -> None:
+    tried: list[float] = []
+
     class Full(SystemIO):
         def write(self, *_: Any) -> None:
+            tried.append(now)
             raise OSError(28, "No space left on device")
 
+    now = 100.0
     it = served(io=lambda memory: Full())
+    files_of(it)._clock = lambda: now
     assert it.serve(PROMPT) == 0
     down(it)
     assert "No space left" in caplog.text
-    assert it.serve(PROMPT) == 16
+    for passed in (0.1, 9.8, 0.2):  # for ten seconds nothing is tried
+        now += passed
+        assert it.serve(PROMPT) == 16
+        down(it)
+    assert {round(at, 1) for at in tried} == {100.0, 110.1}
     assert it.manager.metrics.file_blocks_written == 0
 
 
