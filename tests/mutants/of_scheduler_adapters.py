@@ -147,7 +147,7 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
                 "not self._loop.knows(message.token)",
                 "message.token < 0",
                 [
-                    "tests/scheduler_adapters/service/test_faults.py::test_a_token_that_the_model_does_not_know_fails_its_request_alone"
+                    "tests/scheduler_adapters/service/test_repeats.py::test_an_offered_token_that_the_model_does_not_know_fails_the_attempt"
                 ],
             ),
             Mutation(

@@ -139,6 +139,17 @@ def test_two_leases_for_one_attempt_fail_it_and_another_follows(
     serves_to_the_end(service, expected)
 
 
+def test_an_offered_token_that_the_model_does_not_know_fails_the_attempt(
+    service: Service, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = Said(service, monkeypatch)
+    room = pulling(service)
+    unknown = msgspec.structs.replace(said.offers[-1], token=1 << 20)
+    service.decode._on_message(service.decode.links[0], unknown)
+    assert room.reasons == [f"prefill process 'p0' sent token {1 << 20}, which the model does not know"]
+    serves_to_the_end(service, expected)
+
+
 def test_a_failure_that_comes_again_fails_no_other_attempt(
     service: Service, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
