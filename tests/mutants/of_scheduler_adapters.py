@@ -238,8 +238,7 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
                 "self._exchange.start_clock(room.replica, lease)",
                 "pass",
                 [
-                    "tests/scheduler_adapters/service/test_faults.py::test_a_lease_that_runs_out_fails_the_attempt_and_no_page_is_taken",
-                    "tests/scheduler_adapters/service/test_faults.py::test_pages_stay_held_until_their_lease_word_is_cleared",
+                    "tests/scheduler_adapters/service/test_faults.py::test_the_time_of_a_lease_runs_from_the_last_offer_on"
                 ],
             ),
             Mutation(

@@ -301,6 +301,19 @@ def test_a_lease_that_runs_out_fails_the_attempt_and_no_page_is_taken(
     assert_serves_on(service, expected)
 
 
+def test_the_time_of_a_lease_runs_from_the_last_offer_on(start: Callable[..., Service]) -> None:
+    service = start()
+    room = service.submit_one("r", PROMPT)
+    service.until(lambda: bool(prefill_rooms(service)), "prefill to begin")
+    prefill = prefill_rooms(service)[0]
+    service.until(lambda: prefill.phase == "held", "the last offer", poll=service.prefill.poll)
+    lease, thread = prefill.lease, service.exchanges["p0"]._threads[0]
+    assert lease is not None
+    deadlines = thread.call(lambda replica: [rank.leases.find(lease.lease_id).deadline for rank in replica.ranks])
+    assert max(deadlines) < time.monotonic() + lease.duration_s + 1
+    assert room.phase != "decoding"
+
+
 def test_a_lease_is_renewed_while_decode_has_no_room(
     start: Callable[..., Service], expected: dict[str, list[int]]
 ) -> None:
