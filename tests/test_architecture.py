@@ -41,7 +41,7 @@ ROOMS: dict[str, set[str]] = {
     "transfer.connector": {"transfer values", "transfer.plan", "transfer.wire", "transfer.pull"},
     "transfer": {"transfer values", "transfer.nixl", "transfer.pull", "transfer.engine", "transfer.connector"},
     "scheduler_adapters values": _MANAGER,
-    "scheduler_adapters.hf": {*_MANAGER, "transfer.plan", "scheduler_adapters values"},
+    "scheduler_adapters.hf": {*_MANAGER, "kvcache.pool", "transfer.plan", "scheduler_adapters values"},
     "scheduler_adapters.service": {
         *_MANAGER,
         *("transfer values", "transfer.plan", "transfer.wire", "transfer.nixl", "transfer.pull"),
@@ -97,7 +97,6 @@ NAMED_TWICE = {
     "Part": "a part of a plan's runs, and of a pull",
     "RankMetadata": "of the wire, and vLLM's own handshake metadata",
     "Refusal": "of a file of pages, and of a lease",
-    "StatePart": "of a connector's config, and of a state page",
     "WorkerConfig": "of a connector, and of a process of the service",
     "_Group": "private to two files",
     "_Reader": "private to two files",

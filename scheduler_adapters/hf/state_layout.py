@@ -9,7 +9,7 @@ as it moves any page. The bytes of a page on one shard, dense:
 `conv.*` are channel-major, `[channels, kernel - 1]`: the last inputs of each channel, oldest first. `ssm` is
 `[heads, head_dim, d_state]`. A shard holds a range of the heads, the channels of x that belong to these heads, and the
 channels of B and C that belong to their groups. Each of the four is therefore one box with constant strides: over
-layers, over channels or heads, and inside (`StatePart`). vLLM lays a Mamba page out in this order too.
+layers, over channels or heads, and inside (`StateSlice`). vLLM lays a Mamba page out in this order too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from dataclasses import dataclass
 import torch
 
 from kvcache.errors import InvalidParamsError
-from transfer.plan.boxes import Box, Group
 
 CONV_KINDS = ("conv.x", "conv.B", "conv.C")
 SSM_KIND = "ssm"
@@ -64,8 +63,8 @@ class StateShape:
 
 
 @dataclass(frozen=True, slots=True)
-class StatePart:
-    """One kind of state on one shard: a box `[layer, channel or head, element]` in each page.
+class StateSlice:
+    """What one shard holds of one kind of state: a box `[layer, channel or head, element]` in each page.
 
     Attributes:
         kind: "conv.x", "conv.B", "conv.C" or "ssm".
@@ -84,6 +83,11 @@ class StatePart:
     offset: int
 
     @property
+    def end(self) -> int:
+        """The channel or head after the last one here."""
+        return self.first + self.count
+
+    @property
     def stride(self) -> int:
         """Bytes from one channel or head to the next."""
         return math.prod(self.shape) * self.dtype.itemsize
@@ -96,15 +100,15 @@ class StatePart:
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """The bytes of a state page on one shard.
+    """The bytes of a state page on one shard: conv.x, conv.B, conv.C and ssm of each layer.
 
     Attributes:
-        parts: conv.x, conv.B, conv.C, ssm.
+        slices: of the four kinds, in this order.
         layers: recurrent layers.
         layer_bytes: from one layer to the next.
     """
 
-    parts: tuple[StatePart, ...]
+    slices: tuple[StateSlice, ...]
     layers: int
     layer_bytes: int
 
@@ -112,10 +116,6 @@ class StateLayout:
     def page_bytes(self) -> int:
         """Bytes of one page; pages lie one behind the other."""
         return self.layers * self.layer_bytes
-
-    def part(self, kind: str) -> StatePart:
-        """The part of a kind."""
-        return next(part for part in self.parts if part.kind == kind)
 
 
 def state_layout(shape: StateShape, shard: int = 0, shards: int = 1) -> StateLayout:
@@ -137,45 +137,20 @@ def state_layout(shape: StateShape, shard: int = 0, shards: int = 1) -> StateLay
         (first_head * shape.head_dim, heads * shape.head_dim),
         *[(first_group * shape.d_state, groups * shape.d_state)] * 2,
     ]
-    parts, offset = list[StatePart](), 0
+    slices, offset = list[StateSlice](), 0
     for kind, (first, count) in zip(CONV_KINDS, spans, strict=True):
-        parts.append(StatePart(kind, first, count, (shape.kernel - 1,), shape.conv_dtype, offset))
-        offset += parts[-1].num_bytes
+        slices.append(StateSlice(kind, first, count, (shape.kernel - 1,), shape.conv_dtype, offset))
+        offset += slices[-1].num_bytes
     # Each element at a multiple of its size, or there is no view of it. Real widths need no padding here.
     offset = _round_up(offset, shape.ssm_dtype.itemsize)
-    parts.append(StatePart(SSM_KIND, first_head, heads, (shape.head_dim, shape.d_state), shape.ssm_dtype, offset))
+    slices.append(StateSlice(SSM_KIND, first_head, heads, (shape.head_dim, shape.d_state), shape.ssm_dtype, offset))
     alignment = max(shape.ssm_dtype.itemsize, shape.conv_dtype.itemsize)
-    return StateLayout(tuple(parts), shape.layers, _round_up(offset + parts[-1].num_bytes, alignment))
+    return StateLayout(tuple(slices), shape.layers, _round_up(offset + slices[-1].num_bytes, alignment))
 
 
 def state_layouts(shape: StateShape, shards: int) -> list[StateLayout]:
     """The layout on each of `shards` shards. Raises as `state_layout`."""
     return [state_layout(shape, shard, shards) for shard in range(shards)]
-
-
-def state_group(layout: StateLayout, num_pages: int, region: int = 0) -> Group:
-    """The pages of one shard as a transfer knows them: a box for each kind, layers counted among the recurrent ones.
-
-    Args:
-        layout: of the shard.
-        num_pages: pages of the pool, the null page included.
-        region: the registered region, which begins with page 0.
-    """
-    boxes = [
-        Box(
-            kind=part.kind,
-            dtype=str(part.dtype).removeprefix("torch."),
-            itemsize=part.dtype.itemsize,
-            region=region,
-            offset=part.offset,
-            page_stride=layout.page_bytes,
-            first=(0, 0, part.first, 0),
-            extent=(layout.layers, 1, part.count, 1, math.prod(part.shape)),
-            strides=(layout.layer_bytes, 0, part.stride, 0, part.dtype.itemsize),
-        )
-        for part in layout.parts
-    ]
-    return Group(page_size=1, num_pages=num_pages, boxes=tuple(boxes), state=True)
 
 
 def _round_up(number: int, multiple: int) -> int:

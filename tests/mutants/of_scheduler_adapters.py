@@ -314,9 +314,10 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
         ["tests/scheduler_adapters/hf/test_state_pages.py"],
         [
             Mutation("StatePages.allocate", "self._reset(page)", "pass"),
-            Mutation("StatePages._free_unused", "page not in self._importing and ", ""),
+            Mutation("StatePages.begin_import", "self._pool.add_writer(_one(page))", "pass"),
+            Mutation("StatePages.lease", "self._pool.hold(_one(page))", "pass"),
             Mutation("StatePages.pages_at", "if has != start:", "if has < start:"),
-            Mutation("StatePages.fork", "self._tokens[target] = tokens", "pass"),
+            Mutation("StatePages.fork", "self._tokens[target] = self._tokens[source]", "pass"),
             Mutation("StatePages.cancel_import", "self._reset(page)", "pass"),
         ],
     ),
@@ -325,7 +326,7 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
         ["tests/scheduler_adapters/hf/test_state_layout.py"],
         [
             Mutation("state_layout", "shard * shape.groups // shards", "shard * groups"),
-            Mutation("state_layout", "offset += parts[-1].num_bytes", "offset += parts[-1].stride"),
+            Mutation("state_layout", "offset += slices[-1].num_bytes", "offset += slices[-1].stride"),
             Mutation("StateShape.__post_init__", "if self.kernel < 2:", "if self.kernel < 1:"),
         ],
     ),
@@ -337,8 +338,8 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
             Mutation("HybridKVCacheManager.fork", "self.states.fork(parent.request_id, child.request_id)", "pass"),
             Mutation("HybridKVCacheManager.extend_import", "if source != before:", "if not source:"),
             Mutation(
-                "HybridKVCacheManager._cancel_state",
-                "self.states.cancel_import(self._state_imports.pop(pending)[1])",
+                "HybridKVCacheManager.import_block_table",
+                "pending.on_free = functools.partial(self.states.cancel_import, page)",
                 "pass",
             ),
         ],

@@ -26,7 +26,7 @@ def new_manager(
 
 def new_loop(model: Any, pages: int = 200, budget: int = 64, **manager: Any) -> ServingLoop:
     made = new_manager(model, pages, **manager)
-    return ServingLoop(made, HFRunner(model, getattr(made, "states", None)), token_budget=budget)
+    return ServingLoop(made, HFRunner(model, *made.further_groups), token_budget=budget)
 
 
 def serve(loop: ServingLoop, requests: Sequence[Request], limit: int = 2000) -> dict[str, list[Output]]:
@@ -52,4 +52,4 @@ def tokens_of(outputs: dict[str, list[Output]]) -> list[list[int | None]]:
 def assert_nothing_held(manager: Any) -> None:
     manager.check()
     assert manager.num_free_blocks == manager.total_num_pages
-    assert not hasattr(manager, "states") or manager.states.num_held == 0
+    assert not any(group.num_held for group in manager.further_groups)
