@@ -89,7 +89,6 @@ BEYOND_ROOMS = {
 IN_CIRCLES = {
     ("kvcache.replica.hashing", "kvcache.replica.context"): "a hasher is made from a context, which keeps it",
     ("transfer.pull.pull_state", "transfer.pull.remote"): "a pull knows the engine that it reads from",
-    ("scheduler_adapters.replay.plots", "scheduler_adapters.replay.replay"): "sweeps are plotted, and are replays",
 }
 NAMED_TWICE = {
     "Load": "pages of a host tier, and of a connector's request",

@@ -8,7 +8,8 @@ from typing import Any
 
 from kvcache.routing import RoutingRule
 from scheduler_adapters.errors import MissingExtraError, ReplayError
-from scheduler_adapters.replay.replay import Blocks, ReplayResult, replay
+from scheduler_adapters.replay.replay import ReplayResult, replay
+from scheduler_adapters.replay.trace_hints import Blocks
 
 Row = dict[str, Any]
 
