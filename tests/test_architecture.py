@@ -97,7 +97,6 @@ NAMED_TWICE = {
     "RankMetadata": "of the wire, and vLLM's own handshake metadata",
     "Refusal": "of a file of pages, and of a lease",
     "WorkerConfig": "of a connector, and of a process of the service",
-    "_Group": "private to two files",
     "_Reader": "private to two files",
 }
 

@@ -21,7 +21,6 @@ from scheduler_adapters.hf.runner import (
     kv_params_of,
     load_model,
     load_tokenizer,
-    max_positions_of,
     num_layers_of,
     reference_tokens,
     state_bytes_of,
@@ -192,7 +191,7 @@ def _worker_configs(
     longest = max(served, key=lambda one: len(one.prompt))
     needed = len(longest.prompt) + options.max_new_tokens
     asked = f"{longest.request_id} has {len(longest.prompt):,} tokens and may get {options.max_new_tokens} more"
-    positions = max_positions_of(model.config)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions and needed > positions:
         raise PromptsError(f"{asked}: the model has positions for {positions:,}")
     alike = len({(side.page_size, side.tp) for side in sides}) == 1  # a page of one is a page of the other

@@ -45,26 +45,25 @@ def recurrent_layers_of(config: PretrainedConfig) -> list[int]:
     return [layer for layer, kind in enumerate(kinds) if kind in _RECURRENT_KINDS | _BOTH_KINDS]
 
 
-def check_layers(config: PretrainedConfig) -> None:
-    """Refuse models with layers whose cache is neither keys and values nor a Mamba-2 state.
+def check_supported(config: PretrainedConfig) -> None:
+    """Refuse models that keep more of a layer than keys and values, or a Mamba-2 state.
 
     Raises:
-        UnsupportedModelError: with the first such layer.
+        UnsupportedModelError: with the first layer, or the setting, that is not served.
     """
-    known = ATTENTION_KINDS
-    if config.get_text_config().model_type in HYBRID_MODEL_TYPES:
+    known, text = ATTENTION_KINDS, config.get_text_config()
+    if text.model_type in HYBRID_MODEL_TYPES:
         known = known | _BOTH_KINDS | _RECURRENT_KINDS | _STATELESS_KINDS
     for layer, kind in enumerate(_kinds_of(config) or ()):
         if kind not in known:
             raise UnsupportedModelError(f"{config.model_type}: layer {layer} is {kind!r}: not supported over pages")
+    for name in ("kv_lora_rank", "num_kv_shared_layers"):
+        if getattr(text, name, None):
+            raise UnsupportedModelError(f"{config.model_type}: {name} is set: not supported over pages")
 
 
 def state_shape_of(model: PreTrainedModel) -> StateShape:
-    """The shape of a hybrid's recurrent states, read from its mixers.
-
-    Raises:
-        UnsupportedModelError: it has none, or they differ from layer to layer.
-    """
+    """The shape of a hybrid's recurrent states, read from its mixers, which must be alike."""
     layers = recurrent_layers_of(model.config)
     found: list[Any] = [module for module in model.modules() if hasattr(module, "A_log")]
     mixers: dict[int, Any] = {mixer.layer_idx: mixer for mixer in found}

@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from scheduler_adapters.hf.recurrent import recurrent_layers_of, state_shape_of
-from scheduler_adapters.hf.runner import HFRunner, kv_params_of, manager_for, num_layers_of
-from scheduler_adapters.hf.state_layout import state_layouts
+from scheduler_adapters.hf.runner import HFRunner, kv_params_of, manager_for, num_layers_of, state_bytes_of
 from scheduler_adapters.loop import Output, Request, ServingLoop
 
 
@@ -15,9 +13,7 @@ def new_manager(
     """The manager that the model needs, with so many pages of tokens in each replica, and state pages beside them."""
     cache = kv_params_of(model.config, page_size=page_size, **params)
     memory = pages * page_size * cache.bytes_per_token(num_layers_of(model.config)) * cache.data_parallel_degree
-    if recurrent_layers_of(model.config):
-        layouts = state_layouts(state_shape_of(model), cache.n_devices)
-        memory += (rows + 1) * sum(layout.page_bytes for layout in layouts)
+    memory += state_bytes_of(model, cache.n_devices, rows)
     devices = ["cpu"] * cache.n_devices
     return manager_for(
         model, cache, rows, max_seq_len, devices, available_cache_memory=memory, enable_runtime_checks=True
