@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-import hashlib
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvcache import sizing
 from kvcache.errors import BlockTableMismatchError, InvalidParamsError
+from kvcache.layout import replica_fingerprint
 from kvcache.manager import PagedKVCacheManager
 from kvcache.replica.imports import own_import
 from scheduler_adapters.errors import NoFreeStatePageError, StatePageError
@@ -78,12 +79,12 @@ class HybridKVCacheManager(PagedKVCacheManager):
             )
         self.states = StatePages(state, max_batch_size, devices)
         self.further_groups = (self.states,)
-        left = available_cache_memory - sum(tensor.nbytes for tensor in self.states.tensors)
+        left = available_cache_memory - sum(tensor.nbytes for tensor in chain.from_iterable(self.states.tensors))
         super().__init__(
             params, max_batch_size, max_seq_len, num_layers, devices, available_cache_memory=left, **kwargs
         )
-        layouts = ",".join(repr(layout) for layout in self.states.layouts)
-        self.fingerprint = hashlib.sha256(f"{self.fingerprint},{layouts}".encode()).hexdigest()[:16]
+        of_states = chain.from_iterable(kinds.values() for kinds in self.states.layouts)
+        self.fingerprint = replica_fingerprint([*self.layouts, *of_states])
 
     def external_claim(self, request_id: RequestID, replica_idx: int | None = None) -> None:
         """As the base; takes a state page too.

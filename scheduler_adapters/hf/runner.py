@@ -27,7 +27,7 @@ from scheduler_adapters.hf.recurrent import (
     recurrent_layers_of,
     state_shape_of,
 )
-from scheduler_adapters.hf.state_layout import state_layouts
+from scheduler_adapters.hf.state_layout import page_bytes, state_layouts
 from scheduler_adapters.hf.tiny import ByteTokenizer, tiny_llama
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ def state_bytes_of(model: PreTrainedModel, shards: int, requests: int) -> int:
     """Bytes of the state pages that the manager of a hybrid model sets apart, on all shards; 0 for other models."""
     if not recurrent_layers_of(model.config):
         return 0
-    return (requests + 1) * sum(layout.page_bytes for layout in state_layouts(state_shape_of(model), shards))
+    return (requests + 1) * page_bytes(state_layouts(state_shape_of(model), shards))
 
 
 def eos_token_ids_of(model: PreTrainedModel) -> frozenset[int]:

@@ -7,25 +7,27 @@ computes its tokens again.
 
 from __future__ import annotations
 
-import math
+from itertools import chain
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import torch
 
 from kvcache.errors import InvariantError, UnknownRequestError
-from kvcache.layout import PageLayout
 from kvcache.pool.pages import PagePool
 from kvcache.storage import allocate_blocks
 from scheduler_adapters.errors import NoFreeStatePageError, StatePageError
-from scheduler_adapters.hf.state_layout import StateLayout, StateShape, StateSlice, state_layouts
-from transfer.plan.boxes import Box, Group
-from transfer.plan.shapes import from_tensor
+from scheduler_adapters.hf.state_layout import SSM_KIND, StateShape, state_layouts
+from transfer.plan.boxes import Box, Group, ShardLayout
+from transfer.plan.shapes import dense
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
+
+    from kvcache.layout import PageLayout
 
 
 class StatePages:
@@ -42,8 +44,8 @@ class StatePages:
         devices: one for each shard.
 
     Attributes:
-        layouts: of a page on each shard.
-        tensors: the memory of each shard, uint8 `[pages + 1, bytes]`; page 0 is nobody's.
+        layouts: of each shard the page of each kind.
+        tensors: of each shard the memory of each kind, page after page; page 0 is nobody's.
 
     Raises:
         InvalidParamsError: shards that cannot share the heads.
@@ -54,14 +56,16 @@ class StatePages:
         self.num_pages = num_pages
         self.layouts = state_layouts(shape, len(devices))
         self.tensors = [
-            _allocate(layout.page_bytes, num_pages + 1, torch.device(device))
-            for layout, device in zip(self.layouts, devices, strict=True)
+            [allocate_blocks(layout, num_pages + 1, torch.device(device)) for layout in kinds.values()]
+            for kinds, device in zip(self.layouts, devices, strict=True)
         ]
-        # Of each kind what every shard holds, and the memory itself: `[pages + 1, layers, channels or heads, ...]`.
-        self._views: dict[str, list[tuple[StateSlice, torch.Tensor]]] = {}
-        for layout, tensor in zip(self.layouts, self.tensors, strict=True):
-            for part in layout.slices:
-                self._views.setdefault(part.kind, []).append((part, _view(tensor, layout, part)))
+        # Of each kind what every shard holds: `[pages + 1, layers, channels or heads, ...]`.
+        self._views: dict[str, list[tuple[PageLayout, torch.Tensor]]] = {}
+        for kinds, tensors in zip(self.layouts, self.tensors, strict=True):
+            for (kind, layout), blocks in zip(kinds.items(), tensors, strict=True):
+                view = blocks[:, 0, :, 0]
+                view = view.unflatten(-1, (shape.head_dim, shape.d_state)) if kind == SSM_KIND else view
+                self._views.setdefault(kind, []).append((layout, view))
         self._pool = PagePool(num_pages, digest_words=1)  # nothing is published: it has no digest
         self._page_of: dict[str, int] = {}
         self._leased: dict[object, int] = {}  # by lease
@@ -111,7 +115,7 @@ class StatePages:
     def fork(self, parent: str, child: str) -> None:
         """Copy the parent's state into the child's page; both hold one."""
         source, target = self.page_of(parent), self.page_of(child)
-        for tensor in self.tensors:
+        for tensor in chain.from_iterable(self.tensors):
             tensor[target] = tensor[source]
         self._tokens[target] = self._tokens[source]
 
@@ -177,26 +181,26 @@ class StatePages:
                     "end the lease, or release the request and run it from its first token"
                 )
             pages.append(page)
-        return torch.tensor(pages, device=self.tensors[0].device)
+        return torch.tensor(pages, device=self.tensors[0][0].device)
 
     def read(self, layer: int, pages: torch.Tensor, kinds: Sequence[str]) -> torch.Tensor:
         """A copy of the states of `kinds`, one after another, of all shards: `[pages, channels or heads, ...]`."""
         found = list[torch.Tensor]()
         for kind in kinds:
             seen = 0
-            for part, view in self._views[kind]:
-                if part.end > seen:  # with more shards than groups, several hold the same one
+            for layout, view in self._views[kind]:
+                if _end(layout) > seen:  # with more shards than groups, several hold the same one
                     found.append(view[pages, layer])
-                    seen = part.end
+                    seen = _end(layout)
         return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
     def write(self, layer: int, pages: torch.Tensor, kinds: Sequence[str], states: torch.Tensor) -> None:
         """Put what `read` gives, changed, back in its place, on every shard that holds it."""
         before = 0
         for kind in kinds:
-            for part, view in self._views[kind]:
-                view[pages, layer] = states[:, before + part.first : before + part.end].to(view.dtype)
-            before += self._views[kind][-1][0].end
+            for layout, view in self._views[kind]:
+                view[pages, layer] = states[:, before + layout.first_head : before + _end(layout)].to(view.dtype)
+            before += _end(self._views[kind][-1][0])
 
     def advance(self, pages: torch.Tensor, tokens: Sequence[int]) -> None:
         """Every layer of `pages` has been written: their states have taken up `tokens`."""
@@ -204,13 +208,15 @@ class StatePages:
 
     # ---- as others see them
 
-    def group(self, shard: int, region: int) -> Group:
-        """The pages of a shard as a transfer knows them: a box for each kind, layers counted among the recurrent ones.
-
-        `tensors[shard]` is registered as region `region`.
-        """
-        boxes = (_box(*views[shard], region) for views in self._views.values())
-        return Group(page_size=1, num_pages=self.num_pages + 1, boxes=tuple(boxes), state=True)
+    def beside(self, layout: ShardLayout, shard: int) -> ShardLayout:
+        """The layout of a shard with its state pages as a further group, whose regions follow: those of `tensors`."""
+        boxes, sizes = list[Box](), list(layout.region_bytes)
+        for kind, page in self.layouts[shard].items():
+            pages = dense(page, self.num_pages + 1)
+            boxes.append(msgspec.structs.replace(pages.groups[0].boxes[0], kind=kind, region=len(sizes)))
+            sizes += pages.region_bytes
+        group = Group(page_size=1, num_pages=self.num_pages + 1, boxes=tuple(boxes), state=True)
+        return ShardLayout((*layout.groups, group), tuple(sizes))
 
     def check(self, request_ids: Iterable[str], written: Sequence[int] = ()) -> None:
         """Recount: just these requests have a page, transfers write `written`, and page 0 is empty.
@@ -228,11 +234,11 @@ class StatePages:
             self._pool.check(holders, writers)
         except InvariantError as error:
             raise InvariantError(f"state pages: {error}") from error
-        if any(tensor[0].any() for tensor in self.tensors):
+        if any(tensor[0].any() for tensor in chain.from_iterable(self.tensors)):
             raise InvariantError("state page 0, which is nobody's, was written")
 
     def _reset(self, page: int) -> None:
-        for tensor in self.tensors:
+        for tensor in chain.from_iterable(self.tensors):
             tensor[page] = 0
         self._tokens[page] = self._told[page] = 0
 
@@ -241,30 +247,5 @@ def _one(page: int) -> NDArray[np.int32]:
     return np.array([page], np.int32)
 
 
-def _allocate(page_bytes: int, num_pages: int, device: torch.device) -> torch.Tensor:
-    """uint8 `[num_pages, page_bytes]`, in the kind of memory that transfers are fast from."""
-    layout = PageLayout("uint8", 1, 1, 1, 0, 1, 1, page_bytes, "head,layer,side,token,dim")
-    return allocate_blocks(layout, num_pages, device).view(num_pages, page_bytes)
-
-
-def _view(tensor: torch.Tensor, layout: StateLayout, part: StateSlice) -> torch.Tensor:
-    size = part.dtype.itemsize
-    inner = [math.prod(part.shape[axis + 1 :]) for axis in range(len(part.shape))]
-    strides = (layout.page_bytes // size, layout.layer_bytes // size, part.stride // size, *inner)
-    shape = (tensor.shape[0], layout.layers, part.count, *part.shape)
-    return tensor.view(part.dtype).as_strided(shape, strides, part.offset // size)
-
-
-def _box(part: StateSlice, view: torch.Tensor, region: int) -> Box:
-    size = part.dtype.itemsize
-    return from_tensor(
-        (*view.shape[:3], math.prod(part.shape)),
-        (*(step * size for step in view.stride()[:3]), size),
-        "page,layer,head,dim",
-        dtype=str(part.dtype).removeprefix("torch."),
-        itemsize=size,
-        region=region,
-        offset=part.offset,
-        kind=part.kind,
-        first=(0, 0, part.first, 0),
-    )
+def _end(layout: PageLayout) -> int:
+    return layout.first_head + layout.num_heads

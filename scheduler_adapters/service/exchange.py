@@ -341,17 +341,13 @@ def shard_layouts(manager: PagedKVCacheManager) -> list[ShardLayout]:
     pages = manager.total_num_pages // manager.num_replicas + 1  # the null page is one of the tensor's
     layouts = [dense(layout, pages) for layout in manager.layouts]
     for group in manager.further_groups:
-        layouts = [
-            ShardLayout(
-                (*layout.groups, group.group(shard, region=len(layout.region_bytes))),
-                (*layout.region_bytes, group.tensors[shard].nbytes),
-            )
-            for shard, layout in enumerate(layouts)
-        ]
+        layouts = [group.beside(layout, shard) for shard, layout in enumerate(layouts)]
     return layouts
 
 
 def _regions(manager: PagedKVCacheManager, replica: int) -> list[list[torch.Tensor]]:
     """Per shard the tensors in the order of its layout's regions."""
-    further = (group.tensors for group in manager.further_groups)
-    return [list(tensors) for tensors in zip(manager.device_tensors[replica], *further, strict=True)]
+    return [
+        [blocks, *(tensor for group in manager.further_groups for tensor in group.tensors[shard])]
+        for shard, blocks in enumerate(manager.device_tensors[replica])
+    ]

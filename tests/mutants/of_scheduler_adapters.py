@@ -319,14 +319,15 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
             Mutation("StatePages.pages_at", "if has != start:", "if has < start:"),
             Mutation("StatePages.fork", "self._tokens[target] = self._tokens[source]", "pass"),
             Mutation("StatePages.cancel_import", "self._reset(page)", "pass"),
+            Mutation("StatePages.beside", "region=len(sizes)", "region=len(layout.region_bytes)", ["tests/scheduler_adapters/hf/test_state_layout.py"]),
         ],
     ),
     Module(
         "scheduler_adapters.hf.state_layout",
         ["tests/scheduler_adapters/hf/test_state_layout.py"],
         [
-            Mutation("state_layout", "shard * shape.groups // shards", "shard * groups"),
-            Mutation("state_layout", "offset += slices[-1].num_bytes", "offset += slices[-1].stride"),
+            Mutation("state_layouts", "shard * shape.groups // shards", "shard * groups"),
+            Mutation("state_layouts", "heads * shape.head_dim", "heads * shape.d_state"),
             Mutation("StateShape.__post_init__", "if self.kernel < 2:", "if self.kernel < 1:"),
         ],
     ),

@@ -31,7 +31,7 @@ from scheduler_adapters.hf.runner import (
     num_layers_of,
     reference_tokens,
 )
-from scheduler_adapters.hf.state_layout import state_layouts
+from scheduler_adapters.hf.state_layout import page_bytes, state_layouts
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.loop import Output, Request, ServingLoop
 from tests.kvcache.build import proven
@@ -107,8 +107,8 @@ def test_pages_and_states_that_held_anything_before_change_nothing(model: Any, e
     serve(loop, requests_of(PROMPTS[:2], NEW))
     for blocks in loop.manager.device_tensors[0]:
         blocks[1:] = float("nan")
-    for tensor in states_of(loop).tensors:
-        tensor[1:] = 255
+    for tensor in states_of(loop).tensors[0]:
+        tensor[1:] = float("nan")
     assert tokens_of(serve(loop, requests_of(PROMPTS, NEW))) == expected
 
 
@@ -129,7 +129,9 @@ def test_a_request_goes_on_from_pages_and_a_state_page_that_were_copied(
         for shard in range(shards):
             blocks = [loop.manager.device_tensors[0][shard] for loop in (target, source)]
             blocks[0][pending.dst_pages] = blocks[1][pending.src_pages]
-            states_of(target).tensors[shard][here] = states_of(source).tensors[shard][there]
+            of_shard = [states_of(loop).tensors[shard] for loop in (target, source)]
+            for mine, theirs in zip(*of_shard, strict=True):
+                mine[here] = theirs[there]
         target.manager.commit_import(context, pending, proven(target.manager, pending))
         target.adopt(Request(name, prompt, NEW), context)
         source.free(name)
@@ -159,7 +161,7 @@ def test_a_cancelled_import_leaves_a_request_that_computes_its_tokens_itself(
     source, target = hybrid_loop(model), hybrid_loop(model)
     serve(source, requests_of(PROMPTS[:1], 1, hold_pages=True))
     context, pending = imported(target, source, first_token=expected[0][0])
-    states_of(target).tensors[0][pending.wholes[0][1]] = 3
+    states_of(target).tensors[0][3][pending.wholes[0][1]] = 3
     with pytest.raises(StatePageError, match="being written"):
         states_of(target).tokens_of("r0")
     target.manager.cancel_import(pending)
@@ -193,12 +195,15 @@ def test_a_lease_holds_pages_and_state_of_a_request_that_has_left(model: Any) ->
     serve(loop, requests_of(PROMPTS[:1], 1, hold_pages=True))
     lease = manager.lease("r0")
     table = manager.block_table("r0")
-    state = states_of(loop).tensors[0][table.groups[1][0]].clone()
+    (page,) = table.groups[1]
+    state = [tensor[page].clone() for tensor in states_of(loop).tensors[0]]
     loop.free("r0")
     manager.check()
     assert manager.num_leased_blocks == len(table.groups[0])
     serve(loop, requests_of(PROMPTS[:3], 3))
-    assert torch.equal(states_of(loop).tensors[0][table.groups[1][0]], state)
+    now = [tensor[page] for tensor in states_of(loop).tensors[0]]
+    assert all(torch.equal(*pair) for pair in zip(now, state, strict=True))
+    assert state[3].any()
     assert states_of(loop).num_held == 1
     manager.end_lease(lease)
     assert_nothing_held(manager)
@@ -349,12 +354,12 @@ def test_prefix_caching_and_replicas_are_refused_with_the_reason(model: Any) -> 
 def test_state_pages_are_part_of_the_budget(model: Any) -> None:
     params = kv_params_of(model.config, page_size=PAGE)
     page = PAGE * params.bytes_per_token(num_layers_of(model.config))
-    (layout,) = state_layouts(state_shape_of(model), 1)
+    state = page_bytes(state_layouts(state_shape_of(model), 1))
 
     def built(memory: int) -> PagedKVCacheManager:
         return manager_for(model, params, 4, 128, ["cpu"], available_cache_memory=memory)
 
-    states = 5 * layout.page_bytes  # one is nobody's
+    states = 5 * state  # one is nobody's
     assert built(states + 20 * page).total_num_pages == 20
     with pytest.raises(PoolTooSmallError):
         built(states + page - 1)

@@ -26,13 +26,14 @@ def test_a_request_holds_one_page_until_it_releases_it() -> None:
 def test_a_page_begins_at_zero_whatever_it_held() -> None:
     states = StatePages(SHAPE, 1)
     page = states.allocate("a")
-    states.tensors[0][page] = 7
+    for tensor in states.tensors[0]:
+        tensor[page] = 7
     states.advance(torch.tensor([page]), [12])
     assert states.tokens_of("a") == 12
     states.release("a")
     states.allocate("b")
     assert states.tokens_of("b") == 0
-    assert not states.tensors[0].any()
+    assert not any(tensor.any() for tensor in states.tensors[0])
 
 
 @pytest.mark.parametrize("shards", [1, 2, 4])
@@ -49,10 +50,10 @@ def test_states_come_back_as_written_from_any_number_of_shards(shards: int) -> N
             assert torch.equal(states.read(layer, pages.flip(0), ("conv.C",)), conv.flip(0)[:, 22:])
     for kind, parts in split._views.items():  # each shard holds its own part of what the one shard holds
         ((_, all_of_it),) = whole._views[kind]
-        for part, held in parts:
-            assert torch.equal(held, all_of_it[:, :, part.first : part.end])
+        for layout, held in parts:
+            assert torch.equal(held, all_of_it[:, :, layout.first_head : layout.first_head + layout.num_heads])
     for states in (whole, split):
-        assert not any(tensor[[0, 2]].any() for tensor in states.tensors)
+        assert not any(tensor[[0, 2]].any() for tensors in states.tensors for tensor in tensors)
 
 
 def test_a_step_that_ran_already_is_refused() -> None:
@@ -98,10 +99,10 @@ def test_a_cancelled_import_leaves_the_page_as_allocated() -> None:
     states = StatePages(SHAPE, 1)
     states.allocate("a")
     page = states.begin_import("a")
-    states.tensors[0][page] = 9  # half of it had come
+    states.tensors[0][3][page] = 9  # half of it had come
     states.cancel_import(page)
     assert states.tokens_of("a") == 0
-    assert not states.tensors[0].any()
+    assert not any(tensor.any() for tensor in states.tensors[0])
     states.check(["a"])
 
 
@@ -112,9 +113,9 @@ def test_a_fork_goes_on_with_a_copy() -> None:
     states.advance(pages[:1], [5])
     states.fork("parent", "child")
     assert states.tokens_of("child") == 5
-    for tensor in states.tensors:
-        assert tensor[1].any()
-        assert torch.equal(tensor[1], tensor[2])
+    for tensors in states.tensors:
+        assert tensors[3][1].any()
+        assert all(torch.equal(tensor[1], tensor[2]) for tensor in tensors)
 
 
 def test_check_names_what_does_not_add_up() -> None:
@@ -137,7 +138,7 @@ def test_check_names_what_does_not_add_up() -> None:
     with pytest.raises(InvariantError, match="state pages: page 2 is in 0 of the states"):
         states.check(["a"])
     states = broken()
-    states.tensors[0][0, 5] = 1
+    states.tensors[0][1][0, 0, 0] = 1
     with pytest.raises(InvariantError, match="state page 0"):
         states.check(["a"])
     with pytest.raises(InvariantError, match="'a', 'b'"):
