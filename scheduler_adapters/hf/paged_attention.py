@@ -29,19 +29,12 @@ _UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")
 
 @dataclass(frozen=True, slots=True)
 class _EqualCounts:
-    """Requests with the same number of new tokens: computed at once, padded to the longest context.
+    """Requests with the same number of new tokens: computed at once, padded to the longest context."""
 
-    Attributes:
-        rows: int64 `[requests, queries]`, where the queries stand in the packed row.
-        pages: int64 `[requests, pages]`, the pages to read; padding names the null page.
-        stale: two int64 `[n]`, request and key, of the keys behind a request's last token in its last page.
-        mask: bool `[requests, 1, queries, keys]`, True where a query sees a key.
-    """
-
-    rows: torch.Tensor
-    pages: torch.Tensor
-    stale: tuple[torch.Tensor, ...]
-    mask: torch.Tensor
+    rows: torch.Tensor  # int64 [requests, queries], where the queries stand in the packed row
+    pages: torch.Tensor  # int64 [requests, pages], the pages to read; padding names the null page
+    stale: tuple[torch.Tensor, ...]  # request and key of each key behind a request's last token in its last page
+    mask: torch.Tensor  # bool [requests, 1, queries, keys], True where a query sees a key
 
 
 class PagedBatch:
@@ -81,7 +74,7 @@ class PagedBatch:
         self._groups: dict[int | None, list[_EqualCounts]] = {}
 
     def place_of(self, layer: int) -> int:
-        """Where the pages keep layer `layer` of the model; `UnsupportedModelError` where they do not."""
+        """Where the pages keep a layer of the model; `UnsupportedModelError` where they do not."""
         if layer not in self._layers:
             raise UnsupportedModelError(f"layer {layer} attends, the pages hold layers {sorted(self._layers)}")
         return self._layers[layer]

@@ -71,22 +71,21 @@ def state_shape_of(model: PreTrainedModel) -> StateShape:
         raise UnsupportedModelError(
             f"{model.config.model_type}: recurrent layers {layers}, Mamba mixers in {sorted(mixers)}"
         )
-    shapes = {_shape_of(mixers[layer], len(layers)) for layer in layers}
+    shapes = {
+        StateShape(
+            layers=len(layers),
+            heads=mixer.num_heads,
+            head_dim=mixer.head_dim,
+            groups=mixer.n_groups,
+            d_state=mixer.ssm_state_size,
+            kernel=mixer.conv_kernel_size,
+            conv_dtype=mixer.conv1d.weight.dtype,
+        )
+        for mixer in mixers.values()
+    }
     if len(shapes) != 1:
         raise UnsupportedModelError(f"{model.config.model_type}: its recurrent layers are not alike: {shapes}")
     return shapes.pop()
-
-
-def _shape_of(mixer: Any, layers: int) -> StateShape:
-    return StateShape(
-        layers=layers,
-        heads=mixer.num_heads,
-        head_dim=mixer.head_dim,
-        groups=mixer.n_groups,
-        d_state=mixer.ssm_state_size,
-        kernel=mixer.conv_kernel_size,
-        conv_dtype=mixer.conv1d.weight.dtype,
-    )
 
 
 def _kinds_of(config: PretrainedConfig) -> Sequence[str] | None:
@@ -147,11 +146,7 @@ class PagedStates:
         return False
 
     def store(self, tokens: Sequence[int]) -> None:
-        """Write every layer's state to its pages: they have taken up `tokens`, one number for each request.
-
-        Raises:
-            UnsupportedModelError: the pass went past a recurrent layer.
-        """
+        """Write every layer's state to its pages: they have taken up `tokens`, one number for each request."""
         if not self._conv.keys() == self._ssm.keys() == self._places.keys():
             raise UnsupportedModelError(
                 f"the pass used the states of layers {sorted(self._conv)}, recurrent are {sorted(self._places)}"
