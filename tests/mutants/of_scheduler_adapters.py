@@ -319,7 +319,12 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
             Mutation("StatePages.pages_at", "if has != start:", "if has < start:"),
             Mutation("StatePages.fork", "self._tokens[target] = self._tokens[source]", "pass"),
             Mutation("StatePages.cancel_import", "self._reset(page)", "pass"),
-            Mutation("StatePages.beside", "region=len(sizes)", "region=len(layout.region_bytes)", ["tests/scheduler_adapters/hf/test_state_layout.py"]),
+            Mutation(
+                "StatePages.beside",
+                "region=len(sizes)",
+                "region=len(layout.region_bytes)",
+                ["tests/scheduler_adapters/hf/test_state_layout.py"],
+            ),
         ],
     ),
     Module(
