@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ENDING_S = 10.0  # a command that is told to end is left alone for so long: ending takes less
@@ -66,7 +66,7 @@ def held() -> Generator[None]:
 
 
 @contextmanager
-def _handled(handler: Any) -> Generator[None]:
+def _handled(handler: Callable[[int, Any], object]) -> Generator[None]:
     replaced = (number for number in SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None))
     before = {number: signal.signal(number, handler) for number in replaced}
     try:

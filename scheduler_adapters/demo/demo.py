@@ -16,6 +16,7 @@ from kvcache.manager import PagedKVCacheManager
 from scheduler_adapters.demo.prompts import default_prompts, read_prompts, take
 from scheduler_adapters.demo.report import Figures, Reporter
 from scheduler_adapters.errors import AdapterError, PromptsError, WorkerError
+from scheduler_adapters.hf.recurrent import text_config_of
 from scheduler_adapters.hf.runner import (
     is_rounding_tie,
     kv_params_of,
@@ -171,7 +172,7 @@ def _sides(options: DemoOptions) -> tuple[_Side, _Side]:
 
 
 def _requests(options: DemoOptions, model: PreTrainedModel, texts: Sequence[str]) -> list[Served]:
-    vocab_size = model.config.get_text_config().vocab_size
+    vocab_size: int = text_config_of(model.config).vocab_size
     tokenizer = load_tokenizer(options.model, vocab_size)
     served: list[Served] = []
     for number, text in enumerate(texts, 1):
@@ -191,7 +192,7 @@ def _worker_configs(
     longest = max(served, key=lambda one: len(one.prompt))
     needed = len(longest.prompt) + options.max_new_tokens
     asked = f"{longest.request_id} has {len(longest.prompt):,} tokens and may get {options.max_new_tokens} more"
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    positions = getattr(text_config_of(model.config), "max_position_embeddings", None)
     if positions and needed > positions:
         raise PromptsError(f"{asked}: the model has positions for {positions:,}")
     alike = len({(side.page_size, side.tp) for side in sides}) == 1  # a page of one is a page of the other

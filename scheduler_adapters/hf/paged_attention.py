@@ -96,7 +96,7 @@ class PagedBatch:
 
     def _read(self, layer: int, side: int, group: _EqualCounts, kv_heads: int) -> torch.Tensor:
         """Keys or values of a group, `[requests, kv_heads, keys, head_dim]`."""
-        parts, seen = [], 0
+        parts, seen = list[torch.Tensor](), 0
         for pool, heads in self._shards(kv_heads):
             if heads.stop > seen:  # with more shards than heads, several hold the same one
                 tiles = pool[:, side, layer].transpose(1, 2)  # [pages, heads, tokens, dim]

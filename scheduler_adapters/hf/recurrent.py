@@ -31,11 +31,16 @@ HYBRID_MODEL_TYPES = {"bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"}
 NO_MASKS = {"full_attention": None, "linear_attention": None}
 
 
+def text_config_of(config: Any) -> Any:
+    """What a model's configuration says of its layers of text; its fields depend on the model."""
+    return config.get_text_config()
+
+
 def kv_layers_of(config: PretrainedConfig) -> list[int]:
     """The layers, by the model's own numbers, that keep keys and values, in order."""
     kinds = _kinds_of(config)
     if kinds is None:
-        return list(range(int(config.get_text_config().num_hidden_layers)))
+        return list(range(int(text_config_of(config).num_hidden_layers)))
     return [layer for layer, kind in enumerate(kinds) if kind in ATTENTION_KINDS | _BOTH_KINDS]
 
 
@@ -51,7 +56,7 @@ def check_supported(config: PretrainedConfig) -> None:
     Raises:
         UnsupportedModelError: with the first layer, or the setting, that is not served.
     """
-    known, text = ATTENTION_KINDS, config.get_text_config()
+    known, text = ATTENTION_KINDS, text_config_of(config)
     if text.model_type in HYBRID_MODEL_TYPES:
         known = known | _BOTH_KINDS | _RECURRENT_KINDS | _STATELESS_KINDS
     for layer, kind in enumerate(_kinds_of(config) or ()):
@@ -89,7 +94,7 @@ def state_shape_of(model: PreTrainedModel) -> StateShape:
 
 
 def _kinds_of(config: PretrainedConfig) -> Sequence[str] | None:
-    return getattr(config.get_text_config(), "layer_types", None)
+    return getattr(text_config_of(config), "layer_types", None)
 
 
 class PagedStates:

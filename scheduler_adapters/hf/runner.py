@@ -26,6 +26,7 @@ from scheduler_adapters.hf.recurrent import (
     kv_layers_of,
     recurrent_layers_of,
     state_shape_of,
+    text_config_of,
 )
 from scheduler_adapters.hf.state_layout import page_bytes, state_layouts
 from scheduler_adapters.hf.tiny import ByteTokenizer, tiny_llama
@@ -71,7 +72,8 @@ class HFRunner:
         check_supported(model.config)
         self.model = model.eval()
         self.eos_token_ids = eos_token_ids_of(model)
-        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        embeddings: Any = model.get_input_embeddings()
+        self.vocab_size = int(embeddings.weight.shape[0])
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._layers = {layer: place for place, layer in enumerate(kv_layers_of(model.config))}
         self._recurrent = {layer: place for place, layer in enumerate(recurrent_layers_of(model.config))}
@@ -95,7 +97,7 @@ class HFRunner:
         Raises:
             StatePageError: (a ValueError) a request's recurrent state is not at its `start_idx`.
         """
-        return self.logits(batch, inputs).argmax(-1).tolist()
+        return self.logits(batch, inputs).argmax(-1).cpu().numpy().tolist()
 
     @torch.inference_mode()
     def logits(self, batch: Sequence[Context], inputs: Sequence[RaggedKVCacheInputs]) -> torch.Tensor:
@@ -127,7 +129,7 @@ class HFRunner:
             cache = PagedStates(states, self._recurrent, states.pages_at([c.request_id for c in batch], starts))
         keep = paged.last_rows if states is None else torch.tensor([-1], device=self.model.device)
         output = self.model(
-            input_ids=torch.from_numpy(tokens.astype(np.int64)).to(self.model.device).view(rows, -1),
+            input_ids=torch.as_tensor(tokens, dtype=torch.int64, device=self.model.device).view(rows, -1),
             position_ids=paged.positions.view(rows, -1),
             use_cache=False,
             paged_batch=paged,
@@ -150,7 +152,7 @@ def load_model(path: str | Path | None, seed: int = 0, device: str = "cpu") -> P
         ModelLoadError: no such directory or device, no model in it, weights that are missing or of another shape.
     """
     transformers = _transformers()
-    model = tiny_llama(seed) if path is None else _load_directory(Path(path))
+    model: Any = tiny_llama(seed) if path is None else _load_directory(Path(path))
     eos = sorted(eos_token_ids_of(model))
     pad = model.generation_config.pad_token_id
     model.generation_config = transformers.GenerationConfig(
@@ -200,7 +202,7 @@ def kv_params_of(
             f"{config.model_type}: enable_prefix_caching is set, but layer {recurrent[0]} is recurrent: "
             "its state cannot be had from cached pages"
         )
-    text = config.get_text_config()
+    text = text_config_of(config)
     heads = text.num_attention_heads
     return KVCacheParams(
         dtype=dtype,
@@ -242,27 +244,28 @@ def state_bytes_of(model: PreTrainedModel, shards: int, requests: int) -> int:
 
 def eos_token_ids_of(model: PreTrainedModel) -> frozenset[int]:
     """The tokens at which the model's own `generate` ends."""
-    eos = model.generation_config.eos_token_id
+    settings: Any = model.generation_config
+    eos: Any = settings.eos_token_id
     return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
 
 
-def own_attention(model: PreTrainedModel) -> AbstractContextManager[None]:
+def own_attention(model: PreTrainedModel) -> AbstractContextManager[Any]:
     """A `with` block in which the model has its own attention (SDPA); afterwards what it had before."""
     return _attention(model, _OWN_ATTENTION)
 
 
-def paged_attention(model: PreTrainedModel) -> AbstractContextManager[None]:
+def paged_attention(model: PreTrainedModel) -> AbstractContextManager[Any]:
     """A `with` block in which the model attends over pages; afterwards what it had before."""
     _register()
     return _attention(model, ATTENTION)
 
 
 @contextmanager
-def _attention(model: PreTrainedModel, name: str) -> Generator[None]:
+def _attention(model: Any, name: str) -> Generator[Any]:
     before = model.config._attn_implementation  # noqa: SLF001  (the library has no public getter)
     _set_attention(model, name)
     try:
-        yield
+        yield model
     finally:
         _set_attention(model, before)
 
@@ -271,11 +274,10 @@ def _attention(model: PreTrainedModel, name: str) -> Generator[None]:
 def reference_tokens(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
     """What the model's own `generate(do_sample=False)` appends to `prompt`, its end token included."""
     ids = torch.tensor([list(prompt)], device=model.device)
-    with own_attention(model):
+    with own_attention(model) as own:
         # Without a mask of ours generate guesses one from the pad token, which may be a real token of the prompt.
-        output = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens
-        )
+        mask = torch.ones_like(ids)
+        output = own.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=max_new_tokens)
     return output[0, len(prompt) :].tolist()
 
 
@@ -289,13 +291,14 @@ def is_rounding_tie(model: PreTrainedModel, prompt: Sequence[int], ours: Sequenc
     if same is None:
         return False  # equal, or one output is a prefix of the other: no two tokens to compare
     ids = torch.tensor([[*prompt, *theirs[:same]]], device=model.device)
-    with own_attention(model):
-        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, -1]
+    with own_attention(model) as own:
+        logits = own(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, -1]
     gap = (logits[ours[same]] - logits[theirs[same]]).abs()
     return bool(gap < _TIE * (logits.max() - logits.min()))
 
 
-def _transformers():  # noqa: ANN202  (the module, imported late)
+def _transformers() -> Any:
+    """The module, which has few types."""
     try:
         import transformers  # noqa: PLC0415  (heavy, and of an optional extra)
     except ImportError as error:
@@ -311,7 +314,7 @@ def _register() -> None:
     transformers.AttentionMaskInterface.register(ATTENTION, no_attention_mask)
 
 
-def _set_attention(model: PreTrainedModel, name: str | None) -> None:
+def _set_attention(model: Any, name: str | None) -> None:
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:  # noqa: SLF001  (set_attn_implementation only logs a refusal)
         raise UnsupportedModelError(f"{type(model).__name__} does not use the attention interface of transformers")

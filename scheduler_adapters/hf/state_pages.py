@@ -64,7 +64,8 @@ class StatePages:
         for kinds, tensors in zip(self.layouts, self.tensors, strict=True):
             for (kind, layout), blocks in zip(kinds.items(), tensors, strict=True):
                 view = blocks[:, 0, :, 0]
-                view = view.unflatten(-1, (shape.head_dim, shape.d_state)) if kind == SSM_KIND else view
+                if kind == SSM_KIND:
+                    view = view.view(*view.shape[:3], shape.head_dim, shape.d_state)
                 self._views.setdefault(kind, []).append((layout, view))
         self._pool = PagePool(num_pages, digest_words=1)  # nothing is published: it has no digest
         self._page_of: dict[str, int] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -56,6 +56,7 @@ def tiny_llama(seed: int = 0) -> PreTrainedModel:
         eos_token_id=EOS,
         pad_token_id=PAD,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    generator: Any = torch.random  # without types
+    with generator.fork_rng(devices=[]):
+        generator.manual_seed(seed)
         return LlamaForCausalLM(config).eval()
