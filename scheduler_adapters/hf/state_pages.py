@@ -1,4 +1,4 @@
-"""State pages: what the recurrent layers of a hybrid model keep of a request, one page of fixed size for each.
+"""State pages: what the recurrent layers of a hybrid model keep of a request, one page for each kind of state.
 
 `scheduler_adapters.hf.state_layout` says what lies in a page. A state cannot be had from another request's pages: it
 is of all tokens before, and of no page of them. So there is no prefix caching over states, and a preempted request
