@@ -73,8 +73,7 @@ class _Side(NamedTuple):
 def run_demo(options: DemoOptions) -> int:
     """Run the demo; 0 where every output is the model's own and no page is left held, else 1.
 
-    Raises:
-        KVCacheError: an option, a file or a process that does not work, in one sentence. No process is left.
+    A `KVCacheError` says in a sentence which option, file or process does not work. No process is left.
     """
     reporter = Reporter()
     prefill, decode = sides = _sides(options)
@@ -105,11 +104,7 @@ def run_demo(options: DemoOptions) -> int:
 
 
 def serve(workers: Workers, served: list[Served], options: DemoOptions, show: Callable[[int, str], None]) -> None:
-    """Submit every request, at most `concurrency` at a time, and collect the tokens.
-
-    Raises:
-        WorkerError: a process died, or nothing came for two minutes.
-    """
+    """Submit every request, at most `concurrency` at a time, and collect the tokens. `WorkerError`: one hangs."""
     by_id = {one.request_id: one for one in served}
     decodes = [name for name in workers.running if workers.role(name) == "decode"]
     submitted = done = 0
@@ -145,10 +140,7 @@ def _take(one: Served, message: msg.Tokens) -> bool:
 
 
 def settled_stats(workers: Workers) -> dict[str, msg.Stats]:
-    """The counters once nothing is held any more, or as they are after five seconds.
-
-    The last notification may still be on its way to prefill when the last token is here.
-    """
+    """The counters once nothing is held any more, or as they are after five seconds: notifications come last."""
     deadline = time.monotonic() + _SETTLE_S
     while True:
         stats = workers.stats()

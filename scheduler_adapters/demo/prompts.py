@@ -68,10 +68,7 @@ def default_prompts(count: int) -> list[str]:
 def read_prompts(path: Path) -> list[str]:
     """The prompts of a file: one to a line, or JSON lines with a text "prompt" each. Empty lines are skipped.
 
-    A file whose first line is a JSON object is taken for JSON lines.
-
-    Raises:
-        PromptsError: the file cannot be read, is no UTF-8 text, holds no prompt, or has a bad line, which is named.
+    A file whose first line is a JSON object is taken for JSON lines. `PromptsError` names what is wrong, and the line.
     """
     where = f"prompts file {str(path)!r}"
     try:

@@ -51,11 +51,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Reporter:
-    """Writes to standard output.
-
-    Raises:
-        MissingExtraError: `rich` is not installed.
-    """
+    """Writes to standard output, by `rich`."""
 
     def __init__(self) -> None:
         try:

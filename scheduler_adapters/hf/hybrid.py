@@ -87,11 +87,7 @@ class HybridKVCacheManager(PagedKVCacheManager):
         self.fingerprint = replica_fingerprint([*self.layouts, *of_states])
 
     def external_claim(self, request_id: RequestID, replica_idx: int | None = None) -> None:
-        """As the base; takes a state page too.
-
-        Raises:
-            NoFreeStatePageError: (a NoFreeRowError) none is free: a transfer still writes some of released requests.
-        """
+        """As the base; takes a state page too. `NoFreeStatePageError`: transfers still write too many."""
         super().external_claim(request_id, replica_idx)
         try:
             self.states.allocate(request_id)
@@ -105,11 +101,7 @@ class HybridKVCacheManager(PagedKVCacheManager):
         self.states.release(request_id)
 
     def fork(self, parent: Context, child: Context, num_steps: int = 1) -> bool:
-        """As the base; copies the state too.
-
-        Raises:
-            NoFreeStatePageError: (a NoFreeRowError) none is free.
-        """
+        """As the base; copies the state too. `NoFreeStatePageError`: there is no page for it."""
         if not self.states.num_free:
             raise NoFreeStatePageError(f"request {child.request_id!r}: no state page is free for this fork")
         if not super().fork(parent, child, num_steps):
@@ -119,11 +111,7 @@ class HybridKVCacheManager(PagedKVCacheManager):
         return True
 
     def block_table(self, request_id: RequestID, *, full_pages: bool = False) -> BlockTable:
-        """As the base, with the state page as the second group.
-
-        Raises:
-            StatePageError: (a ValueError) the state is not of the tokens of the table: a step ran, and was not booked.
-        """
+        """As the base, with the state page as the second group. `StatePageError`: a step ran, and was not booked."""
         table = super().block_table(request_id, full_pages=full_pages)
         if not full_pages:
             tokens = self.states.tokens_of(request_id)

@@ -85,17 +85,10 @@ class HFRunner:
         _set_attention(model, ATTENTION)
 
     def run(self, batch: Sequence[Context], inputs: Sequence[RaggedKVCacheInputs]) -> list[int]:
-        """Run tokens `[start_idx, active_idx)` of each request; the greedy token after each.
+        """The greedy token after tokens `[start_idx, active_idx)` of each request, which are run.
 
-        Args:
-            batch: the requests, in the order in which `inputs` were fetched; all of one replica.
-            inputs: of that replica, one per shard.
-
-        Returns:
-            One token per request. It means nothing where `active_idx < end_idx`: an earlier chunk.
-
-        Raises:
-            StatePageError: (a ValueError) a request's recurrent state is not at its `start_idx`.
+        `inputs` were fetched for this batch: of one replica, one per shard. The token of a request whose
+        `active_idx < end_idx` means nothing: that was an earlier chunk.
         """
         return self.logits(batch, inputs).argmax(-1).cpu().numpy().tolist()
 

@@ -15,11 +15,7 @@ from scheduler_adapters.replay.trace_hints import hints_for
 
 
 def run_replay(options: ReplayOptions) -> int:
-    """Replay a trace and report; the exit status.
-
-    Raises:
-        KVCacheError: an option or a file that does not work, in one sentence.
-    """
+    """Replay a trace and report; the exit status. A `KVCacheError` says in a sentence what does not work."""
     hints_for([], options.hints)  # no such kind is said before minutes of reading
     trace, console = load_trace(options.trace), Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:

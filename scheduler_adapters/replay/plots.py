@@ -125,9 +125,7 @@ def write_plots(
 ) -> list[Path]:
     """Sweep the trace and draw both pictures into `folder`; returns the files.
 
-    Raises:
-        MissingExtraError: (an ImportError) matplotlib is not installed.
-        ReplayError: (a ValueError) the folder cannot be written to.
+    `MissingExtraError`: there is no matplotlib. `ReplayError`: the folder cannot be written to.
     """
     _pyplot()  # before the minutes that the sweeps take
     paths = [folder / f"{name}_capacity.png", folder / f"{name}_replicas.png"]

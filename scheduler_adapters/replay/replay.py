@@ -63,11 +63,7 @@ class _Request(msgspec.Struct):
 
 
 def load_trace(path: Path) -> list[list[int]]:
-    """The blocks of each request.
-
-    Raises:
-        ReplayError: naming the file, the line, and what is wrong with it.
-    """
+    """The blocks of each request; `ReplayError` names the file, the line, and what is wrong with it."""
     decoder, found = msgspec.json.Decoder(_Request), list[list[int]]()
     try:
         with path.open("rb") as file:

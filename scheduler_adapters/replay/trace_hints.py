@@ -26,11 +26,7 @@ def continues(trace: Sequence[Blocks]) -> list[bool]:
 
 
 def hints_for(trace: Sequence[Blocks], kind: str, seed: int = 0) -> list[Retention | None]:
-    """The hint of each request: `none`; `true`; `inverted`; or `wrong=SHARE`, inverted for that share of the requests.
-
-    Raises:
-        ReplayError: (a ValueError) no such kind.
-    """
+    """The hint of each request: `none`; `true`; `inverted`; or `wrong=SHARE`: inverted for that share of them."""
     if kind == "none":
         return [None] * len(trace)
     wrong = _share_wrong(kind)
