@@ -40,8 +40,8 @@ ROOMS: dict[str, set[str]] = {
     "transfer.engine": {"transfer values", "transfer.nixl"},
     "transfer.connector": {"transfer values", "transfer.plan", "transfer.wire", "transfer.pull"},
     "transfer": {"transfer values", "transfer.nixl", "transfer.pull", "transfer.engine", "transfer.connector"},
-    "scheduler_adapters values": {*_MANAGER, "transfer.pull"},
-    "scheduler_adapters.hf": {*_MANAGER, "transfer.plan", "scheduler_adapters values"},
+    "scheduler_adapters values": _MANAGER,
+    "scheduler_adapters.hf": {*_MANAGER, "kvcache.pool", "transfer.plan", "scheduler_adapters values"},
     "scheduler_adapters.service": {
         *_MANAGER,
         *("transfer values", "transfer.plan", "transfer.wire", "transfer.nixl", "transfer.pull"),
@@ -85,25 +85,18 @@ BEYOND_ROOMS = {
     ("transfer.connector.rank_thread", "transfer.engine.metadata"): _MEMORY,
     ("scheduler_adapters.service.exchange", "transfer.engine.metadata"): _MEMORY,
     ("scheduler_adapters.service.worker", "transfer.engine.metadata"): _MEMORY,
-    ("scheduler_adapters.base", "scheduler_adapters.hf.hybrid"): "the protocols show that their classes satisfy them",
-    ("scheduler_adapters.base", "scheduler_adapters.service.exchange"): "likewise",
 }
 IN_CIRCLES = {
     ("kvcache.replica.hashing", "kvcache.replica.context"): "a hasher is made from a context, which keeps it",
     ("transfer.pull.pull_state", "transfer.pull.remote"): "a pull knows the engine that it reads from",
-    ("scheduler_adapters.replay.plots", "scheduler_adapters.replay.replay"): "sweeps are plotted, and are replays",
 }
 NAMED_TWICE = {
     "Load": "pages of a host tier, and of a connector's request",
     "Offer": "a connector's, and a message of the service",
-    "Offers": "a connector's books, and a protocol of the schedulers",
     "Part": "a part of a plan's runs, and of a pull",
     "RankMetadata": "of the wire, and vLLM's own handshake metadata",
     "Refusal": "of a file of pages, and of a lease",
-    "StatePart": "of a connector's config, and of a state page",
-    "Transfers": "books of the engine, and a protocol of the schedulers",
     "WorkerConfig": "of a connector, and of a process of the service",
-    "_Group": "private to two files",
     "_Reader": "private to two files",
 }
 

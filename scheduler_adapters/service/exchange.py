@@ -6,8 +6,6 @@ import heapq
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvcache.errors import InvalidRequestError
-from scheduler_adapters.hf.hybrid import HybridKVCacheManager
-from scheduler_adapters.hf.state_layout import state_group
 from transfer.engine.metadata import MemoryType
 from transfer.errors import InvalidEngineError
 from transfer.nixl.agent import Agent
@@ -171,7 +169,7 @@ class Exchange:
         """Pages of the manager that some request holds or a pull writes, state pages included."""
         manager = self._manager
         held = manager.total_num_pages - manager.num_free_blocks
-        return held + (manager.states.num_held if isinstance(manager, HybridKVCacheManager) else 0)
+        return held + sum(group.num_held for group in manager.further_groups)
 
     @property
     def pull_seconds(self) -> float:
@@ -339,25 +337,17 @@ def _keys(name: str, secret: str, keyring: Keyring | None) -> tuple[bytes, Keyri
 
 
 def shard_layouts(manager: PagedKVCacheManager) -> list[ShardLayout]:
-    """What each shard of a replica of the manager holds: its keys and values, and its states as a second group."""
+    """What each shard of a replica of the manager holds: its keys and values, and the pages of its further groups."""
     pages = manager.total_num_pages // manager.num_replicas + 1  # the null page is one of the tensor's
     layouts = [dense(layout, pages) for layout in manager.layouts]
-    if not isinstance(manager, HybridKVCacheManager):
-        return layouts
-    pages = manager.states.num_pages + 1
-    return [
-        ShardLayout(
-            (*layout.groups, state_group(state, pages, region=len(layout.region_bytes))),
-            (*layout.region_bytes, pages * state.page_bytes),
-        )
-        for layout, state in zip(layouts, manager.states.layouts, strict=True)
-    ]
+    for group in manager.further_groups:
+        layouts = [group.beside(layout, shard) for shard, layout in enumerate(layouts)]
+    return layouts
 
 
 def _regions(manager: PagedKVCacheManager, replica: int) -> list[list[torch.Tensor]]:
     """Per shard the tensors in the order of its layout's regions."""
-    regions = [[tensor] for tensor in manager.device_tensors[replica]]
-    if isinstance(manager, HybridKVCacheManager):
-        for of_shard, states in zip(regions, manager.states.tensors, strict=True):
-            of_shard.append(states)
-    return regions
+    return [
+        [blocks, *(tensor for group in manager.further_groups for tensor in group.tensors[shard])]
+        for shard, blocks in enumerate(manager.device_tensors[replica])
+    ]
