@@ -13,7 +13,6 @@ from transfer.engine.engine import KVTransferEngine
 from transfer.engine.metadata import (
     WIRE_VERSION,
     KVTransferEngineMetadata,
-    MemoryType,
     TensorAgentMetadata,
     TransferReqData,
     decode_metadata,
@@ -43,6 +42,7 @@ from transfer.errors import (
     UnknownPeerError,
     UnknownTransferError,
 )
+from transfer.memory import MemoryType
 from transfer.nixl.settings import settings_fingerprint
 
 __all__ = [

@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.frame import Row, now, progress, summary
 from benchmarks.pulls.engines import Memory, huge_pages
-from transfer.engine.metadata import MemoryType
+from transfer.memory import MemoryType
 from transfer.nixl.agent import make_nixl_agent
 
 POOL_BYTES = 1 << 30

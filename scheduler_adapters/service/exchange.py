@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvcache.errors import InvalidRequestError
 from scheduler_adapters.hf.hybrid import HybridKVCacheManager
 from scheduler_adapters.hf.state_layout import state_group
-from transfer.engine.metadata import MemoryType
 from transfer.errors import InvalidEngineError
+from transfer.memory import MemoryType
 from transfer.nixl.agent import Agent
 from transfer.plan.boxes import ShardLayout
 from transfer.plan.shapes import dense

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvcache.manager import PagedKVCacheManager
-    from transfer.engine.metadata import MemoryType
+    from transfer.memory import MemoryType
 
 _IDLE_MS = 1
 _LAST_WORDS_MS = 1000

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvcache.layout import PageLayout
-from transfer.engine.metadata import MemoryType
+from transfer.memory import MemoryType
 from transfer.nixl.chaos import ChaosAgent, Rates
 from transfer.plan.shapes import dense
 from transfer.pull.lease import new_lease_id

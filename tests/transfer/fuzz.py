@@ -23,13 +23,13 @@ from kvcache.layout import PageLayout
 from tests.transfer import fuzz_replies
 from transfer.engine.metadata import (
     KVTransferEngineMetadata,
-    MemoryType,
     TensorAgentMetadata,
     decode_metadata,
     encode,
     sealed,
 )
 from transfer.errors import TransferError
+from transfer.memory import MemoryType
 from transfer.nixl.settings import agreed_settings
 from transfer.plan.shapes import dense
 from transfer.pull.lease import LeaseBook

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from transfer.engine.metadata import MemoryType
 from transfer.errors import InvalidEngineError, InvalidTransferError
+from transfer.memory import MemoryType
 
 MAX_PAGES = (1 << 31) - 1
 """NIXL takes int32 indices, and cuts larger ones silently."""

@@ -15,7 +15,7 @@ import uuid
 from typing import TYPE_CHECKING
 
 from transfer.engine.checks import check_replica, check_tensors, page_indices, sorted_pairs
-from transfer.engine.metadata import WIRE_VERSION, KVTransferEngineMetadata, MemoryType, TransferReqData, sealed
+from transfer.engine.metadata import WIRE_VERSION, KVTransferEngineMetadata, TransferReqData, sealed
 from transfer.engine.peers import Peers
 from transfer.engine.posting import Posting
 from transfer.engine.tensor_agent import TensorAgent
@@ -26,6 +26,7 @@ from transfer.errors import (
     InvalidEngineError,
     InvalidTransferError,
 )
+from transfer.memory import MemoryType
 from transfer.nixl.settings import agreed_settings, fingerprint_of
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from enum import Enum
 from typing import TypeVar
 
 import msgspec
 
 from transfer.errors import InvalidTransferError, MetadataError
+from transfer.memory import MemoryType
 
 WIRE_VERSION = 1
 """Version of the structs below. Raised with each change that an older reader would misread."""
@@ -21,13 +21,6 @@ WIRE_VERSION = 1
 _ADDRESS_LIMIT = 1 << 63
 _KEYED_BYTES = 32
 _MAX_PAGES = (1 << 31) - 1  # NIXL takes int32 indices and cuts larger ones silently
-
-
-class MemoryType(Enum):
-    """Where the bytes of a tensor live. The values are NIXL's names."""
-
-    DRAM = "DRAM"
-    VRAM = "VRAM"
 
 
 class TensorAgentMetadata(

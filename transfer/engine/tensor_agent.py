@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from transfer.engine.metadata import MemoryType, TensorAgentMetadata, sealed
+from transfer.engine.metadata import TensorAgentMetadata, sealed
 from transfer.errors import InvalidEngineError
+from transfer.memory import MemoryType
 from transfer.nixl.agent import (
     BACKEND,
     Handle,

@@ -15,8 +15,8 @@ from weakref import WeakSet
 
 import numpy as np
 
-from transfer.engine.metadata import MemoryType
 from transfer.errors import AgentError
+from transfer.memory import MemoryType
 from transfer.nixl.settings import effective_settings
 from transfer.nixl.vouchers import Voucher
 

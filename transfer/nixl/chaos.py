@@ -13,8 +13,8 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from transfer.engine.metadata import MemoryType
 from transfer.errors import AgentError
+from transfer.memory import MemoryType
 from transfer.nixl.agent import Agent
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from transfer.engine.metadata import MemoryType
+from transfer.memory import MemoryType
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -17,8 +17,8 @@ import uuid
 import msgspec
 import numpy as np
 
-from transfer.engine.metadata import MemoryType
 from transfer.errors import AgentError
+from transfer.memory import MemoryType
 from transfer.nixl.agent import Agent, import_nixl
 from transfer.nixl.trials import FRAME, VERDICT, Trial, TriedRank
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from transfer.engine.metadata import MemoryType
+from transfer.memory import MemoryType
 from transfer.nixl.settings import agreed_settings, reaches_other_hosts
 from transfer.nixl.vouchers import is_vouched
 

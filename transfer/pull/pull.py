@@ -12,8 +12,8 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from transfer.engine.metadata import MemoryType
 from transfer.errors import AgentError, InvalidTransferError, PullFailedError, TransferError
+from transfer.memory import MemoryType
 from transfer.pull.batches import next_transfer
 from transfer.pull.lease import CLEARED, WORD_BYTES, make_words
 from transfer.pull.pull_state import LeaseRef, Part, Pull, PullEvent

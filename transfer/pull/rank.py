@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from transfer.engine.metadata import MemoryType
 from transfer.errors import AgentError, EngineClosedError, HandshakeError, InvalidEngineError, TransferError
+from transfer.memory import MemoryType
 from transfer.nixl.agent import Agent
 from transfer.nixl.settings import agreed_settings
 from transfer.pull.lease import LeaseBook

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from transfer.engine.metadata import MemoryType
 from transfer.errors import HandshakeError, PullFailedError
+from transfer.memory import MemoryType
 from transfer.plan.runs import concatenated
 from transfer.pull.lease import WORD_BYTES, make_words
 from transfer.pull.page_checks import ATTEMPTS, PageChecks, same_pages

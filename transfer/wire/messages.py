@@ -12,8 +12,8 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from transfer.engine.metadata import MemoryType
 from transfer.errors import MetadataError
+from transfer.memory import MemoryType
 from transfer.plan.boxes import ShardLayout, check
 
 PROTOCOL = 1

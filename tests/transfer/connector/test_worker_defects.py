@@ -16,8 +16,8 @@ from tests.transfer.pair_ranks import EngineUnderTest, LocalRank, children, run_
 from tests.transfer.replicas import Engine, run
 from transfer.connector.config import Timing
 from transfer.connector.metadata import ConnectorMetadata, SendRequest
-from transfer.engine.metadata import MemoryType
 from transfer.errors import HandshakeError, MetadataError
+from transfer.memory import MemoryType
 from transfer.nixl.agent import Agent
 from transfer.plan.boxes import Group, ShardLayout
 from transfer.plan.shapes import SPLIT_HND, dense_strides, from_tensor

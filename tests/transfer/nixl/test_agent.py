@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from transfer.engine.metadata import MemoryType
 from transfer.engine.tensor_agent import TensorAgent
 from transfer.errors import AgentError
+from transfer.memory import MemoryType
 from transfer.nixl.settings import (
     agreed_settings,
     effective_settings,

@@ -19,8 +19,8 @@ import pytest
 
 from tests.transfer import fuzz_replies
 from tests.transfer.replicas import TOKENS, Engine, run
-from transfer.engine.metadata import MemoryType
 from transfer.errors import HandshakeError
+from transfer.memory import MemoryType
 from transfer.nixl.trials import Trials
 from transfer.pull.pull_state import PagesOfGroup, PullEvent
 from transfer.pull.thread import TransferThread

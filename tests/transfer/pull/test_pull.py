@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from transfer.engine.metadata import MemoryType
 from transfer.errors import AgentError, InvalidTransferError, PullFailedError
+from transfer.memory import MemoryType
 from transfer.pull.pull import Puller
 from transfer.pull.pull_state import LeaseRef, Part, PullEvent
 from transfer.wire.messages import decode_note

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from tests.transfer.replicas import KEY, PAGES, TOKENS, Engine, run
-from transfer.engine.metadata import MemoryType
 from transfer.errors import HandshakeError, InvalidTransferError, MetadataError, PullFailedError, SettingsMismatchError
+from transfer.memory import MemoryType
 from transfer.pull.lease import new_lease_id
 from transfer.pull.pull_state import LeaseRef, PagesOfGroup, PullEvent
 from transfer.pull.remote import RemoteEngine

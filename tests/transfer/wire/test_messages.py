@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from tests.transfer.plan_oracle import page_layout
-from transfer.engine.metadata import MemoryType
 from transfer.errors import MetadataError
+from transfer.memory import MemoryType
 from transfer.plan.boxes import ShardLayout
 from transfer.plan.shapes import dense
 from transfer.wire import messages as wire
