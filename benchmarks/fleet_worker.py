@@ -28,7 +28,6 @@ from scheduler_adapters.service.rooms import DecodeRoom, Room
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from scheduler_adapters.service.exchange import Exchange
     from scheduler_adapters.service.sockets import Socket
 
 FOLDER_VARIABLE = "PAGEWIRE_FLEET"
@@ -138,8 +137,8 @@ class Alone:
 
     notes: _Notes
 
-    def __init__(self, name: str, loop: ServingLoop, exchange: Exchange, *others: Any, **_: Any) -> None:
-        self._name, self._loop, self._exchange = name, loop, exchange
+    def __init__(self, name: str, loop: ServingLoop, *others: Any, **_: Any) -> None:
+        self._name, self._loop = name, loop
         self.front = Front(others[-1])
         self.sockets: list[Socket] = []
         loop.on_admit = lambda request_id, _: self.notes.add(request_id, "leasing", "prefill")
@@ -174,7 +173,7 @@ class Alone:
         return msg.Stats(
             name=self._name,
             role="decode",
-            pages_held=self._exchange.pages_held,
+            pages_held=manager.num_held_blocks,
             open_requests=self._loop.num_running + self._loop.num_waiting,
             prompt_tokens=manager.metrics.prompt_tokens,
             cached_tokens=manager.metrics.cache_tokens,

@@ -63,6 +63,11 @@ class Pages(Protocol):
         ...
 
     @property
+    def num_held_blocks(self) -> int:
+        """Pages of all replicas that somebody holds or a transfer writes; idle cached ones not counted."""
+        ...
+
+    @property
     def metrics(self) -> KVCacheMetrics:
         """What was done so far: a snapshot."""
         ...
@@ -178,11 +183,6 @@ class Transfers(Protocol):
     @property
     def incarnation(self) -> str:
         """Random, new with each start: what peers tell a restarted process by."""
-        ...
-
-    @property
-    def pages_held(self) -> int:
-        """Pages that some request holds or a transfer writes; idle cached ones not counted."""
         ...
 
     def poll(self) -> list[ReplicaEvent]:

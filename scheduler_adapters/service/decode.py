@@ -185,7 +185,7 @@ class DecodeScheduler:
         return msg.Stats(
             name=self.name,
             role="decode",
-            pages_held=self._exchange.pages_held,
+            pages_held=self._loop.manager.num_held_blocks,
             open_requests=self.open_requests,
             preemptions=self._loop.preemptions,
             pages_pulled=self._pulls.counts["pulled"],

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from kvcache.errors import InvalidRequestError
-from scheduler_adapters.hf.hybrid import HybridKVCacheManager
-from scheduler_adapters.hf.state_layout import state_group
 from transfer.errors import InvalidEngineError
 from transfer.memory import MemoryType
 from transfer.nixl.agent import Agent
@@ -27,16 +25,75 @@ if TYPE_CHECKING:
 
     import torch
 
-    from kvcache.manager import PagedKVCacheManager
-    from kvcache.replica.copier import ImportCopier, ImportProof
-    from kvcache.replica.leases import PageLease
-    from kvcache.replica.pending import PendingImport
+    from kvcache.layout import PageLayout
+    from transfer.plan.boxes import Group
     from transfer.wire.keys import Keyring
 
 _STUCK_S = 10.0
 """A stopped source's READs may never end. Until their agent is destroyed they hold pages and rows here."""
 LEASE_SLOTS = 4096
 """Leases that can stand at a time on one replica: the words of a `LeaseBook`."""
+
+
+class PendingPages(Protocol):
+    """Pages that are to be filled from another manager's: `kvcache.PendingImport`."""
+
+    @property
+    def request_id(self) -> str:
+        """Whose."""
+        ...
+
+    @property
+    def replica_idx(self) -> int:
+        """Where they are."""
+        ...
+
+
+class PageOwner(Protocol):
+    """What an exchange needs of the manager whose pages it leases and fills: `kvcache.PagedKVCacheManager` has it.
+
+    What the manager makes itself (holds on pages, copiers, proofs) passes through an exchange as it is.
+    """
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas, each an engine of its own to peers."""
+        ...
+
+    @property
+    def total_num_pages(self) -> int:
+        """Pages of all replicas; the null page of each is not counted."""
+        ...
+
+    @property
+    def layouts(self) -> Sequence[PageLayout]:
+        """Of a page on each shard of a replica."""
+        ...
+
+    @property
+    def device_tensors(self) -> Sequence[Sequence[torch.Tensor]]:
+        """`[replica][shard]`, dense: the null page, then all others."""
+        ...
+
+    def lease(self, request_id: str) -> Any:
+        """Hold what a claimed request computes, until `end_lease`. The hold says its `replica_idx`."""
+        ...
+
+    def end_lease(self, lease: Any) -> None:
+        """Nobody reads under the hold any more."""
+
+    def copier(self, pending: Any) -> Any:
+        """The one who may write to the pages of an import, and can prove that it did."""
+        ...
+
+
+@runtime_checkable
+class FurtherGroups(Protocol):
+    """A manager whose requests have pages of a second group beside keys and values, say of recurrent states."""
+
+    def further_groups(self, region: int) -> Sequence[tuple[Group, torch.Tensor]]:
+        """Of each shard the second group, and the tensor that is registered as `region`."""
+        ...
 
 
 class ReplicaEvent(NamedTuple):
@@ -50,7 +107,7 @@ class ReplicaEvent(NamedTuple):
 
     replica: int
     event: PullEvent | LeaseOver | Offered
-    proof: ImportProof | None = None
+    proof: Any = None
 
 
 class Exchange:
@@ -88,7 +145,7 @@ class Exchange:
 
     def __init__(
         self,
-        manager: PagedKVCacheManager,
+        manager: PageOwner,
         name: str,
         *,
         bind: str = "tcp://127.0.0.1:0",
@@ -108,15 +165,15 @@ class Exchange:
         self._names = [f"{name}/{replica}" for replica in range(manager.num_replicas)]
         self._threads: list[TransferThread] = []
         self._slots: list[list[int]] = []
-        self._leases: list[dict[int, tuple[LeaseRef, PageLease]]] = []  # of each replica, by the id in the word
-        self._pulls: list[dict[str, ImportCopier | None]] = []  # of each replica those that are open, by key
+        self._leases: list[dict[int, tuple[LeaseRef, Any]]] = []  # of each replica, by the id in the word
+        self._pulls: list[dict[str, Any]] = []  # of each replica those that are open, by key
         self._happened: list[ReplicaEvent] = []  # at the end of a thread
         agreed = dict(compatibility or {})
         ask = None if keyring is None else keyring.secure_client
         cards: list[EngineCard] = []
         try:
             for replica, engine_id in enumerate(self._names):
-                ranks = self._ranks(manager, replica, engine_id, agreed)
+                ranks = self._ranks(replica, engine_id, agreed)
                 transfers = ReplicaTransfer(ranks, HandshakeClient(ask, allowed=allowed), **(replica_options or {}))
                 self._threads.append(TransferThread(transfers))
                 self._slots.append(list(range(LEASE_SLOTS)))
@@ -130,29 +187,25 @@ class Exchange:
             raise
         self.address = self._server.endpoint
 
-    def _ranks(
-        self, manager: PagedKVCacheManager, replica: int, engine_id: str, compatibility: Mapping[str, str]
-    ) -> list[RankTransfer]:
+    def _ranks(self, replica: int, engine_id: str, compatibility: Mapping[str, str]) -> list[RankTransfer]:
         ranks: list[RankTransfer] = []
-        tensors = _regions(manager, replica)
-        for rank, (layout, regions) in enumerate(zip(shard_layouts(manager), tensors, strict=True)):
+        shards = _shards(self._manager, replica)
+        for rank, (layout, tensors) in enumerate(shards):
             identity = RankIdentity(
                 engine_id=engine_id,
                 incarnation=self.incarnation,
                 rank=rank,
-                ranks=len(tensors),
+                ranks=len(shards),
                 compatibility=compatibility,
                 key=self._key,
             )
-            device = regions[0].device
-            memory = MemoryType.VRAM if device.type == "cuda" else MemoryType.DRAM
-            bases = [region.data_ptr() for region in regions]
+            device = tensors[0].device
             ranks.append(
                 RankTransfer(
                     identity,
                     layout,
-                    bases,
-                    memory,
+                    [tensor.data_ptr() for tensor in tensors],
+                    MemoryType.VRAM if device.type == "cuda" else MemoryType.DRAM,
                     device.index or 0,
                     checks=self._verify,
                     verify=float(self._verify),
@@ -165,13 +218,6 @@ class Exchange:
     def engine_id(self, replica: int) -> str:
         """What peers call a replica."""
         return self._names[replica]
-
-    @property
-    def pages_held(self) -> int:
-        """Pages of the manager that some request holds or a pull writes, state pages included."""
-        manager = self._manager
-        held = manager.total_num_pages - manager.num_free_blocks
-        return held + (manager.states.num_held if isinstance(manager, HybridKVCacheManager) else 0)
 
     @property
     def pull_seconds(self) -> float:
@@ -231,7 +277,7 @@ class Exchange:
         self._threads[replica].pull(key, source, None, timeout_s)
         self._pulls[replica][key] = None
 
-    def read(self, replica: int, key: str, pending: PendingImport, *, last: bool) -> None:
+    def read(self, replica: int, key: str, pending: PendingPages, *, last: bool) -> None:
         """Reads what an import lacks and was not read before; `last` ends the pull with the fence after it.
 
         The pull has the import's copier from the first call on: the proof that it gives comes with its last event.
@@ -283,7 +329,7 @@ class Exchange:
             found.append(ReplicaEvent(replica, event, proof))
         return found
 
-    def _end_copy(self, replica: int, event: PullEvent) -> ImportProof | None:
+    def _end_copy(self, replica: int, event: PullEvent) -> Any:
         """Nothing of a pull is in flight any more. Gives the proof of one that has passed."""
         copier = self._pulls[replica].pop(event.key, None)
         if copier is None:
@@ -338,26 +384,14 @@ def _keys(name: str, secret: str, keyring: Keyring | None) -> tuple[bytes, Keyri
     return shared.metadata_key, shared.keyring
 
 
-def shard_layouts(manager: PagedKVCacheManager) -> list[ShardLayout]:
-    """What each shard of a replica of the manager holds: its keys and values, and its states as a second group."""
+def _shards(manager: PageOwner, replica: int) -> list[tuple[ShardLayout, list[torch.Tensor]]]:
+    """What each shard of a replica holds, and its tensors in the order of the layout's regions."""
     pages = manager.total_num_pages // manager.num_replicas + 1  # the null page is one of the tensor's
-    layouts = [dense(layout, pages) for layout in manager.layouts]
-    if not isinstance(manager, HybridKVCacheManager):
-        return layouts
-    pages = manager.states.num_pages + 1
+    tensors = manager.device_tensors[replica]
+    shards = [(dense(layout, pages), [tensor]) for layout, tensor in zip(manager.layouts, tensors, strict=True)]
+    if not isinstance(manager, FurtherGroups):
+        return shards
     return [
-        ShardLayout(
-            (*layout.groups, state_group(state, pages, region=len(layout.region_bytes))),
-            (*layout.region_bytes, pages * state.page_bytes),
-        )
-        for layout, state in zip(layouts, manager.states.layouts, strict=True)
+        (ShardLayout((*layout.groups, group), (*layout.region_bytes, tensor.nbytes)), [*held, tensor])
+        for (layout, held), (group, tensor) in zip(shards, manager.further_groups(region=1), strict=True)
     ]
-
-
-def _regions(manager: PagedKVCacheManager, replica: int) -> list[list[torch.Tensor]]:
-    """Per shard the tensors in the order of its layout's regions."""
-    regions = [[tensor] for tensor in manager.device_tensors[replica]]
-    if isinstance(manager, HybridKVCacheManager):
-        for of_shard, states in zip(regions, manager.states.tensors, strict=True):
-            of_shard.append(states)
-    return regions

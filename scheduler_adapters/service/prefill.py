@@ -132,7 +132,7 @@ class PrefillScheduler:
         return msg.Stats(
             name=self.name,
             role="prefill",
-            pages_held=self._exchange.pages_held,
+            pages_held=manager.num_held_blocks,
             open_requests=self.open_requests,
             prompt_tokens=manager.metrics.prompt_tokens,
             cached_tokens=manager.metrics.cache_tokens,

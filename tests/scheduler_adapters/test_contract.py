@@ -266,7 +266,7 @@ class PairDriver:
         )
 
     def held_pages(self) -> int:
-        return sum(exchange.pages_held for exchange in self.service.exchanges.values())
+        return sum(loop.manager.num_held_blocks for loop in self.service.loops.values())
 
     def check(self) -> None:
         for loop in self.service.loops.values():
