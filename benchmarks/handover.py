@@ -24,9 +24,9 @@ from scheduler_adapters.hf.runner import HFRunner, kv_params_of, load_model, man
 from scheduler_adapters.loop import Output, Request, ServingLoop
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.decode import DecodeScheduler
-from scheduler_adapters.service.exchange import Exchange
 from scheduler_adapters.service.prefill import PrefillScheduler
 from scheduler_adapters.service.sockets import bind_router, received, wait_for_any
+from transfer.pull.exchange import Exchange
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

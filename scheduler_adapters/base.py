@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvcache.replica.pending import PageCopy, PendingImport
     from kvcache.types import RaggedKVCacheInputs, RequestID
     from scheduler_adapters.hf.hybrid import HybridKVCacheManager
-    from scheduler_adapters.service.exchange import Exchange, ReplicaEvent
+    from transfer.pull.exchange import Exchange, ReplicaEvent
     from transfer.pull.pull_state import LeaseRef
     from transfer.pull.replica import Source
 

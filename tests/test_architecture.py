@@ -36,7 +36,7 @@ ROOMS: dict[str, set[str]] = {
     "transfer.plan": {"kvcache values", "transfer values"},
     "transfer.wire": {"transfer values", "transfer.plan"},
     "transfer.nixl": {"transfer values", "transfer.wire"},
-    "transfer.pull": {"transfer values", "transfer.plan", "transfer.wire", "transfer.nixl"},
+    "transfer.pull": {"kvcache values", "transfer values", "transfer.plan", "transfer.wire", "transfer.nixl"},
     "transfer.engine": {"transfer values", "transfer.nixl"},
     "transfer.connector": {"transfer values", "transfer.plan", "transfer.wire", "transfer.pull"},
     "transfer": {"transfer values", "transfer.nixl", "transfer.pull", "transfer.engine", "transfer.connector"},
@@ -44,7 +44,7 @@ ROOMS: dict[str, set[str]] = {
     "scheduler_adapters.hf": {*_MANAGER, "transfer.plan", "scheduler_adapters values"},
     "scheduler_adapters.service": {
         *_MANAGER,
-        *("transfer values", "transfer.plan", "transfer.wire", "transfer.nixl", "transfer.pull"),
+        *("transfer values", "transfer.wire", "transfer.nixl", "transfer.pull"),
         *("scheduler_adapters values", "scheduler_adapters.hf"),
     },
     "scheduler_adapters.demo": {
@@ -73,7 +73,6 @@ BEYOND_ROOMS = {
     ("transfer.plan.few_pages", "transfer.pull.pull_state"): _LEASES,
     ("transfer.plan.page_lists", "transfer.pull.pull_state"): _LEASES,
     ("scheduler_adapters.base", "scheduler_adapters.hf.hybrid"): "the protocols show that their classes satisfy them",
-    ("scheduler_adapters.base", "scheduler_adapters.service.exchange"): "likewise",
 }
 IN_CIRCLES = {
     ("kvcache.replica.hashing", "kvcache.replica.context"): "a hasher is made from a context, which keeps it",

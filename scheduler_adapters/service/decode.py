@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from scheduler_adapters.base import PulledPages, Reads
-    from scheduler_adapters.service.exchange import ReplicaEvent
     from scheduler_adapters.service.links import PrefillLink
     from scheduler_adapters.service.sockets import Context, Socket
+    from transfer.pull.exchange import ReplicaEvent
     from transfer.wire.keys import Keyring
 
 MAX_ATTEMPTS = 3

@@ -20,9 +20,9 @@ from kvcache.errors import InvalidRequestError, KVCacheError
 from scheduler_adapters.errors import MessageError, WorkerError
 from scheduler_adapters.loop import Output, Request, ServingLoop
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.exchange import LEASE_SLOTS
 from scheduler_adapters.service.rooms import PrefillRoom, PrefillTimes, Recent
 from scheduler_adapters.service.sockets import Socket, received
+from transfer.pull.exchange import LEASE_SLOTS
 from transfer.pull.replica import LeaseOver, Offered
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from kvcache.replica.block_table import BlockTable
     from scheduler_adapters.base import Offers, Pages
-    from scheduler_adapters.service.exchange import ReplicaEvent
+    from transfer.pull.exchange import ReplicaEvent
 
 _EXPIRE_S = 0.01
 # A lease that is asked for stands a fraction of a millisecond later, mostly while the model still runs. Where it does

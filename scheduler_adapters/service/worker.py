@@ -26,7 +26,6 @@ from scheduler_adapters.hf.hybrid import HybridKVCacheManager
 from scheduler_adapters.loop import ServingLoop
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.decode import MAX_OPEN, DecodeScheduler
-from scheduler_adapters.service.exchange import Exchange
 from scheduler_adapters.service.front import MAX_UNREAD, Front
 from scheduler_adapters.service.parent import die_with_parent
 from scheduler_adapters.service.prefill import PrefillScheduler
@@ -34,6 +33,7 @@ from scheduler_adapters.service.rooms import PrefillTimes
 from scheduler_adapters.service.sockets import Context, Socket, bind_router, received, wait_for_any
 from transfer.nixl.agent import Agent
 from transfer.nixl.chaos import ChaosAgent, Rates
+from transfer.pull.exchange import Exchange
 from transfer.wire.keys import load_keyring
 
 if TYPE_CHECKING:

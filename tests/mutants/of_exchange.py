@@ -2,7 +2,7 @@
 
 from tests.mutants.mutation import Module, Mutation
 
-_OWNERSHIP = "tests/scheduler_adapters/service/test_ownership.py"
+_OWNERSHIP = "tests/transfer/pull/test_ownership.py"
 _LEASES = "tests/kvcache/replica/test_leases.py"
 _TRIALS = "tests/transfer/nixl/test_trials.py"
 _VOUCHERS = "tests/transfer/nixl/test_vouchers.py"
@@ -45,7 +45,7 @@ EXCHANGE: tuple[Module, ...] = (
         [Mutation("PageLeases.check", "len(booked) != len(self._row_of) or ", "", [_LEASES])],
     ),
     Module(
-        "scheduler_adapters.service.exchange",
+        "transfer.pull.exchange",
         [_OWNERSHIP],
         [
             Mutation("Exchange._end_copy", "if not event.error:", "if event.safe:", [_OWNERSHIP]),
@@ -58,7 +58,7 @@ EXCHANGE: tuple[Module, ...] = (
                 "_keys",
                 "return shared.metadata_key, shared.keyring",
                 'return b"", shared.keyring',
-                ["tests/scheduler_adapters/service/test_exchange.py"],
+                ["tests/transfer/pull/test_exchange.py"],
             ),
         ],
     ),

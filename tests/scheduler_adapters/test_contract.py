@@ -12,7 +12,6 @@ import pytest
 from scheduler_adapters.hf.generate import PagedGenerator
 from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.loop import Request, ServingLoop
-from scheduler_adapters.service.exchange import Exchange
 from tests.scheduler_adapters.contract import (
     NEW,
     AdapterContract,
@@ -27,6 +26,7 @@ from tests.scheduler_adapters.service.processes import Service, Side
 from tests.scheduler_adapters.serving import new_loop, new_manager
 from transfer.errors import AgentError
 from transfer.nixl.agent import Agent
+from transfer.pull.exchange import Exchange
 
 LIMITS = Limits(page_size=16, pages=12, rows=4, budget=32)
 LONG = prompt_of(201, 5 * LIMITS.budget // 2)  # in chunks

@@ -13,10 +13,10 @@ from scheduler_adapters.hf.runner import HFRunner, kv_params_of, manager_for, nu
 from scheduler_adapters.loop import ServingLoop
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.decode import MAX_OPEN, DecodeScheduler
-from scheduler_adapters.service.exchange import Exchange
 from scheduler_adapters.service.prefill import PrefillScheduler
 from scheduler_adapters.service.rooms import DecodeRoom, DecodeTimes, PrefillTimes
 from scheduler_adapters.service.sockets import bind_router, received
+from transfer.pull.exchange import Exchange
 
 NEW = 10
 QUICK = {"heartbeat_s": 0.2, "dead_after_s": 1.0, "handshake_timeout_s": 1.0}

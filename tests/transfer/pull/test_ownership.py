@@ -26,8 +26,8 @@ from kvcache import (
     TextContext,
     UnknownRequestError,
 )
-from scheduler_adapters.service.exchange import Exchange, ReplicaEvent
 from transfer.errors import EngineClosedError
+from transfer.pull.exchange import Exchange, ReplicaEvent
 from transfer.pull.pull_state import LeaseRef, PullEvent
 from transfer.pull.replica import LeaseOver, Offered, Source
 

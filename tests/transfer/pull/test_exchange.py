@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import zmq
 
-from scheduler_adapters.service.exchange import Exchange
-from tests.scheduler_adapters.service.test_ownership import MINE, Reader, Side, leased, manager_of
+from tests.transfer.pull.test_ownership import MINE, Reader, Side, leased, manager_of
 from transfer.errors import InvalidEngineError, MetadataError
 from transfer.nixl.trials import Trials
+from transfer.pull.exchange import Exchange
 from transfer.pull.replica import Source
 from transfer.wire.keys import make_keyrings
 from transfer.wire.messages import MetadataQuery, encode_message, open_rank
