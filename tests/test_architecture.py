@@ -40,7 +40,7 @@ ROOMS: dict[str, set[str]] = {
     "transfer.engine": {"transfer values", "transfer.nixl"},
     "transfer.connector": {"transfer values", "transfer.plan", "transfer.wire", "transfer.pull"},
     "transfer": {"transfer values", "transfer.nixl", "transfer.pull", "transfer.engine", "transfer.connector"},
-    "scheduler_adapters values": {*_MANAGER, "transfer.pull"},
+    "scheduler_adapters values": _MANAGER,
     "scheduler_adapters.hf": {*_MANAGER, "transfer.plan", "scheduler_adapters values"},
     "scheduler_adapters.service": {
         *_MANAGER,
@@ -72,7 +72,6 @@ BEYOND_ROOMS = {
     ("transfer.plan.few_pages", "transfer.pull.batches"): _LEASES,
     ("transfer.plan.few_pages", "transfer.pull.pull_state"): _LEASES,
     ("transfer.plan.page_lists", "transfer.pull.pull_state"): _LEASES,
-    ("scheduler_adapters.base", "scheduler_adapters.hf.hybrid"): "the protocols show that their classes satisfy them",
 }
 IN_CIRCLES = {
     ("kvcache.replica.hashing", "kvcache.replica.context"): "a hasher is made from a context, which keeps it",
@@ -82,12 +81,10 @@ IN_CIRCLES = {
 NAMED_TWICE = {
     "Load": "pages of a host tier, and of a connector's request",
     "Offer": "a connector's, and a message of the service",
-    "Offers": "a connector's books, and a protocol of the schedulers",
     "Part": "a part of a plan's runs, and of a pull",
     "RankMetadata": "of the wire, and vLLM's own handshake metadata",
     "Refusal": "of a file of pages, and of a lease",
     "StatePart": "of a connector's config, and of a state page",
-    "Transfers": "books of the engine, and a protocol of the schedulers",
     "WorkerConfig": "of a connector, and of a process of the service",
     "_Group": "private to two files",
     "_Reader": "private to two files",

@@ -25,10 +25,10 @@ from transfer.pull.replica import Source
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from scheduler_adapters.base import PulledPages, Reads
+    from scheduler_adapters.base import PulledPages
     from scheduler_adapters.service.links import PrefillLink
     from scheduler_adapters.service.sockets import Context, Socket
-    from transfer.pull.exchange import ReplicaEvent
+    from transfer.pull.exchange import Exchange, ReplicaEvent
     from transfer.wire.keys import Keyring
 
 MAX_ATTEMPTS = 3
@@ -64,7 +64,7 @@ class DecodeScheduler:
         self,
         name: str,
         loop: ServingLoop[PulledPages],
-        exchange: Reads,
+        exchange: Exchange,
         context: Context,
         prefills: Sequence[str],
         front: Socket,

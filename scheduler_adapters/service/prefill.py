@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvcache.replica.block_table import BlockTable
-    from scheduler_adapters.base import Offers, Pages
-    from transfer.pull.exchange import ReplicaEvent
+    from scheduler_adapters.base import Pages
+    from transfer.pull.exchange import Exchange, ReplicaEvent
 
 _EXPIRE_S = 0.01
 # A lease that is asked for stands a fraction of a millisecond later, mostly while the model still runs. Where it does
@@ -67,7 +67,7 @@ class PrefillScheduler:
         self,
         name: str,
         loop: ServingLoop[Pages],
-        exchange: Offers,
+        exchange: Exchange,
         socket: Socket,
         *,
         times: PrefillTimes | None = None,
