@@ -39,7 +39,10 @@ ROOMS: dict[str, set[str]] = {
     "transfer.pull": {"kvcache values", "transfer values", "transfer.plan", "transfer.wire", "transfer.nixl"},
     "transfer.engine": {"transfer values", "transfer.nixl"},
     "transfer.connector": {"transfer values", "transfer.plan", "transfer.wire", "transfer.pull"},
-    "transfer": {"transfer values", "transfer.nixl", "transfer.pull", "transfer.engine", "transfer.connector"},
+    "transfer": {
+        *("transfer values", "transfer.wire", "transfer.nixl", "transfer.pull", "transfer.engine"),
+        "transfer.connector",
+    },
     "scheduler_adapters values": _MANAGER,
     "scheduler_adapters.hf": {*_MANAGER, "transfer.plan", "scheduler_adapters values"},
     "scheduler_adapters.service": {

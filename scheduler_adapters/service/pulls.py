@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvcache.replica.pending import PendingImport
     from scheduler_adapters.base import PulledPages
     from scheduler_adapters.service.rooms import DecodeRoom
-    from transfer.pull.exchange import Exchange
+    from transfer.pull.exchange import PageExchange
     from transfer.pull.pull_state import PullEvent
     from transfer.pull.replica import Source
 
@@ -34,7 +34,7 @@ class Pulls:
         counts: pages "pulled", and pages "reused": cached here already, and not pulled.
     """
 
-    def __init__(self, manager: PulledPages, exchange: Exchange) -> None:
+    def __init__(self, manager: PulledPages, exchange: PageExchange) -> None:
         self.counts: Counter[str] = Counter()
         self._manager = manager
         self._exchange = exchange

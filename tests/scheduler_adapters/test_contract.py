@@ -26,7 +26,7 @@ from tests.scheduler_adapters.service.processes import Service, Side
 from tests.scheduler_adapters.serving import new_loop, new_manager
 from transfer.errors import AgentError
 from transfer.nixl.agent import Agent
-from transfer.pull.exchange import Exchange
+from transfer.pull.exchange import PageExchange
 
 LIMITS = Limits(page_size=16, pages=12, rows=4, budget=32)
 LONG = prompt_of(201, 5 * LIMITS.budget // 2)  # in chunks
@@ -183,7 +183,7 @@ class WatchedService(Service):
         self.most: Counter[str] = Counter()
         super().__init__(*args, **options)
 
-    def _start(self, name: str, side: Side) -> tuple[ServingLoop[Any], Exchange]:
+    def _start(self, name: str, side: Side) -> tuple[ServingLoop[Any], PageExchange]:
         started = super()._start(name, side)
         watch(started[0], self.most)
         return started

@@ -1,4 +1,7 @@
-"""The transfers of one process: an engine with a thread for each replica, and the server that tells peers of them."""
+"""`PageExchange`: pages change hands between processes, under leases and fences, and never apart from their manager.
+
+One a process: an engine with a thread for each replica of a manager, and the server that tells peers of them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import heapq
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from kvcache.errors import InvalidRequestError
-from transfer.errors import InvalidEngineError
+from transfer.errors import InvalidEngineError, InvalidLeaseError
 from transfer.memory import MemoryType
 from transfer.nixl.agent import Agent
 from transfer.plan.boxes import ShardLayout
@@ -96,7 +99,7 @@ class FurtherGroups(Protocol):
         ...
 
 
-class ReplicaEvent(NamedTuple):
+class ExchangeEvent(NamedTuple):
     """What happened on one replica of ours.
 
     Attributes:
@@ -110,7 +113,7 @@ class ReplicaEvent(NamedTuple):
     proof: Any = None
 
 
-class Exchange:
+class PageExchange:
     """Leases pages of a manager to other processes, and pulls pages of others' into it.
 
     What is leased is held by the manager, whatever becomes of its request, from `offer` until the lease word is cleared
@@ -136,6 +139,7 @@ class Exchange:
     Attributes:
         address: the endpoint, as bound.
         incarnation: random, new with each start.
+        cards: of each replica, what peers are told of it.
 
     Raises:
         AgentError: NIXL cannot be used.
@@ -166,11 +170,11 @@ class Exchange:
         self._threads: list[TransferThread] = []
         self._slots: list[list[int]] = []
         self._leases: list[dict[int, tuple[LeaseRef, Any]]] = []  # of each replica, by the id in the word
-        self._pulls: list[dict[str, Any]] = []  # of each replica those that are open, by key
-        self._happened: list[ReplicaEvent] = []  # at the end of a thread
+        self._pulls: dict[tuple[int, str], Any] = {}  # the copiers of those that are open, by replica and key
+        self._happened: list[ExchangeEvent] = []  # at the end of a thread
         agreed = dict(compatibility or {})
         ask = None if keyring is None else keyring.secure_client
-        cards: list[EngineCard] = []
+        self.cards: list[EngineCard] = []
         try:
             for replica, engine_id in enumerate(self._names):
                 ranks = self._ranks(replica, engine_id, agreed)
@@ -178,9 +182,9 @@ class Exchange:
                 self._threads.append(TransferThread(transfers))
                 self._slots.append(list(range(LEASE_SLOTS)))
                 self._leases.append({})
-                self._pulls.append({})
-                cards.append(EngineCard(engine_id, self.incarnation, tuple(rank.metadata for rank in ranks), agreed))
-            self._server = HandshakeServer(cards, bind, None if keyring is None else keyring.secure_server)
+                sealed = tuple(rank.metadata for rank in ranks)
+                self.cards.append(EngineCard(engine_id, self.incarnation, sealed, agreed))
+            self._server = HandshakeServer(self.cards, bind, None if keyring is None else keyring.secure_server)
         except BaseException:
             for thread in self._threads:
                 thread.close()
@@ -226,11 +230,17 @@ class Exchange:
 
     # ---- leases
 
-    def offer(self, request_id: str, duration_s: float) -> LeaseRef | None:
-        """Leases what a claimed request computes; `Offered` tells that the lease stands, and only then may it leave.
+    def offer(self, request_id: str, duration_s: float, *, running: bool = False) -> Source | None:
+        """Leases what a claimed request computes. None: as many leases stand as can.
 
-        The manager holds the pages from now on, also when the request is released, until `LeaseOver` or a failed
-        `Offered` has come out of `poll`. The time of the lease runs from `start_clock` on. None: as many stand as can.
+        `Offered` tells that the lease stands: only then may the result leave, with the manager's block table. The
+        manager holds the pages from now on, also when the request is released, until `LeaseOver` or a failed `Offered`
+        has come out of `poll`.
+
+        Args:
+            request_id: claimed, and not to be filled by an import.
+            duration_s: seconds that the lease stands without a word of its reader.
+            running: the request still computes: no time runs before `start_clock`.
 
         Raises:
             UnknownRequestError: (a KeyError) the manager has no such request.
@@ -245,37 +255,68 @@ class Exchange:
             if self._slots[replica]:
                 lease = LeaseRef(new_lease_id(), heapq.heappop(self._slots[replica]), duration_s)
                 self._leases[replica][lease.lease_id] = (lease, held)
-                self._threads[replica].offer(request_id, lease, running=True)
+                self._threads[replica].offer(request_id, lease, running=running)
         finally:
             if lease is None:
                 self._manager.end_lease(held)
-        return lease
+        return None if lease is None else Source(self.address, self._names[replica], lease, self.incarnation)
 
     def seal(self, replica: int, pages: Sequence[Sequence[int]]) -> None:
         """Makes the page checks of computed pages, a list for each group, where readers verify. Waits for that."""
         if self._verify:
             self._threads[replica].call(lambda transfers: [rank.seal(pages) for rank in transfers.ranks])
 
-    def start_clock(self, replica: int, lease: LeaseRef) -> None:
-        """All pages of a lease are computed: it ends where its reader says nothing for as long as it lasts."""
-        self._threads[replica].start_clock(lease.lease_id)
+    def start_clock(self, source: Source) -> None:
+        """All pages of an offer are computed: it ends where its reader says nothing for as long as it lasts.
 
-    def revoke(self, replica: int, lease: LeaseRef, reason: str) -> None:
+        Raises:
+            InvalidLeaseError: (a ValueError) the offer is another process's. So for `revoke`.
+        """
+        self._thread_of(source).start_clock(source.lease.lease_id)
+
+    def revoke(self, source: Source, reason: str) -> None:
         """Ends a lease: `LeaseOver` tells when no reader can take the pages for good any more."""
-        self._threads[replica].revoke(lease.lease_id, reason)
+        self._thread_of(source).revoke(source.lease.lease_id, reason)
+
+    def _thread_of(self, source: Source) -> TransferThread:
+        if source.engine_id not in self._names:
+            raise InvalidLeaseError(f"engine {source.engine_id!r} has offered it, ours are {self._names}")
+        return self._threads[self._names.index(source.engine_id)]
 
     # ---- pulls
 
+    def pull(self, key: str, source: Source, pending: PendingPages, timeout_s: float) -> None:
+        """Pulls all that an import lacks, in one; its last `PullEvent` comes with the proof for `commit_import`.
+
+        Args:
+            key: names the pull, and no other one that is open on the import's replica.
+            source: as it was offered.
+            pending: an open import of the manager, which nobody else copies.
+            timeout_s: seconds until the pull fails, its first contact with the source included.
+
+        Raises:
+            InvalidRequestError: (a ValueError) a pull of this name is open; the import is closed, of another manager,
+                or somebody else copies it.
+        """
+        replica = pending.replica_idx
+        self._refuse_open(replica, key)
+        copier = self._pulls[replica, key] = self._manager.copier(pending)
+        groups = [PagesOfGroup(*copy) for copy in copier.take(last=True)]
+        self._threads[replica].pull(key, source, groups, timeout_s)
+
     def open_pull(self, replica: int, key: str, source: Source, timeout_s: float) -> None:
-        """Begins a pull: from now on the lease is renewed. `read` says of what; `PullEvent`s tell of its end.
+        """Begins a pull of which the pages are named later: from now on the lease is renewed. `read` says of what.
 
         Raises:
             InvalidRequestError: (a ValueError) a pull of this name is open.
         """
-        if key in self._pulls[replica]:
-            raise InvalidRequestError(f"a pull {key!r} is open on replica {replica} already")
+        self._refuse_open(replica, key)
         self._threads[replica].pull(key, source, None, timeout_s)
-        self._pulls[replica][key] = None
+        self._pulls[replica, key] = None
+
+    def _refuse_open(self, replica: int, key: str) -> None:
+        if (replica, key) in self._pulls:
+            raise InvalidRequestError(f"a pull {key!r} is open on replica {replica} already")
 
     def read(self, replica: int, key: str, pending: PendingPages, *, last: bool) -> None:
         """Reads what an import lacks and was not read before; `last` ends the pull with the fence after it.
@@ -286,14 +327,15 @@ class Exchange:
             InvalidRequestError: (a ValueError) no such pull is open, or its last pages were asked for; the import is
                 closed, of another manager, replica or pull, or somebody else copies it.
         """
-        if key not in self._pulls[replica] or pending.replica_idx != replica:
+        is_open = (replica, key) in self._pulls
+        if not is_open or pending.replica_idx != replica:
             raise InvalidRequestError(
                 f"request {pending.request_id!r}: its import is on replica {pending.replica_idx}, and "
-                f"{'a' if key in self._pulls[replica] else 'no'} pull {key!r} is open on replica {replica}"
+                f"{'a' if is_open else 'no'} pull {key!r} is open on replica {replica}"
             )
-        copier = self._pulls[replica][key]
+        copier = self._pulls[replica, key]
         if copier is None:
-            copier = self._pulls[replica][key] = self._manager.copier(pending)
+            copier = self._pulls[replica, key] = self._manager.copier(pending)
         elif copier.pending is not pending:
             raise InvalidRequestError(f"request {pending.request_id!r}: the pull {key!r} is of another import")
         groups = [PagesOfGroup(*copy) for copy in copier.take(last=last)]
@@ -305,7 +347,7 @@ class Exchange:
 
     # ---- what happened
 
-    def poll(self) -> list[ReplicaEvent]:
+    def poll(self) -> list[ExchangeEvent]:
         """What has happened since the last call. Pages whose lease or pull is over are the manager's again.
 
         Raises:
@@ -318,20 +360,20 @@ class Exchange:
             found += self._take(replica)
         return found
 
-    def _take(self, replica: int) -> list[ReplicaEvent]:
-        events, found = self._threads[replica].events, list[ReplicaEvent]()
+    def _take(self, replica: int) -> list[ExchangeEvent]:
+        events, found = self._threads[replica].events, list[ExchangeEvent]()
         while events:
             event, proof = events.popleft(), None
             if isinstance(event, PullEvent):
                 proof = self._end_copy(replica, event) if event.safe else None
             elif isinstance(event, LeaseOver) or event.error:
                 self._end_lease(replica, event.lease_id)
-            found.append(ReplicaEvent(replica, event, proof))
+            found.append(ExchangeEvent(replica, event, proof))
         return found
 
     def _end_copy(self, replica: int, event: PullEvent) -> Any:
         """Nothing of a pull is in flight any more. Gives the proof of one that has passed."""
-        copier = self._pulls[replica].pop(event.key, None)
+        copier = self._pulls.pop((replica, event.key), None)
         if copier is None:
             return None
         if not event.error:
@@ -367,10 +409,10 @@ class Exchange:
                 # Of what was asked for last the thread has said nothing: it never began, and now never will.
                 for lease_id in list(self._leases[replica]):
                     self._end_lease(replica, lease_id)
-                for copier in self._pulls[replica].values():
+                for place in [place for place in self._pulls if place[0] == replica]:
+                    copier = self._pulls.pop(place)
                     if copier is not None:
                         copier.give_up()
-                self._pulls[replica].clear()
         self._server.close()
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import numpy as np
+from msgspec import Meta
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
 class LeaseRef(NamedTuple):
     """A lease as its readers know it: id, slot of the word on every rank, and seconds that a renewal lasts."""
 
-    lease_id: int
-    slot: int
-    duration_s: float
+    lease_id: Annotated[int, Meta(ge=1)]
+    slot: Annotated[int, Meta(ge=0)]
+    duration_s: Annotated[float, Meta(gt=0, le=1e6)]
 
 
 class PagesOfGroup(NamedTuple):
