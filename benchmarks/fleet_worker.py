@@ -20,10 +20,10 @@ import msgspec
 from kvcache.errors import KVCacheError
 from scheduler_adapters.loop import Request, ServingLoop
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service import worker
+from scheduler_adapters.service import server
 from scheduler_adapters.service.decode import DecodeScheduler
 from scheduler_adapters.service.front import Front
-from scheduler_adapters.service.rooms import DecodeRoom, Room
+from scheduler_adapters.service.requests import DecodeRoom, Room
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -197,14 +197,14 @@ def stamped(move: Callable[..., None], notes: _Notes) -> Callable[..., None]:
 
 
 def main(arguments: Iterable[str]) -> int:
-    """Run one process, as `scheduler_adapters.service.worker` does; the exit status."""
+    """Run one process, as `scheduler_adapters.service.server` does; the exit status."""
     folder = Path(os.environ[FOLDER_VARIABLE])
     notes, plan = _Notes(folder), folder / PLAN
     Room.move = stamped(Room.move, notes)  # type: ignore[method-assign]
     WatchedDecode.notes = Alone.notes = notes
     WatchedDecode.plan = msgspec.json.decode(plan.read_bytes(), type=dict[str, Planned]) if plan.exists() else {}
-    worker.DecodeScheduler = Alone if "alone" in arguments else WatchedDecode  # type: ignore[misc, assignment]
-    return worker.main()
+    server.DecodeScheduler = Alone if "alone" in arguments else WatchedDecode  # type: ignore[misc, assignment]
+    return server.main()
 
 
 if __name__ == "__main__":

@@ -18,14 +18,14 @@ from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.front import MAX_UNREAD, Front
 from scheduler_adapters.service.prefills import Prefills
 from scheduler_adapters.service.pulls import Pulls
-from scheduler_adapters.service.rooms import DecodeRoom, DecodeTimes, Recent
+from scheduler_adapters.service.requests import DecodeRoom, DecodeTimes, Recent
 from transfer.pull.pull_state import PullEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from scheduler_adapters.base import PulledPages
-    from scheduler_adapters.service.links import PrefillLink
+    from scheduler_adapters.service.prefill_router import PrefillLink
     from scheduler_adapters.service.sockets import Context, Socket
     from transfer.pull.exchange import ExchangeEvent, PageExchange
     from transfer.wire.keys import Keyring

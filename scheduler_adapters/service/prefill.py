@@ -20,7 +20,7 @@ from kvcache.errors import InvalidRequestError, KVCacheError
 from scheduler_adapters.errors import MessageError, WorkerError
 from scheduler_adapters.loop import Output, Request, ServingLoop
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.rooms import PrefillRoom, PrefillTimes, Recent
+from scheduler_adapters.service.requests import PrefillRoom, PrefillTimes, Recent
 from scheduler_adapters.service.sockets import Socket, received
 from transfer.pull.exchange import LEASE_SLOTS
 from transfer.pull.replica import LeaseOver, Offered

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvcache.replica.copier import ImportProof
     from kvcache.replica.pending import PendingImport
     from scheduler_adapters.base import PulledPages
-    from scheduler_adapters.service.rooms import DecodeRoom
+    from scheduler_adapters.service.requests import DecodeRoom
     from transfer.pull.exchange import PageExchange
     from transfer.pull.pull_state import PullEvent
     from transfer.pull.replica import Source

@@ -94,8 +94,8 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "scheduler_adapters.service.rooms",
-        ["tests/scheduler_adapters/service/test_rooms.py"],
+        "scheduler_adapters.service.requests",
+        ["tests/scheduler_adapters/service/test_requests.py"],
         [
             Mutation(
                 "PREFILL_MOVES",
@@ -173,7 +173,7 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
                 "if len(self._rooms) >= self._max_open:",
                 "if len(self._rooms) > self._max_open:",
                 [
-                    "tests/scheduler_adapters/service/test_front.py::test_a_request_beyond_those_that_may_be_on_their_way_is_refused_alone"
+                    "tests/scheduler_adapters/service/test_frontend.py::test_a_request_beyond_those_that_may_be_on_their_way_is_refused_alone"
                 ],
             ),
             Mutation(

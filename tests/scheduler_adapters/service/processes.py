@@ -14,7 +14,7 @@ from scheduler_adapters.loop import ServingLoop
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.decode import MAX_OPEN, DecodeScheduler
 from scheduler_adapters.service.prefill import PrefillScheduler
-from scheduler_adapters.service.rooms import DecodeRoom, DecodeTimes, PrefillTimes
+from scheduler_adapters.service.requests import DecodeRoom, DecodeTimes, PrefillTimes
 from scheduler_adapters.service.sockets import bind_router, received
 from transfer.pull.exchange import PageExchange
 

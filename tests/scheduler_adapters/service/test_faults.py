@@ -11,7 +11,7 @@ import zmq
 from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.rooms import DecodeRoom, DecodeTimes, PrefillRoom
+from scheduler_adapters.service.requests import DecodeRoom, DecodeTimes, PrefillRoom
 from tests.scheduler_adapters.service.processes import NEW, Service, Side
 
 PROMPT = ByteTokenizer().encode("What a page holds, who may write to it, and when it may be used again. " * 2)

@@ -9,7 +9,7 @@ import pytest
 
 from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.rooms import DecodeRoom, Recent
+from scheduler_adapters.service.requests import DecodeRoom, Recent
 from tests.scheduler_adapters.service.processes import NEW, Service, Side
 from tests.scheduler_adapters.service.test_faults import (
     OTHER,

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from kvcache.replica.context import TextContext
     from kvcache.replica.pending import PendingImport
     from scheduler_adapters.loop import Request
-    from scheduler_adapters.service.links import PrefillLink
+    from scheduler_adapters.service.prefill_router import PrefillLink
     from transfer.pull.replica import Source
 
 PREFILL_MOVES: dict[str, frozenset[str]] = {

@@ -29,7 +29,7 @@ from scheduler_adapters.service.decode import MAX_OPEN, DecodeScheduler
 from scheduler_adapters.service.front import MAX_UNREAD, Front
 from scheduler_adapters.service.parent import die_with_parent
 from scheduler_adapters.service.prefill import PrefillScheduler
-from scheduler_adapters.service.rooms import PrefillTimes
+from scheduler_adapters.service.requests import PrefillTimes
 from scheduler_adapters.service.sockets import Context, Socket, bind_router, received, wait_for_any
 from transfer.nixl.agent import Agent
 from transfer.nixl.chaos import ChaosAgent, Rates
