@@ -76,6 +76,9 @@ class PagedKVCacheManager(CacheSizing, CacheInputs, CacheStatus, PageHandover):
         PoolTooSmallError: (a RuntimeError) the budget does not hold a page, or a device or the host not its share.
     """
 
+    further_groups: Sequence[Any] = ()
+    """What keeps pages of a request beside those of its tokens: one for each further group of its block table."""
+
     def __init__(
         self,
         params: KVCacheParams,

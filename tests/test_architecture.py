@@ -44,7 +44,7 @@ ROOMS: dict[str, set[str]] = {
         "transfer.connector",
     },
     "scheduler_adapters values": _MANAGER,
-    "scheduler_adapters.hf": {*_MANAGER, "transfer.plan", "scheduler_adapters values"},
+    "scheduler_adapters.hf": {*_MANAGER, "kvcache.pool", "transfer.plan", "scheduler_adapters values"},
     "scheduler_adapters.service": {
         *_MANAGER,
         *("transfer values", "transfer.wire", "transfer.nixl", "transfer.pull"),
@@ -79,7 +79,6 @@ BEYOND_ROOMS = {
 IN_CIRCLES = {
     ("kvcache.replica.hashing", "kvcache.replica.context"): "a hasher is made from a context, which keeps it",
     ("transfer.pull.pull_state", "transfer.pull.remote"): "a pull knows the engine that it reads from",
-    ("scheduler_adapters.replay.plots", "scheduler_adapters.replay.replay"): "sweeps are plotted, and are replays",
 }
 NAMED_TWICE = {
     "Load": "pages of a host tier, and of a connector's request",
@@ -87,9 +86,7 @@ NAMED_TWICE = {
     "Part": "a part of a plan's runs, and of a pull",
     "RankMetadata": "of the wire, and vLLM's own handshake metadata",
     "Refusal": "of a file of pages, and of a lease",
-    "StatePart": "of a connector's config, and of a state page",
     "WorkerConfig": "of a connector, and of a process of the service",
-    "_Group": "private to two files",
     "_Reader": "private to two files",
 }
 

@@ -7,7 +7,7 @@ models (attention and Mamba-2 layers) keep their recurrent states in state pages
 from __future__ import annotations
 
 import inspect
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,12 +22,12 @@ from scheduler_adapters.hf.paged_attention import PagedBatch, no_attention_mask,
 from scheduler_adapters.hf.recurrent import (
     NO_MASKS,
     PagedStates,
-    check_layers,
+    check_supported,
     kv_layers_of,
     recurrent_layers_of,
     state_shape_of,
 )
-from scheduler_adapters.hf.state_layout import state_layouts
+from scheduler_adapters.hf.state_layout import page_bytes, state_layouts
 from scheduler_adapters.hf.tiny import ByteTokenizer, tiny_llama
 
 if TYPE_CHECKING:
@@ -49,10 +49,6 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Tokens of `text`."""
-        ...
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text of `tokens`."""
         ...
 
 
@@ -104,7 +100,9 @@ class HFRunner:
     @torch.inference_mode()
     def logits(self, batch: Sequence[Context], inputs: Sequence[RaggedKVCacheInputs]) -> torch.Tensor:
         """Logits after the last active token of each request, `[batch, vocabulary]`, in the model's dtype."""
-        self._check_devices(inputs)
+        elsewhere = [shard.blocks.device for shard in inputs if shard.blocks.device != self.model.device]
+        if elsewhere:
+            raise UnsupportedModelError(f"the model is on {self.model.device}, some of its pages on {elsewhere[0]}")
         if self._states is None:
             return self._forward(batch, inputs)
         # A recurrent layer takes whole rows: those of equal length run together, a row for each request.
@@ -139,11 +137,6 @@ class HFRunner:
         if cache is not None:
             cache.store([context.active_idx for context in batch])
         return (output.logits if self._keeps_logits else output.logits[:, keep]).flatten(0, 1)
-
-    def _check_devices(self, inputs: Sequence[RaggedKVCacheInputs]) -> None:
-        elsewhere = [shard.blocks.device for shard in inputs if shard.blocks.device != self.model.device]
-        if elsewhere:
-            raise UnsupportedModelError(f"the model is on {self.model.device}, some of its pages on {elsewhere[0]}")
 
 
 def load_model(path: str | Path | None, seed: int = 0, device: str = "cpu") -> PreTrainedModel:
@@ -233,11 +226,7 @@ def manager_for(
     devices: Sequence[torch.device | str],
     **kwargs: Any,
 ) -> PagedKVCacheManager:
-    """The manager that a model needs: a `HybridKVCacheManager` where it has recurrent layers. `kwargs` as there.
-
-    Raises:
-        InvalidParamsError, PoolTooSmallError: as the managers.
-    """
+    """The manager that a model needs, a `HybridKVCacheManager` where it has recurrent layers; `kwargs` as there."""
     layers = num_layers_of(model.config)
     if not recurrent_layers_of(model.config):
         return PagedKVCacheManager(params, max_batch_size, max_seq_len, layers, devices, **kwargs)
@@ -248,48 +237,24 @@ def state_bytes_of(model: PreTrainedModel, shards: int, requests: int) -> int:
     """Bytes of the state pages that the manager of a hybrid model sets apart, on all shards; 0 for other models."""
     if not recurrent_layers_of(model.config):
         return 0
-    return (requests + 1) * sum(layout.page_bytes for layout in state_layouts(state_shape_of(model), shards))
-
-
-def check_supported(config: PretrainedConfig) -> None:
-    """Refuse models that keep more than keys and values, or Mamba-2 states, of each layer.
-
-    Raises:
-        UnsupportedModelError: with the first layer, or the setting, that is not served.
-    """
-    check_layers(config)
-    text = config.get_text_config()
-    for name in ("kv_lora_rank", "num_kv_shared_layers"):
-        if getattr(text, name, None):
-            raise UnsupportedModelError(f"{config.model_type}: {name} is set: not supported over pages")
-
-
-def max_positions_of(config: PretrainedConfig) -> int | None:
-    """Tokens of the longest sequence that a model was made for; None where it does not say."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
+    return (requests + 1) * page_bytes(state_layouts(state_shape_of(model), shards))
 
 
 def eos_token_ids_of(model: PreTrainedModel) -> frozenset[int]:
     """The tokens at which the model's own `generate` ends."""
     eos = model.generation_config.eos_token_id
-    if eos is None:
-        return frozenset()
-    return frozenset(eos if isinstance(eos, list) else [eos])
+    return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
 
 
-@contextmanager
-def own_attention(model: PreTrainedModel) -> Generator[PreTrainedModel]:
-    """The model with its own attention (SDPA); afterwards what it had before."""
-    with _attention(model, _OWN_ATTENTION):
-        yield model
+def own_attention(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """A `with` block in which the model has its own attention (SDPA); afterwards what it had before."""
+    return _attention(model, _OWN_ATTENTION)
 
 
-@contextmanager
-def paged_attention(model: PreTrainedModel) -> Generator[PreTrainedModel]:
-    """The model attending over pages; afterwards what it had before."""
+def paged_attention(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """A `with` block in which the model attends over pages; afterwards what it had before."""
     _register()
-    with _attention(model, ATTENTION):
-        yield model
+    return _attention(model, ATTENTION)
 
 
 @contextmanager
@@ -316,9 +281,9 @@ def reference_tokens(model: PreTrainedModel, prompt: Sequence[int], max_new_toke
 
 @torch.inference_mode()
 def is_rounding_tie(model: PreTrainedModel, prompt: Sequence[int], ours: Sequence[int], theirs: Sequence[int]) -> bool:
-    """Whether the first difference between two outputs is one that rounding explains.
+    """Whether rounding explains the first difference between two outputs.
 
-    It is if the model's own logits for the two tokens differ by less than 1e-3 of the spread of all logits there.
+    It does if the model's own logits for the two tokens differ by less than 1e-3 of the spread of all logits there.
     """
     same = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
     if same is None:
@@ -355,7 +320,7 @@ def _set_attention(model: PreTrainedModel, name: str | None) -> None:
 def _load_directory(path: Path) -> PreTrainedModel:
     transformers = _transformers()
     if not (path / "config.json").is_file():
-        state = "has no config.json" if path.is_dir() else "does not exist"
+        state = "has no config.json" if path.exists() else "does not exist"
         raise ModelLoadError(f"model directory {str(path)!r} {state}")
     try:
         model, info = transformers.AutoModelForCausalLM.from_pretrained(

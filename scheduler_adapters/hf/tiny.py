@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from transformers import PreTrainedModel
 
 BOS, EOS, PAD = 256, 257, 258
@@ -23,7 +21,7 @@ class ByteTokenizer:
 
     Args:
         vocab_size: of the model that reads the tokens. Where the vocabulary is smaller than ours, bytes wrap around and
-            there is no start token: the text cannot be read back, but any prompt still gives valid tokens.
+            there is no start token, but any prompt still gives valid tokens.
     """
 
     def __init__(self, vocab_size: int = VOCAB_SIZE) -> None:
@@ -35,10 +33,6 @@ class ByteTokenizer:
         if self.vocab_size > BOS:
             return [BOS, *tokens]
         return [token % self.vocab_size for token in tokens] or [0]
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text of `tokens`, without the special ones."""
-        return bytes(token for token in tokens if token < BOS).decode(errors="replace")
 
 
 def tiny_llama(seed: int = 0) -> PreTrainedModel:

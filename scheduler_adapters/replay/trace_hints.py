@@ -38,16 +38,6 @@ def hints_for(trace: Sequence[Blocks], kind: str, seed: int = 0) -> list[Retenti
     return [Retention(session_continues=true != (rng.random() < wrong)) for true in continues(trace)]
 
 
-def check_hints(kind: str) -> None:
-    """Look at a kind of hints before anything is read.
-
-    Raises:
-        ReplayError: (a ValueError) no such kind.
-    """
-    if kind != "none":
-        _share_wrong(kind)
-
-
 def _share_wrong(kind: str) -> float:
     """The share of requests whose hint is inverted."""
     name, _, text = kind.partition("=")

@@ -22,7 +22,6 @@ import zmq
 
 from kvcache.errors import KVCacheError
 from scheduler_adapters.errors import MessageError
-from scheduler_adapters.hf.hybrid import HybridKVCacheManager
 from scheduler_adapters.loop import ServingLoop
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.decode import MAX_OPEN, DecodeScheduler
@@ -127,8 +126,8 @@ def build_loop(config: WorkerConfig) -> tuple[ServingLoop[PagedKVCacheManager], 
         [config.device] * params.n_devices,
         available_cache_memory=config.cache_bytes,
     )
-    states = manager.states if isinstance(manager, HybridKVCacheManager) else None
-    return ServingLoop(manager, HFRunner(model, states), config.token_budget), {"model": model_name(model)}
+    runner = HFRunner(model, *manager.further_groups)
+    return ServingLoop(manager, runner, config.token_budget), {"model": model_name(model)}
 
 
 def model_name(model: PreTrainedModel) -> str:

@@ -6,7 +6,7 @@ One a process: an engine with a thread for each replica of a manager, and the se
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvcache.errors import InvalidRequestError
 from transfer.errors import InvalidEngineError, InvalidLeaseError
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     import torch
 
     from kvcache.layout import PageLayout
-    from transfer.plan.boxes import Group
     from transfer.wire.keys import Keyring
 
 _STUCK_S = 10.0
@@ -39,16 +38,22 @@ LEASE_SLOTS = 4096
 
 
 class PendingPages(Protocol):
-    """Pages that are to be filled from another manager's: `kvcache.PendingImport`."""
+    """Pages that are to be filled from another manager's, of a request and a replica: `kvcache.PendingImport`."""
+
+    request_id: str
+    replica_idx: int
+
+
+class FurtherPages(Protocol):
+    """What keeps pages of each request beside those of its tokens, say a state: a further group of its block table."""
 
     @property
-    def request_id(self) -> str:
-        """Whose."""
+    def tensors(self) -> Sequence[Sequence[torch.Tensor]]:
+        """`[shard][region]`."""
         ...
 
-    @property
-    def replica_idx(self) -> int:
-        """Where they are."""
+    def beside(self, layout: ShardLayout, shard: int) -> ShardLayout:
+        """The layout of a shard with this group and its regions after those that it has."""
         ...
 
 
@@ -78,6 +83,11 @@ class PageOwner(Protocol):
         """`[replica][shard]`, dense: the null page, then all others."""
         ...
 
+    @property
+    def further_groups(self) -> Sequence[FurtherPages]:
+        """In the order of a block table, after the pages of tokens."""
+        ...
+
     def lease(self, request_id: str) -> Any:
         """Hold what a claimed request computes, until `end_lease`. The hold says its `replica_idx`."""
         ...
@@ -87,15 +97,6 @@ class PageOwner(Protocol):
 
     def copier(self, pending: Any) -> Any:
         """The one who may write to the pages of an import, and can prove that it did."""
-        ...
-
-
-@runtime_checkable
-class FurtherGroups(Protocol):
-    """A manager whose requests have pages of a second group beside keys and values, say of recurrent states."""
-
-    def further_groups(self, region: int) -> Sequence[tuple[Group, torch.Tensor]]:
-        """Of each shard the second group, and the tensor that is registered as `region`."""
         ...
 
 
@@ -429,11 +430,11 @@ def _keys(name: str, secret: str, keyring: Keyring | None) -> tuple[bytes, Keyri
 def _shards(manager: PageOwner, replica: int) -> list[tuple[ShardLayout, list[torch.Tensor]]]:
     """What each shard of a replica holds, and its tensors in the order of the layout's regions."""
     pages = manager.total_num_pages // manager.num_replicas + 1  # the null page is one of the tensor's
-    tensors = manager.device_tensors[replica]
-    shards = [(dense(layout, pages), [tensor]) for layout, tensor in zip(manager.layouts, tensors, strict=True)]
-    if not isinstance(manager, FurtherGroups):
-        return shards
-    return [
-        (ShardLayout((*layout.groups, group), (*layout.region_bytes, tensor.nbytes)), [*held, tensor])
-        for (layout, held), (group, tensor) in zip(shards, manager.further_groups(region=1), strict=True)
-    ]
+    shards: list[tuple[ShardLayout, list[torch.Tensor]]] = []
+    for shard, (page, blocks) in enumerate(zip(manager.layouts, manager.device_tensors[replica], strict=True)):
+        layout, tensors = dense(page, pages), [blocks]
+        for group in manager.further_groups:
+            layout = group.beside(layout, shard)
+            tensors += group.tensors[shard]
+        shards.append((layout, tensors))
+    return shards

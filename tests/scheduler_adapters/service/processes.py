@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from scheduler_adapters.hf.hybrid import HybridKVCacheManager
 from scheduler_adapters.hf.runner import HFRunner, kv_params_of, manager_for, num_layers_of, state_bytes_of
 from scheduler_adapters.loop import ServingLoop
 from scheduler_adapters.service import messages as msg
@@ -98,8 +97,7 @@ class Service:
             available_cache_memory=memory,
             **side.options,
         )
-        states = manager.states if isinstance(manager, HybridKVCacheManager) else None
-        self.loops[name] = ServingLoop(manager, HFRunner(self.model, states), side.budget)
+        self.loops[name] = ServingLoop(manager, HFRunner(self.model, *manager.further_groups), side.budget)
         self.exchanges[name] = PageExchange(
             manager, name, bind=f"ipc://{self.directory}/{name}.hand", replica_options=QUICK
         )
