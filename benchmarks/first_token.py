@@ -41,8 +41,8 @@ from benchmarks.trace_replay import FOLDER, TRACES
 from kvcache.errors import KVCacheError
 from scheduler_adapters.errors import WorkerError
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.fleet import Workers
-from scheduler_adapters.service.server import WorkerConfig
+from scheduler_adapters.service.fleet import Fleet
+from scheduler_adapters.service.server import ServerConfig
 
 PROGRAM = (sys.executable, "-m", "benchmarks.fleet_worker")
 REQUESTS = 300
@@ -72,10 +72,10 @@ class Served(NamedTuple):
     stats: list[msg.Stats]
 
 
-def configs(way: Way, requests: list[TraceRequest]) -> list[WorkerConfig]:
+def configs(way: Way, requests: list[TraceRequest]) -> list[ServerConfig]:
     """The processes of a way, for requests up to the longest of these."""
     return [
-        WorkerConfig(
+        ServerConfig(
             model=None,
             seed=0,
             page_size=PAGE,
@@ -109,8 +109,8 @@ def serve(way: Way, requests: list[TraceRequest], times: list[float]) -> Served:
     with tempfile.TemporaryDirectory(prefix="pagewire-first-") as folder:
         os.environ[FOLDER_VARIABLE] = folder
         warm_up = synthetic_requests(_WARM_UP, seed=1)
-        with Workers(configs(way, [*requests, *warm_up]), (*PROGRAM, *way.arguments)) as workers:
-            client = Client(workers)
+        with Fleet(configs(way, [*requests, *warm_up]), (*PROGRAM, *way.arguments)) as fleet:
+            client = Client(fleet)
             for number, request in enumerate(warm_up):
                 client.submit(f"warm-up-{number}", request)
                 while client.open:

@@ -110,11 +110,11 @@ def decode_process(kind: str, at: str, name: str, pipe: Connection) -> None:
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     context: Any = zmq.Context()
     loop, exchange = make(kind, name, at)
-    client, front = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    client, frontend = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
     client.bind(f"inproc://{name}")
-    front.connect(f"inproc://{name}")
+    frontend.connect(f"inproc://{name}")
     chunkwise = name == "chunkwise"
-    scheduler = DecodeScheduler(name, loop, exchange, context, [f"ipc://{at}/p"], front, chunkwise=chunkwise)
+    scheduler = DecodeScheduler(name, loop, exchange, context, [f"ipc://{at}/p"], frontend, chunkwise=chunkwise)
     pipe.send("ready")
     while True:
         if pipe.poll():

@@ -46,7 +46,7 @@ class WorkerError(AdapterError, RuntimeError):
 
 
 class TooManyOpenError(WorkerError):
-    """A request beyond those that a front may have on their way: it may come again when one of them has ended."""
+    """A request beyond those that a frontend may have on their way: it may come again when one of them has ended."""
 
 
 class MessageError(WorkerError, ValueError):
@@ -54,4 +54,4 @@ class MessageError(WorkerError, ValueError):
 
 
 class IllegalMoveError(WorkerError):
-    """A room was to go where its table has no move to: a bug of ours."""
+    """A request was to go where its table has no move to: a bug of ours."""

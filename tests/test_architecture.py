@@ -82,12 +82,9 @@ IN_CIRCLES = {
 }
 NAMED_TWICE = {
     "Load": "pages of a host tier, and of a connector's request",
-    "Offer": "a connector's, and a message of the service",
     "Part": "a part of a plan's runs, and of a pull",
     "RankMetadata": "of the wire, and vLLM's own handshake metadata",
     "Refusal": "of a file of pages, and of a lease",
-    "WorkerConfig": "of a connector, and of a process of the service",
-    "_Reader": "private to two files",
 }
 
 

@@ -239,9 +239,9 @@ class PairDriver:
         # is in flight.
         self.stalled = phase == "pulling"
         prompt, new = (prompt_of(202, 300), 10) if phase == "offered" else (LONG, 3 * NEW)
-        room = self.service.submit_one(request_id, prompt, new)
+        request = self.service.submit_one(request_id, prompt, new)
         many = 2 if phase == "decoding" else 0
-        self.service.until(lambda: room.phase == phase and len(self.service.tokens[request_id]) >= many, phase)
+        self.service.until(lambda: request.phase == phase and len(self.service.tokens[request_id]) >= many, phase)
         return prompt, new
 
     def cancel(self, request_id: str) -> None:

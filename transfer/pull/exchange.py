@@ -229,6 +229,11 @@ class PageExchange:
         """Time in which at least one READ was under way, in seconds, of all replicas."""
         return sum(thread.pull_seconds for thread in self._threads)
 
+    @property
+    def open_pulls(self) -> set[str]:
+        """Keys of the pulls, of all replicas, whose last event has not come out of `poll`."""
+        return {key for _, key in self._pulls}
+
     # ---- leases
 
     def offer(self, request_id: str, duration_s: float, *, running: bool = False) -> Source | None:

@@ -13,7 +13,7 @@ from scheduler_adapters.loop import ServingLoop
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.decode import MAX_OPEN, DecodeScheduler
 from scheduler_adapters.service.prefill import PrefillScheduler
-from scheduler_adapters.service.requests import DecodeRoom, DecodeTimes, PrefillTimes
+from scheduler_adapters.service.requests import DecodeRequest, DecodeTimes, PrefillTimes
 from scheduler_adapters.service.sockets import bind_router, received
 from transfer.pull.exchange import PageExchange
 
@@ -65,7 +65,7 @@ class Service:
         self.decodes: dict[str, DecodeScheduler] = {}
         self.routers: dict[str, Any] = {}
         self.clients: dict[str, Any] = {}
-        self.fronts: dict[str, Any] = {}
+        self.frontends: dict[str, Any] = {}
         self.buried: list[ServingLoop] = []
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, msg.Tokens] = {}
@@ -112,10 +112,10 @@ class Service:
 
     def start_decode(self, name: str) -> None:
         loop, exchange = self._start(name, self.sides["decode"])
-        client, front = self.context.socket(zmq.PAIR), self.context.socket(zmq.PAIR)
-        client.bind(f"ipc://{self.directory}/{name}.front")
-        front.connect(f"ipc://{self.directory}/{name}.front")
-        self.clients[name], self.fronts[name] = client, front
+        client, frontend = self.context.socket(zmq.PAIR), self.context.socket(zmq.PAIR)
+        client.bind(f"ipc://{self.directory}/{name}.frontend")
+        frontend.connect(f"ipc://{self.directory}/{name}.frontend")
+        self.clients[name], self.frontends[name] = client, frontend
         prefills = [f"ipc://{self.directory}/p{number}" for number in range(self.sides["prefill"].count)]
         self.decodes[name] = DecodeScheduler(
             name,
@@ -123,7 +123,7 @@ class Service:
             exchange,
             self.context,
             prefills,
-            front,
+            frontend,
             max_open=self.max_open,
             chunkwise=self.chunkwise,
             times=self.times,
@@ -140,7 +140,7 @@ class Service:
         """As when the process ends; what its client has not heard of is lost."""
         self.decodes.pop(name).close()
         self.clients.pop(name).close()
-        self.fronts.pop(name).close()
+        self.frontends.pop(name).close()
         self._stop(name)
 
     def _stop(self, name: str) -> None:
@@ -164,10 +164,10 @@ class Service:
 
     def submit_one(
         self, request_id: str, prompt: Sequence[int], new: int = NEW, decode: DecodeScheduler | None = None
-    ) -> DecodeRoom:
+    ) -> DecodeRequest:
         decode = decode or self.decode
         self._submit(request_id, prompt, new, decode)
-        return decode._rooms[request_id]
+        return decode._requests[request_id]
 
     def _submit(self, request_id: str, prompt: Sequence[int], new: int, decode: DecodeScheduler) -> None:
         self.tokens[request_id] = []
