@@ -17,7 +17,7 @@ from kvcache.errors import AlreadyClaimedError, KVCacheError, NoFreeRowError
 from scheduler_adapters.errors import TooManyOpenError
 from scheduler_adapters.loop import Output, Request, ServingLoop, finish_reason
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.prefill_router import PrefillRouter
+from scheduler_adapters.service.prefill_router import PrefillConnection
 from scheduler_adapters.service.requests import DecodeRequest, DecodeTimes, Importing, Recent
 from scheduler_adapters.service.sockets import MAX_UNREAD, FrontendQueue
 from transfer.pull.pull_state import PullEvent
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from kvcache.replica.block_table import BlockTable
     from kvcache.replica.copier import ImportProof
     from scheduler_adapters.base import PulledPages
-    from scheduler_adapters.service.prefill_router import PrefillConnection
     from scheduler_adapters.service.sockets import Context, Socket
     from transfer.pull.exchange import ExchangeEvent, PageExchange
     from transfer.wire.keys import Keyring
@@ -89,8 +88,7 @@ class DecodeScheduler:
         self._times = times or DecodeTimes()
         self._clock = clock
         hello = msg.Hello(reader=name, incarnation=exchange.incarnation)
-        self._router = PrefillRouter(context, prefills, hello, clock, keyring)
-        self.connections = self._router.connections
+        self.connections = [PrefillConnection(context, endpoint, hello, clock, keyring) for endpoint in prefills]
         self._max_open = max_open
         self._requests: dict[str, DecodeRequest] = {}
         # Of each replica the requests that wait for its pages, in the order of their offers, each with its attempt.
@@ -101,11 +99,6 @@ class DecodeScheduler:
         self._expire_at = 0.0
 
     @property
-    def connected(self) -> bool:
-        """Whether a prefill process is there. Requests wait for one."""
-        return self._router.connected
-
-    @property
     def open_requests(self) -> int:
         """Requests on their way, and pulls of others that have not ended."""
         return len({request.key for request in self._requests.values()} | self._exchange.open_pulls)
@@ -113,7 +106,7 @@ class DecodeScheduler:
     @property
     def sockets(self) -> list[Socket]:
         """What to wait for while `poll` finds nothing to do."""
-        return self._router.sockets
+        return [socket for prefill in self.connections for socket in prefill.sockets]
 
     # ---- what the frontend says
 
@@ -197,19 +190,20 @@ class DecodeScheduler:
             pull_seconds=self._exchange.pull_seconds,
             retries=self.counts["retries"],
             failed=self.counts["failed"],
-            malformed=self._router.malformed,
+            malformed=sum(prefill.malformed for prefill in self.connections),
             late=self.counts["late"],
         )
 
     def close(self) -> None:
         """Close the connections. Safe twice."""
-        self._router.close()
+        for prefill in self.connections:
+            prefill.close()
 
     # ---- having a prompt prefilled
 
     def _ask(self) -> None:
         for request in [request for request in self._requests.values() if request.phase == "waiting"]:
-            if request.ask(self._router, self._times.prefill_s, chunkwise=self._chunkwise):
+            if request.ask(self.connections, self._times.prefill_s, chunkwise=self._chunkwise):
                 request.move("asked", self._clock() + self._times.prefill_s)
 
     def _on_message(self, prefill: PrefillConnection, message: msg.ToDecode) -> None:

@@ -188,63 +188,22 @@ class PrefillConnection:
             return None
 
 
-class PrefillRouter:
-    """Has each prompt computed by the process that will have done so first, and books the load of each.
+def route(
+    connections: Sequence[PrefillConnection], message: msg.Prefill, avoid: set[str]
+) -> tuple[PrefillConnection, int] | None:
+    """Have a prompt computed by the process that will have done so first, which is guessed by load and history.
 
-    Args:
-        context: makes the sockets.
-        endpoints: of the prefill processes.
-        hello: who we are.
-        clock: seconds, monotonic.
-        keyring: what we show there, and know them by; None for plain sockets.
-
-    Attributes:
-        connections: to each of them.
+    Between equals the one with less in its cache; one that is to be avoided only where there is no other. Whom it was
+    asked of, and the tokens booked there as its load; None where nobody took it.
     """
-
-    def __init__(
-        self,
-        context: Context,
-        endpoints: Sequence[str],
-        hello: msg.Hello,
-        clock: Callable[[], float],
-        keyring: Keyring | None = None,
-    ) -> None:
-        self.connections = [PrefillConnection(context, endpoint, hello, clock, keyring) for endpoint in endpoints]
-
-    @property
-    def connected(self) -> bool:
-        """Whether a process is there."""
-        return any(one.welcome for one in self.connections)
-
-    @property
-    def sockets(self) -> list[Socket]:
-        """What to wait for."""
-        return [socket for one in self.connections for socket in one.sockets]
-
-    @property
-    def malformed(self) -> int:
-        """Messages that could not be decoded."""
-        return sum(one.malformed for one in self.connections)
-
-    def ask(self, message: msg.Prefill, avoid: set[str]) -> tuple[PrefillConnection, int] | None:
-        """Have a prompt computed. Whom it was asked of, and the tokens booked there; None where nobody took it.
-
-        Between equals the one with less in its cache; one that is to be avoided only where there is no other.
-        """
-        there = [one for one in self.connections if one.welcome]
-        if not there:
-            return None
-        chunks = chunks_of(message.prompt, message.cache_salt) if len(self.connections) > 1 else []
-        missing = {one: len(message.prompt) - one.history.tokens_of(chunks) for one in there}
-        chosen = min(there, key=lambda one: (one.name in avoid, one.load + missing[one], len(one.history)))
-        if not chosen.send(message):
-            return None
-        chosen.load += missing[chosen]
-        chosen.history.add(chunks)
-        return chosen, missing[chosen]
-
-    def close(self) -> None:
-        """Close the connections. Safe twice."""
-        for one in self.connections:
-            one.close()
+    there = [one for one in connections if one.welcome]
+    if not there:
+        return None
+    chunks = chunks_of(message.prompt, message.cache_salt) if len(connections) > 1 else []
+    missing = {one: len(message.prompt) - one.history.tokens_of(chunks) for one in there}
+    chosen = min(there, key=lambda one: (one.name in avoid, one.load + missing[one], len(one.history)))
+    if not chosen.send(message):
+        return None
+    chosen.load += missing[chosen]
+    chosen.history.add(chunks)
+    return chosen, missing[chosen]

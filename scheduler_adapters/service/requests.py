@@ -39,14 +39,15 @@ from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar
 from kvcache.replica.context import TextContext
 from scheduler_adapters.errors import IllegalMoveError
 from scheduler_adapters.service import messages as msg
+from scheduler_adapters.service.prefill_router import route
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Hashable, Mapping, Sequence
 
     from kvcache.replica.block_table import BlockTable
     from kvcache.replica.pending import PendingImport
     from scheduler_adapters.loop import Request
-    from scheduler_adapters.service.prefill_router import PrefillConnection, PrefillRouter
+    from scheduler_adapters.service.prefill_router import PrefillConnection
     from transfer.pull.replica import Source
 
 PREFILL_MOVES: dict[str, frozenset[str]] = {
@@ -247,7 +248,7 @@ class DecodeRequest(TrackedRequest):
         limit = len(self.spec.prompt) + self.spec.max_new_tokens
         return TextContext(self.tokens, limit, self.request_id, self.spec.cache_salt)
 
-    def ask(self, router: PrefillRouter, within_s: float, *, chunkwise: bool) -> bool:
+    def ask(self, connections: Sequence[PrefillConnection], within_s: float, *, chunkwise: bool) -> bool:
         """Have the prompt computed. Whether somebody was there to take the message."""
         message = msg.Prefill(
             request_id=self.request_id,
@@ -257,7 +258,7 @@ class DecodeRequest(TrackedRequest):
             chunkwise=chunkwise,
             cache_salt=self.spec.cache_salt,
         )
-        asked = router.ask(message, self.avoid)
+        asked = route(connections, message, self.avoid)
         if asked is None:
             return False
         self.prefill, self.load = asked

@@ -20,7 +20,7 @@ SCHEDULER_ADAPTERS_EDGES: tuple[Module, ...] = (
         "scheduler_adapters.service.prefill_router",
         ["tests/scheduler_adapters/service/test_prefill_router.py"],
         [
-            Mutation("PrefillRouter.ask", "chosen.load += missing[chosen]", "pass"),
+            Mutation("route", "chosen.load += missing[chosen]", "pass"),
             Mutation("chunks_of", "len(tokens) - CHUNK + 1", "len(tokens)"),
             Mutation("chunks_of", "hash(cache_salt)", "0"),
             Mutation("PromptHistory.add", "reversed(chunks)", "chunks"),

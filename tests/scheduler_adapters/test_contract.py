@@ -201,7 +201,7 @@ class PairDriver:
         limits = self.limits
         side = Side(pages=limits.pages, page_size=limits.page_size, rows=limits.rows, budget=limits.budget)
         self.service = WatchedService(model, directory, side, side, lease_s=1.0)
-        self.service.until(lambda: self.service.decode.connected, "the link")
+        self.service.until(lambda: self.service.connected, "the link")
         self.lost: set[str] = set()
         self.victim, self.refusals, self.stalled = "", 0.0, False
         self.patch = pytest.MonkeyPatch()

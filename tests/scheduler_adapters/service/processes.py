@@ -79,6 +79,10 @@ class Service:
         return self.prefills["p0"]
 
     @property
+    def connected(self) -> bool:
+        return any(prefill.welcome for prefill in self.decode.connections)
+
+    @property
     def decode(self) -> DecodeScheduler:
         return self.decodes["d0"]
 

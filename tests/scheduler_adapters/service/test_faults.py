@@ -435,7 +435,7 @@ def test_rubbish_from_prefill_is_counted_and_answered_and_harms_nobody(
     start: Callable[..., Service], expected: dict[str, list[int]]
 ) -> None:
     service = start()
-    service.until(lambda: service.decode.connected, "the connection")
+    service.until(lambda: service.connected, "the connection")
     (identity,) = service.prefill._readers
     offer = msg.Failed(request_id="nobody", attempt=7, reason="?")
     for frames in ([b"\xff"], [b"a", b"b"], [msg.encode(msg.Stop())], [msg.encode(offer)]):

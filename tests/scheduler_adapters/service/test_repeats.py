@@ -209,7 +209,7 @@ def test_the_hello_of_a_connection_that_is_gone_displaces_nobody(service: Servic
 
 
 def test_a_prompt_that_comes_after_its_cancellation_is_not_computed(service: Service, expected: list[int]) -> None:
-    service.until(lambda: service.decode.connected, "the connection")
+    service.until(lambda: service.connected, "the connection")
     ((identity, reader),) = service.prefill._readers.items()
     request = {"request_id": "gone", "attempt": 1 << 30}
     cancel = msg.encode(msg.Cancel(**request, reason="nobody waits"))
