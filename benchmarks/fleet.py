@@ -107,7 +107,7 @@ def run(requests: list[TraceRequest], seed: int) -> Run:
     """Serve the requests, with kills and cancellations of the seed.
 
     Raises:
-        WorkerError: a process died that was not killed, or nothing goes on any more.
+        ServiceError: a process died that was not killed, or nothing goes on any more.
     """
     rng = random.Random(seed)  # noqa: S311  (guards nothing)
     plan = plan_of(requests, rng)

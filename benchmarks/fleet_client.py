@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from scheduler_adapters.errors import WorkerError
+from scheduler_adapters.errors import ServiceError
 from scheduler_adapters.service import messages as msg
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Client:
         """Take in what the processes say, waiting up to `timeout_s` for the first of it.
 
         Raises:
-            WorkerError: a process has died that nobody killed; or requests are open, and nothing came for two minutes.
+            ServiceError: a process has died that nobody killed; or requests are open, and nothing came for two minutes.
         """
         messages = self.fleet.receive(timeout_s)
         now = time.monotonic()
@@ -114,7 +114,7 @@ class Client:
         if messages or not self.open:
             self._heard = now
         elif now > self._heard + STALL_S:
-            raise WorkerError(f"nothing came for {STALL_S:.0f} s, and {len(self.open)} requests are open")
+            raise ServiceError(f"nothing came for {STALL_S:.0f} s, and {len(self.open)} requests are open")
 
     def _take(self, message: msg.Tokens, now: float) -> None:
         one = self.open.get(message.request_id)
@@ -146,19 +146,19 @@ class Client:
         """Until each process that was started anew serves.
 
         Raises:
-            WorkerError: one does not.
+            ServiceError: one does not.
         """
         deadline = time.monotonic() + _START_S
         while self._starting:
             self.hear(0.05)
             if time.monotonic() > deadline:
-                raise WorkerError(f"not ready after {_START_S:.0f} s: {', '.join(sorted(self._starting))}")
+                raise ServiceError(f"not ready after {_START_S:.0f} s: {', '.join(sorted(self._starting))}")
 
     def count(self, names: list[str]) -> None:
         """Have the counters of these processes, as they are now, in `stats`.
 
         Raises:
-            WorkerError: one does not answer, or finds its pages in disorder.
+            ServiceError: one does not answer, or finds its pages in disorder.
         """
         for name in names:
             self.stats.pop(name, None)
@@ -167,7 +167,7 @@ class Client:
         while not all(name in self.stats for name in names):
             self.hear(0.05)
             if time.monotonic() > deadline:
-                raise WorkerError(f"no counters after {_SETTLE_S:.0f} s from {', '.join(names)}")
+                raise ServiceError(f"no counters after {_SETTLE_S:.0f} s from {', '.join(names)}")
 
     def settle(self) -> float:
         """Seconds until nothing is held any more, or half a minute; `stats` says what is held then."""

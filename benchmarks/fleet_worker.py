@@ -1,6 +1,6 @@
 """A worker that is watched: it stamps what becomes of each request, and cancels requests in the phases of a plan.
 
-`python -m benchmarks.fleet_worker [alone]`, started by `Workers`. The folder that PAGEWIRE_FLEET names holds the plan,
+`python -m benchmarks.fleet_worker [alone]`, started by `Fleet`. The folder that PAGEWIRE_FLEET names holds the plan,
 and takes the stamps. `alone`: a decode process that computes its prompts itself.
 
 A plan's cancellation does what a client's `Abort` does that arrives between two rounds of the decode process; sent from
@@ -68,7 +68,7 @@ class Planned(msgspec.Struct, frozen=True):
 
 
 def write_plan(folder: Path, plan: dict[str, Planned]) -> None:
-    """Leave a plan for the workers, by request id."""
+    """Leave a plan for the servers, by request id."""
     (folder / PLAN).write_bytes(msgspec.json.encode(plan))
 
 

@@ -8,9 +8,9 @@ What a scheduler does, and what does it here:
     commit    `Pages.step`, `PulledPages.commit_import`                   computed here, or read from a peer
     release   `Pages.release`                                             the end of a request
     abort     `Pages.release`, at any time; with an import pending also `PulledPages.cancel_import`, at any time
-    offer     `PageExchange.offer`                                            a lease over what a request computes
-    accept    `PageExchange.open_pull`, `PageExchange.read`                       of what a peer offered
-    poll      `PageExchange.poll`                                             what has become of both
+    offer     `PageExchange.offer`                                        a lease over what a request computes
+    accept    `PageExchange.open_pull`, `PageExchange.read`               of what a peer offered
+    poll      `PageExchange.poll`                                         what has become of both
 
 `ServingLoop` and `PrefillScheduler` need `Pages`, `DecodeScheduler` needs `PulledPages`; the managers are both. Both
 ends of a transfer are an `PageExchange` (`transfer.pull.exchange`). An engine that owns its pages (SGLang) has

@@ -15,7 +15,7 @@ from kvcache.errors import PoolTooSmallError
 from kvcache.manager import PagedKVCacheManager
 from scheduler_adapters.demo.prompts import default_prompts, read_prompts, take
 from scheduler_adapters.demo.report import Figures, Reporter
-from scheduler_adapters.errors import AdapterError, PromptsError, WorkerError
+from scheduler_adapters.errors import AdapterError, PromptsError, ServiceError
 from scheduler_adapters.hf.runner import (
     is_rounding_tie,
     kv_params_of,
@@ -107,7 +107,7 @@ def serve(fleet: Fleet, served: list[Served], options: DemoOptions, show: Callab
     """Submit every request, at most `concurrency` at a time, and collect the tokens.
 
     Raises:
-        WorkerError: a process died, or nothing came for two minutes.
+        ServiceError: a process died, or nothing came for two minutes.
     """
     by_id = {one.request_id: one for one in served}
     decodes = [name for name in fleet.running if fleet.role(name) == "decode"]
@@ -130,7 +130,7 @@ def serve(fleet: Fleet, served: list[Served], options: DemoOptions, show: Callab
                 done += _take(by_id[message.request_id], message)
         show(done, f"{submitted - done} on their way")
         if time.monotonic() - heard > _STALL_S:
-            raise WorkerError(f"no token within {_STALL_S:.0f} s; {submitted - done} requests are on their way")
+            raise ServiceError(f"no token within {_STALL_S:.0f} s; {submitted - done} requests are on their way")
 
 
 def _take(one: Served, message: msg.Tokens) -> bool:

@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Self
 import msgspec
 import zmq
 
-from scheduler_adapters.errors import WorkerError
+from scheduler_adapters.errors import ServiceError
 from scheduler_adapters.interrupts import held
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.sockets import Context, received
@@ -47,7 +47,7 @@ class Fleet:
         send_timeout_s: most seconds that `send` waits for a server that takes nothing in.
 
     Raises:
-        WorkerError: from any method, when a server has died that nobody killed here, or does not answer. `__exit__`
+        ServiceError: from any method, when a server has died that nobody killed here, or does not answer. `__exit__`
             ends all of them then.
     """
 
@@ -124,19 +124,19 @@ class Fleet:
         """Queue a message to one server. Waits while its queue is full: it takes nothing while its answers pile up.
 
         Raises:
-            WorkerError: it is gone, or its queue stays full.
+            ServiceError: it is gone, or its queue stays full.
         """
         try:
             self._socket.send_multipart([name.encode(), msg.encode(message)])
         except zmq.Again as error:
             self._check_alive()
-            raise WorkerError(
+            raise ServiceError(
                 f"the {name} process has taken no message for {self._send_timeout_s:g} s: it is stopped, "
                 "or waits for what it has sent to be received"
             ) from error
         except zmq.ZMQError as error:  # ROUTER_MANDATORY: there is no such peer any more
             self._check_alive()
-            raise WorkerError(f"the {name} process cannot be reached: {error}") from error
+            raise ServiceError(f"the {name} process cannot be reached: {error}") from error
 
     def expect_end(self, name: str) -> None:
         """A server may end from now on: that is no error. `restart` starts it anew."""
@@ -162,7 +162,7 @@ class Fleet:
         """What the servers have sent, waiting up to `timeout_s` for the first of it.
 
         Raises:
-            WorkerError: a server has ended, or says why it is about to.
+            ServiceError: a server has ended, or says why it is about to.
         """
         messages = self._received(timeout_s)
         if any(map(self.has_ended, self.running)):
@@ -187,7 +187,7 @@ class Fleet:
         for _, data in received(self._socket):
             message = msg.decode(data)
             if isinstance(message, msg.Fatal):
-                raise WorkerError(f"the {message.name} process failed: {message.error}")
+                raise ServiceError(f"the {message.name} process failed: {message.error}")
             messages.append(message)
         return messages
 
@@ -207,7 +207,7 @@ class Fleet:
         try:
             self._socket.bind(frontend)
         except zmq.ZMQError as error:
-            raise WorkerError(f"no socket can be made at {frontend!r}: {error}") from error
+            raise ServiceError(f"no socket can be made at {frontend!r}: {error}") from error
         # Without MANDATORY a message to a server that is not connected yet would vanish.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a server that was killed comes back under its name
@@ -226,9 +226,9 @@ class Fleet:
             try:
                 process = self._processes[name] = self._spawn(self._logs[name])
             except OSError as error:
-                raise WorkerError(f"the {name} process cannot be started: {error}") from error
+                raise ServiceError(f"the {name} process cannot be started: {error}") from error
         if process.stdin is None:
-            raise WorkerError(f"the {name} process has no standard input")
+            raise ServiceError(f"the {name} process has no standard input")
         with suppress(BrokenPipeError):  # the process has ended already: who listens to it learns how
             process.stdin.write(msgspec.json.encode(self._configs[name]) + b"\n")
             process.stdin.flush()  # and it stays open: its end tells the process that we are gone
@@ -249,12 +249,12 @@ class Fleet:
             status = self._processes[name].poll()
             if status is not None:
                 how = f"signal {-status}" if status < 0 else f"status {status}"
-                raise WorkerError(f"the {name} process died ({how}){self._last_words(name)}")
+                raise ServiceError(f"the {name} process died ({how}){self._last_words(name)}")
 
     def _check_deadline(self, deadline: float, answered: set[str], timeout_s: float) -> None:
         if time.monotonic() > deadline:
             silent = ", ".join(name for name in self.running if name not in answered)
-            raise WorkerError(f"no answer within {timeout_s:.0f} s from: {silent}")
+            raise ServiceError(f"no answer within {timeout_s:.0f} s from: {silent}")
 
     def _last_words(self, name: str) -> str:
         log = self._logs[name]
@@ -296,7 +296,7 @@ class RunFolder:
     is free belongs to a run that was killed: each new run removes those of its user.
 
     Raises:
-        WorkerError: no folder can be made.
+        ServiceError: no folder can be made.
     """
 
     def __init__(self) -> None:
@@ -310,8 +310,8 @@ class RunFolder:
                     return
                 shutil.rmtree(self.path, ignore_errors=True)
         except OSError as error:
-            raise WorkerError(f"no folder for the run can be made: {error}") from error
-        raise WorkerError(f"no folder for the run can be locked: {self.path} was the last of {_TRIES}")
+            raise ServiceError(f"no folder for the run can be made: {error}") from error
+        raise ServiceError(f"no folder for the run can be locked: {self.path} was the last of {_TRIES}")
 
     def close(self) -> None:
         """Remove the folder and all that is in it. Safe twice."""

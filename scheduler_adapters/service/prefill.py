@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from kvcache.errors import InvalidRequestError, KVCacheError
-from scheduler_adapters.errors import MessageError, WorkerError
+from scheduler_adapters.errors import MessageError, ServiceError
 from scheduler_adapters.loop import Output, Request, ServingLoop
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.requests import PrefillRequest, PrefillTimes, Recent
@@ -106,7 +106,7 @@ class PrefillScheduler:
         """Take messages and events in, and run one step. Whether there was anything to do; never waits.
 
         Raises:
-            EngineClosedError, WorkerError: the transfer thread has died, or does nothing: this process cannot go on.
+            EngineClosedError, ServiceError: the transfer thread has died, or does nothing: this process cannot go on.
         """
         busy = False
         for frames in received(self._socket):
@@ -315,7 +315,7 @@ class PrefillScheduler:
         for request in [request for request in self._requests.values() if request.deadline <= now]:
             if request.phase == "ending":
                 ago_s, name = self._times.step_s, request.request_id
-                raise WorkerError(f"request {name!r}: its lease was revoked {ago_s} s ago, and still stands")
+                raise ServiceError(f"request {name!r}: its lease was revoked {ago_s} s ago, and still stands")
             self._end(request, f"timed out in phase {request.phase!r} on prefill process {self.name!r}")
 
     def _end(self, request: PrefillRequest, reason: str, *, silent: bool = False, final: bool = False) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import zmq
 
-from scheduler_adapters.errors import WorkerError
+from scheduler_adapters.errors import ServiceError
 from scheduler_adapters.service import messages as msg
 from transfer.errors import HandshakeError
 
@@ -55,7 +55,7 @@ def bind_router(context: Context, endpoint: str, keyring: Keyring | None = None)
 
     Raises:
         HandshakeError: the keyring cannot be used here.
-        WorkerError: the endpoint cannot be bound.
+        ServiceError: the endpoint cannot be bound.
     """
     socket = bounded_socket(context, zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -69,7 +69,7 @@ def bind_router(context: Context, endpoint: str, keyring: Keyring | None = None)
         raise
     except zmq.ZMQError as error:
         socket.close()
-        raise WorkerError(f"no socket can be made at {endpoint!r}: {error}") from error
+        raise ServiceError(f"no socket can be made at {endpoint!r}: {error}") from error
     return socket
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from scheduler_adapters.errors import WorkerError
+from scheduler_adapters.errors import ServiceError
 from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.fleet import Fleet
@@ -71,7 +71,7 @@ def test_two_processes_serve_a_prompt_and_end_in_order(tiny_model: object) -> No
 
 def test_a_killed_process_is_named_and_takes_the_other_along() -> None:
     fleet = Fleet(CONFIGS)
-    with pytest.raises(WorkerError, match=r"the prefill process died \(signal 9\)"):
+    with pytest.raises(ServiceError, match=r"the prefill process died \(signal 9\)"):
         kill_and_listen(fleet)
     assert len(fleet.pids) == 2
     assert_gone_soon(list(fleet.pids.values()))
@@ -87,7 +87,7 @@ def kill_and_listen(fleet: Fleet) -> None:
 
 def test_a_process_that_cannot_start_says_why() -> None:
     fleet = Fleet([msgspec.structs.replace(config, cache_bytes=100) for config in CONFIGS])
-    with pytest.raises(WorkerError, match="process failed: .*100"), fleet:
+    with pytest.raises(ServiceError, match="process failed: .*100"), fleet:
         pass
     assert_gone_soon(list(fleet.pids.values()))
 

@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from scheduler_adapters.demo.demo import settled_stats
-from scheduler_adapters.errors import WorkerError
+from scheduler_adapters.errors import ServiceError
 from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.fleet import Fleet
@@ -253,7 +253,7 @@ def test_what_a_front_sends_to_a_process_that_takes_nothing_fails_at_a_deadline(
         os.kill(pid, signal.SIGSTOP)
         try:
             begin = time.monotonic()
-            with pytest.raises(WorkerError, match="the decode process has taken no message for 1 s"):
+            with pytest.raises(ServiceError, match="the decode process has taken no message for 1 s"):
                 send_without_end(fleet)
             assert time.monotonic() - begin < 20
         finally:

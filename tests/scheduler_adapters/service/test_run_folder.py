@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_adapters.errors import WorkerError
+from scheduler_adapters.errors import ServiceError
 from scheduler_adapters.service import fleet
 from scheduler_adapters.service.fleet import PREFIX, RunFolder
 
@@ -133,6 +133,6 @@ def test_where_no_folder_can_be_made_it_says_so(root: Path, monkeypatch: pytest.
         monkeypatch.setattr(fleet.fcntl, "flock", refuse)
     else:
         monkeypatch.setattr(tempfile, "tempdir", str(root / "none"))
-    with pytest.raises(WorkerError, match="no folder for the run can be"):
+    with pytest.raises(ServiceError, match="no folder for the run can be"):
         RunFolder()
     assert not list(root.iterdir())
