@@ -35,7 +35,7 @@ ROOMS: dict[str, set[str]] = {
     "transfer values": {"kvcache values"},
     "transfer.plan": {"kvcache values", "transfer values"},
     "transfer.wire": {"transfer values", "transfer.plan"},
-    "transfer.nixl": {"transfer values", "transfer.wire"},
+    "transfer.nixl": {"transfer values"},
     "transfer.pull": {"transfer values", "transfer.plan", "transfer.wire", "transfer.nixl"},
     "transfer.engine": {"transfer values", "transfer.nixl"},
     "transfer.connector": {"transfer values", "transfer.plan", "transfer.wire", "transfer.pull"},

@@ -76,8 +76,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         prefills: where the prefill processes listen, for a decode process.
         handshake: where the process tells peers of its engines.
         keyring: file of this process's keys (`transfer.wire.keys`); empty for plain sockets.
-        secret: shared by the fleet (`transfer.wire.secret`), for what engines tell each other, in place of a keyring:
-            no first contact needs a trial then, which takes seconds.
+        secret: shared by the fleet (`transfer.wire.secret`), for what engines tell each other, in place of a keyring;
+            sources on other hosts are read from only with one of them.
     """
 
     model: str | None

@@ -3,7 +3,7 @@
 A request says where its source is, and may be wrong: what it says touches no request that says otherwise. Metadata is
 asked for at the first request, and an engine is forgotten when it dies, is replaced, or is idle. It is replaced when it
 is known to be gone, and not because somebody else answers to its name: whoever does waits until it has been asked.
-Metadata that no key vouches for is tried elsewhere before it is loaded.
+Metadata that no key authenticates is loaded only where a process on this host vouches for it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from transfer.errors import HandshakeError, MetadataError, TransferError
-from transfer.nixl.trials import UNVOUCHED, Attempt, Trials
+from transfer.nixl.vouchers import is_vouched
 from transfer.wire.messages import Answer, MetadataReply, Pong, RankMetadata, open_rank
 
 if TYPE_CHECKING:
@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from transfer.pull.remote import RemoteEngine
     from transfer.wire.handshake import HandshakeClient
 
-_NO_KEY = "its metadata is sealed with no key, and "
-_TRIED = "a process in which it was tried found it wrong: "
+_UNKNOWN = (
+    "no key authenticates its metadata, and no process of this user on this host says that it is its own; "
+    "sources on other hosts need a shared `secret`, the same on both sides"
+)
 
 Place: TypeAlias = tuple[str, str]
 """ZMQ endpoint of a handshake, and the id of the engine that is expected there."""
@@ -64,11 +66,10 @@ class Peer:
 
 @dataclass(slots=True, eq=False)
 class _Newcomer:
-    """What an engine has answered that is not loaded yet: for each rank here what is known of it, and its trial."""
+    """What an engine has answered that is not loaded yet: for each rank here what is known of it."""
 
     incarnation: str
     remotes: list[RemoteEngine]
-    attempt: Attempt | None = None
 
 
 class Directory:
@@ -81,7 +82,6 @@ class Directory:
         clock: seconds, monotonic.
         on_ready: called with an engine that has just said who it is, every time that it does.
         on_lost: called with an engine that is not to be read from any more, and why.
-        trials: try what is not sealed with a key; those of the process where None.
 
     Attributes:
         failed_handshakes: engines that did not answer, or not well.
@@ -95,7 +95,6 @@ class Directory:
         clock: Callable[[], float],
         on_ready: Callable[[Peer], None],
         on_lost: Callable[[Peer, str], None],
-        trials: Trials | None = None,
     ) -> None:
         self.failed_handshakes = 0
         self._ranks = ranks
@@ -107,7 +106,7 @@ class Directory:
         self._compatibility: Mapping[str, str] = ranks[0].identity.compatibility
         self._peers: dict[Place, Peer] = {}
         self._newcomers: dict[Place, _Newcomer] = {}
-        self._trials = None if ranks[0].identity.key else trials or Trials.shared()
+        self._has_key = bool(ranks[0].identity.key)
         self._next_watch = 0.0
 
     def __len__(self) -> int:
@@ -125,8 +124,6 @@ class Directory:
         if peer.connecting or self._is_connected(peer):
             return
         peer.connecting = True
-        if self._trials is not None and self._trials.may_try(self._ranks[0].memory_type):
-            self._trials.start()  # it takes a second or two, in which the peer answers
 
         def done(answer: Answer | TransferError) -> None:
             if self._peers.get(place) is peer:
@@ -134,36 +131,8 @@ class Directory:
 
         self._client.ask_metadata(*place, self._compatibility, done, self._times.handshake)
 
-    def try_out(self, address: str, ranks: Sequence[bytes]) -> Callable[[], None]:
-        """Begins the trial of an engine that is to be added.
-
-        Args:
-            address: as `add` will be told.
-            ranks: likewise.
-
-        Returns:
-            What waits for the verdict, and raises a `HandshakeError` where the engine may not be loaded. Any thread may
-            call it. No trial is needed where it returns at once.
-
-        Raises:
-            TransferError: the metadata is damaged, or does not fit.
-        """
-        first, remotes = self._open(address, ranks)
-        trials = self._trials
-        if trials is None or not remotes:
-            return lambda: None
-        attempt = trials.begin(remotes[0].ranks, self._ranks[0].memory_type)
-
-        def wait() -> None:
-            if verdict := trials.wait(attempt):
-                raise HandshakeError(f"engine {first.engine_id!r} at {address}: {_because(verdict)}")
-
-        return wait
-
     def add(self, address: str, ranks: Sequence[bytes]) -> str:
         """Loads an engine whose metadata came by another way than the handshake. Returns its id.
-
-        Waits for the engine's trial, if it needs one: a thread that serves lets its caller wait, see `try_out`.
 
         Args:
             address: where it answers signs of life, as requests will name it.
@@ -172,8 +141,9 @@ class Directory:
         Raises:
             TransferError: as `RankTransfer.connect`. Nothing stays loaded then.
         """
-        self.try_out(address, ranks)()
         first, remotes = self._open(address, ranks)
+        if remotes and not self._has_key and not _is_vouched(remotes[0]):
+            raise HandshakeError(f"engine {first.engine_id!r} at {address}: {_UNKNOWN}")
         peer = Peer((address, first.engine_id), used=self._clock(), heard=self._clock())
         if remotes:
             self._load(peer, remotes)
@@ -214,7 +184,7 @@ class Directory:
         return [rank.inspect(ranks, (peer.place[1], incarnation)) for rank in self._ranks]
 
     def _go_on(self, peer: Peer) -> None:
-        """Loads a newcomer once nothing is in its way: another start of it that lives, or a trial."""
+        """Loads a newcomer, if that may be, once no other start of it lives."""
         newcomer = self._newcomers[peer.place]
         try:
             if not self._is_loaded(peer.place[1], newcomer.incarnation):
@@ -222,8 +192,8 @@ class Directory:
                     for other in known:
                         self._ping(other)
                     return
-                if not self._is_tried(newcomer):
-                    return
+                if not (self._has_key or self._client.is_keyed or _is_vouched(newcomer.remotes[0])):
+                    raise HandshakeError(_UNKNOWN)
                 self._load(peer, newcomer.remotes)
         except TransferError as error:
             self._refuse(peer, str(error))
@@ -232,16 +202,6 @@ class Directory:
         peer.connecting = False
         peer.incarnation, peer.heard = newcomer.incarnation, self._clock()
         self._on_alive(peer)
-
-    def _is_tried(self, newcomer: _Newcomer) -> bool:
-        """Whether a newcomer may be loaded; its trial begins where it has not."""
-        if self._trials is None:
-            return True
-        if newcomer.attempt is None:
-            newcomer.attempt = self._trials.begin(newcomer.remotes[0].ranks, self._ranks[0].memory_type)
-        if newcomer.attempt.verdict:
-            raise HandshakeError(_because(newcomer.attempt.verdict))
-        return newcomer.attempt.verdict is not None
 
     def _others(self, peer: Peer, incarnation: str) -> list[Peer]:
         """The places at which another start of an engine is known, and loaded."""
@@ -289,16 +249,6 @@ class Directory:
         for other in [other for other in self._peers.values() if other.place[1] == engine_id]:
             if other.incarnation not in {"", peer.incarnation}:
                 self._forget(other, f"engine {engine_id!r} was started anew, at {address}")
-
-    def poll(self) -> None:
-        """Goes on with engines whose trial is over. To be called often; mostly does nothing."""
-        if not self._newcomers or self._trials is None:
-            return
-        self._trials.poll()
-        for place, newcomer in list(self._newcomers.items()):
-            ended = newcomer.attempt is not None and newcomer.attempt.verdict is not None
-            if ended and self._newcomers.get(place) is newcomer:
-                self._go_on(self._peers[place])
 
     def watch(self, busy: Callable[[], set[Place]]) -> None:
         """Asks for signs of life where they are due, and forgets who is idle. To be called often; mostly does nothing.
@@ -368,5 +318,5 @@ class Directory:
         self._admit(engine_id)
 
 
-def _because(verdict: str) -> str:
-    return f"{_NO_KEY}{'' if verdict == UNVOUCHED else _TRIED}{verdict}"
+def _is_vouched(remote: RemoteEngine) -> bool:
+    return all(is_vouched(rank.agent_metadata) for rank in remote.ranks)

@@ -247,7 +247,6 @@ class ReplicaTransfer:
             AgentError: NIXL fails.
         """
         self._client.poll()
-        self.directory.poll()
         for rank in self.ranks:
             rank.poll()
         self._collect_leases()

@@ -74,13 +74,12 @@ class TransferThread:
         return future.result(timeout_s)
 
     def add_engine(self, address: str, ranks: Sequence[bytes]) -> str:
-        """As `Directory.add`; for the engine's trial its caller waits, and the thread goes on with all pulls.
+        """As `Directory.add`.
 
         Raises:
-            TransferError: the metadata is damaged, does not fit, or was tried and found wrong. Nothing stays loaded.
+            TransferError: the metadata is damaged, does not fit, or nothing vouches for it. Nothing stays loaded.
         """
-        self.call(lambda replica: replica.directory.try_out(address, ranks))()
-        return self.call(lambda replica: replica.directory.add(address, ranks))  # what has passed is remembered
+        return self.call(lambda replica: replica.directory.add(address, ranks))
 
     def offer(
         self,
