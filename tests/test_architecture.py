@@ -68,7 +68,6 @@ BEYOND_ROOMS = {
     ("kvcache.params", "kvcache.tiers.page_files"): "the parameters check the folder of the file tier",
     ("kvcache.replica.devices", "kvcache.tiers.copies"): "a replica's devices are copied by the copies of the tiers",
     ("kvcache.replica.replica", "kvcache.tiers.host_tier"): "a replica names its host tier",
-    ("transfer.stats", "transfer.pull.pull_state"): "the figures are counted from pulls",
     ("transfer.plan.few_pages", "transfer.pull.batches"): _LEASES,
     ("transfer.plan.few_pages", "transfer.pull.pull_state"): _LEASES,
     ("transfer.plan.page_lists", "transfer.pull.pull_state"): _LEASES,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from transfer.errors import PullFailedError, TransferError
 from transfer.pull.directory import Directory, Place, Times
 from transfer.pull.pull_state import LeaseRef, PullEvent
-from transfer.stats import TransferStats
+from transfer.stats import PullRecord, TransferStats
 from transfer.wire.handshake import HandshakeClient
 
 if TYPE_CHECKING:
@@ -268,7 +268,9 @@ class ReplicaTransfer:
             while rank.events:
                 self._on_rank(at, rank.events.popleft())
             while rank.puller.ended:
-                self.stats.record(rank.puller.ended.popleft())
+                pull = rank.puller.ended.popleft()
+                if not pull.error:
+                    self.stats.record(PullRecord(pull.num_bytes, pull.num_runs, pull.post_s, pull.total_s))
 
     def _collect_leases(self) -> None:
         for at, rank in enumerate(self.ranks):
@@ -356,7 +358,7 @@ class ReplicaTransfer:
             pull.error = reason
             pull.waiting.clear()
             if not pull.refusal:
-                self.stats.record_failure(reason)
+                self.stats.record_failure()
             for at in sorted(pull.open_ranks):
                 told = [event.passed for event in self.ranks[at].puller.events if event.key == key]
                 pull.passed[at] = max([self.ranks[at].puller.passed(key), *told])
