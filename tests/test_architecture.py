@@ -62,34 +62,27 @@ ROOMS: dict[str, set[str]] = {
 CONTRACT = {"kvcache.errors", "kvcache.layout", "kvcache.replica.block_table"}
 
 # What breaks a rule today, and why it does. An entry that is no longer needed fails its test.
-_LEASES = "the pages and parts of a pull lie with its state, and the plan makes them"
 BEYOND_ROOMS = {
     ("kvcache.metrics", "kvcache.replica.block_table"): "the counters count rows of the block table",
     ("kvcache.params", "kvcache.tiers.page_files"): "the parameters check the folder of the file tier",
     ("kvcache.replica.devices", "kvcache.tiers.copies"): "a replica's devices are copied by the copies of the tiers",
     ("kvcache.replica.replica", "kvcache.tiers.host_tier"): "a replica names its host tier",
-    ("transfer.plan.few_pages", "transfer.pull.batches"): _LEASES,
-    ("transfer.plan.few_pages", "transfer.pull.pull_state"): _LEASES,
-    ("transfer.plan.page_lists", "transfer.pull.pull_state"): _LEASES,
     ("scheduler_adapters.base", "scheduler_adapters.hf.hybrid"): "the protocols show that their classes satisfy them",
     ("scheduler_adapters.base", "scheduler_adapters.service.exchange"): "likewise",
 }
 IN_CIRCLES = {
     ("kvcache.replica.hashing", "kvcache.replica.context"): "a hasher is made from a context, which keeps it",
-    ("transfer.pull.pull_state", "transfer.pull.remote"): "a pull knows the engine that it reads from",
     ("scheduler_adapters.replay.plots", "scheduler_adapters.replay.replay"): "sweeps are plotted, and are replays",
 }
 NAMED_TWICE = {
     "Load": "pages of a host tier, and of a connector's request",
     "Offer": "a connector's, and a message of the service",
     "Offers": "a connector's books, and a protocol of the schedulers",
-    "Part": "a part of a plan's runs, and of a pull",
     "RankMetadata": "of the wire, and vLLM's own handshake metadata",
     "Refusal": "of a file of pages, and of a lease",
     "StatePart": "of a connector's config, and of a state page",
     "Transfers": "books of the engine, and a protocol of the schedulers",
     "WorkerConfig": "of a connector, and of a process of the service",
-    "_Group": "private to two files",
     "_Reader": "private to two files",
 }
 

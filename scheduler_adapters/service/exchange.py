@@ -14,7 +14,7 @@ from transfer.nixl.agent import Agent
 from transfer.plan.boxes import ShardLayout
 from transfer.plan.shapes import dense
 from transfer.pull.lease import new_lease_id
-from transfer.pull.pull_state import LeaseRef, PagesOfGroup, PullEvent
+from transfer.pull.pull_state import LeaseRef, PullEvent
 from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation
 from transfer.pull.replica import LeaseOver, Offered, ReplicaTransfer, Source
 from transfer.pull.thread import TransferThread
@@ -199,7 +199,7 @@ class Exchange:
             if self._slots[replica]:
                 lease = LeaseRef(new_lease_id(), heapq.heappop(self._slots[replica]), duration_s)
                 self._leases[replica][lease.lease_id] = (lease, held)
-                self._threads[replica].offer(request_id, lease, running=True)
+                self._threads[replica].call_soon(ReplicaTransfer.offer, request_id, lease, running=True)
         finally:
             if lease is None:
                 self._manager.end_lease(held)
@@ -212,11 +212,11 @@ class Exchange:
 
     def start_clock(self, replica: int, lease: LeaseRef) -> None:
         """All pages of a lease are computed: it ends where its reader says nothing for as long as it lasts."""
-        self._threads[replica].start_clock(lease.lease_id)
+        self._threads[replica].call_soon(ReplicaTransfer.start_clock, lease.lease_id)
 
     def revoke(self, replica: int, lease: LeaseRef, reason: str) -> None:
         """Ends a lease: `LeaseOver` tells when no reader can take the pages for good any more."""
-        self._threads[replica].revoke(lease.lease_id, reason)
+        self._threads[replica].call_soon(ReplicaTransfer.revoke, lease.lease_id, reason)
 
     # ---- pulls
 
@@ -250,12 +250,11 @@ class Exchange:
             copier = self._pulls[replica][key] = self._manager.copier(pending)
         elif copier.pending is not pending:
             raise InvalidRequestError(f"request {pending.request_id!r}: the pull {key!r} is of another import")
-        groups = [PagesOfGroup(*copy) for copy in copier.take(last=last)]
-        self._threads[replica].add_pages(key, groups, last=last)
+        self._threads[replica].call_soon(ReplicaTransfer.add_pages, key, copier.take(last=last), last=last)
 
     def cancel_pull(self, replica: int, key: str, reason: str) -> None:
         """Gives a pull up; its last event comes when nothing of it is in flight."""
-        self._threads[replica].cancel(key, reason)
+        self._threads[replica].call_soon(ReplicaTransfer.cancel, key, reason)
 
     # ---- what happened
 

@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 
 from tests.transfer.replicas import TOKENS, Engine
-from transfer.pull.pull_state import LeaseRef, PagesOfGroup
+from transfer.plan.page_lists import PagesOfGroup
+from transfer.pull.pull_state import LeaseRef
 from transfer.pull.replica import Source
 from transfer.wire.handshake import EngineCard, HandshakeServer
 from transfer.wire.messages import RankMetadata, open_rank, sealed_rank
@@ -107,7 +108,9 @@ def run(replies: int, seed: int, say: Callable[[str], None]) -> list[str]:
                 became[_kind(event.error)] += 1
                 del open_keys[event.key]
                 liar._cards.pop(event.key)
-                reader.replica.forget(event.key, "enough of it")
+                known = reader.replica.directory
+                for peer in [peer for peer in known._peers.values() if peer.place[1] == event.key]:
+                    known._forget(peer, "enough of it")
             reader.events.clear()
             time.sleep(5e-4)
     say(

@@ -11,20 +11,16 @@ with the pages: those of pages under a lease do not change while it stands.
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import xxhash
+from numpy.typing import ArrayLike, NDArray
 
 from transfer.errors import InvalidEngineError, InvalidTransferError
+from transfer.plan.boxes import Box, Group, ShardLayout
 from transfer.pull.lease import make_words
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import ArrayLike, NDArray
-
-    from transfer.plan.boxes import Box, Group, ShardLayout
 
 ATTEMPTS = 3
 """How often a page is read until it is taken for bad at its source."""
@@ -51,22 +47,12 @@ class PageChecks:
         ]
 
     def seal(self, group: int, pages: ArrayLike) -> None:
-        """Takes down what pages hold now. Nothing may write to them any more.
-
-        Raises:
-            InvalidTransferError: a page that the pool does not have.
-        """
+        """Takes down what pages hold now. Nothing may write to them any more."""
         ids = self._ids(group, pages)
         self.words[group][ids] = self._sums(group, ids)
 
     def bad(self, group: int, pages: ArrayLike, expected: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Returns the positions in `pages` of those whose checksum is not the one expected.
-
-        Args:
-            group: index of the group.
-            pages: ids of pages that have arrived.
-            expected: uint64, one for each of them.
-        """
+        """Returns the positions in `pages`, which have arrived, of those whose checksum is not the one expected."""
         return np.flatnonzero(self._sums(group, self._ids(group, pages)) != expected)
 
     def _ids(self, group: int, pages: ArrayLike) -> NDArray[np.int64]:

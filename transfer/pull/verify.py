@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from transfer.errors import HandshakeError, PullFailedError
 from transfer.memory import MemoryType
+from transfer.nixl.agent import Agent
+from transfer.plan.intersection import Ints
+from transfer.plan.page_lists import PageList
+from transfer.plan.rank_plan import RankPlan
 from transfer.plan.runs import concatenated
 from transfer.pull.lease import WORD_BYTES, make_words
 from transfer.pull.page_checks import ATTEMPTS, PageChecks, same_pages
-from transfer.pull.pull_state import PagesOfGroup, Part
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
-    from transfer.nixl.agent import Agent
-    from transfer.plan.plan import Plan
-    from transfer.wire.messages import RankMetadata
+from transfer.pull.parts import Part
+from transfer.wire.messages import RankMetadata
 
 
 class _Pair(NamedTuple):
     """Pages of one group that are to be equal: int64 `[pages]` each."""
 
-    local: NDArray[np.int64]
-    remote: NDArray[np.int64]
+    local: Ints
+    remote: Ints
 
 
 class Verifier:
@@ -61,42 +58,40 @@ class Verifier:
             raise HandshakeError(f"{where}: pages in device memory are not checked")
         self.repeated = 0
         self._checks = checks
-        self._mine = mine
+        self._groups = mine.layout.groups
         self._there = there
         self._share = share
         self._random = np.random.default_rng()
         self._words = [make_words(group.num_pages) for group in there.layout.groups]
         agent.register([(words.ctypes.data, words.nbytes, 0) for words in self._words], MemoryType.DRAM)
 
-    def part(self, key: str, plan: Plan, groups: Sequence[PagesOfGroup], rank: int) -> Part | None:
+    def part(self, key: str, plan: RankPlan, groups: Sequence[PageList]) -> Part | None:
         """Returns what to read, with the checks of its pages; None where nothing is to be read.
 
         Raises:
             InvalidTransferError: pages or tokens that do not fit either layout.
         """
         pairs: list[_Pair] = []
-        for group, pages in zip(self._mine.layout.groups, groups, strict=True):
-            start, stop = pages.tokens
+        for group, (local, remote, (start, stop)) in zip(self._groups, groups, strict=True):
             count = max(0, math.ceil(stop / group.page_size) - start // group.page_size)
             count = min(count, 1) if group.state else count
-            pairs.append(_Pair(np.asarray(pages.local, np.int64)[:count], np.asarray(pages.remote, np.int64)[:count]))
-        return self._part(key, plan, groups, pairs, rank, ATTEMPTS)
+            pairs.append(_Pair(np.asarray(local, np.int64)[:count], np.asarray(remote, np.int64)[:count]))
+        return self._part(key, plan, groups, pairs, ATTEMPTS)
 
     def _part(
-        self, key: str, plan: Plan, groups: Sequence[PagesOfGroup], pairs: list[_Pair], rank: int, attempts: int
+        self, key: str, plan: RankPlan, groups: Sequence[PageList], pairs: list[_Pair], attempts: int
     ) -> Part | None:
-        bases = self._mine.bases, self._there.bases
-        runs = concatenated([plan.runs(group, *pages, *bases) for group, pages in enumerate(groups)])
+        runs = concatenated([plan.runs(group, pages) for group, pages in enumerate(groups)])
         if not len(runs):
             return None
         spans = np.array([self._span(group, pair) for group, pair in enumerate(pairs) if len(pair.remote)], np.uint64)
-        local, remote = runs.descriptors(self._mine.device, self._there.device)
+        local, remote = plan.descriptors(runs)
         return Part(
-            rank,
+            plan.rank,
             np.concatenate([local, spans[:, [0, 2, 3]]]),
             np.concatenate([remote, spans[:, [1, 2, 3]]]),
             runs.num_bytes,
-            lambda: self._compare(key, plan, pairs, rank, attempts - 1),
+            lambda: self._compare(key, plan, pairs, attempts - 1),
         )
 
     def _span(self, group: int, pair: _Pair) -> tuple[int, int, int, int]:
@@ -105,13 +100,12 @@ class Verifier:
         here, there = self._words[group].ctypes.data, self._there.checks_addrs[group]
         return here + WORD_BYTES * first, there + WORD_BYTES * first, WORD_BYTES * (last - first + 1), 0
 
-    def _compare(self, key: str, plan: Plan, pairs: list[_Pair], rank: int, attempts: int) -> Part | None:
+    def _compare(self, key: str, plan: RankPlan, pairs: list[_Pair], attempts: int) -> Part | None:
         """Compares what has arrived. Returns what has to be read again, if anything."""
         bad: list[_Pair] = []
         for group, pair in enumerate(pairs):
             drawn = self._draw(pair)
-            expected = self._words[group][drawn.remote]
-            wrong = self._checks.bad(group, drawn.local, expected)
+            wrong = self._checks.bad(group, drawn.local, self._words[group][drawn.remote])
             bad.append(_Pair(drawn.local[wrong], drawn.remote[wrong]))
         count = sum(len(pair.local) for pair in bad)
         if not count:
@@ -120,16 +114,17 @@ class Verifier:
             group, pair = next((at, pair) for at, pair in enumerate(bad) if len(pair.local))
             raise PullFailedError(
                 f"request {key!r}: {count} pages still differ from their source after {ATTEMPTS} reads, group {group} "
-                f"page {pair.remote[0]} of engine {self._there.engine_id!r} rank {rank} among them"
+                f"page {pair.remote[0]} of engine {self._there.engine_id!r} rank {plan.rank} among them"
             )
         self.repeated += count
-        return self._part(key, plan, [self._pages(at, pair) for at, pair in enumerate(bad)], bad, rank, attempts)
+        again = [
+            (pair.local, pair.remote, (0, len(pair.local) * group.page_size))
+            for group, pair in zip(self._groups, bad, strict=True)
+        ]
+        return self._part(key, plan, again, bad, attempts)
 
     def _draw(self, pair: _Pair) -> _Pair:
         if self._share >= 1:
             return pair
         drawn = self._random.random(len(pair.local)) < self._share
         return _Pair(pair.local[drawn], pair.remote[drawn])
-
-    def _pages(self, group: int, pair: _Pair) -> PagesOfGroup:
-        return PagesOfGroup(pair.local, pair.remote, (0, len(pair.local) * self._mine.layout.groups[group].page_size))

@@ -13,9 +13,9 @@ from kvcache.layout import PageLayout
 from tests.transfer.wire.test_messages import rank
 from transfer.errors import PullFailedError
 from transfer.plan.plan import plan
+from transfer.plan.rank_plan import RankPlan
 from transfer.plan.shapes import dense
 from transfer.pull.page_checks import ATTEMPTS, PageChecks
-from transfer.pull.pull_state import PagesOfGroup
 from transfer.pull.verify import Verifier
 
 LAYOUT = dense(PageLayout("bfloat16", 2, 2, 2, 0, 4, 16, 8, "head,layer,side,token,dim"), 5)
@@ -28,7 +28,8 @@ def test_a_page_that_never_comes_right_is_read_three_times() -> None:
     there = msgspec.structs.replace(mine, checks_addrs=(checks.words[0].ctypes.data,))
     agent: Any = SimpleNamespace(register=lambda *_: None)
     verifier = Verifier(checks, mine, there, 1.0, agent)
-    part = verifier.part("r", plan(LAYOUT, LAYOUT), [PagesOfGroup([1], [2], (0, 16))], 0)
+    planned = RankPlan(0, plan(LAYOUT, LAYOUT), (mine.bases, there.bases), (0, 0))
+    part = verifier.part("r", planned, [([1], [2], (0, 16))])
     for _ in range(ATTEMPTS - 1):
         assert part is not None
         assert part.arrived is not None
