@@ -110,7 +110,7 @@ EXCHANGE: tuple[Module, ...] = (
                 [f"{_DIRECTORY}::test_a_source_on_another_host_is_refused_without_a_key"],
             ),
             Mutation(
-                "Directory._go_on",
+                "Directory._admit",
                 "self._has_key or self._client.is_keyed or ",
                 "self._client.is_keyed or ",
                 [f"{_DIRECTORY}::test_with_a_key_nobody_is_asked_to_vouch"],

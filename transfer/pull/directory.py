@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from transfer.errors import HandshakeError, MetadataError, TransferError
 from transfer.nixl.vouchers import is_vouched
+from transfer.pull.rank import RankTransfer
+from transfer.pull.remote import RemoteEngine
+from transfer.wire.handshake import HandshakeClient
 from transfer.wire.messages import Answer, MetadataReply, Pong, RankMetadata, open_rank
-
-if TYPE_CHECKING:
-    from transfer.pull.rank import RankTransfer
-    from transfer.pull.remote import RemoteEngine
-    from transfer.wire.handshake import HandshakeClient
 
 _UNKNOWN = (
     "no key authenticates its metadata, and no process of this user on this host says that it is its own; "
@@ -40,10 +38,17 @@ class Times(NamedTuple):
         idle: that an engine is remembered without a pull.
     """
 
-    handshake: float = 5.0
-    heartbeat: float = 1.0
-    dead_after: float = 5.0
-    idle: float = 3600.0
+    handshake: float
+    heartbeat: float
+    dead_after: float
+    idle: float
+
+
+class _Candidate(NamedTuple):
+    """What an engine has answered that is not loaded yet: its start, and for each rank here what is known of it."""
+
+    incarnation: str
+    remotes: list[RemoteEngine]
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +58,7 @@ class Peer:
     Attributes:
         place: where it is, and its id.
         incarnation: which start of it is loaded; empty while that is not known.
+        candidate: what is there now, until it is loaded or refused.
     """
 
     place: Place
@@ -62,14 +68,7 @@ class Peer:
     asked: float = 0.0
     connecting: bool = False
     pinging: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Newcomer:
-    """What an engine has answered that is not loaded yet: for each rank here what is known of it."""
-
-    incarnation: str
-    remotes: list[RemoteEngine]
+    candidate: _Candidate | None = None
 
 
 class Directory:
@@ -105,7 +104,6 @@ class Directory:
         self._on_lost = on_lost
         self._compatibility: Mapping[str, str] = ranks[0].identity.compatibility
         self._peers: dict[Place, Peer] = {}
-        self._newcomers: dict[Place, _Newcomer] = {}
         self._has_key = bool(ranks[0].identity.key)
         self._next_watch = 0.0
 
@@ -139,7 +137,7 @@ class Directory:
             ranks: sealed metadata of each of its ranks.
 
         Raises:
-            TransferError: as `RankTransfer.connect`. Nothing stays loaded then.
+            TransferError: as `RankTransfer.inspect` and `load`. Nothing stays loaded then.
         """
         first, remotes = self._open(address, ranks)
         if remotes and not self._has_key and not _is_vouched(remotes[0]):
@@ -158,7 +156,10 @@ class Directory:
             raise MetadataError(f"{address}: metadata of 0 ranks, an engine has at least one")
         first = open_rank(ranks[0], self._ranks[0].identity.key)
         start = (first.engine_id, first.incarnation)
-        return first, [] if self._is_loaded(*start) else [rank.inspect(ranks, start) for rank in self._ranks]
+        return first, [] if self._is_loaded(*start) else self._inspect(ranks, *start)
+
+    def _inspect(self, ranks: Sequence[bytes], engine_id: str, incarnation: str) -> list[RemoteEngine]:
+        return [rank.inspect(ranks, (engine_id, incarnation)) for rank in self._ranks]
 
     def _is_connected(self, peer: Peer) -> bool:
         return bool(peer.incarnation) and self._is_loaded(peer.place[1], peer.incarnation)
@@ -173,34 +174,29 @@ class Directory:
             if not isinstance(answer, MetadataReply):
                 raise answer if isinstance(answer, TransferError) else HandshakeError(f"{address}: no metadata")
             loaded = self._is_loaded(engine_id, answer.incarnation)
-            remotes = [] if loaded else self._inspect(peer, answer.ranks, answer.incarnation)
+            remotes = [] if loaded else self._inspect(answer.ranks, engine_id, answer.incarnation)
         except TransferError as error:
             self._refuse(peer, str(error))
             return
-        self._newcomers[peer.place] = _Newcomer(answer.incarnation, remotes)
-        self._go_on(peer)
+        self._admit(peer, _Candidate(answer.incarnation, remotes))
 
-    def _inspect(self, peer: Peer, ranks: Sequence[bytes], incarnation: str) -> list[RemoteEngine]:
-        return [rank.inspect(ranks, (peer.place[1], incarnation)) for rank in self._ranks]
-
-    def _go_on(self, peer: Peer) -> None:
-        """Loads a newcomer, if that may be, once no other start of it lives."""
-        newcomer = self._newcomers[peer.place]
+    def _admit(self, peer: Peer, candidate: _Candidate) -> None:
+        """Loads a candidate, if that may be, once no other start of it lives."""
+        peer.candidate = candidate
         try:
-            if not self._is_loaded(peer.place[1], newcomer.incarnation):
-                if known := self._others(peer, newcomer.incarnation):
+            if not self._is_loaded(peer.place[1], candidate.incarnation):
+                if known := self._others(peer, candidate.incarnation):
                     for other in known:
                         self._ping(other)
                     return
-                if not (self._has_key or self._client.is_keyed or _is_vouched(newcomer.remotes[0])):
+                if not (self._has_key or self._client.is_keyed or _is_vouched(candidate.remotes[0])):
                     raise HandshakeError(_UNKNOWN)
-                self._load(peer, newcomer.remotes)
+                self._load(peer, candidate.remotes)
         except TransferError as error:
             self._refuse(peer, str(error))
             return
-        del self._newcomers[peer.place]
-        peer.connecting = False
-        peer.incarnation, peer.heard = newcomer.incarnation, self._clock()
+        peer.candidate, peer.connecting = None, False
+        peer.incarnation, peer.heard = candidate.incarnation, self._clock()
         self._on_alive(peer)
 
     def _others(self, peer: Peer, incarnation: str) -> list[Peer]:
@@ -208,31 +204,25 @@ class Directory:
         same = [other for other in self._peers.values() if other.place[1] == peer.place[1] and other is not peer]
         return [other for other in same if other.incarnation != incarnation and self._is_connected(other)]
 
-    def _of(self, engine_id: str) -> list[tuple[Peer, _Newcomer]]:
-        return [(self._peers[place], one) for place, one in self._newcomers.items() if place[1] == engine_id]
+    def _candidates(self, engine_id: str) -> list[tuple[Peer, _Candidate]]:
+        same = [peer for peer in self._peers.values() if peer.place[1] == engine_id]
+        return [(peer, peer.candidate) for peer in same if peer.candidate is not None]
 
     def _on_alive(self, peer: Peer) -> None:
         """An engine has said who it is: whoever waits for its place does so in vain."""
         self._on_ready(peer)
         address, engine_id = peer.place
-        for other, newcomer in self._of(engine_id):
-            if newcomer.incarnation != peer.incarnation and other.place in self._newcomers:
-                there = other.place[0]
+        for other, candidate in self._candidates(engine_id):
+            if candidate.incarnation != peer.incarnation and other.candidate is candidate:
                 self._refuse(
                     other,
                     f"an engine of this id is known at {address} and lives there, as {peer.incarnation!r}; the one at "
-                    f"{there} is {newcomer.incarnation!r}",
+                    f"{other.place[0]} is {candidate.incarnation!r}",
                 )
 
     def _refuse(self, peer: Peer, reason: str) -> None:
         self.failed_handshakes += 1
         self._forget(peer, f"handshake with engine {peer.place[1]!r} at {peer.place[0]}: {reason}")
-
-    def _admit(self, engine_id: str) -> None:
-        """Goes on with who waits for an engine's place, if that is empty now: with one, for whom the others wait."""
-        for peer, newcomer in self._of(engine_id):
-            if self._newcomers.get(peer.place) is newcomer:
-                self._go_on(peer)
 
     def _load(self, peer: Peer, remotes: Sequence[RemoteEngine]) -> None:
         address, engine_id = peer.place
@@ -299,23 +289,20 @@ class Directory:
 
         self._client.ping(*peer.place, done, self._times.dead_after)
 
-    def forget(self, engine_id: str, reason: str) -> None:
-        """Takes an engine for gone, of which the owner has heard so elsewhere. The next request asks it anew."""
-        for peer in [peer for peer in self._peers.values() if peer.place[1] == engine_id]:
-            self._forget(peer, reason)
-
     def _forget(self, peer: Peer, reason: str) -> None:
         """Drops what was learnt at a place; the next request asks anew."""
         address, engine_id = peer.place
         self._peers.pop(peer.place, None)
-        self._newcomers.pop(peer.place, None)
+        peer.candidate = None
         others = [other for other in self._peers.values() if other.place[1] == engine_id]
         if peer.incarnation and all(other.incarnation != peer.incarnation for other in others):
             for rank in self._ranks:
                 rank.disconnect(engine_id, reason, peer.incarnation)
         self._on_lost(peer, reason)
         self._client.forget(address)
-        self._admit(engine_id)
+        for other, candidate in self._candidates(engine_id):  # the place is empty now, if this was its last
+            if other.candidate is candidate:
+                self._admit(other, candidate)
 
 
 def _is_vouched(remote: RemoteEngine) -> bool:

@@ -100,6 +100,18 @@ def test_an_engine_that_comes_back_elsewhere_takes_its_place_once_that_is_empty(
     assert np.array_equal(d.heads(LOCAL), (successor if winner == "new" else third).heads(REMOTE))
 
 
+def test_an_engine_that_was_lost_may_come_back_elsewhere_at_once(engine: Any) -> None:
+    p, d = engine("p"), engine("d")
+    pull(d, p.source(p.offer()))
+    run(p, d, until=settled(d, "r"))
+    d.ranks[0].disconnect("p", "a READ from it failed")  # nobody has asked for it since
+    successor = engine("p", seed=50)
+    pull(d, successor.source(successor.offer()), "new")
+    run(successor, d, until=settled(d, "new"))
+    assert error_of(d, "new") == ""
+    assert len(d.replica.directory) == 1
+
+
 def test_who_has_copied_an_engine_s_metadata_cannot_end_its_pulls(engine: Any) -> None:
     """At its own address it may say what it likes: that it was restarted, or nothing at all."""
     p, d = engine("p"), engine("d", dead_after_s=0.3, heartbeat_s=0.05)
