@@ -26,20 +26,12 @@ have an odd ratio, of up to as many as the two pages have tokens."""
 
 
 class PieceKind(NamedTuple):
-    """Those pieces of a pull that lie alike in their two pages. A piece ends where a page of either side does.
+    """Those pieces of a pull that lie alike in their two pages. A piece ends where a page of either side does."""
 
-    Attributes:
-        local_token: tokens of the local page before the piece.
-        remote_token: tokens of the remote page before the piece.
-        num_tokens: tokens of the piece.
-        local: int64 `[pieces]`, index into the list of local pages. Evenly spaced, as `remote` is.
-        remote: int64 `[pieces]`, index into the list of remote pages.
-    """
-
-    local_token: int
+    local_token: int  # tokens of the page before the piece
     remote_token: int
     num_tokens: int
-    local: Ints
+    local: Ints  # int64 `[pieces]`, indices into the list of pages, evenly spaced
     remote: Ints
 
 
@@ -65,14 +57,7 @@ def cut(tokens: tuple[int, int], local_size: int, remote_size: int) -> list[Piec
 
 
 class GroupPlan:
-    """One group of the plan.
-
-    Attributes:
-        where: the group, for messages.
-        local: the reader's group.
-        remote: the other side's.
-        stacks: pairs of boxes that hold something in common.
-    """
+    """One group of the plan: `stacks` are the pairs of boxes that hold something in common."""
 
     def __init__(self, where: str, local: Group, remote: Group, stacks: tuple[Stack, ...]) -> None:
         self.where = where

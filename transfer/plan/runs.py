@@ -115,11 +115,7 @@ def joined(runs: Runs) -> Runs:
 
 
 class PagePairs:
-    """Pages of both sides, paired, sorted by the local one.
-
-    Attributes:
-        repeated: a local page that is named twice; None where all differ.
-    """
+    """Pages of both sides, paired, sorted by the local one. `repeated` is a local page that is named twice, or None."""
 
     __slots__ = ("_local", "_remote", "_steps", "repeated")
 
@@ -151,27 +147,16 @@ class PagePairs:
 
 @dataclass(frozen=True, slots=True)
 class PageRuns:
-    """Runs of a page, those that share their page strides; offsets are bytes from the start of a region.
-
-    Attributes:
-        local_region: int64 `[runs]`.
-        local_offset: int64 `[runs]`, in page 0.
-        remote_region: int64 `[runs]`.
-        remote_offset: int64 `[runs]`, in page 0.
-        length: int64 `[runs]`.
-        local_page: bytes between neighbouring pages on the local side.
-        remote_page: bytes between neighbouring pages on the remote side.
-        chains: each run fills its page on both sides, so those of neighbouring pages join.
-    """
+    """Runs of a page, those that share their page strides: int64 `[runs]` each, in bytes."""
 
     local_region: Ints
-    local_offset: Ints
+    local_offset: Ints  # from the start of the region, in page 0
     remote_region: Ints
     remote_offset: Ints
     length: Ints
-    local_page: int
+    local_page: int  # from a page to the next
     remote_page: int
-    chains: bool
+    chains: bool  # each run fills its page on both sides, so those of neighbouring pages join
 
     def over(self, pages: PagePairs, local_bases: Ints, remote_bases: Ints) -> Runs:
         """The runs of all pairs of pages."""

@@ -29,14 +29,7 @@ Place: TypeAlias = tuple[str, str]
 
 
 class Times(NamedTuple):
-    """How long what may take, in seconds.
-
-    Attributes:
-        handshake: an engine's answer to the question for its metadata.
-        heartbeat: from one sign of life that is asked for to the next, while pulls go on.
-        dead_after: an engine's silence.
-        idle: that an engine is remembered without a pull.
-    """
+    """How long what may take, in seconds; see `ReplicaTransfer`."""
 
     handshake: float
     heartbeat: float
@@ -53,32 +46,22 @@ class _Candidate(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """An engine at an address: when it was last used and heard of, and what has been asked of it.
-
-    Attributes:
-        place: where it is, and its id.
-        incarnation: which start of it is loaded; empty while that is not known.
-        candidate: what is there now, until it is loaded or refused.
-    """
+    """An engine at an address: when it was last used and heard of, and what has been asked of it."""
 
     place: Place
-    incarnation: str = ""
+    incarnation: str = ""  # which start of it is loaded; empty while that is not known
     used: float = 0.0
     heard: float = 0.0
     asked: float = 0.0
     connecting: bool = False
     pinging: bool = False
-    candidate: _Candidate | None = None
+    candidate: _Candidate | None = None  # what is there now, until it is loaded or refused
 
 
 class Directory:
     """The engines that are known to all ranks of this process, or are being asked. Single-threaded.
 
     Args:
-        ranks: load what is found.
-        client: asks.
-        times: limits.
-        clock: seconds, monotonic.
         on_ready: called with an engine that has just said who it is, every time that it does.
         on_lost: called with an engine that is not to be read from any more, and why.
 
@@ -130,15 +113,7 @@ class Directory:
         self._client.ask_metadata(*place, self._compatibility, done, self._times.handshake)
 
     def add(self, address: str, ranks: Sequence[bytes]) -> str:
-        """Loads an engine whose metadata came by another way than the handshake. Returns its id.
-
-        Args:
-            address: where it answers signs of life, as requests will name it.
-            ranks: sealed metadata of each of its ranks.
-
-        Raises:
-            TransferError: as `RankTransfer.inspect` and `load`. Nothing stays loaded then.
-        """
+        """As `TransferThread.add_engine`."""
         first, remotes = self._open(address, ranks)
         if remotes and not self._has_key and not _is_vouched(remotes[0]):
             raise HandshakeError(f"engine {first.engine_id!r} at {address}: {_UNKNOWN}")
@@ -243,8 +218,7 @@ class Directory:
     def watch(self, busy: Callable[[], set[Place]]) -> None:
         """Asks for signs of life where they are due, and forgets who is idle. To be called often; mostly does nothing.
 
-        Args:
-            busy: returns the places that pulls go on from, or wait for.
+        `busy` returns the places that pulls go on from, or wait for.
         """
         now = self._clock()
         if now < self._next_watch:

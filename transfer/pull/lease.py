@@ -134,13 +134,7 @@ class LeaseBook:
     ) -> Lease:
         """Lets a lease stand from now on. Its id may leave the process afterwards, not before.
 
-        Args:
-            lease_id: of `new_lease_id`.
-            request_id: whose pages are held. The caller holds them until the lease has ended.
-            slot: index of a free lease word.
-            duration_s: seconds until it ends by itself.
-            engines: reading engines that must have ended before the lease does.
-            running: the request is still computed, and holds its pages itself: no time runs before `start_clock`.
+        See `ReplicaTransfer.offer`. The caller holds the pages until the lease has ended.
 
         Raises:
             InvalidLeaseError: (a ValueError) an id or slot that is taken or out of range, or no duration.

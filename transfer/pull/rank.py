@@ -187,9 +187,7 @@ class RankTransfer:
     def inspect(self, ranks: Sequence[bytes], expected: tuple[str, str] | None = None) -> RemoteEngine:
         """Checks all that can be known of an engine without NIXL, and plans. Nothing is loaded.
 
-        Args:
-            ranks: sealed metadata of each of its ranks, in any order.
-            expected: engine id and incarnation that they must be of; None for any.
+        `ranks` is the sealed metadata of each of its ranks; `expected` the engine id and incarnation that it must have.
 
         Raises:
             MetadataError: one is damaged, or they are not the ranks of one engine. NIXL has seen none of them.
@@ -232,10 +230,7 @@ class RankTransfer:
     def disconnect(self, engine_id: str, reason: str, incarnation: str = "") -> None:
         """Fails the pulls from an engine and forgets it: what it told is never used again.
 
-        Args:
-            engine_id: the engine.
-            reason: told to the pulls and to the engine.
-            incarnation: nothing happens where another one is loaded; empty for any.
+        Nothing happens where another `incarnation` is loaded; empty stands for any.
         """
         remote = self._remotes.get(engine_id)
         if remote is not None and incarnation in {"", remote.incarnation}:
@@ -244,11 +239,7 @@ class RankTransfer:
             self._retiring.append(remote)
 
     def seal(self, pages: Sequence[ArrayLike]) -> None:
-        """Takes down the checksums of pages, a list for each group, before they are leased.
-
-        Raises:
-            InvalidTransferError: a page that the pool does not have.
-        """
+        """Takes down the checksums of pages, a list for each group, before they are leased."""
         if self._checks is not None and self._shows_checks:
             for group, ids in enumerate(pages):
                 self._checks.seal(group, ids)

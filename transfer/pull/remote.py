@@ -32,14 +32,7 @@ from transfer.wire.messages import RankMetadata
 class RemoteEngine:
     """What is known of an engine in one incarnation. Everything is planned here, once; a request only adds its pages.
 
-    Args:
-        ranks: metadata of all its ranks, checked one by one.
-        mine: our own.
-        compatibility: what must agree.
-
     Attributes:
-        engine_id: the engine.
-        incarnation: which start of it.
         ranks: metadata by rank.
         words: lease words that every rank has.
         failure: why it is taken for dead; empty otherwise.

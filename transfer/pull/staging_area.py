@@ -24,13 +24,8 @@ SLAB_BYTES = 16 << 20
 class StagingArea:
     """Memory of its own, and the local pages as arrays. Pages of the system are only taken once it is used.
 
-    Args:
-        layout: the local shard.
-        bases: address of each of its regions, in host memory of this process.
-
     Attributes:
-        address: of the area. To be registered with every agent that reads.
-        num_bytes: of the area.
+        address: of the area, of `num_bytes`. To be registered with every agent that reads.
         regions: uint8 over each region of the layout.
     """
 

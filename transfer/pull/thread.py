@@ -70,7 +70,11 @@ class TransferThread:
         return future.result(timeout_s)
 
     def add_engine(self, address: str, ranks: Sequence[bytes]) -> str:
-        """As `Directory.add`.
+        """Loads an engine whose metadata came by another way than the handshake. Returns its id.
+
+        Args:
+            address: where it answers signs of life, as requests will name it.
+            ranks: sealed metadata of each of its ranks.
 
         Raises:
             TransferError: the metadata is damaged, does not fit, or nothing vouches for it. Nothing stays loaded.

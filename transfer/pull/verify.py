@@ -35,11 +35,7 @@ class Verifier:
     and when it has ended the fence refuses the pull.
 
     Args:
-        checks: of our own pages.
-        mine: our metadata.
-        there: the source's.
         share: of the pages that are compared, drawn at random; 1 for all of them.
-        agent: registers the copy of the words.
 
     Attributes:
         repeated: pages that were read again.
@@ -66,11 +62,7 @@ class Verifier:
         agent.register([(words.ctypes.data, words.nbytes, 0) for words in self._words], MemoryType.DRAM)
 
     def part(self, key: str, plan: RankPlan, groups: Sequence[PageList]) -> Part | None:
-        """Returns what to read, with the checks of its pages; None where nothing is to be read.
-
-        Raises:
-            InvalidTransferError: pages or tokens that do not fit either layout.
-        """
+        """Returns what to read, with the checks of its pages; None where nothing is to be read."""
         pairs: list[_Pair] = []
         for group, (local, remote, (start, stop)) in zip(self._groups, groups, strict=True):
             count = max(0, math.ceil(stop / group.page_size) - start // group.page_size)
