@@ -114,12 +114,6 @@ TRANSFER_PLAN: tuple[Module, ...] = (
         [
             Mutation("PageChecks.bad", "!= expected", "< expected"),
             Mutation("PageChecks._ids", "0 <= ids.min() <= ids.max() < len(self.words[group])", "ids.min() >= 0"),
-        ],
-    ),
-    Module(
-        "transfer.pull.verify",
-        ["tests/transfer/pull/test_verify.py"],
-        [
             Mutation("Verifier._compare", "if not attempts:", "if attempts < 0:"),
             Mutation(
                 "Verifier._draw",

@@ -101,14 +101,11 @@ def common(where: str, local: Sequence[Box], remote: Sequence[Box]) -> tuple[Sta
 
 def _table(boxes: Sequence[Box], kinds: dict[str, int]) -> Ints:
     """int64 `[boxes, 17]`."""
-    table = np.array(
-        [
-            (kinds.setdefault(box.kind, len(kinds)), box.region, box.offset, box.page_stride)
-            + (*box.first, *box.end, *box.strides)
-            for box in boxes
-        ],
-        np.int64,
-    )
+    rows = ((kinds.setdefault(box.kind, len(kinds)), box) for box in boxes)
+    columns = [
+        (kind, box.region, box.offset, box.page_stride, *box.first, *box.end, *box.strides) for kind, box in rows
+    ]
+    table = np.array(columns, np.int64)
     # Where a page holds one token, the next token is the next page.
     one_token = np.array([box.extent[TOKEN] == 1 for box in boxes])
     table[one_token, _STRIDES.start + TOKEN] = table[one_token, _PAGE]

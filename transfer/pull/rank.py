@@ -20,13 +20,12 @@ from transfer.nixl.settings import agreed_settings
 from transfer.plan.boxes import ShardLayout
 from transfer.plan.page_lists import PageLists
 from transfer.pull.lease import Lease, LeaseBook
-from transfer.pull.page_checks import PageChecks
+from transfer.pull.page_checks import PageChecks, Verifier
 from transfer.pull.parts import OnLayers
 from transfer.pull.pull import Puller
 from transfer.pull.reader_agents import ReaderAgents
 from transfer.pull.remote import RemoteEngine
 from transfer.pull.staging_area import StagingArea
-from transfer.pull.verify import Verifier
 from transfer.wire.messages import RankMetadata, decode_note, open_rank, sealed_rank
 
 log = logging.getLogger("pagewire.transfer")

@@ -22,9 +22,9 @@ from transfer.plan.plan import plan
 from transfer.plan.rank_plan import RankPlan
 from transfer.plan.runs import Runs, concatenated
 from transfer.plan.source_ranks import sources
+from transfer.pull.page_checks import Verifier
 from transfer.pull.parts import OnLayers, Part, longest_run, tell_layers
 from transfer.pull.staging_area import StagingArea, staged_parts
-from transfer.pull.verify import Verifier
 from transfer.wire.handshake import differences
 from transfer.wire.messages import RankMetadata
 
