@@ -33,8 +33,8 @@ from benchmarks.trace_replay import FOLDER, TRACES
 from kvcache.errors import KVCacheError
 from scheduler_adapters.hf.runner import is_rounding_tie, load_model, reference_tokens
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.worker import WorkerConfig
-from scheduler_adapters.service.workers import Workers
+from scheduler_adapters.service.fleet import Workers
+from scheduler_adapters.service.server import WorkerConfig
 
 PROGRAM = (sys.executable, "-m", "benchmarks.fleet_worker")
 REQUESTS = 1000

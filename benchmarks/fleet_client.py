@@ -11,7 +11,7 @@ from scheduler_adapters.service import messages as msg
 
 if TYPE_CHECKING:
     from benchmarks.fleet_trace import TraceRequest
-    from scheduler_adapters.service.workers import Workers
+    from scheduler_adapters.service.fleet import Workers
 
 STALL_S = 120.0
 _START_S = 120.0

@@ -20,15 +20,14 @@ import msgspec
 from kvcache.errors import KVCacheError
 from scheduler_adapters.loop import Request, ServingLoop
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service import worker
+from scheduler_adapters.service import server
 from scheduler_adapters.service.decode import DecodeScheduler
 from scheduler_adapters.service.front import Front
-from scheduler_adapters.service.rooms import DecodeRoom, Room
+from scheduler_adapters.service.requests import DecodeRoom, Room
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from scheduler_adapters.service.exchange import Exchange
     from scheduler_adapters.service.sockets import Socket
 
 FOLDER_VARIABLE = "PAGEWIRE_FLEET"
@@ -138,8 +137,8 @@ class Alone:
 
     notes: _Notes
 
-    def __init__(self, name: str, loop: ServingLoop, exchange: Exchange, *others: Any, **_: Any) -> None:
-        self._name, self._loop, self._exchange = name, loop, exchange
+    def __init__(self, name: str, loop: ServingLoop, *others: Any, **_: Any) -> None:
+        self._name, self._loop = name, loop
         self.front = Front(others[-1])
         self.sockets: list[Socket] = []
         loop.on_admit = lambda request_id, _: self.notes.add(request_id, "leasing", "prefill")
@@ -174,7 +173,7 @@ class Alone:
         return msg.Stats(
             name=self._name,
             role="decode",
-            pages_held=self._exchange.pages_held,
+            pages_held=manager.num_held_blocks,
             open_requests=self._loop.num_running + self._loop.num_waiting,
             prompt_tokens=manager.metrics.prompt_tokens,
             cached_tokens=manager.metrics.cache_tokens,
@@ -198,14 +197,14 @@ def stamped(move: Callable[..., None], notes: _Notes) -> Callable[..., None]:
 
 
 def main(arguments: Iterable[str]) -> int:
-    """Run one process, as `scheduler_adapters.service.worker` does; the exit status."""
+    """Run one process, as `scheduler_adapters.service.server` does; the exit status."""
     folder = Path(os.environ[FOLDER_VARIABLE])
     notes, plan = _Notes(folder), folder / PLAN
     Room.move = stamped(Room.move, notes)  # type: ignore[method-assign]
     WatchedDecode.notes = Alone.notes = notes
     WatchedDecode.plan = msgspec.json.decode(plan.read_bytes(), type=dict[str, Planned]) if plan.exists() else {}
-    worker.DecodeScheduler = Alone if "alone" in arguments else WatchedDecode  # type: ignore[misc, assignment]
-    return worker.main()
+    server.DecodeScheduler = Alone if "alone" in arguments else WatchedDecode  # type: ignore[misc, assignment]
+    return server.main()
 
 
 if __name__ == "__main__":

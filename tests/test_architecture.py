@@ -36,15 +36,18 @@ ROOMS: dict[str, set[str]] = {
     "transfer.plan": {"kvcache values", "transfer values"},
     "transfer.wire": {"transfer values", "transfer.plan"},
     "transfer.nixl": {"transfer values"},
-    "transfer.pull": {"transfer values", "transfer.plan", "transfer.wire", "transfer.nixl"},
+    "transfer.pull": {"kvcache values", "transfer values", "transfer.plan", "transfer.wire", "transfer.nixl"},
     "transfer.engine": {"transfer values", "transfer.nixl"},
     "transfer.connector": {"transfer values", "transfer.plan", "transfer.wire", "transfer.pull"},
-    "transfer": {"transfer values", "transfer.nixl", "transfer.pull", "transfer.engine", "transfer.connector"},
-    "scheduler_adapters values": {*_MANAGER, "transfer.pull"},
+    "transfer": {
+        *("transfer values", "transfer.wire", "transfer.nixl", "transfer.pull", "transfer.engine"),
+        "transfer.connector",
+    },
+    "scheduler_adapters values": _MANAGER,
     "scheduler_adapters.hf": {*_MANAGER, "transfer.plan", "scheduler_adapters values"},
     "scheduler_adapters.service": {
         *_MANAGER,
-        *("transfer values", "transfer.plan", "transfer.wire", "transfer.nixl", "transfer.pull"),
+        *("transfer values", "transfer.wire", "transfer.nixl", "transfer.pull"),
         *("scheduler_adapters values", "scheduler_adapters.hf"),
     },
     "scheduler_adapters.demo": {
@@ -67,8 +70,6 @@ BEYOND_ROOMS = {
     ("kvcache.params", "kvcache.tiers.page_files"): "the parameters check the folder of the file tier",
     ("kvcache.replica.devices", "kvcache.tiers.copies"): "a replica's devices are copied by the copies of the tiers",
     ("kvcache.replica.replica", "kvcache.tiers.host_tier"): "a replica names its host tier",
-    ("scheduler_adapters.base", "scheduler_adapters.hf.hybrid"): "the protocols show that their classes satisfy them",
-    ("scheduler_adapters.base", "scheduler_adapters.service.exchange"): "likewise",
 }
 IN_CIRCLES = {
     ("kvcache.replica.hashing", "kvcache.replica.context"): "a hasher is made from a context, which keeps it",
@@ -77,11 +78,9 @@ IN_CIRCLES = {
 NAMED_TWICE = {
     "Load": "pages of a host tier, and of a connector's request",
     "Offer": "a connector's, and a message of the service",
-    "Offers": "a connector's books, and a protocol of the schedulers",
     "RankMetadata": "of the wire, and vLLM's own handshake metadata",
     "Refusal": "of a file of pages, and of a lease",
     "StatePart": "of a connector's config, and of a state page",
-    "Transfers": "books of the engine, and a protocol of the schedulers",
     "WorkerConfig": "of a connector, and of a process of the service",
     "_Reader": "private to two files",
 }

@@ -18,8 +18,8 @@ from scheduler_adapters.demo.prompts import default_prompts, read_prompts, take
 from scheduler_adapters.demo.report import Figures, Reporter
 from scheduler_adapters.errors import AdapterError, PromptsError, WorkerError
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.worker import WorkerConfig
-from scheduler_adapters.service.workers import Workers
+from scheduler_adapters.service.fleet import Workers
+from scheduler_adapters.service.server import WorkerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,6 +14,7 @@ from kvcache.errors import BlockTableMismatchError, InvalidParamsError
 from kvcache.manager import PagedKVCacheManager
 from kvcache.replica.imports import own_import
 from scheduler_adapters.errors import NoFreeStatePageError, StatePageError
+from scheduler_adapters.hf.state_layout import state_group
 from scheduler_adapters.hf.state_pages import StatePages
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from kvcache.replica.pending import PageCopy, PendingImport
     from kvcache.types import RequestID
     from scheduler_adapters.hf.state_layout import StateShape
+    from transfer.plan.boxes import Group
 
 
 class HybridKVCacheManager(PagedKVCacheManager):
@@ -178,6 +180,17 @@ class HybridKVCacheManager(PagedKVCacheManager):
 
     def _cancel_state(self, pending: PendingImport) -> None:
         self.states.cancel_import(self._state_imports.pop(pending)[1])
+
+    @property
+    def num_held_blocks(self) -> int:
+        """As the base, state pages included."""
+        return super().num_held_blocks + self.states.num_held
+
+    def further_groups(self, region: int) -> list[tuple[Group, torch.Tensor]]:
+        """For a transfer: of each shard the group of its state pages, and their tensor, registered as `region`."""
+        pages = self.states.num_pages + 1  # the null page is one of the tensor's
+        shards = zip(self.states.layouts, self.states.tensors, strict=True)
+        return [(state_group(layout, pages, region), tensor) for layout, tensor in shards]
 
     def check(self) -> None:
         """As the base, and the state pages too."""

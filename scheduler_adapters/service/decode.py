@@ -18,17 +18,16 @@ from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.front import MAX_UNREAD, Front
 from scheduler_adapters.service.prefills import Prefills
 from scheduler_adapters.service.pulls import Pulls
-from scheduler_adapters.service.rooms import DecodeRoom, DecodeTimes, Recent
-from transfer.pull.pull_state import LeaseRef, PullEvent
-from transfer.pull.replica import Source
+from scheduler_adapters.service.requests import DecodeRoom, DecodeTimes, Recent
+from transfer.pull.pull_state import PullEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from scheduler_adapters.base import PulledPages, Reads
-    from scheduler_adapters.service.exchange import ReplicaEvent
-    from scheduler_adapters.service.links import PrefillLink
+    from scheduler_adapters.base import PulledPages
+    from scheduler_adapters.service.prefill_router import PrefillLink
     from scheduler_adapters.service.sockets import Context, Socket
+    from transfer.pull.exchange import ExchangeEvent, PageExchange
     from transfer.wire.keys import Keyring
 
 MAX_ATTEMPTS = 3
@@ -64,7 +63,7 @@ class DecodeScheduler:
         self,
         name: str,
         loop: ServingLoop[PulledPages],
-        exchange: Reads,
+        exchange: PageExchange,
         context: Context,
         prefills: Sequence[str],
         front: Socket,
@@ -185,7 +184,7 @@ class DecodeScheduler:
         return msg.Stats(
             name=self.name,
             role="decode",
-            pages_held=self._exchange.pages_held,
+            pages_held=self._loop.manager.num_held_blocks,
             open_requests=self.open_requests,
             preemptions=self._loop.preemptions,
             pages_pulled=self._pulls.counts["pulled"],
@@ -217,7 +216,7 @@ class DecodeScheduler:
                     self._on_late(link, message)
                 elif isinstance(message, msg.Failed):
                     self._fail(room, message.reason, final=message.final, tell_prefill=False)
-                elif room.lease is not None and room.lease.lease_id != message.lease_id:
+                elif room.source not in (None, message.source):
                     self._fail(room, f"prefill process {link.name!r} has offered two leases for one attempt")
                 elif room.has_had(message.table, message.token):
                     self.counts["late"] += 1
@@ -247,9 +246,8 @@ class DecodeScheduler:
         """Keep the lease alive from now on; queue for pages."""
         times = self._times
         room.move("offered", self._clock() + times.prefill_s + times.room_s)
-        room.lease = LeaseRef(offer.lease_id, offer.slot, offer.duration_s)
-        source = Source(offer.address, offer.engine_id, room.lease, offer.incarnation)
-        self._pulls.open(room, source, times.prefill_s + times.room_s + times.pull_s)
+        room.source = offer.source
+        self._pulls.open(room, offer.source, times.prefill_s + times.room_s + times.pull_s)
         self._arrived[room.replica].append((room, room.attempt))
 
     def _on_first_token(self, room: DecodeRoom, token: int) -> bool:
@@ -313,7 +311,7 @@ class DecodeScheduler:
         self._loop.adopt(room.request, self._pulls.commit(room))
         room.move("decoding", self._clock() + self._times.decode_s)
 
-    def _on_event(self, happened: ReplicaEvent) -> None:
+    def _on_event(self, happened: ExchangeEvent) -> None:
         event = happened.event
         if not isinstance(event, PullEvent):
             return  # this process leases nothing
@@ -371,7 +369,7 @@ class DecodeScheduler:
         if avoid is not None:
             room.avoid.add(avoid.name)
         room.attempt = next(self._attempts)
-        room.token = room.table = room.lease = room.link = None
+        room.token = room.table = room.source = room.link = None
         room.move("waiting", self._clock() + self._times.wait_s)
 
     def _give_up(self, room: DecodeRoom, reason: str, *, tell_prefill: bool) -> None:

@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from kvcache.replica.block_table import BlockTable
 from scheduler_adapters.errors import MessageError
+from transfer.pull.replica import Source
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +34,6 @@ _MAX_REASON = 2000
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Reason = Annotated[str, Meta(max_length=_MAX_REASON)]
 Salt = Annotated[str, Meta(max_length=256)]
-Endpoint = Annotated[str, Meta(min_length=1, max_length=512)]
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Prompt = Annotated[tuple[Token, ...], Meta(min_length=1, max_length=_MAX_PROMPT)]
 Count = Annotated[int, Meta(ge=1, le=_MAX_PROMPT)]
@@ -159,22 +159,12 @@ class Offer(OfRoom, frozen=True, kw_only=True, tag=True):
     """Prefill to decode: pages that may be read. Sent again, with a longer table, while the prompt still runs.
 
     Attributes:
-        address: where the engine tells what a reader needs to know.
-        engine_id: the engine that holds the pages.
-        incarnation: the start of it that granted the lease.
-        lease_id: the lease, the same in every offer of a room.
-        slot: of its word.
-        duration_s: seconds that it stands without a renewal.
+        source: where they lie, and the lease over them, the same in every offer of a room.
         table: the pages by now.
         token: the first new token; None where the prompt still runs.
     """
 
-    address: Endpoint
-    engine_id: Name
-    incarnation: Name
-    lease_id: Annotated[int, Meta(ge=1)]
-    slot: Annotated[int, Meta(ge=0)]
-    duration_s: Seconds
+    source: Source
     table: BlockTable
     token: Token | None = None
 

@@ -20,17 +20,17 @@ from kvcache.errors import InvalidRequestError, KVCacheError
 from scheduler_adapters.errors import MessageError, WorkerError
 from scheduler_adapters.loop import Output, Request, ServingLoop
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.exchange import LEASE_SLOTS
-from scheduler_adapters.service.rooms import PrefillRoom, PrefillTimes, Recent
+from scheduler_adapters.service.requests import PrefillRoom, PrefillTimes, Recent
 from scheduler_adapters.service.sockets import Socket, received
+from transfer.pull.exchange import LEASE_SLOTS
 from transfer.pull.replica import LeaseOver, Offered
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvcache.replica.block_table import BlockTable
-    from scheduler_adapters.base import Offers, Pages
-    from scheduler_adapters.service.exchange import ReplicaEvent
+    from scheduler_adapters.base import Pages
+    from transfer.pull.exchange import ExchangeEvent, PageExchange
 
 _EXPIRE_S = 0.01
 # A lease that is asked for stands a fraction of a millisecond later, mostly while the model still runs. Where it does
@@ -67,7 +67,7 @@ class PrefillScheduler:
         self,
         name: str,
         loop: ServingLoop[Pages],
-        exchange: Offers,
+        exchange: PageExchange,
         socket: Socket,
         *,
         times: PrefillTimes | None = None,
@@ -132,7 +132,7 @@ class PrefillScheduler:
         return msg.Stats(
             name=self.name,
             role="prefill",
-            pages_held=self._exchange.pages_held,
+            pages_held=manager.num_held_blocks,
             open_requests=self.open_requests,
             prompt_tokens=manager.metrics.prompt_tokens,
             cached_tokens=manager.metrics.cache_tokens,
@@ -231,8 +231,8 @@ class PrefillScheduler:
         if room is None:
             return  # a request of somebody else's
         room.replica = replica
-        room.lease = self._exchange.offer(key, self._times.lease_s)
-        if room.lease is not None:  # always: each replica has a lease word for each room
+        room.source = self._exchange.offer(key, self._times.lease_s, running=True)
+        if room.source is not None:  # always: each replica has a lease word for each room
             room.move("leasing", self._clock() + self._times.step_s)
 
     def _on_output(self, output: Output) -> None:
@@ -271,7 +271,7 @@ class PrefillScheduler:
             self._on_event(replica_event)
         return bool(events)
 
-    def _on_event(self, happened: ReplicaEvent) -> None:
+    def _on_event(self, happened: ExchangeEvent) -> None:
         match happened.event:
             case Offered(request_id=key, error=error):
                 room = self._rooms[key]
@@ -292,31 +292,20 @@ class PrefillScheduler:
 
     def _offer(self, room: PrefillRoom) -> None:
         """Tell the reader what it may read by now, where there is anything new."""
-        table, lease = self._table(room), room.lease
-        if table is None or lease is None:
+        table, source = self._table(room), room.source
+        if table is None or source is None:
             return
         if room.token is not None:
             room.move("held")
-            self._exchange.start_clock(room.replica, lease)
+            self._exchange.start_clock(source)
         elif room.phase == "computing":
             room.move("offered", room.compute_by)
         room.told = table.num_tokens
         self._exchange.seal(room.replica, table.groups)
-        self._send(
-            room.reader,
-            msg.Offer(
-                request_id=room.request_id,
-                attempt=room.attempt,
-                address=self._exchange.address,
-                engine_id=self._exchange.engine_id(room.replica),
-                incarnation=self._exchange.incarnation,
-                lease_id=lease.lease_id,
-                slot=lease.slot,
-                duration_s=lease.duration_s,
-                table=table,
-                token=room.token,
-            ),
+        offer = msg.Offer(
+            request_id=room.request_id, attempt=room.attempt, source=source, table=table, token=room.token
         )
+        self._send(room.reader, offer)
 
     # ---- the end
 
@@ -336,12 +325,12 @@ class PrefillScheduler:
         """Give a room up: its request at once, the room when its lease, if any, is over."""
         room.silent, room.final = room.silent or silent, room.final or final
         self._loop.abort(room.key)
-        if room.lease is None:
+        if room.source is None:
             self._fail(room, reason)
         elif room.phase != "ending":
             room.blame(reason)
             room.move("ending", self._clock() + self._times.step_s)
-            self._exchange.revoke(room.replica, room.lease, reason)
+            self._exchange.revoke(room.source, reason)
 
     def _fail(self, room: PrefillRoom, reason: str) -> None:
         """Nothing of the room is leased any more: its reader hears the first reason."""

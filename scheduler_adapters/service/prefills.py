@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.links import PrefillLink, choose
+from scheduler_adapters.service.prefill_router import PrefillLink, choose
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from scheduler_adapters.service.rooms import DecodeRoom
+    from scheduler_adapters.service.requests import DecodeRoom
     from scheduler_adapters.service.sockets import Context, Socket
     from transfer.wire.keys import Keyring
 

@@ -16,8 +16,9 @@ from scheduler_adapters.errors import WorkerError
 if TYPE_CHECKING:
     from kvcache.replica.copier import ImportProof
     from kvcache.replica.pending import PendingImport
-    from scheduler_adapters.base import PulledPages, Reads
-    from scheduler_adapters.service.rooms import DecodeRoom
+    from scheduler_adapters.base import PulledPages
+    from scheduler_adapters.service.requests import DecodeRoom
+    from transfer.pull.exchange import PageExchange
     from transfer.pull.pull_state import PullEvent
     from transfer.pull.replica import Source
 
@@ -33,7 +34,7 @@ class Pulls:
         counts: pages "pulled", and pages "reused": cached here already, and not pulled.
     """
 
-    def __init__(self, manager: PulledPages, exchange: Reads) -> None:
+    def __init__(self, manager: PulledPages, exchange: PageExchange) -> None:
         self.counts: Counter[str] = Counter()
         self._manager = manager
         self._exchange = exchange

@@ -2,7 +2,8 @@
 
 from tests.mutants.mutation import Module, Mutation
 
-_OWNERSHIP = "tests/scheduler_adapters/service/test_ownership.py"
+_OWNERSHIP = "tests/transfer/pull/test_ownership.py"
+_EXCHANGE = "tests/transfer/pull/test_exchange.py"
 _LEASES = "tests/kvcache/replica/test_leases.py"
 _DIRECTORY = "tests/transfer/pull/test_directory.py"
 _VOUCHERS = "tests/transfer/nixl/test_vouchers.py"
@@ -45,20 +46,25 @@ EXCHANGE: tuple[Module, ...] = (
         [Mutation("PageLeases.check", "len(booked) != len(self._row_of) or ", "", [_LEASES])],
     ),
     Module(
-        "scheduler_adapters.service.exchange",
+        "transfer.pull.exchange",
         [_OWNERSHIP],
         [
-            Mutation("Exchange._end_copy", "if not event.error:", "if event.safe:", [_OWNERSHIP]),
-            Mutation("Exchange.open_pull", "if key in self._pulls[replica]:", "if not key:", [_OWNERSHIP]),
-            Mutation("Exchange.read", "elif copier.pending is not pending:", "elif not copier:", [_OWNERSHIP]),
-            Mutation("Exchange.poll", "thread.raise_failure()", "pass", [_OWNERSHIP]),
-            Mutation("Exchange.close", "if thread.is_closed:", "if thread:", [_OWNERSHIP]),
-            Mutation("Exchange.close", "self._end_lease(replica, lease_id)", "pass", [_OWNERSHIP]),
+            Mutation("PageExchange._end_copy", "if not event.error:", "if event.safe:", [_OWNERSHIP]),
+            Mutation("PageExchange._refuse_open", "if (replica, key) in self._pulls:", "if not key:", [_OWNERSHIP]),
+            Mutation("PageExchange.read", "elif copier.pending is not pending:", "elif not copier:", [_OWNERSHIP]),
+            Mutation("PageExchange.poll", "thread.raise_failure()", "pass", [_OWNERSHIP]),
+            Mutation("PageExchange.close", "if thread.is_closed:", "if thread:", [_OWNERSHIP]),
+            Mutation("PageExchange.close", "self._end_lease(replica, lease_id)", "pass", [_OWNERSHIP]),
+            Mutation(
+                "PageExchange._thread_of", "if source.engine_id not in self._names:", "if not source:", [_EXCHANGE]
+            ),
+            Mutation("PageExchange.offer", "running=running", "running=True", [_EXCHANGE]),
+            Mutation("PageExchange.pull", "self._refuse_open(replica, key)", "pass", [_EXCHANGE]),
             Mutation(
                 "_keys",
                 "return shared.metadata_key, shared.keyring",
                 'return b"", shared.keyring',
-                ["tests/scheduler_adapters/service/test_exchange.py"],
+                [_EXCHANGE],
             ),
         ],
     ),

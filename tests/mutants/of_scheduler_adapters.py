@@ -94,8 +94,8 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "scheduler_adapters.service.rooms",
-        ["tests/scheduler_adapters/service/test_rooms.py"],
+        "scheduler_adapters.service.requests",
+        ["tests/scheduler_adapters/service/test_requests.py"],
         [
             Mutation(
                 "PREFILL_MOVES",
@@ -173,13 +173,13 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
                 "if len(self._rooms) >= self._max_open:",
                 "if len(self._rooms) > self._max_open:",
                 [
-                    "tests/scheduler_adapters/service/test_front.py::test_a_request_beyond_those_that_may_be_on_their_way_is_refused_alone"
+                    "tests/scheduler_adapters/service/test_frontend.py::test_a_request_beyond_those_that_may_be_on_their_way_is_refused_alone"
                 ],
             ),
             Mutation(
                 "DecodeScheduler._on_message",
-                "room.lease.lease_id != message.lease_id",
-                "not message.lease_id",
+                "room.source not in (None, message.source)",
+                "not message.source",
                 [
                     "tests/scheduler_adapters/service/test_repeats.py::test_two_leases_for_one_attempt_fail_it_and_another_follows"
                 ],
@@ -235,7 +235,7 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
             ),
             Mutation(
                 "PrefillScheduler._offer",
-                "self._exchange.start_clock(room.replica, lease)",
+                "self._exchange.start_clock(source)",
                 "pass",
                 [
                     "tests/scheduler_adapters/service/test_faults.py::test_the_time_of_a_lease_runs_from_the_last_offer_on"
@@ -243,8 +243,8 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
             ),
             Mutation(
                 "PrefillScheduler._end",
-                "if room.lease is None:",
-                "if room.lease:",
+                "if room.source is None:",
+                "if room.source:",
                 [
                     "tests/scheduler_adapters/service/test_faults.py::test_a_cancelled_request_ends_in_every_phase",
                     "tests/scheduler_adapters/service/test_faults.py::test_pages_stay_held_until_their_lease_word_is_cleared",

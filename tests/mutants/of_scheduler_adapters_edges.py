@@ -2,7 +2,7 @@
 
 from tests.mutants.mutation import Module, Mutation
 
-_FRONT = "tests/scheduler_adapters/service/test_front.py"
+_FRONT = "tests/scheduler_adapters/service/test_frontend.py"
 _FOLDER = "tests/scheduler_adapters/service/test_run_folder.py"
 _SIGNALS = "tests/scheduler_adapters/test_interrupts.py"
 
@@ -18,7 +18,7 @@ SCHEDULER_ADAPTERS_EDGES: tuple[Module, ...] = (
     ),
     Module(
         "scheduler_adapters.service.prefills",
-        ["tests/scheduler_adapters/service/test_prefills.py"],
+        ["tests/scheduler_adapters/service/test_prefill_router.py"],
         [
             Mutation("Prefills.ask", "choice.link.load += room.load", "pass"),
             Mutation("Prefills.relieve", "room.load = 0", "pass"),

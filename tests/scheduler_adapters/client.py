@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.workers import Workers
+from scheduler_adapters.service.fleet import Workers
 
 
 @dataclass

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from scheduler_adapters.service import links
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service import prefill as prefill_module
+from scheduler_adapters.service import prefill_router
 from scheduler_adapters.service.decode import DecodeScheduler
 from scheduler_adapters.service.prefill import PrefillScheduler
 from scheduler_adapters.service.sockets import received
@@ -84,7 +84,7 @@ class Deliverer:
         self.round = self._number = 0
         self._hops: dict[Any, _Hop] = {}
         self._seen: set[tuple[Any, ...]] = set()
-        patch.setattr(links, "received", self._received_here)
+        patch.setattr(prefill_router, "received", self._received_here)
         patch.setattr(prefill_module, "received", self._received_here)
 
     @property

@@ -9,14 +9,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from scheduler_adapters.service import worker
-from scheduler_adapters.service.rooms import Room
+from scheduler_adapters.service import server
+from scheduler_adapters.service.requests import Room
 
 FOLDER_VARIABLE = "PAGEWIRE_FUSES"
 
 
 def main() -> int:
-    """Run one process, as `scheduler_adapters.service.worker` does; the exit status."""
+    """Run one process, as `scheduler_adapters.service.server` does; the exit status."""
     fuse = Path(os.environ[FOLDER_VARIABLE]) / str(os.getpid())
     move = Room.move
 
@@ -29,7 +29,7 @@ def main() -> int:
                 light(int(signal), float(delay))
 
     Room.move = move_and_look  # type: ignore[method-assign]
-    return worker.main()
+    return server.main()
 
 
 def light(signal: int, delay_s: float) -> None:

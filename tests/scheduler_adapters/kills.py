@@ -26,9 +26,9 @@ import torch
 
 from benchmarks.frame import header, write
 from scheduler_adapters.hf.runner import load_model, reference_tokens
-from scheduler_adapters.service.rooms import DECODE_MOVES, PREFILL_MOVES
-from scheduler_adapters.service.worker import WorkerConfig
-from scheduler_adapters.service.workers import Workers
+from scheduler_adapters.service.fleet import Workers
+from scheduler_adapters.service.requests import DECODE_MOVES, PREFILL_MOVES
+from scheduler_adapters.service.server import WorkerConfig
 from tests.scheduler_adapters.client import Client
 from tests.scheduler_adapters.kill_worker import FOLDER_VARIABLE
 from transfer.engine.ports import available_port

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from msgspec import Meta
 
 from transfer.nixl.agent import Handle
 from transfer.pull.parts import Part
@@ -15,9 +17,9 @@ from transfer.pull.remote import RemoteEngine
 class LeaseRef(NamedTuple):
     """A lease as its readers know it: id, slot of the word on every rank, and seconds that a renewal lasts."""
 
-    lease_id: int
-    slot: int
-    duration_s: float
+    lease_id: Annotated[int, Meta(ge=1)]
+    slot: Annotated[int, Meta(ge=0)]
+    duration_s: Annotated[float, Meta(gt=0, le=1e6)]
 
 
 class PullEvent(NamedTuple):

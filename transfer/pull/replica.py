@@ -10,8 +10,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+from msgspec import Meta
 from numpy.typing import ArrayLike
 
 from transfer.errors import PullFailedError, TransferError
@@ -25,7 +26,7 @@ from transfer.wire.handshake import HandshakeClient
 
 
 class Source(NamedTuple):
-    """Where a request's pages are to be read from.
+    """Where a request's pages are to be read from. What msgspec decodes is within its limits.
 
     Attributes:
         address: ZMQ endpoint of the handshake.
@@ -36,11 +37,11 @@ class Source(NamedTuple):
         ranks: ranks that the engine is said to have; 0 where nothing is said.
     """
 
-    address: str
-    engine_id: str
+    address: Annotated[str, Meta(min_length=1, max_length=512)]
+    engine_id: Annotated[str, Meta(min_length=1, max_length=256)]
     lease: LeaseRef
-    incarnation: str = ""
-    ranks: int = 0
+    incarnation: Annotated[str, Meta(max_length=256)] = ""
+    ranks: Annotated[int, Meta(ge=0)] = 0
 
     @property
     def place(self) -> Place:
@@ -151,7 +152,7 @@ class ReplicaTransfer:
 
         Nothing here knows whose pages these are. The caller holds them until `LeaseOver`, or a failed `Offered`, as the
         block manager of a serving engine does for the vLLM connector. Pages of a `PagedKVCacheManager` are leased with
-        `Exchange.offer` of the adapters, where the manager itself holds them.
+        `PageExchange.offer`, where the manager itself holds them.
 
         Args:
             request_id: whose pages.

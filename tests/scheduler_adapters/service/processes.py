@@ -13,10 +13,10 @@ from scheduler_adapters.hf.runner import HFRunner, kv_params_of, manager_for, nu
 from scheduler_adapters.loop import ServingLoop
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.decode import MAX_OPEN, DecodeScheduler
-from scheduler_adapters.service.exchange import Exchange
 from scheduler_adapters.service.prefill import PrefillScheduler
-from scheduler_adapters.service.rooms import DecodeRoom, DecodeTimes, PrefillTimes
+from scheduler_adapters.service.requests import DecodeRoom, DecodeTimes, PrefillTimes
 from scheduler_adapters.service.sockets import bind_router, received
+from transfer.pull.exchange import PageExchange
 
 NEW = 10
 QUICK = {"heartbeat_s": 0.2, "dead_after_s": 1.0, "handshake_timeout_s": 1.0}
@@ -61,7 +61,7 @@ class Service:
         self.chunkwise, self.lease_s, self.times, self.clock = chunkwise, lease_s, times, clock
         self.max_open = max_open
         self.loops: dict[str, ServingLoop] = {}
-        self.exchanges: dict[str, Exchange] = {}
+        self.exchanges: dict[str, PageExchange] = {}
         self.prefills: dict[str, PrefillScheduler] = {}
         self.decodes: dict[str, DecodeScheduler] = {}
         self.routers: dict[str, Any] = {}
@@ -83,7 +83,7 @@ class Service:
     def decode(self) -> DecodeScheduler:
         return self.decodes["d0"]
 
-    def _start(self, name: str, side: Side) -> tuple[ServingLoop, Exchange]:
+    def _start(self, name: str, side: Side) -> tuple[ServingLoop, PageExchange]:
         params = kv_params_of(
             self.model.config, page_size=side.page_size, n_devices=side.tp * side.dp, data_parallel_degree=side.dp
         )
@@ -100,7 +100,7 @@ class Service:
         )
         states = manager.states if isinstance(manager, HybridKVCacheManager) else None
         self.loops[name] = ServingLoop(manager, HFRunner(self.model, states), side.budget)
-        self.exchanges[name] = Exchange(
+        self.exchanges[name] = PageExchange(
             manager, name, bind=f"ipc://{self.directory}/{name}.hand", replica_options=QUICK
         )
         return self.loops[name], self.exchanges[name]

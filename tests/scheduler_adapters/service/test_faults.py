@@ -11,7 +11,7 @@ import zmq
 from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.rooms import DecodeRoom, DecodeTimes, PrefillRoom
+from scheduler_adapters.service.requests import DecodeRoom, DecodeTimes, PrefillRoom
 from tests.scheduler_adapters.service.processes import NEW, Service, Side
 
 PROMPT = ByteTokenizer().encode("What a page holds, who may write to it, and when it may be used again. " * 2)
@@ -263,8 +263,8 @@ def test_pages_stay_held_until_their_lease_word_is_cleared(
     (room,) = prefill_rooms(service)
     held = service.prefill.stats().pages_held
     words = service.exchanges["p0"]._threads[0].call(lambda replica: replica.ranks[0].leases.words)
-    assert room.lease is not None
-    slot, lease_id = room.lease.slot, room.lease.lease_id
+    assert room.source is not None
+    lease_id, slot, _ = room.source.lease
     assert words[slot] == lease_id
     told = -(-room.told // 16)
     service.prefill._end(room, "says the test")
@@ -291,8 +291,8 @@ def test_a_lease_that_runs_out_fails_the_attempt_and_no_page_is_taken(
     room = offered(service)
     # The reader's thread renews by itself; end the lease at its source, as if the reader had been stopped meanwhile.
     prefill = prefill_rooms(service)[0]
-    assert prefill.lease is not None
-    service.exchanges["p0"].revoke(0, prefill.lease, "expired, says the test")
+    assert prefill.source is not None
+    service.exchanges["p0"].revoke(prefill.source, "expired, says the test")
     service.until(lambda: prefill.phase == "over", "the end of the lease")
     empty(service)
     service.until(lambda: "r" in service.ended, "the second attempt")
@@ -307,8 +307,8 @@ def test_the_time_of_a_lease_runs_from_the_last_offer_on(start: Callable[..., Se
     service.until(lambda: bool(prefill_rooms(service)), "prefill to begin")
     prefill = prefill_rooms(service)[0]
     service.until(lambda: prefill.phase == "held", "the last offer", poll=service.prefill.poll)
-    lease, thread = prefill.lease, service.exchanges["p0"]._threads[0]
-    assert lease is not None
+    assert prefill.source is not None
+    lease, thread = prefill.source.lease, service.exchanges["p0"]._threads[0]
     deadlines = thread.call(lambda replica: [rank.leases.find(lease.lease_id).deadline for rank in replica.ranks])
     assert max(deadlines) < time.monotonic() + lease.duration_s + 1
     assert room.phase != "decoding"

@@ -6,7 +6,7 @@ import pytest
 
 from scheduler_adapters.loop import Request
 from scheduler_adapters.service.pulls import Pulls
-from scheduler_adapters.service.rooms import DecodeRoom
+from scheduler_adapters.service.requests import DecodeRoom
 from transfer.pull.pull_state import PullEvent
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvcache.errors import NoFreeRowError
 from scheduler_adapters.hf.runner import reference_tokens
-from scheduler_adapters.service.rooms import DECODE_MOVES, PREFILL_MOVES, PrefillRoom, Room
+from scheduler_adapters.service.requests import DECODE_MOVES, PREFILL_MOVES, PrefillRoom, Room
 from tests.scheduler_adapters.service.processes import Service, Side
 from tests.scheduler_adapters.service.test_faults import empty, fill
 

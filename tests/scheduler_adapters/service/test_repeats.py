@@ -9,7 +9,7 @@ import pytest
 
 from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.rooms import DecodeRoom, Recent
+from scheduler_adapters.service.requests import DecodeRoom, Recent
 from tests.scheduler_adapters.service.processes import NEW, Service, Side
 from tests.scheduler_adapters.service.test_faults import (
     OTHER,
@@ -134,7 +134,9 @@ def test_two_leases_for_one_attempt_fail_it_and_another_follows(
     said = Said(service, monkeypatch)
     room = pulling(service)
     service.until(lambda: len(said.offers) > 1, "a second chunk", poll=service.prefill.poll)
-    service.decode._on_message(service.decode.links[0], msgspec.structs.replace(said.offers[-1], lease_id=7))
+    source = said.offers[-1].source
+    another = msgspec.structs.replace(said.offers[-1], source=source._replace(lease=source.lease._replace(lease_id=7)))
+    service.decode._on_message(service.decode.links[0], another)
     assert room.reasons == ["prefill process 'p0' has offered two leases for one attempt"]
     serves_to_the_end(service, expected)
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
-    from scheduler_adapters.service.worker import WorkerConfig
+    from scheduler_adapters.service.server import WorkerConfig
 
 PROGRAM = (sys.executable, "-m", "scheduler_adapters.service.program")
 _START_TIMEOUT_S = 120.0

@@ -26,14 +26,14 @@ from scheduler_adapters.hf.hybrid import HybridKVCacheManager
 from scheduler_adapters.loop import ServingLoop
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.decode import MAX_OPEN, DecodeScheduler
-from scheduler_adapters.service.exchange import Exchange
 from scheduler_adapters.service.front import MAX_UNREAD, Front
 from scheduler_adapters.service.parent import die_with_parent
 from scheduler_adapters.service.prefill import PrefillScheduler
-from scheduler_adapters.service.rooms import PrefillTimes
+from scheduler_adapters.service.requests import PrefillTimes
 from scheduler_adapters.service.sockets import Context, Socket, bind_router, received, wait_for_any
 from transfer.nixl.agent import Agent
 from transfer.nixl.chaos import ChaosAgent, Rates
+from transfer.pull.exchange import PageExchange
 from transfer.wire.keys import load_keyring
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def serve(config: WorkerConfig, context: Context, socket: Socket) -> None:
     chaos = None if config.chaos is None else ChaosAgents(config.chaos, wrong_bytes=config.verify)
     keyring = load_keyring(Path(config.keyring)) if config.keyring else None
     loop, compatibility = build_loop(config)
-    exchange = Exchange(
+    exchange = PageExchange(
         loop.manager,
         config.name,
         bind=config.handshake,

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from kvcache.replica.context import TextContext
     from kvcache.replica.pending import PendingImport
     from scheduler_adapters.loop import Request
-    from scheduler_adapters.service.links import PrefillLink
-    from transfer.pull.pull_state import LeaseRef
+    from scheduler_adapters.service.prefill_router import PrefillLink
+    from transfer.pull.replica import Source
 
 PREFILL_MOVES: dict[str, frozenset[str]] = {
     "queued": frozenset({"leasing", "over"}),
@@ -168,7 +168,7 @@ class PrefillRoom(Room):
         key: what the loop and the transfer call it.
         chunkwise: the reader takes pages while the prompt runs.
         replica: ours that holds the pages, once there is a lease.
-        lease: once asked for.
+        source: what the reader is told of its pages: a lease that was asked for.
         table: of the whole prompt, once computed.
         token: the first new token, likewise.
         told: tokens that the reader has been offered.
@@ -183,7 +183,7 @@ class PrefillRoom(Room):
     key: str = ""
     chunkwise: bool = False
     replica: int = 0
-    lease: LeaseRef | None = None
+    source: Source | None = None
     table: BlockTable | None = None
     token: int | None = None
     told: int = 0
@@ -203,7 +203,7 @@ class DecodeRoom(Room):
         load: prompt tokens that it has to compute, as far as is known, and that have not come.
         avoid: names of those where an attempt failed.
         replica: ours.
-        lease: of the offers of this attempt.
+        source: of the offers of this attempt.
         table: of the longest offer.
         token: the first new token of this attempt, once offered.
         context: once pages are reserved.
@@ -220,7 +220,7 @@ class DecodeRoom(Room):
     load: int = 0
     avoid: set[str] = field(default_factory=set)
     replica: int = 0
-    lease: LeaseRef | None = None
+    source: Source | None = None
     table: BlockTable | None = None
     token: int | None = None
     context: TextContext | None = None

@@ -5,7 +5,7 @@ import pytest
 
 from scheduler_adapters.errors import IllegalMoveError
 from scheduler_adapters.loop import Request
-from scheduler_adapters.service.rooms import DECODE_MOVES, PREFILL_MOVES, DecodeRoom, PrefillRoom, Room
+from scheduler_adapters.service.requests import DECODE_MOVES, PREFILL_MOVES, DecodeRoom, PrefillRoom, Room
 
 TABLES = {"prefill": PREFILL_MOVES, "decode": DECODE_MOVES}
 

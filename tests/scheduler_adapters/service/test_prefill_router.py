@@ -11,7 +11,7 @@ import zmq
 from scheduler_adapters.loop import Request
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.prefills import Prefills
-from scheduler_adapters.service.rooms import DecodeRoom
+from scheduler_adapters.service.requests import DecodeRoom
 from scheduler_adapters.service.sockets import bind_router, received
 
 _names = itertools.count()

@@ -16,10 +16,10 @@ from scheduler_adapters.demo.demo import settled_stats
 from scheduler_adapters.errors import WorkerError
 from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.service import messages as msg
+from scheduler_adapters.service.fleet import Workers
 from scheduler_adapters.service.front import Front
+from scheduler_adapters.service.server import WorkerConfig
 from scheduler_adapters.service.sockets import received
-from scheduler_adapters.service.worker import WorkerConfig
-from scheduler_adapters.service.workers import Workers
 from tests.scheduler_adapters.service.processes import Service, Side
 
 PROMPT = tuple(range(60, 76))

@@ -10,8 +10,8 @@ import pytest
 from scheduler_adapters.errors import WorkerError
 from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.worker import WorkerConfig
-from scheduler_adapters.service.workers import Workers
+from scheduler_adapters.service.fleet import Workers
+from scheduler_adapters.service.server import WorkerConfig
 
 pytestmark = pytest.mark.slow
 
