@@ -1,6 +1,6 @@
 """Runs of bytes: from strided boxes to those of a page, made once, and from these to all pages of a pull.
 
-Everything is numpy over whole batches: nothing here loops over pages or runs.
+All that is done for a pull is numpy over whole batches: nothing loops over its pages or runs.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -85,7 +84,7 @@ class TransferThread:
         self, method: Callable[Concatenate[ReplicaTransfer, P], object], *args: P.args, **options: P.kwargs
     ) -> None:
         """Has a method of `ReplicaTransfer` called in the thread, and waits for nothing: its events tell of it."""
-        self._hand_over(partial(method, self._replica, *args, **options))
+        self._hand_over(lambda: method(self._replica, *args, **options))
 
     def pull(
         self,
