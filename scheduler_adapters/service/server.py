@@ -80,7 +80,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefills: tuple[str, ...] = ()  # where the prefill processes listen, for a decode process
     handshake: str = "tcp://127.0.0.1:0"  # where the process tells peers of its engines
     keyring: str = ""  # file of this process's keys (`transfer.wire.keys`); empty for plain sockets
-    # Of the fleet (`transfer.wire.secret`), for what engines tell each other, in place of a keyring.
+    # Of the fleet (`transfer.wire.secret`), for what engines tell each other, in place of a keyring. Sources on other
+    # hosts are read from only with one of them.
     secret: str = ""
 
 

@@ -178,9 +178,8 @@ class KVTransferEngine:
     def connect(self, remote: KVTransferEngineMetadata) -> None:
         """Connects to an engine, with all its replicas. The number of replicas and of pages may differ from ours.
 
-        Where the metadata comes from is the caller's responsibility: all around NIXL's own part of it is checked, but
-        nothing is tried in another process, for a trial reads from the peer, and the peer may be this very thread's.
-        Who takes metadata from a network gives `encode` and `decode_metadata` a key, or uses `NixlConnectorWorker`.
+        Where the metadata comes from is the caller's responsibility: all around NIXL's own part of it is checked. Who
+        takes metadata from a network gives `encode` and `decode_metadata` a key, or uses `NixlConnectorWorker`.
 
         A name that is connected stays so until `disconnect`, even when its engine has died and a new incarnation calls:
         only the caller knows what is to become of the transfers with the old one.

@@ -58,16 +58,6 @@ def _api() -> Any:
     return importlib.import_module("nixl._api")
 
 
-def import_nixl() -> None:
-    """Imports nixl, which takes a while, ahead of the first agent. A process that forks afterwards has made none yet.
-
-    Raises:
-        ImportError: nixl is missing.
-    """
-    _api()
-    _errors()
-
-
 @cache
 def _errors() -> tuple[type[Exception], ...]:
     """NIXL's exceptions have no base class of their own; its bindings add built-in ones for bad arguments."""

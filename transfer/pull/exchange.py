@@ -15,7 +15,7 @@ from transfer.nixl.agent import Agent
 from transfer.plan.boxes import ShardLayout
 from transfer.plan.shapes import dense
 from transfer.pull.lease import new_lease_id
-from transfer.pull.pull_state import LeaseRef, PagesOfGroup, PullEvent
+from transfer.pull.pull_state import LeaseRef, PullEvent
 from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation
 from transfer.pull.replica import LeaseOver, Offered, ReplicaTransfer, Source
 from transfer.pull.thread import TransferThread
@@ -261,7 +261,7 @@ class PageExchange:
             if self._slots[replica]:
                 lease = LeaseRef(new_lease_id(), heapq.heappop(self._slots[replica]), duration_s)
                 self._leases[replica][lease.lease_id] = (lease, held)
-                self._threads[replica].offer(request_id, lease, running=running)
+                self._threads[replica].call_soon(ReplicaTransfer.offer, request_id, lease, running=running)
         finally:
             if lease is None:
                 self._manager.end_lease(held)
@@ -278,11 +278,11 @@ class PageExchange:
         Raises:
             InvalidLeaseError: (a ValueError) the offer is another process's. So for `revoke`.
         """
-        self._thread_of(source).start_clock(source.lease.lease_id)
+        self._thread_of(source).call_soon(ReplicaTransfer.start_clock, source.lease.lease_id)
 
     def revoke(self, source: Source, reason: str) -> None:
         """Ends a lease: `LeaseOver` tells when no reader can take the pages for good any more."""
-        self._thread_of(source).revoke(source.lease.lease_id, reason)
+        self._thread_of(source).call_soon(ReplicaTransfer.revoke, source.lease.lease_id, reason)
 
     def _thread_of(self, source: Source) -> TransferThread:
         if source.engine_id not in self._names:
@@ -307,8 +307,7 @@ class PageExchange:
         replica = pending.replica_idx
         self._refuse_open(replica, key)
         copier = self._pulls[replica, key] = self._manager.copier(pending)
-        groups = [PagesOfGroup(*copy) for copy in copier.take(last=True)]
-        self._threads[replica].pull(key, source, groups, timeout_s)
+        self._threads[replica].pull(key, source, copier.take(last=True), timeout_s)
 
     def open_pull(self, replica: int, key: str, source: Source, timeout_s: float) -> None:
         """Begins a pull of which the pages are named later: from now on the lease is renewed. `read` says of what.
@@ -344,12 +343,11 @@ class PageExchange:
             copier = self._pulls[replica, key] = self._manager.copier(pending)
         elif copier.pending is not pending:
             raise InvalidRequestError(f"request {pending.request_id!r}: the pull {key!r} is of another import")
-        groups = [PagesOfGroup(*copy) for copy in copier.take(last=last)]
-        self._threads[replica].add_pages(key, groups, last=last)
+        self._threads[replica].call_soon(ReplicaTransfer.add_pages, key, copier.take(last=last), last=last)
 
     def cancel_pull(self, replica: int, key: str, reason: str) -> None:
         """Gives a pull up; its last event comes when nothing of it is in flight."""
-        self._threads[replica].cancel(key, reason)
+        self._threads[replica].call_soon(ReplicaTransfer.cancel, key, reason)
 
     # ---- what happened
 

@@ -208,6 +208,9 @@ class HandshakeClient:
         secure: sets a socket's CURVE options before it connects; None for plain sockets.
         clock: seconds, monotonic.
         allowed: who may be asked; this host alone where None. No socket is opened to anybody else.
+
+    Attributes:
+        is_keyed: whoever answers has the keys of the fleet.
     """
 
     def __init__(
@@ -217,6 +220,7 @@ class HandshakeClient:
         allowed: AllowedPeers | None = None,
     ) -> None:
         self._allowed = allowed or AllowedPeers()
+        self.is_keyed = secure is not None
         self._secure = secure
         self._clock = clock
         self._sockets: dict[str, zmq.Socket[bytes]] = {}

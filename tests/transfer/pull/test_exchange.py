@@ -13,7 +13,7 @@ import zmq
 from kvcache import BlockTable, InvalidRequestError
 from tests.transfer.pull.test_ownership import MINE, Reader, Side, leased, manager_of
 from transfer.errors import InvalidEngineError, InvalidLeaseError, MetadataError
-from transfer.nixl.trials import Trials
+from transfer.pull import directory
 from transfer.pull.exchange import PageExchange
 from transfer.pull.replica import LeaseOver, Offered, Source
 from transfer.wire.keys import make_keyrings
@@ -37,10 +37,10 @@ def side() -> Iterator[Callable[..., Any]]:
         one.manager.close()
 
 
-def test_with_one_secret_sockets_and_metadata_have_keys_and_nothing_is_tried(
+def test_with_one_secret_sockets_and_metadata_have_keys_and_nobody_is_asked_to_vouch(
     side: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(Trials, "shared", lambda: pytest.fail("a trial with keys"))
+    monkeypatch.setattr(directory, "is_vouched", lambda _: pytest.fail("asked, with keys"))
     path = tmp_path / "secret"
     path.write_text(SECRET)
     path.chmod(0o600)
