@@ -87,7 +87,6 @@ NAMED_TWICE = {
     "RankMetadata": "of the wire, and vLLM's own handshake metadata",
     "Refusal": "of a file of pages, and of a lease",
     "StatePart": "of a connector's config, and of a state page",
-    "Transfers": "books of the engine, and a protocol of the schedulers",
     "WorkerConfig": "of a connector, and of a process of the service",
     "_Group": "private to two files",
     "_Reader": "private to two files",
