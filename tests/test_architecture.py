@@ -84,8 +84,6 @@ NAMED_TWICE = {
     "Offer": "a connector's, and a message of the service",
     "Offers": "a connector's books, and a protocol of the schedulers",
     "Part": "a part of a plan's runs, and of a pull",
-    "RankMetadata": "of the wire, and vLLM's own handshake metadata",
-    "Refusal": "of a file of pages, and of a lease",
     "StatePart": "of a connector's config, and of a state page",
     "WorkerConfig": "of a connector, and of a process of the service",
     "_Group": "private to two files",

@@ -26,7 +26,6 @@ from transfer.nixl.settings import agreed_settings, fingerprint_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import TracebackType
     from typing import Self
 
     import torch
@@ -94,9 +93,7 @@ class KVTransferEngine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.cleanup()
 
     def _describe(self, incarnation: str) -> KVTransferEngineMetadata:

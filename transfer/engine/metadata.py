@@ -184,11 +184,7 @@ def decode_request(data: bytes) -> TransferReqData:
 
 
 def check_metadata(metadata: KVTransferEngineMetadata) -> KVTransferEngineMetadata:
-    """Checks all that can be known of a peer's metadata without NIXL, and returns a private copy.
-
-    Raises:
-        MetadataError: a field has the wrong type, the version or a digest is wrong, or the geometry does not add up.
-    """
+    """Checks all that can be known of a peer's metadata without NIXL, and returns a private copy."""
     if not isinstance(metadata, KVTransferEngineMetadata):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may be untyped
         raise MetadataError(f"expected KVTransferEngineMetadata, got {type(metadata).__name__}")
     try:

@@ -77,7 +77,7 @@ def nixl_errors(doing: str) -> Generator[None]:
 
 
 class Agent:
-    """One NIXL agent over any number of regions. Not thread-safe: one thread owns it.
+    """One NIXL agent over any number of regions, for one thread. What NIXL refuses or fails in is an `AgentError`.
 
     READs name addresses, which are handed over as arrays. Lists that NIXL prepares ahead would save 16 ns a descriptor;
     against the 1.3 to 2.2 µs that each costs in the post that is nothing, while they must describe a whole pool at
@@ -93,9 +93,6 @@ class Agent:
 
     Attributes:
         backend: NIXL's handle of the plugin.
-
-    Raises:
-        AgentError: nixl is missing, or refuses the settings.
     """
 
     def __init__(
@@ -133,17 +130,10 @@ class Agent:
             self.backend = int(self._agent.backends[plugin])
 
     def register(self, regions: Sequence[tuple[int, int, int]], memory_type: MemoryType | None = None) -> Any:
-        """Registers memory, which must stay mapped until `close`, and while any peer lives that may read it.
+        """Registers (address, bytes, device) of regions, and returns NIXL's record of them.
 
-        Args:
-            regions: (address, bytes, device) of each.
-            memory_type: where they live; that of the agent where None.
-
-        Returns:
-            NIXL's record of it.
-
-        Raises:
-            AgentError: NIXL refuses the memory or its type.
+        They must stay mapped until `close`, and while any peer lives that may read them. They are of the agent's own
+        type of memory where none is given.
         """
         rows = [(*region, "") for region in regions]
         with nixl_errors(f"agent {self.name!r}: registering {len(rows)} regions"):
@@ -167,19 +157,11 @@ class Agent:
             return bytes(self._agent.get_agent_metadata())
 
     def vouch(self, metadata: bytes) -> None:
-        """Says to readers on this host that this metadata is the agent's own. See `transfer.nixl.vouchers`.
-
-        Raises:
-            AgentError: the socket for that cannot be made.
-        """
+        """Says to readers on this host that this metadata is the agent's own: see `transfer.nixl.vouchers`."""
         self._voucher = Voucher(metadata)
 
     def add_peer(self, peer: str, metadata: bytes) -> None:
-        """Loads a peer. The caller has checked the metadata's length and digest: wrong bytes can crash the process.
-
-        Raises:
-            AgentError: NIXL refuses the bytes, or finds another name in them.
-        """
+        """Loads a peer. The caller has checked the metadata's length and digest: wrong bytes can crash the process."""
         with nixl_errors(f"agent {self.name!r}: loading agent {peer!r}"):
             found = self._agent.add_remote_agent(metadata)
         loaded = found.decode(errors="replace") if isinstance(found, bytes) else str(found)
@@ -188,11 +170,7 @@ class Agent:
             raise AgentError(f"agent {self.name!r}: the metadata of {peer!r} is that of {loaded!r}")
 
     def remove_peer(self, peer: str) -> None:
-        """Unloads a peer, and its page lists. All handles of transfers with it must be released before.
-
-        Raises:
-            AgentError: NIXL knows no such agent.
-        """
+        """Unloads a peer, and its page lists. All handles of transfers with it must be released before."""
         with nixl_errors(f"agent {self.name!r}: unloading agent {peer!r}"):
             try:
                 for pages in self._page_lists.pop(peer, ()):
@@ -216,9 +194,6 @@ class Agent:
             remote: where they lie; registered memory of the peer's, of the same lengths.
             note: what the peer is told once all bytes have arrived; nothing where empty.
             memory_types: of the local and of the remote memory; the agent's own for both where None.
-
-        Raises:
-            AgentError: NIXL refuses, or the peer is gone. There is no handle then.
         """
         here, there = memory_types or (self.memory_type, self.memory_type)
         agent = self._agent
@@ -237,9 +212,6 @@ class Agent:
             pages: address of the first, bytes of one, device, and how many follow each other.
             memory_type: where they live.
             peer: a loaded peer that has registered them; ours where empty.
-
-        Raises:
-            AgentError: the pages are not within registered memory.
         """
         address, num_bytes, device, count = pages
         # One strided row, (address, length, device, stride, count), stands for any number of equal pages.
@@ -265,20 +237,13 @@ class Agent:
             local: our list, and int32 `[pairs]` of its pages.
             remote: likewise the peer's.
             note: what the peer is told once all bytes have arrived.
-
-        Raises:
-            AgentError: NIXL refuses, or the peer is gone. There is no handle then.
         """
         with nixl_errors(f"agent {self.name!r}: posting {len(local[1])} pages"):
             handle = self._agent.make_prepped_xfer(operation, *local, *remote, note)
         return handle, self.start(handle)
 
     def start(self, handle: Handle) -> bool:
-        """Posts a transfer that was made, and tells whether it has ended already.
-
-        Raises:
-            AgentError: NIXL refuses, or the peer is gone. The handle is released.
-        """
+        """Posts a transfer that was made, and tells whether it has ended already. An error releases the handle."""
         try:
             return self._agent.transfer(handle) == "DONE"
         except _errors() as error:
@@ -287,33 +252,21 @@ class Agent:
             raise _agent_error(f"agent {self.name!r}: posting", error) from error
 
     def done(self, handle: Handle) -> bool:
-        """Tells whether a transfer has ended well. Also moves it on, and sends its notification when it has.
-
-        Raises:
-            AgentError: the transfer ended in an error. The handle is to be released.
-        """
+        """Whether a transfer has ended well; moves it on, and sends its note at the end. After an error: release it."""
         try:
             return self._agent.check_xfer_state(handle) == "DONE"
         except _errors() as error:
             raise _agent_error(f"agent {self.name!r}: transfer", error) from error
 
     def release(self, handle: Handle) -> None:
-        """Releases a handle, for the last use of it. A copy in flight is not stopped by that.
-
-        Raises:
-            AgentError: NIXL refuses.
-        """
+        """Releases a handle, for the last use of it. A copy in flight is not stopped by that."""
         try:
             handle.release()
         except _errors() as error:
             raise _agent_error(f"agent {self.name!r}: releasing a transfer", error) from error
 
     def notify(self, peer: str, message: bytes) -> None:
-        """Sends a peer a message on its own. It may be lost when the peer is stopped, and never blocks.
-
-        Raises:
-            AgentError: NIXL refuses, or the peer is gone.
-        """
+        """Sends a peer a message on its own. It may be lost when the peer is stopped, and never blocks."""
         with nixl_errors(f"agent {self.name!r}: notifying {peer!r}"):
             self._agent.send_notif(peer, message)
 
@@ -321,9 +274,6 @@ class Agent:
         """Returns the (agent name, message) pairs that came in since the last call. Also serves peers' transfers.
 
         The agent name is what the sender wrote: nothing proves it.
-
-        Raises:
-            AgentError: NIXL fails.
         """
         if self._voucher is not None:
             self._voucher.poll()
@@ -342,9 +292,6 @@ class Agent:
         Args:
             in_flight: a handle was released before its transfer had ended. Memory is then given back by the agent's
                 own destructor, after its worker has stopped: earlier, the worker would use it after it is freed.
-
-        Raises:
-            AgentError: NIXL failed to give something back. The agent is gone all the same.
         """
         if self._voucher is not None:
             self._voucher.close()
