@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from transfer.engine.checks import check_replica, check_tensors, page_indices, sorted_pairs
 from transfer.engine.metadata import WIRE_VERSION, KVTransferEngineMetadata, TransferReqData, sealed
-from transfer.engine.peers import Peers
 from transfer.engine.postings import Posting
 from transfer.engine.tensor_agent import TensorAgent
 from transfer.engine.transfers import TransferBook
@@ -87,8 +86,7 @@ class KVTransferEngine:
             self.cleanup()
             raise
         self.metadata: KVTransferEngineMetadata = self._describe(incarnation)
-        peers = Peers(self.metadata, self.tensor_agents)
-        self._book = TransferBook(name, self.tensor_agents, self.total_num_pages, peers)
+        self._book = TransferBook(self.metadata, self.tensor_agents)
 
     def __enter__(self) -> Self:
         return self
@@ -362,6 +360,7 @@ class KVTransferEngine:
         busy = book.close(drain_s) if book else ()
         refused: list[AgentError] = []
         for made in itertools.chain.from_iterable(agents):
+            made.pages = None  # a list keeps the agent that made it
             try:
                 made.agent.close(in_flight=made.agent in busy)
             except AgentError as error:

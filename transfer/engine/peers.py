@@ -58,6 +58,7 @@ class Connection:
 
     def close(self) -> None:
         """Unloads the peer, over which nothing moves any more. What NIXL says of a dead one is of no use."""
+        self.pages.clear()  # a list keeps the agent that made it
         loaded, self._loaded = self._loaded, []
         for agent, name in loaded:
             with suppress(AgentError):

@@ -7,8 +7,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from transfer.engine.checks import Indices, check_replica, page_indices
-from transfer.engine.metadata import TransferReqData
+from transfer.engine.metadata import KVTransferEngineMetadata, TransferReqData
 from transfer.engine.notifications import NotificationBook
+from transfer.engine.peers import Peers
 from transfer.engine.postings import Posting, Quarantine
 from transfer.errors import (
     AgentError,
@@ -22,7 +23,6 @@ from transfer.errors import (
 )
 
 if TYPE_CHECKING:
-    from transfer.engine.peers import Peers
     from transfer.engine.tensor_agent import TensorAgent
     from transfer.nixl.agent import Agent
 
@@ -43,16 +43,16 @@ class TransferBook:
         suspects: peers with whom a transfer was given up after a time-out, until one that we started ends well.
     """
 
-    def __init__(self, name: str, agents: list[list[TensorAgent]], total_num_pages: int, peers: Peers) -> None:
-        self.peers = peers
+    def __init__(self, mine: KVTransferEngineMetadata, agents: list[list[TensorAgent]]) -> None:
+        self.peers = Peers(mine, agents)
         self.postings: dict[str, Posting] = {}
         self.notifications = NotificationBook(len(agents[0]))
         self.quarantine = Quarantine()
         self.suspects: set[str] = set()
-        self._name = name
-        self._here = f"engine {name!r}"
+        self._name = mine.name
+        self._here = f"engine {mine.name!r}"
         self._agents = agents
-        self._total_num_pages = total_num_pages
+        self._total_num_pages = mine.total_num_pages
 
     def start(self, posting: Posting, local_idxs: Indices, remote_idxs: Indices) -> None:
         """Posts every shard of a transfer. Where NIXL refuses one, those before it are parked until they have ended."""
@@ -244,6 +244,8 @@ class TransferBook:
         busy = {agent for posting in moving for agent, _ in posting.pending.values()}
         for posting in moving:
             posting.drop()
+        self.postings.clear()
+        self.quarantine = Quarantine()
         self.peers.close()
         return busy
 
