@@ -59,7 +59,7 @@ class Rates:
 
 
 @dataclass(eq=False)
-class _Read:
+class _ChaosRead:
     """A READ as its owner sees it: not posted yet, posted, or broken. `flip`: the byte that a corrupt one changes."""
 
     post: Callable[[], tuple[Handle, bool]]
@@ -117,7 +117,7 @@ class ChaosAgent(Agent):
         def post() -> tuple[Handle, bool]:
             return super(ChaosAgent, self).read(peer, local, remote, note, memory_types)
 
-        read = _Read(post, polls, fault, flip)
+        read = _ChaosRead(post, polls, fault, flip)
         if not polls and len(local):
             read.handle, _ = post()
             read.posted = True
