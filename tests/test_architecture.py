@@ -76,8 +76,6 @@ IN_CIRCLES = {
 }
 NAMED_TWICE = {
     "Load": "pages of a host tier, and of a connector's request",
-    "RankMetadata": "of the wire, and vLLM's own handshake metadata",
-    "Refusal": "of a file of pages, and of a lease",
 }
 
 
