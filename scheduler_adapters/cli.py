@@ -23,15 +23,19 @@ _COMMANDS: dict[str, tuple[type[DemoOptions | ReplayOptions], str, str]] = {
     "demo": (
         DemoOptions,
         "serve prompts across a prefill and a decode process",
-        "Serve prompts across a prefill and a decode process that pulls pages by NIXL READs. "
-        "Exit status: 0 if every output equals the model's own greedy output (rounding ties are counted beside) "
-        "and no page is left held; 1 if not; 2 if something does not work.",
+        (
+            "Serve prompts across a prefill and a decode process that pulls pages by NIXL READs. "
+            "Exit status: 0 if every output equals the model's own greedy output (rounding ties are counted beside) "
+            "and no page is left held; 1 if not; 2 if something does not work."
+        ),
     ),
     "replay": (
         ReplayOptions,
         "drive the manager with a request trace",
-        "Drive the real manager with a trace in the Mooncake format, one page to a block, one request after another; "
-        "beside it the reference LRU and the optimum that knows the future.",
+        (
+            "Drive the real manager with a trace in the Mooncake format, one page to a block, one request after "
+            "another; beside it the reference LRU and the optimum that knows the future."
+        ),
     ),
 }
 

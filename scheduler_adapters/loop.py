@@ -144,7 +144,7 @@ class ServingLoop(Generic[PagesT_co]):
         self._waiting.append(_Entry(request, self.context_for(request)))
 
     def adopt(self, request: Request, context: TextContext) -> None:
-        """Let a request join that was prefilled elsewhere: its pages are filled, all but the last known token has run."""
+        """Let a request join that was prefilled elsewhere: in its pages lies all but the last token that it knows."""
         self._check_new(request.request_id)
         self._running.append(_Entry(request, context, self.manager.get_replica(context)))
 

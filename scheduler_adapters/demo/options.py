@@ -22,9 +22,7 @@ class DemoOptions:
         "DIR", input_path, None, "a directory saved by transformers; without it, a small random Llama"
     )
     prompts: Path | None = option("FILE", input_path, None, 'one prompt to a line, or JSON lines with a "prompt"')
-    requests: int | None = option(
-        "N", whole(1, 100_000), None, "prompts to serve; without it, the whole file, or 32"
-    )
+    requests: int | None = option("N", whole(1, 100_000), None, "prompts to serve; without it, the whole file, or 32")
     page_size: int = option("P", _PAGE_SIZE, 16, "tokens of a page")
     prefill_page_size: int | None = option("P", _PAGE_SIZE, None, "the same, for prefill alone")
     decode_page_size: int | None = option("P", _PAGE_SIZE, None, "the same, for decode alone")
@@ -47,8 +45,8 @@ class DemoOptions:
         "SEED",
         _SEED,
         None,
-        "let READs and notifications fail, come late, twice, or wrong: requests may fail, none may be answered wrongly, "
-        "and no page may stay held",
+        "let READs and notifications fail, come late, twice, or wrong: requests may fail, none may be answered "
+        "wrongly, and no page may stay held",
         nargs="?",
         const=0,
     )

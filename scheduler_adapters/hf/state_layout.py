@@ -7,9 +7,9 @@ head, and overwrites both with every token. So a state is a page of one token, i
     conv.B   the same for the channels of B, conv.C for those of C
     ssm      a head for each head: `head_dim × d_state` elements
 
-A shard holds a range of the heads, the channels of x that belong to these heads, and the channels of B and C that belong
-to their groups. All layers of a request lie in one page of each pool, head-major as pages of keys and values do, so that
-a transfer moves a state as it moves any page, and any range of heads or channels is one run.
+A shard holds a range of the heads, the channels of x that belong to these heads, and the channels of B and C that
+belong to their groups. All layers of a request lie in one page of each pool, head-major as pages of keys and values
+do: a transfer moves a state as it moves any page, and any range of heads or channels is one run.
 """
 
 from __future__ import annotations
