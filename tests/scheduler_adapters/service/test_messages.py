@@ -67,12 +67,12 @@ BAD = [
     ("Prefill", {"within_s": float("nan")}),
     ("Prefill", {"attempt": 0}),
     *(
-        ("Offer", {"source": SOURCE._replace(lease=lease)})
+        ("PagesOffer", {"source": SOURCE._replace(lease=lease)})
         for lease in ((0, 0, 1.0), (1, -1, 1.0), (1, 0, 0.0), (1, 0))
     ),
-    ("Offer", {"token": -1}),
-    ("Offer", {"source": SOURCE._replace(address="")}),
-    ("Offer", {"source": SOURCE._replace(engine_id="e" * 257)}),
+    ("PagesOffer", {"token": -1}),
+    ("PagesOffer", {"source": SOURCE._replace(address="")}),
+    ("PagesOffer", {"source": SOURCE._replace(engine_id="e" * 257)}),
     ("Cancel", {"reason": "x" * 2001}),
     ("Welcome", {"engines": []}),
 ]
