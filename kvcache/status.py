@@ -27,6 +27,11 @@ class CacheStatus:
         return sum(replica.pool.free_count for replica in self._replicas.each)
 
     @property
+    def num_held_blocks(self) -> int:
+        """Pages of all replicas that somebody holds or a transfer writes; idle cached ones are not counted."""
+        return self.total_num_pages - self.num_free_blocks
+
+    @property
     def num_leased_blocks(self) -> int:
         """Pages of all replicas that leases of released requests hold. Those of claimed ones are their rows' still."""
         return sum(replica.leases.num_pages for replica in self._replicas.each)

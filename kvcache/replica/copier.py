@@ -37,7 +37,7 @@ class ImportCopier:
     """Copies the pages of one import: `take`, copy, and so on; at last `prove` or `give_up`.
 
     Until one of these the pages are the copier's: `cancel_import` gives none of them to anybody else. Whoever has it
-    vouches for the bytes: an endpoint that reads under a lease (`scheduler_adapters.service.exchange`) proves what
+    vouches for the bytes: an exchange, which reads under a lease (`transfer.pull.exchange`), proves what
     passed its fence, a program that copies tensors in its own process proves what it has copied.
 
     Made by `PagedKVCacheManager.copier`.

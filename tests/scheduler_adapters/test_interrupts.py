@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from scheduler_adapters import interrupts
-from scheduler_adapters.service.run_folder import PREFIX
+from scheduler_adapters.service.fleet import PREFIX
 from tests.scheduler_adapters.leftovers import STAGES, Run, shared_files
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

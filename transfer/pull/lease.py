@@ -15,19 +15,15 @@ import mmap
 import secrets
 import time
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from transfer.errors import InvalidEngineError, InvalidLeaseError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import numpy.typing as npt
-
-    from transfer.wire.messages import ReaderNote
+from transfer.wire.messages import ReaderNote
 
 WORD_BYTES = 8
 CLEARED = 0
@@ -40,15 +36,12 @@ _MADV_WIPEONFORK = 18
 Verdict = Literal["accepted", "unknown", "late", "duplicate", "malformed"]
 
 
-def make_words(count: int) -> npt.NDArray[np.uint64]:
+def make_words(count: int) -> NDArray[np.uint64]:
     """Returns `count` words of zero, uint64, in pages of their own: a transfer may read them, and nothing else.
 
     They are this process's alone. A process that is forked from it finds zeros at their address, and what it writes
     there nobody else sees: whoever reads a lease word of the fork, say because the fork has got our pid and is older
     than the lease's end, finds no lease.
-
-    Raises:
-        InvalidEngineError: (a ValueError) the kernel cannot keep memory from forks; Linux can from 4.14 on.
     """
     size = count * WORD_BYTES
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # freed with the last view of it
@@ -141,13 +134,7 @@ class LeaseBook:
     ) -> Lease:
         """Lets a lease stand from now on. Its id may leave the process afterwards, not before.
 
-        Args:
-            lease_id: of `new_lease_id`.
-            request_id: whose pages are held. The caller holds them until the lease has ended.
-            slot: index of a free lease word.
-            duration_s: seconds until it ends by itself.
-            engines: reading engines that must have ended before the lease does.
-            running: the request is still computed, and holds its pages itself: no time runs before `start_clock`.
+        See `ReplicaTransfer.offer`. The caller holds the pages until the lease has ended.
 
         Raises:
             InvalidLeaseError: (a ValueError) an id or slot that is taken or out of range, or no duration.
@@ -187,8 +174,7 @@ class LeaseBook:
     def hear(self, note: ReaderNote) -> Lease | None:
         """Books what a rank of a reading engine says.
 
-        Returns:
-            The lease, where this was the last that had to end: its word is cleared, the pages may go.
+        Returns the lease where this was the last that had to end: its word is cleared, the pages may go.
         """
         verdict = self._verdict(note)
         self.counts[verdict] += 1
@@ -218,10 +204,9 @@ class LeaseBook:
         lease.deadline = max(lease.deadline, min(self._clock() + lease.duration_s, lease.last_deadline))
 
     def end(self, lease_id: int, reason: str) -> Lease | None:
-        """Ends a lease, whoever still reads: an abort, or room is needed. Readers find out by their fence.
+        """Ends a lease, whoever still reads, and returns it, its word cleared; None where it has ended before.
 
-        Returns:
-            The lease, its word cleared; None where it has ended before.
+        For an abort, or where room is needed. Readers find out by their fence.
         """
         lease = self._by_id.get(lease_id)
         return None if lease is None else self._end(lease, reason)
@@ -232,11 +217,10 @@ class LeaseBook:
         if now < self._next_deadline:
             return []
         over = [lease for lease in self._by_id.values() if lease.deadline <= now]
-        ended = [
-            self._end(lease, f"expired after {lease.duration_s} s without a word of its readers") for lease in over
-        ]
+        for lease in over:
+            self._end(lease, f"expired after {lease.duration_s} s without a word of its readers")
         self._next_deadline = min((lease.deadline for lease in self._by_id.values()), default=math.inf)
-        return ended
+        return over
 
     def _end(self, lease: Lease, reason: str) -> Lease:
         self.words[lease.slot] = CLEARED  # first: from here on no fence accepts what is read of the pages
