@@ -138,11 +138,7 @@ class StagingPlan:
     ) -> None:
         """Moves what `runs` brought to its places in the local pages: the same elements that direct runs write.
 
-        Args:
-            local_pages: as for `Plan.runs`.
-            tokens: as for `runs`.
-            staging: uint8 `[num_bytes(tokens)]` or longer, contiguous.
-            regions: uint8 over each local region, contiguous.
+        `staging` is uint8 `[num_bytes(tokens)]` or longer, `regions` uint8 over each local region, all contiguous.
 
         Raises:
             InvalidTransferError: as `Plan.runs`, or the staging area or a region is too small.

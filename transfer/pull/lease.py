@@ -61,33 +61,19 @@ def new_lease_id() -> int:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One lease on one shard. Every shard of a source grants it under the same id and slot.
+    """One lease on one shard. Every shard of a source grants it under the same id and slot."""
 
-    Attributes:
-        lease_id: random, 64 bits; also the content of the word.
-        request_id: the request whose pages are held, as the source calls it.
-        slot: index of the lease word.
-        duration_s: seconds that a grant or a renewal lasts.
-        engines: reading engines that must have ended before the lease does.
-        deadline: on the book's clock.
-        last_deadline: no renewal goes beyond it.
-        heard: engine id to the ranks of it that have ended.
-        ranks: engine id to the number of its ranks.
-        refusal: the first reason that a reader gave for giving up; empty where none did.
-        ended: why the lease has ended; empty while it stands.
-    """
-
-    lease_id: int
-    request_id: str
-    slot: int
-    duration_s: float
-    engines: int
-    deadline: float
-    last_deadline: float
-    heard: dict[str, set[int]] = field(default_factory=dict[str, set[int]])
-    ranks: dict[str, int] = field(default_factory=dict[str, int])
-    refusal: str = ""
-    ended: str = ""
+    lease_id: int  # random, 64 bits; also the content of the word
+    request_id: str  # whose pages are held, as the source calls it
+    slot: int  # index of the lease word
+    duration_s: float  # that a grant or a renewal lasts
+    engines: int  # reading engines that must have ended before the lease does
+    deadline: float  # on the book's clock
+    last_deadline: float  # no renewal goes beyond it
+    heard: dict[str, set[int]] = field(default_factory=dict[str, set[int]])  # by engine, its ranks that have ended
+    ranks: dict[str, int] = field(default_factory=dict[str, int])  # by engine, how many it has
+    refusal: str = ""  # the first reason that a reader gave for giving up
+    ended: str = ""  # why it has ended; empty while it stands
 
     @property
     def is_read(self) -> bool:

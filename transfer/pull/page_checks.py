@@ -36,11 +36,7 @@ ATTEMPTS = 3
 
 
 class PageChecks:
-    """The checksums of one shard's pages, and the words that hold them.
-
-    Args:
-        layout: the shard; each box of a page must be one dense run of bytes.
-        bases: address of each region, in host memory of this process.
+    """The checksums of one shard's pages, and the words that hold them. Each box of a page must be one run of bytes.
 
     Attributes:
         words: for each group uint64 `[num_pages]`, the checksum of each page that was sealed last. To be registered.
@@ -128,11 +124,7 @@ class Verifier:
     Its copy of the source's words is shared by all pulls: while a lease stands, the words of its pages do not change,
     and when it has ended the fence refuses the pull.
 
-    Args:
-        share: of the pages that are compared, drawn at random; 1 for all of them.
-
-    Attributes:
-        repeated: pages that were read again.
+    `share` of the pages are compared, drawn at random; `repeated` were read again.
 
     Raises:
         HandshakeError: the source makes no checks, or a page there is not a page here.

@@ -33,18 +33,12 @@ OnLayers: TypeAlias = Callable[[range], None]
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """Runs to read from one rank, by one transfer or several.
+    """Runs to read from one rank of the source, by one transfer or several.
 
     Attributes:
-        rank: of the source.
-        local: where the bytes go.
-        remote: where they lie.
-        num_bytes: of all runs.
         arrived: called once they are there, to compare or to move them; returns what must be read after them, if
             anything, and raises PullFailedError where they are of no use. None where nothing is to be done.
         on_done: called once they are there, and all that had to be read after them.
-        posted: runs that were posted.
-        in_flight: transfers that have not ended.
     """
 
     rank: int
@@ -53,8 +47,8 @@ class Part:
     num_bytes: int
     arrived: Callable[[], Part | None] | None = None
     on_done: Callable[[], None] | None = None
-    posted: int = 0
-    in_flight: int = 0
+    posted: int = 0  # runs
+    in_flight: int = 0  # transfers
     _ends: NDArray[np.int64] | None = None  # bytes up to the end of each run
 
     @property
@@ -70,11 +64,7 @@ class Part:
         """Nothing of it is in flight any more, and nothing further will be posted."""
 
     def next_transfer(self, *, background: bool) -> tuple[int, bool]:
-        """The index after the last run of its next transfer, and whether that is for the thread in the background.
-
-        Args:
-            background: that thread is free.
-        """
+        """The index after the last run of its next transfer, and whether `background`, if it is free, is to copy it."""
         first, runs = self.posted, len(self.local)
         left = runs - first
         if not first and left < BACKGROUND_RUNS and self.num_bytes <= FOREGROUND_BYTES:

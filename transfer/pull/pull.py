@@ -31,11 +31,7 @@ _MOST_IN_FLIGHT = 8
 class Puller:
     """The pulls of one rank. Single-threaded: the thread that owns the agents calls everything.
 
-    Args:
-        identity: (engine id, rank, ranks) of this rank, as sources are told.
-        memory_type: where the pages of this rank live.
-        slots: fences that can be in flight at once.
-        clock: seconds, monotonic.
+    `identity` is the engine id, the rank and the number of ranks, as sources are told; `slots` are fences at a time.
 
     Attributes:
         words: uint64 `[slots]`, where fences put the lease words that they read. To be registered with every agent.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Annotated, NamedTuple
@@ -41,47 +40,30 @@ class PullEvent(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RankPull:
-    """What one rank reads of a pull, from every rank of the source that holds a part of it.
-
-    Attributes:
-        key: names it among the pulls of this rank.
-        engine: the source.
-        lease: under which the source holds the pages.
-        deadline: on the puller's clock, as `started`, `failed_at` and `renew_at`.
-        more: further parts may be added, so the fence has to wait.
-        error: why it failed; empty otherwise.
-        num_bytes: read so far, or on their way, in `num_runs`.
-        post_s: seconds that the posts took.
-        added: times that parts were added.
-        passed: of those, how many a fence has passed.
-        marking: of those, how many the fence in flight is for; 0 where it is the last one.
-        fencing: of each READ of a lease word its handle, the rank of the source, and where the word goes.
-        fenced: the last fence has passed.
-        read_ranks: of the source, those that data was read from: the fence reads their words.
-        told: of the source, those that know that this rank is done.
-    """
+    """What one rank reads of a pull, from every rank of the source that holds a part of it."""
 
     key: str
     engine: RemoteEngine
     lease: LeaseRef
-    deadline: float
+    deadline: float  # on the puller's clock, as the next two and `failed_at`
     started: float
-    more: bool = True
+    renew_at: float
+    more: bool = True  # further parts may be added, so the fence has to wait
     error: str = ""
-    num_bytes: int = 0
-    num_runs: int = 0
-    post_s: float = 0.0
     failed_at: float = 0.0
-    added: int = 0
-    passed: int = 0
-    marking: int = 0
-    renew_at: float = math.inf
+    num_bytes: int = 0  # read so far, or on their way
+    num_runs: int = 0
+    post_s: float = 0.0  # that the posts took
+    added: int = 0  # times that parts were added
+    passed: int = 0  # of those, how many a fence has passed
+    marking: int = 0  # of those, how many the fence in flight is for; 0 where it is the last one
     waiting: deque[Part] = field(default_factory=deque[Part])
     reading: list[tuple[Handle, Part]] = field(default_factory=list["tuple[Handle, Part]"])
+    # of each READ of a lease word its handle, the rank of the source, and which word of the puller's it goes to
     fencing: list[tuple[Handle, int, int]] = field(default_factory=list["tuple[Handle, int, int]"])
-    fenced: bool = False
-    read_ranks: set[int] = field(default_factory=set[int])
-    told: set[int] = field(default_factory=set[int])
+    fenced: bool = False  # the last fence has passed
+    read_ranks: set[int] = field(default_factory=set[int])  # of the source: the fence reads the words of these
+    told: set[int] = field(default_factory=set[int])  # of the source, those that know that this rank is done
 
     @property
     def in_flight(self) -> bool:
