@@ -28,10 +28,9 @@ if TYPE_CHECKING:
 
     from kvcache.manager import PagedKVCacheManager
     from kvcache.metrics import KVCacheMetrics
-    from kvcache.replica.block_table import BlockTable
+    from kvcache.replica.block_table import BlockTable, PageCopy, PendingImport
     from kvcache.replica.context import Context
     from kvcache.replica.copier import ImportProof
-    from kvcache.replica.pending import PageCopy, PendingImport
     from kvcache.types import RaggedKVCacheInputs, RequestID
     from scheduler_adapters.hf.hybrid import HybridKVCacheManager
     from scheduler_adapters.service.exchange import Exchange, ReplicaEvent

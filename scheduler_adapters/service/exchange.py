@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     import torch
 
     from kvcache.manager import PagedKVCacheManager
+    from kvcache.replica.block_table import PendingImport
     from kvcache.replica.copier import ImportCopier, ImportProof
     from kvcache.replica.leases import PageLease
-    from kvcache.replica.pending import PendingImport
     from transfer.wire.keys import Keyring
 
 _STUCK_S = 10.0

@@ -14,8 +14,8 @@ from kvcache.replica.context import TextContext
 from scheduler_adapters.errors import WorkerError
 
 if TYPE_CHECKING:
+    from kvcache.replica.block_table import PendingImport
     from kvcache.replica.copier import ImportProof
-    from kvcache.replica.pending import PendingImport
     from scheduler_adapters.base import PulledPages, Reads
     from scheduler_adapters.service.rooms import DecodeRoom
     from transfer.pull.pull_state import PullEvent

@@ -39,9 +39,8 @@ from scheduler_adapters.errors import IllegalMoveError
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
 
-    from kvcache.replica.block_table import BlockTable
+    from kvcache.replica.block_table import BlockTable, PendingImport
     from kvcache.replica.context import TextContext
-    from kvcache.replica.pending import PendingImport
     from scheduler_adapters.loop import Request
     from scheduler_adapters.service.links import PrefillLink
     from transfer.pull.pull_state import LeaseRef
