@@ -29,10 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvcache.metrics import KVCacheMetrics
-    from kvcache.replica.block_table import BlockTable
+    from kvcache.replica.block_table import BlockTable, PageCopy, PendingImport
     from kvcache.replica.context import Context
     from kvcache.replica.copier import ImportProof
-    from kvcache.replica.pending import PageCopy, PendingImport
     from kvcache.types import RaggedKVCacheInputs, RequestID
 
 

@@ -22,11 +22,10 @@ if TYPE_CHECKING:
     import torch
 
     from kvcache.params import KVCacheParams
-    from kvcache.replica.block_table import BlockTable
+    from kvcache.replica.block_table import BlockTable, PageCopy, PendingImport
     from kvcache.replica.context import Context
     from kvcache.replica.copier import ImportProof
     from kvcache.replica.leases import PageLease
-    from kvcache.replica.pending import PageCopy, PendingImport
     from kvcache.types import RequestID
     from scheduler_adapters.hf.state_layout import StateShape
 

@@ -44,8 +44,7 @@ from scheduler_adapters.service.prefill_router import route
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
 
-    from kvcache.replica.block_table import BlockTable
-    from kvcache.replica.pending import PendingImport
+    from kvcache.replica.block_table import BlockTable, PendingImport
     from scheduler_adapters.loop import Request
     from scheduler_adapters.service.prefill_router import PrefillConnection
     from transfer.pull.replica import Source

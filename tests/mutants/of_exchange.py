@@ -31,11 +31,11 @@ EXCHANGE: tuple[Module, ...] = (
         "kvcache.replica.copier",
         [_OWNERSHIP],
         [
-            Mutation("ImportCopier.take", "self._is_over or self._has_all or", "self._is_over or"),
+            Mutation("ImportCopier.take", "self.is_over or self._has_all or", "self.is_over or"),
             Mutation(
                 "ImportCopier.prove",
-                "if self._is_over or not self._has_all:",
-                "if self._is_over:",
+                "if self.is_over or not self._has_all:",
+                "if self.is_over:",
                 [f"{_OWNERSHIP}::test_nothing_is_proven_before_the_last_was_taken_or_twice"],
             ),
         ],

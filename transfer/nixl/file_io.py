@@ -1,6 +1,6 @@
 """Bytes between host memory and files through NIXL's POSIX plugin: what a file tier may use in place of preadv.
 
-It has the shape of `kvcache.tiers.page_files.PageIO`, and is handed over as
+It has the shape of `kvcache.types.PageIO`, and is handed over as
 `KVCacheParams(file_tier_io=NixlFileIO)`. On a local disk it is no faster than the default (`benchmarks.tiers`).
 """
 

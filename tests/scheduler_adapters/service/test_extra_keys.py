@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.scheduler_adapters.service.test_ownership import MINE, OTHERS, PAGE_SIZE, PROMPT, Reader, Side
 
 from kvcache import BlockTableMismatchError, TextContext
-from tests.scheduler_adapters.service.test_ownership import MINE, OTHERS, PAGE_SIZE, PROMPT, Reader, Side
 
 IMAGE = {"extra_keys": [(9, b"image")]}  # in the third page of four
 SALT = {"cache_salt": "tenant"}
