@@ -8,12 +8,12 @@ What a scheduler does, and what does it here:
     commit    `Pages.step`, `PulledPages.commit_import`                   computed here, or read from a peer
     release   `Pages.release`                                             the end of a request
     abort     `Pages.release`, at any time; with an import pending also `PulledPages.cancel_import`, at any time
-    offer     `Exchange.offer`                                            a lease over what a request computes
-    accept    `Exchange.open_pull`, `Exchange.read`                       of what a peer offered
-    poll      `Exchange.poll`                                             what has become of both
+    offer     `PageExchange.offer`                                        a lease over what a request computes
+    accept    `PageExchange.open_pull`, `PageExchange.read`               of what a peer offered
+    poll      `PageExchange.poll`                                         what has become of both
 
 `ServingLoop` and `PrefillScheduler` need `Pages`, `DecodeScheduler` needs `PulledPages`; the managers are both. Both
-ends of a transfer are an `Exchange` (`scheduler_adapters.service.exchange`). An engine that owns its pages (SGLang) has
+ends of a transfer are an `PageExchange` (`transfer.pull.exchange`). An engine that owns its pages (SGLang) has
 no use for `Pages`: there an adapter follows the engine's own interface. What every adapter must do, whatever it is
 built of, is in `tests/scheduler_adapters/contract.py`.
 
@@ -29,10 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvcache.metrics import KVCacheMetrics
-    from kvcache.replica.block_table import BlockTable
+    from kvcache.replica.block_table import BlockTable, PageCopy, PendingImport
     from kvcache.replica.context import Context
     from kvcache.replica.copier import ImportProof
-    from kvcache.replica.pending import PageCopy, PendingImport
     from kvcache.types import RaggedKVCacheInputs, RequestID
 
 
@@ -57,6 +56,11 @@ class Pages(Protocol):
     @property
     def total_num_pages(self) -> int:
         """Pages of all replicas, in use or not."""
+        ...
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Pages of all replicas that somebody holds or a transfer writes; idle cached ones not counted."""
         ...
 
     @property

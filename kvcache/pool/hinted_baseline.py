@@ -1,13 +1,10 @@
 """What the pool would hit if its hints were trusted as far as they may be, counted beside the real cache.
 
 The real cache shows what hints are worth at the share that they have now. A share may be too small to hold any page
-until it is asked for again, and then right hints show nothing: this shadow tells them from wrong ones.
+until it is asked for again, and then right hints show nothing: this baseline tells them from wrong ones.
 """
 
 from __future__ import annotations
-
-import time
-from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,28 +14,13 @@ from kvcache.pool.lru_baseline import Words
 from kvcache.pool.retention import NEUTRAL, HintedOrder, PageHints
 
 
-class HintedShadow:
-    """The order of a pool's hints at a share of its own, over the same sample of digests as an `LruShadow` has.
+class HintedBaseline:
+    """The order of a pool's hints at a `share` of its own, over the same sample of digests as an `LruBaseline` has."""
 
-    Args:
-        num_pages: of the pool.
-        rate: one digest in so many is looked at: those whose first word
-        mask: has none of these bits.
-        share: of the pages, how many follow the hints.
-        clock: seconds, for hints with a time to live.
-    """
-
-    def __init__(
-        self,
-        num_pages: int,
-        rate: int,
-        mask: np.uint64,
-        share: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, num_pages: int, rate: int, mask: np.uint64, share: float) -> None:
         most = max(1, num_pages // rate)
         self.rate, self.mask = rate, mask
-        self._order = HintedOrder(most, IdleOrder(most, OrderLog(most, MOST_ORDERS)), clock=clock)
+        self._order = HintedOrder(most, IdleOrder(most, OrderLog(most, MOST_ORDERS)))
         self._order.share = share
         self._most = most
         self._room = most  # as of the last visit
@@ -47,10 +29,7 @@ class HintedShadow:
         self._free = [*range(most, 0, -1)]
 
     def visit(self, words: Words, room: int) -> int:
-        """A request comes for these pages: how many of those looked at it finds, from the first on. They stay.
-
-        `room`: pages of the pool that can hold what can be found, now.
-        """
+        """As of an `LruBaseline`."""
         self._room = min(self._most, max(1, room // self.rate))
         sample = words[self._sampled(words)].tolist()
         found = next((at for at, word in enumerate(sample) if word not in self._ids), len(sample))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 Words = NDArray[np.uint64]
 """The first word of each page's digest, in logical order: enough to tell pages apart, nearly always."""
 
-# Pages that the shadow keeps, at least, where the pool has as many. Fewer cost less and say less: on public traces, by
+# Pages that a baseline keeps, at least, where the pool has as many. Fewer cost less and say less: on public traces, by
 # three samplings, hit rates stayed within 0.4 points of those with every page looked at, with 4,096 within 0.2.
 _LEAST_SAMPLE = 1024
 _FIRST_SHARE = 0.2
@@ -20,14 +20,11 @@ _CREDIT = 0.25  # of the pool's pages
 _CREDIT_OF_LOOKUPS = 0.01
 
 
-class LruShadow:
+class LruBaseline:
     """A plain LRU of digests, of as many pages as the pool has: one digest in `rate`, and so many times less room.
 
     The sample is by digest, so a page is in it at each of its uses or at none; counts of such a sample stand for the
     whole (C. Waldspurger and others, "Efficient MRC construction with SHARDS", FAST 2015).
-
-    Args:
-        num_pages: of the pool.
 
     Attributes:
         rate: one digest in so many is looked at: those whose first word
@@ -98,10 +95,6 @@ class HintShare:
     cache hits less than plain LRU use the credit up; it is a part of the pool, and grows by a part of the lookups. That
     bounds what a promise that does not come true can cost.
 
-    Args:
-        num_pages: of the pool.
-        most: the share never grows above it.
-
     Attributes:
         value: the share now, 0.0 to `most`.
     """
@@ -114,13 +107,7 @@ class HintShare:
         self.value = min(most, _FIRST_SHARE)
 
     def learn(self, gained: int, promised: int, looked: int) -> None:
-        """A request looked for pages, and more of them were hit than plain LRU would have; less than 0: so many fewer.
-
-        Args:
-            gained: pages more that were hit.
-            promised: pages more that would have been hit at the largest share.
-            looked: pages that were looked for.
-        """
+        """Of `looked` pages so many more were hit than by plain LRU, or would have been at the largest share."""
         learned = promised if self._promise > 0 and self._credit > 0 else gained
         most = self._num_pages / _STEP
         self._promise = min(most, max(-most, self._promise + promised - max(gained, 0)))

@@ -15,7 +15,7 @@ from kvcache.errors import PoolTooSmallError
 from kvcache.manager import PagedKVCacheManager
 from scheduler_adapters.demo.prompts import default_prompts, read_prompts, take
 from scheduler_adapters.demo.report import Figures, Reporter
-from scheduler_adapters.errors import AdapterError, PromptsError, WorkerError
+from scheduler_adapters.errors import AdapterError, PromptsError, ServiceError
 from scheduler_adapters.hf.recurrent import text_config_of
 from scheduler_adapters.hf.runner import (
     is_rounding_tie,
@@ -27,8 +27,8 @@ from scheduler_adapters.hf.runner import (
     state_bytes_of,
 )
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.worker import WorkerConfig
-from scheduler_adapters.service.workers import Workers
+from scheduler_adapters.service.fleet import Fleet
+from scheduler_adapters.service.server import ServerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -81,13 +81,13 @@ def run_demo(options: DemoOptions) -> int:
     reporter.line(f"model: {options.model or 'a small random Llama over bytes'}")
     model = load_model(options.model, options.seed, options.device)
     served = _requests(options, model, take(texts, options.requests))
-    configs = _worker_configs(options, sides, model, served)
+    configs = _server_configs(options, sides, model, served)
     reporter.line("starting " + ", ".join(config.name for config in configs))
-    with Workers(configs, curve=options.curve) as workers:
-        reporter.line("  " + ", ".join(f"{name}: pid {pid}" for name, pid in workers.pids.items()))
+    with Fleet(configs, curve=options.curve) as fleet:
+        reporter.line("  " + ", ".join(f"{name}: pid {pid}" for name, pid in fleet.pids.items()))
         with reporter.phase("serving", len(served)) as show:
-            serve(workers, served, options, show)
-        stats = settled_stats(workers)
+            serve(fleet, served, options, show)
+        stats = settled_stats(fleet)
     notes, ties, equal = _compare(options, model, served, reporter)
     notes += [f"{name}: {one.pages_held} pages are still held" for name, one in stats.items() if one.pages_held]
     figures = _figures(served, stats, equal=equal, ties=ties)
@@ -103,10 +103,10 @@ def run_demo(options: DemoOptions) -> int:
     return 0 if figures.tokens_equal and not figures.leaked_pages else 1
 
 
-def serve(workers: Workers, served: list[Served], options: DemoOptions, show: Callable[[int, str], None]) -> None:
-    """Submit every request, at most `concurrency` at a time, and collect the tokens. `WorkerError`: one hangs."""
+def serve(fleet: Fleet, served: list[Served], options: DemoOptions, show: Callable[[int, str], None]) -> None:
+    """Submit every request, at most `concurrency` at a time, and collect the tokens. `ServiceError`: one hangs."""
     by_id = {one.request_id: one for one in served}
-    decodes = [name for name in workers.running if workers.role(name) == "decode"]
+    decodes = [name for name in fleet.running if fleet.role(name) == "decode"]
     submitted = done = 0
     heard = time.monotonic()
     while done < len(served):
@@ -118,15 +118,15 @@ def serve(workers: Workers, served: list[Served], options: DemoOptions, show: Ca
                 max_new_tokens=options.max_new_tokens,
                 serial=submitted + 1,  # 0 is for none
             )
-            workers.send(decodes[submitted % len(decodes)], submit)
+            fleet.send(decodes[submitted % len(decodes)], submit)
             submitted += 1
-        for message in workers.receive(0.1):
+        for message in fleet.receive(0.1):
             heard = time.monotonic()
             if isinstance(message, msg.Tokens):
                 done += _take(by_id[message.request_id], message)
         show(done, f"{submitted - done} on their way")
         if time.monotonic() - heard > _STALL_S:
-            raise WorkerError(f"no token within {_STALL_S:.0f} s; {submitted - done} requests are on their way")
+            raise ServiceError(f"no token within {_STALL_S:.0f} s; {submitted - done} requests are on their way")
 
 
 def _take(one: Served, message: msg.Tokens) -> bool:
@@ -139,11 +139,11 @@ def _take(one: Served, message: msg.Tokens) -> bool:
     return message.finished is not None
 
 
-def settled_stats(workers: Workers) -> dict[str, msg.Stats]:
+def settled_stats(fleet: Fleet) -> dict[str, msg.Stats]:
     """The counters once nothing is held any more, or as they are after five seconds: notifications come last."""
     deadline = time.monotonic() + _SETTLE_S
     while True:
-        stats = workers.stats()
+        stats = fleet.stats()
         if not any(one.pages_held or one.open_requests for one in stats.values()) or time.monotonic() > deadline:
             return stats
         time.sleep(0.01)
@@ -177,9 +177,9 @@ def _requests(options: DemoOptions, model: PreTrainedModel, texts: Sequence[str]
     return served
 
 
-def _worker_configs(
+def _server_configs(
     options: DemoOptions, sides: Sequence[_Side], model: PreTrainedModel, served: Sequence[Served]
-) -> list[WorkerConfig]:
+) -> list[ServerConfig]:
     """What the processes are told, checked: every prompt fits the model and the caches."""
     longest = max(served, key=lambda one: len(one.prompt))
     needed = len(longest.prompt) + options.max_new_tokens
@@ -188,13 +188,13 @@ def _worker_configs(
     if positions and needed > positions:
         raise PromptsError(f"{asked}: the model has positions for {positions:,}")
     alike = len({(side.page_size, side.tp) for side in sides}) == 1  # a page of one is a page of the other
-    configs: list[WorkerConfig] = []
+    configs: list[ServerConfig] = []
     for side in sides:
         capacity = _capacity(options, model, side)
         if needed - 1 > capacity:
             raise PromptsError(f"{asked}: the cache holds {capacity:,} (--cache-mb {options.cache_mb:g})")
         for number in range(side.processes):
-            config = WorkerConfig(
+            config = ServerConfig(
                 model=None if options.model is None else str(options.model),
                 seed=options.seed,
                 page_size=side.page_size,

@@ -22,11 +22,10 @@ if TYPE_CHECKING:
     import torch
 
     from kvcache.params import KVCacheParams
-    from kvcache.replica.block_table import BlockTable
+    from kvcache.replica.block_table import BlockTable, PageCopy, PendingImport
     from kvcache.replica.context import Context
     from kvcache.replica.copier import ImportProof
     from kvcache.replica.leases import PageLease
-    from kvcache.replica.pending import PageCopy, PendingImport
     from kvcache.types import RequestID
     from scheduler_adapters.hf.state_layout import StateShape
 
@@ -160,6 +159,11 @@ class HybridKVCacheManager(PagedKVCacheManager):
         """As the base; the state page has been copied as well."""
         super().commit_import(context, pending, proof)
         self.states.commit_import(context.request_id, pending.num_tokens)
+
+    @property
+    def num_held_blocks(self) -> int:
+        """As the base, state pages included."""
+        return super().num_held_blocks + self.states.num_held
 
     def check(self) -> None:
         """As the base, and the state pages too."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import RequestStatus
 
 from scheduler_adapters.vllm.config import Options, worker_config
-from scheduler_adapters.vllm.metadata import RankMetadata, StepMetadata
+from scheduler_adapters.vllm.metadata import RankHandshakeMetadata, StepMetadata
 from transfer.connector.companion import TransferCompanion
 from transfer.connector.metadata import WorkerOutput
 from transfer.connector.transfer_params import RemotePages
@@ -63,7 +63,7 @@ class SchedulerSide:
         self._finished: set[str] = set()
         self._failing: dict[str, str] = {}
 
-    def set_handshake_metadata(self, ranks: Mapping[tuple[int, int], RankMetadata]) -> None:
+    def set_handshake_metadata(self, ranks: Mapping[tuple[int, int], RankHandshakeMetadata]) -> None:
         """Begins to answer readers. Keys are pipeline and tensor-parallel ranks.
 
         Raises:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from scheduler_adapters.vllm.config import Options, worker_config
-from scheduler_adapters.vllm.metadata import RankMetadata, StepMetadata
+from scheduler_adapters.vllm.metadata import RankHandshakeMetadata, StepMetadata
 from transfer.connector.config import check_config
 from transfer.connector.metadata import WorkerOutput
 from transfer.connector.worker import NixlConnectorWorker
@@ -69,9 +69,9 @@ class WorkerSide:
         """This one, of all of the engine."""
         return self._running.config.rank
 
-    def handshake_metadata(self) -> RankMetadata:
+    def handshake_metadata(self) -> RankHandshakeMetadata:
         """What the scheduler's side is to tell of this rank."""
-        return RankMetadata(self._running.get_handshake_metadata(), self._running.config.fingerprint())
+        return RankHandshakeMetadata(self._running.get_handshake_metadata(), self._running.config.fingerprint())
 
     def start(self, metadata: StepMetadata) -> None:
         """Takes a step's work over."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import signal
 import subprocess
@@ -74,12 +75,15 @@ def kill_one(folder: Path, after_s: float, tally: Tally) -> None:
         assert writer.stdout is not None
         assert writer.stdout.readline() == "writing\n"
         time.sleep(after_s)
-        writer.send_signal(signal.SIGSTOP)
-        left = drafts_in(folder)
-        served(folder).manager.close()
-        assert drafts_in(folder) == left, "their writer lives"
-        tally.drafts_kept += len(left)
-        writer.kill()
+        try:
+            writer.send_signal(signal.SIGSTOP)
+            os.waitpid(writer.pid, os.WUNTRACED)  # until then its threads still write and rename
+            left = drafts_in(folder)
+            served(folder).manager.close()
+            assert drafts_in(folder) == left, "their writer lives"
+            tally.drafts_kept += len(left)
+        finally:
+            writer.kill()  # who is stopped is waited for for ever
     again = served(folder)
     tally.rounds += 1
     tally.in_a_write += bool(left)

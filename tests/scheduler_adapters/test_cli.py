@@ -62,7 +62,7 @@ def status_of(
     def reached(*_: object, **__: object) -> None:
         raise Reached
 
-    monkeypatch.setattr(demo, "Workers", reached)
+    monkeypatch.setattr(demo, "Fleet", reached)
     monkeypatch.setattr(subprocess, "Popen", reached)
     monkeypatch.setattr(replay_command, "replay", reached)
     monkeypatch.chdir(tmp_path)
@@ -160,7 +160,7 @@ def test_a_damaged_file_is_one_line(
     def reached(*_: object, **__: object) -> None:
         raise Reached
 
-    monkeypatch.setattr(demo, "Workers", reached)
+    monkeypatch.setattr(demo, "Fleet", reached)
     path.write_bytes(BROKEN[name])
     try:
         assert cli.main(["demo", "--prompts", str(path)]) == 2

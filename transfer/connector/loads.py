@@ -12,8 +12,8 @@ from transfer.connector.config import GroupConfig
 from transfer.connector.metadata import LoadRequest
 from transfer.errors import InvalidTransferError
 from transfer.plan.intersection import Ints
-from transfer.plan.plan import kernel_pages
-from transfer.pull.pull_state import BlocksOfGroup, PullEvent
+from transfer.plan.page_lists import BlocksOfGroup, kernel_pages
+from transfer.pull.pull_state import PullEvent
 
 _NONE = BlocksOfGroup((), (), 0, (0, 0), 0)
 

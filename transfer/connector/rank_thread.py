@@ -6,8 +6,8 @@ import torch
 
 from transfer.connector.caches import CacheMemory
 from transfer.connector.config import WorkerConfig
-from transfer.engine.metadata import MemoryType
 from transfer.errors import InvalidEngineError
+from transfer.memory import MemoryType
 from transfer.pull.rank import RankIdentity, RankTransfer
 from transfer.pull.replica import ReplicaTransfer
 from transfer.pull.thread import TransferThread

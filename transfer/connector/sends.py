@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from transfer.errors import InvalidTransferError
-from transfer.pull.replica import LeaseOver, Offered
+from transfer.pull.replica import LeaseOver, Offered, ReplicaTransfer
 
 if TYPE_CHECKING:
     from transfer.connector.metadata import ConnectorMetadata
@@ -44,10 +44,10 @@ class Sends:
         """Starts the time of leases, and ends others, as a step says. Those that have ended are left alone."""
         for request_id in metadata.reqs_computed:
             if (lease_id := self._leases.get(request_id)) is not None:
-                thread.start_clock(lease_id)
+                thread.call_soon(ReplicaTransfer.start_clock, lease_id)
         for request_id, reason in metadata.reqs_not_processed.items():
             if (lease_id := self._leases.get(request_id)) is not None:
-                thread.revoke(lease_id, reason)
+                thread.call_soon(ReplicaTransfer.revoke, lease_id, reason)
 
     def on_event(self, event: Offered | LeaseOver) -> None:
         """Books what became of a lease."""

@@ -21,10 +21,10 @@ from transfer.connector.metadata import ConnectorMetadata, LoadRequest, WorkerOu
 from transfer.connector.rank_thread import make_rank, needs_host_buffer, start_thread
 from transfer.connector.sends import Sends
 from transfer.errors import EngineClosedError, InvalidEngineError, InvalidTransferError, PullFailedError
-from transfer.plan.plan import kernel_pages
+from transfer.plan.page_lists import kernel_pages
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankTransfer
-from transfer.pull.replica import Event, Source
+from transfer.pull.replica import Event, ReplicaTransfer, Source
 from transfer.pull.thread import TransferThread
 from transfer.stats import StatsSnapshot
 from transfer.wire.keys import Keyring
@@ -154,14 +154,16 @@ class NixlConnectorWorker:
         for request_id, send in metadata.reqs_to_send.items():
             self._sends.begin(request_id, send.lease.lease_id)
             pages = [self._pages(*group) for group in enumerate(send.block_ids)] if self.config.page_checks else None
-            thread.offer(request_id, send.lease, engines=send.engines, pages=pages, running=send.running)
+            thread.call_soon(
+                ReplicaTransfer.offer, request_id, send.lease, engines=send.engines, pages=pages, running=send.running
+            )
         self._sends.go_on(metadata, thread)
         for request_id, asked in metadata.reqs_to_recv.items():
             self._load(thread, request_id, asked)
         for request_id, reason in metadata.reqs_to_cancel.items():
             if (load := self._loads.find(request_id)) is not None:
                 load.cancelled = True
-                thread.cancel(load.key, reason)
+                thread.call_soon(ReplicaTransfer.cancel, load.key, reason)
 
     def _load(self, thread: TransferThread, request_id: str, asked: LoadRequest) -> None:
         before = self._loads.find(request_id)
@@ -180,14 +182,16 @@ class NixlConnectorWorker:
             timeout_s = self.config.timing.load
             thread.pull(load.key, source, groups, timeout_s, last=load.closed, layer_chunks=chunks, on_layers=arrived)
         else:
-            thread.add_pages(load.key, groups, last=load.closed, layer_chunks=chunks, on_layers=arrived)
+            thread.call_soon(
+                ReplicaTransfer.add_pages, load.key, groups, last=load.closed, layer_chunks=chunks, on_layers=arrived
+            )
 
     def _fail(self, thread: TransferThread, request_id: str, reason: str, *, is_open: bool) -> None:
         if (load := self._loads.find(request_id)) is None:
             return
         self._loads.fail(load, reason, safe=not is_open)
         if is_open:
-            thread.cancel(load.key, reason)
+            thread.call_soon(ReplicaTransfer.cancel, load.key, reason)
 
     def _pages(self, group: int, blocks: Sequence[int]) -> list[int]:
         return kernel_pages(blocks, self.config.groups[group].block_pages).tolist()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from transfer.engine.metadata import MemoryType
+from transfer.memory import MemoryType
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,9 +40,7 @@ def effective_settings(
     A variable that is set is never changed. The transports are chosen for host memory only, since a GPU needs those
     that UCX finds there. Shared-memory transports are told to report a dead peer wherever they are named.
 
-    Args:
-        memory_type: memory that the agents will register.
-        environ: the environment to read; the process's own where None.
+    They are for agents that register this type of memory, in this environment or the process's own.
     """
     environ = os.environ if environ is None else environ
     settings = {key: environ.get(key, value) for key, value in _DEFAULTS.items()}

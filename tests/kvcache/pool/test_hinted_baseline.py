@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvcache import PagedKVCacheManager, Retention, TextContext
-from kvcache.pool.hinted_baseline import HintedShadow
+from kvcache.pool.hinted_baseline import HintedBaseline
 from kvcache.pool.retention import NEUTRAL, PageHints
 from tests.kvcache.build import manager_of
 
@@ -20,8 +20,8 @@ def words(*ids: int) -> np.ndarray:
     return np.array(ids, np.uint64)
 
 
-def shadow_of(pages: int, share: float = 0.5) -> HintedShadow:
-    return HintedShadow(pages, 1, np.uint64(0), share)
+def baseline_of(pages: int, share: float = 0.5) -> HintedBaseline:
+    return HintedBaseline(pages, 1, np.uint64(0), share)
 
 
 def said(level: int, count: int) -> PageHints:
@@ -29,63 +29,63 @@ def said(level: int, count: int) -> PageHints:
 
 
 def test_it_keeps_what_is_hinted() -> None:
-    shadow = shadow_of(10, 0.8)
-    shadow.visit(words(1, 2, 3), 10)
-    shadow.leave(words(1, 2, 3), said(4, 3))
+    baseline = baseline_of(10, 0.8)
+    baseline.visit(words(1, 2, 3), 10)
+    baseline.leave(words(1, 2, 3), said(4, 3))
     for first in range(100, 130, 3):
-        assert shadow.visit(words(first, first + 1, first + 2), 10) == 0
-        shadow.leave(words(first, first + 1, first + 2), said(0, 3))
-    assert shadow.visit(words(1, 2, 3, 4), 10) == 3
+        assert baseline.visit(words(first, first + 1, first + 2), 10) == 0
+        baseline.leave(words(first, first + 1, first + 2), said(0, 3))
+    assert baseline.visit(words(1, 2, 3, 4), 10) == 3
 
 
 def test_a_prompt_longer_than_the_room_leaves_its_head() -> None:
-    shadow = shadow_of(10, 0.0)
-    assert shadow.visit(words(*range(30)), 6) == 0
-    assert shadow.visit(words(*range(30)), 6) == 6
-    shadow.leave(words(*range(30)), PageHints(np.full(30, NEUTRAL, np.uint8), np.full(30, 1.0)))
-    assert shadow.visit(words(*range(30)), 6) == 6
+    baseline = baseline_of(10, 0.0)
+    assert baseline.visit(words(*range(30)), 6) == 0
+    assert baseline.visit(words(*range(30)), 6) == 6
+    baseline.leave(words(*range(30)), PageHints(np.full(30, NEUTRAL, np.uint8), np.full(30, 1.0)))
+    assert baseline.visit(words(*range(30)), 6) == 6
 
 
 def test_pages_brought_and_pages_taken_by_others_are_told() -> None:
-    shadow = shadow_of(10)
-    shadow.touch(words(1, 2, 3))
-    shadow.forget(words(2, 9, 2))
-    assert shadow.visit(words(1, 2, 3), 10) == 1
-    shadow.clear()
-    assert shadow.visit(words(1, 2, 3), 10) == 0
-    shadow._order.check()
+    baseline = baseline_of(10)
+    baseline.touch(words(1, 2, 3))
+    baseline.forget(words(2, 9, 2))
+    assert baseline.visit(words(1, 2, 3), 10) == 1
+    baseline.clear()
+    assert baseline.visit(words(1, 2, 3), 10) == 0
+    baseline._order.check()
 
 
 def test_pages_that_one_word_does_not_tell_apart_break_nothing() -> None:
-    shadow = shadow_of(10)
+    baseline = baseline_of(10)
     for _ in range(3):
-        shadow.visit(words(1, 2, 1), 10)
-        shadow.leave(words(1, 2, 1), said(4, 3))
-        shadow._order.check()
-    shadow.visit(words(1, 2), 10)
-    shadow.forget(words(1, 1))
-    assert shadow.visit(words(2), 10) == 1
+        baseline.visit(words(1, 2, 1), 10)
+        baseline.leave(words(1, 2, 1), said(4, 3))
+        baseline._order.check()
+    baseline.visit(words(1, 2), 10)
+    baseline.forget(words(1, 1))
+    assert baseline.visit(words(2), 10) == 1
 
 
 def test_any_sequence_leaves_its_books_right() -> None:
-    rng, shadow = random.Random(0), shadow_of(12)
+    rng, baseline = random.Random(0), baseline_of(12)
     for _ in range(600):
         prompt = words(*rng.sample(range(40), rng.randint(0, 15)))
         move = rng.choice(["visit", "leave", "leave", "touch", "forget", "clear"] if rng.random() < 0.1 else ["visit"])
         if move == "visit":
-            shadow.visit(prompt, rng.randint(1, 12))
+            baseline.visit(prompt, rng.randint(1, 12))
         elif move == "leave":
-            shadow.leave(prompt, rng.choice([None, said(rng.randint(0, 4), len(prompt))]))
+            baseline.leave(prompt, rng.choice([None, said(rng.randint(0, 4), len(prompt))]))
         elif move == "clear":
-            shadow.clear()
+            baseline.clear()
         else:
-            getattr(shadow, move)(prompt)
-        shadow._order.check()
-        pages = shadow._order.pages().tolist()
-        assert sorted(shadow._ids.values()) == sorted(pages)
-        assert sorted([*pages, *shadow._free]) == [*range(1, 13)]
-        assert shadow._words[pages].tolist() == [
-            {page: word for word, page in shadow._ids.items()}[page] for page in pages
+            getattr(baseline, move)(prompt)
+        baseline._order.check()
+        pages = baseline._order.pages().tolist()
+        assert sorted(baseline._ids.values()) == sorted(pages)
+        assert sorted([*pages, *baseline._free]) == [*range(1, 13)]
+        assert baseline._words[pages].tolist() == [
+            {page: word for word, page in baseline._ids.items()}[page] for page in pages
         ]
 
 

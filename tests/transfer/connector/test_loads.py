@@ -10,7 +10,8 @@ from transfer.connector.config import GroupConfig, StatePart
 from transfer.connector.loads import Loads
 from transfer.connector.metadata import LoadRequest
 from transfer.errors import InvalidTransferError
-from transfer.pull.pull_state import BlocksOfGroup, LeaseRef, PullEvent
+from transfer.plan.page_lists import BlocksOfGroup
+from transfer.pull.pull_state import LeaseRef, PullEvent
 
 FULL = GroupConfig(layers={"a": 0}, block_size=8, head_dim=4)
 KERNEL = GroupConfig(layers={"a": 0}, block_size=8, kernel_block_size=2, head_dim=4)

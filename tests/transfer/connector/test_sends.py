@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from transfer.connector.metadata import ConnectorMetadata
@@ -16,11 +18,8 @@ class Thread:
     def __init__(self) -> None:
         self.did: list[tuple[object, ...]] = []
 
-    def start_clock(self, lease_id: int) -> None:
-        self.did.append(("start", lease_id))
-
-    def revoke(self, lease_id: int, reason: str) -> None:
-        self.did.append(("revoke", lease_id, reason))
+    def call_soon(self, method: Callable[..., object], *args: object) -> None:
+        self.did.append((method.__name__, *args))
 
 
 @pytest.fixture
@@ -56,4 +55,4 @@ def test_only_what_stands_is_started_or_ended(sends: Sends) -> None:
     thread = Thread()
     step = ConnectorMetadata(reqs_computed=["r", "x"], reqs_not_processed={"r": "left", "x": "left"})
     sends.go_on(step, thread)
-    assert thread.did == [("start", 5), ("revoke", 5, "left")]
+    assert thread.did == [("start_clock", 5), ("revoke", 5, "left")]

@@ -16,12 +16,13 @@ from tests.transfer.pair_ranks import EngineUnderTest, LocalRank, children, run_
 from tests.transfer.replicas import Engine, run
 from transfer.connector.config import Timing
 from transfer.connector.metadata import ConnectorMetadata, SendRequest
-from transfer.engine.metadata import MemoryType
 from transfer.errors import HandshakeError, MetadataError
+from transfer.memory import MemoryType
 from transfer.nixl.agent import Agent
 from transfer.plan.boxes import Group, ShardLayout
+from transfer.plan.page_lists import BlocksOfGroup, PagesOfGroup
 from transfer.plan.shapes import SPLIT_HND, dense_strides, from_tensor
-from transfer.pull.pull_state import BlocksOfGroup, LeaseRef, PagesOfGroup
+from transfer.pull.pull_state import LeaseRef
 from transfer.pull.remote import RemoteEngine
 from transfer.wire.messages import RankMetadata, open_rank, sealed_rank
 

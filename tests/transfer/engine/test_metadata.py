@@ -8,7 +8,6 @@ import pytest
 from transfer.engine.metadata import (
     WIRE_VERSION,
     KVTransferEngineMetadata,
-    MemoryType,
     TensorAgentMetadata,
     TransferReqData,
     check_metadata,
@@ -18,6 +17,7 @@ from transfer.engine.metadata import (
     sealed,
 )
 from transfer.errors import InvalidTransferError, MetadataError
+from transfer.memory import MemoryType
 
 PAGES, BYTES = 10, 4096
 

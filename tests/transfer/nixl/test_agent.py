@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from transfer.engine.metadata import MemoryType
 from transfer.engine.tensor_agent import TensorAgent
 from transfer.errors import AgentError
+from transfer.memory import MemoryType
 from transfer.nixl.settings import (
     agreed_settings,
     effective_settings,
@@ -123,12 +123,12 @@ def test_an_agent_describes_its_tensor():
     assert meta.region_bytes == 128
     assert agent.tensor is tensor
     assert isinstance(agent.ucx_backend, int)
-    assert agent.agent.backends == {"UCX": agent.ucx_backend}
-    agent.close()
-    agent.close()
-    assert agent.agent is None
+    assert agent.agent.backend == agent.ucx_backend
+    agent.agent.close()
+    agent.agent.close()
+    assert not agent.agent.is_open
 
 
 def test_host_memory_is_no_vram():
-    with pytest.raises(AgentError, match="making NIXL agent 'alone@2'"):
+    with pytest.raises(AgentError, match="agent 'alone@2': registering 1 regions"):
         TensorAgent.create_agent("alone@2", 0, torch.zeros(4, 8), 4, 8, MemoryType.VRAM)

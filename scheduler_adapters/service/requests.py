@@ -1,6 +1,8 @@
-"""Rooms: one attempt at one request, as each side keeps it. Every legal move is in a table, every phase has a deadline.
+"""A request as each side of the service keeps it: every legal move is in a table, every phase has a deadline.
 
-Prefill's room:
+What the sides say to each other is about one attempt at a request, (request id, attempt).
+
+With prefill, where an attempt is a request of its own:
 
     queued ──► leasing ──► computing ──► offered ──► held ──► over
                     each of the four may go to  ending ──► over
@@ -12,7 +14,7 @@ Prefill's room:
     held        the reader knows all; pages are kept until the lease is over
     ending      the lease was revoked; pages are kept until its word is cleared
 
-Decode's room:
+With decode, where a request takes up the next attempt when one fails:
 
     waiting ──► asked ──► offered ──► pulling ──► decoding ──► over
        ▲──────────┴──────────┴───────────┘   another attempt
@@ -32,19 +34,20 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar
 
+from kvcache.replica.context import TextContext
 from scheduler_adapters.errors import IllegalMoveError
+from scheduler_adapters.service import messages as msg
+from scheduler_adapters.service.prefill_router import route
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Hashable, Mapping, Sequence
 
-    from kvcache.replica.block_table import BlockTable
-    from kvcache.replica.context import TextContext
-    from kvcache.replica.pending import PendingImport
+    from kvcache.replica.block_table import BlockTable, PendingImport
     from scheduler_adapters.loop import Request
-    from scheduler_adapters.service.links import PrefillLink
-    from transfer.pull.pull_state import LeaseRef
+    from scheduler_adapters.service.prefill_router import PrefillConnection
+    from transfer.pull.replica import Source
 
 PREFILL_MOVES: dict[str, frozenset[str]] = {
     "queued": frozenset({"leasing", "over"}),
@@ -123,11 +126,11 @@ class Recent(Generic[_Name]):
 
 
 @dataclass(slots=True, eq=False)
-class Room:
-    """What both sides keep of a room.
+class TrackedRequest:
+    """What both sides keep of a request.
 
     Attributes:
-        request_id: as the client calls the request.
+        request_id: as the client calls it.
         attempt: a number of decode's, higher for each attempt at any request.
         phase: where it stands.
         deadline: of this phase.
@@ -143,11 +146,7 @@ class Room:
     reason: str = ""
 
     def move(self, phase: str, deadline: float = math.inf) -> None:
-        """Go on to another phase.
-
-        Raises:
-            IllegalMoveError: the table has no such move. A bug of ours.
-        """
+        """Go on to another phase. Raises `IllegalMoveError` where the table has no such move: a bug of ours."""
         if phase not in self.moves[self.phase]:
             raise IllegalMoveError(f"request {self.request_id!r}, attempt {self.attempt}: {self.phase} to {phase}")
         self.phase, self.deadline = phase, deadline
@@ -159,8 +158,8 @@ class Room:
 
 
 @dataclass(slots=True, eq=False)
-class PrefillRoom(Room):
-    """A room of a prefill process.
+class PrefillRequest(TrackedRequest):
+    """An attempt that a prefill process was asked for.
 
     Attributes:
         compute_by: the deadline of its prompt, whatever the phase.
@@ -168,7 +167,7 @@ class PrefillRoom(Room):
         key: what the loop and the transfer call it.
         chunkwise: the reader takes pages while the prompt runs.
         replica: ours that holds the pages, once there is a lease.
-        lease: once asked for.
+        source: what the reader is told of its pages, once a lease was asked for.
         table: of the whole prompt, once computed.
         token: the first new token, likewise.
         told: tokens that the reader has been offered.
@@ -183,7 +182,7 @@ class PrefillRoom(Room):
     key: str = ""
     chunkwise: bool = False
     replica: int = 0
-    lease: LeaseRef | None = None
+    source: Source | None = None
     table: BlockTable | None = None
     token: int | None = None
     told: int = 0
@@ -191,41 +190,42 @@ class PrefillRoom(Room):
     final: bool = False
 
 
+class Importing(NamedTuple):
+    """The pages that a pull fills, and whose they are."""
+
+    context: TextContext
+    pending: PendingImport
+
+
 @dataclass(slots=True, eq=False)
-class DecodeRoom(Room):
-    """A room of a decode process. It takes up the next attempt where one fails.
+class DecodeRequest(TrackedRequest):
+    """A request of a decode process. It takes up the next attempt where one fails.
 
     Attributes:
-        request: what the client asked for.
+        spec: what the client asked for.
         serial: of its submission; 0 for none.
-        emitted: tokens that the client has had before this attempt's first.
-        link: the prefill process that was asked.
+        emitted: tokens that the client has had.
+        prefill: the process that was asked.
         load: prompt tokens that it has to compute, as far as is known, and that have not come.
         avoid: names of those where an attempt failed.
-        replica: ours.
-        lease: of the offers of this attempt.
-        table: of the longest offer.
-        token: the first new token of this attempt, once offered.
-        context: once pages are reserved.
-        pending: likewise.
+        offer: the longest one of this attempt.
+        replica: ours, which renews the lease from the first offer on.
+        importing: once pages are reserved, until they are committed or given up.
         reasons: why each attempt failed.
     """
 
     moves = DECODE_MOVES
 
-    request: Request = field(kw_only=True)
+    spec: Request = field(kw_only=True)
     serial: int = 0
-    emitted: list[int] = field(default_factory=list)
-    link: PrefillLink | None = None
+    emitted: list[int] = field(default_factory=list[int])
+    prefill: PrefillConnection | None = None
     load: int = 0
-    avoid: set[str] = field(default_factory=set)
+    avoid: set[str] = field(default_factory=set[str])
+    offer: msg.PagesOffer | None = None
     replica: int = 0
-    lease: LeaseRef | None = None
-    table: BlockTable | None = None
-    token: int | None = None
-    context: TextContext | None = None
-    pending: PendingImport | None = None
-    reasons: list[str] = field(default_factory=list)
+    importing: Importing | None = None
+    reasons: list[str] = field(default_factory=list[str])
 
     @property
     def key(self) -> str:
@@ -235,10 +235,43 @@ class DecodeRoom(Room):
     @property
     def tokens(self) -> list[int]:
         """The prompt and all that the client has had."""
-        return [*self.request.prompt, *self.emitted]
+        return [*self.spec.prompt, *self.emitted]
 
-    def has_had(self, table: BlockTable, token: int | None) -> bool:
+    @property
+    def has_ended_prefill(self) -> bool:
+        """Whether the first token of this attempt was offered."""
+        return self.offer is not None and self.offer.token is not None
+
+    def new_context(self) -> TextContext:
+        """A context of all that is known of it."""
+        limit = len(self.spec.prompt) + self.spec.max_new_tokens
+        return TextContext(self.tokens, limit, self.request_id, self.spec.cache_salt)
+
+    def ask(self, connections: Sequence[PrefillConnection], within_s: float, *, chunkwise: bool) -> bool:
+        """Have the prompt computed. Whether somebody was there to take the message."""
+        message = msg.Prefill(
+            request_id=self.request_id,
+            attempt=self.attempt,
+            prompt=tuple(self.tokens),
+            within_s=within_s,
+            chunkwise=chunkwise,
+            cache_salt=self.spec.cache_salt,
+        )
+        asked = route(connections, message, self.avoid)
+        if asked is None:
+            return False
+        self.prefill, self.load = asked
+        return True
+
+    def relieve(self) -> None:
+        """The process that was asked has this prompt no longer before it."""
+        if self.prefill is not None:
+            self.prefill.load = max(0, self.prefill.load - self.load)
+        self.load = 0
+
+    def has_had(self, offer: msg.PagesOffer) -> bool:
         """Whether an offer of this attempt says nothing new: it comes again, or after a younger one."""
-        if self.token is not None or self.table is None:
-            return self.token is not None
-        return token is None and table.num_tokens <= self.table.num_tokens
+        before = self.offer
+        if before is None or before.token is not None:
+            return before is not None
+        return offer.token is None and offer.table.num_tokens <= before.table.num_tokens

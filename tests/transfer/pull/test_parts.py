@@ -9,9 +9,10 @@ import pytest
 
 from tests.transfer.replicas import Engine
 from transfer.nixl.agent import BACKGROUND_RUNS
-from transfer.plan.runs import Runs
-from transfer.pull.batches import BACKGROUND_BYTES, FOREGROUND_BYTES, LONGEST_RUN, longest_run, next_transfer
-from transfer.pull.pull_state import PagesOfGroup, Part, PullEvent
+from transfer.plan.page_lists import PagesOfGroup
+from transfer.plan.runs import LONGEST_RUN, Runs
+from transfer.pull.parts import BACKGROUND_BYTES, FOREGROUND_BYTES, Part, longest_run
+from transfer.pull.pull_state import PullEvent
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -24,7 +25,7 @@ def part_of(runs: int, length: int) -> Part:
 def cut(part: Part, *, background: bool) -> list[tuple[int, bool]]:
     found: list[tuple[int, bool]] = []
     while part.posted < len(part.local):
-        last, behind = next_transfer(part, background=background)
+        last, behind = part.next_transfer(background=background)
         found.append((last - part.posted, behind))
         part.posted = last
     return found

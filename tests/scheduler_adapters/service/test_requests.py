@@ -5,29 +5,35 @@ import pytest
 
 from scheduler_adapters.errors import IllegalMoveError
 from scheduler_adapters.loop import Request
-from scheduler_adapters.service.rooms import DECODE_MOVES, PREFILL_MOVES, DecodeRoom, PrefillRoom, Room
+from scheduler_adapters.service.requests import (
+    DECODE_MOVES,
+    PREFILL_MOVES,
+    DecodeRequest,
+    PrefillRequest,
+    TrackedRequest,
+)
 
 TABLES = {"prefill": PREFILL_MOVES, "decode": DECODE_MOVES}
 
 
-def room_in(side: str, phase: str) -> Room:
+def request_in(side: str, phase: str) -> TrackedRequest:
     if side == "prefill":
-        return PrefillRoom("r", 1, phase, 5.0)
-    return DecodeRoom("r", 1, phase, 5.0, request=Request("r", [1], 1))
+        return PrefillRequest("r", 1, phase, 5.0)
+    return DecodeRequest("r", 1, phase, 5.0, spec=Request("r", [1], 1))
 
 
 @pytest.mark.parametrize("side", TABLES)
-def test_a_room_makes_the_moves_of_its_table_and_no_other(side: str) -> None:
+def test_a_request_makes_the_moves_of_its_table_and_no_other(side: str) -> None:
     table = TABLES[side]
     for before, after in itertools.product(table, table):
-        room = room_in(side, before)
+        request = request_in(side, before)
         if after in table[before]:
-            room.move(after, 7.0)
-            assert (room.phase, room.deadline) == (after, 7.0)
+            request.move(after, 7.0)
+            assert (request.phase, request.deadline) == (after, 7.0)
         else:
             with pytest.raises(IllegalMoveError, match=f"'r', attempt 1: {before} to {after}"):
-                room.move(after)
-            assert (room.phase, room.deadline) == (before, 5.0)
+                request.move(after)
+            assert (request.phase, request.deadline) == (before, 5.0)
 
 
 @pytest.mark.parametrize("side", TABLES)
@@ -40,23 +46,23 @@ def test_every_phase_leads_to_the_end_and_nothing_leads_from_it(side: str) -> No
     assert not table["over"]
 
 
-def test_only_a_room_that_is_over_or_has_a_deadline_elsewhere_has_none() -> None:
-    room = room_in("prefill", "computing")
-    room.move("held")
-    assert room.deadline == math.inf  # the lease has one
+def test_only_a_request_that_is_over_or_has_a_deadline_elsewhere_has_none() -> None:
+    request = request_in("prefill", "computing")
+    request.move("held")
+    assert request.deadline == math.inf  # the lease has one
 
 
 def test_the_first_reason_is_kept() -> None:
-    room = room_in("decode", "asked")
-    assert room.blame("first") == "first"
-    assert room.blame("second") == "first"
+    request = request_in("decode", "asked")
+    assert request.blame("first") == "first"
+    assert request.blame("second") == "first"
 
 
-def test_a_decode_room_knows_all_that_the_client_has_had() -> None:
-    room = DecodeRoom("r", 3, "waiting", 1.0, request=Request("r", [1, 2], 9))
-    room.emitted += [7, 8]
-    assert room.tokens == [1, 2, 7, 8]
-    assert room.key == "r#3"
+def test_a_decode_request_knows_all_that_the_client_has_had() -> None:
+    request = DecodeRequest("r", 3, "waiting", 1.0, spec=Request("r", [1, 2], 9))
+    request.emitted += [7, 8]
+    assert request.tokens == [1, 2, 7, 8]
+    assert request.key == "r#3"
 
 
 def test_prefill_goes_forward_alone_and_decode_back_only_to_wait_before_it_has_generated() -> None:

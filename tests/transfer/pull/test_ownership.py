@@ -26,9 +26,9 @@ from kvcache import (
     TextContext,
     UnknownRequestError,
 )
-from scheduler_adapters.service.exchange import Exchange, ReplicaEvent
 from transfer.errors import EngineClosedError
-from transfer.pull.pull_state import LeaseRef, PullEvent
+from transfer.pull.exchange import ExchangeEvent, PageExchange
+from transfer.pull.pull_state import PullEvent
 from transfer.pull.replica import LeaseOver, Offered, Source
 
 PAGES, PAGE_SIZE, MINE, OTHERS = 8, 4, 1.0, 2.0
@@ -48,8 +48,8 @@ class Side:
 
     def __init__(self, name: str, exchange: Mapping[str, Any] | None = None, **options: bool | int) -> None:
         self.manager = manager_of(**options)  # type: ignore[arg-type]
-        self.exchange = Exchange(self.manager, name, **(exchange or {}))
-        self.events: list[ReplicaEvent] = []
+        self.exchange = PageExchange(self.manager, name, **(exchange or {}))
+        self.events: list[ExchangeEvent] = []
 
     def poll(self) -> None:
         self.events += self.exchange.poll()
@@ -61,7 +61,7 @@ class Side:
             time.sleep(1e-4)
             assert time.monotonic() < deadline, self.events
 
-    def of(self, kind: type) -> list[ReplicaEvent]:
+    def of(self, kind: type) -> list[ExchangeEvent]:
         return [happened for happened in self.events if isinstance(happened.event, kind)]
 
     def run(self, context: TextContext, value: float) -> None:
@@ -79,12 +79,12 @@ class Side:
         self.run(context, value)
         return context
 
-    def offer(self, name: str = "r") -> LeaseRef:
-        lease = self.exchange.offer(name, 30.0)
-        assert lease is not None
-        self.until(lambda: any(happened.event.lease_id == lease.lease_id for happened in self.of(Offered)))
-        self.exchange.start_clock(0, lease)
-        return lease
+    def offer(self, name: str = "r") -> Source:
+        offer = self.exchange.offer(name, 30.0, running=True)
+        assert offer is not None
+        self.until(lambda: any(happened.event.lease_id == offer.lease.lease_id for happened in self.of(Offered)))
+        self.exchange.start_clock(offer)
+        return offer
 
     def overwrite(self) -> None:
         """Another prompt takes every page that it can get."""
@@ -106,13 +106,11 @@ class Reader(Side):
         assert pending is not None
         return context, pending
 
-    def open(self, source: Side, lease: LeaseRef, key: str = "k") -> None:
-        exchange = source.exchange
-        at = Source(exchange.address, exchange.engine_id(0), lease, exchange.incarnation)
-        self.exchange.open_pull(0, key, at, 60.0)
+    def open(self, offer: Source, key: str = "k") -> None:
+        self.exchange.open_pull(0, key, offer, 60.0)
 
     def end(self, source: Side, key: str = "k") -> tuple[PullEvent, ImportProof | None]:
-        def last() -> list[ReplicaEvent]:
+        def last() -> list[ExchangeEvent]:
             source.poll()
             return [one for one in self.of(PullEvent) if one.event.key == key and one.event.safe]  # type: ignore[union-attr]
 
@@ -122,9 +120,9 @@ class Reader(Side):
         return happened.event, happened.proof
 
     def pull(
-        self, source: Side, lease: LeaseRef, pending: PendingImport, key: str = "k"
+        self, source: Side, offer: Source, pending: PendingImport, key: str = "k"
     ) -> tuple[PullEvent, ImportProof | None]:
-        self.open(source, lease, key)
+        self.open(offer, key)
         self.exchange.read(0, key, pending, last=True)
         return self.end(source, key)
 
@@ -143,15 +141,15 @@ def sides(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Reader]]:
         side.manager.close()
 
 
-def accept(source: Side, reader: Reader, lease: LeaseRef, table: BlockTable) -> None:
+def accept(source: Side, reader: Reader, offer: Source, table: BlockTable) -> None:
     """The pull passes, and what is committed is what the lease was for. In the end both sides have all pages back."""
     context, pending = reader.reserve(table)
-    event, proof = reader.pull(source, lease, pending)
+    event, proof = reader.pull(source, offer, pending)
     assert event.error == ""
     reader.manager.commit_import(context, pending, proof)
     assert reader.values(pending) == {MINE}
     reader.manager.release("r")
-    source.until(lambda: any(one.event.lease_id == lease.lease_id for one in source.of(LeaseOver)))
+    source.until(lambda: any(one.event.lease_id == offer.lease.lease_id for one in source.of(LeaseOver)))
     for name in ("r", "other"):
         if source.manager.contains(name):
             source.manager.release(name)
@@ -170,35 +168,35 @@ def test_released_before_the_pull(sides: tuple[Side, Reader]) -> None:
     with source.manager.claim(context):
         source.run(context, MINE)
         table = source.manager.block_table("r")
-        lease = source.offer()
+        offer = source.offer()
     assert not source.manager.contains("r")
     assert source.manager.num_leased_blocks == 4
     source.overwrite()
     assert source.manager.num_free_blocks == 0
-    accept(source, reader, lease, table)
+    accept(source, reader, offer, table)
 
 
 def test_preempted_and_run_again_under_the_same_id(sides: tuple[Side, Reader]) -> None:
     source, reader = sides
     context = source.compute()
-    lease, table = source.offer(), source.manager.block_table("r")
+    offer, table = source.offer(), source.manager.block_table("r")
     source.manager.release("r")
     context.reset()
     source.manager.reset_prefix_cache()
     source.compute("r", list(range(50, 60)), OTHERS)  # another prompt of that name: the old lease keeps the old pages
-    accept(source, reader, lease, table)
+    accept(source, reader, offer, table)
 
 
 def test_the_cache_is_reset_and_filled_with_others(sides: tuple[Side, Reader]) -> None:
     source, reader = sides
     source.compute()
-    lease, table = source.offer(), source.manager.block_table("r")
+    offer, table = source.offer(), source.manager.block_table("r")
     source.manager.release("r")
     for number in range(5):
         source.manager.reset_prefix_cache()
         source.compute(f"other{number}", list(range(20 * number + 100, 20 * number + 115)), OTHERS)
         source.manager.release(f"other{number}")
-    accept(source, reader, lease, table)
+    accept(source, reader, offer, table)
 
 
 def test_released_in_the_midst_of_its_prompt(sides: tuple[Side, Reader]) -> None:
@@ -206,8 +204,8 @@ def test_released_in_the_midst_of_its_prompt(sides: tuple[Side, Reader]) -> None
     source, reader = sides
     context = TextContext(PROMPT, 32, "r")
     source.manager.external_claim("r")
-    lease = source.exchange.offer("r", 30.0)
-    assert lease is not None
+    offer = source.exchange.offer("r", 30.0, running=True)
+    assert offer is not None
     context.set_token_indices(active_idx=9)
     source.run(context, MINE)
     table = source.manager.block_table("r", full_pages=True)
@@ -217,11 +215,11 @@ def test_released_in_the_midst_of_its_prompt(sides: tuple[Side, Reader]) -> None
     reader.manager.external_claim("r")
     pending = reader.manager.import_block_table(ours, table, partial=True)
     assert pending is not None
-    reader.open(source, lease)
+    reader.open(offer)
     reader.exchange.read(0, "k", pending, last=False)
     with pytest.raises(InvalidRequestError, match="without a proof"):
         reader.manager.commit_import(ours, pending)
-    source.exchange.revoke(0, lease, "the prompt was given up")
+    source.exchange.revoke(offer, "the prompt was given up")
     source.until(lambda: source.of(LeaseOver))
     reader.exchange.cancel_pull(0, "k", "it was given up")
     event, proof = reader.end(source)
@@ -237,7 +235,7 @@ def test_two_leases_of_one_request_end_one_after_another(sides: tuple[Side, Read
     source.compute()
     first, second, table = source.offer(), source.offer(), source.manager.block_table("r")
     source.manager.release("r")
-    source.exchange.revoke(0, first, "over")
+    source.exchange.revoke(first, "over")
     source.until(lambda: source.of(LeaseOver))
     source.overwrite()
     accept(source, reader, second, table)
@@ -246,15 +244,15 @@ def test_two_leases_of_one_request_end_one_after_another(sides: tuple[Side, Read
 def test_a_lease_that_is_revoked_gives_its_pages_back_and_the_pull_fails(sides: tuple[Side, Reader]) -> None:
     source, reader = sides
     source.compute()
-    lease, table = source.offer(), source.manager.block_table("r")
+    offer, table = source.offer(), source.manager.block_table("r")
     source.manager.release("r")
-    source.exchange.revoke(0, lease, "over")
+    source.exchange.revoke(offer, "over")
     assert source.manager.num_leased_blocks == 4  # until the word is cleared, and the scheduler has heard of it
     source.until(lambda: source.of(LeaseOver))
     assert source.manager.num_leased_blocks == 0
     source.overwrite()
     context, pending = reader.reserve(table)
-    event, proof = reader.pull(source, lease, pending)
+    event, proof = reader.pull(source, offer, pending)
     assert event.error
     assert proof is None
     with pytest.raises(InvalidRequestError, match="without a proof"):
@@ -266,16 +264,16 @@ def test_over_on_one_of_two_ranks(request: pytest.FixtureRequest) -> None:
     source = Side("p", shards=2)
     request.addfinalizer(source.exchange.close)
     source.compute()
-    lease = source.offer()
+    offer = source.offer()
     source.manager.release("r")
     thread = source.exchange._threads[0]
     # As where the deadline of one rank passes before the other's.
-    thread.call(lambda replica: replica.ranks[0].end_lease(lease.lease_id, "expired here"))
+    thread.call(lambda replica: replica.ranks[0].end_lease(offer.lease.lease_id, "expired here"))
     time.sleep(0.05)
     source.poll()
     assert source.of(LeaseOver) == []
     assert source.manager.num_leased_blocks == 4
-    thread.call(lambda replica: replica.ranks[1].end_lease(lease.lease_id, "expired there"))
+    thread.call(lambda replica: replica.ranks[1].end_lease(offer.lease.lease_id, "expired there"))
     source.until(lambda: source.of(LeaseOver))
     assert source.idle
 
@@ -343,7 +341,7 @@ def test_a_lease_is_ended_by_its_own_manager_alone(sides: tuple[Side, Reader]) -
 def test_a_thread_that_dies_gives_nothing_back_before_it_is_closed(sides: tuple[Side, Reader]) -> None:
     source, _ = sides
     source.compute()
-    lease = source.offer()
+    offer = source.offer()
     source.manager.release("r")
     thread = source.exchange._threads[0]
     words = thread.call(lambda replica: replica.ranks[0].leases.words)
@@ -357,15 +355,15 @@ def test_a_thread_that_dies_gives_nothing_back_before_it_is_closed(sides: tuple[
         with pytest.raises(EngineClosedError):
             source.exchange.poll()
     with pytest.raises(EngineClosedError):
-        source.exchange.revoke(0, lease, "over")
+        source.exchange.revoke(offer, "over")
     source.compute("s", list(range(60, 62)))
     with pytest.raises(EngineClosedError):
         source.exchange.offer("s", 30.0)
     source.manager.release("s")
-    assert words[lease.slot] == lease.lease_id  # a reader may still take the pages for good
+    assert words[offer.lease.slot] == offer.lease.lease_id  # a reader may still take the pages for good
     assert source.manager.num_leased_blocks == 4
     source.exchange.close()
-    assert words[lease.slot] == 0
+    assert words[offer.lease.slot] == 0
     assert source.idle
 
 
@@ -399,16 +397,16 @@ def test_an_offer_that_a_closed_thread_never_took_holds_nothing(
 # ---- the reader: pages are taken for what they are not
 
 
-def leased(source: Side, reader: Reader) -> tuple[LeaseRef, TextContext, PendingImport]:
+def leased(source: Side, reader: Reader) -> tuple[Source, TextContext, PendingImport]:
     source.compute()
-    lease, table = source.offer(), source.manager.block_table("r")
+    offer, table = source.offer(), source.manager.block_table("r")
     source.manager.release("r")
-    return lease, *reader.reserve(table)
+    return offer, *reader.reserve(table)
 
 
 def test_a_proof_is_good_for_its_own_import_and_once(sides: tuple[Side, Reader]) -> None:
     source, reader = sides
-    lease, context, pending = leased(source, reader)
+    offer, context, pending = leased(source, reader)
     other = TextContext([*PROMPT[:8], 77, 78, 79], 32, "s")
     theirs = source.compute("s", [*PROMPT[:8], 77, 78], OTHERS)
     reader.manager.external_claim("s")
@@ -416,7 +414,7 @@ def test_a_proof_is_good_for_its_own_import_and_once(sides: tuple[Side, Reader])
     assert theirs.start_idx
     assert another is not None
     forged = ImportProof("r", 16)
-    event, proof = reader.pull(source, lease, pending)
+    event, proof = reader.pull(source, offer, pending)
     assert event.error == ""
     assert proof is not None
     refused = [
@@ -448,8 +446,8 @@ def test_a_proof_is_good_for_its_own_import_and_once(sides: tuple[Side, Reader])
 
 def test_the_copier_is_handed_out_once(sides: tuple[Side, Reader]) -> None:
     source, reader = sides
-    lease, context, pending = leased(source, reader)
-    reader.open(source, lease)
+    offer, context, pending = leased(source, reader)
+    reader.open(offer)
     reader.exchange.read(0, "k", pending, last=True)
     with pytest.raises(InvalidRequestError, match="'r': the copier of its import was handed out before"):
         reader.manager.copier(pending)  # nobody vouches for what a pull reads
@@ -483,23 +481,23 @@ def test_a_pull_reads_imports_of_its_own_manager_alone(sides: tuple[Side, Reader
     """The pages of another manager's import are others here: reading into them would write over somebody's."""
     source, reader = sides
     source.compute()
-    lease, table = source.offer(), source.manager.block_table("r")
+    offer, table = source.offer(), source.manager.block_table("r")
     stranger = Reader("e")
     _, foreign = stranger.reserve(table)
-    reader.open(source, lease)
+    reader.open(offer)
     with pytest.raises(InvalidRequestError, match="'r': copier of another manager's import"):
         reader.exchange.read(0, "k", foreign, last=True)
     with pytest.raises(InvalidRequestError, match="a pull 'k' is open on replica 0 already"):
-        reader.open(source, lease)
+        reader.open(offer)
     reader.exchange.cancel_pull(0, "k", "over")
     stranger.exchange.close()
 
 
 def test_of_one_pull_another_import_gets_no_proof(sides: tuple[Side, Reader]) -> None:
     source, reader = sides
-    lease, _, pending = leased(source, reader)
+    offer, _, pending = leased(source, reader)
     _, second = reader.reserve(source_table(source), "s")
-    reader.open(source, lease)
+    reader.open(offer)
     reader.exchange.read(0, "k", pending, last=False)
     with pytest.raises(InvalidRequestError, match="'s': the pull 'k' is of another import"):
         reader.exchange.read(0, "k", second, last=True)
@@ -516,8 +514,8 @@ def source_table(source: Side) -> BlockTable:
 
 def test_cancelled_then_committed(sides: tuple[Side, Reader]) -> None:
     source, reader = sides
-    lease, context, pending = leased(source, reader)
-    reader.open(source, lease)
+    offer, context, pending = leased(source, reader)
+    reader.open(offer)
     reader.exchange.read(0, "k", pending, last=True)
     reader.manager.cancel_import(pending)
     free = reader.manager.num_free_blocks
@@ -539,8 +537,8 @@ def test_cancelled_then_committed(sides: tuple[Side, Reader]) -> None:
 
 def test_a_cancelled_import_s_request_does_not_run_while_a_read_may_write(sides: tuple[Side, Reader]) -> None:
     source, reader = sides
-    lease, context, pending = leased(source, reader)
-    reader.open(source, lease)
+    offer, context, pending = leased(source, reader)
+    reader.open(offer)
     reader.exchange.read(0, "k", pending, last=True)
     reader.manager.cancel_import(pending)
     with pytest.raises(NotReservedError, match="import is pending"):
@@ -576,8 +574,8 @@ def test_a_foreign_manager_loses_nobody_s_pages(sides: tuple[Side, Reader]) -> N
 
 def test_an_exchange_that_closes_in_the_midst_gives_the_pages_back_and_no_proof(sides: tuple[Side, Reader]) -> None:
     source, reader = sides
-    lease, context, pending = leased(source, reader)
-    reader.open(source, lease)
+    offer, context, pending = leased(source, reader)
+    reader.open(offer)
     reader.exchange.read(0, "k", pending, last=False)
     reader.manager.cancel_import(pending)
     reader.manager.release("r")

@@ -1,22 +1,24 @@
-"""Starts prefill and decode processes, talks to them, and sees to it that none outlives us."""
+"""Starts prefill and decode servers on this host, talks to them, and sees to it that none outlives us."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Self
 
 import msgspec
 import zmq
 
-from scheduler_adapters.errors import WorkerError
+from scheduler_adapters.errors import ServiceError
 from scheduler_adapters.interrupts import held
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.run_folder import RunFolder
 from scheduler_adapters.service.sockets import Context, received
 from transfer.wire.keys import make_keyrings, save_keyring
 
@@ -24,32 +26,34 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
-    from scheduler_adapters.service.worker import WorkerConfig
+    from scheduler_adapters.service.server import ServerConfig
 
 PROGRAM = (sys.executable, "-m", "scheduler_adapters.service.program")
+PREFIX = "pagewire-run-"  # of the names of run folders
+_TRIES = 10
 _START_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 10.0
 _SEND_TIMEOUT_S = 10.0
 _LAST_WORDS_S = 0.2
 
 
-class Workers:
-    """Prefill and decode processes, from `__enter__` to `__exit__`.
+class Fleet:
+    """Prefill and decode servers, from `__enter__` to `__exit__`.
 
     Args:
-        configs: one for each process; `name` (where empty, the role), `front`, `listen` and `prefills` are filled in.
-        program: the command of a process, which takes its settings on standard input.
-        curve: give each process keys of a new fleet. Their sockets then let nobody else in, and cannot be read.
-        send_timeout_s: most seconds that `send` waits for a process that takes nothing in.
+        configs: one for each server; `name` (where empty, the role), `frontend`, `listen` and `prefills` are filled in.
+        program: the command of a server, which takes its settings on standard input.
+        curve: give each server keys of a new fleet. Their sockets then let nobody else in, and cannot be read.
+        send_timeout_s: most seconds that `send` waits for a server that takes nothing in.
 
     Raises:
-        WorkerError: from any method, when a process has died that nobody killed here, or does not answer. `__exit__`
+        ServiceError: from any method, when a server has died that nobody killed here, or does not answer. `__exit__`
             ends all of them then.
     """
 
     def __init__(
         self,
-        configs: Sequence[WorkerConfig],
+        configs: Sequence[ServerConfig],
         program: Sequence[str] = PROGRAM,
         *,
         curve: bool = False,
@@ -59,7 +63,7 @@ class Workers:
         self._program = list(program)
         self._asked = tuple(configs)
         self._curve = curve
-        self._configs: dict[str, WorkerConfig] = {}
+        self._configs: dict[str, ServerConfig] = {}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._logs: dict[str, IO[bytes]] = {}
         self._down: set[str] = set()
@@ -77,11 +81,10 @@ class Workers:
                 save_keyring(keyring, path)
                 self._configs[config.name] = msgspec.structs.replace(config, keyring=str(path))
 
-    def _filled_in(self, config: WorkerConfig) -> WorkerConfig:
-        name = config.name or config.role
-        at = f"ipc://{self._folder.path}"
+    def _filled_in(self, config: ServerConfig) -> ServerConfig:
+        name, at = config.name or config.role, f"ipc://{self._folder.path}"
         listen = config.listen or (f"{at}/{name}" if config.role == "prefill" else "")
-        return msgspec.structs.replace(config, name=name, front=f"{at}/front", listen=listen)
+        return msgspec.structs.replace(config, name=name, frontend=f"{at}/frontend", listen=listen)
 
     def __enter__(self) -> Self:
         try:
@@ -110,65 +113,65 @@ class Workers:
 
     @property
     def running(self) -> list[str]:
-        """Names of the processes that were not killed."""
+        """Names of the servers that were not killed."""
         return [name for name in self._configs if name not in self._down]
 
     def role(self, name: str) -> msg.Role:
-        """Of a process."""
+        """Of a server."""
         return self._configs[name].role
 
     def send(self, name: str, message: msg.AnyMessage) -> None:
-        """Queue a message to one process. Waits while its queue is full: it takes nothing while its answers pile up.
+        """Queue a message to one server. Waits while its queue is full: it takes nothing while its answers pile up.
 
         Raises:
-            WorkerError: it is gone, or its queue stays full.
+            ServiceError: it is gone, or its queue stays full.
         """
         try:
             self._socket.send_multipart([name.encode(), msg.encode(message)])
         except zmq.Again as error:
             self._check_alive()
-            raise WorkerError(
+            raise ServiceError(
                 f"the {name} process has taken no message for {self._send_timeout_s:g} s: it is stopped, "
                 "or waits for what it has sent to be received"
             ) from error
         except zmq.ZMQError as error:  # ROUTER_MANDATORY: there is no such peer any more
             self._check_alive()
-            raise WorkerError(f"the {name} process cannot be reached: {error}") from error
+            raise ServiceError(f"the {name} process cannot be reached: {error}") from error
 
     def expect_end(self, name: str) -> None:
-        """A process may end from now on: that is no error. `restart` starts it anew."""
+        """A server may end from now on: that is no error. `restart` starts it anew."""
         self._down.add(name)
 
     def kill(self, name: str) -> None:
-        """End a process at once, as a crash would, and wait for it."""
+        """End a server at once, as a crash would, and wait for it."""
         self.expect_end(name)
         self._processes[name].kill()
         self._processes[name].wait()
 
     def restart(self, name: str) -> None:
-        """Start a process that has ended, with the settings it had. `Ready` says when it serves."""
+        """Start a server that has ended, with the settings it had. `Ready` says when it serves."""
         self._close(name)
         self._start_one(name)
         self._down.discard(name)
 
     def has_ended(self, name: str) -> bool:
-        """Whether the process is gone."""
+        """Whether the server is gone."""
         return self._processes[name].poll() is not None
 
     def receive(self, timeout_s: float) -> list[msg.AnyMessage]:
-        """What the processes have sent, waiting up to `timeout_s` for the first of it.
+        """What the servers have sent, waiting up to `timeout_s` for the first of it.
 
         Raises:
-            WorkerError: a process has ended, or says why it is about to.
+            ServiceError: a server has ended, or says why it is about to.
         """
         messages = self._received(timeout_s)
-        if any(self._processes[name].poll() is not None for name in self.running):
+        if any(map(self.has_ended, self.running)):
             self._received(_LAST_WORDS_S)  # its own account of the end may still be under way
             self._check_alive()
         return messages
 
     def stats(self, timeout_s: float = 30.0) -> dict[str, msg.Stats]:
-        """The counters of all processes. Other messages that come meanwhile are dropped: ask when all is served."""
+        """The counters of all servers. Other messages that come meanwhile are dropped: ask when all is served."""
         for name in self.running:
             self.send(name, msg.Ask())
         found: dict[str, msg.Stats] = {}
@@ -184,12 +187,12 @@ class Workers:
         for _, data in received(self._socket):
             message = msg.decode(data)
             if isinstance(message, msg.Fatal):
-                raise WorkerError(f"the {message.name} process failed: {message.error}")
+                raise ServiceError(f"the {message.name} process failed: {message.error}")
             messages.append(message)
         return messages
 
     def _make(self) -> None:
-        """Make what the processes need, and book it: a signal never comes in between."""
+        """Make what the servers need, and book it: a signal never comes in between."""
         with held():
             self._folder = RunFolder()
             self._made.callback(self._folder.close)
@@ -200,14 +203,14 @@ class Workers:
             self._configure()
 
     def _start(self) -> None:
-        front = f"ipc://{self._folder.path}/front"
+        frontend = f"ipc://{self._folder.path}/frontend"
         try:
-            self._socket.bind(front)
+            self._socket.bind(frontend)
         except zmq.ZMQError as error:
-            raise WorkerError(f"no socket can be made at {front!r}: {error}") from error
-        # Without MANDATORY a message to a process that is not connected yet would vanish.
+            raise ServiceError(f"no socket can be made at {frontend!r}: {error}") from error
+        # Without MANDATORY a message to a server that is not connected yet would vanish.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a process that was killed comes back under its name
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a server that was killed comes back under its name
         self._socket.setsockopt(zmq.SNDTIMEO, int(self._send_timeout_s * 1000))
         for name in self._configs:
             self._start_one(name)
@@ -221,10 +224,14 @@ class Workers:
         with held():
             self._logs[name] = tempfile.TemporaryFile(dir=self._folder.path)  # noqa: SIM115  (closed with the process)
             try:
-                self._processes[name] = self._spawn(self._logs[name])
+                process = self._processes[name] = self._spawn(self._logs[name])
             except OSError as error:
-                raise WorkerError(f"the {name} process cannot be started: {error}") from error
-        self._tell(name, self._processes[name])
+                raise ServiceError(f"the {name} process cannot be started: {error}") from error
+        if process.stdin is None:
+            raise ServiceError(f"the {name} process has no standard input")
+        with suppress(BrokenPipeError):  # the process has ended already: who listens to it learns how
+            process.stdin.write(msgspec.json.encode(self._configs[name]) + b"\n")
+            process.stdin.flush()  # and it stays open: its end tells the process that we are gone
 
     def _spawn(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(  # noqa: S603  (ours, or a test's of its own)
@@ -237,25 +244,17 @@ class Workers:
             start_new_session=True,  # Ctrl-C is ours to handle
         )
 
-    def _tell(self, name: str, process: subprocess.Popen[bytes]) -> None:
-        if process.stdin is None:
-            raise WorkerError(f"the {name} process has no standard input")
-        try:
-            process.stdin.write(msgspec.json.encode(self._configs[name]) + b"\n")
-            process.stdin.flush()  # and it stays open: its end tells the process that we are gone
-        except BrokenPipeError:
-            return  # the process has ended already: who listens to it learns how
-
     def _check_alive(self) -> None:
         for name in self.running:
             status = self._processes[name].poll()
             if status is not None:
-                raise WorkerError(f"the {name} process died ({_how(status)}){self._last_words(name)}")
+                how = f"signal {-status}" if status < 0 else f"status {status}"
+                raise ServiceError(f"the {name} process died ({how}){self._last_words(name)}")
 
     def _check_deadline(self, deadline: float, answered: set[str], timeout_s: float) -> None:
         if time.monotonic() > deadline:
             silent = ", ".join(name for name in self.running if name not in answered)
-            raise WorkerError(f"no answer within {timeout_s:.0f} s from: {silent}")
+            raise ServiceError(f"no answer within {timeout_s:.0f} s from: {silent}")
 
     def _last_words(self, name: str) -> str:
         log = self._logs[name]
@@ -265,7 +264,7 @@ class Workers:
 
     def _wait_for_exit(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        while any(process.poll() is None for process in self._processes.values()) and time.monotonic() < deadline:
+        while not all(map(self.has_ended, self._processes)) and time.monotonic() < deadline:
             for _ in received(self._socket):
                 pass  # one that waits for its answers to be read hears `Stop` after that
             time.sleep(0.01)
@@ -290,5 +289,69 @@ class Workers:
             self._made.close()
 
 
-def _how(status: int) -> str:
-    return f"signal {-status}" if status < 0 else f"status {status}"
+class RunFolder:
+    """A new folder for the sockets, key files and logs of one run, for its owner alone. It goes with the run.
+
+    The run holds a lock on it. The kernel takes the lock back when the run ends in whatever way, so a folder whose lock
+    is free belongs to a run that was killed: each new run removes those of its user.
+
+    Raises:
+        ServiceError: no folder can be made.
+    """
+
+    def __init__(self) -> None:
+        try:
+            _remove_abandoned(Path(tempfile.gettempdir()))
+            for _ in range(_TRIES):
+                self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+                lock = _lock(self.path)
+                if lock is not None:
+                    self._lock = lock
+                    return
+                shutil.rmtree(self.path, ignore_errors=True)
+        except OSError as error:
+            raise ServiceError(f"no folder for the run can be made: {error}") from error
+        raise ServiceError(f"no folder for the run can be locked: {self.path} was the last of {_TRIES}")
+
+    def close(self) -> None:
+        """Remove the folder and all that is in it. Safe twice."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _lock(folder: Path) -> int | None:
+    """The descriptor that holds the folder's lock; None where somebody else holds it, or the folder is gone.
+
+    A folder that was just made may be taken for an abandoned one by another run that starts, and be gone once locked.
+    """
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)  # not handed on to child processes
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(folder.stat(), os.fstat(lock)):
+            return lock
+    except OSError:
+        pass
+    os.close(lock)
+    return None
+
+
+def _remove_abandoned(root: Path) -> None:
+    with suppress(OSError), os.scandir(root) as entries:
+        for entry in entries:
+            if entry.name.startswith(PREFIX) and _is_mine(entry):
+                lock = _lock(Path(entry.path))
+                if lock is not None:
+                    shutil.rmtree(entry.path, ignore_errors=True)
+                    os.close(lock)
+
+
+def _is_mine(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.getuid()
+    except OSError:
+        return False

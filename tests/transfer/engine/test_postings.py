@@ -5,16 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from transfer.engine.quarantine import Quarantine
+from transfer.engine.postings import Quarantine
 
 
 def posting(name: str, *pages: int) -> Any:
     return SimpleNamespace(
         request=SimpleNamespace(transfer_name=name),
         peer="p",
-        local_replica=0,
-        local_pages=pages,
-        in_flight=True,
+        replica=0,
+        pages=pages,
+        pending={0: "a handle"},
         poll=lambda: None,
     )
 
@@ -26,19 +26,19 @@ def test_a_transfer_that_is_parked_twice_is_one() -> None:
     quarantine.reap()
     assert quarantine.pages(0) == {3, 4}
     assert quarantine.pages(1) == frozenset()
-    assert quarantine.empty() == [slow]
+    assert quarantine.parked() == [slow]
 
 
 def test_what_has_ended_is_not_parked_and_what_ends_is_let_go() -> None:
     quarantine, slow, ended = Quarantine(), posting("slow", 3), posting("ended", 4)
-    ended.in_flight = False
+    ended.pending.clear()
     quarantine.park(slow)
     quarantine.park(ended)
     assert quarantine.pages(0) == {3}
-    slow.in_flight = False
+    slow.pending.clear()
     quarantine.reap()
     assert quarantine.pages(0) == frozenset()
-    assert not quarantine.has_parked
+    assert not quarantine.parked()
 
 
 def test_a_peer_s_own_transfers_are_told_from_ours_with_it() -> None:

@@ -1,18 +1,21 @@
-"""The transfers of one process: an engine with a thread for each replica, and the server that tells peers of them."""
+"""`PageExchange`: pages change hands between processes, under leases and fences, and never apart from their manager.
+
+One a process: an engine with a thread for each replica of a manager, and the server that tells peers of them.
+"""
 
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvcache.errors import InvalidRequestError
-from transfer.engine.metadata import MemoryType
-from transfer.errors import InvalidEngineError
+from transfer.errors import InvalidEngineError, InvalidLeaseError
+from transfer.memory import MemoryType
 from transfer.nixl.agent import Agent
 from transfer.plan.boxes import ShardLayout
 from transfer.plan.shapes import dense
 from transfer.pull.lease import new_lease_id
-from transfer.pull.pull_state import LeaseRef, PagesOfGroup, PullEvent
+from transfer.pull.pull_state import LeaseRef, PullEvent
 from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation
 from transfer.pull.replica import LeaseOver, Offered, ReplicaTransfer, Source
 from transfer.pull.thread import TransferThread
@@ -25,10 +28,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from kvcache.manager import PagedKVCacheManager
-    from kvcache.replica.copier import ImportCopier, ImportProof
-    from kvcache.replica.leases import PageLease
-    from kvcache.replica.pending import PendingImport
+    from kvcache.layout import PageLayout
     from transfer.wire.keys import Keyring
 
 _STUCK_S = 10.0
@@ -37,7 +37,70 @@ LEASE_SLOTS = 4096
 """Leases that can stand at a time on one replica: the words of a `LeaseBook`."""
 
 
-class ReplicaEvent(NamedTuple):
+class PendingPages(Protocol):
+    """Pages that are to be filled from another manager's, of a request and a replica: `kvcache.PendingImport`."""
+
+    request_id: str
+    replica_idx: int
+
+
+class FurtherPages(Protocol):
+    """What keeps pages of each request beside those of its tokens, say a state: a further group of its block table."""
+
+    @property
+    def tensors(self) -> Sequence[Sequence[torch.Tensor]]:
+        """`[shard][region]`."""
+        ...
+
+    def beside(self, layout: ShardLayout, shard: int) -> ShardLayout:
+        """The layout of a shard with this group and its regions after those that it has."""
+        ...
+
+
+class PageOwner(Protocol):
+    """What an exchange needs of the manager whose pages it leases and fills: `kvcache.PagedKVCacheManager` has it.
+
+    What the manager makes itself (holds on pages, copiers, proofs) passes through an exchange as it is.
+    """
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas, each an engine of its own to peers."""
+        ...
+
+    @property
+    def total_num_pages(self) -> int:
+        """Pages of all replicas; the null page of each is not counted."""
+        ...
+
+    @property
+    def layouts(self) -> Sequence[PageLayout]:
+        """Of a page on each shard of a replica."""
+        ...
+
+    @property
+    def device_tensors(self) -> Sequence[Sequence[torch.Tensor]]:
+        """`[replica][shard]`, dense: the null page, then all others."""
+        ...
+
+    @property
+    def further_groups(self) -> Sequence[FurtherPages]:
+        """In the order of a block table, after the pages of tokens."""
+        ...
+
+    def lease(self, request_id: str) -> Any:
+        """Hold what a claimed request computes, until `end_lease`. The hold says its `replica_idx`."""
+        ...
+
+    def end_lease(self, lease: Any) -> None:
+        """Nobody reads under the hold any more."""
+
+    def copier(self, pending: Any) -> Any:
+        """The one who may write to the pages of an import, and can prove that it did."""
+        ...
+
+
+class ExchangeEvent(NamedTuple):
     """What happened on one replica of ours.
 
     Attributes:
@@ -48,10 +111,10 @@ class ReplicaEvent(NamedTuple):
 
     replica: int
     event: PullEvent | LeaseOver | Offered
-    proof: ImportProof | None = None
+    proof: Any = None
 
 
-class Exchange:
+class PageExchange:
     """Leases pages of a manager to other processes, and pulls pages of others' into it.
 
     What is leased is held by the manager, whatever becomes of its request, from `offer` until the lease word is cleared
@@ -77,6 +140,7 @@ class Exchange:
     Attributes:
         address: the endpoint, as bound.
         incarnation: random, new with each start.
+        cards: of each replica, what peers are told of it.
 
     Raises:
         AgentError: NIXL cannot be used.
@@ -86,7 +150,7 @@ class Exchange:
 
     def __init__(
         self,
-        manager: PagedKVCacheManager,
+        manager: PageOwner,
         name: str,
         *,
         bind: str = "tcp://127.0.0.1:0",
@@ -106,51 +170,47 @@ class Exchange:
         self._names = [f"{name}/{replica}" for replica in range(manager.num_replicas)]
         self._threads: list[TransferThread] = []
         self._slots: list[list[int]] = []
-        self._leases: list[dict[int, tuple[LeaseRef, PageLease]]] = []  # of each replica, by the id in the word
-        self._pulls: list[dict[str, ImportCopier | None]] = []  # of each replica those that are open, by key
-        self._happened: list[ReplicaEvent] = []  # at the end of a thread
+        self._leases: list[dict[int, tuple[LeaseRef, Any]]] = []  # of each replica, by the id in the word
+        self._pulls: dict[tuple[int, str], Any] = {}  # the copiers of those that are open, by replica and key
+        self._happened: list[ExchangeEvent] = []  # at the end of a thread
         agreed = dict(compatibility or {})
         ask = None if keyring is None else keyring.secure_client
-        cards: list[EngineCard] = []
+        self.cards: list[EngineCard] = []
         try:
             for replica, engine_id in enumerate(self._names):
-                ranks = self._ranks(manager, replica, engine_id, agreed)
+                ranks = self._ranks(replica, engine_id, agreed)
                 transfers = ReplicaTransfer(ranks, HandshakeClient(ask, allowed=allowed), **(replica_options or {}))
                 self._threads.append(TransferThread(transfers))
                 self._slots.append(list(range(LEASE_SLOTS)))
                 self._leases.append({})
-                self._pulls.append({})
-                cards.append(EngineCard(engine_id, self.incarnation, tuple(rank.metadata for rank in ranks), agreed))
-            self._server = HandshakeServer(cards, bind, None if keyring is None else keyring.secure_server)
+                sealed = tuple(rank.metadata for rank in ranks)
+                self.cards.append(EngineCard(engine_id, self.incarnation, sealed, agreed))
+            self._server = HandshakeServer(self.cards, bind, None if keyring is None else keyring.secure_server)
         except BaseException:
             for thread in self._threads:
                 thread.close()
             raise
         self.address = self._server.endpoint
 
-    def _ranks(
-        self, manager: PagedKVCacheManager, replica: int, engine_id: str, compatibility: Mapping[str, str]
-    ) -> list[RankTransfer]:
+    def _ranks(self, replica: int, engine_id: str, compatibility: Mapping[str, str]) -> list[RankTransfer]:
         ranks: list[RankTransfer] = []
-        tensors = _regions(manager, replica)
-        for rank, (layout, regions) in enumerate(zip(shard_layouts(manager), tensors, strict=True)):
+        shards = _shards(self._manager, replica)
+        for rank, (layout, tensors) in enumerate(shards):
             identity = RankIdentity(
                 engine_id=engine_id,
                 incarnation=self.incarnation,
                 rank=rank,
-                ranks=len(tensors),
+                ranks=len(shards),
                 compatibility=compatibility,
                 key=self._key,
             )
-            device = regions[0].device
-            memory = MemoryType.VRAM if device.type == "cuda" else MemoryType.DRAM
-            bases = [region.data_ptr() for region in regions]
+            device = tensors[0].device
             ranks.append(
                 RankTransfer(
                     identity,
                     layout,
-                    bases,
-                    memory,
+                    [tensor.data_ptr() for tensor in tensors],
+                    MemoryType.VRAM if device.type == "cuda" else MemoryType.DRAM,
                     device.index or 0,
                     checks=self._verify,
                     verify=float(self._verify),
@@ -165,24 +225,28 @@ class Exchange:
         return self._names[replica]
 
     @property
-    def pages_held(self) -> int:
-        """Pages of the manager that some request holds or a pull writes, state pages included."""
-        manager = self._manager
-        held = manager.total_num_pages - manager.num_free_blocks
-        return held + sum(group.num_held for group in manager.further_groups)
-
-    @property
     def pull_seconds(self) -> float:
         """Time in which at least one READ was under way, in seconds, of all replicas."""
         return sum(thread.pull_seconds for thread in self._threads)
 
+    @property
+    def open_pulls(self) -> set[str]:
+        """Keys of the pulls, of all replicas, whose last event has not come out of `poll`."""
+        return {key for _, key in self._pulls}
+
     # ---- leases
 
-    def offer(self, request_id: str, duration_s: float) -> LeaseRef | None:
-        """Leases what a claimed request computes; `Offered` tells that the lease stands, and only then may it leave.
+    def offer(self, request_id: str, duration_s: float, *, running: bool = False) -> Source | None:
+        """Leases what a claimed request computes. None: as many leases stand as can.
 
-        The manager holds the pages from now on, also when the request is released, until `LeaseOver` or a failed
-        `Offered` has come out of `poll`. The time of the lease runs from `start_clock` on. None: as many stand as can.
+        `Offered` tells that the lease stands: only then may the result leave, with the manager's block table. The
+        manager holds the pages from now on, also when the request is released, until `LeaseOver` or a failed `Offered`
+        has come out of `poll`.
+
+        Args:
+            request_id: claimed, and not to be filled by an import.
+            duration_s: seconds that the lease stands without a word of its reader.
+            running: the request still computes: no time runs before `start_clock`.
 
         Raises:
             UnknownRequestError: (a KeyError) the manager has no such request.
@@ -197,39 +261,69 @@ class Exchange:
             if self._slots[replica]:
                 lease = LeaseRef(new_lease_id(), heapq.heappop(self._slots[replica]), duration_s)
                 self._leases[replica][lease.lease_id] = (lease, held)
-                self._threads[replica].offer(request_id, lease, running=True)
+                self._threads[replica].call_soon(ReplicaTransfer.offer, request_id, lease, running=running)
         finally:
             if lease is None:
                 self._manager.end_lease(held)
-        return lease
+        return None if lease is None else Source(self.address, self._names[replica], lease, self.incarnation)
 
     def seal(self, replica: int, pages: Sequence[Sequence[int]]) -> None:
         """Makes the page checks of computed pages, a list for each group, where readers verify. Waits for that."""
         if self._verify:
             self._threads[replica].call(lambda transfers: [rank.seal(pages) for rank in transfers.ranks])
 
-    def start_clock(self, replica: int, lease: LeaseRef) -> None:
-        """All pages of a lease are computed: it ends where its reader says nothing for as long as it lasts."""
-        self._threads[replica].start_clock(lease.lease_id)
+    def start_clock(self, source: Source) -> None:
+        """All pages of an offer are computed: it ends where its reader says nothing for as long as it lasts.
 
-    def revoke(self, replica: int, lease: LeaseRef, reason: str) -> None:
+        Raises:
+            InvalidLeaseError: (a ValueError) the offer is another process's. So for `revoke`.
+        """
+        self._thread_of(source).call_soon(ReplicaTransfer.start_clock, source.lease.lease_id)
+
+    def revoke(self, source: Source, reason: str) -> None:
         """Ends a lease: `LeaseOver` tells when no reader can take the pages for good any more."""
-        self._threads[replica].revoke(lease.lease_id, reason)
+        self._thread_of(source).call_soon(ReplicaTransfer.revoke, source.lease.lease_id, reason)
+
+    def _thread_of(self, source: Source) -> TransferThread:
+        if source.engine_id not in self._names:
+            raise InvalidLeaseError(f"engine {source.engine_id!r} has offered it, ours are {self._names}")
+        return self._threads[self._names.index(source.engine_id)]
 
     # ---- pulls
 
+    def pull(self, key: str, source: Source, pending: PendingPages, timeout_s: float) -> None:
+        """Pulls all that an import lacks, in one; its last `PullEvent` comes with the proof for `commit_import`.
+
+        Args:
+            key: names the pull, and no other one that is open on the import's replica.
+            source: as it was offered.
+            pending: an open import of the manager, which nobody else copies.
+            timeout_s: seconds until the pull fails, its first contact with the source included.
+
+        Raises:
+            InvalidRequestError: (a ValueError) a pull of this name is open; the import is closed, of another manager,
+                or somebody else copies it.
+        """
+        replica = pending.replica_idx
+        self._refuse_open(replica, key)
+        copier = self._pulls[replica, key] = self._manager.copier(pending)
+        self._threads[replica].pull(key, source, copier.take(last=True), timeout_s)
+
     def open_pull(self, replica: int, key: str, source: Source, timeout_s: float) -> None:
-        """Begins a pull: from now on the lease is renewed. `read` says of what; `PullEvent`s tell of its end.
+        """Begins a pull of which the pages are named later: from now on the lease is renewed. `read` says of what.
 
         Raises:
             InvalidRequestError: (a ValueError) a pull of this name is open.
         """
-        if key in self._pulls[replica]:
-            raise InvalidRequestError(f"a pull {key!r} is open on replica {replica} already")
+        self._refuse_open(replica, key)
         self._threads[replica].pull(key, source, None, timeout_s)
-        self._pulls[replica][key] = None
+        self._pulls[replica, key] = None
 
-    def read(self, replica: int, key: str, pending: PendingImport, *, last: bool) -> None:
+    def _refuse_open(self, replica: int, key: str) -> None:
+        if (replica, key) in self._pulls:
+            raise InvalidRequestError(f"a pull {key!r} is open on replica {replica} already")
+
+    def read(self, replica: int, key: str, pending: PendingPages, *, last: bool) -> None:
         """Reads what an import lacks and was not read before; `last` ends the pull with the fence after it.
 
         The pull has the import's copier from the first call on: the proof that it gives comes with its last event.
@@ -238,26 +332,26 @@ class Exchange:
             InvalidRequestError: (a ValueError) no such pull is open, or its last pages were asked for; the import is
                 closed, of another manager, replica or pull, or somebody else copies it.
         """
-        if key not in self._pulls[replica] or pending.replica_idx != replica:
+        is_open = (replica, key) in self._pulls
+        if not is_open or pending.replica_idx != replica:
             raise InvalidRequestError(
                 f"request {pending.request_id!r}: its import is on replica {pending.replica_idx}, and "
-                f"{'a' if key in self._pulls[replica] else 'no'} pull {key!r} is open on replica {replica}"
+                f"{'a' if is_open else 'no'} pull {key!r} is open on replica {replica}"
             )
-        copier = self._pulls[replica][key]
+        copier = self._pulls[replica, key]
         if copier is None:
-            copier = self._pulls[replica][key] = self._manager.copier(pending)
+            copier = self._pulls[replica, key] = self._manager.copier(pending)
         elif copier.pending is not pending:
             raise InvalidRequestError(f"request {pending.request_id!r}: the pull {key!r} is of another import")
-        groups = [PagesOfGroup(*copy) for copy in copier.take(last=last)]
-        self._threads[replica].add_pages(key, groups, last=last)
+        self._threads[replica].call_soon(ReplicaTransfer.add_pages, key, copier.take(last=last), last=last)
 
     def cancel_pull(self, replica: int, key: str, reason: str) -> None:
         """Gives a pull up; its last event comes when nothing of it is in flight."""
-        self._threads[replica].cancel(key, reason)
+        self._threads[replica].call_soon(ReplicaTransfer.cancel, key, reason)
 
     # ---- what happened
 
-    def poll(self) -> list[ReplicaEvent]:
+    def poll(self) -> list[ExchangeEvent]:
         """What has happened since the last call. Pages whose lease or pull is over are the manager's again.
 
         Raises:
@@ -270,20 +364,20 @@ class Exchange:
             found += self._take(replica)
         return found
 
-    def _take(self, replica: int) -> list[ReplicaEvent]:
-        events, found = self._threads[replica].events, list[ReplicaEvent]()
+    def _take(self, replica: int) -> list[ExchangeEvent]:
+        events, found = self._threads[replica].events, list[ExchangeEvent]()
         while events:
             event, proof = events.popleft(), None
             if isinstance(event, PullEvent):
                 proof = self._end_copy(replica, event) if event.safe else None
             elif isinstance(event, LeaseOver) or event.error:
                 self._end_lease(replica, event.lease_id)
-            found.append(ReplicaEvent(replica, event, proof))
+            found.append(ExchangeEvent(replica, event, proof))
         return found
 
-    def _end_copy(self, replica: int, event: PullEvent) -> ImportProof | None:
+    def _end_copy(self, replica: int, event: PullEvent) -> Any:
         """Nothing of a pull is in flight any more. Gives the proof of one that has passed."""
-        copier = self._pulls[replica].pop(event.key, None)
+        copier = self._pulls.pop((replica, event.key), None)
         if copier is None:
             return None
         if not event.error:
@@ -319,10 +413,10 @@ class Exchange:
                 # Of what was asked for last the thread has said nothing: it never began, and now never will.
                 for lease_id in list(self._leases[replica]):
                     self._end_lease(replica, lease_id)
-                for copier in self._pulls[replica].values():
+                for place in [place for place in self._pulls if place[0] == replica]:
+                    copier = self._pulls.pop(place)
                     if copier is not None:
                         copier.give_up()
-                self._pulls[replica].clear()
         self._server.close()
 
 
@@ -336,18 +430,14 @@ def _keys(name: str, secret: str, keyring: Keyring | None) -> tuple[bytes, Keyri
     return shared.metadata_key, shared.keyring
 
 
-def shard_layouts(manager: PagedKVCacheManager) -> list[ShardLayout]:
-    """What each shard of a replica of the manager holds: its keys and values, and the pages of its further groups."""
+def _shards(manager: PageOwner, replica: int) -> list[tuple[ShardLayout, list[torch.Tensor]]]:
+    """What each shard of a replica holds, and its tensors in the order of the layout's regions."""
     pages = manager.total_num_pages // manager.num_replicas + 1  # the null page is one of the tensor's
-    layouts = [dense(layout, pages) for layout in manager.layouts]
-    for group in manager.further_groups:
-        layouts = [group.beside(layout, shard) for shard, layout in enumerate(layouts)]
-    return layouts
-
-
-def _regions(manager: PagedKVCacheManager, replica: int) -> list[list[torch.Tensor]]:
-    """Per shard the tensors in the order of its layout's regions."""
-    return [
-        [blocks, *(tensor for group in manager.further_groups for tensor in group.tensors[shard])]
-        for shard, blocks in enumerate(manager.device_tensors[replica])
-    ]
+    shards: list[tuple[ShardLayout, list[torch.Tensor]]] = []
+    for shard, (page, blocks) in enumerate(zip(manager.layouts, manager.device_tensors[replica], strict=True)):
+        layout, tensors = dense(page, pages), [blocks]
+        for group in manager.further_groups:
+            layout = group.beside(layout, shard)
+            tensors += group.tensors[shard]
+        shards.append((layout, tensors))
+    return shards

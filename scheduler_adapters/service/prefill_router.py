@@ -1,18 +1,18 @@
-"""A decode process's connections to the prefill processes: who is there, and who is gone."""
+"""The prefill processes as a decode process sees them: who is there, what each has before it, and whom to ask."""
 
 from __future__ import annotations
 
 import itertools
 import time
 import uuid
-from typing import TYPE_CHECKING, NamedTuple
+from collections import OrderedDict
+from typing import TYPE_CHECKING
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from scheduler_adapters.errors import MessageError
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.affinity import AskedFor, chunks_of
 from scheduler_adapters.service.sockets import Context, Socket, bounded_socket, received
 
 if TYPE_CHECKING:
@@ -20,29 +20,61 @@ if TYPE_CHECKING:
 
     from transfer.wire.keys import Keyring
 
+CHUNK = 64
+"""Tokens that are looked at as one: some pages. Two prompts that part within a chunk are taken to part before it."""
+_MOST_CHUNKS = 16_384  # a million tokens, more than a process of this size is likely to have cached
+_PAUSE_S, _MAX_PAUSE_S = 0.1, 2.0  # before a lost connection is made anew; doubled each time
 _serial = itertools.count()
-_PAUSE_S = 0.1
-_MAX_PAUSE_S = 2.0
 
 
-class PrefillLink:
-    """The connection to one prefill process. A connection that is lost is never taken up again: a new one is made.
+def chunks_of(tokens: Sequence[int], cache_salt: str | None) -> list[int]:
+    """Names each whole chunk of a prompt, and all before it, by a number. Two may share one: this is for guesses."""
+    chunks: list[int] = []
+    before = hash(cache_salt)
+    for start in range(0, len(tokens) - CHUNK + 1, CHUNK):
+        before = hash((before, tuple(tokens[start : start + CHUNK])))
+        chunks.append(before)
+    return chunks
+
+
+class PromptHistory:
+    """The chunks that one process was asked for last: a guess at what it has cached."""
+
+    def __init__(self) -> None:
+        self._chunks: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def tokens_of(self, chunks: Sequence[int]) -> int:
+        """How many tokens of a prompt it was asked for before, from the first one on."""
+        known = next((at for at, chunk in enumerate(chunks) if chunk not in self._chunks), len(chunks))
+        return known * CHUNK
+
+    def add(self, chunks: Sequence[int]) -> None:
+        """It is asked for these. What was asked for longest ago is forgotten, the end of a prompt before its head."""
+        for chunk in reversed(chunks):
+            self._chunks[chunk] = None
+            self._chunks.move_to_end(chunk)
+        while len(self._chunks) > _MOST_CHUNKS:
+            self._chunks.popitem(last=False)
+
+    def clear(self) -> None:
+        """The process was restarted, perhaps: nothing is known of it."""
+        self._chunks.clear()
+
+
+class PrefillConnection:
+    """The connection to one prefill process. One that is lost is never taken up again: a new one is made.
 
     What was asked for on a lost connection is over, on both sides. So nothing that waits in a socket for a dead process
     is delivered to its successor.
-
-    Args:
-        context: makes the sockets.
-        endpoint: of the prefill process.
-        hello: who we are.
-        clock: seconds, monotonic.
-        keyring: what we show there, and know it by; None for plain sockets.
 
     Attributes:
         welcome: what the process says of itself; None while it is not there.
         lost: reasons of losses since the owner looked.
         load: prompt tokens that it has to compute for us and that have not come.
-        asked_for: what it may have cached.
+        history: what it may have cached.
         malformed: messages that could not be decoded.
     """
 
@@ -55,15 +87,15 @@ class PrefillLink:
         keyring: Keyring | None = None,
     ) -> None:
         self.endpoint = endpoint
-        self._keyring = keyring
         self.welcome: msg.Welcome | None = None
         self.lost: list[str] = []
         self.load = 0
-        self.asked_for = AskedFor()
+        self.history = PromptHistory()
         self.malformed = 0
         self._context = context
         self._hello = hello
         self._clock = clock
+        self._keyring = keyring
         self._pause_s = _PAUSE_S
         self._again_at = 0.0
         self._socket: Socket | None = None
@@ -105,15 +137,14 @@ class PrefillLink:
             self.lose(f"prefill process {self.name!r} is gone, or silent")
             return
         for frames in received(self._socket):
-            message = self._decoded(frames)
-            match message:
+            match message := self._decoded(frames):
                 case msg.Welcome():
                     self.welcome, self._pause_s = message, _PAUSE_S
                     yield message
                 case msg.Rejected(stranger=True):
                     self.lose(f"prefill process {self.name!r} was restarted, or has given this connection up")
                     return
-                case msg.Offer() | msg.Failed() | msg.Rejected():
+                case msg.PagesOffer() | msg.Failed() | msg.Rejected():
                     yield message
                 case _:
                     pass
@@ -124,7 +155,7 @@ class PrefillLink:
             self.lost.append(reason)
         self.close()
         self.welcome, self.load = None, 0
-        self.asked_for.clear()
+        self.history.clear()
         self._again_at = self._clock() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
 
@@ -143,7 +174,7 @@ class PrefillLink:
         if self._keyring is not None:
             self._keyring.secure_client(socket)
         # Named by us: the name that pyzmq makes of the file descriptor is taken while an earlier socket still closes.
-        self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED, f"inproc://pagewire-link-{next(_serial)}")
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED, f"inproc://pagewire-prefill-{next(_serial)}")
         socket.connect(self.endpoint)
         self._socket = socket
         self.send(self._hello)
@@ -157,23 +188,22 @@ class PrefillLink:
             return None
 
 
-class Choice(NamedTuple):
-    """Whom to ask for a prompt: the link, the tokens it has to compute, and what it will have cached then."""
+def route(
+    connections: Sequence[PrefillConnection], message: msg.Prefill, avoid: set[str]
+) -> tuple[PrefillConnection, int] | None:
+    """Have a prompt computed by the process that will have done so first, which is guessed by load and history.
 
-    link: PrefillLink
-    load: int
-    chunks: list[int]
-
-
-def choose(links: Sequence[PrefillLink], tokens: Sequence[int], salt: str | None, avoid: set[str]) -> Choice | None:
-    """The prefill process that will have computed the prompt first; None where none is there.
-
-    Between equals the one with less in its cache; one that is to be avoided only where there is no other.
+    Between equals the one with less in its cache; one that is to be avoided only where there is no other. Whom it was
+    asked of, and the tokens booked there as its load; None where nobody took it.
     """
-    there = [link for link in links if link.welcome]
+    there = [one for one in connections if one.welcome]
     if not there:
         return None
-    chunks = chunks_of(tokens, salt) if len(links) > 1 else []
-    missing = {link: len(tokens) - link.asked_for.tokens_of(chunks) for link in there}
-    link = min(there, key=lambda one: (one.name in avoid, one.load + missing[one], len(one.asked_for)))
-    return Choice(link, missing[link], chunks)
+    chunks = chunks_of(message.prompt, message.cache_salt) if len(connections) > 1 else []
+    missing = {one: len(message.prompt) - one.history.tokens_of(chunks) for one in there}
+    chosen = min(there, key=lambda one: (one.name in avoid, one.load + missing[one], len(one.history)))
+    if not chosen.send(message):
+        return None
+    chosen.load += missing[chosen]
+    chosen.history.add(chunks)
+    return chosen, missing[chosen]

@@ -7,15 +7,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from scheduler_adapters.errors import WorkerError
+from scheduler_adapters.errors import ServiceError
 from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.worker import WorkerConfig
-from scheduler_adapters.service.workers import Workers
+from scheduler_adapters.service.fleet import Fleet
+from scheduler_adapters.service.server import ServerConfig
 
 pytestmark = pytest.mark.slow
 
-CONFIG = WorkerConfig(
+CONFIG = ServerConfig(
     model=None,
     seed=0,
     page_size=16,
@@ -48,20 +48,20 @@ def assert_gone_soon(pids: list[int]) -> None:
 
 def test_two_processes_serve_a_prompt_and_end_in_order(tiny_model: object) -> None:
     tokens: list[int] = []
-    with Workers(CONFIGS) as workers:
-        pids = list(workers.pids.values())
+    with Fleet(CONFIGS) as fleet:
+        pids = list(fleet.pids.values())
         assert len({os.getpid(), *pids}) == 3
-        workers.send("decode", msg.Submit(request_id="r", prompt=PROMPT, max_new_tokens=8))
+        fleet.send("decode", msg.Submit(request_id="r", prompt=PROMPT, max_new_tokens=8))
         finished = None
         deadline = time.monotonic() + 30
         while not finished:
             assert time.monotonic() < deadline
-            for message in workers.receive(0.1):
+            for message in fleet.receive(0.1):
                 assert isinstance(message, msg.Tokens)
                 tokens += message.tokens
                 finished = message.finished
-        stats = workers.stats()
-        processes = list(workers._processes.values())
+        stats = fleet.stats()
+        processes = list(fleet._processes.values())
     assert tokens == reference_tokens(tiny_model, PROMPT, 8)
     assert stats["decode"].pages_pulled == 5
     assert stats["prefill"].prompt_tokens == len(PROMPT)
@@ -70,31 +70,31 @@ def test_two_processes_serve_a_prompt_and_end_in_order(tiny_model: object) -> No
 
 
 def test_a_killed_process_is_named_and_takes_the_other_along() -> None:
-    workers = Workers(CONFIGS)
-    with pytest.raises(WorkerError, match=r"the prefill process died \(signal 9\)"):
-        kill_and_listen(workers)
-    assert len(workers.pids) == 2
-    assert_gone_soon(list(workers.pids.values()))
+    fleet = Fleet(CONFIGS)
+    with pytest.raises(ServiceError, match=r"the prefill process died \(signal 9\)"):
+        kill_and_listen(fleet)
+    assert len(fleet.pids) == 2
+    assert_gone_soon(list(fleet.pids.values()))
 
 
-def kill_and_listen(workers: Workers) -> None:
-    with workers:
-        os.kill(workers.pids["prefill"], signal.SIGKILL)
+def kill_and_listen(fleet: Fleet) -> None:
+    with fleet:
+        os.kill(fleet.pids["prefill"], signal.SIGKILL)
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
-            workers.receive(0.05)
+            fleet.receive(0.05)
 
 
 def test_a_process_that_cannot_start_says_why() -> None:
-    workers = Workers([msgspec.structs.replace(config, cache_bytes=100) for config in CONFIGS])
-    with pytest.raises(WorkerError, match="process failed: .*100"), workers:
+    fleet = Fleet([msgspec.structs.replace(config, cache_bytes=100) for config in CONFIGS])
+    with pytest.raises(ServiceError, match="process failed: .*100"), fleet:
         pass
-    assert_gone_soon(list(workers.pids.values()))
+    assert_gone_soon(list(fleet.pids.values()))
 
 
 def test_an_error_of_ours_ends_both_processes() -> None:
-    workers = Workers(CONFIGS)
-    with contextlib.suppress(ZeroDivisionError), workers:
+    fleet = Fleet(CONFIGS)
+    with contextlib.suppress(ZeroDivisionError), fleet:
         raise ZeroDivisionError
-    assert len(workers.pids) == 2
-    assert_gone_soon(list(workers.pids.values()))
+    assert len(fleet.pids) == 2
+    assert_gone_soon(list(fleet.pids.values()))

@@ -25,21 +25,27 @@ from scheduler_adapters.errors import MessageError
 from scheduler_adapters.loop import ServingLoop
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.decode import MAX_OPEN, DecodeScheduler
-from scheduler_adapters.service.exchange import Exchange
-from scheduler_adapters.service.front import MAX_UNREAD, Front
-from scheduler_adapters.service.parent import die_with_parent
 from scheduler_adapters.service.prefill import PrefillScheduler
-from scheduler_adapters.service.rooms import PrefillTimes
-from scheduler_adapters.service.sockets import Context, Socket, bind_router, received, wait_for_any
+from scheduler_adapters.service.requests import PrefillTimes
+from scheduler_adapters.service.sockets import (
+    MAX_UNREAD,
+    Context,
+    FrontendQueue,
+    Socket,
+    bind_router,
+    received,
+    wait_for_any,
+)
 from transfer.nixl.agent import Agent
 from transfer.nixl.chaos import ChaosAgent, Rates
+from transfer.pull.exchange import PageExchange
 from transfer.wire.keys import load_keyring
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvcache.manager import PagedKVCacheManager
-    from transfer.engine.metadata import MemoryType
+    from transfer.memory import MemoryType
 
 _IDLE_MS = 1
 _LAST_WORDS_MS = 1000
@@ -47,66 +53,39 @@ _LAST_WORDS_MS = 1000
 _SWITCH_S = 2e-4
 
 
-class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process is told.
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process is told."""
 
-    Attributes:
-        model: model directory; None for the small Llama.
-        seed: of the small Llama.
-        page_size: tokens of a page.
-        cache_bytes: memory for pages.
-        max_seq_len: most tokens of a request.
-        max_requests: rows: requests that hold pages at a time.
-        token_budget: most tokens of one step.
-        tp: shards that the heads are split over, all on `device`.
-        dp: replicas, each with pages of its own.
-        device: torch device of the model and its pages.
-        threads: of torch.
-        chunkwise: decode pulls pages while the rest of a prompt still runs.
-        lease_s: seconds that a lease stands without a word of its reader.
-        chaos: seed of an agent that misbehaves; None for one that does not.
-        verify: what is pulled is compared with the source's page checks.
-        max_unread: messages that the parent may leave unread; beyond that its requests fail.
-        max_open: requests that the parent may have on their way; beyond that each further one is refused.
-        name: of the process.
-        role: which scheduler it runs.
-        front: endpoint of the parent, to connect to.
-        listen: where a prefill process listens for decode processes.
-        prefills: where the prefill processes listen, for a decode process.
-        handshake: where the process tells peers of its engines.
-        keyring: file of this process's keys (`transfer.wire.keys`); empty for plain sockets.
-        secret: shared by the fleet (`transfer.wire.secret`), for what engines tell each other, in place of a keyring:
-            no first contact needs a trial then, which takes seconds.
-    """
-
-    model: str | None
-    seed: int
-    page_size: int
-    cache_bytes: int
-    max_seq_len: int
-    max_requests: int
-    token_budget: int
-    tp: int
-    device: str
-    dp: int = 1
-    threads: int = 1
-    chunkwise: bool = True
-    lease_s: float = 10.0
-    chaos: int | None = None
-    verify: bool = False
-    max_unread: int = MAX_UNREAD
-    max_open: int = MAX_OPEN
-    name: str = ""
-    role: msg.Role = "prefill"
-    front: str = ""
-    listen: str = ""
-    prefills: tuple[str, ...] = ()
-    handshake: str = "tcp://127.0.0.1:0"
-    keyring: str = ""
+    model: str | None  # its directory; None for the small Llama
+    seed: int  # of the small Llama
+    page_size: int  # tokens
+    cache_bytes: int  # memory for pages
+    max_seq_len: int  # most tokens of a request
+    max_requests: int  # rows: requests that hold pages at a time
+    token_budget: int  # most tokens of one step
+    tp: int  # shards that the heads are split over, all on `device`
+    device: str  # torch device of the model and its pages
+    dp: int = 1  # replicas, each with pages of its own
+    threads: int = 1  # of torch
+    chunkwise: bool = True  # decode pulls pages while the rest of a prompt still runs
+    lease_s: float = 10.0  # seconds that a lease stands without a word of its reader
+    chaos: int | None = None  # seed of an agent that misbehaves; None for one that does not
+    verify: bool = False  # what is pulled is compared with the source's page checks
+    max_unread: int = MAX_UNREAD  # messages that the frontend may leave unread; beyond that its requests fail
+    max_open: int = MAX_OPEN  # requests that the frontend may have on their way; each further one is refused
+    name: str = ""  # of the process
+    role: msg.Role = "prefill"  # which scheduler it runs
+    frontend: str = ""  # endpoint of the parent, to connect to
+    listen: str = ""  # where a prefill process listens for decode processes
+    prefills: tuple[str, ...] = ()  # where the prefill processes listen, for a decode process
+    handshake: str = "tcp://127.0.0.1:0"  # where the process tells peers of its engines
+    keyring: str = ""  # file of this process's keys (`transfer.wire.keys`); empty for plain sockets
+    # Of the fleet (`transfer.wire.secret`), for what engines tell each other, in place of a keyring. Sources on other
+    # hosts are read from only with one of them.
     secret: str = ""
 
 
-def build_loop(config: WorkerConfig) -> tuple[ServingLoop[PagedKVCacheManager], dict[str, str]]:
+def build_loop(config: ServerConfig) -> tuple[ServingLoop[PagedKVCacheManager], dict[str, str]]:
     """The loop of one process, and what must agree with its peers.
 
     Raises:
@@ -118,14 +97,9 @@ def build_loop(config: WorkerConfig) -> tuple[ServingLoop[PagedKVCacheManager], 
     params = kv_params_of(
         model.config, page_size=config.page_size, n_devices=config.tp * config.dp, data_parallel_degree=config.dp
     )
-    manager = manager_for(
-        model,
-        params,
-        config.max_requests,
-        config.max_seq_len,
-        [config.device] * params.n_devices,
-        available_cache_memory=config.cache_bytes,
-    )
+    devices = [config.device] * params.n_devices
+    sizes = config.max_requests, config.max_seq_len
+    manager = manager_for(model, params, *sizes, devices, available_cache_memory=config.cache_bytes)
     runner = HFRunner(model, *manager.further_groups)
     return ServingLoop(manager, runner, config.token_budget), {"model": model_name(model)}
 
@@ -164,12 +138,12 @@ class ChaosAgents:
         return dict(total)
 
 
-def serve(config: WorkerConfig, context: Context, socket: Socket) -> None:
+def serve(config: ServerConfig, context: Context, socket: Socket) -> None:
     """Set everything up, say `Ready`, and serve until told to stop."""
     chaos = None if config.chaos is None else ChaosAgents(config.chaos, wrong_bytes=config.verify)
     keyring = load_keyring(Path(config.keyring)) if config.keyring else None
     loop, compatibility = build_loop(config)
-    exchange = Exchange(
+    exchange = PageExchange(
         loop.manager,
         config.name,
         bind=config.handshake,
@@ -182,10 +156,8 @@ def serve(config: WorkerConfig, context: Context, socket: Socket) -> None:
     try:
         scheduler: PrefillScheduler | DecodeScheduler
         if config.role == "prefill":
-            router = bind_router(context, config.listen, keyring)
-            scheduler = PrefillScheduler(
-                config.name, loop, exchange, router, times=PrefillTimes(lease_s=config.lease_s)
-            )
+            router, times = bind_router(context, config.listen, keyring), PrefillTimes(lease_s=config.lease_s)
+            scheduler = PrefillScheduler(config.name, loop, exchange, router, times=times)
         else:
             scheduler = DecodeScheduler(
                 config.name,
@@ -206,57 +178,58 @@ def serve(config: WorkerConfig, context: Context, socket: Socket) -> None:
 
 
 def _serve(scheduler: PrefillScheduler | DecodeScheduler, socket: Socket, name: str, chaos: ChaosAgents | None) -> None:
-    front = scheduler.front if isinstance(scheduler, DecodeScheduler) else Front(socket)
-    front.send(msg.Ready(name=name))
+    decode = scheduler if isinstance(scheduler, DecodeScheduler) else None
+    frontend = FrontendQueue(socket) if decode is None else decode.frontend
+    frontend.send(msg.Ready(name=name))
     while True:
-        # A front that leaves its answers unread is not heard either: what it sends waits, until its own deadline.
-        hears = [] if front.is_deaf else [socket]
+        # A frontend that leaves its answers unread is not heard either: what it sends waits, until its own deadline.
+        hears = [] if frontend.is_deaf else [socket]
         for frames in itertools.chain.from_iterable(map(received, hears)):
-            try:
-                message = msg.decode_frames(frames, msg.FromFront)
-            except MessageError as error:
-                front.send(msg.Rejected(reason=msg.clipped(str(error))))
-                continue
-            if isinstance(message, msg.Stop):
-                return
-            if isinstance(message, msg.Ask):
-                faults = {} if chaos is None else chaos.faults
-                front.send(msgspec.structs.replace(scheduler.stats(), faults=faults))
-            elif isinstance(scheduler, DecodeScheduler):
-                _take(scheduler, message)
-        if isinstance(scheduler, PrefillScheduler):
-            front.flush()
+            match message := _decoded(frames, frontend):
+                case msg.Stop():
+                    return
+                case msg.Ask():
+                    faults = {} if chaos is None else chaos.faults
+                    frontend.send(msgspec.structs.replace(scheduler.stats(), faults=faults))
+                case msg.Submit() if decode is not None:
+                    decode.submit(message)
+                case msg.Abort() if decode is not None:
+                    decode.abort(message.request_id, message.serial)
+                case _:
+                    pass  # answered already, or nothing for a prefill process: decode processes alone ask it
+        if decode is None:
+            frontend.flush()
         if not scheduler.poll():
             wait_for_any([*hears, *scheduler.sockets], _IDLE_MS)
 
 
-def _take(scheduler: DecodeScheduler, message: msg.AnyMessage) -> None:
-    if isinstance(message, msg.Submit):
-        scheduler.submit(message)
-    elif isinstance(message, msg.Abort):
-        scheduler.abort(message.request_id, message.serial)
+def _decoded(frames: list[bytes], frontend: FrontendQueue) -> msg.AnyMessage | None:
+    try:
+        return msg.decode_frames(frames, msg.FromFrontend)
+    except MessageError as error:
+        frontend.send(msg.Rejected(reason=msg.clipped(str(error))))
+        return None
 
 
 def main() -> int:
-    """Run one process; the exit status."""
-    die_with_parent()
-    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
+    """Run one process, whose parent is watched already; the exit status."""
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=ServerConfig)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and stops us in order
     sys.setswitchinterval(_SWITCH_S)
     torch.set_num_threads(config.threads)
-    # The front has a context of its own, so that its last words are waited for. Keys are looked at in the process's.
+    # The frontend has a context of its own, so that its last words are waited for. Keys are looked at in the process's.
     context: Context = zmq.Context()
-    front = context.socket(zmq.DEALER)
-    front.setsockopt(zmq.IDENTITY, config.name.encode())
-    front.connect(config.front)
+    frontend = context.socket(zmq.DEALER)
+    frontend.setsockopt(zmq.IDENTITY, config.name.encode())
+    frontend.connect(config.frontend)
     try:
-        serve(config, zmq.Context.instance(), front)
+        serve(config, zmq.Context.instance(), frontend)
     except Exception as error:  # noqa: BLE001  (the parent reports it, whatever it is)
         traceback.print_exc()
         text = str(error) if isinstance(error, KVCacheError) else f"{type(error).__name__}: {error}"
-        front.setsockopt(zmq.SNDTIMEO, _LAST_WORDS_MS)
+        frontend.setsockopt(zmq.SNDTIMEO, _LAST_WORDS_MS)
         with suppress(zmq.Again):  # nobody reads: the exit status tells the parent as well
-            front.send(msg.encode(msg.Fatal(name=config.name, error=text)))
+            frontend.send(msg.encode(msg.Fatal(name=config.name, error=text)))
         return 1
     finally:
         context.destroy(linger=1000)
