@@ -87,7 +87,7 @@ EXCHANGE: tuple[Module, ...] = (
         [
             Mutation(
                 "_keep_in_fork",
-                "ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))",
+                "ctypes.pythonapi.Py_IncRef(ctypes.py_object(agent))",
                 "pass",
                 ["tests/transfer/pull/test_forks.py"],
             )

@@ -47,8 +47,7 @@ _agents: WeakSet[Any] = WeakSet()
 def _keep_in_fork() -> None:
     """Keeps every agent in a fork for ever: NIXL's destructor would wait there for a thread that a fork has not."""
     for agent in _agents:
-        for kept in (agent, agent.agent):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(agent))
 
 
 os.register_at_fork(after_in_child=_keep_in_fork)

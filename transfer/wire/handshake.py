@@ -146,8 +146,8 @@ class HandshakeServer:
             except zmq.Again:
                 continue
             except Exception:  # whatever a peer sends, the next peer is answered
-                self.counts["failed"] += 1
                 log.exception("a handshake query could not be answered")
+                self.counts["failed"] += 1
 
     def _answer(self, frames: list[bytes]) -> None:
         identity, *rest = frames
