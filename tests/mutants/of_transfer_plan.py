@@ -150,8 +150,8 @@ TRANSFER_PLAN: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "transfer.connector.loads",
-        ["tests/transfer/connector/test_loads.py"],
+        "transfer.connector.worker_book",
+        ["tests/transfer/connector/test_worker_book.py"],
         [
             Mutation("Load.has", "return self.closed and", "return"),
             Mutation("Loads._pages_of", "or (group.is_state and not asked.last)", ""),

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from transfer.connector.caches import Cache, tensors_of
+from transfer.connector.cache_layout import Cache, tensors_of
 from transfer.connector.config import GroupConfig, WorkerConfig
 
 Direction: TypeAlias = Literal["d2h", "h2d"]

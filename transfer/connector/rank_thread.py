@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from transfer.connector.caches import CacheMemory
+from transfer.connector.cache_layout import CacheMemory
 from transfer.connector.config import WorkerConfig
 from transfer.errors import InvalidEngineError
 from transfer.memory import MemoryType

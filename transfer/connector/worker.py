@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from transfer.connector.caches import Cache, cache_memory
+from transfer.connector.cache_layout import Cache, cache_memory
 from transfer.connector.config import WorkerConfig, check_config, keyring_of
 from transfer.connector.host_buffer import CopyBlocks, HostBuffers
-from transfer.connector.loads import Load, Loads
 from transfer.connector.metadata import ConnectorMetadata, LoadRequest, WorkerOutput
 from transfer.connector.rank_thread import make_rank, needs_host_buffer, start_thread
 from transfer.connector.sends import Sends
+from transfer.connector.worker_book import Load, Loads
 from transfer.errors import EngineClosedError, InvalidEngineError, InvalidTransferError, PullFailedError
 from transfer.plan.plan import kernel_pages
 from transfer.pull.pull_state import PullEvent

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from transfer.connector.caches import cache_memory
+from transfer.connector.cache_layout import cache_memory
 from transfer.connector.config import GroupConfig, StatePart, WorkerConfig
 from transfer.errors import InvalidEngineError
 from transfer.plan.boxes import ShardLayout

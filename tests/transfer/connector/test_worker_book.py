@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from transfer.connector.config import GroupConfig, StatePart
-from transfer.connector.loads import Loads
 from transfer.connector.metadata import LoadRequest
+from transfer.connector.worker_book import Loads
 from transfer.errors import InvalidTransferError
 from transfer.pull.pull_state import BlocksOfGroup, LeaseRef, PullEvent
 
