@@ -81,9 +81,6 @@ IN_CIRCLES = {
     ("scheduler_adapters.replay.plots", "scheduler_adapters.replay.replay"): "sweeps are plotted, and are replays",
 }
 NAMED_TWICE = {
-    "Load": "pages of a host tier, and of a connector's request",
-    "Offer": "a connector's, and a message of the service",
-    "Offers": "a connector's books, and a protocol of the schedulers",
     "Part": "a part of a plan's runs, and of a pull",
     "RankMetadata": "of the wire, and vLLM's own handshake metadata",
     "Refusal": "of a file of pages, and of a lease",
@@ -91,7 +88,6 @@ NAMED_TWICE = {
     "Transfers": "books of the engine, and a protocol of the schedulers",
     "WorkerConfig": "of a connector, and of a process of the service",
     "_Group": "private to two files",
-    "_Reader": "private to two files",
 }
 
 
