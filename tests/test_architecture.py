@@ -74,9 +74,7 @@ BEYOND_ROOMS = {
 IN_CIRCLES = {
     ("kvcache.replica.hashing", "kvcache.replica.context"): "a hasher is made from a context, which keeps it",
 }
-NAMED_TWICE = {
-    "Load": "pages of a host tier, and of a connector's request",
-}
+NAMED_TWICE = {}
 
 
 @cache
