@@ -4,9 +4,9 @@ Imports `kvcache`: its errors, page layouts and block tables, and nothing else o
 `docs/transfer.md`, then `pull/exchange.py`, which a hand-over begins with, `pull/lease.py` and `pull/pull.py`.
 """
 
-from transfer.connector.companion import Progress, TransferCompanion
+from transfer.connector.companion import TransferCompanion
 from transfer.connector.config import GroupConfig, StatePart, Timing, WorkerConfig
-from transfer.connector.metadata import ConnectorMetadata, LoadRequest, SendRequest, WorkerOutput
+from transfer.connector.metadata import ConnectorMetadata, LoadRequest, Progress, SendRequest, WorkerOutput
 from transfer.connector.transfer_params import RemotePages
 from transfer.connector.worker import NixlConnectorWorker
 from transfer.engine.engine import KVTransferEngine

@@ -14,8 +14,8 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 from tests.transfer.pair_model import JUNK, GroupSpec, Pair, RankCaches, Side, group_config, reach, worker_config
-from transfer.connector.companion import Progress, TransferCompanion
-from transfer.connector.metadata import ConnectorMetadata, WorkerOutput
+from transfer.connector.companion import TransferCompanion
+from transfer.connector.metadata import ConnectorMetadata, Progress, WorkerOutput
 from transfer.connector.worker import NixlConnectorWorker
 from transfer.pull.rank import new_incarnation
 

@@ -7,41 +7,41 @@ and then is among the sent: its pages may go. At a reader: `read` what came, `lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-import zmq
 
-from transfer.connector.config import GroupConfig, WorkerConfig, check_config, keyring_of
-from transfer.connector.metadata import ConnectorMetadata, WorkerOutput, as_blocks
-from transfer.connector.offers import Offers
-from transfer.connector.pending_loads import PendingLoads
+from transfer.connector.config import GroupConfig, WorkerConfig, check_config
+from transfer.connector.metadata import ConnectorMetadata, LoadRequest, Progress, SendRequest, WorkerOutput, as_blocks
 from transfer.connector.transfer_params import RemotePages, params_of, read_params
-from transfer.errors import HandshakeError, InvalidLeaseError, InvalidTransferError
+from transfer.errors import HandshakeError, InvalidLeaseError, InvalidTransferError, TransferParamsError
+from transfer.pull.lease_slots import LEASE_SLOTS, LeaseSlots
+from transfer.pull.pull_state import LeaseRef
+from transfer.pull.start import fleet_keys
 from transfer.wire.handshake import EngineCard, HandshakeServer
 from transfer.wire.keys import Keyring
 
-LEASE_SLOTS = 4096
-"""Lease words of a rank, as `transfer.pull.lease.LeaseBook` makes them."""
+
+@dataclass(slots=True, eq=False)
+class _Offer:
+    """The lease of one request, which every rank grants and ends on its own."""
+
+    lease: LeaseRef
+    offered: set[int] = field(default_factory=set[int])  # ranks on which it has stood
+    over: set[int] = field(default_factory=set[int])  # ranks on which it has ended, or was not granted
+    reason: str = "read"  # or the first other one why it ended on a rank
+    aborted: bool = False  # its end was asked for
 
 
-class Progress(msgspec.Struct, kw_only=True):
-    """What a scheduler learns from its workers' outputs. Each request is named once in each field.
+@dataclass(slots=True, eq=False)
+class _Load:
+    """The load of one request: what was asked of every rank last, which ranks are done, and whether one has failed."""
 
-    Attributes:
-        offered: requests whose lease stands on every rank.
-        sent: requests whose lease has ended on every rank, and how: "read", or why else. Their pages may go.
-        received: requests whose load is over on every rank, well or not: their pages may be used, or go.
-        failed: requests whose load failed, and why; among `received` now or later.
-        block_ids_with_errors: blocks of theirs, of every group.
-    """
-
-    offered: set[str] = set()
-    sent: dict[str, str] = {}
-    received: set[str] = set()
-    failed: dict[str, str] = {}
-    block_ids_with_errors: set[int] = set()
+    asked: LoadRequest
+    received: set[int] = field(default_factory=set[int])
+    failed: bool = False
 
 
 class TransferCompanion:
@@ -67,12 +67,12 @@ class TransferCompanion:
         self.config = check_config(config)
         self._host = host
         self._bind = bind
-        keyring = keyring_of(self.config, keyring)
-        self._secure: Callable[[zmq.Socket[bytes]], None] | None = None if keyring is None else keyring.secure_server
+        _, self._keyring = fleet_keys(f"engine {config.engine_id!r}", config.secret, config.key, keyring)
         self._server: HandshakeServer | None = None
         self._metadata = ConnectorMetadata()
-        self._offers = Offers(config.ranks, config.timing.lease, LEASE_SLOTS)
-        self._loads = PendingLoads(config.groups, config.ranks)
+        self._slots = LeaseSlots()
+        self._offers: dict[str, _Offer] = {}
+        self._loads: dict[str, _Load] = {}
 
     def set_handshake_metadata(self, ranks: Mapping[int, bytes], fingerprint: Mapping[str, str] | None = None) -> str:
         """Starts to answer for the engine. Returns the endpoint that readers are told.
@@ -92,7 +92,8 @@ class TransferCompanion:
         agreed = self.config.fingerprint() if fingerprint is None else fingerprint
         card = EngineCard(self.config.engine_id, self.config.incarnation, metadata, agreed)
         if self._server is None:
-            self._server = HandshakeServer([card], self._bind, self._secure)
+            secure = None if self._keyring is None else self._keyring.secure_server
+            self._server = HandshakeServer([card], self._bind, secure)
         else:
             self._server.serve(card)
         return self.address
@@ -104,9 +105,13 @@ class TransferCompanion:
         Raises:
             HandshakeError: there is none yet.
         """
+        return f"tcp://{self._host}:{self._port}"
+
+    @property
+    def _port(self) -> int:
         if self._server is None:
             raise HandshakeError(f"engine {self.config.engine_id!r}: the metadata of its ranks is not known yet")
-        return f"tcp://{self._host}:{self._server.endpoint.rpartition(':')[2]}"
+        return int(self._server.endpoint.rpartition(":")[2])
 
     def offer(
         self,
@@ -127,7 +132,15 @@ class TransferCompanion:
         Raises:
             InvalidLeaseError: it has a lease, or no slot is free.
         """
-        self._offers.begin(self._metadata, request_id, running=running, engines=engines, block_ids=as_blocks(block_ids))
+        if request_id in self._offers:
+            raise InvalidLeaseError(f"request {request_id!r}: its lease has not ended on every rank yet")
+        lease = self._slots.take(self.config.timing.lease)
+        if lease is None:
+            raise InvalidLeaseError(f"request {request_id!r}: all {LEASE_SLOTS} lease slots are taken")
+        self._offers[request_id] = _Offer(lease)
+        self._metadata.reqs_to_send[request_id] = SendRequest(
+            lease=lease, engines=engines, running=running, block_ids=as_blocks(block_ids)
+        )
 
     def computed(self, request_id: str) -> None:
         """Says that all pages of a request are written: from now on the time of its lease runs."""
@@ -135,7 +148,19 @@ class TransferCompanion:
 
     def is_offered(self, request_id: str) -> bool:
         """Whether a request's lease stands on every rank."""
-        return self._offers.standing(request_id) is not None
+        return not self._missing(request_id)
+
+    def _missing(self, request_id: str, *, granted: bool = True) -> str:
+        """Why no lease stands for a request; empty where one does, or, if it need not be granted yet, where it may."""
+        offer = self._offers.get(request_id)
+        if offer is None:
+            return "it has none"
+        if offer.aborted:
+            return "it is being ended"
+        if offer.over:
+            return f"it has ended on ranks {sorted(offer.over)[:16]}: {offer.reason}"
+        left = sorted(set(range(self.config.ranks)) - offer.offered)
+        return f"ranks {left[:16]} have not granted it yet" if left and granted else ""
 
     def params(
         self,
@@ -164,12 +189,9 @@ class TransferCompanion:
             InvalidLeaseError: the lease does not stand on every rank, or not any more.
             InvalidTransferError: too few blocks for the tokens, or blocks of another number of groups.
         """
-        lease = self._offers.standing(request_id) if granted else self._offers.promised(request_id)
-        if lease is None:
-            raise InvalidLeaseError(
-                f"request {request_id!r}: no lease of it stands: {self._offers.missing(request_id)}"
-            )
-        groups, total = self.config.groups, max(total_tokens, num_tokens)
+        if missing := self._missing(request_id, granted=granted):
+            raise InvalidLeaseError(f"request {request_id!r}: no lease of it stands: {missing}")
+        groups, total, lease = self.config.groups, max(total_tokens, num_tokens), self._offers[request_id].lease
         firsts = tuple(first_blocks) or (0,) * len(groups)
         if len(block_ids) != len(groups) or len(firsts) != len(groups):
             raise InvalidTransferError(
@@ -182,19 +204,26 @@ class TransferCompanion:
         pages = RemotePages(
             engine_id=self.config.engine_id,
             request_id=request_id,
-            address=self.address,
+            host=self._host,
+            port=self._port,
             incarnation=self.config.incarnation,
-            ranks=self.config.ranks,
-            lease=lease,
+            tp_size=self.config.tp_size,
+            pp_size=self.config.pp_size,
+            lease_id=f"{lease.lease_id:#018x}",
+            lease_slot=lease.slot,
+            lease_duration_s=lease.duration_s,
             block_ids=as_blocks(kept),
             num_tokens=num_tokens,
             total_tokens=total,
         )
-        return params_of(pages, self.config.tp_size, self.config.pp_size)
+        return params_of(pages)
 
     def abort(self, request_id: str, reason: str) -> bool:
         """Ends a request's lease, whoever reads. Whether it has one: its pages may go once it is among the sent."""
-        return self._offers.end(self._metadata, request_id, reason)
+        if (offer := self._offers.get(request_id)) is not None:
+            offer.aborted = True
+            self._metadata.reqs_not_processed[request_id] = reason
+        return offer is not None
 
     def read(self, request_id: str, params: object) -> RemotePages | None:
         """Returns what `kv_transfer_params` from outside say; None where they ask for no pages from elsewhere.
@@ -205,20 +234,20 @@ class TransferCompanion:
         return read_params(request_id, params, len(self.config.groups))
 
     def external_tokens(self, request_id: str, pages: RemotePages, num_tokens: int, num_computed_tokens: int) -> int:
-        """Returns how many tokens a load would bring, beyond those that are here.
+        """Returns how many tokens a load would bring a request of `num_tokens`, beyond those that are here.
 
-        A prompt may be longer than what the source has computed, or shorter.
-
-        Args:
-            request_id: the request.
-            pages: of `read`.
-            num_tokens: of the request.
-            num_computed_tokens: tokens that are here.
+        It may have more tokens than the source has computed, or fewer.
 
         Raises:
             TransferParamsError: the source's pages are of no use.
         """
-        return max(0, self._loads.check(request_id, pages, num_tokens) - num_computed_tokens)
+        total = pages.total_tokens
+        if total > num_tokens and any(group.is_state for group in self.config.groups):
+            raise TransferParamsError(
+                f"request {request_id!r}: kv_transfer_params['remote_total_tokens'] is {total}: a state after more "
+                f"tokens than the {num_tokens} of the request is of no use"
+            )
+        return max(0, min(total, num_tokens) - num_computed_tokens)
 
     def hold(self, request_id: str, pages: RemotePages) -> None:
         """Tells a source that a request waits for its pages, which has no blocks yet: the lease is renewed until then.
@@ -228,7 +257,10 @@ class TransferCompanion:
         Raises:
             InvalidTransferError: the request has a load that is not over.
         """
-        self._loads.hold(self._metadata, request_id, pages)
+        if request_id in self._loads:
+            raise InvalidTransferError(f"request {request_id!r}: its load has not ended on every rank yet")
+        asked = LoadRequest(pages=pages)
+        self._loads[request_id], self._metadata.reqs_to_recv[request_id] = _Load(asked), asked
 
     def load(
         self,
@@ -257,9 +289,30 @@ class TransferCompanion:
             InvalidTransferError: the request has a load that is not over, or blocks of another number of groups.
             TransferParamsError: the source's pages are of no use.
         """
-        limit = self._loads.check(request_id, pages, num_tokens)
-        firsts = tuple(first_blocks) or tuple(num_computed_tokens // group.block_size for group in self.config.groups)
-        self._loads.begin(self._metadata, request_id, pages, as_blocks(block_ids), firsts, num_computed_tokens, limit)
+        missing = self.external_tokens(request_id, pages, num_tokens, num_computed_tokens)
+        groups, load = self.config.groups, self._loads.get(request_id)
+        if load is not None and (load.asked.local_block_ids or load.failed):
+            raise InvalidTransferError(f"request {request_id!r}: its load has not ended on every rank yet")
+        firsts = tuple(first_blocks) or tuple(num_computed_tokens // group.block_size for group in groups)
+        if len(block_ids) != len(groups) or len(firsts) != len(groups):
+            raise InvalidTransferError(
+                f"request {request_id!r}: blocks of {len(block_ids)} groups, there are {len(groups)}"
+            )
+        asked = LoadRequest(
+            pages=pages,
+            local_block_ids=as_blocks(block_ids),
+            first_blocks=firsts,
+            num_computed_tokens=num_computed_tokens,
+            num_tokens=num_tokens,
+        )
+        if load is not None and request_id in self._metadata.reqs_to_recv:
+            del self._loads[request_id]  # no rank has heard yet that its source is held
+            load = None
+        self._metadata.reqs_to_recv[request_id] = asked
+        if load is not None:
+            load.asked = asked
+        elif missing:
+            self._loads[request_id] = _Load(asked)
 
     def load_more(self, request_id: str, params: object) -> None:
         """Goes on with a load whose source has computed further blocks. Nothing happens where the load is over.
@@ -267,13 +320,27 @@ class TransferCompanion:
         Raises:
             TransferParamsError: as `read`; or they are of another source or lease.
         """
-        pages = self.read(request_id, params)
-        if pages is not None:
-            self._loads.more(self._metadata, request_id, pages)
+        pages, load = self.read(request_id, params), self._loads.get(request_id)
+        if pages is None or load is None or load.failed:
+            return
+        for key, ours, theirs in (
+            ("remote_engine_id", load.asked.pages.engine_id, pages.engine_id),
+            ("lease_id", load.asked.pages.lease_id, pages.lease_id),
+            ("remote_total_tokens", load.asked.pages.total_tokens, pages.total_tokens),
+        ):
+            if ours != theirs:
+                raise TransferParamsError(
+                    f"request {request_id!r}: kv_transfer_params[{key!r}] is {theirs}, the load began with {ours}"
+                )
+        if not load.asked.last:
+            load.asked = msgspec.structs.replace(load.asked, pages=pages)
+            self._metadata.reqs_to_recv[request_id] = load.asked
 
     def cancel(self, request_id: str, reason: str) -> bool:
         """Gives a load up. Whether there is one: its pages may go once the request is among the received."""
-        return self._loads.cancel(self._metadata, request_id, reason)
+        if request_id in self._loads:
+            self._metadata.reqs_to_cancel[request_id] = reason
+        return request_id in self._loads
 
     def save(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
         """Has every rank copy blocks of a request to its host buffers, if any, before they are told of in `params`."""
@@ -294,21 +361,46 @@ class TransferCompanion:
             raise InvalidTransferError(f"output of rank {rank}, there are 0 to {self.config.ranks - 1}")
         progress = Progress()
         for request_id, error in output.offered.items():
-            over = self._offers.on_offered(self._metadata, rank, request_id, error)
-            if over is not None:
-                progress.sent[request_id] = over
-            elif self.is_offered(request_id):
-                progress.offered.add(request_id)
+            if error:
+                self.abort(request_id, "not granted by every rank")
+                self._lease_over(rank, request_id, error, progress)
+            elif (offer := self._offers.get(request_id)) is not None:
+                offer.offered.add(rank)
+                if self.is_offered(request_id):
+                    progress.offered.add(request_id)
         for request_id, reason in output.sent.items():
-            over = self._offers.on_sent(rank, request_id, reason)
-            if over is not None:
-                progress.sent[request_id] = over
+            self._lease_over(rank, request_id, reason, progress)
+        self._book_loads(rank, output, progress)
+        return progress
+
+    def _lease_over(self, rank: int, request_id: str, reason: str, progress: Progress) -> None:
+        """The request's pages go when every rank's lease has ended."""
+        if (offer := self._offers.get(request_id)) is None:
+            return
+        offer.over.add(rank)
+        if offer.reason == "read":
+            offer.reason = reason
+        if len(offer.over) == self.config.ranks:
+            del self._offers[request_id]
+            self._slots.give_back(offer.lease)
+            progress.sent[request_id] = offer.reason
+
+    def _book_loads(self, rank: int, output: WorkerOutput, progress: Progress) -> None:
+        """A load has failed when one rank's has, which the others give up then; it is over when every rank's is."""
         for request_id, reason in output.failed.items():
-            if self._loads.on_failed(self._metadata, request_id, reason):
+            load = self._loads.get(request_id)
+            if load is not None and not load.failed:
+                load.failed = True
+                self._metadata.reqs_to_recv.pop(request_id, None)
+                self._metadata.reqs_to_cancel[request_id] = reason
                 progress.failed[request_id] = reason
                 progress.block_ids_with_errors |= output.block_ids_with_errors
-        progress.received |= {request_id for request_id in output.received if self._loads.on_received(rank, request_id)}
-        return progress
+        for request_id in output.received:
+            if (load := self._loads.get(request_id)) is not None:
+                load.received.add(rank)
+                if len(load.received) == self.config.ranks:
+                    del self._loads[request_id]
+                    progress.received.add(request_id)
 
     def close(self) -> None:
         """Ends the handshake server. Safe to call twice."""

@@ -7,6 +7,7 @@ groups, blocks and kernel blocks are those of vLLM, whose tensors these are.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -21,10 +22,9 @@ from transfer.plan.shapes import (
     SPLIT_HND,
     SPLIT_NHD,
 )
+from transfer.pull.start import fleet_keys
 from transfer.wire.allowed_peers import AllowedPeers
-from transfer.wire.keys import Keyring
 from transfer.wire.messages import PROTOCOL
-from transfer.wire.secret import Secret, read_secret
 
 Kind: TypeAlias = Literal["full", "sliding_window", "mla", "mamba"]
 
@@ -211,14 +211,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         shown = [f"{name}={'...' if name in hidden else repr(getattr(self, name))}" for name in self.__struct_fields__]
         return f"WorkerConfig({', '.join(shown)})"
 
-    def shared_secret(self) -> Secret | None:
-        """Reads the shared secret; None where there is none.
-
-        Raises:
-            InvalidEngineError: it cannot be read, or is too short.
-        """
-        return read_secret(self.secret)
-
     @property
     def rank(self) -> int:
         """Of `ranks`: pipeline stage by pipeline stage."""
@@ -238,18 +230,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         return {"model": self.model, "protocol": str(PROTOCOL)} | groups | self.compatibility
 
 
-def keyring_of(config: WorkerConfig, keyring: Keyring | None) -> Keyring | None:
-    """Returns the keys of the side channel: those given, or those of the shared secret; None where there are none.
-
-    Raises:
-        InvalidEngineError: both are given.
-    """
-    secret = config.shared_secret()
-    if secret is not None and keyring is not None:
-        raise InvalidEngineError(f"engine {config.engine_id!r}: a keyring beside a shared secret; one is needed")
-    return keyring if secret is None else secret.keyring
-
-
 def _described(group: GroupConfig) -> str:
     layers = sorted(group.layers.values())
     parts = [f"{part.kind} {part.units} x {part.width} {part.dtype}" for part in group.state]
@@ -260,51 +240,48 @@ def _described(group: GroupConfig) -> str:
 
 
 def check_config(config: WorkerConfig) -> WorkerConfig:
-    """Returns `config` if it is one that a worker can be made of.
-
-    Raises:
-        InvalidEngineError: says which value is out of which range.
-    """
+    """Returns `config` if it is one that a worker can be made of."""
     where = f"engine {config.engine_id!r} rank {config.rank}"
-    if not config.engine_id or not config.incarnation or not config.groups:
-        raise InvalidEngineError(f"{where}: an engine id, an incarnation and at least one group are needed")
-    for name, rank, size in (("tp", config.tp_rank, config.tp_size), ("pp", config.pp_rank, config.pp_size)):
-        if not 0 <= rank < size:
-            raise InvalidEngineError(f"{where}: {name}_rank is {rank}, the range is 0 to {size - 1}")
-    if config.layer_chunks < 1 or not 0 <= config.verify <= 1:
-        raise InvalidEngineError(
-            f"{where}: layer_chunks is {config.layer_chunks}, at least 1; verify is {config.verify}, 0 to 1"
-        )
-    for name in Timing.__struct_fields__:
-        if not 0 < (seconds := getattr(config.timing, name)) < math.inf:
-            raise InvalidEngineError(f"{where}: {name} is {seconds} s, above 0 is needed")
+    if fault := next(_faults(config), ""):
+        raise InvalidEngineError(f"{where}: {fault}")
     AllowedPeers(config.allowed_peers)
-    if config.shared_secret() is not None and config.key:
-        raise InvalidEngineError(f"{where}: a key beside a shared secret; the key follows from that")
-    names: set[str] = set()
-    for number, group in enumerate(config.groups):
-        _check_group(f"{where}: group {number}", group)
-        if shared := names & set(group.layers):
-            raise InvalidEngineError(f"{where}: layer {min(shared)!r} is in two groups")
-        names |= set(group.layers)
+    fleet_keys(where, config.secret, config.key)
     return config
 
 
-def _check_group(where: str, group: GroupConfig) -> None:
+def _faults(config: WorkerConfig) -> Iterator[str]:
+    """What is wrong; whoever asks for the next fault has seen to those before it."""
+    if not config.engine_id or not config.incarnation or not config.groups:
+        yield "an engine id, an incarnation and at least one group are needed"
+    for name, rank, size in (("tp", config.tp_rank, config.tp_size), ("pp", config.pp_rank, config.pp_size)):
+        if not 0 <= rank < size:
+            yield f"{name}_rank is {rank}, the range is 0 to {size - 1}"
+    if config.layer_chunks < 1 or not 0 <= config.verify <= 1:
+        yield f"layer_chunks is {config.layer_chunks}, at least 1; verify is {config.verify}, 0 to 1"
+    for name in Timing.__struct_fields__:
+        if not 0 < (seconds := getattr(config.timing, name)) < math.inf:
+            yield f"{name} is {seconds} s, above 0 is needed"
+    names: set[str] = set()
+    for number, group in enumerate(config.groups):
+        yield from (f"group {number}: {fault}" for fault in _faults_of_group(group))
+        if shared := names & set(group.layers):
+            yield f"layer {min(shared)!r} is in two groups"
+        names |= set(group.layers)
+
+
+def _faults_of_group(group: GroupConfig) -> Iterator[str]:
     if not group.layers or len(set(group.layers.values())) != len(group.layers) or min(group.layers.values()) < 0:
-        raise InvalidEngineError(f"{where}: layers must have different numbers from 0 on, and be at least one")
+        yield "layers must have different numbers from 0 on, and be at least one"
     if group.block_size < 1 or group.kernel_block_size < 0 or group.block_size % max(group.page_size, 1):
-        raise InvalidEngineError(
-            f"{where}: blocks of {group.block_size} tokens, kernel blocks of {group.kernel_block_size}: must divide"
-        )
+        yield f"blocks of {group.block_size} tokens, kernel blocks of {group.kernel_block_size}: must divide"
     if (group.kind == "sliding_window") != (group.window > 0):
-        raise InvalidEngineError(f"{where}: kind {group.kind!r} with a window of {group.window} tokens")
+        yield f"kind {group.kind!r} with a window of {group.window} tokens"
     if group.num_kv_heads < 1 or (group.kind == "mla" and group.num_kv_heads != 1):
-        raise InvalidEngineError(f"{where}: {group.num_kv_heads} heads of kind {group.kind!r}")
+        yield f"{group.num_kv_heads} heads of kind {group.kind!r}"
     if not group.is_state and group.head_dim < 1:
-        raise InvalidEngineError(f"{where}: heads of {group.head_dim} elements, at least 1 is needed")
+        yield f"heads of {group.head_dim} elements, at least 1 is needed"
     if group.is_state != bool(group.state):
-        raise InvalidEngineError(f"{where}: kind {group.kind!r} with {len(group.state)} parts of a state")
+        yield f"kind {group.kind!r} with {len(group.state)} parts of a state"
     for part in group.state:
         if part.units < 1 or part.width < 1 or part.tensor < 0:
-            raise InvalidEngineError(f"{where}: {part.kind!r} has {part.units} units of {part.width} channels")
+            yield f"{part.kind!r} has {part.units} units of {part.width} channels"

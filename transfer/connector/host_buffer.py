@@ -7,8 +7,9 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from transfer.connector.caches import Cache, tensors_of
+from transfer.connector.cache_layout import Cache, tensors_of
 from transfer.connector.config import GroupConfig, WorkerConfig
+from transfer.errors import InvalidEngineError
 
 Direction: TypeAlias = Literal["d2h", "h2d"]
 CopyBlocks: TypeAlias = Callable[
@@ -23,17 +24,22 @@ It returns when the copy is done.
 _ORDER = ("page", "layer", "head", "side", "token", "dim")
 
 
+def needs_host_buffer(config: WorkerConfig, device: torch.device) -> bool:
+    """Whether pages on a device have to go through host memory."""
+    registrable = device.type in config.registrable and device.type in {"cpu", "cuda"}
+    if not registrable and config.kv_buffer_device != "cpu":
+        raise InvalidEngineError(
+            f"engine {config.engine_id!r} rank {config.rank}: memory of {device.type!r} cannot be registered, that of "
+            f"{config.registrable} can; kv_buffer_device is {config.kv_buffer_device!r}, 'cpu' is needed"
+        )
+    return not registrable or (config.kv_buffer_device == "cpu" and device.type != "cpu")
+
+
 class HostBuffers:
     """One host tensor for each registered tensor, of the same shape, and the pages that go between them.
 
-    Args:
-        config: of the rank.
-        caches: on the device.
-        cross_layer: one tensor holds several layers: it is copied whenever one of them is.
-
-    Attributes:
-        caches: by the same names, in host memory; their strides may differ from the device's.
-        copy: moves pages; `copy_pages` unless it is replaced.
+    With `cross_layer` one tensor holds several layers: it is copied whenever one of them is. The copies have the names
+    of the caches, in `caches`; their strides may differ. `copy` moves pages, and may be replaced.
     """
 
     def __init__(self, config: WorkerConfig, caches: Mapping[str, Cache], *, cross_layer: bool = False) -> None:
@@ -41,15 +47,11 @@ class HostBuffers:
         self.copy: CopyBlocks = self.copy_pages
         self._device = dict(caches)
         self._cross_layer = cross_layer
-        self._group_of: dict[str, GroupConfig] = {}
-        self._layers: list[list[str]] = []
-        for group in config.groups:
-            names = [name for name in group.layers if name in caches]
-            self._layers.append(names)
-            for name in names:
-                self._group_of[name] = group
-                copies = tuple(_host_copy(tensor, group) for tensor in tensors_of(caches[name]))
-                self.caches[name] = copies[0] if isinstance(caches[name], torch.Tensor) else copies
+        self._group_of = {name: group for group in config.groups for name in group.layers if name in caches}
+        self._layers = [[name for name in group.layers if name in caches] for group in config.groups]
+        for name, group in self._group_of.items():
+            copies = tuple(_host_copy(tensor, group) for tensor in tensors_of(caches[name]))
+            self.caches[name] = copies[0] if isinstance(caches[name], torch.Tensor) else copies
 
     def save(self, group: int, pages: Sequence[int]) -> None:
         """Copies pages of a group from the device to the host."""

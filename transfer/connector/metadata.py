@@ -6,52 +6,38 @@ from collections.abc import Sequence
 
 import msgspec
 
+from transfer.connector.transfer_params import RemotePages
 from transfer.pull.pull_state import LeaseRef
 
 
 class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Pages that a request needs from elsewhere, or further pages of a load that goes on.
-
-    Without any token it only has the source's lease renewed, until pages are asked for.
+    """Pages that a request needs from elsewhere; once more, with other `pages`, as its source has computed more.
 
     Attributes:
-        address: ZMQ endpoint of the source's handshake.
-        engine_id: the source.
-        incarnation: the start of it that granted the lease; empty where that is not known.
-        ranks: ranks that it is said to have; 0 where nothing is said.
-        lease: under which it holds the pages.
+        pages: the source's, as its last params said.
         local_block_ids: for each group, our blocks from the one that holds the first token on that is to be read. More
-            of them than the tokens need are left alone.
+            of them than the tokens need are left alone. Without any group nothing is read yet: the source's lease is
+            renewed until there are blocks.
         first_blocks: for each group, which block of the request the first of them is.
-        remote_block_ids: for each group, the source's blocks; the last one holds its last token, or the state after it.
         num_computed_tokens: tokens that are here already.
-        num_tokens: tokens that are to be here afterwards.
-        remote_num_tokens: tokens that the source's blocks hold.
-        total_tokens: tokens of the whole load; more than `num_tokens` where further pages follow.
+        num_tokens: tokens that are wanted at most.
     """
 
-    address: str
-    engine_id: str
-    lease: LeaseRef
-    local_block_ids: tuple[tuple[int, ...], ...]
-    first_blocks: tuple[int, ...]
-    remote_block_ids: tuple[tuple[int, ...], ...]
-    num_computed_tokens: int
-    num_tokens: int
-    remote_num_tokens: int
-    total_tokens: int
-    incarnation: str = ""
-    ranks: int = 0
+    pages: RemotePages
+    local_block_ids: tuple[tuple[int, ...], ...] = ()
+    first_blocks: tuple[int, ...] = ()
+    num_computed_tokens: int = 0
+    num_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens that are to be here in the end."""
+        return min(self.pages.total_tokens, self.num_tokens)
 
     @property
     def last(self) -> bool:
-        """Whether nothing follows."""
-        return self.num_tokens >= self.total_tokens
-
-    @property
-    def brings_layers(self) -> bool:
-        """Whether pages are asked for, or said to be all."""
-        return self.num_tokens > 0
+        """Whether the source has computed all of them, so that nothing follows."""
+        return bool(self.local_block_ids) and self.pages.num_tokens >= self.total_tokens
 
 
 class SendRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +99,24 @@ class WorkerOutput(msgspec.Struct, kw_only=True):
     def __bool__(self) -> bool:
         """Whether anything has happened."""
         return any(getattr(self, name) for name in self.__struct_fields__)
+
+
+class Progress(msgspec.Struct, kw_only=True):
+    """What a scheduler learns from its workers' outputs. Each request is named once in each field.
+
+    Attributes:
+        offered: requests whose lease stands on every rank.
+        sent: requests whose lease has ended on every rank, and how: "read", or why else. Their pages may go.
+        received: requests whose load is over on every rank, well or not: their pages may be used, or go.
+        failed: requests whose load failed, and why; among `received` now or later.
+        block_ids_with_errors: blocks of theirs, of every group.
+    """
+
+    offered: set[str] = set()
+    sent: dict[str, str] = {}
+    received: set[str] = set()
+    failed: dict[str, str] = {}
+    block_ids_with_errors: set[int] = set()
 
 
 def as_blocks(groups: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, TypeGuard
+from collections.abc import Iterable, Mapping
+from functools import reduce
+from operator import getitem
+from typing import Annotated, Any, Literal, TypeGuard
 
 import msgspec
+from msgspec import Meta
 
 from transfer.errors import TransferParamsError
 from transfer.pull.pull_state import LeaseRef
+from transfer.pull.replica import Source
 from transfer.wire.messages import MAX_RANKS
 
 MAX_TOKENS = (1 << 31) - 1
@@ -27,173 +31,118 @@ _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 80
 # A host name, an IPv4 or a bracketed IPv6 address: nothing else gets into an endpoint.
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\]")
+_LEASE_ID = re.compile(r"0x(?=.*[1-9a-f])[0-9a-f]{1,16}")
+_REMOTE = ("engine_id", "request_id", "block_ids", "host", "port", "num_tokens", "total_tokens", "incarnation")
 
 
-class RemotePages(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checked `kv_transfer_params` says.
+class RemotePages(msgspec.Struct, frozen=True, kw_only=True, rename={name: f"remote_{name}" for name in _REMOTE}):
+    """What `kv_transfer_params` says. Made by a source, or checked by `read_params`.
 
     Attributes:
         engine_id: the source.
         request_id: as the source calls it; for logs.
-        address: ZMQ endpoint of its handshake.
-        incarnation: the start of it that granted the lease.
-        ranks: ranks that it is said to have.
-        lease: under which it holds the pages.
-        block_ids: for each group, its blocks; the last one holds its last token, or the state after it.
-        num_tokens: tokens that they hold.
+        host: name or address of its handshake.
+        port: likewise.
+        num_tokens: tokens whose pages are written.
         total_tokens: tokens that the source will have computed in the end; where they are more, further blocks follow.
+        block_ids: for each group, its blocks; the last one holds its last token, or the state after it.
+        incarnation: the start of it that granted the lease; empty where that is not known.
+        tp_size: tensor-parallel ranks that it is said to have.
+        pp_size: pipeline stages, likewise.
+        lease_id: in hexadecimal: as a number, many JSON readers would keep 53 bits of it.
+        lease_slot: of the lease word.
+        lease_duration_s: seconds that a renewal lasts.
+        do_remote_prefill: pages are asked for.
+        do_remote_decode: pages are to be offered, which cannot be asked for as well.
+        transfer_mode: who moves the pages: the reader.
     """
 
-    engine_id: str
-    request_id: str
-    address: str
-    incarnation: str
-    ranks: int
-    lease: LeaseRef
-    block_ids: tuple[tuple[int, ...], ...]
-    num_tokens: int
-    total_tokens: int
+    do_remote_prefill: bool = True
+    do_remote_decode: bool | None = False
+    engine_id: Annotated[str, Meta(min_length=1, max_length=_MAX_NAME)]
+    request_id: Annotated[str, Meta(min_length=1, max_length=_MAX_NAME)]
+    num_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+    total_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+    block_ids: tuple[tuple[Annotated[int, Meta(ge=0, le=MAX_BLOCK_ID)], ...], ...]
+    host: Annotated[str, Meta(min_length=1, max_length=_MAX_NAME)]
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    incarnation: Annotated[str, Meta(max_length=_MAX_NAME)] = ""
+    tp_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
+    pp_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
+    lease_id: str
+    lease_slot: Annotated[int, Meta(ge=0, le=_MAX_SLOT)]
+    lease_duration_s: Annotated[float, Meta(gt=0, le=MAX_LEASE_S)]
+    transfer_mode: Literal["pull"] = "pull"
+
+    @property
+    def source(self) -> Source:
+        """Where a pull finds the pages."""
+        lease = LeaseRef(int(self.lease_id, 16), self.lease_slot, self.lease_duration_s)
+        return Source(
+            f"tcp://{self.host}:{self.port}", self.engine_id, lease, self.incarnation, self.tp_size * self.pp_size
+        )
 
 
-def params_of(pages: RemotePages, tp_size: int, pp_size: int) -> dict[str, Any]:
-    """Returns the dict for a reader. Plain JSON: a lease's id is text, since many JSON readers keep 53 bits."""
-    host, _, port = pages.address.removeprefix("tcp://").rpartition(":")
-    return {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_engine_id": pages.engine_id,
-        "remote_request_id": pages.request_id,
-        "remote_block_ids": [list(blocks) for blocks in pages.block_ids],
-        "remote_host": host,
-        "remote_port": int(port),
-        "tp_size": tp_size,
-        "pp_size": pp_size,
-        "remote_num_tokens": pages.num_tokens,
-        "remote_total_tokens": pages.total_tokens,
-        "remote_incarnation": pages.incarnation,
-        "transfer_mode": "pull",
-        "lease_id": f"{pages.lease.lease_id:#018x}",
-        "lease_slot": pages.lease.slot,
-        "lease_duration_s": pages.lease.duration_s,
-    }
+def params_of(pages: RemotePages) -> dict[str, Any]:
+    """Returns the dict for a reader: plain JSON."""
+    return msgspec.json.decode(msgspec.json.encode(pages))
 
 
 def read_params(request_id: str, params: object, num_groups: int) -> RemotePages | None:
-    """Returns what a dict from outside says, or None where it asks for no pages from elsewhere.
-
-    Args:
-        request_id: our request, for messages.
-        params: whatever came.
-        num_groups: page groups of our model.
-
-    Raises:
-        TransferParamsError: (a ValueError) names the request, the key, its value, and what may be there.
-    """
+    """Returns what a dict from outside says, or None where it asks for no pages from elsewhere."""
     if params is None:
         return None
     if not _is_dict(params):
         raise TransferParamsError(f"request {request_id!r}: kv_transfer_params is {_short(params)}, a dict is expected")
-    reader = _Reader(request_id, params)
-    if not reader.flag("do_remote_prefill", default=False):
+    if (asked := params.get("do_remote_prefill")) is None or asked is False:
         return None
-    if reader.flag("do_remote_decode", default=False):
-        reader.refuse("do_remote_decode", "do_remote_prefill is true as well")
-    if (mode := params.get("transfer_mode", "pull")) != "pull":
-        reader.refuse("transfer_mode", "'pull' is the only one", mode)
-    num_tokens = reader.integer("remote_num_tokens", 1, MAX_TOKENS)
-    host, port = reader.text("remote_host", 1), reader.integer("remote_port", 1, 65535)
-    if not _HOST.fullmatch(host):
-        reader.refuse("remote_host", "a host name or an IP address is expected")
-    ranks = reader.integer("tp_size", 1, MAX_RANKS, 1) * reader.integer("pp_size", 1, MAX_RANKS, 1)
-    if ranks > MAX_RANKS:
-        reader.refuse("tp_size", f"times pp_size is {ranks}, at most {MAX_RANKS} ranks may be")
-    return RemotePages(
-        engine_id=reader.text("remote_engine_id", 1),
-        request_id=reader.text("remote_request_id", 1),
-        address=f"tcp://{host}:{port}",
-        incarnation=reader.text("remote_incarnation", 0),
-        ranks=ranks,
-        lease=reader.lease(),
-        block_ids=reader.blocks("remote_block_ids", num_groups, num_tokens),
-        num_tokens=num_tokens,
-        total_tokens=reader.integer("remote_total_tokens", num_tokens, MAX_TOKENS, num_tokens),
+    known: dict[str, Any] = {key: value for key, value in params.items() if isinstance(key, str)}
+    if known.get("do_remote_decode") is True:
+        raise _refusal(request_id, known, ("do_remote_decode",), "do_remote_prefill is true as well")
+    if "remote_num_tokens" in known:
+        known.setdefault("remote_total_tokens", known["remote_num_tokens"])
+    try:
+        pages = msgspec.convert(known, RemotePages)
+    except msgspec.ValidationError as error:
+        reason, _, path = str(error).partition(" - at `$.")
+        key, *steps = re.findall(r"\w+", path or reason.rpartition(" ")[2])  # of what is missing the last word
+        raise _refusal(request_id, known, (key, *map(int, steps)), reason) from error
+    for key, is_wrong, expected in _rules(pages, num_groups):
+        if is_wrong:
+            raise _refusal(request_id, known, (key,), expected)
+    return pages
+
+
+def _rules(pages: RemotePages, num_groups: int) -> Iterable[tuple[str, bool, str]]:
+    """What the type of a value does not say: the key, whether it breaks the rule, and the rule."""
+    ranks, tokens, blocks = pages.tp_size * pages.pp_size, pages.num_tokens, pages.block_ids
+    longest, printable = max(map(len, blocks), default=0), "printable text is expected"
+    of_groups = f"a list of blocks for each of {num_groups} groups is expected"
+    return (
+        ("remote_engine_id", not pages.engine_id.isprintable(), printable),
+        ("remote_request_id", not pages.request_id.isprintable(), printable),
+        ("remote_incarnation", not pages.incarnation.isprintable(), printable),
+        ("remote_host", not _HOST.fullmatch(pages.host), "a host name or an IP address is expected"),
+        ("tp_size", ranks > MAX_RANKS, f"times pp_size is {ranks}, at most {MAX_RANKS} ranks may be"),
+        ("lease_id", not _LEASE_ID.fullmatch(pages.lease_id), "a hexadecimal number of 64 bits above 0 is expected"),
+        ("remote_total_tokens", pages.total_tokens < tokens, f"an integer from {tokens} to {MAX_TOKENS} is expected"),
+        ("remote_block_ids", len(blocks) != num_groups, of_groups),
+        ("remote_block_ids", not longest, f"no block at all, for {tokens} tokens"),
+        ("remote_block_ids", longest > tokens, f"a group has {longest} blocks, at most {tokens}, one a token, may be"),
     )
 
 
-class _Reader:
-    """Takes one value after another out of a dict, and names what is wrong with it."""
-
-    def __init__(self, request_id: str, params: Mapping[object, object]) -> None:
-        self._request_id = request_id
-        self._params = params
-
-    def refuse(self, key: str, expected: str, value: object = None) -> NoReturn:
-        """Raises the error for a key."""
-        shown = _short(self._params.get(key) if value is None else value) if key in self._params else "missing"
-        raise TransferParamsError(f"request {self._request_id!r}: kv_transfer_params[{key!r}] is {shown}: {expected}")
-
-    def flag(self, key: str, *, default: bool) -> bool:
-        value: object = self._params.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            self.refuse(key, "true or false is expected")
-        return value
-
-    def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
-        value: object = self._params.get(key, default)
-        if not _is_integer(value) or not low <= value <= high:
-            self.refuse(key, f"an integer from {low} to {high} is expected")
-        return value
-
-    def text(self, key: str, shortest: int) -> str:
-        value: object = self._params.get(key, "" if not shortest else None)
-        if not isinstance(value, str) or not shortest <= len(value) <= _MAX_NAME or not value.isprintable():
-            self.refuse(key, f"printable text of {shortest} to {_MAX_NAME} characters is expected")
-        return value
-
-    def lease(self) -> LeaseRef:
-        text = self.text("lease_id", 1)
-        try:
-            lease_id = int(text, 16)
-        except ValueError:
-            lease_id = 0
-        if not 0 < lease_id < 1 << 64 or not re.fullmatch(r"0x[0-9a-f]{1,16}", text):
-            self.refuse("lease_id", "a hexadecimal number of 64 bits above 0 is expected")
-        duration: object = self._params.get("lease_duration_s")
-        if isinstance(duration, bool) or not isinstance(duration, int | float) or not 0 < duration <= MAX_LEASE_S:
-            self.refuse("lease_duration_s", f"seconds above 0, at most {MAX_LEASE_S}, are expected")
-        return LeaseRef(lease_id, self.integer("lease_slot", 0, _MAX_SLOT), float(duration))
-
-    def blocks(self, key: str, num_groups: int, num_tokens: int) -> tuple[tuple[int, ...], ...]:
-        groups: object = self._params.get(key)
-        if not _is_list(groups) or len(groups) != num_groups:
-            self.refuse(key, f"a list of blocks for each of {num_groups} groups is expected")
-        found = tuple(self._blocks_of(key, number, blocks, num_tokens) for number, blocks in enumerate(groups))
-        if not any(found):
-            self.refuse(key, f"no block at all, for {num_tokens} tokens")
-        return found
-
-    def _blocks_of(self, key: str, number: int, blocks: object, num_tokens: int) -> tuple[int, ...]:
-        if not _is_list(blocks) or len(blocks) > num_tokens:
-            self.refuse(key, f"group {number} is no list of at most {num_tokens} blocks, one for each token", blocks)
-        found = tuple(block for block in blocks if _is_integer(block) and 0 <= block <= MAX_BLOCK_ID)
-        if len(found) != len(blocks):
-            wrong = next(block for block in blocks if not _is_integer(block) or not 0 <= block <= MAX_BLOCK_ID)
-            self.refuse(key, f"group {number} names block {_short(wrong)}, 0 to {MAX_BLOCK_ID} may be")
-        return found
-
-
-def _is_integer(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _refusal(request_id: str, params: dict[str, Any], place: tuple[Any, ...], reason: str) -> TransferParamsError:
+    try:
+        shown = _short(reduce(getitem, place, params))
+    except (LookupError, TypeError):  # it is not there, or what it is in has no order
+        shown = "missing" if place[0] not in params else _short(params[place[0]])
+    where = "".join(f"[{step!r}]" for step in place)
+    return TransferParamsError(f"request {request_id!r}: kv_transfer_params{where} is {shown}: {reason}")
 
 
 def _is_dict(value: object) -> TypeGuard[Mapping[object, object]]:
     return isinstance(value, Mapping)
-
-
-def _is_list(value: object) -> TypeGuard[Sequence[object]]:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def _short(value: object) -> str:

@@ -13,20 +13,21 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from transfer.connector.caches import Cache, cache_memory
-from transfer.connector.config import WorkerConfig, check_config, keyring_of
-from transfer.connector.host_buffer import CopyBlocks, HostBuffers
-from transfer.connector.loads import Load, Loads
+from transfer.connector.cache_layout import Cache, cache_layout
+from transfer.connector.config import WorkerConfig, check_config
+from transfer.connector.host_buffer import CopyBlocks, HostBuffers, needs_host_buffer
 from transfer.connector.metadata import ConnectorMetadata, LoadRequest, WorkerOutput
-from transfer.connector.rank_thread import make_rank, needs_host_buffer, start_thread
-from transfer.connector.sends import Sends
+from transfer.connector.worker_book import OpenLoad, WorkerBook
 from transfer.errors import EngineClosedError, InvalidEngineError, InvalidTransferError, PullFailedError
 from transfer.plan.page_lists import kernel_pages
 from transfer.pull.pull_state import PullEvent
-from transfer.pull.rank import RankTransfer
-from transfer.pull.replica import Event, ReplicaTransfer, Source
+from transfer.pull.rank import RankIdentity, RankTransfer
+from transfer.pull.replica import Event, ReplicaTransfer
+from transfer.pull.start import ShardMemory, fleet_keys, make_rank, start_thread
 from transfer.pull.thread import TransferThread
 from transfer.stats import StatsSnapshot
+from transfer.wire.allowed_peers import AllowedPeers
+from transfer.wire.handshake import HandshakeClient
 from transfer.wire.keys import Keyring
 
 
@@ -47,12 +48,11 @@ class NixlConnectorWorker:
         self._host: HostBuffers | None = None
         self._copy: CopyBlocks | None = None
         self._events: deque[Event] = deque()
-        self._sends = Sends()
         self._has_news = False
         self._close: Callable[[], object] | None = None
         self.config = check_config(config)
-        self._keyring = keyring_of(self.config, keyring)
-        self._loads = Loads(config.groups, whole_pages=False)
+        self._key, self._keyring = fleet_keys(self._where, config.secret, config.key, keyring)
+        self._book = WorkerBook(config.groups)
 
     def register_kv_caches(self, kv_caches: Mapping[str, Cache]) -> None:
         """Registers the caches of this rank's layers, and starts to serve and to read.
@@ -87,13 +87,34 @@ class NixlConnectorWorker:
     def _register(self, kv_caches: Mapping[str, Cache], cross_layer: Sequence[str]) -> None:
         if self._rank is not None:
             raise InvalidEngineError(f"{self._where}: caches are registered already")
-        memory = cache_memory(self.config, kv_caches, cross_layer)
+        memory = cache_layout(self.config, kv_caches, cross_layer)
         if needs_host_buffer(self.config, memory.device):
             host = self._host or self.initialize_host_xfer_buffer(kv_caches, cross_layer=bool(cross_layer))
-            memory = cache_memory(self.config, host.caches, cross_layer)
-        self._loads = Loads(self.config.groups, whole_pages=self._host is not None)
-        self._rank = make_rank(self.config, memory)
-        self._thread = start_thread(self.config, self._rank, memory.device, self._keyring)
+            memory = cache_layout(self.config, host.caches, cross_layer)
+        self._book.whole_pages = self._host is not None
+        self._start(memory)
+
+    def _start(self, memory: ShardMemory) -> None:
+        config = self.config
+        identity = RankIdentity(
+            engine_id=config.engine_id,
+            incarnation=config.incarnation,
+            rank=config.rank,
+            ranks=config.ranks,
+            compatibility=config.fingerprint(),
+            key=self._key,
+        )
+        self._rank = make_rank(identity, memory, checks=config.page_checks, verify=config.verify)
+        secure = None if self._keyring is None else self._keyring.secure_client
+        replica = ReplicaTransfer(
+            [self._rank],
+            HandshakeClient(secure, allowed=AllowedPeers(config.allowed_peers)),
+            handshake_timeout_s=config.timing.handshake,
+            heartbeat_s=config.timing.heartbeat,
+            dead_after_s=config.timing.dead_after,
+            idle_s=config.timing.idle,
+        )
+        self._thread = start_thread(replica)
         self._events = self._thread.events
         # Also where the worker is dropped, or the interpreter ends: NIXL left open aborts the process.
         self._close = weakref.finalize(self, self._thread.close)
@@ -147,51 +168,50 @@ class NixlConnectorWorker:
             InvalidTransferError: a request is named that is being sent, or loaded, already. Nothing was done.
             EngineClosedError: the worker was shut down, or its thread has died.
         """
-        thread = self._running()
+        thread, leases = self._running(), self._book.leases
         self._drain()
-        self._sends.check_new(metadata.reqs_to_send)
-        self._loads.check_new(metadata.reqs_to_recv)
+        self._book.check_new(metadata)
         for request_id, send in metadata.reqs_to_send.items():
-            self._sends.begin(request_id, send.lease.lease_id)
+            leases[request_id] = send.lease.lease_id
             pages = [self._pages(*group) for group in enumerate(send.block_ids)] if self.config.page_checks else None
             thread.call_soon(
                 ReplicaTransfer.offer, request_id, send.lease, engines=send.engines, pages=pages, running=send.running
             )
-        self._sends.go_on(metadata, thread)
+        for request_id in metadata.reqs_computed:
+            if request_id in leases:
+                thread.call_soon(ReplicaTransfer.start_clock, leases[request_id])
+        for request_id, reason in metadata.reqs_not_processed.items():
+            if request_id in leases:
+                thread.call_soon(ReplicaTransfer.revoke, leases[request_id], reason)
         for request_id, asked in metadata.reqs_to_recv.items():
             self._load(thread, request_id, asked)
         for request_id, reason in metadata.reqs_to_cancel.items():
-            if (load := self._loads.find(request_id)) is not None:
+            if (load := self._book.find(request_id)) is not None:
                 load.cancelled = True
                 thread.call_soon(ReplicaTransfer.cancel, load.key, reason)
 
     def _load(self, thread: TransferThread, request_id: str, asked: LoadRequest) -> None:
-        before = self._loads.find(request_id)
+        before = self._book.find(request_id)
         if before is not None and (before.error or before.cancelled):
             return  # it came to nothing meanwhile; until it is among the received, its request takes no new load
+        load = before or self._book.begin(request_id)
         try:
-            load, groups = self._loads.add(request_id, asked)
+            groups = self._book.ask(load, asked)
         except InvalidTransferError as error:
-            self._fail(thread, request_id, str(error), is_open=before is not None)
+            self._book.fail(load, str(error), safe=before is None)
+            if before is not None:
+                thread.call_soon(ReplicaTransfer.cancel, load.key, str(error))
             return
         chunks = self.config.layer_chunks
         # What comes at once needs no count of its parts.
-        arrived = load.arrived.append if chunks > 1 and asked.brings_layers else None
+        arrived = load.arrived.append if chunks > 1 and groups is not None else None
         if before is None:
-            source = Source(asked.address, asked.engine_id, asked.lease, asked.incarnation, asked.ranks)
-            timeout_s = self.config.timing.load
+            source, timeout_s = asked.pages.source, self.config.timing.load
             thread.pull(load.key, source, groups, timeout_s, last=load.closed, layer_chunks=chunks, on_layers=arrived)
-        else:
+        elif groups is not None:
             thread.call_soon(
                 ReplicaTransfer.add_pages, load.key, groups, last=load.closed, layer_chunks=chunks, on_layers=arrived
             )
-
-    def _fail(self, thread: TransferThread, request_id: str, reason: str, *, is_open: bool) -> None:
-        if (load := self._loads.find(request_id)) is None:
-            return
-        self._loads.fail(load, reason, safe=not is_open)
-        if is_open:
-            thread.call_soon(ReplicaTransfer.cancel, load.key, reason)
 
     def _pages(self, group: int, blocks: Sequence[int]) -> list[int]:
         return kernel_pages(blocks, self.config.groups[group].block_pages).tolist()
@@ -223,13 +243,16 @@ class NixlConnectorWorker:
             PullFailedError: the load has failed, or the layer did not come in time.
             InvalidTransferError: no group has such a layer.
         """
-        number = self._number_of(layer)
-        if (load := self._loads.find(request_id)) is None or load.silent:
+        groups = self.config.groups
+        number = next((group.layers[layer] for group in groups if layer in group.layers), None)
+        if number is None:
+            raise InvalidTransferError(f"layer {layer!r} is in none of the {len(groups)} groups")
+        if (load := self._book.find(request_id)) is None or load.silent:
             return
 
         def ready() -> bool:
             self._drain()
-            return load.has(number) or bool(load.error) or self._loads.find(request_id) is not load
+            return load.has(number) or bool(load.error) or self._book.find(request_id) is not load
 
         came = self._running().wait(ready, timeout_s)
         if load.error or not came:
@@ -237,13 +260,7 @@ class NixlConnectorWorker:
             raise PullFailedError(f"request {request_id!r}: {reason}")
         self._restore(load, [layer])
 
-    def _number_of(self, layer: str) -> int:
-        for group in self.config.groups:
-            if layer in group.layers:
-                return group.layers[layer]
-        raise InvalidTransferError(f"layer {layer!r} is in none of the {len(self.config.groups)} groups")
-
-    def _restore(self, load: Load, layers: Sequence[str]) -> None:
+    def _restore(self, load: OpenLoad, layers: Sequence[str]) -> None:
         """Copies layers of a load back from host buffers, each once."""
         wanted = [layer for layer in layers if layer not in load.restored]
         if self._host is not None and wanted:
@@ -255,11 +272,15 @@ class NixlConnectorWorker:
         while self._events:
             event = self._events.popleft()
             self._has_news = True
-            if isinstance(event, PullEvent):
-                if (load := self._loads.on_event(event)) is not None:
-                    self._restore(load, [name for group in self.config.groups for name in group.layers])
-            else:
-                self._sends.on_event(event)
+            if not isinstance(event, PullEvent):
+                self._book.on_lease(event)
+            elif (load := self._book.on_pull(event)) is not None:
+                self._restore(load, [name for group in self.config.groups for name in group.layers])
+
+    def _output(self) -> WorkerOutput:
+        """What has happened since it was taken, up to now."""
+        self._drain()
+        return self._book.output
 
     def take_output(self) -> WorkerOutput:
         """Returns all that has happened since it was last taken, for the scheduler's side.
@@ -267,15 +288,9 @@ class NixlConnectorWorker:
         Raises:
             EngineClosedError: the transfer thread has died.
         """
-        sent, received = self._finished()
-        offered, self._sends.offered = self._sends.offered, {}
-        return WorkerOutput(
-            offered=offered,
-            sent=sent,
-            received=received,
-            failed=self.get_failed_loads(),
-            block_ids_with_errors=self.get_block_ids_with_load_errors(),
-        )
+        self._raise_failure()
+        output, self._book.output = self._output(), WorkerOutput()
+        return output
 
     def get_finished(self) -> tuple[set[str], set[str]]:
         """Returns the requests that are done on this rank since the last call, each once.
@@ -287,30 +302,25 @@ class NixlConnectorWorker:
         Raises:
             EngineClosedError: the transfer thread has died.
         """
-        sent, received = self._finished()
+        self._raise_failure()
+        output = self._output()
+        sent, output.sent = output.sent, {}
+        received, output.received = output.received, set()
         return set(sent), received
-
-    def _finished(self) -> tuple[dict[str, str], set[str]]:
-        if self._thread is not None:
-            self._thread.raise_failure()
-        self._drain()
-        sent, self._sends.sent = self._sends.sent, {}
-        received, self._loads.received = self._loads.received, set()
-        return sent, received
 
     def get_failed_loads(self) -> dict[str, str]:
         """Returns the loads that have failed since the last call, each once, and why.
 
         A request is among the received of `get_finished` then or later: until it is, its pages stay out of use.
         """
-        self._drain()
-        failed, self._loads.failed = self._loads.failed, {}
+        output = self._output()
+        failed, output.failed = output.failed, {}
         return failed
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Returns our blocks, of every group, of the loads that have failed since the last call."""
-        self._drain()
-        blocks, self._loads.bad_blocks = self._loads.bad_blocks, set()
+        output = self._output()
+        blocks, output.block_ids_with_errors = output.block_ids_with_errors, set()
         return blocks
 
     def get_kv_connector_stats(self) -> StatsSnapshot | None:
@@ -329,6 +339,10 @@ class NixlConnectorWorker:
         if self._thread is None:
             raise EngineClosedError(f"{self._where}: no caches are registered, or it was shut down")
         return self._thread
+
+    def _raise_failure(self) -> None:
+        if self._thread is not None:
+            self._thread.raise_failure()
 
     def shutdown(self) -> None:
         """Ends every lease and load. No byte moves afterwards; what was open is told by the next `get_finished`.

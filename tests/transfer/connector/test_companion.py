@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from transfer.connector.companion import LEASE_SLOTS, Progress, TransferCompanion
+from transfer.connector.companion import TransferCompanion
 from transfer.connector.config import GroupConfig, StatePart, Timing, WorkerConfig
-from transfer.connector.metadata import ConnectorMetadata, WorkerOutput
+from transfer.connector.metadata import ConnectorMetadata, Progress, WorkerOutput
 from transfer.errors import (
     HandshakeError,
     InvalidEngineError,
@@ -20,6 +20,7 @@ from transfer.errors import (
     TransferParamsError,
 )
 from transfer.pull.lease import LeaseBook
+from transfer.pull.lease_slots import LEASE_SLOTS
 
 FULL = GroupConfig(layers={"a": 0}, block_size=8, head_dim=4)
 WINDOW = GroupConfig(layers={"w": 1}, kind="sliding_window", window=10, block_size=8, head_dim=4)
@@ -161,9 +162,10 @@ def test_what_was_made_is_read_and_loaded(make: Any) -> None:
     read = reader.read("R", params(source))
     assert reader.external_tokens("R", read, 21, 8) == 12
     asked = loading(reader, read, 21, 8)
-    assert (asked.address, asked.engine_id, asked.ranks) == (source.address, "p", 2)
-    assert (asked.num_computed_tokens, asked.num_tokens, asked.total_tokens, asked.last) == (8, 20, 20, True)
-    assert (asked.first_blocks, asked.local_block_ids, asked.remote_block_ids) == ((1,), ((1, 2, 3),), ((5, 6, 7),))
+    where = asked.pages.source
+    assert (where.address, where.engine_id, where.ranks) == (source.address, "p", 2)
+    assert (asked.num_computed_tokens, asked.num_tokens, asked.total_tokens, asked.last) == (8, 21, 20, True)
+    assert (asked.first_blocks, asked.local_block_ids, asked.pages.block_ids) == ((1,), ((1, 2, 3),), ((5, 6, 7),))
 
 
 def test_a_prompt_may_be_longer_or_shorter_than_what_the_source_computed(make: Any) -> None:
@@ -172,7 +174,7 @@ def test_a_prompt_may_be_longer_or_shorter_than_what_the_source_computed(make: A
     read = companion.read("R", params(companion))
     assert [companion.external_tokens("R", read, tokens, 0) for tokens in (10, 20, 21, 100)] == [10, 20, 20, 20]
     assert companion.external_tokens("R", read, 21, 24) == 0
-    assert loading(companion, read, 10).num_tokens == 10
+    assert loading(companion, read, 10).total_tokens == 10
 
 
 def test_a_state_after_more_tokens_than_the_request_has_is_of_no_use(make: Any) -> None:
@@ -216,7 +218,7 @@ def test_nothing_to_load_is_told_to_the_source_and_waited_for_by_nobody(make: An
     companion = make()
     offered(companion)
     asked = loading(companion, companion.read("R", params(companion)), 20, 24)
-    assert asked.num_computed_tokens == asked.num_tokens == 20
+    assert asked.num_computed_tokens > asked.total_tokens == 20
     assert asked.last
     companion.load("R", companion.read("R", params(companion)), [[]], 20, 24)  # there is no load that has not ended
 
@@ -243,9 +245,9 @@ def test_a_source_is_held_until_there_are_blocks(make: Any) -> None:
     with pytest.raises(InvalidTransferError, match="request 'R': its load has not ended"):
         companion.hold("R", read)
     held = companion.build_metadata().reqs_to_recv["R"]
-    assert (held.num_tokens, held.total_tokens, held.last, held.brings_layers) == (0, 20, False, False)
+    assert (held.pages, held.local_block_ids, held.last) == (read, (), False)
     asked = loading(companion, read, 17, 8)
-    assert (asked.num_computed_tokens, asked.num_tokens, asked.last) == (8, 17, True)
+    assert (asked.num_computed_tokens, asked.total_tokens, asked.last) == (8, 17, True)
     with pytest.raises(InvalidTransferError, match="request 'R': its load has not ended"):
         companion.load("R", read, [[1, 2, 3]], 17, 8)
     companion.update(0, WorkerOutput(received={"R"}))
@@ -276,22 +278,23 @@ def test_a_source_that_could_not_be_held_is_not_loaded_from(make: Any) -> None:
         companion.load("R", read, [[1, 2, 3]], 20, 0)
 
 
-def test_chunks_are_asked_for_in_whole_blocks_until_the_last(make: Any) -> None:
+def test_a_load_goes_on_as_its_source_computes_until_all_is_asked_for(make: Any) -> None:
     companion = make()
     offered(companion, running=True)
     blocks = [[*range(5, 12)]]
     chunk = lambda tokens: companion.params("r", blocks, tokens, total_tokens=50)  # noqa: E731 -- one expression
     asked = loading(companion, companion.read("R", chunk(13)), 51)
-    assert (asked.num_computed_tokens, asked.num_tokens, asked.last) == (0, 8, False)
-    companion.load_more("R", chunk(15))
-    assert companion.build_metadata().reqs_to_recv == {}
+    assert (asked.pages.num_tokens, asked.total_tokens, asked.last) == (13, 50, False)
     companion.load_more("R", chunk(30))
     asked = companion.build_metadata().reqs_to_recv["R"]
-    assert (asked.num_computed_tokens, asked.num_tokens, asked.remote_block_ids) == (8, 24, ((5, 6, 7, 8),))
+    assert (asked.num_computed_tokens, asked.pages.num_tokens, asked.last) == (0, 30, False)
+    assert (asked.local_block_ids, asked.pages.block_ids) == (((1, 2, 3),), ((5, 6, 7, 8),))
     companion.load_more("R", chunk(41))
     companion.load_more("R", chunk(50))  # two in one step are one
     asked = companion.build_metadata().reqs_to_recv["R"]
-    assert (asked.num_computed_tokens, asked.num_tokens, asked.last) == (24, 50, True)
+    assert (asked.pages.num_tokens, asked.last) == (50, True)
+    companion.load_more("R", chunk(50))
+    assert companion.build_metadata().reqs_to_recv == {}
 
 
 def test_the_first_chunk_grows_while_no_rank_has_heard_of_it(make: Any) -> None:
@@ -300,7 +303,7 @@ def test_the_first_chunk_grows_while_no_rank_has_heard_of_it(make: Any) -> None:
     companion.load("R", companion.read("R", params(companion, tokens=9, total_tokens=24)), [[1, 2, 3]], 25, 0)
     companion.load_more("R", params(companion, tokens=24, total_tokens=24))
     asked = companion.build_metadata().reqs_to_recv["R"]
-    assert (asked.num_computed_tokens, asked.num_tokens, asked.last) == (0, 24, True)
+    assert (asked.num_computed_tokens, asked.pages.num_tokens, asked.last) == (0, 24, True)
 
 
 def test_more_pages_of_another_lease_are_refused(make: Any) -> None:

@@ -14,15 +14,19 @@ from transfer.pull.pull_state import LeaseRef
 PAGES = RemotePages(
     engine_id="p",
     request_id="r-1",
-    address="tcp://10.0.0.7:5600",
+    host="10.0.0.7",
+    port=5600,
     incarnation="i",
-    ranks=4,
-    lease=LeaseRef((1 << 64) - 1, 7, 30.0),
+    tp_size=2,
+    pp_size=2,
+    lease_id="0xffffffffffffffff",
+    lease_slot=7,
+    lease_duration_s=30.0,
     block_ids=((3, 4, 5), (9,)),
     num_tokens=40,
     total_tokens=64,
 )
-GOOD = params_of(PAGES, 2, 2)
+GOOD = params_of(PAGES)
 
 
 def test_what_a_source_makes_is_what_a_reader_reads_also_through_json() -> None:
@@ -31,9 +35,36 @@ def test_what_a_source_makes_is_what_a_reader_reads_also_through_json() -> None:
     assert GOOD["lease_id"] == "0xffffffffffffffff"  # as a number, a proxy in JavaScript would round it
 
 
+def test_the_keys_are_those_that_other_connectors_and_proxies_know() -> None:
+    assert GOOD == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": "p",
+        "remote_request_id": "r-1",
+        "remote_block_ids": [[3, 4, 5], [9]],
+        "remote_host": "10.0.0.7",
+        "remote_port": 5600,
+        "tp_size": 2,
+        "pp_size": 2,
+        "remote_num_tokens": 40,
+        "remote_total_tokens": 64,
+        "remote_incarnation": "i",
+        "transfer_mode": "pull",
+        "lease_id": "0xffffffffffffffff",
+        "lease_slot": 7,
+        "lease_duration_s": 30.0,
+    }
+
+
+def test_a_pull_is_told_where_the_pages_are() -> None:
+    source = read_params("r", GOOD, 2).source
+    assert (source.address, source.engine_id, source.incarnation, source.ranks) == ("tcp://10.0.0.7:5600", "p", "i", 4)
+    assert source.lease == LeaseRef((1 << 64) - 1, 7, 30.0)
+
+
 def test_an_ipv6_address_and_a_host_name_are_addresses() -> None:
     for host in ("[::1]", "node-7.rack.local", "a", "host_1"):
-        assert read_params("r", GOOD | {"remote_host": host}, 2).address == f"tcp://{host}:5600"
+        assert read_params("r", GOOD | {"remote_host": host}, 2).source.address == f"tcp://{host}:5600"
 
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": False}, {"do_remote_decode": True}, {"other": 1}])
@@ -49,7 +80,7 @@ def test_what_may_be_absent_has_the_meaning_of_one_rank_and_a_whole_prompt() -> 
         not in {"tp_size", "pp_size", "remote_total_tokens", "remote_incarnation", "transfer_mode", "do_remote_decode"}
     }
     read = read_params("r", few, 2)
-    assert (read.ranks, read.total_tokens, read.incarnation) == (1, 40, "")
+    assert (read.source.ranks, read.total_tokens, read.incarnation) == (1, 40, "")
     assert read_params("r", GOOD | {"dcp_size": 1, "from_the_future": object()}, 2) == PAGES
 
 
@@ -59,67 +90,68 @@ class Strange:
 
 
 BAD: list[tuple[str, Any, str]] = [
-    ("do_remote_prefill", "yes", "'yes': true or false is expected"),
-    ("do_remote_prefill", 1, "1: true or false is expected"),
+    ("do_remote_prefill", "yes", "'yes': Expected `bool`"),
+    ("do_remote_prefill", 1, "1: Expected `bool`"),
     ("do_remote_decode", True, "True: do_remote_prefill is true as well"),
-    ("transfer_mode", "push", "'push': 'pull' is the only one"),
-    ("transfer_mode", ["pull"], "['pull']: 'pull' is the only one"),
-    ("remote_engine_id", None, "None: printable text of 1 to 512 characters is expected"),
-    ("remote_engine_id", "", "'': printable text"),
-    ("remote_engine_id", "x" * 513, "x': printable text"),
-    ("remote_engine_id", 7, "7: printable text"),
+    ("transfer_mode", "push", "'push': Invalid enum value"),
+    ("transfer_mode", ["pull"], "['pull']: Expected `str`"),
+    ("remote_engine_id", None, "None: Expected `str`"),
+    ("remote_engine_id", "", "'': Expected `str` of length >= 1"),
+    ("remote_engine_id", "x" * 513, "x': Expected `str` of length <= 512"),
+    ("remote_engine_id", 7, "7: Expected `str`"),
     ("remote_request_id", "\n", "'\\n': printable text"),
-    ("remote_host", None, "None: printable text"),
+    ("remote_host", None, "None: Expected `str`"),
     ("remote_host", "a b", "'a b': a host name or an IP address is expected"),
     ("remote_host", "10.0.0.1:99;tcp://evil", ": a host name or an IP address is expected"),
     ("remote_host", "*", "'*': a host name"),
-    ("remote_host", "\ud800", ": printable text"),
+    ("remote_host", "\ud800", ": a host name"),
     ("remote_host", "-x", "'-x': a host name"),
-    ("remote_port", None, "None: an integer from 1 to 65535 is expected"),
-    ("remote_port", "5600", "'5600': an integer"),
-    ("remote_port", 0, "0: an integer from 1 to 65535"),
-    ("remote_port", 65536, "65536: an integer"),
-    ("remote_port", True, "True: an integer"),
-    ("remote_port", 5600.0, "5600.0: an integer"),
-    ("remote_port", 10**5000, "an object of int: an integer"),
-    ("tp_size", 0, "0: an integer from 1 to 4096"),
-    ("tp_size", 4097, "4097: an integer"),
+    ("remote_port", None, "None: Expected `int`"),
+    ("remote_port", "5600", "'5600': Expected `int`"),
+    ("remote_port", 0, "0: Expected `int` >= 1"),
+    ("remote_port", 65536, "65536: Expected `int` <= 65535"),
+    ("remote_port", True, "True: Expected `int`"),
+    ("remote_port", 5600.0, "5600.0: Expected `int`"),
+    ("remote_port", 10**5000, "an object of int: Expected `int` <= 65535"),
+    ("tp_size", 0, "0: Expected `int` >= 1"),
+    ("tp_size", 4097, "4097: Expected `int` <= 4096"),
     ("tp_size", 4096, "4096: times pp_size is 8192, at most 4096 ranks may be"),
-    ("pp_size", "2", "'2': an integer"),
-    ("remote_num_tokens", 0, f"0: an integer from 1 to {MAX_TOKENS}"),
-    ("remote_num_tokens", -5, "-5: an integer"),
-    ("remote_num_tokens", 1 << 40, ": an integer from 1"),
+    ("pp_size", "2", "'2': Expected `int`"),
+    ("remote_num_tokens", 0, "0: Expected `int` >= 1"),
+    ("remote_num_tokens", -5, "-5: Expected `int` >= 1"),
+    ("remote_num_tokens", 1 << 40, f": Expected `int` <= {MAX_TOKENS}"),
     ("remote_total_tokens", 39, f"39: an integer from 40 to {MAX_TOKENS} is expected"),
-    ("remote_block_ids", None, "None: a list of blocks for each of 2 groups is expected"),
+    ("remote_block_ids", None, "None: Expected `array`"),
     ("remote_block_ids", [], "[]: a list of blocks for each of 2 groups"),
     ("remote_block_ids", [[1]], "[[1]]: a list of blocks for each of 2 groups"),
     ("remote_block_ids", [[1], [2], [3]], "a list of blocks for each of 2 groups"),
-    ("remote_block_ids", "12", "'12': a list of blocks"),
-    ("remote_block_ids", {"0": [1], "1": [2]}, "a list of blocks"),
+    ("remote_block_ids", "12", "'12': Expected `array`"),
+    ("remote_block_ids", {"0": [1], "1": [2]}, ": Expected `array`"),
     ("remote_block_ids", [[], []], "[[], []]: no block at all, for 40 tokens"),
-    ("remote_block_ids", [[1], 5], "5: group 1 is no list of at most 40 blocks"),
-    ("remote_block_ids", [[1], "5"], "'5': group 1 is no list"),
-    ("remote_block_ids", [[*range(41)], []], "group 0 is no list of at most 40 blocks, one for each token"),
-    ("remote_block_ids", [[1, -1], []], "group 0 names block -1, 0 to 2147483647 may be"),
-    ("remote_block_ids", [[1], [1 << 31]], "group 1 names block 2147483648"),
-    ("remote_block_ids", [[1.0], []], "group 0 names block 1.0"),
-    ("remote_block_ids", [[True], []], "group 0 names block True"),
-    ("remote_block_ids", [[None], []], "group 0 names block None"),
-    ("remote_block_ids", [[Strange()], []], "group 0 names block <Strange instance"),
-    ("lease_id", None, "None: printable text"),
-    ("lease_id", 12, "12: printable text"),
+    ("remote_block_ids", [[1], 5], "[1] is 5: Expected `array`"),
+    ("remote_block_ids", [[1], "5"], "[1] is '5': Expected `array`"),
+    ("remote_block_ids", [[*range(41)], []], "a group has 41 blocks, at most 40, one a token, may be"),
+    ("remote_block_ids", [[1, -1], []], "[0][1] is -1: Expected `int` >= 0"),
+    ("remote_block_ids", [[1], [1 << 31]], "[1][0] is 2147483648: Expected `int` <= 2147483647"),
+    ("remote_block_ids", [[1.0], []], "[0][0] is 1.0: Expected `int`"),
+    ("remote_block_ids", [{-1}, []], "[0][0] is [{-1}, []]: Expected `int` >= 0"),
+    ("remote_block_ids", [[True], []], "[0][0] is True: Expected `int`"),
+    ("remote_block_ids", [[None], []], "[0][0] is None: Expected `int`"),
+    ("remote_block_ids", [[Strange()], []], "[0][0] is <Strange instance"),
+    ("lease_id", None, "None: Expected `str`"),
+    ("lease_id", 12, "12: Expected `str`"),
     ("lease_id", "12", "'12': a hexadecimal number of 64 bits above 0 is expected"),
     ("lease_id", "0x0", "'0x0': a hexadecimal number"),
     ("lease_id", "0x1" + "0" * 16, ": a hexadecimal number"),
     ("lease_id", "0x_1", ": a hexadecimal number"),
     ("lease_id", "-0x1", ": a hexadecimal number"),
-    ("lease_slot", -1, "-1: an integer from 0"),
-    ("lease_slot", None, "None: an integer from 0"),
-    ("lease_duration_s", 0, "0: seconds above 0"),
-    ("lease_duration_s", float("nan"), "nan: seconds above 0"),
-    ("lease_duration_s", float("inf"), "inf: seconds above 0"),
-    ("lease_duration_s", "30", "'30': seconds above 0"),
-    ("lease_duration_s", True, "True: seconds above 0"),
+    ("lease_slot", -1, "-1: Expected `int` >= 0"),
+    ("lease_slot", None, "None: Expected `int`"),
+    ("lease_duration_s", 0, "0: Expected `float` > 0"),
+    ("lease_duration_s", float("nan"), "nan: Expected `float` > 0"),
+    ("lease_duration_s", float("inf"), "inf: Expected `float` <= 86400"),
+    ("lease_duration_s", "30", "'30': Expected `float`"),
+    ("lease_duration_s", True, "True: Expected `float`"),
 ]
 
 
@@ -130,7 +162,7 @@ def test_a_bad_value_is_refused_with_the_request_the_key_and_the_value(key: str,
     with pytest.raises(TransferParamsError) as raised:
         read_params("r-9", GOOD | {key: value}, 2)
     text = str(raised.value)
-    assert text.startswith(f"request 'r-9': kv_transfer_params[{key!r}] is ")
+    assert text.startswith(f"request 'r-9': kv_transfer_params[{key!r}]")
     assert message in text
     assert len(text) < 500
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -445,7 +446,7 @@ def test_what_is_being_sent_or_loaded_already_changes_nothing(engine: Any) -> No
         worker(source).start_load_kv(
             ConnectorMetadata(reqs_to_send={"q": SendRequest(lease=lease), "r": SendRequest(lease=lease)})
         )
-    assert worker(source)._sends._leases.keys() == {"r"}
+    assert worker(source)._book.leases.keys() == {"r"}
     load(reader, pair, params)
     metadata = reader.companion.build_metadata()
     worker(reader).start_load_kv(metadata)
@@ -453,6 +454,17 @@ def test_what_is_being_sent_or_loaded_already_changes_nothing(engine: Any) -> No
         worker(reader).start_load_kv(metadata)
     run_until(lambda: reader.received, source, reader)
     assert not reader.failed
+
+
+def test_only_leases_that_stand_are_started_or_ended() -> None:
+    source, did = NixlConnectorWorker(worker_config(FULL, Side(), 0, "e", "i")), []
+    source._thread = SimpleNamespace(
+        start_clock=lambda lease_id: did.append(("start", lease_id)),
+        revoke=lambda *lease: did.append(("revoke", *lease)),
+    )
+    source._book.leases["r"] = 5
+    source.start_load_kv(ConnectorMetadata(reqs_computed=["r", "x"], reqs_not_processed={"r": "left", "x": "left"}))
+    assert did == [("start", 5), ("revoke", 5, "left")]
 
 
 def test_shutting_down_tells_of_what_was_open_and_can_be_done_twice(engine: Any) -> None:

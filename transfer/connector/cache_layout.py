@@ -11,26 +11,12 @@ import torch
 
 from transfer.connector.config import GroupConfig, WorkerConfig, share
 from transfer.errors import InvalidEngineError, MetadataError
-from transfer.plan.boxes import Box, Group, ShardLayout, check
+from transfer.plan.boxes import KV, Box, Group, ShardLayout, check
 from transfer.plan.shapes import from_tensor
+from transfer.pull.start import ShardMemory
 
 Cache: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 """A layer's tensor; or several: K and V apart, or the parts of a state."""
-
-
-@dataclass(frozen=True)
-class CacheMemory:
-    """What a rank registers.
-
-    Attributes:
-        layout: of the shard.
-        bases: address of each region.
-        device: that all tensors are on.
-    """
-
-    layout: ShardLayout
-    bases: tuple[int, ...]
-    device: torch.device
 
 
 def tensors_of(cache: Cache) -> tuple[torch.Tensor, ...]:
@@ -38,8 +24,8 @@ def tensors_of(cache: Cache) -> tuple[torch.Tensor, ...]:
     return (cache,) if isinstance(cache, torch.Tensor) else tuple(cache)
 
 
-class _Regions:
-    """Each storage once: layers and groups may share tensors, or be views of one."""
+class _Storages:
+    """The torch storages that tensors are views of, each as one region: layers and groups may share them."""
 
     def __init__(self) -> None:
         self.bases: list[int] = []
@@ -57,38 +43,28 @@ class _Regions:
         return self._known[base], tensor.data_ptr() - base
 
 
-def cache_memory(config: WorkerConfig, caches: Mapping[str, Cache], cross_layer: Sequence[str] = ()) -> CacheMemory:
-    """Returns the memory of a rank's caches, checked against the config.
-
-    Args:
-        config: of the rank.
-        caches: each layer's cache; layers that are not on this rank are left out.
-        cross_layer: names of the layers that the one tensor in `caches` holds, where it holds several.
-
-    Raises:
-        InvalidEngineError: a layer that no group has, or a tensor that does not fit its group, with both values.
-    """
+def cache_layout(config: WorkerConfig, caches: Mapping[str, Cache], cross_layer: Sequence[str] = ()) -> ShardMemory:
+    """Returns the memory of a rank's caches, checked against the config."""
     where = f"engine {config.engine_id!r} rank {config.rank}"
     tensors = {name: tensors_of(cache) for name, cache in caches.items()}
-    flat = [tensor for found in tensors.values() for tensor in found]
-    if not flat:
+    devices = {tensor.device for found in tensors.values() for tensor in found}
+    if not devices:
         raise InvalidEngineError(f"{where}: no caches to register")
-    devices = {tensor.device for tensor in flat}
     if len(devices) != 1:
         raise InvalidEngineError(f"{where}: caches are on {sorted(map(str, devices))}; one device is expected")
     unknown = set(caches) - {name for group in config.groups for name in group.layers}
     if unknown:
         raise InvalidEngineError(f"{where}: layer {min(unknown)!r} is in none of the {len(config.groups)} groups")
-    regions = _Regions()
+    storages = _Storages()
     groups = tuple(
-        _group(f"{where}: group {number}", config, group, tensors, regions, cross_layer)
+        _group(f"{where}: group {number}", config, group, tensors, storages, cross_layer)
         for number, group in enumerate(config.groups)
     )
     try:
-        layout = check(ShardLayout(groups, tuple(regions.sizes)))
+        layout = check(ShardLayout(groups, tuple(storages.sizes)))
     except MetadataError as error:
         raise InvalidEngineError(f"{where}: {error}") from error
-    return CacheMemory(layout, tuple(regions.bases), devices.pop())
+    return ShardMemory(layout, tuple(storages.bases), devices.pop())
 
 
 def _group(
@@ -96,28 +72,24 @@ def _group(
     config: WorkerConfig,
     group: GroupConfig,
     tensors: Mapping[str, tuple[torch.Tensor, ...]],
-    regions: _Regions,
+    storages: _Storages,
     cross_layer: Sequence[str],
 ) -> Group:
     boxes: list[Box] = []
-    pages: dict[str, int] = {}
+    sizes: set[int] = set()
     for name in group.layers:
         if name not in tensors:
             continue
         label = f"{where}, layer {name!r}"
-        first, count = group.layers[name], 1
-        if cross_layer:
-            first, count = _layer_run(label, group, cross_layer)
-        layer = _Layer(label, config, first, count, regions)
-        found, pages[name] = (layer.state if group.is_state else layer.attention)(group, tensors[name])
-        boxes += found
-    if len(set(pages.values())) > 1:
-        raise InvalidEngineError(f"{where}: its layers have {pages} pages; they must have as many")
-    num_pages = next(iter(pages.values()), 1)
+        first, count = _layer_run(label, group, cross_layer) if cross_layer else (group.layers[name], 1)
+        layer = _Layer(label, config, group, first, count, storages)
+        boxes += (layer.state if group.is_state else layer.attention)(tensors[name], sizes)
+        if len(sizes) != 1:
+            raise InvalidEngineError(f"{label}: its tensors have {sorted(sizes)} pages; they must have as many")
+    num_pages = sizes.pop() if sizes else 1
     if num_pages % group.block_pages and boxes:
         raise InvalidEngineError(f"{where}: {num_pages} pages, a block has {group.block_pages}")
-    block_pages = group.block_pages
-    return Group(group.page_size, num_pages, tuple(boxes), group.window, group.is_state, block_pages)
+    return Group(group.page_size, num_pages, tuple(boxes), group.window, group.is_state, group.block_pages)
 
 
 def _layer_run(label: str, group: GroupConfig, names: Sequence[str]) -> tuple[int, int]:
@@ -132,16 +104,18 @@ def _layer_run(label: str, group: GroupConfig, names: Sequence[str]) -> tuple[in
 
 @dataclass(frozen=True)
 class _Layer:
-    """Makes the boxes of a layer's tensors, or of several layers that lie in one."""
+    """Makes the boxes of a layer, or of several that lie in one tensor, and adds how many pages the tensors have."""
 
     label: str
     config: WorkerConfig
+    group: GroupConfig
     first: int
     count: int
-    regions: _Regions
+    storages: _Storages
 
-    def attention(self, group: GroupConfig, tensors: tuple[torch.Tensor, ...]) -> tuple[list[Box], int]:
-        """The boxes of keys and values, or of a latent, and how many pages they have."""
+    def attention(self, tensors: tuple[torch.Tensor, ...], sizes: set[int]) -> list[Box]:
+        """The boxes of keys and values, or of a latent."""
+        group = self.group
         names, sides = group.axes.split(","), 1 if group.kind == "mla" else 2
         if len(tensors) not in {1, sides}:
             raise InvalidEngineError(f"{self.label}: {len(tensors)} tensors, 1 to {sides} are expected")
@@ -156,71 +130,65 @@ class _Layer:
             "dim": group.head_dim,
         }
         boxes: list[Box] = []
-        pages: set[int] = set()
         for side, tensor in enumerate(tensors):
-            shape, strides = _dimensions(tensor, names)
-            self._check(names, shape, expected, tensor.dtype, group.dtype)
-            region, offset = self.regions.place(tensor)
-            axes, first = ",".join(names), (self.first, side, heads.start, 0)
-            dtype, itemsize = _name(tensor.dtype), tensor.dtype.itemsize
-            box = from_tensor(
-                shape, strides, axes, dtype=dtype, itemsize=itemsize, region=region, offset=offset, first=first
-            )
-            boxes.append(box)
-            pages.add(shape[names.index("page")])
-        return boxes, self._agreed(pages)
+            shape, strides = _split_sides(tensor, names)
+            self._check(names, shape, expected, _name(tensor.dtype))
+            sizes.add(shape[names.index("page")])
+            boxes.append(self._box(tensor, shape, strides, names, first=(self.first, side, heads.start, 0)))
+        return boxes
 
-    def state(self, group: GroupConfig, tensors: tuple[torch.Tensor, ...]) -> tuple[list[Box], int]:
-        """The boxes of a recurrent state, and how many pages they have."""
+    def state(self, tensors: tuple[torch.Tensor, ...], sizes: set[int]) -> list[Box]:
+        """The boxes of a recurrent state, part after part of each tensor's channels."""
         boxes: list[Box] = []
         taken, channels = [0] * len(tensors), [0] * len(tensors)
-        pages: set[int] = set()
-        for part in group.state:
+        for part in self.group.state:
             if part.tensor >= len(tensors):
                 raise InvalidEngineError(f"{self.label}: {part.kind!r} is in tensor {part.tensor} of {len(tensors)}")
             units = share(part.units, self.config.tp_size, self.config.tp_rank)
             tensor, skipped, held = tensors[part.tensor], taken[part.tensor], len(units) * part.width
-            names = part.axes.split(",")
-            shape, strides = _flat_tail(f"{self.label}, {part.kind!r}", tensor, len(names))
+            names, label = part.axes.split(","), f"{self.label}, {part.kind!r}"
+            shape, strides = _merge_last(label, tensor, len(names))
             if len(shape) != len(names) or not {"page", "head"} <= set(names) <= {"page", "head", "dim"}:
-                raise InvalidEngineError(
-                    f"{self.label}: {part.kind!r} of shape {list(tensor.shape)}, axes {part.axes!r}"
-                )
+                raise InvalidEngineError(f"{label} of shape {list(tensor.shape)}, axes {part.axes!r}")
             at = names.index("head")
             if skipped + held > shape[at] or _name(tensor.dtype) != part.dtype:
                 raise InvalidEngineError(
-                    f"{self.label}: {part.kind!r} takes channels {skipped} to {skipped + held} of {part.dtype}, tensor "
-                    f"{part.tensor} has {shape[at]} of {_name(tensor.dtype)}"
+                    f"{label} takes channels {skipped} to {skipped + held} of {part.dtype}, tensor {part.tensor} has "
+                    f"{shape[at]} of {_name(tensor.dtype)}"
                 )
-            taken[part.tensor] += held
-            channels[part.tensor] = shape[at]
-            pages.add(shape[names.index("page")])
-            region, offset = self.regions.place(tensor)
+            taken[part.tensor], channels[part.tensor] = skipped + held, shape[at]
+            sizes.add(shape[names.index("page")])
             shape[at] = held
-            box = from_tensor(
-                shape,
-                strides,
-                part.axes,
-                dtype=part.dtype,
-                itemsize=tensor.dtype.itemsize,
-                region=region,
-                offset=offset + skipped * strides[at],
-                kind=part.kind,
-                first=(self.first, 0, units.start * part.width, 0),
-            )
-            boxes.append(box)
+            first = (self.first, 0, units.start * part.width, 0)
+            boxes.append(self._box(tensor, shape, strides, names, first, part.kind, skipped * strides[at]))
         if taken != channels or not all(channels):
             raise InvalidEngineError(f"{self.label}: its tensors have {channels} channels, the state takes {taken}")
-        return boxes, self._agreed(pages)
+        return boxes
 
-    def _agreed(self, pages: set[int]) -> int:
-        if len(pages) != 1:
-            raise InvalidEngineError(f"{self.label}: its tensors have {sorted(pages)} pages; they must have as many")
-        return pages.pop()
+    def _box(
+        self,
+        tensor: torch.Tensor,
+        shape: list[int],
+        strides: list[int],
+        names: list[str],
+        first: tuple[int, int, int, int],
+        kind: str = KV,
+        skipped: int = 0,
+    ) -> Box:
+        region, offset = self.storages.place(tensor)
+        return from_tensor(
+            shape,
+            strides,
+            ",".join(names),
+            dtype=_name(tensor.dtype),
+            itemsize=tensor.element_size(),
+            region=region,
+            offset=offset + skipped,
+            kind=kind,
+            first=first,
+        )
 
-    def _check(
-        self, names: list[str], shape: list[int], expected: Mapping[str, int], dtype: torch.dtype, wanted: str
-    ) -> None:
+    def _check(self, names: list[str], shape: list[int], expected: Mapping[str, int], dtype: str) -> None:
         if len(names) != len(shape) or "page" not in names:
             raise InvalidEngineError(f"{self.label}: shape {shape} for the axes {','.join(names)!r}")
         wrong = [
@@ -230,8 +198,8 @@ class _Layer:
         ]
         left_out = [axis for axis, size in expected.items() if axis not in names and size > 1]
         wrong += [f"no axis {axis} for {expected[axis]} elements" for axis in left_out]
-        if _name(dtype) != wanted:
-            wrong.append(f"elements of {_name(dtype)}, {wanted} expected")
+        if dtype != self.group.dtype:
+            wrong.append(f"elements of {dtype}, {self.group.dtype} expected")
         if wrong:
             raise InvalidEngineError(f"{self.label}: {'; '.join(wrong)}")
 
@@ -244,7 +212,7 @@ def _bytes(tensor: torch.Tensor) -> list[int]:
     return [step * tensor.element_size() for step in tensor.stride()]
 
 
-def _dimensions(tensor: torch.Tensor, names: list[str]) -> tuple[list[int], list[int]]:
+def _split_sides(tensor: torch.Tensor, names: list[str]) -> tuple[list[int], list[int]]:
     """Sizes, and strides in bytes. Where K and V share the last dimension, it is two."""
     shape, strides = list(tensor.shape), _bytes(tensor)
     if names[-2:] == ["side", "dim"] and len(shape) == len(names) - 1 and shape[-1] % 2 == 0:
@@ -253,7 +221,7 @@ def _dimensions(tensor: torch.Tensor, names: list[str]) -> tuple[list[int], list
     return shape, strides
 
 
-def _flat_tail(label: str, tensor: torch.Tensor, dimensions: int) -> tuple[list[int], list[int]]:
+def _merge_last(label: str, tensor: torch.Tensor, dimensions: int) -> tuple[list[int], list[int]]:
     """Sizes, and strides in bytes, with all dimensions from the last named one on as one."""
     shape, strides = list(tensor.shape), _bytes(tensor)
     for axis in range(len(shape) - 1, dimensions - 1, -1):

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from transfer.connector.caches import cache_memory
+from transfer.connector.cache_layout import cache_layout
 from transfer.connector.config import GroupConfig, StatePart, WorkerConfig
 from transfer.errors import InvalidEngineError
 from transfer.plan.boxes import ShardLayout
@@ -35,7 +35,7 @@ def boxes(layout: ShardLayout, group: int = 0) -> list[dict[str, Any]]:
 
 def test_each_layer_is_a_box_at_its_tensor_s_place() -> None:
     tensors = {"a": layer(2, N, H, T, D), "b": layer(2, N, H, T, D)}
-    memory = cache_memory(config(attention()), tensors)
+    memory = cache_layout(config(attention()), tensors)
     assert memory.bases == tuple(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
     assert memory.layout.region_bytes == (2 * N * H * T * D * 4,) * 2
     assert memory.layout.groups[0].num_pages == N
@@ -48,7 +48,7 @@ def test_each_layer_is_a_box_at_its_tensor_s_place() -> None:
 
 def test_views_of_one_storage_are_one_region() -> None:
     memory = torch.zeros(N, 2, 2, H, T, D)
-    found = cache_memory(config(attention("blocks-first-HND")), {"a": memory[:, 0], "b": memory[:, 1]})
+    found = cache_layout(config(attention("blocks-first-HND")), {"a": memory[:, 0], "b": memory[:, 1]})
     assert len(found.bases) == 1
     assert [box["offset"] for box in boxes(found.layout)] == [0, 2 * H * T * D * 4]
     assert {box["page_stride"] for box in boxes(found.layout)} == {2 * 2 * H * T * D * 4}
@@ -57,15 +57,15 @@ def test_views_of_one_storage_are_one_region() -> None:
 def test_groups_may_share_a_tensor() -> None:
     shared = layer(2, N, H, T, D)
     window = attention(layers={"w": 2}, kind="sliding_window", window=9)
-    found = cache_memory(config(attention(layers={"a": 0}), window), {"a": shared, "w": shared})
+    found = cache_layout(config(attention(layers={"a": 0}), window), {"a": shared, "w": shared})
     assert len(found.bases) == 1
     assert found.layout.groups[1].window == 9
 
 
 def test_keys_and_values_may_be_apart_or_share_a_dimension() -> None:
-    apart = cache_memory(config(attention()), {"a": (layer(N, H, T, D), layer(N, H, T, D))})
+    apart = cache_layout(config(attention()), {"a": (layer(N, H, T, D), layer(N, H, T, D))})
     assert [box["first"][1] for box in boxes(apart.layout)] == [0, 1]
-    packed = cache_memory(config(attention("LBHNC")), {"a": layer(N, H, T, 2 * D)})
+    packed = cache_layout(config(attention("LBHNC")), {"a": layer(N, H, T, 2 * D)})
     (box,) = boxes(packed.layout)
     assert box["extent"] == (1, 2, H, T, D)
     assert box["strides"][1] == D * 4
@@ -74,36 +74,36 @@ def test_keys_and_values_may_be_apart_or_share_a_dimension() -> None:
 
 def test_strides_and_not_shapes_say_how_a_tensor_lies() -> None:
     permuted = layer(N, H, 2, T, D).permute(2, 0, 1, 3, 4)
-    (box,) = boxes(cache_memory(config(attention()), {"a": permuted}).layout)
+    (box,) = boxes(cache_layout(config(attention()), {"a": permuted}).layout)
     assert box["page_stride"] == H * 2 * T * D * 4
     assert box["strides"][:3] == (0, T * D * 4, 2 * T * D * 4)
 
 
 def test_a_rank_holds_its_heads_and_its_stage() -> None:
     cut = config(attention(), tp_size=2, tp_rank=1, pp_size=2, pp_rank=1)
-    (box,) = boxes(cache_memory(cut, {"b": layer(2, N, H // 2, T, D)}).layout)
+    (box,) = boxes(cache_layout(cut, {"b": layer(2, N, H // 2, T, D)}).layout)
     assert box["first"] == (1, 0, 2, 0)
     replicated = config(attention(num_kv_heads=2), tp_size=4, tp_rank=3)
-    (box,) = boxes(cache_memory(replicated, {"a": layer(2, N, 1, T, D)}).layout)
+    (box,) = boxes(cache_layout(replicated, {"a": layer(2, N, 1, T, D)}).layout)
     assert box["first"] == (0, 0, 1, 0)
 
 
 def test_a_stage_without_a_group_s_layers_has_the_group_all_the_same() -> None:
-    found = cache_memory(config(attention(layers={"a": 0}), attention(layers={"b": 1})), {"a": layer(2, N, H, T, D)})
+    found = cache_layout(config(attention(layers={"a": 0}), attention(layers={"b": 1})), {"a": layer(2, N, H, T, D)})
     assert [len(group.boxes) for group in found.layout.groups] == [1, 0]
     assert found.layout.groups[1].page_size == T
 
 
 def test_a_cross_layer_tensor_is_one_box() -> None:
     tensor = layer(N, 2, H, T, 2 * D)
-    found = cache_memory(config(attention("BLHNC")), {"a": tensor}, ("a", "b"))
+    found = cache_layout(config(attention("BLHNC")), {"a": tensor}, ("a", "b"))
     (box,) = boxes(found.layout)
     assert box["extent"] == (2, 2, H, T, D)
     assert box["strides"][0] == H * T * 2 * D * 4
 
 
 def test_kernel_pages_are_those_of_the_tensor() -> None:
-    found = cache_memory(config(attention(block_size=32, kernel_block_size=T)), {"a": layer(2, 8, H, T, D)})
+    found = cache_layout(config(attention(block_size=32, kernel_block_size=T)), {"a": layer(2, 8, H, T, D)})
     assert found.layout.groups[0].block_pages == 4
     assert found.layout.groups[0].num_pages == 8
 
@@ -118,7 +118,7 @@ def test_a_state_is_a_box_for_each_part() -> None:
     memory = torch.zeros(N, 1000)
     conv = memory[:, : 19 * 4].unflatten(1, (19, 4))
     ssm = memory[:, 100 : 100 + 2 * 6 * 7].unflatten(1, (2, 6, 7))
-    found = cache_memory(config(group, tp_size=2, tp_rank=1), {"m": (conv, ssm)})
+    found = cache_layout(config(group, tp_size=2, tp_rank=1), {"m": (conv, ssm)})
     x, b, state = boxes(found.layout)
     assert (x["first"], x["extent"]) == ((5, 0, 16, 0), (1, 1, 16, 1, 4))
     assert (b["first"], b["offset"]) == ((5, 0, 3, 0), 16 * 4 * 4)
@@ -126,7 +126,7 @@ def test_a_state_is_a_box_for_each_part() -> None:
     assert {box["page_stride"] for box in (x, b, state)} == {4000}
     assert found.layout.groups[0].state
     other = StatePart(kind="conv.x", units=4, width=8, dtype="float32", axes="page,dim,head")
-    last = cache_memory(config(msgspec.structs.replace(group, state=(other,)), tp_size=2), {"m": torch.zeros(N, 4, 16)})
+    last = cache_layout(config(msgspec.structs.replace(group, state=(other,)), tp_size=2), {"m": torch.zeros(N, 4, 16)})
     (box,) = boxes(last.layout)
     assert (box["strides"][2], box["strides"][4]) == (4, 64)
 
@@ -168,7 +168,7 @@ BAD: list[tuple[str, WorkerConfig, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("made", "caches", "message"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
 def test_tensors_that_do_not_fit_are_refused_with_both_values(made: Any, caches: Any, message: str) -> None:
     with pytest.raises(InvalidEngineError, match="engine 'e' rank 0") as raised:
-        cache_memory(made, caches)
+        cache_layout(made, caches)
     assert message in str(raised.value)
 
 
@@ -191,7 +191,7 @@ def state(*parts: StatePart) -> WorkerConfig:
 )
 def test_a_state_that_does_not_fit_is_refused(parts: dict[str, Any], tensors: Any, message: str) -> None:
     with pytest.raises(InvalidEngineError) as raised:
-        cache_memory(state(StatePart(**({"kind": "ssm", "dtype": "float32"} | parts))), {"m": tensors})
+        cache_layout(state(StatePart(**({"kind": "ssm", "dtype": "float32"} | parts))), {"m": tensors})
     assert message in str(raised.value)
 
 
@@ -204,9 +204,9 @@ def test_a_state_that_does_not_fit_is_refused(parts: dict[str, Any], tensors: An
 )
 def test_a_cross_layer_tensor_holds_neighbours(names: tuple[str, ...], layers: dict[str, int], message: str) -> None:
     with pytest.raises(InvalidEngineError, match=message):
-        cache_memory(config(attention("BLHNC", layers=layers)), {"a": layer(N, 2, H, T, 2 * D)}, names)
+        cache_layout(config(attention("BLHNC", layers=layers)), {"a": layer(N, 2, H, T, 2 * D)}, names)
 
 
 def test_caches_on_several_devices_are_refused() -> None:
     with pytest.raises(InvalidEngineError, match=r"caches are on \['cpu', 'meta'\]; one device is expected"):
-        cache_memory(config(attention()), {"a": layer(2, N, H, T, D), "b": torch.zeros(2, N, H, T, D, device="meta")})
+        cache_layout(config(attention()), {"a": layer(2, N, H, T, D), "b": torch.zeros(2, N, H, T, D, device="meta")})

@@ -1,0 +1,263 @@
+"""Which pages a load asks for, and what is booked of it and of leases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from transfer.connector.config import GroupConfig, StatePart
+from transfer.connector.metadata import ConnectorMetadata, LoadRequest, SendRequest
+from transfer.connector.transfer_params import RemotePages
+from transfer.connector.worker_book import OpenLoad, WorkerBook
+from transfer.errors import InvalidTransferError
+from transfer.plan.page_lists import BlocksOfGroup
+from transfer.pull.pull_state import LeaseRef, PullEvent
+from transfer.pull.replica import LeaseOver, Offered
+
+FULL = GroupConfig(layers={"a": 0}, block_size=8, head_dim=4)
+KERNEL = GroupConfig(layers={"a": 0}, block_size=8, kernel_block_size=2, head_dim=4)
+WINDOW = GroupConfig(layers={"w": 1}, kind="sliding_window", window=10, block_size=8, head_dim=4)
+STATE = GroupConfig(layers={"m": 2}, kind="mamba", state=(StatePart(kind="ssm", units=4),))
+
+
+def asked(
+    local: Any, remote: Any, tokens: tuple[int, int], *, there: int = 0, total: int = 0, first: Any = None
+) -> LoadRequest:
+    """Tokens that are here and that are wanted, of a source that has computed `there` of `total`; all where 0."""
+    start, stop = tokens
+    pages = RemotePages(
+        engine_id="p",
+        request_id="x",
+        host="x",
+        port=1,
+        lease_id="0x1",
+        lease_slot=0,
+        lease_duration_s=30.0,
+        block_ids=remote,
+        num_tokens=there or stop,
+        total_tokens=total or there or stop,
+    )
+    return LoadRequest(
+        pages=pages,
+        local_block_ids=local,
+        first_blocks=first or (start // 8,) * len(local),
+        num_computed_tokens=start,
+        num_tokens=stop,
+    )
+
+
+def make(*groups: GroupConfig, whole_pages: bool = False) -> WorkerBook:
+    book = WorkerBook(groups)
+    book.whole_pages = whole_pages
+    return book
+
+
+def add(book: WorkerBook, request_id: str, request: LoadRequest) -> tuple[OpenLoad, Any]:
+    load = book.find(request_id) or book.begin(request_id)
+    return load, book.ask(load, request)
+
+
+def pages(found: BlocksOfGroup) -> tuple[list[int], tuple[int, int], int]:
+    return [int(page) for page in found.local], found.tokens, found.needed
+
+
+def test_the_whole_of_a_request() -> None:
+    load, (group,) = add(make(FULL), "r", asked(((4, 5, 6),), ((7, 8, 9),), (0, 20)))
+    assert pages(group) == ([4, 5, 6], (0, 20), 0)
+    assert (group.blocks, group.end) == ((7, 8, 9), 20)
+    assert (load.closed, load.silent, load.blocks, load.pages) == (True, False, {4, 5, 6}, [[4, 5, 6]])
+
+
+def test_a_prompt_may_be_longer_or_shorter_than_what_the_source_computed() -> None:
+    for wanted, tokens in ((25, (0, 20)), (17, (0, 17))):
+        load, (group,) = add(make(FULL), "r", asked(((4, 5, 6, 7),), ((7, 8, 9),), (0, wanted), there=20))
+        assert (load.closed, pages(group)[:2]) == (True, ([4, 5, 6], tokens))
+
+
+def test_blocks_beyond_the_tokens_are_left_alone() -> None:
+    _, (group,) = add(make(FULL), "r", asked(((4, 5, 6, 7),), ((7, 8, 9),), (0, 20)))
+    assert pages(group)[0] == [4, 5, 6]
+
+
+def test_kernel_pages_of_blocks() -> None:
+    _, (group,) = add(make(KERNEL), "r", asked(((3, 5),), ((7, 8),), (0, 11)))
+    assert pages(group)[0] == [12, 13, 14, 15, 20, 21]
+    _, (group,) = add(make(KERNEL), "s", asked(((3, 5),), ((7, 8),), (5, 11)))
+    assert pages(group)[0] == [14, 15, 20, 21]
+
+
+def test_a_window_is_clipped_to_what_it_needs() -> None:
+    _, (group,) = add(make(WINDOW), "r", asked(((1, 2, 3, 4, 5),), ((9,) * 5,), (0, 40)))
+    assert pages(group) == ([4, 5], (24, 40), 31)
+    _, (group,) = add(make(WINDOW), "s", asked(((4, 5),), ((9,) * 5,), (0, 40), first=(3,)))
+    assert pages(group) == ([4, 5], (24, 40), 31)
+    _, (group,) = add(make(WINDOW), "t", asked(((5,),), ((9,) * 5,), (32, 40)))
+    assert pages(group) == ([5], (32, 40), 32)
+    with pytest.raises(InvalidTransferError, match="our blocks begin with token 32, token 24 is the first to read"):
+        add(make(WINDOW), "u", asked(((5,),), ((9,) * 5,), (0, 40), first=(4,)))
+
+
+def test_a_state_is_one_page_and_comes_with_the_last_tokens() -> None:
+    book = make(FULL, STATE)
+    ours, theirs = ((4, 5, 6), (3,)), ((7, 8, 9), (2,))
+    _, (full, state) = add(book, "r", asked(ours, theirs, (0, 20), there=16, total=20))
+    assert (pages(full)[:2], pages(state)[1]) == (([4, 5], (0, 16)), (0, 0))
+    _, (full, state) = add(book, "r", asked(ours, theirs, (0, 20)))
+    assert (pages(full)[:2], pages(state)[:2]) == (([6], (16, 20)), ([3], (16, 20)))
+    assert state.blocks == (2,)
+    with pytest.raises(InvalidTransferError, match="group 1: the source's state is that after 24 tokens, 20 are to be"):
+        add(book, "s", asked(ours, theirs, (0, 20), there=24))
+
+
+def test_a_part_that_is_not_the_last_ends_with_a_block_of_every_group() -> None:
+    book = make(FULL, GroupConfig(layers={"b": 1}, block_size=12, head_dim=4), STATE)
+    ours, theirs = ((1, 2, 3, 4, 5, 6, 7), (11, 12, 13, 14, 15), (3,)), ((9,) * 7, (9,) * 5, (2,))
+    load = book.begin("r")
+    read = []
+    for there in (13, 30, 47, 49, 50):
+        found = book.ask(load, asked(ours, theirs, (0, 50), there=there, total=50))
+        read.append((found and found[0].tokens, found and found[1].tokens, load.closed))
+    assert read == [
+        (None, None, False),
+        ((0, 24), (0, 24), False),
+        (None, None, False),
+        ((24, 48), (24, 48), False),
+        ((48, 50), (48, 50), True),
+    ]
+    assert load.pages == [[1, 2, 3, 4, 5, 6, 7], [11, 12, 13, 14, 15], [3]]
+
+
+def test_nothing_is_read_of_a_source_before_there_are_blocks() -> None:
+    book = make(FULL)
+    whole = asked(((4, 5),), ((7, 8),), (0, 16))
+    load, found = add(book, "r", LoadRequest(pages=whole.pages))
+    assert (found, load.closed, load.silent) == (None, False, False)
+    load, (group,) = add(book, "r", whole)
+    assert (load.closed, load.silent, pages(group)[0]) == (True, False, [4, 5])
+
+
+def test_a_group_with_nothing_to_load_reads_nothing() -> None:
+    load, (full, window) = add(make(FULL, WINDOW), "r", asked(((), ()), ((5, 6), (7,)), (16, 16)))
+    assert (pages(full), pages(window)) == (([], (0, 0), 0), ([], (0, 0), 0))
+    assert load.silent
+
+
+def test_too_few_blocks_are_not_nothing() -> None:
+    load, (group,) = add(make(FULL), "r", asked(((),), ((5, 6),), (0, 16)))
+    assert group.tokens == (0, 16)
+    assert not load.silent
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (asked(((1,), (2,)), ((1,),), (0, 8)), r"blocks of \[2, 2, 1\] groups, there are 1"),
+        (asked(((1,),), ((1,),), (-8, 8)), "tokens -8 to 8"),
+    ],
+)
+def test_what_does_not_fit_is_an_error_of_its_request(request_: LoadRequest, message: str) -> None:
+    book = make(FULL)
+    load = book.begin("r")
+    with pytest.raises(InvalidTransferError, match=f"request 'r'.*{message}"):
+        book.ask(load, request_)
+    book.fail(load, "why", safe=True)
+    assert book.output.failed == {"r": "request 'r': why"}
+    assert book.output.received == {"r"}
+    assert book.find("r") is None
+
+
+def test_host_buffers_take_whole_pages() -> None:
+    with pytest.raises(InvalidTransferError, match="token 5 is within a page of 2"):
+        add(make(KERNEL, whole_pages=True), "r", asked(((3, 5),), ((7, 8),), (5, 11)))
+    add(make(KERNEL, whole_pages=True), "r", asked(((3, 5),), ((7, 8),), (6, 11)))
+
+
+def test_a_load_that_is_whole_takes_no_more_until_it_has_ended() -> None:
+    book = make(FULL)
+    part = asked(((4, 5, 6),), ((7,),), (0, 20), there=8, total=20)
+    step = ConnectorMetadata(reqs_to_recv={"q": part, "r": part})
+    book.check_new(step)
+    load, _ = add(book, "r", part)
+    book.check_new(step)
+    add(book, "r", asked(((4, 5, 6),), ((7, 8, 9),), (0, 20)))
+    with pytest.raises(InvalidTransferError, match="request 'r': its load has not ended yet"):
+        book.check_new(step)
+    book.on_pull(PullEvent(load.key, "", safe=True))
+    book.check_new(step)
+
+
+def test_a_failure_is_told_once_with_every_group_s_blocks_and_its_end_later() -> None:
+    book = make(FULL, WINDOW)
+    load, _ = add(book, "r", asked(((4, 5), (14, 15)), ((7, 8), (9, 9)), (0, 16)))
+    assert book.on_pull(PullEvent(load.key, "lost", safe=False)) is None
+    output = book.output
+    assert (output.failed, output.received) == ({"r": "request 'r': lost"}, set())
+    assert output.block_ids_with_errors == {4, 5, 14, 15}
+    output.failed, output.block_ids_with_errors = {}, set()
+    assert book.on_pull(PullEvent(load.key, "lost", safe=True)) is None
+    assert (output.failed, output.received, output.block_ids_with_errors) == ({}, {"r"}, set())
+    assert book.on_pull(PullEvent(load.key, "lost", safe=True)) is None
+
+
+def test_what_was_given_up_is_no_failure_and_what_was_silent_is_nothing() -> None:
+    book = make(FULL)
+    load, _ = add(book, "r", asked(((4, 5),), ((7, 8),), (0, 16)))
+    load.cancelled = True
+    book.on_pull(PullEvent(load.key, "left", safe=True))
+    output = book.output
+    assert (output.failed, output.received, output.block_ids_with_errors) == ({}, {"r"}, set())
+    silent, _ = add(book, "s", asked(((),), ((7, 8),), (16, 16)))
+    book.on_pull(PullEvent(silent.key, "no answer", safe=True))
+    assert (output.failed, output.received, book.find("s")) == ({}, {"r"}, None)
+
+
+def test_names_of_pulls_are_not_used_twice() -> None:
+    book = make(FULL)
+    keys = set()
+    for _ in range(3):
+        load, _ = add(book, "r", asked(((4, 5),), ((7, 8),), (0, 16)))
+        keys.add(load.key)
+        assert book.on_pull(PullEvent(load.key, "", safe=True)) is load
+    assert len(keys) == 3
+
+
+def test_a_layer_is_there_when_every_part_of_the_load_has_brought_it() -> None:
+    book = make(FULL)
+    load, _ = add(book, "r", asked(((4, 5, 6),), ((7,),), (0, 20), there=8, total=20))
+    load.arrived += [range(2), range(2, 4)]
+    assert not load.has(0)
+    add(book, "r", asked(((4, 5, 6),), ((7, 8, 9),), (0, 20)))
+    assert not load.has(0)
+    load.arrived.append(range(2))
+    assert [load.has(layer) for layer in range(4)] == [True, True, False, False]
+
+
+@pytest.fixture
+def leased() -> WorkerBook:
+    book = make(FULL)
+    book.leases["r"] = 5
+    return book
+
+
+def test_a_lease_is_offered_and_then_sent(leased: WorkerBook) -> None:
+    leased.on_lease(Offered("r", 5, ""))
+    assert (leased.output.offered, leased.output.sent) == ({"r": ""}, {})
+    leased.on_lease(LeaseOver("r", 5, "read"))
+    assert leased.output.sent == {"r": "read"}
+    assert leased.leases == {}
+
+
+def test_a_lease_that_was_not_granted_is_offered_with_the_reason_and_never_sent(leased: WorkerBook) -> None:
+    leased.on_lease(Offered("r", 5, "slot 1 is taken"))
+    leased.on_lease(LeaseOver("r", 5, "late"))
+    assert (leased.output.offered, leased.output.sent) == ({"r": "slot 1 is taken"}, {})
+
+
+def test_events_of_an_earlier_lease_of_a_request_do_not_count(leased: WorkerBook) -> None:
+    for event in (Offered("r", 4, ""), LeaseOver("r", 4, "read"), LeaseOver("unknown", 5, "read")):
+        leased.on_lease(event)
+    assert (leased.output.offered, leased.output.sent) == ({}, {})
+    send = SendRequest(lease=LeaseRef(6, 0, 1.0))
+    with pytest.raises(InvalidTransferError, match="request 'r': its lease 0x5 stands"):
+        leased.check_new(ConnectorMetadata(reqs_to_send={"q": send, "r": send}))

@@ -1,0 +1,173 @@
+"""What one worker leases and loads, by request: which pages a load reads, what became of it, and what is to be told."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from transfer.connector.config import GroupConfig
+from transfer.connector.metadata import ConnectorMetadata, LoadRequest, WorkerOutput
+from transfer.errors import InvalidTransferError
+from transfer.plan.page_lists import BlocksOfGroup, kernel_pages
+from transfer.pull.pull_state import PullEvent
+from transfer.pull.replica import LeaseOver, Offered
+
+_NONE = BlocksOfGroup((), (), 0, (0, 0), 0)
+
+
+@dataclass(slots=True, eq=False)
+class OpenLoad:
+    """One load, from its first request to its end."""
+
+    request_id: str
+    key: str  # its name among the pulls; no two loads have one
+    pages: list[list[int]]  # of each group those that it writes to
+    blocks: set[int] = field(default_factory=set[int])  # of all groups
+    tokens: int | None = None  # that were asked for, or were here before; None: there are no blocks yet
+    parts: int = 0  # how often pages were asked for
+    closed: bool = False  # nothing further will be asked for
+    silent: bool = True  # there is nothing to read: the source is told, and nobody waits
+    cancelled: bool = False  # given up by its owner
+    error: str = ""
+    arrived: list[range] = field(default_factory=list[range])  # layers of a part each; the transfer thread appends
+    restored: set[str] = field(default_factory=set[str])  # layers that were copied back from host buffers
+
+    def has(self, layer: int) -> bool:
+        """Whether a layer of the model has come as a whole."""
+        return self.closed and sum(layer in layers for layers in self.arrived) >= self.parts
+
+
+class WorkerBook:
+    """The leases and loads of a worker, and what has happened to them. For the thread that runs the model."""
+
+    def __init__(self, groups: Sequence[GroupConfig]) -> None:
+        self.leases: dict[str, int] = {}  # ids of those that were asked for and have not ended, by request
+        self.whole_pages = False  # a load must begin with a page: host buffers are copied back page by page
+        self.output = WorkerOutput()
+        self._groups = groups
+        # A part that is not the last ends with a block of every group: no two READs may write to one page.
+        self._chunk = math.lcm(*(group.block_size for group in groups if not group.is_state))
+        self._numbers = itertools.count()
+        self._by_request: dict[str, OpenLoad] = {}
+        self._by_key: dict[str, OpenLoad] = {}
+
+    def find(self, request_id: str) -> OpenLoad | None:
+        """The load of a request that is going on."""
+        return self._by_request.get(request_id)
+
+    def check_new(self, step: ConnectorMetadata) -> None:
+        """Raises InvalidTransferError if a request has a lease already, or a load that asked for all its pages."""
+        for request_id in step.reqs_to_send:
+            if request_id in self.leases:
+                raise InvalidTransferError(f"request {request_id!r}: its lease {self.leases[request_id]:#x} stands")
+        for request_id in step.reqs_to_recv:
+            load = self.find(request_id)
+            if load is not None and load.closed and not load.cancelled and not load.error:
+                raise InvalidTransferError(
+                    f"request {request_id!r}: its load has not ended yet, and takes no more pages"
+                )
+
+    def begin(self, request_id: str) -> OpenLoad:
+        """Books a load."""
+        load = OpenLoad(request_id, f"{request_id}#{next(self._numbers)}", [[] for _ in self._groups])
+        self._by_request[request_id] = self._by_key[load.key] = load
+        return load
+
+    def ask(self, load: OpenLoad, asked: LoadRequest) -> list[BlocksOfGroup] | None:
+        """Books what is asked for, and returns what of each group is to be read now; None where nothing is new."""
+        load.silent = load.silent and asked.last
+        if not asked.local_block_ids:
+            return None
+        load.blocks.update(*asked.local_block_ids)
+        start = min(asked.num_computed_tokens, asked.total_tokens) if load.tokens is None else load.tokens
+        stop = min(asked.pages.num_tokens, asked.total_tokens)
+        load.tokens = stop = max(start, stop if asked.last else stop // self._chunk * self._chunk)
+        load.closed = asked.last
+        if start == stop and not asked.last:
+            return None  # no further block is full
+        load.parts += 1
+        found = self._pages(f"request {load.request_id!r}", asked, start, stop)
+        for pages, group in zip(load.pages, found, strict=True):
+            pages.extend(np.asarray(group.local).tolist())
+        load.silent = load.silent and all(group.tokens == (0, 0) for group in found)
+        return found
+
+    def _pages(self, where: str, asked: LoadRequest, start: int, stop: int) -> list[BlocksOfGroup]:
+        sizes = [len(found) for found in (asked.local_block_ids, asked.first_blocks, asked.pages.block_ids)]
+        if set(sizes) != {len(self._groups)}:
+            raise InvalidTransferError(f"{where}: blocks of {sizes} groups, there are {len(self._groups)}")
+        if start < 0:
+            raise InvalidTransferError(f"{where}: tokens {start} to {stop} are to be loaded")
+        return [
+            self._pages_of(f"{where}: group {number}", number, asked, start, stop)
+            for number in range(len(self._groups))
+        ]
+
+    def _pages_of(self, where: str, number: int, asked: LoadRequest, start: int, stop: int) -> BlocksOfGroup:
+        group, blocks, remote = self._groups[number], asked.local_block_ids[number], asked.pages.block_ids[number]
+        if start >= stop or (group.is_state and not asked.last):
+            return _NONE
+        end = asked.pages.num_tokens
+        if group.is_state:
+            if stop != end:
+                raise InvalidTransferError(
+                    f"{where}: the source's state is that after {end} tokens, {stop} are to be loaded"
+                )
+            return BlocksOfGroup(blocks[-1:], remote, end, (start, stop), 0)
+        needed = max(start, group.needed(asked.total_tokens))
+        begin = max(start, needed // group.block_size * group.block_size)
+        if begin >= stop:
+            return _NONE
+        if (self.whole_pages or group.whole_pages) and begin % group.page_size:
+            raise InvalidTransferError(f"{where}: token {begin} is within a page of {group.page_size}")
+        first = asked.first_blocks[number]
+        skipped = begin // group.block_size - first
+        if skipped < 0:
+            raise InvalidTransferError(
+                f"{where}: our blocks begin with token {first * group.block_size}, token {begin} is the first to read"
+            )
+        # From the page that holds token `begin` on, up to the one that holds the last.
+        pages = kernel_pages(blocks[skipped:], group.block_pages)[begin % group.block_size // group.page_size :]
+        pages = pages[: -(-stop // group.page_size) - begin // group.page_size]
+        return BlocksOfGroup(pages, remote, end, (begin, stop), needed)
+
+    def fail(self, load: OpenLoad, reason: str, *, safe: bool) -> None:
+        """Books a failure, and the end of the load where nothing of it is in flight."""
+        load.silent = False
+        self.on_pull(PullEvent(load.key, reason, safe))
+
+    def on_pull(self, event: PullEvent) -> OpenLoad | None:
+        """Books what became of a load. Returns it if it has just ended well."""
+        load = self._by_key.get(event.key)
+        if load is None:
+            return None
+        if event.error and not load.error:
+            load.error = event.error
+            if not load.silent and not load.cancelled:
+                self.output.failed[load.request_id] = _naming(load.request_id, event.error)
+                self.output.block_ids_with_errors |= load.blocks
+        if not event.safe:
+            return None
+        del self._by_key[load.key], self._by_request[load.request_id]
+        if not load.silent:
+            self.output.received.add(load.request_id)
+        return None if load.error else load
+
+    def on_lease(self, event: Offered | LeaseOver) -> None:
+        """Books what became of a lease; of an earlier one of the request nothing counts."""
+        if self.leases.get(event.request_id) != event.lease_id:
+            return
+        if isinstance(event, Offered):
+            self.output.offered[event.request_id] = event.error
+        else:
+            self.output.sent[event.request_id] = event.reason
+        if isinstance(event, LeaseOver) or event.error:
+            del self.leases[event.request_id]
+
+
+def _naming(request_id: str, reason: str) -> str:
+    return reason if repr(request_id) in reason else f"request {request_id!r}: {reason}"

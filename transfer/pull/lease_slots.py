@@ -1,0 +1,26 @@
+"""New leases of an engine: an id and a slot, which are the same on every rank."""
+
+from __future__ import annotations
+
+import heapq
+
+from transfer.pull.lease import new_lease_id
+from transfer.pull.pull_state import LeaseRef
+
+LEASE_SLOTS = 4096
+"""Leases that can stand at a time: the words of a `LeaseBook`."""
+
+
+class LeaseSlots:
+    """Which slots are free. Whoever grants leases on several ranks takes them here, so that the ranks agree."""
+
+    def __init__(self) -> None:
+        self._free = list(range(LEASE_SLOTS))
+
+    def take(self, duration_s: float) -> LeaseRef | None:
+        """A lease with a new id, in the lowest free slot; None where as many stand as can."""
+        return LeaseRef(new_lease_id(), heapq.heappop(self._free), duration_s) if self._free else None
+
+    def give_back(self, lease: LeaseRef) -> None:
+        """The word of a lease is cleared on every rank, or it never stood: the slot may be another's."""
+        heapq.heappush(self._free, lease.slot)
