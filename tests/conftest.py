@@ -10,10 +10,13 @@ ENGINES = {"sglang": "tests/sglang_engine (make test-sglang)", "vllm": "tests/vl
 
 
 def pytest_configure() -> None:
-    """Undo what a shell does to a command in the background: it ignores SIGINT, and under nohup SIGHUP, and so would
-    every process that a test starts and interrupts."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    """Undo what a shell does to a command in the background, so that each process that a test starts can be ended.
+
+    Such a command ignores SIGINT, under nohup SIGHUP, and hands that on. A handler is not handed on.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
