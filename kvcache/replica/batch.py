@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,13 +96,13 @@ class Gathered:
         if any(last - first != 1 for first, last in pages):
             return np.concatenate(
                 [
-                    hasher.digests(self.contexts[place].tokens, first, last)
+                    hasher.digests(self.tokens(place), first, last)
                     for place, hasher, (first, last) in zip(at, hashers, pages, strict=True)
                 ]
             )
         size = hashers[0].page_size
         rows = [
-            page_rows(self.contexts[place].tokens[first * size : last * size], size)[0]
+            page_rows(self.tokens(place)[first * size : last * size], size)[0]
             for place, (first, last) in zip(at, pages, strict=True)
         ]
         return self.digest_pages(at, hashers, firsts.tolist(), rows)
@@ -113,9 +113,14 @@ class Gathered:
         """Of each context at the places `at` the digest of its page `firsts`, whose bytes are `rows`."""
 
         def from_the_context(nth: int) -> bytes:
-            return hashers[nth].digests(self.contexts[at[nth]].tokens, firsts[nth], firsts[nth] + 1).tobytes()
+            return hashers[nth].digests(self.tokens(at[nth]), firsts[nth], firsts[nth] + 1).tobytes()
 
         return next_digests(hashers, firsts, rows, from_the_context)
+
+    def tokens(self, place: int) -> NDArray[np.integer[Any]]:
+        """The known tokens of the context at `place`."""
+        context: Context = self.contexts[place]
+        return context.tokens
 
     def hashers(self, at: list[int], hasher_of: HasherOf) -> list[PrefixHasher]:
         """The hashers of the contexts at the places `at`."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvcache.params import KVCacheParams
-from kvcache.pool.hinted_baseline import HintedBaseline
+from kvcache.pool.baselines import HintedBaseline, HintShare, LruBaseline, Words
 from kvcache.pool.idle_order import Pages
-from kvcache.pool.lru_baseline import HintShare, LruBaseline, Words
 from kvcache.pool.pages import PagePool
 from kvcache.pool.quotas import TenantQuotas
 from kvcache.pool.retention import HintedOrder, page_hints

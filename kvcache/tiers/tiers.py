@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from kvcache.errors import InvariantError, PoolTooSmallError
 from kvcache.layout import PageLayout, replica_fingerprint
@@ -20,6 +21,7 @@ from kvcache.tiers.file_tier import FileTier
 from kvcache.tiers.host_tier import HostTier, ReplicaTier
 from kvcache.tiers.page_files import FileFormat, FileRefusal, SystemIO
 from kvcache.tiers.page_folder import PageFolder, namespace_of
+from kvcache.types import PageIO
 
 _SHARE = 0.05  # of the time that passes, for copies that take the loop's own
 _MOST_CREDIT_S = 0.005  # what a long step leaves to spend at once
@@ -172,5 +174,9 @@ def _make_file_tier(params: KVCacheParams, layouts: Sequence[PageLayout], host: 
     namespace = namespace_of(params.hash_algorithm, replica_fingerprint([*layouts]), params.file_tier_key)
     layout = FileFormat(namespace, sum(shard.page_bytes for shard in layouts), DIGEST_BYTES[params.hash_algorithm])
     folder = PageFolder(Path(params.file_tier_dir), namespace)
-    make_io = params.file_tier_io or (lambda _memory: SystemIO())
-    return FileTier(folder, layout, int((params.file_tier_max_gb or 0) * 2**30), host, make_io)
+    most = int((params.file_tier_max_gb or 0) * 2**30)
+    return FileTier(folder, layout, most, host, params.file_tier_io or _system_io)
+
+
+def _system_io(_memory: Sequence[torch.Tensor]) -> PageIO:
+    return SystemIO()

@@ -41,8 +41,8 @@ KVCACHE_TIERS: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.pool.lru_baseline",
-        ["tests/kvcache/pool/test_lru_baseline.py", "tests/kvcache/replica/test_hints.py"],
+        "kvcache.pool.baselines",
+        ["tests/kvcache/pool/test_baselines.py", "tests/kvcache/replica/test_hints.py"],
         [
             Mutation("LruBaseline.visit", "room // self.rate", "room"),
             Mutation("LruBaseline._touch", "while len(kept) > self._room:", "while len(kept) > self._room + 1:"),
