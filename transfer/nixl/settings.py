@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _DEFAULTS = {
+    "UCX_DEBUG_SIGNO": "0",  # by default UCX takes SIGHUP for a debugger, also from a program that handles it
     "UCX_KEEPALIVE_INTERVAL": "1s",  # the default of 20 s is how long a message to a dead peer is taken silently
     "UCX_LOG_LEVEL": "error",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
