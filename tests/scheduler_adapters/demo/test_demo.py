@@ -172,7 +172,9 @@ def test_bad_input_is_one_line_and_starts_no_process(
 
 def started_demo(*arguments: str) -> tuple[subprocess.Popen[str], dict[str, int]]:
     """A running demo that has started to serve, and the pids of its children."""
-    process = subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV)
+    process = subprocess.Popen(
+        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV
+    )
     assert process.stdout is not None
     pids: dict[str, int] = {}
     for line in process.stdout:
