@@ -239,7 +239,7 @@ def eos_token_ids_of(model: PreTrainedModel) -> frozenset[int]:
     """The tokens at which the model's own `generate` ends."""
     settings: Any = model.generation_config
     eos: Any = settings.eos_token_id
-    return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    return frozenset({eos} if isinstance(eos, int) else eos or ())
 
 
 def own_attention(model: PreTrainedModel) -> AbstractContextManager[Any]:

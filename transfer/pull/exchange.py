@@ -173,13 +173,13 @@ class PageExchange:
         self._leases: list[dict[int, tuple[LeaseRef, Any]]] = []  # of each replica, by the id in the word
         self._pulls: dict[tuple[int, str], Any] = {}  # the copiers of those that are open, by replica and key
         self._happened: list[ExchangeEvent] = []  # at the end of a thread
-        agreed = dict(compatibility or {})
+        agreed, options = dict(compatibility or {}), dict[str, Any](replica_options or {})
         ask = None if keyring is None else keyring.secure_client
         self.cards: list[EngineCard] = []
         try:
             for replica, engine_id in enumerate(self._names):
                 ranks = self._ranks(replica, engine_id, agreed)
-                transfers = ReplicaTransfer(ranks, HandshakeClient(ask, allowed=allowed), **(replica_options or {}))
+                transfers = ReplicaTransfer(ranks, HandshakeClient(ask, allowed=allowed), **options)
                 self._threads.append(TransferThread(transfers))
                 self._slots.append(list(range(LEASE_SLOTS)))
                 self._leases.append({})
@@ -254,7 +254,7 @@ class PageExchange:
             EngineClosedError: the transfer thread has died.
         """
         held = self._manager.lease(request_id)
-        replica = held.replica_idx
+        replica: int = held.replica_idx
         lease = None
         try:
             self._threads[replica].raise_failure()
