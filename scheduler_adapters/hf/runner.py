@@ -238,8 +238,8 @@ def state_bytes_of(model: PreTrainedModel, shards: int, requests: int) -> int:
 def eos_token_ids_of(model: PreTrainedModel) -> frozenset[int]:
     """The tokens at which the model's own `generate` ends."""
     settings: Any = model.generation_config
-    eos: Any = settings.eos_token_id
-    return frozenset({eos} if isinstance(eos, int) else eos or ())
+    eos: int | list[int] | None = settings.eos_token_id
+    return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
 
 
 def own_attention(model: PreTrainedModel) -> AbstractContextManager[Any]:

@@ -112,8 +112,8 @@ def replay(
     manager = _manager(trace, capacity, replicas, Routing(rule=routing), host_blocks)
     computed, times = _serve_all(manager, trace, hints_for(trace, hints), progress)
     manager.check()
-    if manager.num_free_blocks != manager.total_num_pages:
-        raise ReplayError(f"{manager.total_num_pages - manager.num_free_blocks} pages are held after the replay")
+    if manager.num_held_blocks:
+        raise ReplayError(f"{manager.num_held_blocks} pages are held after the replay")
     refs = sum(map(len, trace))
     hits, lru, optimum = refs - int(computed.sum()), reference_lru_hits(trace, capacity), optimum_hits(trace, capacity)
     return ReplayResult(
