@@ -82,7 +82,6 @@ IN_CIRCLES = {
 }
 NAMED_TWICE = {
     "Part": "a part of a plan's runs, and of a pull",
-    "RankMetadata": "of the wire, and vLLM's own handshake metadata",
     "Refusal": "of a file of pages, and of a lease",
     "StatePart": "of a connector's config, and of a state page",
     "Transfers": "books of the engine, and a protocol of the schedulers",
