@@ -551,16 +551,21 @@ def test_a_cancelled_import_s_request_does_not_run_while_a_read_may_write(sides:
     assert reader.idle
 
 
-def test_a_foreign_manager_loses_nobody_s_pages(sides: tuple[Side, Reader]) -> None:
+@pytest.mark.parametrize("claimed", [False, True])
+def test_a_foreign_manager_loses_nobody_s_pages(sides: tuple[Side, Reader], claimed: bool) -> None:
     source, reader = sides
     _, context, pending = leased(source, reader)
-    for call in (
-        lambda: source.manager.cancel_import(pending),
-        lambda: source.manager.copier(pending),
-        lambda: source.manager.commit_import(context, pending, None),
-        lambda: source.manager.extend_import(context, pending, source_table(source), last=True),
+    if claimed:
+        source.manager.external_claim("r")
+    foreign = (InvalidRequestError, "'r': .* another manager's import")
+    unknown = foreign if claimed else (UnknownRequestError, "'r': .* is not claimed")
+    for call, (error, said) in (
+        (lambda: source.manager.cancel_import(pending), foreign),
+        (lambda: source.manager.copier(pending), foreign),
+        (lambda: source.manager.commit_import(context, pending, None), unknown),
+        (lambda: source.manager.extend_import(context, pending, source_table(source), last=True), unknown),
     ):
-        with pytest.raises(InvalidRequestError, match="'r': .* another manager's import"):
+        with pytest.raises(error, match=said):
             call()
         assert not pending.closed
         for side in sides:
