@@ -223,7 +223,8 @@ def main() -> int:
     frontend.setsockopt(zmq.IDENTITY, config.name.encode())
     frontend.connect(config.frontend)
     try:
-        serve(config, zmq.Context.instance(), frontend)
+        shared: Context = zmq.Context.instance()
+        serve(config, shared, frontend)
     except Exception as error:  # noqa: BLE001  (the parent reports it, whatever it is)
         traceback.print_exc()
         text = str(error) if isinstance(error, KVCacheError) else f"{type(error).__name__}: {error}"

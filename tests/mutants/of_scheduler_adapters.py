@@ -224,11 +224,7 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
                 "DecodeScheduler._on_event",
                 "request.key != key or ",
                 "",
-                [
-                    "tests/scheduler_adapters/service/test_faults.py::test_the_same_id_may_come_again_while_its_first_pull_still_ends",
-                    "tests/scheduler_adapters/service/test_faults.py::test_a_cancelled_request_ends_in_every_phase",
-                    "tests/scheduler_adapters/service/test_faults.py::test_pages_stay_held_until_their_lease_word_is_cleared",
-                ],
+                ["tests/scheduler_adapters/service/test_decode.py"],
             ),
             Mutation(
                 "DecodeScheduler._on_event",

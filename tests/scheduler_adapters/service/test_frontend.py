@@ -59,12 +59,13 @@ def test_what_is_not_read_waits_in_order_and_the_front_turns_deaf_at_its_limit(p
     assert not frontend.flush()
     assert frontend.is_deaf == (frontend.num_unread > 4)  # until half of it is read
     heard += [data for (data,) in received(theirs)]
+    frontend.send(msg.Tokens(request_id="the last"))  # there is room in the sockets: it waits all the same
     while frontend.num_unread:
         frontend.flush()
         heard += [data for (data,) in received(theirs)]
     heard += [data for (data,) in received(theirs)]
     assert not frontend.is_deaf
-    assert [msg.decode(data).request_id for data in heard] == [*told, "one more"]  # type: ignore[union-attr]
+    assert [msg.decode(data).request_id for data in heard] == [*told, "one more", "the last"]  # type: ignore[union-attr]
 
 
 @pytest.fixture(scope="module")

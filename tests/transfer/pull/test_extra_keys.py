@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.scheduler_adapters.service.test_ownership import MINE, OTHERS, PAGE_SIZE, PROMPT, Reader, Side
 
 from kvcache import BlockTableMismatchError, TextContext
+from tests.transfer.pull.test_ownership import MINE, OTHERS, PAGE_SIZE, PROMPT, Reader, Side
 
 IMAGE = {"extra_keys": [(9, b"image")]}  # in the third page of four
 SALT = {"cache_salt": "tenant"}
@@ -25,7 +25,7 @@ def pulled(request: pytest.FixtureRequest) -> Any:
             context.set_token_indices(active_idx=PAGE_SIZE)
             source.run(context, MINE)
         source.run(context, MINE)
-        lease, table = source.offer(), source.manager.block_table("r")
+        offer, table = source.offer(), source.manager.block_table("r")
         source.manager.release("r")
         reader.manager.external_claim("r")
         for other in wrong:
@@ -34,7 +34,7 @@ def pulled(request: pytest.FixtureRequest) -> Any:
         right = TextContext([*PROMPT, 1], 32, "r", **named)
         pending = reader.manager.import_block_table(right, table)
         assert pending is not None
-        event, proof = reader.pull(source, lease, pending)
+        event, proof = reader.pull(source, offer, pending)
         assert event.error == ""
         reader.manager.commit_import(right, pending, proof)
         assert reader.values(pending) == {MINE}
