@@ -458,13 +458,10 @@ def test_what_is_being_sent_or_loaded_already_changes_nothing(engine: Any) -> No
 
 def test_only_leases_that_stand_are_started_or_ended() -> None:
     source, did = NixlConnectorWorker(worker_config(FULL, Side(), 0, "e", "i")), []
-    source._thread = SimpleNamespace(
-        start_clock=lambda lease_id: did.append(("start", lease_id)),
-        revoke=lambda *lease: did.append(("revoke", *lease)),
-    )
+    source._thread = SimpleNamespace(call_soon=lambda method, *rest: did.append((method.__name__, *rest)))
     source._book.leases["r"] = 5
     source.start_load_kv(ConnectorMetadata(reqs_computed=["r", "x"], reqs_not_processed={"r": "left", "x": "left"}))
-    assert did == [("start", 5), ("revoke", 5, "left")]
+    assert did == [("start_clock", 5), ("revoke", 5, "left")]
 
 
 def test_shutting_down_tells_of_what_was_open_and_can_be_done_twice(engine: Any) -> None:
