@@ -16,8 +16,8 @@ import numpy as np
 from benchmarks.frame import Row, options, pin, report, samples, summary
 from kvcache.layout import PageLayout
 from transfer.plan.boxes import ShardLayout
+from transfer.plan.page_lists import PagesOfGroup
 from transfer.plan.shapes import PACKED_HND, per_layer
-from transfer.pull.pull_state import PagesOfGroup
 from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation
 from transfer.pull.remote import RemoteEngine
 from transfer.wire.messages import open_rank
@@ -58,7 +58,7 @@ def contact(pages: int, tp: int, repeats: int) -> list[Row]:
         rng = np.random.default_rng(0)
         groups = [PagesOfGroup(rng.permutation(pages)[:PULLED], rng.permutation(pages)[:PULLED], (0, PULLED * 16))]
         steps = {
-            "connect": lambda _: reader.connect(metadata),
+            "connect": lambda _: reader.load(reader.inspect(metadata)),
             "decode and check": lambda _: [open_rank(data) for data in metadata],
             "plan": lambda opened: RemoteEngine(opened, mine, {}),
             "pull": lambda remote: remote.parts("r", groups),

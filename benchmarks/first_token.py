@@ -39,10 +39,10 @@ from benchmarks.fleet_worker import FOLDER_VARIABLE, Stamp, read_stamps
 from benchmarks.frame import Row, header, progress, table, write
 from benchmarks.trace_replay import FOLDER, TRACES
 from kvcache.errors import KVCacheError
-from scheduler_adapters.errors import WorkerError
+from scheduler_adapters.errors import ServiceError
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.worker import WorkerConfig
-from scheduler_adapters.service.workers import Workers
+from scheduler_adapters.service.fleet import Fleet
+from scheduler_adapters.service.server import ServerConfig
 
 PROGRAM = (sys.executable, "-m", "benchmarks.fleet_worker")
 REQUESTS = 300
@@ -72,10 +72,10 @@ class Served(NamedTuple):
     stats: list[msg.Stats]
 
 
-def configs(way: Way, requests: list[TraceRequest]) -> list[WorkerConfig]:
+def configs(way: Way, requests: list[TraceRequest]) -> list[ServerConfig]:
     """The processes of a way, for requests up to the longest of these."""
     return [
-        WorkerConfig(
+        ServerConfig(
             model=None,
             seed=0,
             page_size=PAGE,
@@ -104,13 +104,13 @@ def serve(way: Way, requests: list[TraceRequest], times: list[float]) -> Served:
     """Submit each request at its time, and see to it that all end.
 
     Raises:
-        WorkerError: a process died, a request failed or was tried twice, or something is held in the end.
+        ServiceError: a process died, a request failed or was tried twice, or something is held in the end.
     """
     with tempfile.TemporaryDirectory(prefix="pagewire-first-") as folder:
         os.environ[FOLDER_VARIABLE] = folder
         warm_up = synthetic_requests(_WARM_UP, seed=1)
-        with Workers(configs(way, [*requests, *warm_up]), (*PROGRAM, *way.arguments)) as workers:
-            client = Client(workers)
+        with Fleet(configs(way, [*requests, *warm_up]), (*PROGRAM, *way.arguments)) as fleet:
+            client = Client(fleet)
             for number, request in enumerate(warm_up):
                 client.submit(f"warm-up-{number}", request)
                 while client.open:
@@ -140,15 +140,15 @@ def check(asked: list[Asked], stamps: dict[str, list[Stamp]], stats: dict[str, m
     """What is measured is what was meant to be.
 
     Raises:
-        WorkerError: it is not.
+        ServiceError: it is not.
     """
     failed = [f"{one.request_id}: {one.error}" for one in asked if one.finished not in ("eos", "length")]
     if failed:
-        raise WorkerError(f"{len(failed)} requests failed, the first: {failed[0]}")
+        raise ServiceError(f"{len(failed)} requests failed, the first: {failed[0]}")
     if any(stamp.what == "waiting" for every in stamps.values() for stamp in every):
-        raise WorkerError("an attempt failed, and another one followed: its times are no times of a hand-over")
+        raise ServiceError("an attempt failed, and another one followed: its times are no times of a hand-over")
     if any(one.pages_held or one.open_requests for one in stats.values()):
-        raise WorkerError(f"something is held when all is served: {stats}")
+        raise ServiceError(f"something is held when all is served: {stats}")
 
 
 def parts_of(one: Asked, stamps: list[Stamp]) -> dict[str, float]:

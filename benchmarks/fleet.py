@@ -33,8 +33,8 @@ from benchmarks.trace_replay import FOLDER, TRACES
 from kvcache.errors import KVCacheError
 from scheduler_adapters.hf.runner import is_rounding_tie, load_model, reference_tokens
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.worker import WorkerConfig
-from scheduler_adapters.service.workers import Workers
+from scheduler_adapters.service.fleet import Fleet
+from scheduler_adapters.service.server import ServerConfig
 
 PROGRAM = (sys.executable, "-m", "benchmarks.fleet_worker")
 REQUESTS = 1000
@@ -69,11 +69,11 @@ class Run(NamedTuple):
     settled_s: float
 
 
-def configs(requests: list[TraceRequest]) -> list[WorkerConfig]:
+def configs(requests: list[TraceRequest]) -> list[ServerConfig]:
     """Two processes of each kind, for requests up to the longest of these."""
     roles: tuple[msg.Role, ...] = ("prefill", "prefill", "decode", "decode")
     return [
-        WorkerConfig(
+        ServerConfig(
             model=None,
             seed=0,
             page_size=PAGE,
@@ -107,7 +107,7 @@ def run(requests: list[TraceRequest], seed: int) -> Run:
     """Serve the requests, with kills and cancellations of the seed.
 
     Raises:
-        WorkerError: a process died that was not killed, or nothing goes on any more.
+        ServiceError: a process died that was not killed, or nothing goes on any more.
     """
     rng = random.Random(seed)  # noqa: S311  (guards nothing)
     plan = plan_of(requests, rng)
@@ -117,8 +117,8 @@ def run(requests: list[TraceRequest], seed: int) -> Run:
     with tempfile.TemporaryDirectory(prefix="pagewire-fleet-") as folder:
         write_plan(Path(folder), plan)
         os.environ[FOLDER_VARIABLE] = folder
-        with Workers(configs(requests), PROGRAM) as workers:
-            client, start = Client(workers), time.monotonic()
+        with Fleet(configs(requests), PROGRAM) as fleet:
+            client, start = Client(fleet), time.monotonic()
             while len(client.asked) < count or client.open:
                 while len(client.asked) < count and len(client.open) < CONCURRENCY and client.decodes:
                     number = len(client.asked)

@@ -6,12 +6,12 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from scheduler_adapters.errors import WorkerError
+from scheduler_adapters.errors import ServiceError
 from scheduler_adapters.service import messages as msg
 
 if TYPE_CHECKING:
     from benchmarks.fleet_trace import TraceRequest
-    from scheduler_adapters.service.workers import Workers
+    from scheduler_adapters.service.fleet import Fleet
 
 STALL_S = 120.0
 _START_S = 120.0
@@ -49,7 +49,7 @@ class Client:
     """Submits to decode processes, and hears from all. One thread calls it.
 
     Args:
-        workers: entered: all of them serve.
+        fleet: entered: all of them serve.
 
     Attributes:
         asked: every request by its id.
@@ -59,8 +59,8 @@ class Client:
         started: when each process that was restarted served again.
     """
 
-    def __init__(self, workers: Workers) -> None:
-        self.workers = workers
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
         self.asked: dict[str, Asked] = {}
         self.open: dict[str, Asked] = {}
         self.stats: dict[str, msg.Stats] = {}
@@ -72,8 +72,8 @@ class Client:
     @property
     def decodes(self) -> list[str]:
         """The decode processes that serve."""
-        workers = self.workers
-        return [name for name in workers.running if workers.role(name) == "decode" and name not in self._starting]
+        fleet = self.fleet
+        return [name for name in fleet.running if fleet.role(name) == "decode" and name not in self._starting]
 
     @property
     def is_whole(self) -> bool:
@@ -90,15 +90,15 @@ class Client:
         one = Asked(request_id, request, decode, time.monotonic() if at is None else at)
         self.asked[request_id] = self.open[request_id] = one
         submit = msg.Submit(request_id=request_id, prompt=request.prompt, max_new_tokens=request.new)
-        self.workers.send(decode, submit)
+        self.fleet.send(decode, submit)
 
     def hear(self, timeout_s: float) -> None:
         """Take in what the processes say, waiting up to `timeout_s` for the first of it.
 
         Raises:
-            WorkerError: a process has died that nobody killed; or requests are open, and nothing came for two minutes.
+            ServiceError: a process has died that nobody killed; or requests are open, and nothing came for two minutes.
         """
-        messages = self.workers.receive(timeout_s)
+        messages = self.fleet.receive(timeout_s)
         now = time.monotonic()
         for message in messages:
             match message:
@@ -114,7 +114,7 @@ class Client:
         if messages or not self.open:
             self._heard = now
         elif now > self._heard + STALL_S:
-            raise WorkerError(f"nothing came for {STALL_S:.0f} s, and {len(self.open)} requests are open")
+            raise ServiceError(f"nothing came for {STALL_S:.0f} s, and {len(self.open)} requests are open")
 
     def _take(self, message: msg.Tokens, now: float) -> None:
         one = self.open.get(message.request_id)
@@ -133,47 +133,47 @@ class Client:
         Its counters must be in `stats`: what it has done since they were taken is not counted.
         """
         self.lost_stats.append(self.stats.pop(name))
-        self.workers.kill(name)
+        self.fleet.kill(name)
         at = time.monotonic()
         for one in [one for one in self.open.values() if one.decode == name]:
             one.finished, one.error, one.ended = "error", f"decode process {name!r} was killed", at
             del self.open[one.request_id]
         self._starting.add(name)
-        self.workers.restart(name)
+        self.fleet.restart(name)
         return at
 
     def wait_until_whole(self) -> None:
         """Until each process that was started anew serves.
 
         Raises:
-            WorkerError: one does not.
+            ServiceError: one does not.
         """
         deadline = time.monotonic() + _START_S
         while self._starting:
             self.hear(0.05)
             if time.monotonic() > deadline:
-                raise WorkerError(f"not ready after {_START_S:.0f} s: {', '.join(sorted(self._starting))}")
+                raise ServiceError(f"not ready after {_START_S:.0f} s: {', '.join(sorted(self._starting))}")
 
     def count(self, names: list[str]) -> None:
         """Have the counters of these processes, as they are now, in `stats`.
 
         Raises:
-            WorkerError: one does not answer, or finds its pages in disorder.
+            ServiceError: one does not answer, or finds its pages in disorder.
         """
         for name in names:
             self.stats.pop(name, None)
-            self.workers.send(name, msg.Ask())
+            self.fleet.send(name, msg.Ask())
         deadline = time.monotonic() + _SETTLE_S
         while not all(name in self.stats for name in names):
             self.hear(0.05)
             if time.monotonic() > deadline:
-                raise WorkerError(f"no counters after {_SETTLE_S:.0f} s from {', '.join(names)}")
+                raise ServiceError(f"no counters after {_SETTLE_S:.0f} s from {', '.join(names)}")
 
     def settle(self) -> float:
         """Seconds until nothing is held any more, or half a minute; `stats` says what is held then."""
         start = time.monotonic()
         while True:
-            self.count(self.workers.running)
+            self.count(self.fleet.running)
             passed = time.monotonic() - start
             if passed > _SETTLE_S or not any(one.pages_held or one.open_requests for one in self.stats.values()):
                 return passed

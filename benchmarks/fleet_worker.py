@@ -1,6 +1,6 @@
 """A worker that is watched: it stamps what becomes of each request, and cancels requests in the phases of a plan.
 
-`python -m benchmarks.fleet_worker [alone]`, started by `Workers`. The folder that PAGEWIRE_FLEET names holds the plan,
+`python -m benchmarks.fleet_worker [alone]`, started by `Fleet`. The folder that PAGEWIRE_FLEET names holds the plan,
 and takes the stamps. `alone`: a decode process that computes its prompts itself.
 
 A plan's cancellation does what a client's `Abort` does that arrives between two rounds of the decode process; sent from
@@ -20,15 +20,15 @@ import msgspec
 from kvcache.errors import KVCacheError
 from scheduler_adapters.loop import Request, ServingLoop
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service import worker
+from scheduler_adapters.service import server
 from scheduler_adapters.service.decode import DecodeScheduler
-from scheduler_adapters.service.front import Front
-from scheduler_adapters.service.rooms import DecodeRoom, Room
+from scheduler_adapters.service.program import die_with_parent
+from scheduler_adapters.service.requests import DecodeRequest, TrackedRequest
+from scheduler_adapters.service.sockets import FrontendQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from scheduler_adapters.service.exchange import Exchange
     from scheduler_adapters.service.sockets import Socket
 
 FOLDER_VARIABLE = "PAGEWIRE_FLEET"
@@ -43,9 +43,9 @@ class Stamp(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         at: seconds of `time.monotonic`, which is the same clock in all processes of a host.
         request_id: as the client calls it.
-        what: a phase that its room went to (`rooms`); "token" for a message of tokens to the client; "cancel PHASE".
+        what: a phase that it went to (`requests`); "token" for a message of tokens to the client; "cancel PHASE".
         role: of the process.
-        attempt: of the room; 0 where it is not known.
+        attempt: of the request; 0 where it is not known.
     """
 
     at: float
@@ -68,7 +68,7 @@ class Planned(msgspec.Struct, frozen=True):
 
 
 def write_plan(folder: Path, plan: dict[str, Planned]) -> None:
-    """Leave a plan for the workers, by request id."""
+    """Leave a plan for the servers, by request id."""
     (folder / PLAN).write_bytes(msgspec.json.encode(plan))
 
 
@@ -83,15 +83,15 @@ def read_stamps(folder: Path) -> dict[str, list[Stamp]]:
     return by_id
 
 
-def stage(room: DecodeRoom) -> Phase:
+def stage(request: DecodeRequest) -> Phase:
     """Where a request stands, as far as its decode process knows.
 
     Nothing is said to it before the first chunk has run: until then all is queue.
     """
-    if room.phase == "decoding":
+    if request.phase == "decoding":
         return "decode"
-    if room.phase in ("offered", "pulling"):
-        return "prefill" if room.token is None else "pull"
+    if request.phase in ("offered", "pulling"):
+        return "pull" if request.has_ended_prefill else "prefill"
     return "queue"
 
 
@@ -115,16 +115,16 @@ class WatchedDecode(DecodeScheduler):
 
     def poll(self) -> bool:
         """Cancel what is due, then as ever."""
-        for room in [room for room in self._rooms.values() if room.request_id in self.plan]:
-            planned, now = self.plan[room.request_id], stage(room)
+        for request in [request for request in self._requests.values() if request.request_id in self.plan]:
+            planned, now = self.plan[request.request_id], stage(request)
             if PHASES.index(now) < PHASES.index(planned.phase):
                 continue
             if planned.rounds:
-                self.plan[room.request_id] = msgspec.structs.replace(planned, rounds=planned.rounds - 1)
+                self.plan[request.request_id] = msgspec.structs.replace(planned, rounds=planned.rounds - 1)
                 continue
-            del self.plan[room.request_id]
-            self.notes.add(room.request_id, f"cancel {now}", "decode", room.attempt)
-            self.abort(room.request_id)
+            del self.plan[request.request_id]
+            self.notes.add(request.request_id, f"cancel {now}", "decode", request.attempt)
+            self.abort(request.request_id)
         return super().poll()
 
     def _emit(self, message: msg.Tokens) -> None:
@@ -138,9 +138,9 @@ class Alone:
 
     notes: _Notes
 
-    def __init__(self, name: str, loop: ServingLoop, exchange: Exchange, *others: Any, **_: Any) -> None:
-        self._name, self._loop, self._exchange = name, loop, exchange
-        self.front = Front(others[-1])
+    def __init__(self, name: str, loop: ServingLoop, *others: Any, **_: Any) -> None:
+        self._name, self._loop = name, loop
+        self.frontend = FrontendQueue(others[-1])
         self.sockets: list[Socket] = []
         loop.on_admit = lambda request_id, _: self.notes.add(request_id, "leasing", "prefill")
 
@@ -152,14 +152,14 @@ class Alone:
         except KVCacheError as error:
             self._emit(msg.Tokens(request_id=message.request_id, finished="error", error=str(error)))
 
-    def abort(self, request_id: str, serial: int = 0) -> None:  # noqa: ARG002  (its front numbers nothing)
+    def abort(self, request_id: str, serial: int = 0) -> None:  # noqa: ARG002  (its frontend numbers nothing)
         """Forget a request."""
         if self._loop.abort(request_id):
             self._emit(msg.Tokens(request_id=request_id, finished="cancelled"))
 
     def poll(self) -> bool:
         """One step. Whether there was anything to do."""
-        self.front.flush()
+        self.frontend.flush()
         for output in self._loop.step():
             tokens = () if output.token is None else (output.token,)
             self._emit(
@@ -174,7 +174,7 @@ class Alone:
         return msg.Stats(
             name=self._name,
             role="decode",
-            pages_held=self._exchange.pages_held,
+            pages_held=manager.num_held_blocks,
             open_requests=self._loop.num_running + self._loop.num_waiting,
             prompt_tokens=manager.metrics.prompt_tokens,
             cached_tokens=manager.metrics.cache_tokens,
@@ -184,28 +184,30 @@ class Alone:
     def _emit(self, message: msg.Tokens) -> None:
         if message.tokens:
             self.notes.add(message.request_id, "token", "decode")
-        self.front.send(message)
+        self.frontend.send(message)
 
 
 def stamped(move: Callable[..., None], notes: _Notes) -> Callable[..., None]:
-    """`Room.move` that stamps where each room goes."""
+    """`TrackedRequest.move` that stamps where each request goes."""
 
-    def move_and_stamp(room: Room, phase: str, *deadline: Any) -> None:
-        move(room, phase, *deadline)
-        notes.add(room.request_id, phase, "decode" if isinstance(room, DecodeRoom) else "prefill", room.attempt)
+    def move_and_stamp(request: TrackedRequest, phase: str, *deadline: Any) -> None:
+        move(request, phase, *deadline)
+        role = "decode" if isinstance(request, DecodeRequest) else "prefill"
+        notes.add(request.request_id, phase, role, request.attempt)
 
     return move_and_stamp
 
 
 def main(arguments: Iterable[str]) -> int:
-    """Run one process, as `scheduler_adapters.service.worker` does; the exit status."""
+    """Run one process, as `scheduler_adapters.service.server` does; the exit status."""
+    die_with_parent()
     folder = Path(os.environ[FOLDER_VARIABLE])
     notes, plan = _Notes(folder), folder / PLAN
-    Room.move = stamped(Room.move, notes)  # type: ignore[method-assign]
+    TrackedRequest.move = stamped(TrackedRequest.move, notes)  # type: ignore[method-assign]
     WatchedDecode.notes = Alone.notes = notes
     WatchedDecode.plan = msgspec.json.decode(plan.read_bytes(), type=dict[str, Planned]) if plan.exists() else {}
-    worker.DecodeScheduler = Alone if "alone" in arguments else WatchedDecode  # type: ignore[misc, assignment]
-    return worker.main()
+    server.DecodeScheduler = Alone if "alone" in arguments else WatchedDecode  # type: ignore[misc, assignment]
+    return server.main()
 
 
 if __name__ == "__main__":

@@ -24,9 +24,9 @@ from scheduler_adapters.hf.runner import HFRunner, kv_params_of, load_model, man
 from scheduler_adapters.loop import Output, Request, ServingLoop
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.decode import DecodeScheduler
-from scheduler_adapters.service.exchange import Exchange
 from scheduler_adapters.service.prefill import PrefillScheduler
 from scheduler_adapters.service.sockets import bind_router, received, wait_for_any
+from transfer.pull.exchange import PageExchange
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -68,14 +68,14 @@ class TimedLoop(ServingLoop):
         return outputs
 
 
-def make(kind: str, name: str, at: str) -> tuple[TimedLoop, Exchange]:
+def make(kind: str, name: str, at: str) -> tuple[TimedLoop, PageExchange]:
     """The loop and the exchange of one process."""
     torch.set_num_threads(1)
     model = load_model(None) if kind == "small" else wide_model()
     params = kv_params_of(model.config, page_size=PAGE)
     memory = 3 * (1 << 14) * params.bytes_per_token(model.config.num_hidden_layers)
     manager = manager_for(model, params, 4, 1 << 15, ["cpu"], available_cache_memory=memory)
-    return TimedLoop(manager, HFRunner(model), BUDGET), Exchange(manager, name, bind=f"ipc://{at}/{name}.hand")
+    return TimedLoop(manager, HFRunner(model), BUDGET), PageExchange(manager, name, bind=f"ipc://{at}/{name}.hand")
 
 
 def wide_model() -> Any:
@@ -110,11 +110,11 @@ def decode_process(kind: str, at: str, name: str, pipe: Connection) -> None:
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     context: Any = zmq.Context()
     loop, exchange = make(kind, name, at)
-    client, front = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    client, frontend = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
     client.bind(f"inproc://{name}")
-    front.connect(f"inproc://{name}")
+    frontend.connect(f"inproc://{name}")
     chunkwise = name == "chunkwise"
-    scheduler = DecodeScheduler(name, loop, exchange, context, [f"ipc://{at}/p"], front, chunkwise=chunkwise)
+    scheduler = DecodeScheduler(name, loop, exchange, context, [f"ipc://{at}/p"], frontend, chunkwise=chunkwise)
     pipe.send("ready")
     while True:
         if pipe.poll():

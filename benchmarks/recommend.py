@@ -15,7 +15,7 @@ from benchmarks.frame import Row, options, pin, report, samples, summary
 from benchmarks.pools import LONGEST, Prompts, expect
 from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
 from kvcache.params import HashAlgorithm
-from kvcache.replica.hashing import hasher_of
+from kvcache.replica.context import hasher_of
 
 PAGE = 16
 

@@ -32,8 +32,9 @@ from benchmarks.pools import LONGEST, Prompts, claimed, expect
 from kvcache import KVCacheParams, PagedKVCacheManager
 from kvcache.tiers.file_tier import FileTier
 from kvcache.tiers.host_tier import HostTier
-from kvcache.tiers.page_files import FileFormat, PageIO, SystemIO
+from kvcache.tiers.page_files import FileFormat, SystemIO
 from kvcache.tiers.page_folder import PageFolder, namespace_of
+from kvcache.types import PageIO
 from scheduler_adapters.hf.runner import HFRunner, kv_params_of, load_model, num_layers_of
 from scheduler_adapters.loop import Request, ServingLoop
 

@@ -16,9 +16,10 @@ from benchmarks.frame import header, now, options, table, write
 from benchmarks.pools import expect
 from benchmarks.pulls.engines import HEAD_MAJOR, huge_pages
 from kvcache.layout import PageLayout
+from transfer.plan.page_lists import PagesOfGroup
 from transfer.plan.shapes import dense
 from transfer.pull.lease import new_lease_id
-from transfer.pull.pull_state import LeaseRef, PagesOfGroup, PullEvent
+from transfer.pull.pull_state import LeaseRef, PullEvent
 from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation
 from transfer.pull.replica import ReplicaTransfer, Source
 from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer

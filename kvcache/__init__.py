@@ -24,12 +24,11 @@ from kvcache.manager import PagedKVCacheManager
 from kvcache.metrics import KVCacheMetrics
 from kvcache.params import KVCacheParams
 from kvcache.replica.batch import Batch
-from kvcache.replica.block_table import BlockTable
+from kvcache.replica.block_table import BlockTable, PageCopy, PendingImport
 from kvcache.replica.context import Context, TextContext
 from kvcache.replica.copier import ImportCopier, ImportProof
 from kvcache.replica.inputs import RaggedKVCacheInputSymbols
 from kvcache.replica.leases import PageLease
-from kvcache.replica.pending import PageCopy, PendingImport
 from kvcache.routing import Routing
 from kvcache.types import Admission, RaggedKVCacheInputs, RangeRetention, RequestID, Retention
 

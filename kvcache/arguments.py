@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
 from typing import Any, SupportsIndex, cast
 
 import numpy as np
-import torch
 
 from kvcache.errors import InvalidParamsError, InvalidRequestError, KVCacheError
 
@@ -70,56 +68,12 @@ def flag(name: str, value: object, error: type[KVCacheError] = InvalidParamsErro
 
 def steps(num_steps: object) -> int:
     """`num_steps` of a call. Raises `InvalidRequestError`."""
-    if type(num_steps) is int and 1 <= num_steps <= MOST:
+    if type(num_steps) is int and 1 <= num_steps <= MOST:  # as nearly always
         return num_steps
-    found = integer(num_steps)
-    if found is None or not 1 <= found <= MOST:
-        raise InvalidRequestError(f"num_steps is {shown(num_steps)}: an integer, at least 1 is needed")
-    return found
+    return whole("num_steps", num_steps, 1, error=InvalidRequestError)
 
 
 def check_request_id(request_id: object, call: str) -> None:
     """Raise `InvalidRequestError` unless it is a string."""
     if not isinstance(request_id, str):
         raise InvalidRequestError(f"{call}: request_id is {shown(request_id)}: a string is needed")
-
-
-def checked_devices(devices: object, count: int, split: str, *, here: bool) -> list[torch.device]:
-    """The `count` devices that are named: the CPU, or GPUs. `split` says how they are used; `here`: they must exist.
-
-    Raises:
-        InvalidParamsError: another number of them, no device, or one that pages cannot be kept on.
-    """
-    if isinstance(devices, str) or not isinstance(devices, Sequence):
-        raise InvalidParamsError(f"devices is {shown(devices)}: a list of torch devices or their names is needed")
-    named = cast("Sequence[Any]", devices)
-    if len(named) != count:
-        raise InvalidParamsError(f"{len(named)} devices given, params.n_devices is {count} ({split})")
-    return [_checked_device(device, here=here) for device in named]
-
-
-def _checked_device(device: object, *, here: bool) -> torch.device:
-    try:
-        found = device if isinstance(device, torch.device) else torch.device(cast("str", device))
-    except (TypeError, RuntimeError, ValueError, OverflowError):
-        found = None
-    if isinstance(device, bool | int) or found is None or found.type not in ("cpu", "cuda"):
-        raise InvalidParamsError(f"device {shown(device)}: pages are kept on 'cpu' or 'cuda' devices")
-    there = 1 if found.type == "cpu" else torch.cuda.device_count() if here else MOST
-    if (found.index or 0) >= there:
-        raise InvalidParamsError(f"device {shown(device)}: this process sees {there} of its kind")
-    return found
-
-
-def stream_of(session: object) -> Any:
-    """The CUDA stream that `session` is or has as `stream`; None for None.
-
-    Raises:
-        InvalidParamsError: it is no stream and has none.
-    """
-    stream = getattr(session, "stream", session)
-    if stream is not None and not isinstance(stream, torch.cuda.Stream):
-        raise InvalidParamsError(
-            f"session is {shown(session)}: a torch.cuda.Stream, an object with one as `stream`, or None is needed"
-        )
-    return stream

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any
 
 import numpy as np
 
 from kvcache.errors import InvariantError
 from kvcache.replica.replica import Replica
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+_CHANGES_SOMETHING = (
+    *("external_claim", "release", "maybe_reserve", "reserve_batch", "fork", "fetch", "step", "lease", "end_lease"),
+    *("import_block_table", "extend_import", "commit_import", "cancel_import", "reset_prefix_cache"),
+)
 
 
-def checked_around(method: Callable[_P, _R], check: Callable[[], None]) -> Callable[_P, _R]:
-    """`method` with `check` run before and after it, also after an error."""
+def check_around_calls(manager: Any) -> None:
+    """Let every call that changes something run `check` before and after it, also after an error.
 
+    On this object alone: without checks a call costs nothing more.
+    """
+    for name in _CHANGES_SOMETHING:
+        setattr(manager, name, _checked_around(getattr(manager, name), manager.check))
+
+
+def _checked_around(method: Callable[..., Any], check: Callable[[], None]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def run(*args: Any, **kwargs: Any) -> Any:
         check()
         try:
             return method(*args, **kwargs)
@@ -51,8 +60,8 @@ def check_replica(replica: Replica) -> None:
     replica.imports.check()
     for pending in replica.imports.each:
         np.add.at(writers, pending.dst_pages, 1)
-    for load in replica.tier.open_loads if replica.tier is not None else ():
-        np.add.at(writers, load.pages, 1)
+    for pages in replica.tier.coming():
+        np.add.at(writers, pages, 1)
     pool.check(holders, writers)
 
 

@@ -9,9 +9,10 @@ import numpy as np
 
 from kvcache.arguments import check_request_id, integer, shown
 from kvcache.errors import AlreadyClaimedError, InvalidRequestError, InvariantError, UnknownRequestError
-from kvcache.replica.batch import Batch, Gathered, Ints
+from kvcache.replica.batch import Batch, Gathered
 from kvcache.replica.context import Context, TextContext, check_context
 from kvcache.replica.replica import Replica
+from kvcache.replica.rows import Ints
 from kvcache.types import RequestID
 
 
@@ -22,23 +23,24 @@ class Claims:
     id is refused from then on: its tokens may be others, and would be published as the content of these pages. A loop
     that rebuilds its contexts releases the request and claims it anew, or hands in one object that reads from them.
 
+    The calls raise as those of `PagedKVCacheManager` that use them.
+
     Attributes:
         places: of the claimed requests.
         bound: place of each bound context, by the context itself, which is compared by identity and kept alive; by its
             `id` in a tuple where its class compares or hashes otherwise.
     """
 
-    def __init__(self, replicas: Sequence[Replica], rows_per_replica: int, page_size: int) -> None:
+    def __init__(self, replicas: Sequence[Replica]) -> None:
         self._replicas = replicas
-        self._rows_per_replica = rows_per_replica
-        self._page_size = page_size
+        self._rows_per_replica = len(replicas[0].rows.request_ids)
         self._releases = 0
         self.places: dict[RequestID, int] = {}
         self.bound: dict[object, int] = {}
         self._contexts: dict[int, Context] = {}  # by place
 
-    def claim(self, request_id: RequestID, replica_idx: int | None) -> None:
-        """Bind a row of the replica. Raises as `PagedKVCacheManager.external_claim`."""
+    def claim(self, request_id: RequestID, replica_idx: int | None) -> int:
+        """Bind a row of the replica; which one."""
         count = len(self._replicas)
         check_request_id(request_id, "external_claim")
         if request_id in self.places:
@@ -51,22 +53,14 @@ class Claims:
             )
         row = self._replicas[chosen].rows.claim(request_id)
         self.places[request_id] = chosen * self._rows_per_replica + row
+        return row
 
     def locate(self, request_id: RequestID, call: str) -> tuple[Replica, int, int]:
-        """The request's replica, that replica's index, and its row.
-
-        Raises:
-            UnknownRequestError: (a KeyError) not claimed.
-        """
+        """The request's replica, that replica's index, and its row."""
         return self._at(self._place(request_id, call))
 
     def own(self, context: Context, call: str) -> tuple[Replica, int, int]:
-        """`locate` for a call that reads the context, or moves it.
-
-        Raises:
-            UnknownRequestError: (a KeyError) not claimed.
-            InvalidRequestError: (a ValueError) no context, or another than its row is bound to.
-        """
+        """`locate` for a call that reads the context, or moves it: it is the one that its row is bound to, if any."""
         place = self.bound.get(context if type(context) is TextContext else _key(context))
         return self._at(self._unbound(context, call) if place is None else place)
 
@@ -85,12 +79,7 @@ class Claims:
                 self.bind(context, replica_idx, row)
 
     def gather(self, batch: Sequence[Context], call: str) -> Gathered:
-        """The requests of a call as arrays; a `Batch` is that already.
-
-        Raises:
-            UnknownRequestError: (a KeyError) one is not claimed.
-            InvalidRequestError: (a ValueError) one is named twice, no context, or another than its row is bound to.
-        """
+        """The requests of a call as arrays; a `Batch` is that already."""
         if isinstance(batch, Batch):
             if batch.checked_at != self._releases or batch.unbound or batch.owner is not self:
                 self._refuse_stale(batch, call)
@@ -102,20 +91,21 @@ class Claims:
         return gathered
 
     def batch(self, contexts: Sequence[Context]) -> Batch:
-        """Raises as `gather`."""
+        """The requests looked up once."""
         listed, replicas, rows, unbound = self._bind(contexts, "batch")
-        made = Batch(listed, replicas, rows, self._page_size, self)
+        made = Batch(listed, replicas, rows, self._replicas[0].page_size, self)
         made.unbound = unbound
         return made
 
     def release(self, request_id: RequestID) -> None:
-        """Give back the request's row and pages. Raises as `PagedKVCacheManager.release`."""
+        """Give back the request's row and pages."""
         place = self._place(request_id, "release")
         replica, _, row = self._at(place)
-        replica.release(row)
+        context = self._contexts.get(place)
+        replica.release(row, context)
         del self.places[request_id]
-        context = self._contexts.pop(place, None)
         if context is not None:
+            del self._contexts[place]
             del self.bound[_key(context)]
         self._releases += 1
 

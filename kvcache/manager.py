@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,50 +11,36 @@ import torch
 from numpy.typing import NDArray
 
 from kvcache import arguments, sizing
-from kvcache.cache_inputs import CacheInputs
-from kvcache.check import checked_around
+from kvcache.check import check_around_calls
 from kvcache.claims import Claims
-from kvcache.handover import PageHandover
-from kvcache.layout import PageLayout, replica_fingerprint, shard_layout
+from kvcache.layout import replica_fingerprint, shard_layout
+from kvcache.metrics import KVCacheMetrics
 from kvcache.params import KVCacheParams, resolve_page_size
-from kvcache.replica import imports
+from kvcache.replica import imports, inputs
 from kvcache.replica.batch import Batch
-from kvcache.replica.block_table import BlockTable
+from kvcache.replica.block_table import BlockTable, PageCopy, PendingImport
 from kvcache.replica.context import Context, TextContext, check_context, check_fork
-from kvcache.replica.devices import PlacedReplica
-from kvcache.replica.pending import PageCopy, PendingImport
-from kvcache.replica.replica import Replica
-from kvcache.replicas import Replicas
-from kvcache.reset_endpoint import ResetEndpoint, check_endpoint
-from kvcache.sizing import CacheSizing
-from kvcache.status import CacheStatus
-from kvcache.tiers.tiers import make_tiers
-from kvcache.types import RaggedKVCacheInputs, RequestID
-
-_log = logging.getLogger("pagewire")
-_CHANGES_SOMETHING = (
-    "external_claim",
-    "release",
-    "maybe_reserve",
-    "reserve_batch",
-    "fork",
-    "fetch",
-    "step",
-    "lease",
-    "end_lease",
-    "import_block_table",
-    "extend_import",
-    "commit_import",
-    "cancel_import",
-    "reset_prefix_cache",
-)
+from kvcache.replica.copier import ImportCopier, ImportProof
+from kvcache.replica.leases import PageLease, books_of
+from kvcache.replicas import place_replicas
+from kvcache.reset_endpoint import check_endpoint, open_endpoint
+from kvcache.types import Admission, RaggedKVCacheInputs, RequestID
 
 
-class PagedKVCacheManager(CacheSizing, CacheInputs, CacheStatus, PageHandover):
+class PagedKVCacheManager:
     """A paged KV cache over data-parallel replicas of tensor-parallel shards.
 
     The life of a request: `external_claim`, then for each step `maybe_reserve`, `fetch`, the model, `context.update`,
-    `step`; at the end `release`. Not thread-safe: one serving loop owns it. Every error leaves it as it was.
+    `step`; at the end `release`. Not thread-safe: one serving loop owns it.
+
+    Every error is a `KVCacheError` and leaves everything as it was. Beside those that a call names:
+
+    - `UnknownRequestError` (a KeyError): a request is not claimed.
+    - `InvalidRequestError` (a ValueError): an argument that does not fit; `num_steps` below 1; a request named twice;
+      another context than a request's pages were reserved for, or one whose salt or keys have changed since.
+    - `NotReservedError` (a RuntimeError): an import of a request's pages is pending.
+    - `PromptTooLongError`, `SequenceTooLongError` (RuntimeErrors), of calls that count pages: the whole pool is too
+      small for a request, or it is longer than `max_seq_len`.
 
     Args:
         params: shape and placement of the cache.
@@ -64,7 +49,6 @@ class PagedKVCacheManager(CacheSizing, CacheInputs, CacheStatus, PageHandover):
         num_layers: layers that contribute KV.
         devices: torch devices or their names, `params.n_devices` of them, replica by replica.
         session: orders device work: a CUDA stream, or an object with one as `stream`; None means the current one.
-            Without a GPU among the devices there is none to order (a warning says so).
         available_cache_memory: bytes for pages over all devices.
         zmq_endpoint_base: opens a socket at `<base>-reset_prefix_cache`: a message there drops the prefix cache before
             the next lookup or `fetch`. Without prefix caching there is none to drop, and no socket (a warning says so).
@@ -75,6 +59,12 @@ class PagedKVCacheManager(CacheSizing, CacheInputs, CacheStatus, PageHandover):
         InvalidParamsError: (a ValueError) an argument that cannot work.
         PoolTooSmallError: (a RuntimeError) the budget does not hold a page, or a device or the host not its share.
     """
+
+    further_groups: Sequence[Any] = ()  # what keeps a request's pages beside those of its tokens, each a table's group
+
+    estimated_memory_size = staticmethod(sizing.estimated_memory_size)
+    infer_optimal_batch_size = staticmethod(sizing.infer_optimal_batch_size)
+    max_supported_sequence_length = staticmethod(sizing.max_supported_sequence_length)
 
     def __init__(
         self,
@@ -89,10 +79,9 @@ class PagedKVCacheManager(CacheSizing, CacheInputs, CacheStatus, PageHandover):
         page_size: int = 128,
         enable_runtime_checks: bool = False,
     ) -> None:
-        self._reset_endpoint: ResetEndpoint | None = None
         sizes = sizing.check_sizes(params, max_batch_size, max_seq_len, num_layers)
         every = sizing.check_devices(params, devices, here=True)
-        stream = arguments.stream_of(session)
+        stream = sizing.stream_of(session, every)
         arguments.flag("enable_runtime_checks", enable_runtime_checks)
         self.params = params
         self.page_size = resolve_page_size(params, page_size)
@@ -103,43 +92,27 @@ class PagedKVCacheManager(CacheSizing, CacheInputs, CacheStatus, PageHandover):
         self.enable_runtime_checks = enable_runtime_checks
         tp = params.tensor_parallel_degree
         self.devices_per_replica = [every[first : first + tp] for first in range(0, len(every), tp)]
-        self.layouts: list[PageLayout] = [
-            shard_layout(params, sizes.num_layers, self.page_size, shard) for shard in range(tp)
-        ]
+        self.layouts = [shard_layout(params, self.num_layers, self.page_size, shard) for shard in range(tp)]
         self.fingerprint = replica_fingerprint(self.layouts)
-        pages = sizing.pages_per_replica(params, sizes.num_layers, self.page_size, available_cache_memory)
-        sizing.refuse_what_no_host_holds(params, sizes, self.page_size, pages, every)
-        self._max_rows = sizes.max_batch_size // self.num_replicas
-        idle = ["session orders nothing without a GPU"] if stream is not None and every[0].type == "cpu" else []
-        if zmq_endpoint_base is not None:
-            check_endpoint(zmq_endpoint_base)
-            idle += [] if params.enable_prefix_caching else ["zmq_endpoint_base opens nothing without prefix caching"]
-        self._warn_of_what_falls_short(pages, [*params.without_effect(), *idle])
-        # Tokens that the pages of each place (a row of a replica) hold; place -1, nobody's, holds none.
-        self._room = [0] * (self._max_rows * self.num_replicas + 1)
-        placed = [
-            PlacedReplica(self._new_replica(pages, group, place * self._max_rows), self.layouts, group, stream)
-            for place, group in enumerate(self.devices_per_replica)
-        ]
-        tiers = make_tiers(params, self.layouts, placed, stream)
-        CacheStatus.__init__(self, Replicas(placed, params, tiers))
-        self._claims = Claims(self._replicas.each, self._max_rows, self.page_size)
+        pages = sizing.pages_per_replica(params, sizes, self.page_size, available_cache_memory, every)
+        check_endpoint(zmq_endpoint_base)
+        sizing.warn_of_what_falls_short(params, sizes, self.page_size, pages)
+        self._replicas = place_replicas(params, sizes, self.layouts, self.devices_per_replica, stream, pages)
+        self._claims = Claims(self._replicas.each)
+        # What a decode step looks up: the place of a context, and the tokens that the pages of a place hold.
         self._place_of: Callable[[Any, int], int] = self._claims.bound.get
-        if zmq_endpoint_base is not None and params.enable_prefix_caching:
-            self._reset_endpoint = ResetEndpoint(zmq_endpoint_base)
-        if enable_runtime_checks:  # on this object alone: without them a call costs nothing more
-            for name in _CHANGES_SOMETHING:
-                setattr(self, name, checked_around(getattr(self, name), self.check))
+        self._capacity = self._replicas.capacity
+        self._metrics_before = KVCacheMetrics()
+        self._reset_endpoint = open_endpoint(zmq_endpoint_base, caching=params.enable_prefix_caching)
+        if enable_runtime_checks:
+            check_around_calls(self)
 
     # ---- claiming
 
     def external_claim(self, request_id: RequestID, replica_idx: int | None = None) -> None:
         """Bind a row of a replica to the request; takes no pages. With one replica `replica_idx` may be left out.
 
-        Raises:
-            AlreadyClaimedError: (a ValueError) naming the replica.
-            InvalidRequestError: (a ValueError) no such replica, or none given where there are several.
-            NoFreeRowError: (a ValueError) every row of the replica is claimed.
+        Raises `AlreadyClaimedError`, or `NoFreeRowError` where every row of the replica is claimed (ValueErrors).
         """
         self._claims.claim(request_id, replica_idx)
 
@@ -157,33 +130,42 @@ class PagedKVCacheManager(CacheSizing, CacheInputs, CacheStatus, PageHandover):
                 self.release(context.request_id)
 
     def contains(self, request_id: RequestID) -> bool:
-        """Whether the request is claimed. Raises `InvalidRequestError` where the id is no string."""
+        """Whether the request is claimed."""
         arguments.check_request_id(request_id, "contains")
         return request_id in self._claims.places
 
     def get_replica(self, context: Context) -> int:
-        """The replica that the request is claimed on.
-
-        Raises:
-            UnknownRequestError: (a KeyError) not claimed.
-        """
+        """The replica that the request is claimed on."""
         check_context(context, "get_replica")
         return self._claims.locate(context.request_id, "get_replica")[1]
 
     def get_or_recommend_replica(self, context: Context) -> int:
-        """The request's replica, or the one to claim it on, by `params.routing`. Raises as `admission`."""
+        """The request's replica, or the one to claim it on, by `params.routing`."""
         check_context(context, "get_or_recommend_replica")
-        if context.request_id in self._claims.places:
-            return self.get_replica(context)
-        return self.admission(context).replica_idx
+        known = context.request_id in self._claims.places
+        return self.get_replica(context) if known else self.admission(context).replica_idx
+
+    def admission(self, context: Context, num_steps: int = 1) -> Admission:
+        """Where a request that is not claimed yet is best claimed, and whether it could have a row and pages now."""
+        num_steps = arguments.steps(num_steps)
+        check_context(context, "admission")
+        self._look_for_reset()
+        return self._replicas.admission(context, num_steps)
+
+    def prefetch(self, context: Context) -> bool:
+        """Begin to bring the request's pages from files to the host tier; whether some are on their way.
+
+        Worth a call while a request waits: `maybe_reserve` takes what has come by then, waits a tenth of a second at
+        most, once, for what has not, and takes what comes later when it is called for a later chunk.
+        """
+        check_context(context, "prefetch")
+        self._look_for_reset()
+        return self._replicas.prefetch(context)
 
     def release(self, request_id: RequestID) -> None:
         """Give back the request's row and pages. With prefix caching its full pages stay findable while there is room.
 
         Pages under a lease stay as they are, for nobody else, until the lease has ended.
-
-        Raises:
-            UnknownRequestError: (a KeyError) not claimed, or released before.
         """
         self._claims.release(request_id)
 
@@ -193,28 +175,20 @@ class PagedKVCacheManager(CacheSizing, CacheInputs, CacheStatus, PageHandover):
         """Give the request pages for all its known tokens and `num_steps` steps; cached ones where they match.
 
         On a prefix hit the context's `start_idx` moves to the end of the hit. False: too few pages, nothing changed;
-        the same call may work once others have released theirs.
-
-        Raises:
-            UnknownRequestError: (a KeyError) not claimed.
-            PromptTooLongError: (a RuntimeError) the whole pool is too small for it.
-            SequenceTooLongError: (a RuntimeError) longer than `max_seq_len`.
-            InvalidRequestError: (a ValueError) `num_steps` is no integer or below 1; no context, another object than
-                the pages were reserved for, one whose salt or keys have changed since, or one that would compute anew
-                what a lease promises to readers (as `fetch`).
-            NotReservedError: (a RuntimeError) an import of its pages is pending.
+        the same call may work once others have released theirs. Tokens that a lease promises to readers are not
+        computed anew: `InvalidRequestError`, here and in `fetch`.
         """
         # A decode step that stays on its page: 15 of 16 calls end here.
         try:
             place = self._place_of(data, -1)
         except TypeError:  # cannot be hashed
             place = -1
-        if place >= 0 and type(num_steps) is int and num_steps > 0:
-            most = self._room[place] - num_steps + 1
+        if type(num_steps) is int and num_steps > 0:
+            most = self._capacity[place] - num_steps + 1  # place -1, nobody's, holds none
             if type(data) is TextContext:  # one call, where the protocol takes two
                 if data.decodes_within(most):
                     return True
-            elif data.active_length == 1 and data.current_length <= most:
+            elif place >= 0 and data.active_length == 1 and data.current_length <= most:
                 return True
         _, replica_idx, row = self._claims.own(data, "maybe_reserve")
         num_steps = arguments.steps(num_steps)
@@ -227,11 +201,7 @@ class PagedKVCacheManager(CacheSizing, CacheInputs, CacheStatus, PageHandover):
         return True
 
     def reserve_batch(self, batch: Sequence[Context], num_steps: int = 1) -> NDArray[np.bool_]:
-        """`maybe_reserve` for each request in turn: bool `[len(batch)]`. A refused one takes nothing from the others.
-
-        Raises:
-            Those of `maybe_reserve`, before any request is touched.
-        """
+        """`maybe_reserve` for each: bool `[len(batch)]`. A refused one takes nothing; raises before any is touched."""
         num_steps = arguments.steps(num_steps)
         gathered = self._claims.gather(batch, "reserve_batch")
         if self._reset_endpoint is not None and gathered.slack < 0 and (gathered.actives - gathered.starts > 1).any():
@@ -244,53 +214,32 @@ class PagedKVCacheManager(CacheSizing, CacheInputs, CacheStatus, PageHandover):
     def fork(self, parent: Context, child: Context, num_steps: int = 1) -> bool:
         """Claim `child` on the parent's replica with all that the parent had computed by its last `step`.
 
-        Full pages are shared, the partly filled last page is copied. `child` is not claimed yet and knows at least one
-        token more than was computed (`TextContext.fork` makes one). False: too few pages, nothing changed.
-
-        Raises:
-            UnknownRequestError: (a KeyError) the parent is not claimed.
-            AlreadyClaimedError, NoFreeRowError: (ValueErrors) as `external_claim`, for the child.
-            InvalidRequestError: (a ValueError) the child's tokens, salt or keys are not the parent's.
-            PromptTooLongError, SequenceTooLongError: (RuntimeErrors) as `maybe_reserve`.
+        Full pages are shared, the partly filled last page is copied. `child` is not claimed yet, has the parent's salt
+        and keys, and knows its computed tokens and more (`TextContext.fork` makes one). False: too few pages, nothing
+        changed. Raises as `external_claim`, too.
         """
         num_steps = arguments.steps(num_steps)
         replica, replica_idx, parent_row = self._claims.own(parent, "fork")
         check_context(child, "fork")
         check_fork(parent, child, int(replica.rows.cached[parent_row]))
-        self._claims.claim(child.request_id, replica_idx)
-        row, copied = replica.rows.row_of[child.request_id], None
+        row, forked = self._claims.claim(child.request_id, replica_idx), False
         try:
-            copied = replica.fork(parent_row, row, child, num_steps)
+            forked = self._replicas.fork(replica_idx, parent_row, row, child, num_steps)
         finally:
-            if copied is None:
+            if not forked:
                 self._claims.release(child.request_id)
-        if copied is None:
-            return False
-        self._claims.bind(child, replica_idx, row)
-        if copied != (0, 0):
-            self._replicas.placed[replica_idx].copy_page(*copied)
-        return True
+        if forked:
+            self._claims.bind(child, replica_idx, row)
+        return forked
 
     def batch(self, contexts: Sequence[Context]) -> Batch:
-        """Look the requests up once; the result is accepted wherever a sequence of contexts is.
-
-        Raises:
-            UnknownRequestError: (a KeyError) one is not claimed.
-            InvalidRequestError: (a ValueError) one is named twice.
-        """
+        """Look the requests up once; the result is accepted wherever a sequence of contexts is."""
         return self._claims.batch(contexts)
 
     def fetch(self, batch: Sequence[Context], num_steps: int = 1) -> list[RaggedKVCacheInputs]:
         """What the model reads to run the batch: one entry per device, replica by replica. Allocates nothing.
 
-        Each replica sees its own requests, in batch order.
-
-        Raises:
-            UnknownRequestError: (a KeyError) a request is not claimed.
-            InvalidRequestError: (a ValueError) a request is named twice, or `num_steps` is below 1; a request computes
-                tokens anew that were in a block table under a lease that is still open.
-            NotReservedError: (a RuntimeError) a request has too few pages: call `maybe_reserve` first.
-            SequenceTooLongError: (a RuntimeError) longer than `max_seq_len`.
+        Each replica sees its own requests, in batch order. Raises `NotReservedError` where one has too few pages.
         """
         if type(num_steps) is not int or num_steps != 1:
             num_steps = arguments.steps(num_steps)
@@ -301,28 +250,62 @@ class PagedKVCacheManager(CacheSizing, CacheInputs, CacheStatus, PageHandover):
     def step(self, batch: Sequence[Context]) -> None:
         """Publish every page that is full of computed tokens. Call it after `context.update`.
 
-        A request's page ids may change: content that was published before is shared, and the duplicate freed.
-
-        Raises:
-            UnknownRequestError: (a KeyError) a request is not claimed.
-            InvalidRequestError: (a ValueError) a request is named twice.
-            NotReservedError: (a RuntimeError) a request computed more tokens than it has pages for.
+        A request's page ids may change: content that was published before is shared, and the duplicate freed. Raises
+        `NotReservedError` where a request computed more tokens than it has pages for.
         """
         self._replicas.step(self._claims.gather(batch, "step"))
 
-    # ---- pages from and for another manager
+    def increment_cache_lengths(
+        self, kv_cache_inputs: Sequence[RaggedKVCacheInputs], prev_model_inputs: Any
+    ) -> Sequence[RaggedKVCacheInputs]:
+        """The inputs of the next of several steps: what ran is cached now. A list is changed in place and returned.
+
+        `prev_model_inputs.input_row_offsets` are offsets `[batch + 1]` of the ragged batch (a list: its first is used);
+        with several replicas `prev_model_inputs.data_parallel_splits` `[replicas + 1]` says which requests are whose.
+        """
+        return inputs.increment_cache_lengths(kv_cache_inputs, prev_model_inputs, replicas=self.num_replicas)
+
+    def get_data_parallel_splits(self, context_batch: Sequence[Context]) -> torch.Tensor:
+        """Where each replica's requests end in a batch ordered by replica: int64 `[num_replicas + 1]`, from 0."""
+        gathered = self._claims.gather(context_batch, "get_data_parallel_splits")
+        return inputs.data_parallel_splits(gathered.replicas, self.num_replicas)
+
+    def input_symbols(
+        self, devices: Sequence[torch.device | str] | None = None, num_layers: int | None = None
+    ) -> list[inputs.RaggedKVCacheInputSymbols]:
+        """The shapes of `fetch`'s entries as meta tensors with named dynamic dimensions, for `torch.export`.
+
+        `devices` and `num_layers`, where given, stand in for the manager's own. Raises `InvalidParamsError`.
+        """
+        if devices is not None:
+            sizing.check_devices(self.params, devices)
+        layers = self.num_layers if num_layers is None else sizing.check_layers(num_layers)
+        layouts = [shard_layout(self.params, layers, self.page_size, shard) for shard in range(len(self.layouts))]
+        return inputs.input_symbols(layouts, [replica.pool.num_pages + 1 for replica in self._replicas.each])
+
+    # ---- pages for and from another manager
 
     def block_table(self, request_id: RequestID, *, full_pages: bool = False) -> BlockTable:
         """The pages of what the request had computed by its last `step`. Good while it is claimed, or a lease is open.
 
         `full_pages` leaves out the page that is not full. While the prompt still runs, only full ones stay as they are.
-
-        Raises:
-            UnknownRequestError: (a KeyError) not claimed.
-            InvalidRequestError: (a ValueError) nothing computed yet.
         """
-        replica, replica_idx, _ = self._claims.locate(request_id, "block_table")
-        return imports.export_table(replica, replica_idx, request_id, self.fingerprint, full_pages=full_pages)
+        replica, replica_idx, row = self._claims.locate(request_id, "block_table")
+        return imports.export_table(replica, replica_idx, row, self.fingerprint, full_pages=full_pages)
+
+    def lease(self, request_id: RequestID) -> PageLease:
+        """Hold what a claimed request computes, until `end_lease`; also what it will compute while it stays claimed.
+
+        While the request is claimed this changes nothing. When it is released, for whatever reason, its row is free,
+        but its pages stay as they are for as long as one of its leases is open. They stay findable by their prefix.
+        """
+        replica, replica_idx, row = self._claims.locate(request_id, "lease")
+        replica.refuse_pending(row, "lease")
+        return replica.leases.grant(request_id, replica_idx, row)
+
+    def end_lease(self, lease: PageLease) -> None:
+        """Nobody reads under it any more, as readers were told: pages that nobody else holds are free. Safe twice."""
+        books_of(lease, [replica.leases for replica in self._replicas.each]).end(lease)
 
     def import_block_table(
         self, context: Context, table: BlockTable, num_steps: int = 1, *, partial: bool = False
@@ -331,19 +314,14 @@ class PagedKVCacheManager(CacheSizing, CacheInputs, CacheStatus, PageHandover):
 
         Pages cached here are shared, not copied. `copier` gives the right to copy the others. The request can run after
         `commit_import`; after `cancel_import` it holds its pages and computes its tokens itself, or is released. The
-        table may be of any page size and split; `partial`: it covers the first full pages only, and `extend_import`
-        follows.
-
-        Raises:
-            UnknownRequestError: (a KeyError) not claimed.
-            BlockTableMismatchError: (a ValueError) other tokens or another salt, or a malformed table.
-            InvalidRequestError: (a ValueError) the request has pages already.
-            PromptTooLongError, SequenceTooLongError: (RuntimeErrors) as `maybe_reserve`.
+        table may be of any page size and split. It covers fewer tokens than the context knows, as the last one runs
+        here; with `partial` the first full pages only, and `extend_import` follows. Raises `BlockTableMismatchError`
+        (a ValueError) for other tokens or salts, or a malformed table.
         """
         num_steps = arguments.steps(num_steps)
         replica, replica_idx, row = self._claims.own(context, "import_block_table")
         self._look_for_reset()
-        pending = imports.begin_import(replica, replica_idx, context, table, num_steps, partial=partial)
+        pending = imports.begin_import(replica, replica_idx, row, context, table, num_steps, partial=partial)
         if pending is not None:
             self._claims.bind(context, replica_idx, row)
         return pending
@@ -353,18 +331,36 @@ class PagedKVCacheManager(CacheSizing, CacheInputs, CacheStatus, PageHandover):
 
         Raises as `import_block_table`, also for pages other than before, or an import that is closed.
         """
-        imports.own_import(self._replicas.each, pending, "extend_import")
-        replica, _, _ = self._claims.own(context, "extend_import")
-        return imports.extend_import(replica, context, pending, table, last=last)
+        replica, _, row = self._claims.own(context, "extend_import")
+        return imports.extend_import(replica, row, context, pending, table, last=last)
+
+    def copier(self, pending: PendingImport) -> ImportCopier:
+        """The right to copy into an open import's pages, and to prove that it was done: handed out once."""
+        return imports.own_import(self._replicas.each, pending, "copier", is_open=True).imports.make_copier(pending)
+
+    def commit_import(self, context: Context, pending: PendingImport, proof: ImportProof | None = None) -> None:
+        """Every page has been copied, as `proof` says: the tokens count as cached, the full pages are published.
+
+        `proof` is what the import's copier gave: with the event of a pull that passed, where an endpoint reads; None
+        where nothing was to be copied (`pending.needs_copy`). It is of this import, and of all that its table covers.
+        """
+        replica, _, row = self._claims.own(context, "commit_import")
+        imports.finish_import(replica, row, context, pending, proof)
+
+    def cancel_import(self, pending: PendingImport) -> None:
+        """The import is given up. Safe twice.
+
+        Its pages are handed out to nobody, and its request cannot run, while its copier may still write to them. Where
+        they are written by somebody who has not taken the copier, this call says that nothing writes any more.
+        """
+        replica = imports.own_import(self._replicas.each, pending, "cancel_import")
+        if not pending.closed:
+            replica.imports.cancel(pending)
 
     # ---- what is where
 
     def get_req_blocks(self, request_id: RequestID) -> list[int]:
-        """The request's page ids in logical order, shared ones included.
-
-        Raises:
-            UnknownRequestError: (a KeyError) not claimed.
-        """
+        """The request's page ids in logical order, shared ones included."""
         replica, _, row = self._claims.locate(request_id, "get_req_blocks")
         return replica.rows.pages(row).tolist()
 
@@ -373,52 +369,83 @@ class PagedKVCacheManager(CacheSizing, CacheInputs, CacheStatus, PageHandover):
         """The page tensors, `[replica][shard]`: what a transfer engine registers, of `total pages + 1` pages each."""
         return [place.blocks for place in self._replicas.placed]
 
+    @property
+    def total_num_pages(self) -> int:
+        """Pages of all replicas; the null page of each is not counted."""
+        return sum(replica.pool.num_pages for replica in self._replicas.each)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Pages of all replicas that a reservation can take; cached pages that nobody holds count."""
+        return sum(replica.pool.free_count for replica in self._replicas.each)
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Pages of all replicas that somebody holds or a transfer writes; idle cached ones are not counted."""
+        return self.total_num_pages - self.num_free_blocks
+
+    @property
+    def num_leased_blocks(self) -> int:
+        """Pages of all replicas that leases of released requests hold. Those of claimed ones are their rows' still."""
+        return sum(replica.leases.num_pages for replica in self._replicas.each)
+
+    @property
+    def free_blocks_pct(self) -> float:
+        """Free share of the pages, 0.0 to 1.0, mean over the replicas."""
+        return sum(each.pool.free_count / each.pool.num_pages for each in self._replicas.each) / self.num_replicas
+
+    @property
+    def used_blocks_pct(self) -> float:
+        """Used share of the pages, 0.0 to 1.0, mean over the replicas."""
+        return 1.0 - self.free_blocks_pct
+
+    @property
+    def total_num_host_pages(self) -> int:
+        """Pages of the host tier, which all replicas share: 0 where there is none."""
+        return 0 if self._replicas.tiers is None else self._replicas.tiers.host.pool.num_pages
+
+    @property
+    def host_committed_block_pct(self) -> float:
+        """Share of the host pages that can be found, 0.0 to 1.0: 0.0 where there is no host tier."""
+        tiers = self._replicas.tiers
+        return 0.0 if tiers is None else float(tiers.host.pool.index.published[1:].mean())
+
+    @property
+    def hint_share(self) -> float:
+        """Of the idle pages, how many follow retention hints now, 0.0 to 1.0, mean over the replicas."""
+        return sum(replica.hints.share for replica in self._replicas.each) / self.num_replicas
+
+    @property
+    def metrics(self) -> KVCacheMetrics:
+        """What was done since the manager was made or `reset_metrics`, over all replicas."""
+        return self._replicas.metrics - self._metrics_before
+
+    def reset_metrics(self) -> None:
+        """Start counting from zero."""
+        self._metrics_before = self._replicas.metrics
+
     def reset_prefix_cache(self) -> None:
         """Forget every cached page that nobody holds, on all tiers. Pages in use stay findable."""
         self._replicas.forget_idle()
 
-    def check(self) -> None:
-        """Recount everything.
+    def _look_for_reset(self) -> None:
+        if self._reset_endpoint is not None and self._reset_endpoint.asked():
+            self.reset_prefix_cache()
 
-        Raises:
-            InvariantError: (a RuntimeError) naming the first discrepancy.
-        """
+    def flush_tiers(self) -> None:
+        """Copy all published pages to host and files, and wait: for who stops or measures, as steps copy anyway."""
+        if self._replicas.tiers is not None:
+            self._replicas.tiers.flush()
+
+    def check(self) -> None:
+        """Recount everything. Raises `InvariantError` (a RuntimeError), naming the first discrepancy."""
         self._replicas.check()
         self._claims.check()
 
     def close(self) -> None:
         """Close the reset socket, and the file tier once all that is published is written. Safe twice."""
-        self._replicas.close()
+        if self._replicas.tiers is not None:
+            self._replicas.tiers.close()
         if self._reset_endpoint is not None:
             self._reset_endpoint.close()
             self._reset_endpoint = None
-
-    # ---- inside
-
-    def _new_replica(self, pages: int, devices: Sequence[torch.device], first_place: int) -> Replica:
-        return Replica(
-            room=self._room,
-            first_place=first_place,
-            num_pages=pages,
-            page_size=self.page_size,
-            rows=self._max_rows,
-            max_seq_len=self.max_seq_len,
-            caching=self.enable_prefix_caching,
-            hash_algorithm=self.params.hash_algorithm,
-            pinned=any(device.type == "cuda" for device in devices),
-        )
-
-    def _look_for_reset(self) -> None:
-        """Before pages are looked up: somebody may have asked for them to be forgotten."""
-        if self._reset_endpoint is not None and self._reset_endpoint.asked():
-            self.reset_prefix_cache()
-
-    def _warn_of_what_falls_short(self, pages: int, without_effect: Sequence[str]) -> None:
-        for sentence in without_effect:
-            _log.warning("%s", sentence)
-        if pages < self._max_rows:
-            _log.warning("%d pages a replica for up to %d requests", pages, self._max_rows)
-        if pages * self.page_size < self.max_seq_len:
-            _log.warning(
-                "a request of max_seq_len %d cannot run: %d pages of %d tokens", self.max_seq_len, pages, self.page_size
-            )

@@ -5,20 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import Literal, cast, get_args
+from types import NoneType
+from typing import Any, Literal, cast, get_args
 
 import torch
 
 from kvcache.arguments import MOST, flag, number, shown, whole
 from kvcache.errors import InvalidParamsError
 from kvcache.routing import Routing
-from kvcache.tiers.page_files import PageIO
+from kvcache.types import PageIO
 
 HashAlgorithm = Literal["sha256", "xxh3_128"]
 PageOrder = Literal["head,layer,side,token,dim", "layer,side,head,token,dim", "layer,side,token,head,dim"]
 
 MAX_DEVICES = 1 << 10
 _CACHING, _SWAPPING = "enable_prefix_caching", "enable_kvcache_swapping_to_host"
+_WHOLE = {
+    "n_kv_heads": (1, MOST),
+    "head_dim": (1, MOST),
+    "n_devices": (1, MAX_DEVICES),
+    "data_parallel_degree": (1, MAX_DEVICES),
+    "partial_reuse_min_tokens": (0, MOST),
+    "page_size": (1, MOST),
+}
+_CHOICES = {"hash_algorithm": get_args(HashAlgorithm), "page_order": get_args(PageOrder)}
+_KINDS: tuple[tuple[str, Any, str], ...] = (
+    ("routing", Routing, "a Routing"),
+    ("tenant_quotas", Mapping, "a dict of salts and shares"),
+    ("file_tier_dir", (NoneType, str, PathLike), "the name of a folder"),
+    ("file_tier_key", str, "a string"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +60,8 @@ class KVCacheParams:
         file_tier_max_gb: most bytes of the files of this key and layout, in units of 2**30.
         file_tier_key: names what KV depends on besides tokens, salt and layout: the model and its weights. Pages of
             different keys are never mixed up.
-        file_tier_io: makes what moves bytes between files and the host tier (`kvcache.tiers.page_files.PageIO`), given
-            the tier's memory, once for each of two threads; None means preadv and pwritev.
+        file_tier_io: makes what moves bytes between files and the host tier (`kvcache.types.PageIO`), given the tier's
+            memory, once for each of two threads; None means preadv and pwritev.
         page_size: tokens per page; None leaves the choice to the manager's argument of the same name.
         n_devices: devices of all replicas together.
         is_mla: one latent side in place of keys and values.
@@ -92,40 +108,30 @@ class KVCacheParams:
 
     def __post_init__(self) -> None:
         _check(type(self.dtype) is torch.dtype, f"dtype is {shown(self.dtype)}: a torch.dtype is needed")
-        for name in ("enable_prefix_caching", "enable_kvcache_swapping_to_host", "is_mla"):
+        for name in (_CACHING, _SWAPPING, "is_mla"):
             flag(name, getattr(self, name))
-        for name, least, most in (
-            ("n_kv_heads", 1, MOST),
-            ("head_dim", 1, MOST),
-            ("n_devices", 1, MAX_DEVICES),
-            ("data_parallel_degree", 1, MAX_DEVICES),
-            ("partial_reuse_min_tokens", 0, MOST),
-            ("page_size", 1, MOST),
-        ):
-            value = getattr(self, name)
-            if value is not None or name != "page_size":
-                object.__setattr__(self, name, whole(name, value, least, most))  # numpy's become Python's
-        _check(
-            self.n_devices % self.data_parallel_degree == 0,
-            f"n_devices is {self.n_devices}: not a multiple of data_parallel_degree {self.data_parallel_degree}",
-        )
-        tp = self.tensor_parallel_degree
+        for name, (least, most) in _WHOLE.items():
+            if name != "page_size" or self.page_size is not None:
+                object.__setattr__(self, name, whole(name, getattr(self, name), least, most))  # numpy's become Python's
+        dp, tp = self.data_parallel_degree, self.tensor_parallel_degree
+        _check(self.n_devices % dp == 0, f"n_devices is {self.n_devices}: not a multiple of data_parallel_degree {dp}")
         _check(
             self.n_kv_heads % tp == 0 or tp % self.n_kv_heads == 0,
             f"n_kv_heads is {self.n_kv_heads}: {tp} shards can neither split these heads evenly nor share them evenly",
         )
-        _choice("hash_algorithm", self.hash_algorithm, get_args(HashAlgorithm))
-        _choice("page_order", self.page_order, get_args(PageOrder))
-        routing = cast("object", self.routing)
-        _check(isinstance(routing, Routing), f"routing is {shown(routing)}: a Routing is needed")
-        _check(
-            not self.partial_reuse_min_tokens or self.enable_prefix_caching,
-            "partial_reuse_min_tokens needs enable_prefix_caching",
-        )
-        _share("max_hint_share", self.max_hint_share)
-        _share("tenant_quota", self.tenant_quota)
-        quotas = cast("object", self.tenant_quotas)
-        _check(isinstance(quotas, Mapping), f"tenant_quotas is {shown(quotas)}: a dict of salts and shares is needed")
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            _check(
+                isinstance(value, str) and value in choices,
+                f"{name} is {shown(value)}: one of {', '.join(choices)} is needed",
+            )
+        for name, kind, needed in _KINDS:
+            value = getattr(self, name)
+            _check(isinstance(value, kind), f"{name} is {shown(value)}: {needed} is needed")
+        io = self.file_tier_io
+        _check(io is None or callable(io), f"file_tier_io is {shown(io)}: a function of the tier's memory is needed")
+        for name in ("max_hint_share", "tenant_quota"):
+            _share(name, getattr(self, name))
         for salt, share in self.tenant_quotas.items():
             _check(isinstance(cast("object", salt), str), f"tenant_quotas names {shown(salt)}: a salt is a string")
             _share(f"tenant_quotas[{salt!r}]", share)
@@ -179,27 +185,19 @@ class KVCacheParams:
         for name in ("host_kvcache_swap_space_gb", "file_tier_max_gb"):
             if getattr(self, name) is not None:
                 number(name, getattr(self, name))
-        folder, io = cast("object", self.file_tier_dir), cast("object", self.file_tier_io)
+        for name, given, needed in (
+            ("partial_reuse_min_tokens", self.partial_reuse_min_tokens > 0, _CACHING),
+            (_SWAPPING, self.enable_kvcache_swapping_to_host, _CACHING),
+            ("file_tier_dir", self.file_tier_dir is not None, _SWAPPING),
+        ):
+            _check(not given or getattr(self, needed), f"{name} needs {needed}")
+        space, most = self.host_kvcache_swap_space_gb, self.file_tier_max_gb
         _check(
-            folder is None or isinstance(folder, str | PathLike),
-            f"file_tier_dir is {shown(self.file_tier_dir)}: the name of a folder is needed",
+            not self.enable_kvcache_swapping_to_host or (space is not None and space > 0),
+            f"host_kvcache_swap_space_gb is {space}: swapping to the host needs a size above 0",
         )
-        _check(
-            isinstance(cast("object", self.file_tier_key), str),
-            f"file_tier_key is {shown(self.file_tier_key)}: a string is needed",
-        )
-        _check(io is None or callable(io), f"file_tier_io is {shown(io)}: a function of the tier's memory is needed")
-        if self.enable_kvcache_swapping_to_host:
-            _check(self.enable_prefix_caching, "enable_kvcache_swapping_to_host needs enable_prefix_caching")
-            space = self.host_kvcache_swap_space_gb
-            _check(
-                space is not None and space > 0,
-                f"host_kvcache_swap_space_gb is {space}: swapping to the host needs a size above 0",
-            )
         if self.file_tier_dir is not None:
-            _check(self.enable_kvcache_swapping_to_host, "file_tier_dir needs enable_kvcache_swapping_to_host")
-            space = self.file_tier_max_gb
-            _check(space is not None and space > 0, f"file_tier_max_gb is {space}: files need a size above 0")
+            _check(most is not None and most > 0, f"file_tier_max_gb is {most}: files need a size above 0")
             _check(
                 bool(self.file_tier_key),
                 "file_tier_key is not given: without the name of the model and its weights, files of another model "
@@ -210,8 +208,7 @@ class KVCacheParams:
 def resolve_page_size(params: KVCacheParams, page_size: int | None, default: int = 128) -> int:
     """Page size in tokens: of the params, else the argument, else `default`.
 
-    Raises:
-        InvalidParamsError: both are given, and differ (the argument's default counts as not given).
+    Raises `InvalidParamsError` where both are given, and differ; the argument's default counts as not given.
     """
     if page_size is None:
         page_size = default
@@ -232,10 +229,3 @@ def _check(holds: bool, message: str) -> None:
 
 def _share(name: str, value: float) -> None:
     _check(0.0 <= number(name, value) <= 1.0, f"{name} is {value!r}: a share from 0.0 to 1.0 is needed")
-
-
-def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    _check(
-        isinstance(cast("object", value), str) and value in choices,
-        f"{name} is {shown(value)}: one of {', '.join(choices)} is needed",
-    )

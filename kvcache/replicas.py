@@ -3,43 +3,71 @@
 from __future__ import annotations
 
 import functools
+from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from kvcache.check import check_replica
+from kvcache.layout import PageLayout
 from kvcache.metrics import KVCacheMetrics
 from kvcache.params import KVCacheParams
-from kvcache.replica.batch import Batch, Gathered, Ints
-from kvcache.replica.context import Context
+from kvcache.replica.batch import Batch, Gathered
+from kvcache.replica.context import Context, hasher_of
 from kvcache.replica.devices import PlacedReplica
-from kvcache.replica.hashing import PrefixHasher, hasher_of
-from kvcache.replica.hints import Retainer
+from kvcache.replica.hashing import PrefixHasher
 from kvcache.replica.partial import PartialReuse
 from kvcache.replica.peer_copies import PeerCopies
-from kvcache.replica.replica import Replica
+from kvcache.replica.replica import Filled, Replica
+from kvcache.replica.rows import BlockRows, Ints
 from kvcache.routing import Router
-from kvcache.tiers.tiers import Tiers
+from kvcache.sizing import Sizes
+from kvcache.tiers.tiers import Tiers, make_tiers
 from kvcache.types import Admission, RaggedKVCacheInputs
 
 
+def place_replicas(
+    params: KVCacheParams,
+    sizes: Sizes,
+    layouts: Sequence[PageLayout],
+    devices: Sequence[Sequence[torch.device]],
+    stream: Any,
+    pages: int,
+) -> Replicas:
+    """Replicas of `pages` pages each, on the `devices` of each, with the tiers below them."""
+    rows = sizes.max_batch_size // len(devices)
+    # The rows write by numpy; calls of one request read an array of Python's own, which answers them faster.
+    capacity = array("q", bytes(8 * (rows * len(devices) + 1)))
+    parts = np.frombuffer(capacity, np.int64)[:-1].reshape(len(devices), rows)
+    placed: list[PlacedReplica] = []
+    for group, part in zip(devices, parts, strict=True):
+        pinned = any(device.type == "cuda" for device in group)
+        block_rows = BlockRows(part, sizes.max_seq_len, layouts[0].page_size, pinned=pinned)
+        placed.append(PlacedReplica(Replica(params, block_rows, pages), layouts, group, stream))
+    return Replicas(placed, capacity, params, make_tiers(params, layouts, placed, stream))
+
+
 class Replicas:
-    """All replicas of a manager.
+    """All replicas of a manager. Its calls raise as those of `PagedKVCacheManager` that use them.
 
     Attributes:
         placed: each with its devices.
         each: each without them.
+        capacity: by place (a row of a replica), tokens that its pages hold; place -1, nobody's, holds none.
         tiers: what lies below them; None where nothing does.
     """
 
-    def __init__(self, placed: Sequence[PlacedReplica], params: KVCacheParams, tiers: Tiers | None = None) -> None:
+    def __init__(
+        self, placed: Sequence[PlacedReplica], capacity: array[int], params: KVCacheParams, tiers: Tiers | None
+    ) -> None:
         self.placed = placed
+        self.capacity = capacity
         self.tiers = tiers
         self.each: list[Replica] = [place.replica for place in placed]
         self._router = Router(len(placed), params.routing)
-        for replica in self.each if params.enable_prefix_caching else ():
-            replica.retainer = Retainer(replica.pool, replica.rows, replica.page_size, replica.hasher, params)
         copies = params.routing.copy_pages and len(placed) > 1
         self._copies = PeerCopies(placed) if copies else None
         least = params.partial_reuse_min_tokens
@@ -54,7 +82,7 @@ class Replicas:
         return sum((replica.metrics for replica in self.each), below)
 
     def admission(self, context: Context, num_steps: int = 1) -> Admission:
-        """Where a new request is best claimed. Raises as `CacheStatus.admission`."""
+        """Where a new request is best claimed."""
         needed = self.each[0].pages_needed(context, num_steps)
         claimed = [len(replica.rows.row_of) for replica in self.each]
         if self._router.routing.rule != "prefix":
@@ -105,6 +133,13 @@ class Replicas:
         ]
         return np.array(reserved, np.bool_)
 
+    def fork(self, replica_idx: int, parent: int, row: int, child: Context, num_steps: int) -> bool:
+        """Let the claimed `row` share what the row `parent` has computed; False: too few pages, nothing changed."""
+        copied = self.each[replica_idx].fork(parent, row, child, num_steps)
+        if copied is not None and copied != (0, 0):
+            self.placed[replica_idx].copy_page(*copied)
+        return copied is not None
+
     def fetch(self, gathered: Gathered, num_steps: int) -> list[RaggedKVCacheInputs]:
         """What the model reads, shard by shard and replica by replica. Raises before anything is counted.
 
@@ -113,7 +148,7 @@ class Replicas:
         states = [gathered.part(mine) for mine in self._split(gathered)]
         if gathered.slack < num_steps - 1:
             for replica, state in zip(self.each, states, strict=True):
-                replica.refuse_short(state.rows, state.ends + (num_steps - 1))
+                replica.refuse_short(state.rows, state.ends + (num_steps - 1), "fetch")
         for replica, state in zip(self.each, states, strict=True):
             if replica.leases.of_row:
                 replica.leases.refuse_rewrite(state.rows, state.starts)
@@ -136,12 +171,7 @@ class Replicas:
                 replica.counter.computed(rows, computed)
             return
         for replica, (rows, computed) in zip(self.each, states, strict=True):
-            replica.refuse_step(rows, computed)
-        committed: list[Ints] = []
-        if self._partial is not None:
-            committed = [
-                replica.rows.committed[rows].copy() for replica, (rows, _) in zip(self.each, states, strict=True)
-            ]
+            replica.refuse_short(rows, computed, "step")
         # Of all replicas first: digests are refused where a request's salt or keys changed, and nothing is half done.
         full = [
             replica.filled(rows, computed, functools.partial(self._digests, gathered, mine))
@@ -150,7 +180,7 @@ class Replicas:
         for replica, (rows, computed), pages in zip(self.each, states, full, strict=True):
             replica.publish(rows, computed, pages)
         if self._partial is not None:
-            self._learn(self._partial, gathered, parts, committed)
+            _learn(self._partial, gathered, full)
         if isinstance(gathered, Batch):
             gathered.due = min(replica.due(*state) for replica, state in zip(self.each, states, strict=True))
 
@@ -168,11 +198,6 @@ class Replicas:
         if self.tiers is not None:
             self.tiers.check()
 
-    def close(self) -> None:
-        """Write what is published, where there are files. Safe twice."""
-        if self.tiers is not None:
-            self.tiers.close()
-
     def _reuse_part(self, partial: PartialReuse, replica_idx: int, row: int, context: Context) -> None:
         """Copy a page of which the request shares a part into the request's own."""
         found = partial.find(row, context)
@@ -180,16 +205,6 @@ class Replicas:
             page, own, cached = found
             self.each[replica_idx].advance(row, context, cached)
             self.placed[replica_idx].copy_page(page, own)
-
-    def _learn(
-        self, partial: list[PartialReuse], gathered: Gathered, parts: list[Ints | None], committed: list[Ints]
-    ) -> None:
-        for replica, (learner, mine, before) in enumerate(zip(partial, parts, committed, strict=True)):
-            places = np.arange(len(gathered.contexts)) if mine is None else mine
-            now = self.each[replica].rows.committed[gathered.rows[places]]
-            for nth in np.flatnonzero(now > before):
-                place = int(places[nth])
-                learner.learn(int(gathered.rows[place]), gathered.contexts[place], int(before[nth]), int(now[nth]))
 
     def _reserve_decoding(self, gathered: Gathered, num_steps: int) -> bool:
         """Pages for a batch of one token each; False where it takes a closer look at each request."""
@@ -218,6 +233,16 @@ class Replicas:
     def _hasher_of(self, replica_idx: int, row: int, context: Context) -> PrefixHasher:
         self.each[replica_idx].refuse_renamed(row, context)
         return self.each[replica_idx].hasher(row, context)
+
+
+def _learn(partial: Sequence[PartialReuse], gathered: Gathered, full: Sequence[Filled | None]) -> None:
+    """What was published now may be reused in part."""
+    places = zip(gathered.replicas.tolist(), gathered.rows.tolist(), strict=True)
+    contexts = dict(zip(places, gathered.contexts, strict=True))
+    for replica_idx, (learner, pages) in enumerate(zip(partial, full, strict=True)):
+        if pages is not None:
+            for row, first, last in zip(pages.rows.tolist(), pages.firsts.tolist(), pages.lasts.tolist(), strict=True):
+                learner.learn(row, contexts[replica_idx, row], first, last)
 
 
 def _fits(replica: Replica, needed: int, hits: NDArray[np.int32]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import cast
 
 import zmq
@@ -12,19 +13,24 @@ from kvcache.errors import InvalidParamsError
 MAX_MESSAGE_BYTES = 1 << 10
 _MESSAGES_A_CALL = 64
 
+_log = logging.getLogger("pagewire")
+
 
 def check_endpoint(endpoint_base: object) -> None:
-    """Raise `InvalidParamsError` unless this may be the beginning of an address."""
-    if not isinstance(endpoint_base, str) or "\0" in endpoint_base:
+    """Raise `InvalidParamsError` unless this may be the beginning of an address, or None."""
+    if endpoint_base is not None and (not isinstance(endpoint_base, str) or "\0" in endpoint_base):
         raise InvalidParamsError(f"zmq_endpoint_base is {shown(endpoint_base)}: the beginning of an address is needed")
 
 
-class ResetEndpoint:
-    """A PULL socket at `<base>-reset_prefix_cache`; any message asks for one reset.
+def open_endpoint(endpoint_base: str | None, *, caching: bool) -> ResetEndpoint | None:
+    """The endpoint; None where none is asked for, or there is nothing to drop."""
+    if endpoint_base is not None and not caching:
+        _log.warning("zmq_endpoint_base opens nothing without prefix caching")
+    return ResetEndpoint(endpoint_base) if endpoint_base is not None and caching else None
 
-    Raises:
-        InvalidParamsError: (a ValueError) the address cannot be bound.
-    """
+
+class ResetEndpoint:
+    """A PULL socket at `<base>-reset_prefix_cache`; any message asks for one reset."""
 
     def __init__(self, endpoint_base: str) -> None:
         self.address = f"{endpoint_base}-reset_prefix_cache"

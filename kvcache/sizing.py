@@ -1,14 +1,19 @@
-"""How many pages, tokens and requests a memory budget holds, and whether a host holds them. Allocates nothing."""
+"""How many pages, tokens and requests a memory budget holds, and whether a host holds them. Allocates nothing.
+
+The page size is that of the params, else of the argument, as of the manager. Keywords that the documented API may pass
+on to some other manager are refused, as nothing here would follow them.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 
-from kvcache.arguments import MOST, checked_devices, shown, whole
+from kvcache.arguments import MOST, shown, whole
 from kvcache.errors import InvalidParamsError, PoolTooSmallError, UnknownArgumentError
 from kvcache.params import KVCacheParams, resolve_page_size
 
@@ -18,7 +23,9 @@ MOST_LAYERS = 1 << 16
 MOST_BYTES = (1 << 63) - 1
 _BOOK_BYTES = 64  # of the host, for each page
 
-_Devices = Sequence[torch.device | str]
+_log = logging.getLogger("pagewire")
+
+Devices = Sequence[torch.device | str]
 
 
 class Sizes(NamedTuple):
@@ -29,78 +36,68 @@ class Sizes(NamedTuple):
     num_layers: int
 
 
-class CacheSizing:
-    """The questions that are answered before a manager is made.
+def estimated_memory_size(
+    params: KVCacheParams,
+    max_batch_size: int,
+    max_seq_len: int,
+    num_layers: int,
+    available_cache_memory: int,
+    devices: Devices,
+    page_size: int = 128,
+    **unknown: Any,
+) -> int:
+    """Bytes that the pages will take over all devices: the budget, or less where full-length requests need less.
 
-    The page size is that of the params, else of the argument, as of the manager. Keywords that the documented API may
-    pass on to some other manager are refused, as nothing here would follow them.
+    Raises:
+        InvalidParamsError: (a ValueError) a size that cannot work.
+        UnknownArgumentError: (a TypeError) a keyword that nothing uses.
     """
+    _refuse_unknown("estimated_memory_size", unknown)
+    batch, longest, layers = check_sizes(params, max_batch_size, max_seq_len, num_layers)
+    check_devices(params, devices)
+    memory = whole("available_cache_memory", available_cache_memory, 0, MOST_BYTES)
+    dp, size = params.data_parallel_degree, resolve_page_size(params, page_size)
+    pages = -(-longest // size) * -(-batch // dp)
+    return min(memory // dp, pages * page_bytes(params, layers, size)) * dp
 
-    @classmethod
-    def estimated_memory_size(
-        cls,
-        params: KVCacheParams,
-        max_batch_size: int,
-        max_seq_len: int,
-        num_layers: int,
-        available_cache_memory: int,
-        devices: _Devices,
-        page_size: int = 128,
-        **unknown: Any,
-    ) -> int:
-        """Bytes that the pages will take over all devices: the budget, or less where full-length requests need less.
 
-        Raises:
-            InvalidParamsError: (a ValueError) a size that cannot work.
-            UnknownArgumentError: (a TypeError) a keyword that nothing uses.
-        """
-        _refuse_unknown("estimated_memory_size", unknown)
-        batch, longest, layers = check_sizes(params, max_batch_size, max_seq_len, num_layers)
-        check_devices(params, devices)
-        memory = whole("available_cache_memory", available_cache_memory, 0, MOST_BYTES)
-        dp, size = params.data_parallel_degree, resolve_page_size(params, page_size)
-        pages = -(-longest // size) * -(-batch // dp)
-        return min(memory // dp, pages * page_bytes(params, layers, size)) * dp
+def infer_optimal_batch_size(
+    params: KVCacheParams,
+    max_seq_len: int,
+    num_layers: int,
+    available_cache_memory: int,
+    devices: Devices,
+    page_size: int = 128,
+    **unknown: Any,
+) -> int:
+    """Requests of full length that the budget holds at a time: one a replica at least, `MOST_REQUESTS` at most.
 
-    @classmethod
-    def infer_optimal_batch_size(
-        cls,
-        params: KVCacheParams,
-        max_seq_len: int,
-        num_layers: int,
-        available_cache_memory: int,
-        devices: _Devices,
-        page_size: int = 128,
-        **unknown: Any,
-    ) -> int:
-        """Requests of full length that the budget holds at a time: one a replica at least, `MOST_REQUESTS` at most.
+    Raises:
+        InvalidParamsError: (a ValueError) a size that cannot work.
+        UnknownArgumentError: (a TypeError) a keyword that nothing uses.
+    """
+    _refuse_unknown("infer_optimal_batch_size", unknown)
+    check_params(params)
+    dp, size = params.data_parallel_degree, resolve_page_size(params, page_size)
+    _, longest, layers = check_sizes(params, dp, max_seq_len, num_layers)
+    check_devices(params, devices)
+    memory = whole("available_cache_memory", available_cache_memory, 0, MOST_BYTES)
+    pages = memory // dp // page_bytes(params, layers, size)
+    return max(dp, min(MOST_REQUESTS, pages // -(-longest // size) * dp))
 
-        Raises:
-            InvalidParamsError: (a ValueError) a size that cannot work.
-            UnknownArgumentError: (a TypeError) a keyword that nothing uses.
-        """
-        _refuse_unknown("infer_optimal_batch_size", unknown)
-        check_params(params)
-        dp, size = params.data_parallel_degree, resolve_page_size(params, page_size)
-        _, longest, layers = check_sizes(params, dp, max_seq_len, num_layers)
-        check_devices(params, devices)
-        memory = whole("available_cache_memory", available_cache_memory, 0, MOST_BYTES)
-        pages = memory // dp // page_bytes(params, layers, size)
-        return max(dp, min(MOST_REQUESTS, pages // -(-longest // size) * dp))
 
-    @classmethod
-    def max_supported_sequence_length(
-        cls, params: KVCacheParams, num_layers: int, memory_available: int, page_size: int = 128
-    ) -> int:
-        """Tokens of the longest request that each replica can hold, a multiple of the page size.
+def max_supported_sequence_length(
+    params: KVCacheParams, num_layers: int, memory_available: int, page_size: int = 128
+) -> int:
+    """Tokens of the longest request that each replica can hold, a multiple of the page size.
 
-        Raises:
-            InvalidParamsError: (a ValueError) a size that cannot work.
-        """
-        check_params(params)
-        size, layers = resolve_page_size(params, page_size), whole("num_layers", num_layers, 1, MOST_LAYERS)
-        memory = whole("memory_available", memory_available, 0, MOST_BYTES)
-        return memory // params.data_parallel_degree // page_bytes(params, layers, size) * size
+    Raises:
+        InvalidParamsError: (a ValueError) a size that cannot work.
+    """
+    check_params(params)
+    size, layers = resolve_page_size(params, page_size), check_layers(num_layers)
+    memory = whole("memory_available", memory_available, 0, MOST_BYTES)
+    return memory // params.data_parallel_degree // page_bytes(params, layers, size) * size
 
 
 def page_bytes(params: KVCacheParams, num_layers: int, page_size: int) -> int:
@@ -108,18 +105,20 @@ def page_bytes(params: KVCacheParams, num_layers: int, page_size: int) -> int:
     return params.bytes_per_token(num_layers) * page_size
 
 
-def pages_per_replica(params: KVCacheParams, num_layers: int, page_size: int, memory: object) -> int:
+def pages_per_replica(
+    params: KVCacheParams, sizes: Sizes, page_size: int, memory: object, devices: Sequence[torch.device]
+) -> int:
     """Pages of each replica when `memory` bytes are split over the replicas.
 
     Raises:
         InvalidParamsError: (a ValueError) no number of bytes, or more pages than have an id.
-        PoolTooSmallError: (a RuntimeError) not one page.
+        PoolTooSmallError: (a RuntimeError) not one page, or more than the host has memory for.
     """
     if memory is None:
         raise InvalidParamsError("available_cache_memory is not given: a number of bytes is needed")
     budget = whole("available_cache_memory", memory, 0, MOST_BYTES)
     share = budget // params.data_parallel_degree
-    size = page_bytes(params, num_layers, page_size)
+    size = page_bytes(params, sizes.num_layers, page_size)
     if share < size:
         raise PoolTooSmallError(
             f"available_cache_memory is {budget} bytes, {share} for each of {params.data_parallel_degree} replicas: "
@@ -129,10 +128,11 @@ def pages_per_replica(params: KVCacheParams, num_layers: int, page_size: int, me
         raise InvalidParamsError(
             f"available_cache_memory is {budget} bytes, {share // size} pages a replica: {MOST - 1} are the most"
         )
+    _refuse_what_no_host_holds(params, sizes, page_size, share // size, devices)
     return share // size
 
 
-def refuse_what_no_host_holds(
+def _refuse_what_no_host_holds(
     params: KVCacheParams, sizes: Sizes, page_size: int, pages: int, devices: Sequence[torch.device]
 ) -> None:
     """Raise `PoolTooSmallError` where the host's memory is too small for its part of `pages` a replica.
@@ -153,6 +153,17 @@ def refuse_what_no_host_holds(
         )
 
 
+def warn_of_what_falls_short(params: KVCacheParams, sizes: Sizes, page_size: int, pages: int) -> None:
+    """Log what is given in vain, and what `pages` a replica are too few for."""
+    rows, longest = sizes.max_batch_size // params.data_parallel_degree, sizes.max_seq_len
+    for sentence in params.without_effect():
+        _log.warning("%s", sentence)
+    if pages < rows:
+        _log.warning("%d pages a replica for up to %d requests", pages, rows)
+    if pages * page_size < longest:
+        _log.warning("a request of max_seq_len %d cannot run: %d pages of %d tokens", longest, pages, page_size)
+
+
 def check_params(params: object) -> None:
     """Raise `InvalidParamsError` unless these are `KVCacheParams`."""
     if not isinstance(params, KVCacheParams):
@@ -165,14 +176,51 @@ def check_sizes(params: KVCacheParams, max_batch_size: object, max_seq_len: obje
     return Sizes(
         whole("max_batch_size", max_batch_size, params.data_parallel_degree, MOST_ROWS),
         whole("max_seq_len", max_seq_len, 1),
-        whole("num_layers", num_layers, 1, MOST_LAYERS),
+        check_layers(num_layers),
     )
 
 
+def check_layers(num_layers: object) -> int:
+    """This number of layers. Raises `InvalidParamsError`."""
+    return whole("num_layers", num_layers, 1, MOST_LAYERS)
+
+
 def check_devices(params: KVCacheParams, devices: object, *, here: bool = False) -> list[torch.device]:
-    """The device of each shard; `here`: pages are to be kept on them. Raises `InvalidParamsError`."""
-    split = f"{params.data_parallel_degree} replicas of {params.tensor_parallel_degree} shards"
-    return checked_devices(devices, params.n_devices, split, here=here)
+    """The device of each shard, the CPU or a GPU; `here`: it must exist. Raises `InvalidParamsError`."""
+    if isinstance(devices, str) or not isinstance(devices, Sequence):
+        raise InvalidParamsError(f"devices is {shown(devices)}: a list of torch devices or their names is needed")
+    named = cast("Sequence[Any]", devices)
+    if len(named) != params.n_devices:
+        raise InvalidParamsError(
+            f"{len(named)} devices given, params.n_devices is {params.n_devices} "
+            f"({params.data_parallel_degree} replicas of {params.tensor_parallel_degree} shards)"
+        )
+    return [_checked_device(device, here=here) for device in named]
+
+
+def _checked_device(device: object, *, here: bool) -> torch.device:
+    try:
+        found = device if isinstance(device, torch.device) else torch.device(cast("str", device))
+    except (TypeError, RuntimeError, ValueError, OverflowError):
+        found = None
+    if isinstance(device, bool | int) or found is None or found.type not in ("cpu", "cuda"):
+        raise InvalidParamsError(f"device {shown(device)}: pages are kept on 'cpu' or 'cuda' devices")
+    there = 1 if found.type == "cpu" else torch.cuda.device_count() if here else MOST
+    if (found.index or 0) >= there:
+        raise InvalidParamsError(f"device {shown(device)}: this process sees {there} of its kind")
+    return found
+
+
+def stream_of(session: object, devices: Sequence[torch.device]) -> Any:
+    """The CUDA stream that `session` is or has as `stream`; None for None. Raises `InvalidParamsError`."""
+    stream = getattr(session, "stream", session)
+    if stream is not None and not isinstance(stream, torch.cuda.Stream):
+        raise InvalidParamsError(
+            f"session is {shown(session)}: a torch.cuda.Stream, an object with one as `stream`, or None is needed"
+        )
+    if stream is not None and devices[0].type == "cpu":
+        _log.warning("session orders nothing without a GPU")
+    return stream
 
 
 def _refuse_unknown(call: str, unknown: dict[str, Any]) -> None:

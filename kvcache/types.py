@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, cast
 
 import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvcache.arguments import flag, integer, number, shown
 from kvcache.errors import InvalidRequestError
@@ -113,3 +116,19 @@ class Admission(NamedTuple):
     cached_pages: int
     missing_pages: int
     fits: bool
+
+
+Part = NDArray[np.uint8]
+"""Bytes of a page, as they lie in memory."""
+
+
+class PageIO(Protocol):
+    """Moves bytes between memory and an open file. All of them, or it raises `OSError`."""
+
+    def write(self, file: int, parts: Sequence[Part], offset: int) -> None:
+        """Write the parts, one after another, from `offset` on."""
+        ...
+
+    def read(self, file: int, parts: Sequence[Part], offset: int) -> None:
+        """Fill the parts, one after another, with what lies from `offset` on."""
+        ...

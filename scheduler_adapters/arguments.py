@@ -1,4 +1,8 @@
-"""Types of command line arguments. Each refuses what is out of range before anything is started or allocated."""
+"""What a command can be told: the fields of a dataclass, each with its type, its default and its help.
+
+The types refuse what is out of range before anything is started or allocated. So whoever gets the options of a command
+need not look at them again.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,38 @@ import argparse
 import contextlib
 import os
 import re
+from dataclasses import MISSING, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 _SHOWN = 300  # characters of a value in a message
 _MOST_DIGITS = 60  # Python refuses to read thousands, which no limit needs
+
+
+def option(metavar: str | None, kind: Callable[[str], object], default: object, told: str, **more: object) -> Any:
+    """A field that is an option with a value: how it is called in the help, its type, its default, and its help.
+
+    `more` goes to `ArgumentParser.add_argument`; `name` takes the place of the field's own.
+    """
+    shown = "" if default is None or default is MISSING else f" (default: {default})"
+    return field(default=default, metadata={"metavar": metavar, "type": kind, "help": told + shown, **more})
+
+
+def switch(told: str, *, default: bool = False, **more: object) -> Any:
+    """A field that is an option without a value, which changes the default."""
+    return field(default=default, metadata={"action": f"store_{not default}".lower(), "help": told, **more})
+
+
+def add_options(parser: argparse.ArgumentParser, options: Any) -> None:
+    """Let a parser know the options of a command; what it then finds are the arguments of that dataclass."""
+    for one in fields(options):
+        told: dict[str, Any] = dict(one.metadata)
+        name = told.pop("name", f"--{one.name.replace('_', '-')}")
+        named = {"dest": one.name, "default": one.default} if name.startswith("-") else {}
+        parser.add_argument(name, **named, **told)
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:
@@ -46,49 +74,36 @@ def number(above: int, most: int) -> Callable[[str], float]:
     return parse
 
 
-def input_file(text: str) -> str:
-    """The type of a file that is read: it is there, and is no folder. A pipe will do."""
+def input_path(text: str) -> Path:
+    """The type of a file or folder that is read: it is there. Whoever reads it, first of all, says what is wrong."""
     path = _path(text)
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{_shown(text)} is a folder, a file is needed")
     if not path.exists():
-        raise argparse.ArgumentTypeError(f"file {_shown(text)} does not exist")
-    if not os.access(path, os.R_OK):
-        raise argparse.ArgumentTypeError(f"file {_shown(text)} cannot be read: permission denied")
-    return text
+        raise argparse.ArgumentTypeError(f"file or folder {_shown(text)} does not exist")
+    return path
 
 
-def input_folder(text: str) -> str:
-    """The type of a folder that is read: it is there."""
+def output_file(text: str) -> Path:
+    """The type of a file that is written, at the end: its folder is there, and it can be written."""
     path = _path(text)
-    if not path.is_dir():
-        what = "is no folder" if path.exists() else "does not exist"
-        raise argparse.ArgumentTypeError(f"folder {_shown(text)} {what}")
-    return text
-
-
-def output_file(text: str) -> str:
-    """The type of a file that is written: its folder is there, and it can be written."""
-    path = _path(text)
+    folder = path.absolute().parent
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{_shown(text)} is a folder, a file is needed")
-    if not path.absolute().parent.is_dir():
+    if not folder.is_dir():
         raise argparse.ArgumentTypeError(f"file {_shown(text)}: its folder does not exist")
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+    if not os.access(path if path.exists() else folder, os.W_OK):
         raise argparse.ArgumentTypeError(f"file {_shown(text)} cannot be written: permission denied")
-    return text
+    return path
 
 
-def output_folder(text: str) -> str:
+def output_folder(text: str) -> Path:
     """The type of a folder that is written, and made where it is not there: it can be made."""
-    nearest = _path(text).absolute()
-    while not nearest.exists():
-        nearest = nearest.parent
+    path = _path(text)
+    nearest = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
     if not nearest.is_dir():
         raise argparse.ArgumentTypeError(f"folder {_shown(text)} cannot be made: {_shown(str(nearest))} is no folder")
     if not os.access(nearest, os.W_OK):
         raise argparse.ArgumentTypeError(f"folder {_shown(text)} cannot be written: permission denied")
-    return text
+    return path
 
 
 def device(text: str) -> str:

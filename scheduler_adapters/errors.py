@@ -41,17 +41,17 @@ class ReplayError(AdapterError, ValueError):
     """A trace that cannot be read, or not be replayed as it was asked for."""
 
 
-class WorkerError(AdapterError, RuntimeError):
-    """A prefill or decode process did not start, died, or stopped answering."""
+class ServiceError(AdapterError, RuntimeError):
+    """A prefill or decode server did not start, died, or stopped answering."""
 
 
-class TooManyOpenError(WorkerError):
-    """A request beyond those that a front may have on their way: it may come again when one of them has ended."""
+class TooManyOpenError(ServiceError):
+    """A request beyond those that a frontend may have on their way: it may come again when one of them has ended."""
 
 
-class MessageError(WorkerError, ValueError):
+class MessageError(ServiceError, ValueError):
     """Bytes from another process that are no message, or hold a value out of range."""
 
 
-class IllegalMoveError(WorkerError):
-    """A room was to go where its table has no move to: a bug of ours."""
+class IllegalMoveError(ServiceError):
+    """A request was to go where its table has no move to: a bug of ours."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ENDING_S = 10.0  # a command that is told to end is left alone for so long: ending takes less
+_AGAIN_S = 0.01
 
 
 class Interrupted(KeyboardInterrupt):
@@ -33,9 +35,10 @@ class Interrupted(KeyboardInterrupt):
 def raised() -> Generator[None]:
     """Within the block, a signal raises `Interrupted` in the main thread; a signal that is ignored stays ignored.
 
-    A second signal within ten seconds does nothing: the first is still being obeyed.
+    A second signal within ten seconds does nothing: the first is still being obeyed. Where a signal comes within a
+    finalizer or a callback of the garbage collector, Python throws the exception away: the signal is sent once more.
     """
-    obeyed = float("-inf")
+    obeyed, hook = float("-inf"), sys.unraisablehook
 
     def obey(number: int, _frame: Any) -> None:
         nonlocal obeyed
@@ -43,8 +46,23 @@ def raised() -> Generator[None]:
             obeyed = time.monotonic()
             raise Interrupted(number)
 
-    with _handled(obey):
-        yield
+    def thrown_away(unraisable: sys.UnraisableHookArgs) -> None:
+        nonlocal obeyed
+        if not isinstance(unraisable.exc_value, Interrupted):
+            hook(unraisable)
+            return
+        obeyed = float("-inf")
+        main = threading.main_thread().ident
+        again = threading.Timer(_AGAIN_S, signal.pthread_kill, (main, unraisable.exc_value.signal))
+        again.daemon = True
+        again.start()
+
+    sys.unraisablehook = thrown_away
+    try:
+        with _handled(obey):
+            yield
+    finally:
+        sys.unraisablehook = hook
 
 
 @contextmanager
@@ -66,7 +84,7 @@ def held() -> Generator[None]:
 
 
 @contextmanager
-def _handled(handler: Any) -> Generator[None]:
+def _handled(handler: Callable[[int, Any], object]) -> Generator[None]:
     replaced = (number for number in SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None))
     before = {number: signal.signal(number, handler) for number in replaced}
     try:

@@ -144,10 +144,7 @@ class ServingLoop(Generic[PagesT_co]):
         self._waiting.append(_Entry(request, self.context_for(request)))
 
     def adopt(self, request: Request, context: TextContext) -> None:
-        """Let a request join whose pages are reserved and filled already: it was prefilled elsewhere.
-
-        `context` is claimed, and its next token to run is the last one known.
-        """
+        """Let a request join that was prefilled elsewhere: its context is claimed, its last token alone is to run."""
         self._check_new(request.request_id)
         self._running.append(_Entry(request, context, self.manager.get_replica(context)))
 
@@ -179,11 +176,7 @@ class ServingLoop(Generic[PagesT_co]):
         return context
 
     def free(self, request_id: str) -> None:
-        """Give back the pages of an ended request that had `hold_pages`.
-
-        Raises:
-            UnknownRequestError: it holds none (any more).
-        """
+        """Give back the pages of an ended request that had `hold_pages`; `UnknownRequestError` where it holds none."""
         if request_id not in self._held:
             raise UnknownRequestError(f"request {request_id!r} holds no pages after its end")
         self._held.remove(request_id)
@@ -194,16 +187,13 @@ class ServingLoop(Generic[PagesT_co]):
         if request_id in self._held:
             self.free(request_id)
             return True
-        for entry in self._waiting:
-            if entry.request.request_id == request_id:
-                self._waiting.remove(entry)
-                return True
-        for entry in self._running:
-            if entry.request.request_id == request_id:
-                self._running.remove(entry)
-                self.manager.release(request_id)
-                return True
-        return False
+        entry = next((one for one in (*self._waiting, *self._running) if one.request.request_id == request_id), None)
+        if entry in self._running:
+            self._running.remove(entry)
+            self.manager.release(request_id)
+        elif entry is not None:
+            self._waiting.remove(entry)
+        return entry is not None
 
     def step(self) -> list[Output]:
         """Run the model once, where anything can run. What came of it, in the order of age."""
@@ -215,7 +205,7 @@ class ServingLoop(Generic[PagesT_co]):
 
     def _reserve_running(self) -> list[Output]:
         """Pages for every running request. The oldest come first: they never give way to a newer one."""
-        outputs: list[Output] = []
+        outputs = list[Output]()
         for entry in list(self._running):
             while entry in self._running:
                 try:
@@ -228,11 +218,9 @@ class ServingLoop(Generic[PagesT_co]):
         return outputs
 
     def _preempt(self, entry: _Entry) -> None:
-        """Take the pages of a running request away. It runs again from its first token, before all that wait.
-
-        It does not come straight back, to be preempted again: it needs all the pages that it gave back, and an older
-        request has taken some of them.
-        """
+        """Take the pages of a running request away. It runs again from its first token, before all that wait."""
+        # It does not come straight back, to be preempted again: it needs all the pages that it gave back, and an older
+        # request has taken some of them.
         self._running.remove(entry)
         self.manager.release(entry.context.request_id)
         entry.context.reset()
@@ -240,7 +228,7 @@ class ServingLoop(Generic[PagesT_co]):
         self.preemptions += 1
 
     def _admit(self) -> list[Output]:
-        outputs: list[Output] = []
+        outputs = list[Output]()
         while self._waiting:
             entry = self._waiting[0]
             if self.manager.prefetch(entry.context) and self._running:
@@ -290,7 +278,7 @@ class ServingLoop(Generic[PagesT_co]):
         inputs = self.manager.fetch([entry.context for entry in entries])
         replicas = self.manager.num_replicas
         shards = len(inputs) // replicas
-        tokens: list[int] = []
+        tokens = list[int]()
         for replica in range(replicas):
             contexts = [entry.context for entry in entries if entry.replica == replica]
             if contexts:
@@ -319,15 +307,10 @@ class ServingLoop(Generic[PagesT_co]):
 
 
 def plan_chunks(pending: Sequence[int], budget: int) -> list[int]:
-    """How many tokens each running request runs in one step.
+    """How many tokens each running request runs in one step: 0 to its `pending` ones, which are not cached yet.
 
-    Args:
-        pending: tokens of each request whose keys and values are not cached yet, oldest first. 1 means: it decodes.
-        budget: most tokens of the step. Decodes always run; prompts share what they leave, and get at least one
-            token, so that a prompt behind any number of decodes still gets on.
-
-    Returns:
-        A count for each request, 0 to `pending`.
+    Oldest first. 1 pending means: it decodes, and decodes always run. Prompts share what they leave of the budget, and
+    get at least one token, so that a prompt behind any number of decodes still gets on.
     """
     left = max(1, budget - sum(count == 1 for count in pending))
     counts: list[int] = []

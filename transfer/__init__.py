@@ -1,7 +1,7 @@
 """Moves KV cache pages between processes through NIXL.
 
 Imports `kvcache`: its errors, page layouts and block tables, and nothing else of it. Start reading at
-`docs/transfer.md`, then `pull/lease.py` and `pull/pull.py`.
+`docs/transfer.md`, then `pull/exchange.py`, which a hand-over begins with, `pull/lease.py` and `pull/pull.py`.
 """
 
 from transfer.connector.companion import TransferCompanion
@@ -44,13 +44,19 @@ from transfer.errors import (
 )
 from transfer.memory import MemoryType
 from transfer.nixl.settings import settings_fingerprint
+from transfer.pull.exchange import ExchangeEvent, PageExchange
+from transfer.pull.pull_state import LeaseRef, PullEvent
+from transfer.pull.replica import LeaseOver, Offered, Source
+from transfer.wire.handshake import EngineCard
 
 __all__ = [
     "WIRE_VERSION",
     "AgentError",
     "AlreadyConnectedError",
     "ConnectorMetadata",
+    "EngineCard",
     "EngineClosedError",
+    "ExchangeEvent",
     "GroupConfig",
     "HandshakeError",
     "InvalidEngineError",
@@ -58,17 +64,23 @@ __all__ = [
     "InvalidTransferError",
     "KVTransferEngine",
     "KVTransferEngineMetadata",
+    "LeaseOver",
+    "LeaseRef",
     "LoadRequest",
     "MemoryType",
     "MetadataError",
     "NixlConnectorWorker",
     "NoFreePortError",
+    "Offered",
+    "PageExchange",
     "PeerFailedError",
     "Progress",
+    "PullEvent",
     "PullFailedError",
     "RemotePages",
     "SendRequest",
     "SettingsMismatchError",
+    "Source",
     "StatePart",
     "TensorAgent",
     "TensorAgentMetadata",

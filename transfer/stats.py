@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-
-if TYPE_CHECKING:
-    from transfer.pull.pull_state import Pull
 
 _LAST = 4096
 
@@ -67,29 +63,24 @@ class TransferStats:
 
     Attributes:
         failed_handshakes: sources that did not answer, or not well.
-        first_failures: the last reasons of failed pulls.
     """
 
     def __init__(self) -> None:
         self.failed_handshakes = 0
-        self.first_failures: deque[str] = deque(maxlen=64)
         self._pulls = self._failed = self._bytes = self._runs = 0
         self._leases: Counter[str] = Counter()
         self._last: deque[PullRecord] = deque(maxlen=_LAST)
 
-    def record(self, pull: Pull) -> None:
-        """Counts a rank's pull that has ended."""
-        if pull.error:
-            return
+    def record(self, pull: PullRecord) -> None:
+        """Counts a rank's pull that has ended well."""
         self._pulls += 1
         self._bytes += pull.num_bytes
         self._runs += pull.num_runs
-        self._last.append(PullRecord(pull.num_bytes, pull.num_runs, pull.post_s, pull.total_s))
+        self._last.append(pull)
 
-    def record_failure(self, reason: str) -> None:
+    def record_failure(self) -> None:
         """Counts a request whose pull failed."""
         self._failed += 1
-        self.first_failures.append(reason)
 
     def record_lease(self, reason: str) -> None:
         """Counts a lease that has ended."""

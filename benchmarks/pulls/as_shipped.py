@@ -19,8 +19,7 @@ import numpy as np
 
 from benchmarks.frame import Row, now, progress, summary
 from benchmarks.pulls.engines import Memory, huge_pages
-from transfer.memory import MemoryType
-from transfer.nixl.agent import make_nixl_agent
+from transfer.nixl.agent import Agent
 
 POOL_BYTES = 1 << 30
 AS_OURS = "--as-ours"
@@ -32,7 +31,7 @@ def agent_of(name: str, pool: Memory, *, as_ours: bool) -> Any:
     """An agent that has registered a pool."""
     from nixl._api import nixl_agent  # noqa: PLC0415 - each process imports it once it is alone
 
-    agent = make_nixl_agent(name, 0, MemoryType.DRAM) if as_ours else nixl_agent(name)
+    agent = Agent(name, background_runs=8)._agent if as_ours else nixl_agent(name)  # noqa: SLF001 - NIXL's own
     agent.register_memory([(pool.ctypes.data, POOL_BYTES, 0, "")], "DRAM")
     return agent
 

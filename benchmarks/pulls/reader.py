@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 from benchmarks.pools import expect
 from benchmarks.pulls.engines import Engine, Spec, make
 from benchmarks.pulls.source import SourceProcess
+from transfer.plan.page_lists import PagesOfGroup
 from transfer.plan.plan import plan
 from transfer.plan.source_ranks import sources
-from transfer.pull.pull_state import LeaseRef, PagesOfGroup, Part, PullEvent
+from transfer.pull.parts import Part
+from transfer.pull.pull_state import LeaseRef, PullEvent
 from transfer.pull.rank import RankTransfer
 from transfer.pull.remote import RemoteEngine
 from transfer.pull.replica import Source
@@ -140,7 +142,7 @@ class Reader:
         key, puller, groups = next(self._keys), rank.puller, pages.groups
         remote = self._remote(rank)
         start = now()
-        rank.open_pull(key, remote, lease, _TIMEOUT_S)
+        puller.open(key, remote, lease, _TIMEOUT_S)
         rank.add_pages(key, groups, last=fenced)
         begun = now()
         pull = None if fenced else puller.get(key)

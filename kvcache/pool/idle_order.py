@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,45 +15,8 @@ MOST_ORDERS = 40  # that the log of a pool has room for: the plain order, and on
 _SCAN = 64
 
 
-class IdlePages(Protocol):
-    """What a page pool asks of the order of its idle pages.
-
-    Attributes:
-        count: pages of the order.
-    """
-
-    count: int
-
-    def append(self, pages: Pages | Indices) -> None:
-        """Put `pages`, none of them in the order, behind all others; the first of them is the oldest."""
-        ...
-
-    def remove(self, pages: Pages | Indices) -> None:
-        """Take `pages`, all of them in the order, out of it."""
-        ...
-
-    def pop(self, count: int) -> Pages:
-        """Take the `count` pages out that go first, in the order in which they go. At most `self.count`."""
-        ...
-
-    def pages(self) -> Pages:
-        """Every page of the order."""
-        ...
-
-    def check(self) -> None:
-        """Raise `InvariantError` unless the books agree."""
-        ...
-
-
 class OrderLog:
-    """What one order writes its entries to, or several: a page is in one of those at a time.
-
-    Args:
-        num_pages: page ids are 1 to `num_pages`.
-        most_orders: how many orders may share it.
-    """
-
-    __slots__ = ("entries", "live", "orders", "spare", "stamp")
+    """What up to `most_orders` orders write their entries to: a page is in one of those at a time."""
 
     def __init__(self, num_pages: int, most_orders: int = 1) -> None:
         # Twice the pool, so that where no chunk is spare two neighbours of some order fit into one; and two for the
@@ -76,17 +37,11 @@ class IdleOrder:
     fit into one are merged. There are chunks for twice the pool, so two such neighbours exist. No call costs more than
     what it changes and one chunk: a log squeezed as a whole stops a server of 4 million pages for 50 ms now and then.
 
-    Args:
-        num_pages: page ids are 1 to `num_pages`.
-        log: of several orders of the same pages; a log of its own where none is given.
-
     Attributes:
         count: pages of the order.
-        log: that it writes to.
+        log: that it writes to, of its own or of several orders of the same pages.
         chunks: of the log, those that are this order's, oldest first.
     """
-
-    __slots__ = ("_family", "_filled", "_head", "_live", "_log", "_spare", "_stamp", "chunks", "count", "log")
 
     def __init__(self, num_pages: int, log: OrderLog | None = None) -> None:
         self.log = log = log or OrderLog(num_pages)
@@ -184,10 +139,8 @@ class IdleOrder:
             raise InvariantError("idle order: a chunk is lost, or used twice")
 
     def squeeze(self) -> bool:
-        """Put two neighbours, of all the pair with the fewest entries that count, into one chunk. False: none fit.
-
-        The newest chunk is written to, and is left alone while it is not full.
-        """
+        """Put the two neighbours with the fewest entries that count into one chunk. False: none fit."""
+        # The newest chunk is written to, and is left alone while it is not full.
         chunks = self.chunks if self._filled == CHUNK else self.chunks[:-1]
         live = self._live[chunks]
         pairs = live[:-1] + live[1:]

@@ -19,14 +19,7 @@ NO_PAGE = 0  # the null page is never published
 
 
 class PrefixIndex:
-    """Published pages by digest. Every hit compares the whole digest.
-
-    Args:
-        num_pages: page ids are 1 to `num_pages`.
-        digest_words: 64-bit words of a digest.
-    """
-
-    __slots__ = ("_bucket_mask", "_chosen", "_digests", "_heads", "_next", "_words", "generation", "published")
+    """Published pages by digest, of `digest_words` 64-bit words. Every hit compares the whole digest."""
 
     def __init__(self, num_pages: int, digest_words: int) -> None:
         buckets = 1 << max(3, (num_pages - 1).bit_length())
@@ -37,8 +30,7 @@ class PrefixIndex:
         self._digests = np.zeros((num_pages + 1, digest_words), np.uint64)
         self._words = self._digests[:, 0]  # enough to tell two digests apart, nearly always
         self.published = np.zeros(num_pages + 1, np.bool_)
-        self.generation = 0
-        """Counts the changes: a match made at the same generation still stands."""
+        self.generation = 0  # counts the changes: a match made at the same generation still stands
 
     def find(self, digests: Digests) -> Pages:
         """The published page of each digest, `NO_PAGE` where there is none. int32 `[len(digests)]`."""
@@ -59,10 +51,7 @@ class PrefixIndex:
         return pages[: missing[0]] if missing.size else pages
 
     def publish(self, pages: Pages, digests: Digests) -> Pages:
-        """Make `pages` findable by `digests`; returns the page that each digest now stands for.
-
-        That is another page where its content was published before: the caller shares that one. `digests` are distinct.
-        """
+        """Make `pages` findable by `digests`, distinct; the page of each by now: one published before, if there is."""
         buckets = self._buckets(digests)
         winners = self._find(digests, buckets)
         missing = winners == NO_PAGE

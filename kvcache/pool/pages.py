@@ -20,42 +20,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError
-from kvcache.pool.idle_order import MOST_ORDERS, IdleOrder, IdlePages, OrderLog
+from kvcache.pool.idle_order import MOST_ORDERS, IdleOrder, OrderLog, Pages
 from kvcache.pool.index import PrefixIndex
-
-Pages = NDArray[np.int32]
+from kvcache.pool.retention import HintedOrder
 
 
 class PagePool:
     """Holders, writers and free order of the pages 1 to `num_pages`, in arrays. The null page, 0, is none of them."""
-
-    __slots__ = (
-        "_fresh",
-        "_fresh_count",
-        "evictions",
-        "guard",
-        "holders",
-        "idle",
-        "index",
-        "lru",
-        "num_pages",
-        "writers",
-    )
 
     def __init__(self, num_pages: int, digest_words: int) -> None:
         self.num_pages = num_pages
         self.holders = np.zeros(num_pages + 1, np.int32)
         self.writers = np.zeros(num_pages + 1, np.int16)
         self.index = PrefixIndex(num_pages, digest_words)
-        # Another order takes its place where there are hints or quotas.
         self.lru = IdleOrder(num_pages, OrderLog(num_pages, MOST_ORDERS))
-        self.idle: IdlePages = self.lru
+        self.idle: IdleOrder | HintedOrder = self.lru  # the other one where there are hints or quotas
         # A stack whose top is its end: filled downwards, so that the first pages handed out are 1, 2, 3 and so on.
         self._fresh = np.arange(num_pages, 0, -1, dtype=np.int32)
         self._fresh_count = num_pages
         self.evictions = 0
+        # Called with evicted pages before they are handed out: their content is there for the last time.
         self.guard: Callable[[Pages], None] | None = None
-        """Called with evicted pages before they are handed out: their content is there for the last time."""
 
     @property
     def free_count(self) -> int:
@@ -63,10 +48,7 @@ class PagePool:
         return self._fresh_count + self.idle.count
 
     def allocate(self, count: int) -> Pages:
-        """Hand out `count` pages, each with one holder, in ascending order (neighbours transfer as one run).
-
-        The caller has seen to it that `count <= free_count`.
-        """
+        """Hand out `count` pages of `free_count`, with one holder each, ascending: neighbours transfer as one run."""
         fresh = min(count, self._fresh_count)
         self._fresh_count -= fresh
         pages = self._fresh[self._fresh_count : self._fresh_count + fresh]

@@ -18,13 +18,7 @@ _NOBODY, _OTHERS = 0, 1
 
 
 class TenantQuotas:
-    """The idle pages of each tenant, least recently used first.
-
-    Args:
-        num_pages: page ids are 1 to `num_pages`.
-        share: of the pool that a tenant's idle pages may take, 0.0 to 1.0.
-        shares: the same for particular tenants, by salt.
-    """
+    """The idle pages of each tenant, oldest first, and its share of the pool: one for all, or by salt."""
 
     def __init__(self, num_pages: int, share: float, shares: Mapping[str, float]) -> None:
         self._num_pages = num_pages

@@ -41,12 +41,7 @@ _LAST = 1 << 62
 
 
 class PageHints(NamedTuple):
-    """What a request says about its pages.
-
-    Attributes:
-        codes: uint8 `[pages]`.
-        lives: seconds for which each code is worth anything, float64 `[pages]`; None where none has an end.
-    """
+    """What a request says about its pages, and for how many seconds; None where none has an end."""
 
     codes: Codes
     lives: Times | None
@@ -98,7 +93,7 @@ class HintedOrder:
     """The idle pages of one pool in the order in which they go. See the module.
 
     Args:
-        num_pages: page ids are 1 to `num_pages`.
+        num_pages: of the pool.
         recent: the pages that are idle now, in a log with room for `MOST_ORDERS`.
         quotas: whose pages go first of all where a tenant has too many; None: nobody has a quota.
         on_surplus: told of the pages that go for a quota.

@@ -9,34 +9,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import InvalidRequestError, SequenceTooLongError
-from kvcache.replica.block_table import Ints, Rows
 from kvcache.replica.context import Context, TextContext
 from kvcache.replica.hashing import PrefixHasher, next_digests, page_rows
+from kvcache.replica.rows import Ints, Rows
 
 HasherOf = Callable[[int, int, Context], PrefixHasher]
 """Replica, row and context → the hasher of the request."""
 
 
 class BatchState(NamedTuple):
-    """The requests of one replica in a batch.
-
-    Attributes:
-        rows: rows of the block table: int64 `[batch]`, or a slice.
-        starts: tokens cached, int64 `[batch]`.
-        actives: end of the tokens to run, int64 `[batch]`.
-        ends: tokens known, int64 `[batch]`.
-        longest_run: most tokens that one of them runs.
-        longest_context: highest of `actives`.
-        longest: highest of `ends`.
-    """
+    """The requests of one replica in a batch: int64 `[batch]`, and the largest of each."""
 
     rows: Rows
-    starts: Ints
-    actives: Ints
-    ends: Ints
+    starts: Ints  # tokens cached
+    actives: Ints  # end of the tokens to run
+    ends: Ints  # tokens known
     longest_run: int
-    longest_context: int
-    longest: int
+    longest_context: int  # of `actives`
+    longest: int  # of `ends`
 
 
 _STEPS_KEPT = 256  # updates that a batch holds before it hands them to the contexts
@@ -47,12 +37,9 @@ class Gathered:
 
     Attributes:
         contexts: the requests, in batch order.
-        replicas: the replica of each.
-        rows: the row of each in its replica's block table.
+        replicas, rows: the replica of each, and its row there.
         run: the rows as a slice, where they are one run of one replica; arrays of rows are read without a copy then.
-        starts: tokens cached.
-        actives: end of the tokens to run.
-        ends: tokens known.
+        starts, actives, ends: tokens cached, the end of those to run, and tokens known.
         slack: tokens that every request can surely grow by on its pages; -1 if not known.
         due: tokens that every request can surely compute before one fills a page; 0 if not known.
         unbound: whether some hold no pages yet: their rows know no context so far.
@@ -147,21 +134,6 @@ class Batch(Gathered, Sequence[Context]):
     moves it (the batch reads it anew then). Good until one of its requests is released.
     """
 
-    __slots__ = (
-        "_count",
-        "_hashers",
-        "_log",
-        "_longest",
-        "_page_size",
-        "_seen",
-        "_stale",
-        "_together",
-        "_updated",
-        "_updates_left",
-        "checked_at",
-        "owner",
-    )
-
     def __init__(self, contexts: Sequence[Context], replicas: Ints, rows: Ints, page_size: int, owner: object) -> None:
         self._page_size = page_size
         self.owner = owner  # whose rows these are
@@ -205,7 +177,7 @@ class Batch(Gathered, Sequence[Context]):
         self._stale = False  # after all have followed: a context that follows anew leaves this same batch first
 
     def part(self, mine: Ints | None) -> BatchState:
-        """The state of the requests at the places `mine`; None: all, which are of one replica."""
+        """As of `Gathered`."""
         if mine is not None or not self._updated:
             return super().part(mine)
         # One token each: what `max` would find is known.
@@ -218,11 +190,11 @@ class Batch(Gathered, Sequence[Context]):
             self.gather()
 
     def update(self, tokens: Sequence[int] | NDArray[np.integer]) -> None:
-        """Give each request its next token, int `[len]`, as `TextContext.update` does.
+        """Give each request its next token, int `[len]`, as `TextContext.update` does; or touch nothing.
 
         Raises:
-            InvalidRequestError: (a ValueError) not one integer from 0 to 2**31 - 1 a request; nothing is touched.
-            SequenceTooLongError: (a RuntimeError) a request has its `max_length` already; nothing is touched.
+            InvalidRequestError: (a ValueError) not one integer from 0 to 2**31 - 1 a request.
+            SequenceTooLongError: (a RuntimeError) a request has its `max_length` already.
         """
         array = self._checked(tokens)
         self.refresh()
@@ -249,7 +221,7 @@ class Batch(Gathered, Sequence[Context]):
         self.starts = self.ends - 1
 
     def digests(self, places: Ints, firsts: Ints, lasts: Ints, hasher_of: HasherOf) -> NDArray[np.uint64]:
-        """Of each context at `places` the digests of its pages `firsts` to `lasts`, one after another."""
+        """As of `Gathered`."""
         columns = self._count - self.ends[places] + firsts * self._page_size
         column = int(columns[0])
         if not self._together or column < 0 or (columns != column).any() or (lasts - firsts != 1).any():
@@ -260,7 +232,7 @@ class Batch(Gathered, Sequence[Context]):
         return self.digest_pages(at, self.hashers(at, hasher_of), firsts.tolist(), page_rows(tokens, self._page_size))
 
     def hashers(self, at: list[int], hasher_of: HasherOf) -> list[PrefixHasher]:
-        """The hashers of the contexts at the places `at`, looked up once."""
+        """As of `Gathered`, looked up once."""
         kept = self._hashers
         for place in at:
             if place not in kept:

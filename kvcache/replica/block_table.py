@@ -1,29 +1,23 @@
-"""The block tables of the running requests, and `BlockTable`, what one looks like outside this process."""
+"""What two managers tell each other of a request's pages: `BlockTable`, and what is copied by it into ours.
+
+The maker of a table says where the KV of a request lies. The manager that takes it up makes a `PendingImport` of it,
+and whoever copies is handed a `PageCopy` for each group of layers.
+"""
 
 from __future__ import annotations
 
-import heapq
-from typing import cast
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from kvcache.arguments import integer, shown
-from kvcache.errors import NoFreeRowError
-from kvcache.pool.index import NO_PAGE
+from kvcache.replica.hashing import PrefixHasher
 from kvcache.types import RequestID
 
 Pages = NDArray[np.int32]
-Ints = NDArray[np.int64]
-Rows = Ints | slice
-"""Rows of a block table: an array, or a slice where they are one run."""
-
-
-def as_rows(rows: Rows) -> Ints:
-    """The rows as an array."""
-    return np.arange(rows.start, rows.stop, dtype=np.int64) if isinstance(rows, slice) else rows
 
 
 class BlockTable(msgspec.Struct, frozen=True, tag="block_table/1", omit_defaults=True):
@@ -53,152 +47,85 @@ class BlockTable(msgspec.Struct, frozen=True, tag="block_table/1", omit_defaults
     digests: bytes = b""
 
 
-def odd_field(table: object) -> str | None:
-    """What is not even of the right type in `table`; None: nothing. What a peer sent was decoded, and is never odd."""
-    if not isinstance(table, BlockTable):
-        return f"is {shown(table)}: no block table"
-    for name in ("replica_idx", "num_tokens", "page_size"):
-        if integer(getattr(table, name)) is None:
-            return f"has {name} {shown(getattr(table, name))}: an integer is needed"
-    if not isinstance(cast("object", table.digests), bytes) or not isinstance(
-        cast("object", table.hash_algorithm), str
-    ):
-        return f"has digests {shown(table.digests)} by {shown(table.hash_algorithm)}: bytes and a name are needed"
-    groups = cast("tuple[object, ...]", table.groups)
-    if not isinstance(cast("object", groups), tuple) or not all(isinstance(pages, tuple) for pages in groups):
-        return f"has groups {shown(groups)}: tuples of page ids are needed"
-    for pages in table.groups:
-        if not {*map(type, pages)} <= {int}:
-            return f"names page {shown(next(page for page in pages if type(page) is not int))}"
-    return None
-
-
-class BlockRows:
-    """One row per running request: its page ids, and how far it has come. Unused entries name the null page.
-
-    `room` is a list that the rows of all replicas share: `capacity` once more, at `first_place + row`, for calls of one
-    request, which a list answers in a quarter of the time.
+class PageCopy(NamedTuple):
+    """Pages to copy from another manager: what a transfer takes for one group of layers.
 
     Attributes:
-        table: int32 `[rows, columns]`, page ids in logical order.
-        tensor: the same memory as a torch tensor, pinned where the pages are on a GPU.
-        changed: bool `[rows]`, set where a row changed; who copies rows elsewhere clears it.
-        num_pages: pages of each row.
-        committed: pages of each row, from the first on, that are published.
-        cached: tokens of each row with KV, as of its last `step`.
-        prompt: tokens that each row's request had when it was first reserved, -1 before.
-        counted: tokens of each row that the metrics have seen.
-        capacity: tokens that the pages of each row hold; -1 while they may not be used (an import is pending).
-        commit_at: computed tokens at which the next page of each row is full.
+        dst_pages: int32, ours, of the logical pages of our page size that the tokens touch; the last may be left over.
+        src_pages: int32, the other manager's, of the logical pages of its own page size that the tokens touch.
+        tokens: the first token to copy, and the one after the last. Nothing before the first may be written.
     """
 
-    __slots__ = (
-        "_first_place",
-        "_free",
-        "_max_seq_len",
-        "_page_size",
-        "_room",
-        "cached",
-        "capacity",
-        "changed",
-        "commit_at",
-        "committed",
-        "counted",
-        "num_pages",
-        "prompt",
-        "request_ids",
-        "row_of",
-        "table",
-        "tensor",
-    )
+    dst_pages: ArrayLike
+    src_pages: ArrayLike
+    tokens: tuple[int, int]
 
-    def __init__(
-        self, rows: int, max_seq_len: int, page_size: int, *, pinned: bool, room: list[int], first_place: int
-    ) -> None:
-        self._page_size = page_size
-        self._max_seq_len = max_seq_len
-        columns = -(-max_seq_len // page_size)
-        self.tensor = torch.zeros((rows, columns), dtype=torch.int32, pin_memory=pinned)
-        self.table: Pages = self.tensor.numpy()
-        self.changed = np.zeros(rows, np.bool_)
-        self.num_pages = np.zeros(rows, np.int64)
-        self.committed = np.zeros(rows, np.int64)
-        self.cached = np.zeros(rows, np.int64)
-        self.prompt = np.full(rows, -1, np.int64)
-        self.counted = np.zeros(rows, np.int64)
-        self.capacity = np.zeros(rows, np.int64)
-        self._room = room
-        self._first_place = first_place
-        self.commit_at = np.full(rows, page_size, np.int64)
-        self.request_ids: list[RequestID | None] = [None] * rows
-        self.row_of: dict[RequestID, int] = {}
-        self._free = list(range(rows))  # a heap: the lowest row first, so that a batch is often one run of rows
 
-    def claim(self, request_id: RequestID) -> int:
-        """Bind a free row to the request.
+@dataclass(eq=False, slots=True)
+class PendingImport:
+    """Pages that another manager's block table is being copied into. Made by `import_block_table`.
 
-        Raises:
-            NoFreeRowError: (a ValueError) every row is bound.
-        """
-        if not self._free:
-            raise NoFreeRowError(f"request {request_id!r}: all {len(self.request_ids)} rows of the replica are claimed")
-        row = heapq.heappop(self._free)
-        self.request_ids[row] = request_id
-        self.row_of[request_id] = row
-        return row
+    Attributes:
+        request_id: whose pages.
+        owner: whose import it is: a replica of the manager that made it.
+        page_size: tokens of our pages.
+        src_page_size: tokens of the other manager's.
+        replica_idx: ours.
+        src_replica_idx: the other manager's.
+        num_tokens: tokens that the table covers; more once it is extended.
+        tokens: first token that is not here yet, and the one after the last that the table covers (the first again
+            where nothing is to be copied).
+        src_pages: int32, page ids of the other manager, in its page size, from the page of the first token on.
+        dst_pages: int32, ours to write, from the page of the first token on. They belong to the transfer until the
+            import is closed.
+        hasher: of the request's own tokens, in the page size and algorithm of the table; None where that has no
+            digests.
+        closed: committed or cancelled.
+        wholes: of each further group of layers the other manager's page and ours: pages of the request as a whole.
+        on_free: called when a cancelled import has given its pages back, for who keeps further ones for it.
+    """
 
-    def pages(self, row: int) -> Pages:
-        """The page ids of a row, a view."""
-        return self.table[row, : self.num_pages[row]]
+    request_id: RequestID
+    owner: object
+    page_size: int
+    src_page_size: int
+    replica_idx: int
+    src_replica_idx: int
+    num_tokens: int
+    tokens: tuple[int, int]
+    src_pages: Pages
+    dst_pages: Pages
+    hasher: PrefixHasher | None = None
+    closed: bool = False
+    wholes: tuple[tuple[int, int], ...] = ()
+    on_free: Callable[[], None] | None = None
 
-    def write(self, row: int, first: int, pages: Pages) -> None:
-        """Put `pages` at the logical pages from `first` on; a row only grows."""
-        end = first + len(pages)
-        self.table[row, first:end] = pages
-        if end > self.num_pages[row]:
-            self.num_pages[row] = end
-            self.measure(row)
-        self.changed[row] = True
+    @property
+    def copy(self) -> PageCopy:
+        """All that is to be copied by now, of the pages of tokens."""
+        return PageCopy(self.dst_pages, self.src_pages, self.tokens)
 
-    def append(self, rows: Ints, pages: Pages) -> None:
-        """Put one more page at the end of each of `rows`, distinct."""
-        self.table[rows, self.num_pages[rows]] = pages
-        self.num_pages[rows] += 1
-        self.changed[rows] = True
-        capacity = np.minimum(self.num_pages[rows] * self._page_size, self._max_seq_len)
-        self.capacity[rows] = capacity
-        room = self._room
-        for place, tokens in zip((rows + self._first_place).tolist(), capacity.tolist(), strict=True):
-            room[place] = tokens
+    @property
+    def needs_copy(self) -> bool:
+        """Whether anything is to be copied by now: False where all was cached here."""
+        return self.tokens[0] < self.tokens[1] or bool(self.wholes)
 
-    def append_one(self, row: int, page: int) -> None:
-        """`append` for one row."""
-        self.table[row, self.num_pages[row]] = page
-        self.num_pages[row] += 1
-        self.changed[row] = True
-        self.measure(row)
+    def take_up(self, table: BlockTable) -> None:
+        """The other manager's table covers so many tokens now."""
+        first = self.tokens[0]
+        self.num_tokens = table.num_tokens
+        self.tokens = (first, max(first, table.num_tokens))
+        self.src_pages = np.array(table.groups[0], np.int32)[first // table.page_size :]
 
-    def commit(self, rows: Ints | int, pages: Ints | int) -> None:
-        """The first `pages` pages of `rows` are published."""
-        self.committed[rows] = pages
-        self.commit_at[rows] = (pages + 1) * self._page_size
+    def copy_from(self, token: int) -> PageCopy:
+        """What is to be copied by now from `token` on, which is none before the first."""
+        first, stop = self.tokens
+        dst = self.dst_pages[token // self.page_size - first // self.page_size :]
+        src = self.src_pages[token // self.src_page_size - first // self.src_page_size :]
+        return PageCopy(dst, src, (token, stop))
 
-    def measure(self, row: int, *, usable: bool = True) -> None:
-        """Bring the row's `capacity` up to date."""
-        tokens = min(int(self.num_pages[row]) * self._page_size, self._max_seq_len) if usable else -1
-        self.capacity[row] = self._room[self._first_place + row] = tokens
-
-    def unbind(self, row: int) -> None:
-        """Clear the row and give it back."""
-        request_id = self.request_ids[row]
-        assert request_id is not None  # noqa: S101 - our own callers look the row up by its request
-        self.table[row, : self.num_pages[row]] = NO_PAGE
-        self.changed[row] = True
-        for counts in (self.num_pages, self.cached, self.counted):
-            counts[row] = 0
-        self.prompt[row] = -1
-        self.commit(row, 0)
-        self.measure(row)
-        self.request_ids[row] = None
-        del self.row_of[request_id]
-        heapq.heappush(self._free, row)
+    def copies(self, token: int, *, last: bool) -> list[PageCopy]:
+        """`copy_from`, then what is to be copied of each further group: of a state nothing before all has run."""
+        whole = (0, self.num_tokens if last else 0)
+        pairs = ((np.array([ours], np.int32), np.array([theirs], np.int32)) for theirs, ours in self.wholes)
+        return [self.copy_from(token), *(PageCopy(dst, src, whole) for dst, src in pairs)]

@@ -1,21 +1,20 @@
-"""Request contexts: the tokens of one request, and how far each has come."""
+"""Request contexts: the tokens of one request, how far each has come, and the hasher of its pages."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.arguments import check_request_id, integer, shown, whole
 from kvcache.errors import InvalidRequestError, SequenceTooLongError
+from kvcache.params import HashAlgorithm
+from kvcache.replica.hashing import PrefixHasher
 from kvcache.replica.keys import ExtraKeys, checked_keys, checked_salt
 from kvcache.types import RequestID, Retention
-
-if TYPE_CHECKING:
-    from kvcache.replica.hashing import PrefixHasher
 
 _NEW_CAPACITY = 64
 
@@ -101,18 +100,8 @@ class TextContext:
     """
 
     __slots__ = (
-        "__weakref__",
-        "_active",
-        "_buffer",
-        "_end",
-        "_follows",
-        "_place",
-        "_retention",
-        "_start",
-        "max_length",
-        "named",
-        "prefix_hasher",
-        "request_id",
+        *("__weakref__", "_active", "_buffer", "_end", "_follows", "_place", "_retention", "_start"),
+        *("max_length", "named", "prefix_hasher", "request_id"),
     )
 
     def __init__(
@@ -208,12 +197,7 @@ class TextContext:
             self._follows.catch_up(self._place)
         return self._active - self._start
 
-    @property
-    def current_length(self) -> int:
-        """Tokens known: equal to `end_idx`."""
-        if self._follows is not None:
-            self._follows.catch_up(self._place)
-        return self._end
+    current_length = end_idx
 
     def decodes_within(self, most: int) -> bool:
         """Whether one token is to run, and no more than `most` are known."""
@@ -330,11 +314,7 @@ class Leader(Protocol):
 
 
 def checked_tokens(request_id: str, tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int32]:
-    """A private int32 copy of `tokens`.
-
-    Raises:
-        InvalidRequestError: no tokens, not 1-D, not integers, or out of range.
-    """
+    """A private int32 copy of `tokens`. Raises `InvalidRequestError` for none, or what is no list of tokens."""
     try:
         array = np.asarray(tokens)
     except (TypeError, ValueError, OverflowError) as error:
@@ -352,16 +332,34 @@ def checked_tokens(request_id: str, tokens: Sequence[int] | NDArray[np.integer])
     return array.astype(np.int32, copy=True)
 
 
-def salt_and_keys(context: Context) -> tuple[str | None, ExtraKeys]:
-    """What the pages of the context depend on besides its tokens.
+HasherOfRow = Callable[[int, Context], PrefixHasher]
+"""Row and context → the hasher of the request."""
 
-    Raises:
-        InvalidRequestError: a salt or keys that cannot be.
-    """
+
+def salt_and_keys(context: Context) -> tuple[str | None, ExtraKeys]:
+    """What the pages of the context depend on besides its tokens. Raises `InvalidRequestError` for what cannot be."""
     if isinstance(context, TextContext):
         return context.named
     name, keys = context.request_id, getattr(context, "extra_keys", None)
     return checked_salt(name, getattr(context, "cache_salt", None)), checked_keys(name, () if keys is None else keys)
+
+
+def hasher_of(
+    context: Context, algorithm: HashAlgorithm, page_size: int, named: tuple[str | None, ExtraKeys] | None = None
+) -> PrefixHasher:
+    """The hasher that the context carries if it is of this kind, else a new one, left there if it has the attribute.
+
+    `named`: the salt and keys that count, where these are known.
+    """
+    salt, keys = named = named or salt_and_keys(context)
+    kept: object = getattr(context, "prefix_hasher", None)
+    wanted = (algorithm, page_size, salt, keys)
+    if isinstance(kept, PrefixHasher) and (kept.algorithm, kept.page_size, kept.salt, kept.extra_keys) == wanted:
+        return kept
+    made = PrefixHasher(algorithm, page_size, *named)
+    if hasattr(context, "prefix_hasher"):
+        context.prefix_hasher = made  # pyright: ignore[reportAttributeAccessIssue] - an optional attribute
+    return made
 
 
 def check_context(context: object, call: str) -> None:

@@ -8,12 +8,9 @@ of an import is handed out once, and what it proves counts once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from kvcache.errors import InvalidRequestError
-
-if TYPE_CHECKING:
-    from kvcache.replica.pending import PageCopy, PendingImport
+from kvcache.replica.block_table import PageCopy, PendingImport
 
 
 class ImportProof:
@@ -37,7 +34,7 @@ class ImportCopier:
     """Copies the pages of one import: `take`, copy, and so on; at last `prove` or `give_up`.
 
     Until one of these the pages are the copier's: `cancel_import` gives none of them to anybody else. Whoever has it
-    vouches for the bytes: an endpoint that reads under a lease (`scheduler_adapters.service.exchange`) proves what
+    vouches for the bytes: an exchange, which reads under a lease (`transfer.pull.exchange`), proves what
     passed its fence, a program that copies tensors in its own process proves what it has copied.
 
     Made by `PagedKVCacheManager.copier`.
@@ -45,22 +42,18 @@ class ImportCopier:
     Attributes:
         pending: the import.
         proof: what it has proven; None before.
+        is_over: whether it has ended: it writes to no page any more.
     """
 
-    __slots__ = ("_ended", "_has_all", "_is_over", "_taken", "pending", "proof")
+    __slots__ = ("_ended", "_has_all", "_taken", "is_over", "pending", "proof")
 
     def __init__(self, pending: PendingImport, ended: Callable[[], None]) -> None:
         self.pending = pending
         self._ended = ended
         self._taken = pending.tokens[0]
         self._has_all = False
-        self._is_over = False
+        self.is_over = False
         self.proof: ImportProof | None = None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it has ended: it writes to no page any more."""
-        return self._is_over
 
     def take(self, *, last: bool = True) -> list[PageCopy]:
         """What is to be copied by now and was not taken before: an entry for each group of layers.
@@ -73,7 +66,7 @@ class ImportCopier:
             InvalidRequestError: (a ValueError) the import is closed, this copier has ended, or the last was taken.
         """
         pending = self.pending
-        if self._is_over or self._has_all or pending.closed:
+        if self.is_over or self._has_all or pending.closed:
             reason = "its import is closed" if pending.closed else "its copier has taken the last"
             raise InvalidRequestError(f"request {pending.request_id!r}: no pages are left to copy: {reason}")
         copies = pending.copies(self._taken, last=last)
@@ -87,8 +80,8 @@ class ImportCopier:
             InvalidRequestError: (a ValueError) this copier has ended, or has not taken all.
         """
         pending = self.pending
-        if self._is_over or not self._has_all:
-            reason = "has ended" if self._is_over else f"took tokens up to {self._taken}, and not yet the last"
+        if self.is_over or not self._has_all:
+            reason = "has ended" if self.is_over else f"took tokens up to {self._taken}, and not yet the last"
             raise InvalidRequestError(f"request {pending.request_id!r}: the copier of its pages {reason}")
         self.proof = ImportProof(pending.request_id, self._taken)
         self.give_up()
@@ -96,6 +89,6 @@ class ImportCopier:
 
     def give_up(self) -> None:
         """Nothing of this copier writes to the pages any more: of a cancelled import, they are free now. Safe twice."""
-        if not self._is_over:
-            self._is_over = True
+        if not self.is_over:
+            self.is_over = True
             self._ended()

@@ -8,18 +8,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from kvcache.copies import copy_pages, page_rows
 from kvcache.layout import PageLayout
 from kvcache.replica.batch import BatchState
 from kvcache.replica.inputs import DeviceTables, build_inputs
 from kvcache.replica.replica import Replica
+from kvcache.replica.rows import Pages
 from kvcache.storage import allocate_blocks
-from kvcache.tiers.copies import copy_rows, page_rows
 from kvcache.types import RaggedKVCacheInputs
-
-Pages = NDArray[np.int32]
-_STAGED_BYTES = 32 << 20  # copied between devices at a time
 
 
 class PlacedReplica:
@@ -66,16 +63,7 @@ class PlacedReplica:
         """
         with self._on_stream():
             for theirs, ours in zip(other.blocks, self.blocks, strict=True):
-                source, target = page_rows(theirs), page_rows(ours)
-                if source.device.type == target.device.type == "cpu":
-                    copy_rows(source.numpy(), sources, target.numpy(), targets)
-                    continue
-                batch = max(1, _STAGED_BYTES // source.shape[1])
-                for first in range(0, len(sources), batch):
-                    taken, given = sources[first : first + batch], targets[first : first + batch]
-                    staged = source.index_select(0, torch.as_tensor(taken.astype(np.int64), device=source.device))
-                    at = torch.as_tensor(given.astype(np.int64), device=target.device)
-                    target.index_copy_(0, at, staged.to(target.device, non_blocking=True))
+                copy_pages(page_rows(theirs), sources, page_rows(ours), targets)
 
     def _on_stream(self) -> Any:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -18,7 +18,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvcache.params import HashAlgorithm
-from kvcache.replica.context import Context, salt_and_keys
 from kvcache.replica.keys import ExtraKeys
 
 DIGEST_BYTES: dict[HashAlgorithm, int] = {"sha256": 32, "xxh3_128": 16}
@@ -32,12 +31,8 @@ class PrefixHasher:
     agree, in any process: the digests may be compared across hosts. With `xxh3_128` collisions can be crafted; with
     sha256 not.
 
-    Args:
-        algorithm: of the digests.
-        page_size: tokens of a page.
-        salt: requests with different salts agree on nothing; None is a salt of its own.
-        extra_keys: `(position, key)`: what else the KV from this token on depends on, say a LoRA adapter (position 0)
-            or the content of an image (its first token).
+    None is a salt of its own. Extra keys are `(position, key)`: what else the KV from this token on depends on, say a
+    LoRA adapter (position 0) or the content of an image (its first token).
 
     Attributes:
         running: the running hash, after the pages whose digests are known.
@@ -134,33 +129,3 @@ def next_digests(
         known += digest
         found.append(digest)
     return np.frombuffer(b"".join(found), np.uint64).reshape(len(found), -1)
-
-
-def new_hasher(context: Context, algorithm: HashAlgorithm, page_size: int) -> PrefixHasher:
-    """A hasher of the context's salt and keys, kept nowhere."""
-    return PrefixHasher(algorithm, page_size, *salt_and_keys(context))
-
-
-def hasher_of(
-    context: Context,
-    algorithm: HashAlgorithm,
-    page_size: int,
-    named: tuple[str | None, ExtraKeys] | None = None,
-) -> PrefixHasher:
-    """The hasher that the context carries if it is of this kind, else a new one, left there if it has the attribute.
-
-    `named`: the salt and keys that count, where these are known.
-    """
-    salt, keys = named = named or salt_and_keys(context)
-    kept: object = getattr(context, "prefix_hasher", None)
-    if isinstance(kept, PrefixHasher) and (kept.algorithm, kept.page_size, kept.salt, kept.extra_keys) == (
-        algorithm,
-        page_size,
-        salt,
-        keys,
-    ):
-        return kept
-    made = PrefixHasher(algorithm, page_size, *named)
-    if hasattr(context, "prefix_hasher"):
-        context.prefix_hasher = made  # pyright: ignore[reportAttributeAccessIssue] - an optional attribute
-    return made

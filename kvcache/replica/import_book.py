@@ -4,29 +4,26 @@ from __future__ import annotations
 
 from kvcache.errors import InvalidRequestError, InvariantError
 from kvcache.pool.pages import PagePool
-from kvcache.replica.block_table import BlockRows
+from kvcache.replica.block_table import PendingImport
 from kvcache.replica.copier import ImportCopier
-from kvcache.replica.pending import PendingImport
+from kvcache.replica.rows import BlockRows
 
 
 class ImportBook:
     """Imports from their beginning until nobody writes to their pages any more.
 
-    Args:
-        pool: whose pages.
-        rows: of the requests.
-
     Attributes:
         each: all of them, those included that were cancelled while their copier may still write.
         of_row: the import of each row whose request is claimed; the request cannot run.
+        copiers: who writes, or wrote, to the pages of each import whose copier was handed out.
     """
 
     def __init__(self, pool: PagePool, rows: BlockRows) -> None:
         self.each: list[PendingImport] = []
         self.of_row: dict[int, PendingImport] = {}
+        self.copiers: dict[PendingImport, ImportCopier] = {}
         self._pool = pool
         self._rows = rows
-        self._copiers: dict[PendingImport, ImportCopier] = {}
 
     def begin(self, row: int, pending: PendingImport) -> None:
         """The destination pages belong to a transfer from now on."""
@@ -36,24 +33,16 @@ class ImportBook:
         self.each.append(pending)
 
     def make_copier(self, pending: PendingImport) -> ImportCopier:
-        """Who writes to the pages of an open import, from now on.
-
-        Raises:
-            InvalidRequestError: (a ValueError) somebody else does.
-        """
-        if pending in self._copiers:
+        """Who writes to the pages of an open import. Raises `InvalidRequestError` where somebody does already."""
+        if pending in self.copiers:
             raise InvalidRequestError(f"request {pending.request_id!r}: the copier of its import was handed out before")
 
         def ended() -> None:
-            if pending.closed and pending in self._copiers:
+            if pending.closed and pending in self.copiers:
                 self._give_back(pending)
 
-        copier = self._copiers[pending] = ImportCopier(pending, ended)
+        copier = self.copiers[pending] = ImportCopier(pending, ended)
         return copier
-
-    def copier_of(self, pending: PendingImport) -> ImportCopier | None:
-        """Who writes, or wrote, to the pages of an import."""
-        return self._copiers.get(pending)
 
     def commit(self, pending: PendingImport) -> None:
         """Every byte is there: the pages are the request's alone."""
@@ -63,14 +52,14 @@ class ImportBook:
     def cancel(self, pending: PendingImport) -> None:
         """The import is given up. Its pages have a writer, and its request cannot run, until its copier has ended."""
         pending.closed = True
-        copier = self._copiers.get(pending)
+        copier = self.copiers.get(pending)
         if copier is None or copier.is_over:
             self._give_back(pending)
 
     def check(self) -> None:
         """Raise `InvariantError` unless each import can still give its pages back, and rows name no other one."""
         for pending in self.each:
-            copier = self._copiers.get(pending)
+            copier = self.copiers.get(pending)
             if pending.closed and (copier is None or copier.is_over):
                 raise InvariantError(f"request {pending.request_id!r}: its import is closed, but still has its pages")
         for row, pending in self.of_row.items():
@@ -84,7 +73,7 @@ class ImportBook:
 
     def _free(self, pending: PendingImport) -> None:
         self.each.remove(pending)
-        self._copiers.pop(pending, None)
+        self.copiers.pop(pending, None)
         row = self._rows.row_of.get(pending.request_id)
         if row is not None and self.of_row.get(row) is pending:
             del self.of_row[row]

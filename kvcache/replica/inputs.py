@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvcache.errors import InvalidRequestError
+from kvcache.arguments import shown
+from kvcache.errors import InvalidRequestError, KVCacheError
 from kvcache.layout import PageLayout
 from kvcache.replica.batch import BatchState
-from kvcache.replica.block_table import BlockRows, Rows
+from kvcache.replica.rows import BlockRows, Ints, Rows
 from kvcache.types import RaggedKVCacheInputs
 
 from_numpy = cast("Callable[[NDArray[Any]], torch.Tensor]", torch.from_numpy)  # pyright: ignore[reportUnknownMemberType]
@@ -79,15 +80,23 @@ def max_lengths(state: BatchState, num_steps: int) -> torch.Tensor:
 
 def increment_cache_lengths(
     kv_cache_inputs: Sequence[RaggedKVCacheInputs], prev_model_inputs: Any, *, replicas: int
+) -> Sequence[RaggedKVCacheInputs]:
+    """As `PagedKVCacheManager.increment_cache_lengths`. No copy of tables or pages, no wait for a device."""
+    try:
+        advanced = _advanced(kv_cache_inputs, prev_model_inputs, replicas)
+    except KVCacheError:
+        raise
+    except (TypeError, AttributeError, IndexError, RuntimeError, OverflowError, ValueError) as error:
+        raise InvalidRequestError(f"increment_cache_lengths of {shown(prev_model_inputs)}: {error}") from error
+    if isinstance(kv_cache_inputs, list):
+        kv_cache_inputs[:] = advanced
+        return kv_cache_inputs
+    return advanced
+
+
+def _advanced(
+    kv_cache_inputs: Sequence[RaggedKVCacheInputs], prev_model_inputs: Any, replicas: int
 ) -> list[RaggedKVCacheInputs]:
-    """The inputs of the next step: what ran is cached now. No copy of tables or pages, no wait for a device.
-
-    `prev_model_inputs.input_row_offsets` are offsets `[batch + 1]` of the ragged batch (a list: its first is used);
-    with several replicas `prev_model_inputs.data_parallel_splits` `[replicas + 1]` says which requests are whose.
-
-    Raises:
-        InvalidRequestError: (a ValueError) offsets or splits do not fit the inputs; nothing is changed.
-    """
     offsets: Any = prev_model_inputs.input_row_offsets
     if isinstance(offsets, list):
         offsets = cast("list[Any]", offsets)[0]
@@ -119,6 +128,14 @@ def increment_cache_lengths(
     return advanced
 
 
+def data_parallel_splits(replicas: Ints, count: int) -> torch.Tensor:
+    """Where the requests of each of `count` replicas end, given the replica of each request of a batch."""
+    if (np.diff(replicas) < 0).any():
+        raise InvalidRequestError(f"the batch is not ordered by replica: {replicas.tolist()}")
+    counts = np.bincount(replicas, minlength=count)
+    return torch.as_tensor(np.concatenate(([0], np.cumsum(counts))).astype(np.int64))
+
+
 class RaggedKVCacheInputSymbols(NamedTuple):
     """Shapes of `fetch`'s inputs on one device, fit for `torch.export`.
 
@@ -131,22 +148,21 @@ class RaggedKVCacheInputSymbols(NamedTuple):
     dynamic_shapes: RaggedKVCacheInputs
 
 
-def input_symbols(layouts: Sequence[PageLayout], num_pages: int, prefix: str) -> list[RaggedKVCacheInputSymbols]:
-    """Symbols of one replica's shards. The shards share their dimensions, whose names start with `prefix`."""
+def input_symbols(layouts: Sequence[PageLayout], num_pages: Sequence[int]) -> list[RaggedKVCacheInputSymbols]:
+    """Symbols of the shards of each replica, whose pool has `num_pages` pages. Its shards share their dimensions."""
     names = ("total_num_pages", "batch_size", "max_num_pages", "steps_remaining")
-    pages, batch, columns, steps = (torch.export.Dim(prefix + name) for name in names)
-    shapes = RaggedKVCacheInputs({0: pages}, {0: batch}, {0: batch, 1: columns}, {0: steps})  # pyright: ignore[reportArgumentType] - the same fields hold shapes here
     found: list[RaggedKVCacheInputSymbols] = []
-    for layout in layouts:
-        blocks = torch.empty_strided(
-            (num_pages, *layout.shape),
-            (layout.page_elements, *layout.shape_strides),
-            dtype=getattr(torch, layout.dtype),
-            device="meta",
-        )
-        # Example sizes above 1: export takes 0 and 1 for constants.
-        lengths, table, steps_left = (
-            torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((2,), (2, 3), (4, 2))
-        )
-        found.append(RaggedKVCacheInputSymbols(RaggedKVCacheInputs(blocks, lengths, table, steps_left), shapes))
+    for replica, total in enumerate(num_pages):
+        prefix = f"replica_{replica}_" if len(num_pages) > 1 else ""
+        pages, batch, columns, steps = (torch.export.Dim(prefix + name) for name in names)
+        shapes = RaggedKVCacheInputs({0: pages}, {0: batch}, {0: batch, 1: columns}, {0: steps})  # pyright: ignore[reportArgumentType] - the same fields hold shapes here
+        for layout in layouts:
+            strides = (layout.page_elements, *layout.shape_strides)
+            dtype: torch.dtype = getattr(torch, layout.dtype)
+            blocks = torch.empty_strided((total, *layout.shape), strides, dtype=dtype, device="meta")
+            # Example sizes above 1: export takes 0 and 1 for constants.
+            lengths, table, steps_left = (
+                torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((2,), (2, 3), (4, 2))
+            )
+            found.append(RaggedKVCacheInputSymbols(RaggedKVCacheInputs(blocks, lengths, table, steps_left), shapes))
     return found

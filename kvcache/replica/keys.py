@@ -14,11 +14,7 @@ _NONE: ExtraKeys = ()
 
 
 def checked_salt(request_id: str, salt: object) -> str | None:
-    """`salt`, text that has bytes, or None.
-
-    Raises:
-        InvalidRequestError: anything else.
-    """
+    """`salt`, text that has bytes, or None. Raises `InvalidRequestError`."""
     if salt is None:
         return None
     try:
@@ -31,11 +27,7 @@ def checked_salt(request_id: str, salt: object) -> str | None:
 
 
 def checked_keys(request_id: str, keys: object) -> ExtraKeys:
-    """`keys` as a tuple of `(position, bytes)`.
-
-    Raises:
-        InvalidRequestError: another shape, or a position or length that is not below 2**31.
-    """
+    """`keys` as a tuple of `(position, bytes)`, position and length below 2**31. Raises `InvalidRequestError`."""
     if keys is _NONE:  # as nearly always: there is one empty tuple
         return _NONE
     found: list[tuple[int, bytes]] = []

@@ -8,15 +8,11 @@ its readers. A page that leaves the row earlier, as content like its own was fou
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvcache.errors import InvalidRequestError, InvariantError
 from kvcache.pool.pages import PagePool
-from kvcache.replica.block_table import BlockRows, Rows, as_rows
+from kvcache.replica.rows import BlockRows, Ints, Pages, Rows, as_rows
 from kvcache.types import RequestID
-
-Pages = NDArray[np.int32]
-Ints = NDArray[np.int64]
 
 
 class PageLease:
@@ -49,22 +45,16 @@ class PageLease:
 class PageLeases:
     """The open leases of one replica, and what each holds.
 
-    Args:
-        pool: whose pages.
-        rows: of the requests.
-        page_size: tokens of a page.
-
     Attributes:
         of_row: the leases of each row whose request is claimed; empty where nobody leases, and then nothing costs more.
         told: int64 `[rows]`, tokens of each leased row that its readers may have been told of.
     """
 
-    def __init__(self, pool: PagePool, rows: BlockRows, page_size: int) -> None:
+    def __init__(self, pool: PagePool, rows: BlockRows) -> None:
         self.of_row: dict[int, list[PageLease]] = {}
         self.told = np.zeros(len(rows.request_ids), np.int64)
         self._pool = pool
         self._rows = rows
-        self._page_size = page_size
         self._held: dict[PageLease, list[Pages]] = {}
         self._row_of: dict[PageLease, int] = {}  # of those whose request is claimed
 
@@ -101,7 +91,7 @@ class PageLeases:
         leases = self.of_row.pop(row, None)
         if leases is None:
             return
-        computed = -(-max(int(self._rows.cached[row]), int(self.told[row])) // self._page_size)
+        computed = -(-max(int(self._rows.cached[row]), int(self.told[row])) // self._rows.page_size)
         self.told[row] = 0
         covered = pages[: max(computed, int(self._rows.committed[row]))]
         for lease in leases:
@@ -113,7 +103,7 @@ class PageLeases:
 
         `cached`: tokens that the request had computed when its table was last looked at.
         """
-        seen = pages[: max(0, -(-max(cached, int(self.told[row])) // self._page_size) - first)]
+        seen = pages[: max(0, -(-max(cached, int(self.told[row])) // self._rows.page_size) - first)]
         for lease in self.of_row.get(row, ()):
             self._hold(lease, seen)
 
@@ -160,11 +150,7 @@ class PageLeases:
 
 
 def books_of(lease: PageLease, books: list[PageLeases]) -> PageLeases:
-    """Those of the replica that granted the lease.
-
-    Raises:
-        InvalidRequestError: (a ValueError) no lease, or one of another manager.
-    """
+    """Those of the replica that granted the lease. Raises `InvalidRequestError` for none of these."""
     if not isinstance(lease, PageLease):  # pyright: ignore[reportUnnecessaryIsInstance] - callers need no types
         raise InvalidRequestError(f"end_lease: {type(lease).__name__} is no lease: one of this manager's is needed")
     for each in books:

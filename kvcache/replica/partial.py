@@ -24,9 +24,7 @@ class PartialReuse:
     An entry is not removed when its page is evicted: it counts only while the page is published under the digest that
     it had, and is replaced when the page is published again. So nothing on the way of an eviction knows of this.
 
-    Args:
-        replica: whose pages.
-        min_tokens: fewer are not worth a copy.
+    Of fewer tokens than `min_tokens` none are worth a copy.
     """
 
     def __init__(self, replica: Replica, min_tokens: int) -> None:

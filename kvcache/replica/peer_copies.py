@@ -14,14 +14,7 @@ from kvcache.replica.devices import PlacedReplica
 
 
 class PeerCopies:
-    """Brings published pages of one replica to another's cache.
-
-    Args:
-        placed: the replicas.
-
-    Attributes:
-        copied: pages so far.
-    """
+    """Brings published pages of one replica to another's cache; `copied`: how many so far."""
 
     def __init__(self, placed: Sequence[PlacedReplica]) -> None:
         self._placed = placed
@@ -31,9 +24,6 @@ class PeerCopies:
         """Bring what the row's new request will look up, where another replica has more of it; nothing is reserved.
 
         Only where the request then fits: one that is refused is to leave everything as it was.
-
-        Raises:
-            PromptTooLongError, SequenceTooLongError: as `Replica.reserve`.
         """
         mine = self._placed[replica_idx].replica
         if not mine.caching or context.active_length == 1:
@@ -58,8 +48,6 @@ class PeerCopies:
         self._placed[replica_idx].copy_pages_of(self._placed[owner], pages[absent], brought)
         mine.pool.index.publish(brought, names)
         mine.pool.release(wanted)
-        if mine.tier is not None:
-            mine.tier.published(brought, names)
-        if mine.retainer is not None:
-            mine.retainer.brought(digests[:, 0])
+        mine.tier.published(brought, names)
+        mine.hints.brought(digests[:, 0])
         self.copied += len(brought)

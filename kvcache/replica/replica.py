@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.errors import (
-    InvalidRequestError,
-    NotReservedError,
-    PromptTooLongError,
-    SequenceTooLongError,
-)
-from kvcache.metrics import KVCacheMetrics, PromptCounter
-from kvcache.params import HashAlgorithm
+from kvcache.errors import InvalidRequestError, NotReservedError, PromptTooLongError, SequenceTooLongError
+from kvcache.metrics import KVCacheMetrics
+from kvcache.params import HashAlgorithm, KVCacheParams
 from kvcache.pool.pages import PagePool
-from kvcache.replica.block_table import BlockRows, Ints, Rows, as_rows
-from kvcache.replica.context import Context, salt_and_keys
-from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher, hasher_of
-from kvcache.replica.hints import Retainer
+from kvcache.replica.context import Context, hasher_of, salt_and_keys
+from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
+from kvcache.replica.hints import ReplicaHints
 from kvcache.replica.import_book import ImportBook
 from kvcache.replica.keys import ExtraKeys
 from kvcache.replica.leases import PageLeases
-from kvcache.tiers.host_tier import ReplicaTier
+from kvcache.replica.pages_below import NO_SLOTS, PagesBelow, Slots
+from kvcache.replica.rows import BlockRows, Ints, Pages, PromptCounter, Rows, as_rows
 
-Pages = NDArray[np.int32]
 DigestsOf = Callable[[Ints, Ints, Ints], NDArray[np.uint64]]
 
 _NEVER = 1 << 62
+_NO_PAGES: Pages = np.zeros(0, np.int32)
 
 
 class Filled(NamedTuple):
@@ -42,12 +36,11 @@ class Filled(NamedTuple):
     digests: NDArray[np.uint64]
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
+class _Reservation(NamedTuple):
     """What a reservation takes: `hits` replace the row's logical pages from `first` on, `new` pages are appended.
 
-    Into the logical pages from `restored` on come those of the host tier's `slots`. `cached` is the token up to which
-    nothing has to run, or 0 where that is no news to the context.
+    Into the logical pages from `restored` on come those of the lower tier's `slots`. `cached` is the token up to which
+    nothing has to run; 0: no news to the context.
     """
 
     first: int
@@ -56,50 +49,29 @@ class _Plan:
     new: int
     cached: int
     restored: int
-    slots: Pages
+    slots: Slots
 
 
 class Replica:
-    """State and rules of one replica; knows nothing of tensors or devices.
+    """State and rules of one replica of `num_pages` pages; knows nothing of tensors or devices.
 
-    Args:
-        num_pages: budgeted pages; ids are 1 to `num_pages`.
-        page_size: tokens of a page.
-        rows: requests that may be claimed at a time.
-        max_seq_len: most tokens that one request's row has columns for.
-        caching: keep and find pages by content.
-        hash_algorithm: of the index.
-        pinned: keep the block table in pinned memory.
-        room: where the rows' `room` is kept, from `first_place` on.
-        first_place: the place of row 0 among the rows of all replicas.
+    `tier` has published pages by the time that they are evicted.
     """
 
-    def __init__(
-        self,
-        *,
-        num_pages: int,
-        page_size: int,
-        rows: int,
-        max_seq_len: int,
-        caching: bool,
-        hash_algorithm: HashAlgorithm,
-        pinned: bool,
-        room: list[int],
-        first_place: int,
-    ) -> None:
-        self.page_size = page_size
-        self.max_seq_len = max_seq_len
-        self.caching = caching
-        self.hash_algorithm: HashAlgorithm = hash_algorithm
-        self.pool = PagePool(num_pages, DIGEST_BYTES[hash_algorithm] // 8)
-        self.rows = BlockRows(rows, max_seq_len, page_size, pinned=pinned, room=room, first_place=first_place)
-        self.imports = ImportBook(self.pool, self.rows)
-        self.leases = PageLeases(self.pool, self.rows, page_size)
+    def __init__(self, params: KVCacheParams, rows: BlockRows, num_pages: int) -> None:
+        self.page_size = rows.page_size
+        self.max_seq_len = rows.max_seq_len
+        self.caching = params.enable_prefix_caching
+        self.hash_algorithm: HashAlgorithm = params.hash_algorithm
+        self.pool = PagePool(num_pages, DIGEST_BYTES[params.hash_algorithm] // 8)
+        self.rows = rows
+        self.imports = ImportBook(self.pool, rows)
+        self.leases = PageLeases(self.pool, rows)
         self._hashers: dict[int, PrefixHasher] = {}  # by row, of the contexts that cannot carry their own
         self._named: dict[int, tuple[str | None, ExtraKeys]] = {}  # by row, salt and keys of the request's pages
-        self.counter = PromptCounter(self.rows)
-        self.tier: ReplicaTier | None = None
-        self.retainer: Retainer | None = None  # there with prefix caching
+        self.counter = PromptCounter(rows)
+        self.hints = ReplicaHints(self.pool, rows, self.hasher, params)
+        self.tier = PagesBelow()
 
     @property
     def metrics(self) -> KVCacheMetrics:
@@ -110,13 +82,6 @@ class Replica:
         """Give the row the pages for all known tokens and `num_steps` steps, published ones where they match.
 
         Returns the pages taken anew, or None if there are too few: then nothing has changed.
-
-        Raises:
-            SequenceTooLongError: past `max_seq_len`.
-            PromptTooLongError: more pages than the pool has.
-            NotReservedError: an import of the row is pending.
-            InvalidRequestError: the salt or the keys are others than the row's pages were reserved with; it would
-                compute anew what a lease promises.
         """
         self.refuse_pending(row, "maybe_reserve")
         needed = self.pages_needed(context, num_steps)
@@ -140,18 +105,12 @@ class Replica:
             self.advance(row, context, plan.cached)
         self._take(row, plan)
         self._named[row] = named
-        if self.retainer is not None:
-            self.retainer.come(row, context, len(plan.hits))
+        self.hints.come(row, context, len(plan.hits))
         self.counter.admit(row, context.end_idx)
         return plan.new
 
     def pages_needed(self, context: Context, num_steps: int) -> int:
-        """Pages for all known tokens and `num_steps` steps, the last of which stores no KV of its own token.
-
-        Raises:
-            SequenceTooLongError: past `max_seq_len`.
-            PromptTooLongError: more pages than the pool has.
-        """
+        """Pages for all known tokens and `num_steps` steps, the last of which stores no KV of its own token."""
         length = context.current_length + num_steps - 1
         if length > self.max_seq_len:
             raise SequenceTooLongError(
@@ -206,8 +165,6 @@ class Replica:
         rows.cached[row] = computed
         self._named[row] = named
         self.counter.ran_elsewhere(row, computed)
-        if self.retainer is not None:
-            self.retainer.adopt(row, child)
         return (int(rows.table[parent, full]), int(rows.table[row, full])) if computed % self.page_size else (0, 0)
 
     def reserve_decoding(self, rows: Rows, lengths: Ints) -> bool:
@@ -237,25 +194,8 @@ class Replica:
         """Tokens that every request of `rows` can compute before one of them fills a page."""
         return int((self.rows.commit_at[rows] - starts).min()) if self.caching and len(starts) else _NEVER
 
-    def refuse_step(self, rows: Rows, computed: Ints) -> None:
-        """Raise unless `step` may commit `computed` tokens of each row.
-
-        Raises:
-            NotReservedError: more tokens computed than the row has pages for, or an import pending.
-        """
-        room = self.rows.capacity[rows]
-        if not np.count_nonzero(computed > room):  # for few rows a fourth of what `any` takes
-            return
-        at = int(np.flatnonzero(computed > room)[0])
-        row = int(as_rows(rows)[at])
-        self.refuse_pending(row, "step")
-        raise NotReservedError(
-            f"request {self.rows.request_ids[row]!r}: {computed[at]} tokens computed, "
-            f"its reserved pages hold {room[at]}: call maybe_reserve before the model runs"
-        )
-
     def filled(self, rows: Rows, computed: Ints, digests_of: DigestsOf) -> Filled | None:
-        """What `step` would publish; None: nothing. Changes nothing, and is where the digests may be refused.
+        """What `publish` is to publish; None: nothing. Changes nothing, and is where the digests may be refused.
 
         `digests_of(at, firsts, lasts)` gives, of the requests at `at` in `rows`, the digests of these pages.
         """
@@ -268,12 +208,8 @@ class Replica:
         firsts, lasts = self.rows.committed[filled], computed[at] // self.page_size
         return Filled(filled, firsts, lasts, digests_of(at, firsts, lasts))
 
-    def step(self, rows: Rows, computed: Ints, digests_of: DigestsOf) -> None:
-        """Publish each row's full pages of computed tokens; content published before is shared instead."""
-        self.publish(rows, computed, self.filled(rows, computed, digests_of))
-
     def publish(self, rows: Rows, computed: Ints, full: Filled | None) -> None:
-        """`step`, where what is full is known."""
+        """Publish each row's full pages of computed tokens; content published before is shared instead."""
         state = self.rows
         # Of leased rows: what they had computed when their tables were last looked at.
         told = state.cached.copy() if self.leases.of_row else None
@@ -281,8 +217,7 @@ class Replica:
         if full is None:
             return
         filled, firsts, lasts, digests = full
-        if self.tier is not None:
-            self.tier.arrive(filled)
+        self.tier.arrive(filled)
         counts = lasts - firsts
         flat_rows, columns = filled, firsts
         if not (counts == 1).all():
@@ -307,6 +242,46 @@ class Replica:
             self._hashers[row] = hasher
         return hasher
 
+    def release(self, row: int, context: Context | None) -> None:
+        """Give back the row and its pages; `context`: of the request, None where it has no pages.
+
+        Those of a pending import stay with the transfer until it is closed, those under a lease with the lease.
+        """
+        self.hints.leave(row, context)
+        self.imports.of_row.pop(row, None)
+        self._hashers.pop(row, None)
+        self._named.pop(row, None)
+        self.counter.forget(row)
+        pages = self.rows.pages(row).copy()
+        self.tier.leave(row, pages[: int(self.rows.committed[row])])
+        if self.leases.of_row:
+            self.leases.leave(row, pages)
+        self.rows.unbind(row)
+        self.pool.release(pages)
+
+    def forget_idle(self) -> None:
+        """Withdraw every idle page from the index."""
+        self.pool.forget_idle()
+        self.hints.reset()
+
+    def pages_here(self, row: int) -> int:
+        """Pages of the row, from the first on, that are published, or on their way from a lower tier."""
+        return int(self.rows.committed[row]) + sum(map(len, self.tier.coming(row)))
+
+    def advance(self, row: int, context: Context, cached: int) -> None:
+        """The first `cached` tokens need not run: move the context's start. A chunk ended before keeps its length."""
+        before, active = context.start_idx, context.active_idx
+        if cached >= active:
+            active = min(context.end_idx, cached + context.active_length)
+        context.set_token_indices(start_idx=cached, active_idx=active)
+        if context.start_idx != cached:
+            raise InvalidRequestError(
+                f"request {context.request_id!r}: set_token_indices({cached}) left start_idx at {context.start_idx}"
+            )
+        self.counter.hit(row, context.end_idx, before, cached)
+
+    # ---- refusals
+
     def refuse_renamed(self, row: int, context: Context) -> tuple[str | None, ExtraKeys]:
         """The salt and keys of the context. Raise `InvalidRequestError` where the row's pages have others."""
         found = salt_and_keys(context)
@@ -324,36 +299,6 @@ class Replica:
         if row in self.leases.of_row:
             self.leases.refuse_rewrite(np.array([row]), np.array([context.start_idx]))
 
-    def release(self, row: int) -> None:
-        """Give back the row and its pages.
-
-        Those of a pending import stay with the transfer until it is closed, those under a lease with the lease.
-        """
-        if self.retainer is not None:
-            self.retainer.leave(row)
-        self.imports.of_row.pop(row, None)
-        self._hashers.pop(row, None)
-        self._named.pop(row, None)
-        self.counter.forget(row)
-        pages = self.rows.pages(row).copy()
-        if self.tier is not None:
-            self.tier.leave(row)
-            self.tier.touch(self.pool.index.digests_of(pages[: int(self.rows.committed[row])]))
-        if self.leases.of_row:
-            self.leases.leave(row, pages)
-        self.rows.unbind(row)
-        self.pool.release(pages)
-
-    def forget_idle(self) -> None:
-        """Withdraw every idle page from the index."""
-        self.pool.forget_idle()
-        if self.retainer is not None:
-            self.retainer.reset()
-
-    def pages_here(self, row: int) -> int:
-        """Pages of the row, from the first on, that are published, or on their way from the host tier."""
-        return int(self.rows.committed[row]) + (0 if self.tier is None else self.tier.loading(row))
-
     def refuse_pending(self, row: int, call: str) -> None:
         """Raise `NotReservedError` while an import of the row is pending."""
         if row in self.imports.of_row:
@@ -362,57 +307,43 @@ class Replica:
                 "commit_import or cancel_import first"
             )
 
-    def refuse_short(self, rows: Rows, lengths: Ints) -> None:
-        """Raise unless each of `rows` may run with pages for `lengths` tokens.
-
-        Raises:
-            SequenceTooLongError: past `max_seq_len`.
-            NotReservedError: too few pages, or an import pending.
-        """
+    def refuse_short(self, rows: Rows, lengths: Ints, call: str) -> None:
+        """Raise unless each of `rows` has pages for `lengths` tokens, to run or computed by now."""
         room = self.rows.capacity[rows]
-        if not np.count_nonzero(lengths > room):
+        if not np.count_nonzero(lengths > room):  # for few rows a fourth of what `any` takes
             return
         at = int(np.flatnonzero(lengths > room)[0])
         row = int(as_rows(rows)[at])
-        self.refuse_pending(row, "fetch")
+        self.refuse_pending(row, call)
         text = f"request {self.rows.request_ids[row]!r}: {lengths[at]} tokens"
-        if lengths[at] > self.max_seq_len:
+        if call == "step":
+            text += " computed"
+        elif lengths[at] > self.max_seq_len:
             raise SequenceTooLongError(f"{text}, max_seq_len is {self.max_seq_len}")
-        raise NotReservedError(f"{text}, its reserved pages hold {room[at]}: call maybe_reserve first")
+        raise NotReservedError(f"{text}, its reserved pages hold {room[at]}: call maybe_reserve before the model runs")
 
-    def advance(self, row: int, context: Context, cached: int) -> None:
-        """The first `cached` tokens need not run: move the context's start. A chunk ended before keeps its length."""
-        before, active = context.start_idx, context.active_idx
-        if cached >= active:
-            active = min(context.end_idx, cached + context.active_length)
-        context.set_token_indices(start_idx=cached, active_idx=active)
-        if context.start_idx != cached:
-            raise InvalidRequestError(
-                f"request {context.request_id!r}: set_token_indices({cached}) left start_idx at {context.start_idx}"
-            )
-        self.counter.hit(row, context.end_idx, before, cached)
+    # ---- inside
 
-    def _plan(self, row: int, context: Context, needed: int) -> _Plan:
-        none, rows = np.zeros(0, np.int32), self.rows
+    def _plan(self, row: int, context: Context, needed: int) -> _Reservation:
+        rows, slots = self.rows, NO_SLOTS
         have = int(rows.num_pages[row])
         # One active token after all others were computed is a decode step: there is nothing to look up.
-        first, hits = self.match(context, row) if context.active_length > 1 else (0, none)
-        restored, slots = first + len(hits), none
-        if self.tier is not None and context.active_length > 1:
-            self.tier.arrive(np.array([row]))  # what an earlier call promised: those pages may be replaced now
+        looks = context.active_length > 1
+        first, hits = self.match(context, row) if looks else (0, _NO_PAGES)
+        restored = first + len(hits)
+        if looks:
             restored = max(restored, context.start_idx // self.page_size)
-            slots = self.tier.match(self.hasher(row, context), context, restored, wait=rows.prompt[row] < 0)
+            slots = self.tier.find(row, context, restored, self.hasher, wait=rows.prompt[row] < 0)
         cached = (restored + len(slots) if slots.size else first + len(hits)) * self.page_size
         if cached <= context.start_idx:
-            cached, hits, slots = 0, none, none  # no token fewer to run: `step` finds the duplicates
-        replaced = rows.table[row, first : min(have, first + len(hits))].copy() if hits.size else none
+            cached, hits, slots = 0, _NO_PAGES, NO_SLOTS  # no token fewer to run: `step` finds the duplicates
+        replaced = rows.table[row, first : min(have, first + len(hits))].copy() if hits.size else _NO_PAGES
         new = max(0, needed - max(have, first + len(hits)))
-        return _Plan(first, hits, replaced, new, cached, restored, slots)
+        return _Reservation(first, hits, replaced, new, cached, restored, slots)
 
-    def _take(self, row: int, plan: _Plan) -> None:
-        rows, tier = self.rows, self.tier
-        if tier is not None:
-            tier.hold(plan.slots)  # first: an eviction below may make room for the page that it evicts
+    def _take(self, row: int, plan: _Reservation) -> None:
+        rows = self.rows
+        self.tier.hold(plan.slots)  # first: an eviction below may make room for the page that it evicts
         if plan.hits.size:
             self.pool.hold(plan.hits)
             if plan.replaced.size:
@@ -423,8 +354,8 @@ class Replica:
             rows.commit(row, plan.first + len(plan.hits))
         if plan.new:
             rows.write(row, int(rows.num_pages[row]), self.pool.allocate(plan.new))
-        if tier is not None and plan.slots.size:
-            tier.restore(row, rows.pages(row)[plan.restored :][: len(plan.slots)].copy(), plan.slots)
+        if plan.slots.size:
+            self.tier.restore(row, rows.pages(row)[plan.restored :][: len(plan.slots)].copy(), plan.slots)
 
     def _publish(self, rows: Ints, columns: Ints, digests: NDArray[np.uint64], told: Ints | None) -> None:
         """Publish the pages at `rows`, `columns`; `digests` are distinct. `told`: by row, tokens told to others."""
@@ -441,7 +372,6 @@ class Replica:
                     row = int(rows[at])
                     self.leases.replace(row, int(columns[at]), own[at : at + 1], int(told[row]))
             self.pool.release(own[duplicate])
-            if self.retainer is not None:
-                self.retainer.share_pages(rows[duplicate])
-        if self.tier is not None:
-            self.tier.published(own[~duplicate], digests[~duplicate])
+            self.hints.share_pages(rows[duplicate])
+            own, digests = own[~duplicate], digests[~duplicate]
+        self.tier.published(own, digests)

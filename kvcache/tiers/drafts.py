@@ -1,7 +1,8 @@
-"""Drafts: files that are being written, and that nobody reads before they are whole.
+"""Files of the folders that are ours, for their owner alone and never through a link; and drafts of them.
 
-Who writes a draft holds a lock on it. The kernel takes the lock back when the process ends in whatever way, so a draft
-whose lock is free is what a killed process has left.
+A draft is a file that is being written, and that nobody reads before it is whole. Who writes one holds a lock on it.
+The kernel takes the lock back when the process ends in whatever way, so a draft whose lock is free is what a killed
+process has left.
 """
 
 from __future__ import annotations
@@ -15,12 +16,38 @@ import secrets
 import time
 from pathlib import Path
 
-from kvcache.tiers.own_files import OWN_FILE, open_in
-
-_NAME = re.compile(r"[0-9a-f]{16}-[0-9]+\.tmp")
-_ABANDONED_S = 3600.0  # where the file system has no locks: a file that is being written is younger
+OWN_FILE = 0o600
+"""Prompts can be told from KV: files are for their owner alone, whatever the umask."""
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+# Without waiting, where the name is a pipe's.
+TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 _TO_WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _TO_LOCK = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+_NAME = re.compile(r"[0-9a-f]{16}-[0-9]+\.tmp")
+_ABANDONED_S = 3600.0  # where the file system has no locks: a file that is being written is younger
+
+
+def open_folder(path: Path) -> int:
+    """The descriptor of a folder, which is no link. Raises `OSError`."""
+    return os.open(path, _FOLDER)
+
+
+def open_in(path: Path, flags: int = TO_READ) -> int:
+    """Open a file of a folder of ours. Neither of them is a link, which could name anybody's. Raises `OSError`."""
+    folder = open_folder(path.parent)
+    try:
+        return os.open(path.name, flags, OWN_FILE, dir_fd=folder)
+    finally:
+        os.close(folder)
+
+
+def list_folder(path: Path) -> list[str]:
+    """The names in a folder, which is no link. Raises `OSError`."""
+    folder = open_folder(path)
+    try:
+        return os.listdir(folder)  # noqa: PTH208 - a path cannot be held to what was opened
+    finally:
+        os.close(folder)
 
 
 class DraftNames:
@@ -38,10 +65,7 @@ def create_draft(path: Path) -> int:
     """The descriptor of a new file, for its owner alone. It counts as being written until it is closed.
 
     A process that starts may take it for abandoned, and remove it, just before it is locked. It cannot be renamed then
-    (FileNotFoundError): who writes it begins again under another name.
-
-    Raises:
-        OSError: it cannot be made.
+    (FileNotFoundError): who writes it begins again under another name. Raises `OSError` where it cannot be made.
     """
     file = open_in(path, _TO_WRITE)
     try:

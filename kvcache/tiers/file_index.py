@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError
-from kvcache.pool.index import NO_PAGE, PrefixIndex
+from kvcache.pool.index import NO_PAGE, Digests, PrefixIndex
 
-Digests = NDArray[np.uint64]
 Entries = NDArray[np.int32]
 
 NO_ENTRY = NO_PAGE
@@ -25,12 +24,7 @@ class _File:
 
 
 class FileIndex:
-    """The pages of all known files. An entry stands for one page; what is kept of it lies in arrays.
-
-    Args:
-        max_bytes: of all files together.
-        page_bytes: of one page; files are larger than their pages.
-        digest_words: 64-bit words of a digest.
+    """The pages of all known files, of `max_bytes` together. An entry stands for one page; arrays have what is kept.
 
     Attributes:
         bytes: of all files together.

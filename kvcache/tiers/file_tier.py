@@ -7,7 +7,9 @@ and then, and takes a file that is gone for a miss.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,15 +22,14 @@ import torch
 from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError, PoolTooSmallError
-from kvcache.pool.index import NO_PAGE
-from kvcache.tiers.file_index import NO_ENTRY, FileIndex
+from kvcache.pool.index import NO_PAGE, Digests
+from kvcache.replica.pages_below import Slots
+from kvcache.tiers.file_index import NO_ENTRY, Entries, FileIndex
 from kvcache.tiers.host_tier import HostTier
-from kvcache.tiers.page_files import FileFormat, PageIO, Part, Refusals, read_pages, write_pages
-from kvcache.tiers.page_folder import PageFolder, Scan, touch
+from kvcache.tiers.page_files import FileFormat, FileRefusals, read_pages, write_pages
+from kvcache.tiers.page_folder import PageFolder, Scan
+from kvcache.types import PageIO, Part
 
-Slots = NDArray[np.int32]
-Digests = NDArray[np.uint64]
-Entries = NDArray[np.int32]
 MakeIO = Callable[[Sequence[torch.Tensor]], PageIO]
 """Makes what moves the bytes for one thread, given the host memory that it moves them from and to."""
 
@@ -57,39 +58,20 @@ class _Write:
 
 
 class FileTier:
-    """Files of pages below a host tier, least recently used first.
+    """Files of pages below a host tier, least recently used first, of `max_bytes` together.
 
-    Args:
-        folder: where they are.
-        layout: of each file.
-        max_bytes: of all files together.
-        host: the tier above.
-        make_io: called once for each of the two threads.
-        clock: seconds.
+    `make_io` is called once for each of the two threads. Raises `PoolTooSmallError` where not a file of one page fits.
 
     Attributes:
-        written: pages written so far.
-        read: pages read so far.
-        refused: pages that were found wrong, cut short or gone when they were to be read.
+        written, read, refused: pages so far; those refused were wrong, cut short or gone when they were to be read.
         refusals: of those pages, how many for each reason.
-
-    Raises:
-        PoolTooSmallError: (a RuntimeError) `max_bytes` does not hold a file of one page.
     """
 
-    def __init__(
-        self,
-        folder: PageFolder,
-        layout: FileFormat,
-        max_bytes: int,
-        host: HostTier,
-        make_io: MakeIO,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, folder: PageFolder, layout: FileFormat, max_bytes: int, host: HostTier, make_io: MakeIO) -> None:
         if not layout.most_in(max_bytes):
             raise PoolTooSmallError(f"file tier: {max_bytes} bytes do not hold a page: {layout.size_of(1)} are needed")
         self._folder = folder
-        self._clock = clock
+        self._clock = time.monotonic
         self._layout = layout
         self._max_bytes = max_bytes
         self._host = host
@@ -104,10 +86,10 @@ class FileTier:
         self._reads: list[_Read] = []
         self._write: _Write | None = None
         self._scan: Future[Scan] | None = None
-        self._scanned = clock()
+        self._scanned = self._clock()
         self._paused_until = 0.0
         self.written = self.read = self.refused = 0
-        self.refusals = Refusals()
+        self.refusals = FileRefusals()
         self._take_up_scan(folder.scan(layout, frozenset(), first=True))
 
     # ---- up: from files to host slots
@@ -115,7 +97,7 @@ class FileTier:
     def promote(self, digests: Digests, *, wait: bool) -> bool:
         """Fetch the first of these pages into host slots, as many as there are; whether some have come since.
 
-        `wait`: for at most `_LONGEST_WAIT_S`, for those that are on their way.
+        `wait`, for at most `_LONGEST_WAIT_S`, for those that are on their way.
         """
         host = self._host.pool.index
         generation = host.generation
@@ -221,9 +203,15 @@ class FileTier:
         self._index.use(entries)
         for name, first, at in self._index.whereabouts(entries):
             path, parts = self._folder.path / name, self._host.parts(slots[at])
-            seen = self.refusals
-            right = self._reader.submit(_read, path, self._layout, first, digests[at], parts, self._read_io, seen)
+            right = self._reader.submit(self._read_file, path, first, digests[at], parts)
             self._reads.append(_Read(entries[at], slots[at], digests[at], right))
+
+    def _read_file(self, path: Path, first: int, digests: Digests, pages: list[list[Part]]) -> NDArray[np.bool_]:
+        """In the thread of reads. The file counts as used just now: for other processes, and for the next start."""
+        right = read_pages(path, self._layout, first, digests, pages, self._read_io, self.refusals)
+        with contextlib.suppress(OSError):
+            os.utime(path, follow_symlinks=False)
+        return right
 
     def _await_reads(self) -> None:
         deadline = time.monotonic() + _LONGEST_WAIT_S
@@ -298,30 +286,12 @@ class FileTier:
             self._writer.submit(Path.unlink, self._folder.path / name, missing_ok=True)
 
 
-def _read(
-    path: Path,
-    layout: FileFormat,
-    first: int,
-    digests: Digests,
-    pages: Sequence[Sequence[Part]],
-    io: PageIO,
-    refusals: Refusals,
-) -> NDArray[np.bool_]:
-    """Read pages, and let the file count as used just now: for other processes, and for the next start."""
-    right = read_pages(path, layout, first, digests, pages, io, refusals)
-    touch(path)
-    return right
-
-
 def _write(
     folder: PageFolder, layout: FileFormat, digests: Digests, pages: Sequence[Sequence[Part]], io: PageIO
 ) -> tuple[str, int]:
-    """Write a file of pages, into a folder that is made again where somebody has deleted or replaced it.
-
-    A process that starts may take the draft for abandoned before it is locked, hardly twice.
-    """
+    """Write a file of pages, into a folder that is made again where somebody has deleted or replaced it."""
     try:
         return write_pages(folder.path, next(folder.drafts), layout, digests, pages, io)
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError):  # or the draft was taken for abandoned: hardly twice
         folder.make_again()
         return write_pages(folder.path, next(folder.drafts), layout, digests, pages, io)

@@ -16,31 +16,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvcache.pool.index import NO_PAGE
+from kvcache.copies import CopyMark, PageMover
+from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.pages import PagePool
-from kvcache.replica.block_table import Rows, as_rows
-from kvcache.replica.context import Context
+from kvcache.replica.context import Context, HasherOfRow
 from kvcache.replica.hashing import PrefixHasher
+from kvcache.replica.pages_below import NO_SLOTS, PagesBelow, Slots
+from kvcache.replica.rows import Pages, Rows, as_rows
 from kvcache.storage import allocate_host_rows
-from kvcache.tiers.copies import Mark, PageMover, mover_of
-
-Pages = NDArray[np.int32]
-Slots = NDArray[np.int32]
-Digests = NDArray[np.uint64]
-Part = NDArray[np.uint8]
 
 
 class HostTier:
     """Slots of host memory, each for one page of any replica: the shards of a page side by side, one array a shard.
 
-    Args:
-        shard_bytes: of each shard the bytes of one page.
-        num_slots: ids are 1 to `num_slots`; slot 0 stands for none.
-        digest_words: 64-bit words of a digest.
-        pinned: a GPU copies from and to the memory.
-
-    Raises:
-        PoolTooSmallError: (a RuntimeError) the host has not that much memory.
+    Slot 0 stands for none. `pinned`: a GPU copies from and to the memory. Raises `PoolTooSmallError`.
     """
 
     def __init__(self, shard_bytes: Sequence[int], num_slots: int, digest_words: int, *, pinned: bool) -> None:
@@ -54,30 +43,27 @@ class HostTier:
         self.pool.hold(slots)
         self.pool.release(slots)
 
-    def parts(self, slots: Slots) -> list[list[Part]]:
+    def parts(self, slots: Slots) -> list[list[NDArray[np.uint8]]]:
         """Of each slot the bytes of every shard, as arrays over the tier's own memory."""
         return [[rows[slot] for rows in self._rows] for slot in slots.tolist()]
 
 
 @dataclass(eq=False, slots=True)
-class Load:
-    """Pages on their way back to the device: nobody else can find them, and nobody may read them yet.
-
-    `marks` is None until the copies are begun, and then has one for each shard that copies beside us.
-    """
+class HostLoad:
+    """Pages on their way back to the device: nobody else can find them, and nobody may read them yet."""
 
     slots: Slots
     pages: Pages
-    marks: list[Mark] | None = None
+    marks: list[CopyMark] | None = None  # None until it is begun, then one for each shard that copies beside us
 
 
-class Store(NamedTuple):
+class HostStore(NamedTuple):
     """Pages whose copies into host slots run beside us."""
 
     pages: Pages
     slots: Slots
     digests: Digests
-    marks: list[Mark]
+    marks: list[CopyMark]
 
 
 class LowerTier(Protocol):
@@ -92,57 +78,46 @@ class LowerTier(Protocol):
         ...
 
     def promote(self, digests: Digests, *, wait: bool) -> bool:
-        """Fetch the first of these pages into host slots, as many as there are; whether some have come since.
-
-        `wait`: for a while, for those that are on their way.
-        """
+        """Fetch the first of these pages into host slots, as many as there are; whether some have come since."""
         ...
 
 
-class ReplicaTier:
+class ReplicaTier(PagesBelow):
     """One replica's side of the host tier: what is to be copied there, and what is on its way back.
 
-    Args:
-        host: the tier, shared by all replicas.
-        pool: the replica's pages.
-        blocks: per shard the replica's pool tensor.
-        stream: the one that the model's work is ordered by; None means the current one.
-
     Attributes:
+        lower: where the pages are that left the host tier, if anywhere.
         waiting: published pages to be copied to the host, oldest first, with their digests; an entry without pages
             says that those digests were used.
-        loads: by row, what is on its way back for it.
-        stored: pages copied to the host so far.
-        loaded: pages copied back so far.
+        storing: bool by page: whether it is waiting to be copied, or being copied.
+        stores: copies that are begun and not over, oldest first.
+        stored, loaded: pages copied to the host, and back, so far.
     """
 
     def __init__(self, host: HostTier, pool: PagePool, blocks: Sequence[torch.Tensor], stream: Any) -> None:
         self.host = host
         self.pool = pool
         self.lower: LowerTier | None = None
-        self._movers: list[PageMover] = [
-            mover_of(shard, memory, stream) for shard, memory in zip(blocks, host.memory, strict=True)
-        ]
+        self._movers = [PageMover(shard, memory, stream) for shard, memory in zip(blocks, host.memory, strict=True)]
         self._at_once = all(mover.at_once for mover in self._movers)
-        self._words = pool.index.digests_of(np.zeros(1, np.int32)).shape[1]
-        self._storing = np.zeros(pool.num_pages + 1, np.bool_)  # waiting to be copied, or being copied
+        self._no_digests: Digests = pool.index.digests_of(NO_SLOTS)
+        self.storing = np.zeros(pool.num_pages + 1, np.bool_)
         self.waiting: deque[tuple[Pages, Digests]] = deque()
-        self.loads: dict[int, list[Load]] = {}
-        self._left: list[Load] = []  # begun, and their rows do not wait for them any more
-        self._stores: deque[Store] = deque()
-        self.stored = 0
-        self.loaded = 0
+        self._loads: dict[int, list[HostLoad]] = {}  # by row, what is on its way back for it
+        self._left: list[HostLoad] = []  # begun, and their rows do not wait for them any more
+        self.stores: deque[HostStore] = deque()
+        self.stored = self.loaded = 0
         pool.guard = self.keep
 
     # ---- to the host
 
     def published(self, pages: Pages, digests: Digests) -> None:
         """`pages` were published just now: they are to be copied."""
-        new = ~self._storing[pages]  # a fork publishes again what it shares
+        new = ~self.storing[pages]  # a fork publishes again what it shares
         if not new.all():
             pages, digests = pages[new], digests[new]
         if pages.size:
-            self._storing[pages] = True
+            self.storing[pages] = True
             self.waiting.append((pages, digests))
 
     def store(self, most: int) -> int:
@@ -158,28 +133,29 @@ class ReplicaTier:
         if fits:
             slots = pool.allocate(fits)
             marks = [mover.store(new[:fits], slots) for mover in self._movers]
-            self._stores.append(Store(new[:fits], slots, names[:fits], [mark for mark in marks if mark is not None]))
+            begun = [mark for mark in marks if mark is not None]
+            self.stores.append(HostStore(new[:fits], slots, names[:fits], begun))
             self.stored += fits
         kept = np.ones(len(pages), np.bool_)
         kept[np.flatnonzero(absent)[:fits]] = False
-        self._storing[pages[kept]] = False
+        self.storing[pages[kept]] = False
         self.poll()
         self._pass_uses()
         return len(pages)
 
     def keep(self, pages: Pages) -> None:
         """`pages` are about to be given away: what is still to be copied of them is copied now."""
-        while self._storing[pages].any():
-            if self._stores:
+        while self.storing[pages].any():
+            if self.stores:
                 self._await_stores()  # copies that run beside us, on their way since an earlier step
             else:
                 self.store(self._next_entry())
 
     def poll(self) -> None:
         """Take up what the copies beside us have brought to its end."""
-        while self._stores and all(mark.over() for mark in self._stores[0].marks):
-            pages, slots, digests, _ = self._stores.popleft()
-            self._storing[pages] = False
+        while self.stores and all(mark.over() for mark in self.stores[0].marks):
+            pages, slots, digests, _ = self.stores.popleft()
+            self.storing[pages] = False
             # Another replica may have stored the same content meanwhile: then this slot is free again.
             self.host.pool.index.publish(slots, digests)
             self.host.pool.release(slots)
@@ -192,29 +168,36 @@ class ReplicaTier:
     def forget_waiting(self) -> None:
         """Copy nothing of what waits to be copied."""
         for pages, _ in self.waiting:
-            self._storing[pages] = False
+            self.storing[pages] = False
         self.waiting.clear()
 
-    def touch(self, digests: Digests) -> None:
-        """A request has ended whose pages, in logical order, have these digests: it used them just now.
+    def leave(self, row: int, pages: Pages) -> None:
+        """What comes back for the row comes for nobody; a copy that runs has its pages to its end.
 
-        That counts once its last pages are copied: else these would go last, and its first ones, without which they
-        are worth nothing, before them.
+        The use of `pages` counts once the last of them are copied: else these would go last, and the first ones,
+        without which they are worth nothing, before them.
         """
-        if digests.size:
-            self.waiting.append((np.zeros(0, np.int32), digests))
+        for load in self._loads.pop(row, ()):
+            if load.marks is None:
+                self._end(load)
+            else:
+                self._left.append(load)
+        if pages.size:
+            self.waiting.append((NO_SLOTS, self.pool.index.digests_of(pages)))
             self._pass_uses()
 
     # ---- and back
 
-    def match(self, hasher: PrefixHasher, context: Context, first: int, *, wait: bool = False) -> Slots:
-        """The slots that hold the context's pages from `first` on, without a gap. The last known token is not covered.
+    def find(self, row: int, context: Context, first: int, hasher_of: HasherOfRow, *, wait: bool) -> Slots:
+        """The slots that hold the row's context from page `first` on; what was promised before is there now."""
+        self.arrive(np.array([row]))  # those pages may be replaced now
+        return self.match(hasher_of(row, context), context, first, wait=wait)
 
-        `wait`: for a while, where pages are on their way from files.
-        """
+    def match(self, hasher: PrefixHasher, context: Context, first: int, *, wait: bool = False) -> Slots:
+        """`find` for a request that need not have a row."""
         last = (context.current_length - 1) // hasher.page_size
         if last <= first:
-            return np.zeros(0, np.int32)
+            return NO_SLOTS
         digests = hasher.digests(context.tokens, first, last)
         slots = self._match(hasher, digests, first, last)
         if self.lower is None or len(slots) == len(digests):
@@ -231,9 +214,9 @@ class ReplicaTier:
 
     def restore(self, row: int, pages: Pages, slots: Slots) -> None:
         """Bring held `slots` into `pages`, which the row alone holds. They may be read after `arrive`."""
-        load = Load(slots, pages)
+        load = HostLoad(slots, pages)
         self.pool.add_writer(pages)
-        self.loads.setdefault(row, []).append(load)
+        self._loads.setdefault(row, []).append(load)
         if not self._at_once:
             self._begin(load)
 
@@ -242,35 +225,27 @@ class ReplicaTier:
 
         Copies that take the caller's time are made here, and not before: a request that is given up first costs none.
         """
-        asked = as_rows(rows) if self.loads else np.zeros(0, np.int64)
-        for row in [row for row in self.loads if (asked == row).any()]:
-            for load in self.loads.pop(row):
+        asked = as_rows(rows) if self._loads else np.zeros(0, np.int64)
+        for row in [row for row in self._loads if (asked == row).any()]:
+            for load in self._loads.pop(row):
                 for mark in self._begin(load):
                     mark.order()
                 self._left.append(load)
         self.poll()
 
-    def loading(self, row: int) -> int:
-        """Pages on their way back for the row."""
-        return sum(len(load.pages) for load in self.loads.get(row, ()))
-
-    def leave(self, row: int) -> None:
-        """The row gives up its pages; those of a copy that runs stay with it to its end."""
-        for load in self.loads.pop(row, ()):
-            if load.marks is None:
-                self._end(load)
-            else:
-                self._left.append(load)
+    def coming(self, row: int | None = None) -> list[Pages]:
+        """Pages that are on their way back: those that the row waits for, or all."""
+        return [load.pages for load in (self.open_loads if row is None else self._loads.get(row, ()))]
 
     def store_all(self) -> None:
         """Copy every page that waits, and wait for it."""
-        while self.waiting or self._stores:
+        while self.waiting or self.stores:
             self._await_stores()
             self.store(self._next_entry())
 
     def load_all(self) -> None:
         """Bring back everything that is promised, and wait for it."""
-        self.arrive(np.array(list(self.loads), np.int64))
+        self.arrive(np.array(list(self._loads), np.int64))
         for load in self._left:
             for mark in load.marks or ():
                 mark.wait()
@@ -279,31 +254,23 @@ class ReplicaTier:
     # ---- recounted by `check`
 
     @property
-    def open_loads(self) -> list[Load]:
+    def open_loads(self) -> list[HostLoad]:
         """Every load that is not over."""
-        return [*self._left, *(load for loads in self.loads.values() for load in loads)]
+        return [*self._left, *(load for loads in self._loads.values() for load in loads)]
 
-    @property
-    def open_stores(self) -> list[Store]:
-        """Every store that is begun and not over."""
-        return list(self._stores)
-
-    @property
-    def storing(self) -> Pages:
-        """The pages that are marked as to be copied."""
-        return np.flatnonzero(self._storing).astype(np.int32)
+    # ---- inside
 
     def _match(self, hasher: PrefixHasher, digests: Digests, first: int, last: int) -> Slots:
         index = self.host.pool.index
         kept = hasher.matches.get(index)
         if kept is not None and kept[:3] == (index.generation, first, last):
             return kept[3]
-        slots = index.match(digests) if index.may_have(digests[0]) else np.zeros(0, np.int32)
+        slots = index.match(digests) if index.may_have(digests[0]) else NO_SLOTS
         hasher.matches[index] = (index.generation, first, last, slots)
         return slots
 
     def _take(self, most: int) -> tuple[Pages, Digests]:
-        taken: list[tuple[Pages, Digests]] = [(np.zeros(0, np.int32), np.zeros((0, self._words), np.uint64))]
+        taken: list[tuple[Pages, Digests]] = [(NO_SLOTS, self._no_digests)]
         while most > 0 and self.waiting and self.waiting[0][0].size:
             pages, digests = self.waiting.popleft()
             if len(pages) > most:
@@ -321,7 +288,7 @@ class ReplicaTier:
 
     def _pass_uses(self) -> None:
         """Let the uses count that no page waits before."""
-        while self.waiting and not self.waiting[0][0].size and not self._stores:
+        while self.waiting and not self.waiting[0][0].size and not self.stores:
             _, digests = self.waiting.popleft()
             slots = self.host.pool.index.find(digests)
             self.host.touch(slots[slots != NO_PAGE])
@@ -329,18 +296,18 @@ class ReplicaTier:
                 self.lower.used(digests)
 
     def _await_stores(self) -> None:
-        for store in self._stores:
+        for store in self.stores:
             for mark in store.marks:
                 mark.wait()
         self.poll()
 
-    def _begin(self, load: Load) -> list[Mark]:
+    def _begin(self, load: HostLoad) -> list[CopyMark]:
         if load.marks is None:
             marks = [mover.load(load.slots, load.pages) for mover in self._movers]
             load.marks = [mark for mark in marks if mark is not None]
             self.loaded += len(load.pages)
         return load.marks
 
-    def _end(self, load: Load) -> None:
+    def _end(self, load: HostLoad) -> None:
         self.pool.drop_writer(load.pages)
         self.host.pool.release(load.slots)

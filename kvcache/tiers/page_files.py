@@ -24,28 +24,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvcache.tiers.drafts import create_draft
-from kvcache.tiers.own_files import OWN_FILE, open_in
-
-Digests = NDArray[np.uint64]
-Part = NDArray[np.uint8]
+from kvcache.pool.index import Digests
+from kvcache.tiers.drafts import OWN_FILE, create_draft, open_in
+from kvcache.types import PageIO, Part
 
 _MAGIC = b"pgwire/1"
 _FOOTER = struct.Struct("<8s16sQII16s")
 _SUM_BYTES = 16
 _Move = Callable[[int, Sequence[Part], int], int]
 _MOST_PARTS = 1024  # of one preadv or pwritev
-# Not through a link, which may name anything; and without waiting, where the name is a pipe's.
-_TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 
 
-class Refusal(StrEnum):
+class FileRefusal(StrEnum):
     """Why a page, or a file, is not read."""
 
     GONE = "gone"  # no file of this name any more
@@ -55,19 +51,7 @@ class Refusal(StrEnum):
     CORRUPTED = "corrupted"  # its checksum is another
 
 
-Refusals = Counter[Refusal]
-
-
-class PageIO(Protocol):
-    """Moves bytes between memory and an open file. All of them, or it raises `OSError`."""
-
-    def write(self, file: int, parts: Sequence[Part], offset: int) -> None:
-        """Write the parts, one after another, from `offset` on."""
-        ...
-
-    def read(self, file: int, parts: Sequence[Part], offset: int) -> None:
-        """Fill the parts, one after another, with what lies from `offset` on."""
-        ...
+FileRefusals = Counter[FileRefusal]
 
 
 class SystemIO:
@@ -100,17 +84,11 @@ def _all_of(call: _Move, file: int, parts: Sequence[Part], offset: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FileFormat:
-    """The layout of all files of one folder.
+    """The layout of all files of one folder."""
 
-    Attributes:
-        namespace: 16 bytes that name all that a page depends on besides its tokens.
-        page_bytes: of one page, all shards together.
-        digest_bytes: of one digest.
-    """
-
-    namespace: bytes
-    page_bytes: int
-    digest_bytes: int
+    namespace: bytes  # 16 bytes that name all that a page depends on besides its tokens
+    page_bytes: int  # of one page, all shards together
+    digest_bytes: int  # of one digest
 
     @property
     def row_bytes(self) -> int:
@@ -149,13 +127,9 @@ def write_pages(
 ) -> tuple[str, int]:
     """Write a file of pages under a name of its content's own; its name and size. Nobody sees it before it is whole.
 
-    `draft` is its name until then.
-
-    Not synced: what survives is a killed process, and after a failure of the machine the checksums tell.
-
-    Raises:
-        FileNotFoundError: the folder is gone, or the draft (see `create_draft`).
-        OSError: nothing is left behind.
+    `draft` is its name until then. Not synced: what survives is a killed process, and after a failure of the machine
+    the checksums tell. Raises `OSError`, and leaves nothing behind then: `FileNotFoundError` where the folder is gone,
+    or the draft (see `create_draft`).
     """
     names = [row.tobytes() for row in digests]
     rows = b"".join(name + layout.checksum(name, parts) for name, parts in zip(names, pages, strict=True))
@@ -177,15 +151,13 @@ def write_pages(
     return name, layout.size_of(len(names))
 
 
-def read_rows(path: Path, layout: FileFormat, refusals: Refusals | None = None) -> Digests | None:
+def read_rows(path: Path, layout: FileFormat, refusals: FileRefusals | None = None) -> Digests | None:
     """The digests of the pages of a file, uint64 `[pages, words]`; None for a file that is not whole, or not of ours.
 
-    `refusals`: where it is counted why a file is not. A file that others may read is made its owner's alone.
-
-    Raises:
-        OSError: the file cannot be read.
+    `refusals`: where it is counted why a file is not. A file that others may read is made its owner's alone. Raises
+    `OSError`.
     """
-    file = open_in(path, _TO_READ)
+    file = open_in(path)
     try:
         status = os.fstat(file)
         count = layout.count_of(status.st_size)
@@ -195,28 +167,28 @@ def read_rows(path: Path, layout: FileFormat, refusals: Refusals | None = None) 
             os.fchmod(file, OWN_FILE)
     finally:
         os.close(file)
-    table = np.frombuffer(end[: count * layout.row_bytes], np.uint8).reshape(count, -1) if count else None
     refusal = _judge(layout, status, count, end)
-    if refusal is None and table is not None:
+    if refusal is None:
+        table = np.frombuffer(end[: count * layout.row_bytes], np.uint8).reshape(count, -1)
         digests = np.ascontiguousarray(table[:, : layout.digest_bytes]).view(np.uint64)
         if len({row.tobytes() for row in digests}) == count:
             return digests
     if refusals is not None:
-        refusals[refusal or Refusal.FOREIGN] += 1
+        refusals[refusal or FileRefusal.FOREIGN] += 1
     return None
 
 
-def _judge(layout: FileFormat, status: os.stat_result, count: int, end: bytes) -> Refusal | None:
+def _judge(layout: FileFormat, status: os.stat_result, count: int, end: bytes) -> FileRefusal | None:
     """What is wrong with a file whose rows and footer are `end`."""
     if not stat.S_ISREG(status.st_mode):
-        return Refusal.UNREADABLE
+        return FileRefusal.UNREADABLE
     rows, footer = end[: count * layout.row_bytes], end[count * layout.row_bytes :]
     if not count or len(footer) != _FOOTER.size:
-        return Refusal.CUT
+        return FileRefusal.CUT
     wanted = layout.footer(rows, count)
     if footer == wanted:
         return None
-    return Refusal.FOREIGN if footer[:-_SUM_BYTES] != wanted[:-_SUM_BYTES] else Refusal.CORRUPTED
+    return FileRefusal.FOREIGN if footer[:-_SUM_BYTES] != wanted[:-_SUM_BYTES] else FileRefusal.CORRUPTED
 
 
 def read_pages(
@@ -226,60 +198,46 @@ def read_pages(
     digests: Digests,
     pages: Sequence[Sequence[Part]],
     io: PageIO,
-    refusals: Refusals | None = None,
+    refusals: FileRefusals | None = None,
 ) -> NDArray[np.bool_]:
     """Fill `pages` with those of a file from `first` on, which are to have these digests; which of them are right.
 
     What the others are filled with means nothing. Never raises: what cannot be read is not right, and `refusals`
     counts why.
     """
-    right = np.zeros(len(pages), np.bool_)
-    seen = Refusals()
     try:
-        file = open_in(path, _TO_READ)
-    except OSError as error:
-        gone = isinstance(error, FileNotFoundError)
-        seen[Refusal.GONE if gone else Refusal.UNREADABLE] += len(pages)
-    else:
+        file = open_in(path)
         try:
-            _read_pages(file, layout, first, digests, pages, io, right, seen)
-        except OSError:
-            right[:] = False
-            seen = Refusals({Refusal.UNREADABLE: len(pages)})
+            found = _read_pages(file, layout, first, digests, pages, io)
         finally:
             os.close(file)
+    except OSError as error:
+        found = [FileRefusal.GONE if isinstance(error, FileNotFoundError) else FileRefusal.UNREADABLE] * len(pages)
     if refusals is not None:
-        refusals.update(seen)
-    return right
+        refusals.update(refusal for refusal in found if refusal is not None)
+    return np.array([refusal is None for refusal in found], np.bool_)
 
 
 def _read_pages(
-    file: int,
-    layout: FileFormat,
-    first: int,
-    digests: Digests,
-    pages: Sequence[Sequence[Part]],
-    io: PageIO,
-    right: NDArray[np.bool_],
-    refusals: Refusals,
-) -> None:
+    file: int, layout: FileFormat, first: int, digests: Digests, pages: Sequence[Sequence[Part]], io: PageIO
+) -> list[FileRefusal | None]:
+    """What is wrong with each page. Raises `OSError`."""
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode):
-        refusals[Refusal.UNREADABLE] += len(pages)
-        return
+        return [FileRefusal.UNREADABLE] * len(pages)
     count, width = layout.count_of(status.st_size), layout.row_bytes
     start = count * layout.page_bytes + first * width
     rows = os.pread(file, len(pages) * width, start) if first + len(pages) <= count else b""
     if len(rows) != len(pages) * width:
-        refusals[Refusal.CUT] += len(pages)
-        return
+        return [FileRefusal.CUT] * len(pages)
     io.read(file, [part for parts in pages for part in parts], first * layout.page_bytes)
+    found: list[FileRefusal | None] = []
     for at, (digest, parts) in enumerate(zip(digests, pages, strict=True)):
         wanted = digest.tobytes()
         row = rows[at * width : (at + 1) * width]
         if row[: layout.digest_bytes] != wanted:
-            refusals[Refusal.FOREIGN] += 1
-        elif row[layout.digest_bytes :] != layout.checksum(wanted, parts):
-            refusals[Refusal.CORRUPTED] += 1
+            found.append(FileRefusal.FOREIGN)
         else:
-            right[at] = True
+            right = row[layout.digest_bytes :] == layout.checksum(wanted, parts)
+            found.append(None if right else FileRefusal.CORRUPTED)
+    return found

@@ -11,6 +11,7 @@ import secrets
 import shutil
 import stat
 import struct
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,9 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import InvalidParamsError
-from kvcache.tiers.drafts import DraftNames, create_draft, remove_abandoned
-from kvcache.tiers.own_files import list_folder, open_in
-from kvcache.tiers.page_files import FileFormat, Refusal, Refusals, read_rows
+from kvcache.tiers.drafts import DraftNames, create_draft, list_folder, open_folder, open_in, remove_abandoned
+from kvcache.tiers.page_files import FileFormat, FileRefusal, FileRefusals, read_rows
 
 _FILE = re.compile(r"[0-9a-f]{32}\.pages")
 _EPOCH = re.compile(r"epoch-[0-9a-f]{16}")
@@ -28,7 +28,6 @@ _CURRENT = "current"
 _TRIES = 10
 _HOME = re.compile(r"[0-9a-f]{32}")
 _OWN_FOLDER = 0o700
-_READ_NAME = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 
 _log = logging.getLogger("pagewire")
 
@@ -57,21 +56,16 @@ class PageFolder:
     somebody else's, is refused. A root that holds other things than tiers is left as it is, and refused where others
     may rename what is in it. A folder that is deleted is made again when something is to be written.
 
-    Args:
-        root: made if it is not there.
-        namespace: of every file.
-
     Attributes:
         drafts: names for files that are being written.
         refusals: why files that lay in the folder were not taken up, and how many.
 
-    Raises:
-        InvalidParamsError: (a ValueError) nothing can be written there, or others could.
+    Raises `InvalidParamsError` where nothing can be written there, or others could.
     """
 
     def __init__(self, root: Path, namespace: bytes) -> None:
         self.drafts = DraftNames()
-        self.refusals = Refusals()
+        self.refusals = FileRefusals()
         self._refused: set[str] = set()
         try:
             self._root = _own_link(root)
@@ -105,21 +99,14 @@ class PageFolder:
         return before
 
     def make_again(self) -> None:
-        """Make the folder again, which somebody has deleted.
-
-        Raises:
-            OSError: it cannot be made.
-        """
+        """Make the folder again, which somebody has deleted. Raises `OSError`."""
         self._make_home()
         if self._read_epoch() is None:
             self._name_epoch(self._epoch)
         self._make_epoch()
 
     def scan(self, layout: FileFormat, known: frozenset[str], *, first: bool = False) -> Scan:
-        """What is in the folder beside the files `known`; what is broken is removed. Raises nothing.
-
-        `first`: remove what others have left behind, too.
-        """
+        """What is in the folder beside the files `known`. What is broken is removed; `first`: what others left, too."""
         if first:
             self._tidy()
         seen, found = set[str](), list[tuple[int, str, int, NDArray[np.uint64]]]()
@@ -135,7 +122,7 @@ class PageFolder:
             seen.add(name)
             if name not in known:
                 found += self._look_at(layout, name)
-        found.sort(key=_by_age)
+        found.sort(key=itemgetter(0, 1))
         return Scan([(name, size, digests) for _, name, size, digests in found], sorted(known - seen))
 
     @staticmethod
@@ -144,14 +131,14 @@ class PageFolder:
         shutil.rmtree(folder, ignore_errors=True)
 
     def _look_at(self, layout: FileFormat, name: str) -> list[tuple[int, str, int, NDArray[np.uint64]]]:
-        path, seen, broken = self.path / name, Refusals(), False
+        path, seen, broken = self.path / name, FileRefusals(), False
         try:
             status = path.lstat()
             digests = read_rows(path, layout, seen)
         except FileNotFoundError:
             return []
         except OSError:
-            seen[Refusal.UNREADABLE] += 1
+            seen[FileRefusal.UNREADABLE] += 1
         else:
             if digests is not None:
                 return [(status.st_mtime_ns, name, layout.size_of(len(digests)), digests)]
@@ -191,7 +178,7 @@ class PageFolder:
 
     def _read_epoch(self) -> str | None:
         try:
-            file = open_in(self._home / _CURRENT, _READ_NAME)
+            file = open_in(self._home / _CURRENT)
             try:
                 name = os.read(file, 100).decode()
             finally:
@@ -234,22 +221,14 @@ def _new_epoch() -> str:
 
 
 def _own_link(root: Path) -> Path:
-    """The folder that the root names: it may be a link that its owner or the system has made.
-
-    Raises:
-        OSError: somebody else has.
-    """
+    """The folder that the root names. Raises `OSError` for a link that neither its owner nor the system has made."""
     if root.is_symlink() and root.lstat().st_uid not in (os.geteuid(), 0):
         raise PermissionError(f"{root} is a link that user {root.lstat().st_uid} has made")
     return root.resolve()
 
 
 def _make_root(root: Path) -> None:
-    """Make the root, or see to it that nobody else can put folders in the place of ours.
-
-    Raises:
-        OSError: others may rename what is in it.
-    """
+    """Make the root. Raises `OSError` where others may rename what is in it, and put folders in the place of ours."""
     with contextlib.suppress(FileExistsError):
         root.mkdir(_OWN_FOLDER)
     status = root.stat()
@@ -261,14 +240,10 @@ def _make_root(root: Path) -> None:
 
 
 def _make_own(path: Path) -> None:
-    """Make a folder that is its owner's alone, whatever the umask; tighten one that is there.
-
-    Raises:
-        OSError: it cannot be made; or it is a link, or somebody else's.
-    """
+    """Make a folder that is its owner's alone, or tighten it. Raises `OSError` for a link, or somebody else's."""
     with contextlib.suppress(FileExistsError):
         path.mkdir(_OWN_FOLDER)
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    folder = open_folder(path)
     try:
         status = os.fstat(folder)
         if status.st_uid != os.geteuid():
@@ -277,13 +252,3 @@ def _make_own(path: Path) -> None:
             os.fchmod(folder, _OWN_FOLDER)
     finally:
         os.close(folder)
-
-
-def touch(path: Path) -> None:
-    """Let a file count as used just now."""
-    with contextlib.suppress(OSError):
-        os.utime(path, follow_symlinks=False)
-
-
-def _by_age(found: tuple[int, str, int, NDArray[np.uint64]]) -> tuple[int, str]:
-    return found[:2]

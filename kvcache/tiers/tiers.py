@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from kvcache.replica.devices import PlacedReplica
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
 from kvcache.tiers.file_tier import FileTier
 from kvcache.tiers.host_tier import HostTier, ReplicaTier
-from kvcache.tiers.page_files import FileFormat, PageIO, Refusal, SystemIO
+from kvcache.tiers.page_files import FileFormat, FileRefusal, SystemIO
 from kvcache.tiers.page_folder import PageFolder, namespace_of
+from kvcache.types import PageIO
 
 _SHARE = 0.05  # of the time that passes, for copies that take the loop's own
 _MOST_CREDIT_S = 0.005  # what a long step leaves to spend at once
@@ -33,23 +34,11 @@ class Tiers:
     Published pages are copied a few at a time, at each `fetch`, for at most a share of the time that has passed: that
     bounds what a step pays, whatever its length. What an eviction is about to overwrite is copied then and there.
 
-    Args:
-        host: the host tier.
-        replicas: each replica's side of it.
-        files: the file tier, if any.
-        clock: seconds.
-
     Attributes:
         share: of the time that passes, for copies that take the loop's own.
     """
 
-    def __init__(
-        self,
-        host: HostTier,
-        replicas: Sequence[ReplicaTier],
-        files: FileTier | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, host: HostTier, replicas: Sequence[ReplicaTier], files: FileTier | None) -> None:
         self.host = host
         self.replicas = replicas
         self.files = files
@@ -59,8 +48,8 @@ class Tiers:
         self._batch = max(1, _BATCH_BYTES // sum(memory.shape[1] for memory in host.memory))
         self.share = _SHARE
         self._credit = 0.0
-        self._clock = clock
-        self._seen = clock()
+        self._clock = time.perf_counter
+        self._seen = self._clock()
 
     @property
     def metrics(self) -> KVCacheMetrics:
@@ -72,7 +61,7 @@ class Tiers:
             file_blocks_read=sum(files.read for files in self._counted),
             file_blocks_refused=sum(files.refused for files in self._counted),
             files_refused=sum(files.files_refused for files in self._counted),
-            **{f"file_blocks_{why}": sum(files.refusals[why] for files in self._counted) for why in Refusal},
+            **{f"file_blocks_{why}": sum(files.refusals[why] for files in self._counted) for why in FileRefusal},
         )
 
     def tick(self) -> None:
@@ -89,10 +78,10 @@ class Tiers:
 
     def prefetch(self, hasher: PrefixHasher, context: Context, first: int) -> bool:
         """Begin to bring the context's pages from `first` on from files; whether some are on their way."""
-        first += len(self.replicas[0].match(hasher, context, first))
-        last = (context.current_length - 1) // hasher.page_size
         if self.files is None:
             return False
+        first += len(self.replicas[0].match(hasher, context, first))
+        last = (context.current_length - 1) // hasher.page_size
         return first < last and self.files.coming(hasher.digests(context.tokens, first, last))
 
     def settle(self) -> None:
@@ -128,7 +117,7 @@ class Tiers:
     def check(self) -> None:
         """Raise `InvariantError` at the first slot or mark that a recount of the open copies does not give."""
         held = [load.slots for tier in self.replicas for load in tier.open_loads]
-        held += [store.slots for tier in self.replicas for store in tier.open_stores]
+        held += [store.slots for tier in self.replicas for store in tier.stores]
         if self.files is not None:
             self.files.check()
             held += self.files.held_slots
@@ -145,7 +134,7 @@ class Tiers:
 
 def _check_queue(tier: ReplicaTier, number: int) -> None:
     marked = np.zeros(tier.pool.num_pages + 1, np.int64)
-    for store in tier.open_stores:
+    for store in tier.stores:
         marked[store.pages] += 1
     for pages, digests in tier.waiting:
         marked[pages] += 1
@@ -153,18 +142,14 @@ def _check_queue(tier: ReplicaTier, number: int) -> None:
             raise InvariantError(f"replica {number}: a page that waits to be copied holds another content")
     for page in np.flatnonzero(marked > 1)[:1]:
         raise InvariantError(f"replica {number}: page {page} waits to be copied {marked[page]} times")
-    for page in np.setxor1d(np.flatnonzero(marked), tier.storing)[:1]:
+    for page in np.flatnonzero((marked > 0) != tier.storing)[:1]:
         raise InvariantError(f"replica {number}: page {page} is marked as to be copied, or is queued, not both")
 
 
 def make_tiers(
     params: KVCacheParams, layouts: Sequence[PageLayout], placed: Sequence[PlacedReplica], stream: Any
 ) -> Tiers | None:
-    """The tiers that the params ask for, wired to the replicas; None where they ask for none.
-
-    Raises:
-        PoolTooSmallError: (a RuntimeError) the space does not hold a page, or the host has not that much memory.
-    """
+    """The tiers that the params ask for, wired to the replicas; None where they ask for none."""
     if not params.enable_kvcache_swapping_to_host:
         return None
     space = int((params.host_kvcache_swap_space_gb or 0) * 2**30)
@@ -176,10 +161,9 @@ def make_tiers(
         )
     on_gpu = any(blocks.device.type != "cpu" for blocks in placed[0].blocks)
     host = HostTier(sizes, space // sum(sizes), DIGEST_BYTES[params.hash_algorithm] // 8, pinned=on_gpu)
-    tiers: list[ReplicaTier] = []
-    for place in placed:
-        place.replica.tier = ReplicaTier(host, place.replica.pool, place.blocks, stream)
-        tiers.append(place.replica.tier)
+    tiers = [ReplicaTier(host, place.replica.pool, place.blocks, stream) for place in placed]
+    for place, tier in zip(placed, tiers, strict=True):
+        place.replica.tier = tier
     return Tiers(host, tiers, _make_file_tier(params, layouts, host))
 
 
@@ -190,9 +174,8 @@ def _make_file_tier(params: KVCacheParams, layouts: Sequence[PageLayout], host: 
     namespace = namespace_of(params.hash_algorithm, replica_fingerprint([*layouts]), params.file_tier_key)
     layout = FileFormat(namespace, sum(shard.page_bytes for shard in layouts), DIGEST_BYTES[params.hash_algorithm])
     folder = PageFolder(Path(params.file_tier_dir), namespace)
-    return FileTier(
-        folder, layout, int((params.file_tier_max_gb or 0) * 2**30), host, params.file_tier_io or _system_io
-    )
+    most = int((params.file_tier_max_gb or 0) * 2**30)
+    return FileTier(folder, layout, most, host, params.file_tier_io or _system_io)
 
 
 def _system_io(_memory: Sequence[torch.Tensor]) -> PageIO:

@@ -7,8 +7,7 @@ import statistics
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -16,48 +15,34 @@ from kvcache.errors import PoolTooSmallError
 from kvcache.manager import PagedKVCacheManager
 from scheduler_adapters.demo.prompts import default_prompts, read_prompts, take
 from scheduler_adapters.demo.report import Figures, Reporter
-from scheduler_adapters.errors import AdapterError, PromptsError, WorkerError
+from scheduler_adapters.errors import AdapterError, PromptsError, ServiceError
+from scheduler_adapters.hf.recurrent import text_config_of
+from scheduler_adapters.hf.runner import (
+    is_rounding_tie,
+    kv_params_of,
+    load_model,
+    load_tokenizer,
+    num_layers_of,
+    reference_tokens,
+    state_bytes_of,
+)
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.worker import WorkerConfig
-from scheduler_adapters.service.workers import Workers
+from scheduler_adapters.service.fleet import Fleet
+from scheduler_adapters.service.server import ServerConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from transformers import PreTrainedModel
+
+    from scheduler_adapters.demo.options import DemoOptions
 
 DEFAULT_REQUESTS = 32
 _STALL_S = 120.0  # nothing new for this long: something hangs
 _SETTLE_S = 5.0  # for the last notifications to come in
 # Under chaos notifications are lost: pages whose reader is done stay until their lease ends by itself.
 _LEASE_S, _CHAOS_LEASE_S = 10.0, 3.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DemoOptions:
-    """What the command line says; see `cli`."""
-
-    model: str | None = None
-    prompts: str | None = None
-    requests: int | None = None
-    page_size: int = 16
-    prefill_page_size: int | None = None
-    decode_page_size: int | None = None
-    json: str | None = None
-    max_new_tokens: int = 32
-    cache_mb: float = 64.0
-    concurrency: int = 8
-    token_budget: int = 512
-    tp: int = 1
-    prefill_tp: int | None = None
-    decode_tp: int | None = None
-    prefills: int = 1
-    decodes: int = 1
-    chunkwise: bool = True
-    chaos: int | None = None
-    curve: bool = False
-    device: str = "cpu"
-    seed: int = 0
+_MEGABYTE = 1 << 20
 
 
 @dataclass(slots=True)
@@ -66,62 +51,66 @@ class Served:
 
     request_id: str
     prompt: tuple[int, ...]
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list[int])
     submitted: float = 0.0
     first: float = 0.0
     last: float = 0.0
-    finished: bool = False
     error: str = ""
+
+
+class _Side(NamedTuple):
+    """The processes of one role."""
+
+    role: msg.Role
+    processes: int
+    page_size: int
+    tp: int
+
+    def __str__(self) -> str:
+        return f"pages of {self.page_size} tokens" + (f" on {self.tp} shards" if self.tp > 1 else "")
 
 
 def run_demo(options: DemoOptions) -> int:
     """Run the demo; 0 where every output is the model's own and no page is left held, else 1.
 
-    Raises:
-        KVCacheError: an option, a file or a process that does not work, in one sentence. No process is left.
+    A `KVCacheError` says in a sentence which option, file or process does not work. No process is left.
     """
-    from scheduler_adapters.hf.runner import load_model  # noqa: PLC0415  (heavy, and of an optional extra)
-
-    _check_options(options)
     reporter = Reporter()
-    texts = read_prompts(options.prompts) if options.prompts else None
+    prefill, decode = sides = _sides(options)
+    texts = read_prompts(options.prompts) if options.prompts else default_prompts(options.requests or DEFAULT_REQUESTS)
     reporter.line(f"model: {options.model or 'a small random Llama over bytes'}")
     model = load_model(options.model, options.seed, options.device)
-    served = _requests(options, model, texts)
-    configs = _worker_configs(options, model, served)
-    reporter.line("starting " + ", ".join(f"{config.name}" for config in configs))
-    with Workers(configs, curve=options.curve) as workers:
-        reporter.line("  " + ", ".join(f"{name}: pid {pid}" for name, pid in workers.pids.items()))
+    served = _requests(options, model, take(texts, options.requests))
+    configs = _server_configs(options, sides, model, served)
+    reporter.line("starting " + ", ".join(config.name for config in configs))
+    with Fleet(configs, curve=options.curve) as fleet:
+        reporter.line("  " + ", ".join(f"{name}: pid {pid}" for name, pid in fleet.pids.items()))
         with reporter.phase("serving", len(served)) as show:
-            serve(workers, served, options, show)
-        stats = settled_stats(workers)
+            serve(fleet, served, options, show)
+        stats = settled_stats(fleet)
     notes, ties, equal = _compare(options, model, served, reporter)
+    notes += [f"{name}: {one.pages_held} pages are still held" for name, one in stats.items() if one.pages_held]
     figures = _figures(served, stats, equal=equal, ties=ties)
     if options.chaos is not None:
         failed = {one.request_id: one.error for one in served if one.error}
         figures = msgspec.structs.replace(figures, failed=failed, faults=_faults(stats))
-    sides = [f"{side.title()} of {_of(options, side)}" for side in ("prefill", "decode")]
-    where = sides[0] + " to " + sides[1].lower() + ", over NIXL"
-    reporter.table(figures, where, notes + _leaks(stats))
-    if options.json:
-        _write(options.json, figures)
+    reporter.table(figures, f"Prefill of {prefill} to decode of {decode}, over NIXL", notes)
+    if options.json is not None:
+        try:
+            options.json.write_bytes(msgspec.json.encode(figures) + b"\n")
+        except OSError as error:
+            raise AdapterError(f"--json {str(options.json)!r} cannot be written: {error.strerror}") from error
     return 0 if figures.tokens_equal and not figures.leaked_pages else 1
 
 
-def serve(workers: Workers, served: list[Served], options: DemoOptions, show: Callable[[int, str], None]) -> None:
-    """Submit every request, at most `concurrency` at a time, and collect the tokens.
-
-    Raises:
-        WorkerError: a process died, or nothing came for two minutes.
-    """
+def serve(fleet: Fleet, served: list[Served], options: DemoOptions, show: Callable[[int, str], None]) -> None:
+    """Submit every request, at most `concurrency` at a time, and collect the tokens. `ServiceError`: one hangs."""
     by_id = {one.request_id: one for one in served}
-    waiting = list(reversed(served))
-    decodes = [name for name in workers.running if workers.role(name) == "decode"]
-    running = done = submitted = 0
+    decodes = [name for name in fleet.running if fleet.role(name) == "decode"]
+    submitted = done = 0
     heard = time.monotonic()
     while done < len(served):
-        while waiting and running < options.concurrency:
-            one = waiting.pop()
+        for one in served[submitted : done + options.concurrency]:
             one.submitted = time.perf_counter()
             submit = msg.Submit(
                 request_id=one.request_id,
@@ -129,156 +118,120 @@ def serve(workers: Workers, served: list[Served], options: DemoOptions, show: Ca
                 max_new_tokens=options.max_new_tokens,
                 serial=submitted + 1,  # 0 is for none
             )
-            workers.send(decodes[submitted % len(decodes)], submit)
+            fleet.send(decodes[submitted % len(decodes)], submit)
             submitted += 1
-            running += 1
-        for message in workers.receive(0.1):
+        for message in fleet.receive(0.1):
             heard = time.monotonic()
-            if isinstance(message, msg.Tokens) and _take(by_id[message.request_id], message):
-                running, done = running - 1, done + 1
-        show(done, f"{running} on their way")
+            if isinstance(message, msg.Tokens):
+                done += _take(by_id[message.request_id], message)
+        show(done, f"{submitted - done} on their way")
         if time.monotonic() - heard > _STALL_S:
-            raise WorkerError(f"no token within {_STALL_S:.0f} s; {running} requests are on their way")
+            raise ServiceError(f"no token within {_STALL_S:.0f} s; {submitted - done} requests are on their way")
 
 
-def settled_stats(workers: Workers) -> dict[str, msg.Stats]:
-    """The counters once nothing is held any more, or as they are after five seconds.
+def _take(one: Served, message: msg.Tokens) -> bool:
+    """Book what came for a request; whether it has ended."""
+    if message.tokens:
+        one.last = time.perf_counter()
+        one.first = one.first or one.last
+        one.tokens += message.tokens
+    one.error = message.error
+    return message.finished is not None
 
-    The last notification may still be on its way to prefill when the last token is here.
-    """
+
+def settled_stats(fleet: Fleet) -> dict[str, msg.Stats]:
+    """The counters once nothing is held any more, or as they are after five seconds: notifications come last."""
     deadline = time.monotonic() + _SETTLE_S
     while True:
-        stats = workers.stats()
+        stats = fleet.stats()
         if not any(one.pages_held or one.open_requests for one in stats.values()) or time.monotonic() > deadline:
             return stats
         time.sleep(0.01)
 
 
-def _write(path: str, figures: Figures) -> None:
-    try:
-        Path(path).write_bytes(msgspec.json.encode(figures) + b"\n")
-    except OSError as error:
-        raise AdapterError(f"--json {path!r} cannot be written: {error.strerror}") from error
-
-
-def _check_options(options: DemoOptions) -> None:
-    """What the types of the arguments, each by itself, cannot see."""
+def _sides(options: DemoOptions) -> tuple[_Side, _Side]:
+    """Prefill and decode, whose caches fit the machine."""
     processes = options.prefills + options.decodes
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / _MEGABYTE
     if options.device == "cpu" and processes * options.cache_mb > machine:
         needed = f"{processes} processes with {options.cache_mb:,.0f} MB each"
         raise PoolTooSmallError(f"--cache-mb {options.cache_mb:g}: {needed}, the machine has {machine:,.0f}")
+    page_size, tp = options.page_size, options.tp
+    return (
+        _Side("prefill", options.prefills, options.prefill_page_size or page_size, options.prefill_tp or tp),
+        _Side("decode", options.decodes, options.decode_page_size or page_size, options.decode_tp or tp),
+    )
 
 
-def _requests(options: DemoOptions, model: PreTrainedModel, texts: list[str] | None) -> list[Served]:
-    from scheduler_adapters.hf.runner import load_tokenizer  # noqa: PLC0415  (heavy, and of an optional extra)
-
-    vocab_size = model.config.get_text_config().vocab_size
+def _requests(options: DemoOptions, model: PreTrainedModel, texts: Sequence[str]) -> list[Served]:
+    vocab_size: int = text_config_of(model.config).vocab_size
     tokenizer = load_tokenizer(options.model, vocab_size)
-    if texts is None:
-        texts = default_prompts(options.requests or DEFAULT_REQUESTS)
-    served = []
-    for number, text in enumerate(take(texts, options.requests)):
+    served: list[Served] = []
+    for number, text in enumerate(texts, 1):
         tokens = tuple(tokenizer.encode(text))
         if not tokens:
-            raise PromptsError(f"prompt-{number + 1} has no tokens: {text[:40]!r}")
+            raise PromptsError(f"prompt-{number} has no tokens: {text[:40]!r}")
         if max(tokens) >= vocab_size:
-            raise PromptsError(f"prompt-{number + 1} has the token {max(tokens)}, the model's vocabulary {vocab_size}")
-        served.append(Served(f"prompt-{number + 1}", tokens))
+            raise PromptsError(f"prompt-{number} has the token {max(tokens)}, the model's vocabulary {vocab_size}")
+        served.append(Served(f"prompt-{number}", tokens))
     return served
 
 
-def _tp(options: DemoOptions, role: msg.Role) -> int:
-    return (options.prefill_tp if role == "prefill" else options.decode_tp) or options.tp
-
-
-def _page_size(options: DemoOptions, role: msg.Role) -> int:
-    return (options.prefill_page_size if role == "prefill" else options.decode_page_size) or options.page_size
-
-
-def _is_alike(options: DemoOptions) -> bool:
-    """Whether a page of prefill is a page of decode, so that it can be verified."""
-    sides = ("prefill", "decode")
-    return len({(_tp(options, side), _page_size(options, side)) for side in sides}) == 1
-
-
-def _of(options: DemoOptions, role: msg.Role) -> str:
-    shards = _tp(options, role)
-    return f"pages of {_page_size(options, role)} tokens" + (f" on {shards} shards" if shards > 1 else "")
-
-
-def _worker_configs(options: DemoOptions, model: PreTrainedModel, served: list[Served]) -> list[WorkerConfig]:
-    """What the processes are told, checked: it fits the memory, and every prompt fits the caches."""
-    from scheduler_adapters.hf.runner import max_positions_of  # noqa: PLC0415  (heavy, and of an optional extra)
-
+def _server_configs(
+    options: DemoOptions, sides: Sequence[_Side], model: PreTrainedModel, served: Sequence[Served]
+) -> list[ServerConfig]:
+    """What the processes are told, checked: every prompt fits the model and the caches."""
     longest = max(served, key=lambda one: len(one.prompt))
     needed = len(longest.prompt) + options.max_new_tokens
     asked = f"{longest.request_id} has {len(longest.prompt):,} tokens and may get {options.max_new_tokens} more"
-    positions = max_positions_of(model.config)
+    positions = getattr(text_config_of(model.config), "max_position_embeddings", None)
     if positions and needed > positions:
         raise PromptsError(f"{asked}: the model has positions for {positions:,}")
-    counts: tuple[tuple[msg.Role, int], ...] = (("prefill", options.prefills), ("decode", options.decodes))
-    configs: list[WorkerConfig] = []
-    for role, count in counts:
-        capacity = _capacity(options, model, role)
+    alike = len({(side.page_size, side.tp) for side in sides}) == 1  # a page of one is a page of the other
+    configs: list[ServerConfig] = []
+    for side in sides:
+        capacity = _capacity(options, model, side)
         if needed - 1 > capacity:
             raise PromptsError(f"{asked}: the cache holds {capacity:,} (--cache-mb {options.cache_mb:g})")
-        for number in range(count):
-            config = WorkerConfig(
-                model=options.model,
+        for number in range(side.processes):
+            config = ServerConfig(
+                model=None if options.model is None else str(options.model),
                 seed=options.seed,
-                page_size=_page_size(options, role),
-                cache_bytes=int(options.cache_mb * (1 << 20)),
+                page_size=side.page_size,
+                cache_bytes=int(options.cache_mb * _MEGABYTE),
                 max_seq_len=needed,
                 max_requests=options.concurrency,
                 token_budget=options.token_budget,
-                tp=_tp(options, role),
+                tp=side.tp,
                 device=options.device,
                 chunkwise=options.chunkwise,
                 chaos=None if options.chaos is None else options.chaos + 1000 * len(configs),
-                verify=options.chaos is not None and _is_alike(options),
+                verify=options.chaos is not None and alike,
                 lease_s=_LEASE_S if options.chaos is None else _CHAOS_LEASE_S,
-                name=role if count == 1 else f"{role}-{number + 1}",
-                role=role,
+                name=side.role if side.processes == 1 else f"{side.role}-{number + 1}",
+                role=side.role,
             )
             configs.append(config)
     return configs
 
 
-def _capacity(options: DemoOptions, model: PreTrainedModel, role: msg.Role) -> int:
+def _capacity(options: DemoOptions, model: PreTrainedModel, side: _Side) -> int:
     """Tokens that the pages of one process hold."""
-    from scheduler_adapters.hf.runner import kv_params_of, num_layers_of, state_bytes_of  # noqa: PLC0415  (as above)
-
-    page_size, tp = _page_size(options, role), _tp(options, role)
-    params = kv_params_of(model.config, page_size=page_size, n_devices=tp)
+    params = kv_params_of(model.config, page_size=side.page_size, n_devices=side.tp)
     layers = num_layers_of(model.config)
-    memory = int(options.cache_mb * (1 << 20)) - state_bytes_of(model, tp, options.concurrency)
+    memory = int(options.cache_mb * _MEGABYTE) - state_bytes_of(model, side.tp, options.concurrency)
     capacity = PagedKVCacheManager.max_supported_sequence_length(params, layers, memory) if memory > 0 else 0
     if not capacity:
-        page_bytes = params.bytes_per_token(layers) * page_size
-        raise PoolTooSmallError(f"--page-size {page_size}: a page takes {page_bytes:,} bytes, the cache has {memory:,}")
+        page = params.bytes_per_token(layers) * side.page_size
+        raise PoolTooSmallError(f"--page-size {side.page_size}: a page takes {page:,} bytes, the cache has {memory:,}")
     return capacity
 
 
-def _take(one: Served, message: msg.Tokens) -> bool:
-    """Book what came for a request; whether it has ended."""
-    now = time.perf_counter()
-    if message.tokens:
-        one.first = one.first or now
-        one.last = now
-        one.tokens += message.tokens
-    one.error = message.error
-    one.finished = message.finished is not None
-    return one.finished
-
-
 def _compare(
-    options: DemoOptions, model: PreTrainedModel, served: list[Served], reporter: Reporter
+    options: DemoOptions, model: PreTrainedModel, served: Sequence[Served], reporter: Reporter
 ) -> tuple[list[str], int, bool]:
     """Compare each output with the model's own: what to say of those that differ, ties, whether all are equal."""
-    from scheduler_adapters.hf.runner import is_rounding_tie, reference_tokens  # noqa: PLC0415  (heavy, and of an extra)
-
-    notes, ties, equal = [], 0, True
+    notes, ties, equal = list[str](), 0, True
     with reporter.phase("checking against generate", len(served)) as show:
         for number, one in enumerate(served):
             theirs = reference_tokens(model, one.prompt, options.max_new_tokens)
@@ -295,27 +248,27 @@ def _compare(
     return notes, ties, equal
 
 
-def _difference(ours: list[int], theirs: list[int]) -> str:
-    pairs = enumerate(zip(ours, theirs, strict=False))
-    for position, (mine, other) in pairs:
+def _difference(ours: Sequence[int], theirs: Sequence[int]) -> str:
+    for position, (mine, other) in enumerate(zip(ours, theirs, strict=False)):
         if mine != other:
             return f"token {position} is {mine}, the model's own is {other}"
     return f"{len(ours)} tokens, the model's own are {len(theirs)}"
 
 
-def _faults(stats: dict[str, msg.Stats]) -> dict[str, int]:
+def _faults(stats: Mapping[str, msg.Stats]) -> dict[str, int]:
     """How often each fault was injected, all processes together; 0 for one that was not."""
     total: Counter[str] = Counter()
     for one in stats.values():
-        for fault, count in one.faults.items():
-            total[fault] += count
+        total.update(one.faults)
     return dict(total)
 
 
-def _figures(served: list[Served], stats: dict[str, msg.Stats], *, equal: bool, ties: int) -> Figures:
-    every = list(stats.values())
-    prompt_tokens, cached_tokens = sum(one.prompt_tokens for one in every), sum(one.cached_tokens for one in every)
-    bytes_pulled, pull_seconds = sum(one.bytes_pulled for one in every), sum(one.pull_seconds for one in every)
+def _figures(served: Sequence[Served], stats: Mapping[str, msg.Stats], *, equal: bool, ties: int) -> Figures:
+    def total(name: str) -> Any:
+        return sum(getattr(one, name) for one in stats.values())
+
+    prompt_tokens, cached_tokens = total("prompt_tokens"), total("cached_tokens")
+    bytes_pulled, pull_seconds = total("bytes_pulled"), total("pull_seconds")
     first = [one.first - one.submitted for one in served if one.tokens]
     further = [(one.last - one.first) / (len(one.tokens) - 1) for one in served if len(one.tokens) > 1]
     return Figures(
@@ -325,14 +278,10 @@ def _figures(served: list[Served], stats: dict[str, msg.Stats], *, equal: bool, 
         prompt_tokens=prompt_tokens,
         cached_tokens=cached_tokens,
         hit_rate=cached_tokens / prompt_tokens if prompt_tokens else 0.0,
-        pages_pulled=sum(one.pages_pulled for one in every),
+        pages_pulled=total("pages_pulled"),
         bytes_pulled=bytes_pulled,
         gbps=bytes_pulled / pull_seconds / 1e9 if pull_seconds else 0.0,
         ttft_ms_p50=statistics.median(first) * 1e3 if first else 0.0,
         tpot_ms_p50=statistics.median(further) * 1e3 if further else 0.0,
-        leaked_pages=sum(one.pages_held for one in every),
+        leaked_pages=total("pages_held"),
     )
-
-
-def _leaks(stats: dict[str, msg.Stats]) -> list[str]:
-    return [f"{name}: {one.pages_held} pages are still held" for name, one in stats.items() if one.pages_held]

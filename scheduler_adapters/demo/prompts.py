@@ -56,7 +56,7 @@ _QUESTIONS = (
 def default_prompts(count: int) -> list[str]:
     """`count` prompts: several questions on each of a few documents, the documents taking turns."""
     documents = [" ".join(document.split()) for document in _DOCUMENTS]
-    prompts = []
+    prompts: list[str] = []
     for number in range(count):
         turn, which = divmod(number, len(documents))
         round_, question = divmod(turn, len(_QUESTIONS))
@@ -65,29 +65,27 @@ def default_prompts(count: int) -> list[str]:
     return prompts
 
 
-def read_prompts(path: str | Path) -> list[str]:
+def read_prompts(path: Path) -> list[str]:
     """The prompts of a file: one to a line, or JSON lines with a text "prompt" each. Empty lines are skipped.
 
-    A file whose first line is a JSON object is taken for JSON lines.
-
-    Raises:
-        PromptsError: the file cannot be read, is no UTF-8 text, holds no prompt, or has a bad line, which is named.
+    A file whose first line is a JSON object is taken for JSON lines. `PromptsError` names what is wrong, and the line.
     """
+    where = f"prompts file {str(path)!r}"
     try:
-        with Path(path).open("rb") as file:
+        with path.open("rb") as file:
             data = file.read(_LONGEST_FILE + 1)
         if len(data) > _LONGEST_FILE:
-            raise PromptsError(f"prompts file {str(path)!r} is longer than {_LONGEST_FILE:,} bytes")
+            raise PromptsError(f"{where} is longer than {_LONGEST_FILE:,} bytes")
         text = data.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise PromptsError(f"prompts file {str(path)!r} cannot be read: {reason}") from error
+        raise PromptsError(f"{where} cannot be read: {reason}") from error
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not lines:
-        raise PromptsError(f"prompts file {str(path)!r} holds no prompt")
+        raise PromptsError(f"{where} holds no prompt")
     if not _is_object(lines[0][1]):
         return [line for _, line in lines]
-    return [_prompt_of(path, number, line) for number, line in lines]
+    return [_prompt_of(f"{where}, line {number}", line) for number, line in lines]
 
 
 def take(prompts: list[str], count: int | None) -> list[str]:
@@ -106,11 +104,11 @@ def _is_object(line: str) -> bool:
         return False
 
 
-def _prompt_of(path: str | Path, number: int, line: str) -> str:
+def _prompt_of(where: str, line: str) -> str:
     try:
         prompt = msgspec.json.decode(line, type=_Line).prompt
     except (msgspec.DecodeError, RecursionError) as error:
-        raise PromptsError(f"prompts file {str(path)!r}, line {number}: {error}") from error
+        raise PromptsError(f"{where}: {error}") from error
     if not prompt:
-        raise PromptsError(f"prompts file {str(path)!r}, line {number}: the prompt is empty")
+        raise PromptsError(f"{where}: the prompt is empty")
     return prompt

@@ -13,8 +13,6 @@ from scheduler_adapters.errors import MissingExtraError
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-_BAR_WIDTH = 32
-
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The figures of a run, as `--json` writes them.
@@ -53,11 +51,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Reporter:
-    """Writes to standard output.
-
-    Raises:
-        MissingExtraError: `rich` is not installed.
-    """
+    """Writes to standard output, by `rich`."""
 
     def __init__(self) -> None:
         try:
@@ -81,13 +75,8 @@ class Reporter:
             return
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
 
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(_BAR_WIDTH),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[remark]}", style="dim"),
-        )
+        remark = TextColumn("{task.fields[remark]}", style="dim")
+        columns = (TextColumn("{task.description}"), BarColumn(32), MofNCompleteColumn(), TimeElapsedColumn(), remark)
         with Progress(*columns, console=self._console) as progress:
             task = progress.add_task(title, total=total, remark="")
             yield lambda done, remark: progress.update(task, completed=done, remark=remark)
@@ -107,13 +96,8 @@ class Reporter:
             self.line(note)
 
 
-def _counts(faults: dict[str, int]) -> str:
-    return ", ".join(f"{count:,} {fault}" for fault, count in faults.items())
-
-
 def _rows(figures: Figures) -> list[tuple[str, str]]:
-    ties = f", {figures.ties} by a rounding tie" if figures.ties else ""
-    return [
+    rows = [
         ("requests", f"{figures.requests:,}"),
         ("prompt tokens", f"{figures.prompt_tokens:,}"),
         ("cached tokens", f"{figures.cached_tokens:,}"),
@@ -124,7 +108,10 @@ def _rows(figures: Figures) -> list[tuple[str, str]]:
         ("time to first token, p50", f"{figures.ttft_ms_p50:.1f} ms"),
         ("time per token, p50", f"{figures.tpot_ms_p50:.2f} ms"),
         ("pages left held", f"{figures.leaked_pages:,}"),
-        *([("failed, each with its reason", f"{len(figures.failed):,}")] if figures.failed else []),
-        *([("faults injected", _counts(figures.faults))] if figures.faults else []),
-        ("equal to the model's own generate", f"{'yes' if figures.tokens_equal else 'NO'}{ties}"),
     ]
+    if figures.failed:
+        rows.append(("failed, each with its reason", f"{len(figures.failed):,}"))
+    if figures.faults:
+        rows.append(("faults injected", ", ".join(f"{count:,} {fault}" for fault, count in figures.faults.items())))
+    ties = f", {figures.ties} by a rounding tie" if figures.ties else ""
+    return [*rows, ("equal to the model's own generate", f"{'yes' if figures.tokens_equal else 'NO'}{ties}")]

@@ -28,20 +28,13 @@ _UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
-    """Requests with the same number of new tokens: computed at once, padded to the longest context.
+class _EqualCounts:
+    """Requests with the same number of new tokens: computed at once, padded to the longest context."""
 
-    Attributes:
-        rows: int64 `[requests, queries]`, where the queries stand in the packed row.
-        pages: int64 `[requests, pages]`, the pages to read; padding names the null page.
-        stale: two int64 `[n]`, request and key, of the keys behind a request's last token in its last page.
-        mask: bool `[requests, 1, queries, keys]`, True where a query sees a key.
-    """
-
-    rows: torch.Tensor
-    pages: torch.Tensor
-    stale: tuple[torch.Tensor, ...]
-    mask: torch.Tensor
+    rows: torch.Tensor  # int64 [requests, queries], where the queries stand in the packed row
+    pages: torch.Tensor  # int64 [requests, pages], the pages to read; padding names the null page
+    stale: tuple[torch.Tensor, ...]  # request and key of each key behind a request's last token in its last page
+    mask: torch.Tensor  # bool [requests, 1, queries, keys], True where a query sees a key
 
 
 class PagedBatch:
@@ -52,7 +45,7 @@ class PagedBatch:
             equal; each shard holds its own range of heads. All must be on the model's device.
         starts: of each request, the tokens that are cached already.
         counts: of each request, the new tokens.
-        layers: where the pages keep each of the model's layers; None: at its own number.
+        layers: where the pages keep each of the model's layers that attend.
     """
 
     def __init__(
@@ -60,7 +53,7 @@ class PagedBatch:
         inputs: Sequence[RaggedKVCacheInputs],
         starts: Sequence[int],
         counts: Sequence[int],
-        layers: Mapping[int, int] | None = None,
+        layers: Mapping[int, int],
     ) -> None:
         self._layers = layers
         self._pools = [shard.blocks for shard in inputs]
@@ -78,16 +71,10 @@ class PagedBatch:
         self._by_count: dict[int, list[int]] = defaultdict(list)
         for request, count in enumerate(counts):
             self._by_count[count].append(request)
-        self._groups: dict[int | None, list[_Group]] = {}
+        self._groups: dict[int | None, list[_EqualCounts]] = {}
 
     def place_of(self, layer: int) -> int:
-        """Where the pages keep layer `layer` of the model.
-
-        Raises:
-            UnsupportedModelError: nowhere.
-        """
-        if self._layers is None:
-            return layer
+        """Where the pages keep a layer of the model; `UnsupportedModelError` where they do not."""
         if layer not in self._layers:
             raise UnsupportedModelError(f"layer {layer} attends, the pages hold layers {sorted(self._layers)}")
         return self._layers[layer]
@@ -107,9 +94,9 @@ class PagedBatch:
             output[group.rows] = _grouped_attention(query[group.rows], key, value, group.mask, scale)
         return output
 
-    def _read(self, layer: int, side: int, group: _Group, kv_heads: int) -> torch.Tensor:
+    def _read(self, layer: int, side: int, group: _EqualCounts, kv_heads: int) -> torch.Tensor:
         """Keys or values of a group, `[requests, kv_heads, keys, head_dim]`."""
-        parts, seen = [], 0
+        parts, seen = list[torch.Tensor](), 0
         for pool, heads in self._shards(kv_heads):
             if heads.stop > seen:  # with more shards than heads, several hold the same one
                 tiles = pool[:, side, layer].transpose(1, 2)  # [pages, heads, tokens, dim]
@@ -125,12 +112,12 @@ class PagedBatch:
         firsts = [shard * kv_heads // len(self._pools) for shard in range(len(self._pools))]
         return [(pool, range(first, first + pool.shape[4])) for pool, first in zip(self._pools, firsts, strict=True)]
 
-    def _groups_of(self, window: int | None) -> list[_Group]:
+    def _groups_of(self, window: int | None) -> list[_EqualCounts]:
         if window not in self._groups:
             self._groups[window] = [self._group(count, window) for count in self._by_count]
         return self._groups[window]
 
-    def _group(self, count: int, window: int | None) -> _Group:
+    def _group(self, count: int, window: int | None) -> _EqualCounts:
         device = self._table.device
         requests = torch.tensor(self._by_count[count], device=device)
         starts = self._starts[requests]
@@ -148,7 +135,7 @@ class PagedBatch:
         distance = (starts[:, None] + steps)[:, :, None] - keys[:, None, :]
         mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
         rows = self._first_rows[requests][:, None] + steps
-        return _Group(rows, pages, stale.nonzero(as_tuple=True), mask[:, None])
+        return _EqualCounts(rows, pages, stale.nonzero(as_tuple=True), mask[:, None])
 
     def _check_shape(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         _, sides, layers, _, heads, dim = self._pools[0].shape
@@ -175,19 +162,9 @@ def paged_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """What an attention layer of `transformers` calls: keep the new keys and values, attend over all cached ones.
 
-    Args:
-        module: the attention layer; its `layer_idx` names the layer of the pages.
-        query: `[rows, heads, tokens, head_dim]`: the new tokens, row after row.
-        key: `[rows, kv_heads, tokens, head_dim]`.
-        value: as `key`.
-        attention_mask: always None: who sees whom follows from the tables.
-        scaling: factor on the scores; None means `head_dim ** -0.5`.
-        sliding_window: keys that a query sees, its own included; None means all.
-        paged_batch: the tables, passed as a keyword argument of the model call.
-        kwargs: anything else the layer passes on; what would change the result is refused.
-
-    Returns:
-        The output, `[rows, tokens, heads, head_dim]`, and None for the weights.
+    `query` is `[rows, heads, tokens, head_dim]`, the new tokens, row after row, and so are `key` and `value` with
+    `kv_heads`; `paged_batch` is passed as a keyword argument of the model call. Returns the output,
+    `[rows, tokens, heads, head_dim]`, and None for the weights.
 
     Raises:
         UnsupportedModelError: the layer asks for something that is not computed here.
@@ -217,10 +194,9 @@ def no_attention_mask(*_args: Any, **_kwargs: Any) -> None:
 def _grouped_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """SDPA in which the query heads that share a key/value head are stacked as more queries.
+    """SDPA with the query heads that share a key/value head stacked as more queries: nothing is repeated.
 
-    So keys and values are never repeated. Shapes: query and result `[b, q, heads, dim]`, key and value
-    `[b, kv_heads, k, dim]`, mask `[b, 1, q, k]`.
+    Query and result `[b, q, heads, dim]`, key and value `[b, kv_heads, k, dim]`, mask `[b, 1, q, k]`.
     """
     batch, queries, heads, dim = query.shape
     kv_heads = key.shape[1]

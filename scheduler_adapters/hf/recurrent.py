@@ -31,11 +31,16 @@ HYBRID_MODEL_TYPES = {"bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"}
 NO_MASKS = {"full_attention": None, "linear_attention": None}
 
 
+def text_config_of(config: Any) -> Any:
+    """What a model's configuration says of its layers of text; its fields depend on the model."""
+    return config.get_text_config()
+
+
 def kv_layers_of(config: PretrainedConfig) -> list[int]:
     """The layers, by the model's own numbers, that keep keys and values, in order."""
     kinds = _kinds_of(config)
     if kinds is None:
-        return list(range(int(config.get_text_config().num_hidden_layers)))
+        return list(range(int(text_config_of(config).num_hidden_layers)))
     return [layer for layer, kind in enumerate(kinds) if kind in ATTENTION_KINDS | _BOTH_KINDS]
 
 
@@ -45,26 +50,25 @@ def recurrent_layers_of(config: PretrainedConfig) -> list[int]:
     return [layer for layer, kind in enumerate(kinds) if kind in _RECURRENT_KINDS | _BOTH_KINDS]
 
 
-def check_layers(config: PretrainedConfig) -> None:
-    """Refuse models with layers whose cache is neither keys and values nor a Mamba-2 state.
+def check_supported(config: PretrainedConfig) -> None:
+    """Refuse models that keep more of a layer than keys and values, or a Mamba-2 state.
 
     Raises:
-        UnsupportedModelError: with the first such layer.
+        UnsupportedModelError: with the first layer, or the setting, that is not served.
     """
-    known = ATTENTION_KINDS
-    if config.get_text_config().model_type in HYBRID_MODEL_TYPES:
+    known, text = ATTENTION_KINDS, text_config_of(config)
+    if text.model_type in HYBRID_MODEL_TYPES:
         known = known | _BOTH_KINDS | _RECURRENT_KINDS | _STATELESS_KINDS
     for layer, kind in enumerate(_kinds_of(config) or ()):
         if kind not in known:
             raise UnsupportedModelError(f"{config.model_type}: layer {layer} is {kind!r}: not supported over pages")
+    for name in ("kv_lora_rank", "num_kv_shared_layers"):
+        if getattr(text, name, None):
+            raise UnsupportedModelError(f"{config.model_type}: {name} is set: not supported over pages")
 
 
 def state_shape_of(model: PreTrainedModel) -> StateShape:
-    """The shape of a hybrid's recurrent states, read from its mixers.
-
-    Raises:
-        UnsupportedModelError: it has none, or they differ from layer to layer.
-    """
+    """The shape of a hybrid's recurrent states, read from its mixers, which must be alike."""
     layers = recurrent_layers_of(model.config)
     found: list[Any] = [module for module in model.modules() if hasattr(module, "A_log")]
     mixers: dict[int, Any] = {mixer.layer_idx: mixer for mixer in found}
@@ -72,26 +76,25 @@ def state_shape_of(model: PreTrainedModel) -> StateShape:
         raise UnsupportedModelError(
             f"{model.config.model_type}: recurrent layers {layers}, Mamba mixers in {sorted(mixers)}"
         )
-    shapes = {_shape_of(mixers[layer], len(layers)) for layer in layers}
+    shapes = {
+        StateShape(
+            layers=len(layers),
+            heads=mixer.num_heads,
+            head_dim=mixer.head_dim,
+            groups=mixer.n_groups,
+            d_state=mixer.ssm_state_size,
+            kernel=mixer.conv_kernel_size,
+            conv_dtype=mixer.conv1d.weight.dtype,
+        )
+        for mixer in mixers.values()
+    }
     if len(shapes) != 1:
         raise UnsupportedModelError(f"{model.config.model_type}: its recurrent layers are not alike: {shapes}")
     return shapes.pop()
 
 
-def _shape_of(mixer: Any, layers: int) -> StateShape:
-    return StateShape(
-        layers=layers,
-        heads=mixer.num_heads,
-        head_dim=mixer.head_dim,
-        groups=mixer.n_groups,
-        d_state=mixer.ssm_state_size,
-        kernel=mixer.conv_kernel_size,
-        conv_dtype=mixer.conv1d.weight.dtype,
-    )
-
-
 def _kinds_of(config: PretrainedConfig) -> Sequence[str] | None:
-    return getattr(config.get_text_config(), "layer_types", None)
+    return getattr(text_config_of(config), "layer_types", None)
 
 
 class PagedStates:
@@ -148,11 +151,7 @@ class PagedStates:
         return False
 
     def store(self, tokens: Sequence[int]) -> None:
-        """Write every layer's state to its pages: they have taken up `tokens`, one number for each request.
-
-        Raises:
-            UnsupportedModelError: the pass went past a recurrent layer.
-        """
+        """Write every layer's state to its pages: they have taken up `tokens`, one number for each request."""
         if not self._conv.keys() == self._ssm.keys() == self._places.keys():
             raise UnsupportedModelError(
                 f"the pass used the states of layers {sorted(self._conv)}, recurrent are {sorted(self._places)}"

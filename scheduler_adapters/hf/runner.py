@@ -7,7 +7,7 @@ models (attention and Mamba-2 layers) keep their recurrent states in state pages
 from __future__ import annotations
 
 import inspect
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,12 +22,13 @@ from scheduler_adapters.hf.paged_attention import PagedBatch, no_attention_mask,
 from scheduler_adapters.hf.recurrent import (
     NO_MASKS,
     PagedStates,
-    check_layers,
+    check_supported,
     kv_layers_of,
     recurrent_layers_of,
     state_shape_of,
+    text_config_of,
 )
-from scheduler_adapters.hf.state_layout import state_layouts
+from scheduler_adapters.hf.state_layout import page_bytes, state_layouts
 from scheduler_adapters.hf.tiny import ByteTokenizer, tiny_llama
 
 if TYPE_CHECKING:
@@ -51,10 +52,6 @@ class Tokenizer(Protocol):
         """Tokens of `text`."""
         ...
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text of `tokens`."""
-        ...
-
 
 class HFRunner:
     """Greedy next tokens of a batch whose keys and values lie in pages.
@@ -75,7 +72,8 @@ class HFRunner:
         check_supported(model.config)
         self.model = model.eval()
         self.eos_token_ids = eos_token_ids_of(model)
-        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        embeddings: Any = model.get_input_embeddings()
+        self.vocab_size = int(embeddings.weight.shape[0])
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._layers = {layer: place for place, layer in enumerate(kv_layers_of(model.config))}
         self._recurrent = {layer: place for place, layer in enumerate(recurrent_layers_of(model.config))}
@@ -87,24 +85,19 @@ class HFRunner:
         _set_attention(model, ATTENTION)
 
     def run(self, batch: Sequence[Context], inputs: Sequence[RaggedKVCacheInputs]) -> list[int]:
-        """Run tokens `[start_idx, active_idx)` of each request; the greedy token after each.
+        """The greedy token after tokens `[start_idx, active_idx)` of each request, which are run.
 
-        Args:
-            batch: the requests, in the order in which `inputs` were fetched; all of one replica.
-            inputs: of that replica, one per shard.
-
-        Returns:
-            One token per request. It means nothing where `active_idx < end_idx`: an earlier chunk.
-
-        Raises:
-            StatePageError: (a ValueError) a request's recurrent state is not at its `start_idx`.
+        `inputs` were fetched for this batch: of one replica, one per shard. The token of a request whose
+        `active_idx < end_idx` means nothing: that was an earlier chunk.
         """
-        return self.logits(batch, inputs).argmax(-1).tolist()
+        return self.logits(batch, inputs).argmax(-1).cpu().numpy().tolist()
 
     @torch.inference_mode()
     def logits(self, batch: Sequence[Context], inputs: Sequence[RaggedKVCacheInputs]) -> torch.Tensor:
         """Logits after the last active token of each request, `[batch, vocabulary]`, in the model's dtype."""
-        self._check_devices(inputs)
+        elsewhere = [shard.blocks.device for shard in inputs if shard.blocks.device != self.model.device]
+        if elsewhere:
+            raise UnsupportedModelError(f"the model is on {self.model.device}, some of its pages on {elsewhere[0]}")
         if self._states is None:
             return self._forward(batch, inputs)
         # A recurrent layer takes whole rows: those of equal length run together, a row for each request.
@@ -129,7 +122,7 @@ class HFRunner:
             cache = PagedStates(states, self._recurrent, states.pages_at([c.request_id for c in batch], starts))
         keep = paged.last_rows if states is None else torch.tensor([-1], device=self.model.device)
         output = self.model(
-            input_ids=torch.from_numpy(tokens.astype(np.int64)).to(self.model.device).view(rows, -1),
+            input_ids=torch.as_tensor(tokens, dtype=torch.int64, device=self.model.device).view(rows, -1),
             position_ids=paged.positions.view(rows, -1),
             use_cache=False,
             paged_batch=paged,
@@ -139,11 +132,6 @@ class HFRunner:
         if cache is not None:
             cache.store([context.active_idx for context in batch])
         return (output.logits if self._keeps_logits else output.logits[:, keep]).flatten(0, 1)
-
-    def _check_devices(self, inputs: Sequence[RaggedKVCacheInputs]) -> None:
-        elsewhere = [shard.blocks.device for shard in inputs if shard.blocks.device != self.model.device]
-        if elsewhere:
-            raise UnsupportedModelError(f"the model is on {self.model.device}, some of its pages on {elsewhere[0]}")
 
 
 def load_model(path: str | Path | None, seed: int = 0, device: str = "cpu") -> PreTrainedModel:
@@ -157,7 +145,7 @@ def load_model(path: str | Path | None, seed: int = 0, device: str = "cpu") -> P
         ModelLoadError: no such directory or device, no model in it, weights that are missing or of another shape.
     """
     transformers = _transformers()
-    model = tiny_llama(seed) if path is None else _load_directory(Path(path))
+    model: Any = tiny_llama(seed) if path is None else _load_directory(Path(path))
     eos = sorted(eos_token_ids_of(model))
     pad = model.generation_config.pad_token_id
     model.generation_config = transformers.GenerationConfig(
@@ -207,7 +195,7 @@ def kv_params_of(
             f"{config.model_type}: enable_prefix_caching is set, but layer {recurrent[0]} is recurrent: "
             "its state cannot be had from cached pages"
         )
-    text = config.get_text_config()
+    text = text_config_of(config)
     heads = text.num_attention_heads
     return KVCacheParams(
         dtype=dtype,
@@ -233,11 +221,7 @@ def manager_for(
     devices: Sequence[torch.device | str],
     **kwargs: Any,
 ) -> PagedKVCacheManager:
-    """The manager that a model needs: a `HybridKVCacheManager` where it has recurrent layers. `kwargs` as there.
-
-    Raises:
-        InvalidParamsError, PoolTooSmallError: as the managers.
-    """
+    """The manager that a model needs, a `HybridKVCacheManager` where it has recurrent layers; `kwargs` as there."""
     layers = num_layers_of(model.config)
     if not recurrent_layers_of(model.config):
         return PagedKVCacheManager(params, max_batch_size, max_seq_len, layers, devices, **kwargs)
@@ -248,56 +232,33 @@ def state_bytes_of(model: PreTrainedModel, shards: int, requests: int) -> int:
     """Bytes of the state pages that the manager of a hybrid model sets apart, on all shards; 0 for other models."""
     if not recurrent_layers_of(model.config):
         return 0
-    return (requests + 1) * sum(layout.page_bytes for layout in state_layouts(state_shape_of(model), shards))
-
-
-def check_supported(config: PretrainedConfig) -> None:
-    """Refuse models that keep more than keys and values, or Mamba-2 states, of each layer.
-
-    Raises:
-        UnsupportedModelError: with the first layer, or the setting, that is not served.
-    """
-    check_layers(config)
-    text = config.get_text_config()
-    for name in ("kv_lora_rank", "num_kv_shared_layers"):
-        if getattr(text, name, None):
-            raise UnsupportedModelError(f"{config.model_type}: {name} is set: not supported over pages")
-
-
-def max_positions_of(config: PretrainedConfig) -> int | None:
-    """Tokens of the longest sequence that a model was made for; None where it does not say."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
+    return (requests + 1) * page_bytes(state_layouts(state_shape_of(model), shards))
 
 
 def eos_token_ids_of(model: PreTrainedModel) -> frozenset[int]:
     """The tokens at which the model's own `generate` ends."""
-    eos = model.generation_config.eos_token_id
-    if eos is None:
-        return frozenset()
-    return frozenset(eos if isinstance(eos, list) else [eos])
+    settings: Any = model.generation_config
+    eos: int | list[int] | None = settings.eos_token_id
+    return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
 
 
-@contextmanager
-def own_attention(model: PreTrainedModel) -> Generator[PreTrainedModel]:
-    """The model with its own attention (SDPA); afterwards what it had before."""
-    with _attention(model, _OWN_ATTENTION):
-        yield model
+def own_attention(model: PreTrainedModel) -> AbstractContextManager[Any]:
+    """A `with` block in which the model has its own attention (SDPA); afterwards what it had before."""
+    return _attention(model, _OWN_ATTENTION)
 
 
-@contextmanager
-def paged_attention(model: PreTrainedModel) -> Generator[PreTrainedModel]:
-    """The model attending over pages; afterwards what it had before."""
+def paged_attention(model: PreTrainedModel) -> AbstractContextManager[Any]:
+    """A `with` block in which the model attends over pages; afterwards what it had before."""
     _register()
-    with _attention(model, ATTENTION):
-        yield model
+    return _attention(model, ATTENTION)
 
 
 @contextmanager
-def _attention(model: PreTrainedModel, name: str) -> Generator[None]:
+def _attention(model: Any, name: str) -> Generator[Any]:
     before = model.config._attn_implementation  # noqa: SLF001  (the library has no public getter)
     _set_attention(model, name)
     try:
-        yield
+        yield model
     finally:
         _set_attention(model, before)
 
@@ -306,31 +267,31 @@ def _attention(model: PreTrainedModel, name: str) -> Generator[None]:
 def reference_tokens(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
     """What the model's own `generate(do_sample=False)` appends to `prompt`, its end token included."""
     ids = torch.tensor([list(prompt)], device=model.device)
-    with own_attention(model):
+    with own_attention(model) as own:
         # Without a mask of ours generate guesses one from the pad token, which may be a real token of the prompt.
-        output = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens
-        )
+        mask = torch.ones_like(ids)
+        output = own.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=max_new_tokens)
     return output[0, len(prompt) :].tolist()
 
 
 @torch.inference_mode()
 def is_rounding_tie(model: PreTrainedModel, prompt: Sequence[int], ours: Sequence[int], theirs: Sequence[int]) -> bool:
-    """Whether the first difference between two outputs is one that rounding explains.
+    """Whether rounding explains the first difference between two outputs.
 
-    It is if the model's own logits for the two tokens differ by less than 1e-3 of the spread of all logits there.
+    It does if the model's own logits for the two tokens differ by less than 1e-3 of the spread of all logits there.
     """
     same = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
     if same is None:
         return False  # equal, or one output is a prefix of the other: no two tokens to compare
     ids = torch.tensor([[*prompt, *theirs[:same]]], device=model.device)
-    with own_attention(model):
-        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, -1]
+    with own_attention(model) as own:
+        logits = own(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, -1]
     gap = (logits[ours[same]] - logits[theirs[same]]).abs()
     return bool(gap < _TIE * (logits.max() - logits.min()))
 
 
-def _transformers():  # noqa: ANN202  (the module, imported late)
+def _transformers() -> Any:
+    """The module, which has few types."""
     try:
         import transformers  # noqa: PLC0415  (heavy, and of an optional extra)
     except ImportError as error:
@@ -346,7 +307,7 @@ def _register() -> None:
     transformers.AttentionMaskInterface.register(ATTENTION, no_attention_mask)
 
 
-def _set_attention(model: PreTrainedModel, name: str | None) -> None:
+def _set_attention(model: Any, name: str | None) -> None:
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:  # noqa: SLF001  (set_attn_implementation only logs a refusal)
         raise UnsupportedModelError(f"{type(model).__name__} does not use the attention interface of transformers")
@@ -355,7 +316,7 @@ def _set_attention(model: PreTrainedModel, name: str | None) -> None:
 def _load_directory(path: Path) -> PreTrainedModel:
     transformers = _transformers()
     if not (path / "config.json").is_file():
-        state = "has no config.json" if path.is_dir() else "does not exist"
+        state = "has no config.json" if path.exists() else "does not exist"
         raise ModelLoadError(f"model directory {str(path)!r} {state}")
     try:
         model, info = transformers.AutoModelForCausalLM.from_pretrained(

@@ -1,26 +1,29 @@
-"""Where the state of recurrent (Mamba-2) layers lies in a state page, on one shard. Pure arithmetic.
+"""Where the state of recurrent (Mamba-2) layers lies in state pages, on each shard. Pure arithmetic.
 
 A recurrent layer keeps no key and value per token. It keeps the last few inputs of a convolution and one matrix per
-head, and overwrites both with every token. All layers of one request lie in one page, so that a transfer moves a state
-as it moves any page. The bytes of a page on one shard, dense:
+head, and overwrites both with every token. So a state is a page of one token, in four pools:
 
-    layer 0:  conv.x | conv.B | conv.C | ssm      layer 1:  conv.x | ...
+    conv.x   a "head" for each channel of x: its last `kernel - 1` inputs, oldest first
+    conv.B   the same for the channels of B, conv.C for those of C
+    ssm      a head for each head: `head_dim × d_state` elements
 
-`conv.*` are channel-major, `[channels, kernel - 1]`: the last inputs of each channel, oldest first. `ssm` is
-`[heads, head_dim, d_state]`. A shard holds a range of the heads, the channels of x that belong to these heads, and the
-channels of B and C that belong to their groups. Each of the four is therefore one box with constant strides: over
-layers, over channels or heads, and inside (`StatePart`). vLLM lays a Mamba page out in this order too.
+A shard holds a range of the heads, the channels of x that belong to these heads, and the channels of B and C that
+belong to their groups. All layers of a request lie in one page of each pool, head-major as pages of keys and values
+do: a transfer moves a state as it moves any page, and any range of heads or channels is one run.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from kvcache.errors import InvalidParamsError
-from transfer.plan.boxes import Box, Group
+from kvcache.layout import PageLayout
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 CONV_KINDS = ("conv.x", "conv.B", "conv.C")
 SSM_KIND = "ssm"
@@ -63,63 +66,8 @@ class StateShape:
             raise InvalidParamsError(f"heads is {self.heads}: no multiple of the {self.groups} groups")
 
 
-@dataclass(frozen=True, slots=True)
-class StatePart:
-    """One kind of state on one shard: a box `[layer, channel or head, element]` in each page.
-
-    Attributes:
-        kind: "conv.x", "conv.B", "conv.C" or "ssm".
-        first: the first channel (of conv.*) or head (of ssm), of all that the model has of this kind, that is here.
-        count: channels or heads here.
-        shape: of one channel, `(kernel - 1,)`, or of one head, `(head_dim, d_state)`. Dense.
-        dtype: of an element.
-        offset: bytes from the page's start to layer 0's first element.
-    """
-
-    kind: str
-    first: int
-    count: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    offset: int
-
-    @property
-    def stride(self) -> int:
-        """Bytes from one channel or head to the next."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of one layer."""
-        return self.count * self.stride
-
-
-@dataclass(frozen=True, slots=True)
-class StateLayout:
-    """The bytes of a state page on one shard.
-
-    Attributes:
-        parts: conv.x, conv.B, conv.C, ssm.
-        layers: recurrent layers.
-        layer_bytes: from one layer to the next.
-    """
-
-    parts: tuple[StatePart, ...]
-    layers: int
-    layer_bytes: int
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page; pages lie one behind the other."""
-        return self.layers * self.layer_bytes
-
-    def part(self, kind: str) -> StatePart:
-        """The part of a kind."""
-        return next(part for part in self.parts if part.kind == kind)
-
-
-def state_layout(shape: StateShape, shard: int = 0, shards: int = 1) -> StateLayout:
-    """The layout on shard `shard` of `shards`.
+def state_layouts(shape: StateShape, shards: int) -> list[Mapping[str, PageLayout]]:
+    """The page of each kind on each of `shards` shards.
 
     Heads are split evenly. Groups are too; where there are fewer groups than shards, several shards hold the same one.
 
@@ -130,53 +78,26 @@ def state_layout(shape: StateShape, shard: int = 0, shards: int = 1) -> StateLay
         raise InvalidParamsError(
             f"{shards} shards can neither split nor share {shape.heads} heads in {shape.groups} groups evenly"
         )
-    heads = shape.heads // shards
-    groups = max(1, shape.groups // shards)
-    first_head, first_group = shard * heads, shard * shape.groups // shards
-    spans = [
-        (first_head * shape.head_dim, heads * shape.head_dim),
-        *[(first_group * shape.d_state, groups * shape.d_state)] * 2,
-    ]
-    parts, offset = list[StatePart](), 0
-    for kind, (first, count) in zip(CONV_KINDS, spans, strict=True):
-        parts.append(StatePart(kind, first, count, (shape.kernel - 1,), shape.conv_dtype, offset))
-        offset += parts[-1].num_bytes
-    # Each element at a multiple of its size, or there is no view of it. Real widths need no padding here.
-    offset = _round_up(offset, shape.ssm_dtype.itemsize)
-    parts.append(StatePart(SSM_KIND, first_head, heads, (shape.head_dim, shape.d_state), shape.ssm_dtype, offset))
-    alignment = max(shape.ssm_dtype.itemsize, shape.conv_dtype.itemsize)
-    return StateLayout(tuple(parts), shape.layers, _round_up(offset + parts[-1].num_bytes, alignment))
+    heads, groups = shape.heads // shards, max(1, shape.groups // shards)
+    layouts: list[Mapping[str, PageLayout]] = []
+    for shard in range(shards):
+        first_head, first_group = shard * heads, shard * shape.groups // shards
+        x = (first_head * shape.head_dim, heads * shape.head_dim)
+        b = c = (first_group * shape.d_state, groups * shape.d_state)
+        layout = {
+            kind: _page(shape.layers, first, count, shape.kernel - 1, shape.conv_dtype)
+            for kind, (first, count) in zip(CONV_KINDS, (x, b, c), strict=True)
+        }
+        layout[SSM_KIND] = _page(shape.layers, first_head, heads, shape.head_dim * shape.d_state, shape.ssm_dtype)
+        layouts.append(layout)
+    return layouts
 
 
-def state_layouts(shape: StateShape, shards: int) -> list[StateLayout]:
-    """The layout on each of `shards` shards. Raises as `state_layout`."""
-    return [state_layout(shape, shard, shards) for shard in range(shards)]
+def page_bytes(layouts: list[Mapping[str, PageLayout]]) -> int:
+    """Bytes that a state takes on all shards together."""
+    return sum(layout.page_bytes for kinds in layouts for layout in kinds.values())
 
 
-def state_group(layout: StateLayout, num_pages: int, region: int = 0) -> Group:
-    """The pages of one shard as a transfer knows them: a box for each kind, layers counted among the recurrent ones.
-
-    Args:
-        layout: of the shard.
-        num_pages: pages of the pool, the null page included.
-        region: the registered region, which begins with page 0.
-    """
-    boxes = [
-        Box(
-            kind=part.kind,
-            dtype=str(part.dtype).removeprefix("torch."),
-            itemsize=part.dtype.itemsize,
-            region=region,
-            offset=part.offset,
-            page_stride=layout.page_bytes,
-            first=(0, 0, part.first, 0),
-            extent=(layout.layers, 1, part.count, 1, math.prod(part.shape)),
-            strides=(layout.layer_bytes, 0, part.stride, 0, part.dtype.itemsize),
-        )
-        for part in layout.parts
-    ]
-    return Group(page_size=1, num_pages=num_pages, boxes=tuple(boxes), state=True)
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
+def _page(layers: int, first: int, count: int, dim: int, dtype: torch.dtype) -> PageLayout:
+    name = str(dtype).removeprefix("torch.")
+    return PageLayout(name, dtype.itemsize, layers, 1, first, count, 1, dim, "head,layer,side,token,dim")

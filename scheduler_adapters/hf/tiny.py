@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from transformers import PreTrainedModel
 
 BOS, EOS, PAD = 256, 257, 258
@@ -23,7 +21,7 @@ class ByteTokenizer:
 
     Args:
         vocab_size: of the model that reads the tokens. Where the vocabulary is smaller than ours, bytes wrap around and
-            there is no start token: the text cannot be read back, but any prompt still gives valid tokens.
+            there is no start token, but any prompt still gives valid tokens.
     """
 
     def __init__(self, vocab_size: int = VOCAB_SIZE) -> None:
@@ -35,10 +33,6 @@ class ByteTokenizer:
         if self.vocab_size > BOS:
             return [BOS, *tokens]
         return [token % self.vocab_size for token in tokens] or [0]
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text of `tokens`, without the special ones."""
-        return bytes(token for token in tokens if token < BOS).decode(errors="replace")
 
 
 def tiny_llama(seed: int = 0) -> PreTrainedModel:
@@ -62,6 +56,7 @@ def tiny_llama(seed: int = 0) -> PreTrainedModel:
         eos_token_id=EOS,
         pad_token_id=PAD,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    generator: Any = torch.random  # without types
+    with generator.fork_rng(devices=[]):
+        generator.manual_seed(seed)
         return LlamaForCausalLM(config).eval()

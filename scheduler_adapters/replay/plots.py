@@ -8,7 +8,8 @@ from typing import Any
 
 from kvcache.routing import RoutingRule
 from scheduler_adapters.errors import MissingExtraError, ReplayError
-from scheduler_adapters.replay.replay import Blocks, ReplayResult, replay
+from scheduler_adapters.replay.replay import ReplayResult, replay
+from scheduler_adapters.replay.trace_hints import Blocks
 
 Row = dict[str, Any]
 
@@ -35,8 +36,8 @@ def sweep_capacities(
 ) -> list[Row]:
     """A row for each capacity, in blocks, and kind of hints: hits beside the reference LRU and the optimum, in %.
 
-    Reference and optimum are those of the capacity, also where a host tier lies below it.
-    Capacities below the longest request are left out.
+    Reference and optimum are those of the capacity, also where a host tier lies below it. Capacities below the longest
+    request are left out.
     """
     longest, rows = max(map(len, trace)), list[Row]()
     for capacity in (capacity for capacity in capacities if capacity >= longest):
@@ -65,8 +66,7 @@ def sweep_replicas(
             result = replay(trace, capacity, count, routing=rule)
             row = {"blocks": capacity, "replicas": count, "routing": rule, **_percent(result)}
             row["of_one_pool_pct"] = round(100 * result.hits / max(1, result.reference_lru_hits), 2)
-            row["window_load_mean"] = result.window_load_mean
-            row["window_load_max"] = result.window_load_max
+            row |= {"window_load_mean": result.window_load_mean, "window_load_max": result.window_load_max}
             rows.append(row)
             note(row)
     return rows
@@ -90,40 +90,28 @@ def draw_capacities(rows: Sequence[Row], title: str, path: Path) -> None:
     axes.plot([row["blocks"] for row in first], [row["optimum_pct"] for row in first], "k:", label="optimum")
     for kind in dict.fromkeys(row["hints"] for row in rows):
         line = [row for row in rows if row["hints"] == kind]
-        label = _LABELS.get(kind, f"hints {kind}")
-        axes.plot([row["blocks"] for row in line], [row["hit_pct"] for row in line], "o-", markersize=4, label=label)
-    axes.set(xscale="log", xlabel="blocks of the pool", ylabel="blocks hit, %", title=title)
-    axes.set_xticks([row["blocks"] for row in first], [f"{row['blocks']:,}" for row in first], minor=False)
-    axes.set_xticks([], minor=True)
-    _save(figure, [axes], path)
+        _line(axes, line, "blocks", "hit_pct", _LABELS.get(kind, f"hints {kind}"))
+    axes.set(xlabel="blocks of the pool", ylabel="blocks hit, %", title=title)
+    _save(figure, [axes], [row["blocks"] for row in first], path)
 
 
 def draw_replicas(rows: Sequence[Row], title: str, path: Path) -> None:
     """Hits and balance of load against the number of replicas, for each rule. Raises as `write_plots`."""
     figure, both = _figure(2)
     hits, loads = both
-    counts = list(dict.fromkeys(row["replicas"] for row in rows))
     hits.axhline(rows[0]["lru_pct"], color="black", linestyle=":", label="one pool")
     for rule in dict.fromkeys(row["routing"] for row in rows):
         line = [row for row in rows if row["routing"] == rule]
-        hits.plot([row["replicas"] for row in line], [row["hit_pct"] for row in line], "o-", markersize=4, label=rule)
+        _line(hits, line, "replicas", "hit_pct", rule)
         split = [row for row in line if row["window_load_mean"] is not None]
-        (drawn,) = loads.plot(
-            [row["replicas"] for row in split],
-            [row["window_load_mean"] for row in split],
-            "o-",
-            markersize=4,
-            label=f"{rule}, mean of windows",
-        )
+        drawn = _line(loads, split, "replicas", "window_load_mean", f"{rule}, mean of windows")
         worst = [row["window_load_max"] for row in split]
         loads.plot([row["replicas"] for row in split], worst, "--", color=drawn.get_color(), label=f"{rule}, worst")
     hits.set(ylabel="blocks hit, %", ylim=(0, None), title=title)
     loads.set(ylabel="busiest replica's load, 1 = even", title="Load in windows of 500 requests")
     for axes in both:
-        axes.set(xscale="log", xlabel="replicas that share the pool")
-        axes.set_xticks(counts, [str(count) for count in counts], minor=False)
-        axes.set_xticks([], minor=True)
-    _save(figure, both, path)
+        axes.set(xlabel="replicas that share the pool")
+    _save(figure, both, list(dict.fromkeys(row["replicas"] for row in rows)), path)
 
 
 def write_plots(
@@ -137,9 +125,7 @@ def write_plots(
 ) -> list[Path]:
     """Sweep the trace and draw both pictures into `folder`; returns the files.
 
-    Raises:
-        MissingExtraError: (an ImportError) matplotlib is not installed.
-        ReplayError: (a ValueError) the folder cannot be written to.
+    `MissingExtraError`: there is no matplotlib. `ReplayError`: the folder cannot be written to.
     """
     _pyplot()  # before the minutes that the sweeps take
     paths = [folder / f"{name}_capacity.png", folder / f"{name}_replicas.png"]
@@ -170,8 +156,16 @@ def _figure(columns: int) -> tuple[Any, Sequence[Any]]:
     return figure, [axes] if columns == 1 else list(axes)
 
 
-def _save(figure: Any, axes: Sequence[Any], path: Path) -> None:
+def _line(axes: Any, rows: Sequence[Row], x: str, y: str, label: str) -> Any:
+    (drawn,) = axes.plot([row[x] for row in rows], [row[y] for row in rows], "o-", markersize=4, label=label)
+    return drawn
+
+
+def _save(figure: Any, axes: Sequence[Any], ticks: Sequence[int], path: Path) -> None:
     for each in axes:
+        each.set(xscale="log")
+        each.set_xticks(ticks, [f"{tick:,}" for tick in ticks], minor=False)
+        each.set_xticks([], minor=True)
         each.grid(visible=True, linewidth=0.3)
         each.legend(fontsize=8)
     figure.savefig(path, dpi=120, metadata={"Software": None})  # the same figures give the same bytes

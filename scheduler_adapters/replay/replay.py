@@ -19,21 +19,16 @@ import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
-from kvcache import KVCacheParams, PagedKVCacheManager, Routing, TextContext
+from kvcache import KVCacheParams, PagedKVCacheManager, Retention, Routing, TextContext
 from kvcache.routing import RoutingRule
 from scheduler_adapters.errors import ReplayError
-from scheduler_adapters.replay.trace_hints import check_hints, hints_for
+from scheduler_adapters.replay.trace_hints import Blocks, hints_for
 
 PAGE_SIZE = 2  # a page is (block id, 0): two tokens, as a page of one would publish the token that follows, too
 WINDOW = 500  # requests over which the load of the replicas is compared
 _NEVER = 1 << 60
 _LONGEST_LINE = 64 << 20  # bytes; a file without line ends must not fill the memory
-
-Blocks = Sequence[int]
 
 
 class ReplayResult(msgspec.Struct, frozen=True):
@@ -68,11 +63,7 @@ class _Request(msgspec.Struct):
 
 
 def load_trace(path: Path) -> list[list[int]]:
-    """The blocks of each request.
-
-    Raises:
-        ReplayError: naming the file, the line, and what is wrong with it.
-    """
+    """The blocks of each request; `ReplayError` names the file, the line, and what is wrong with it."""
     decoder, found = msgspec.json.Decoder(_Request), list[list[int]]()
     try:
         with path.open("rb") as file:
@@ -104,44 +95,27 @@ def replay(
     routing: RoutingRule = "prefix",
     host_blocks: int = 0,
 ) -> ReplayResult:
-    """Drive a manager of `capacity` blocks, split over `replicas`, with the trace.
+    """Drive a manager of `capacity` blocks, split evenly over `replicas`, with the trace.
 
     Args:
         trace: the blocks of each request.
         capacity: blocks in all.
-        replicas: that share them evenly.
+        replicas: that share them.
         progress: told of each request that is done.
         hints: as `trace_hints.hints_for` takes them.
         routing: the rule by which a replica is claimed.
         host_blocks: of a host tier below the replicas; 0 means none.
 
     Raises:
-        ReplayError: a request does not fit into one replica, or there are no such hints.
+        ReplayError: (a ValueError) a request does not fit into one replica, or there are no such hints.
     """
-    share = capacity // replicas
-    longest = max(len(blocks) for blocks in trace)
-    if longest > share:
-        raise ReplayError(
-            f"a request of {longest} blocks does not fit: {capacity} blocks, {replicas} replicas, {share} each"
-        )
-    manager = _manager(share, replicas, longest, Routing(rule=routing), host_blocks)
-    hits, times = 0, list[float]()
-    computed = np.zeros((len(trace), replicas), np.int64)
-    for number, (blocks, hint) in enumerate(zip(trace, hints_for(trace, hints), strict=True)):
-        tokens = np.zeros(len(blocks) * PAGE_SIZE + 1, np.int32)
-        tokens[:-1:PAGE_SIZE] = blocks
-        context = TextContext(tokens, len(tokens) + 1, str(number), retention=hint)
-        start = time.perf_counter()
-        replica, found = _serve(manager, context)
-        times.append(time.perf_counter() - start)
-        hits += found
-        computed[number, replica] = len(blocks) - found
-        progress(1)
+    manager = _manager(trace, capacity, replicas, Routing(rule=routing), host_blocks)
+    computed, times = _serve_all(manager, trace, hints_for(trace, hints), progress)
     manager.check()
-    if manager.num_free_blocks != manager.total_num_pages:
-        raise ReplayError(f"{manager.total_num_pages - manager.num_free_blocks} pages are held after the replay")
+    if manager.num_held_blocks:
+        raise ReplayError(f"{manager.num_held_blocks} pages are held after the replay")
     refs = sum(map(len, trace))
-    lru, optimum = reference_lru_hits(trace, capacity), optimum_hits(trace, capacity)
+    hits, lru, optimum = refs - int(computed.sum()), reference_lru_hits(trace, capacity), optimum_hits(trace, capacity)
     return ReplayResult(
         requests=len(trace),
         block_refs=refs,
@@ -157,65 +131,48 @@ def replay(
     )
 
 
-def _window_loads(computed: NDArray[np.int64]) -> dict[str, float | None]:
-    """The loads of a result, of the blocks computed at each replica for each request: `[requests, replicas]`."""
-    count, replicas = computed.shape
-    windows = max(1, count // WINDOW)  # the last requests, fewer than a window, say nothing
-    sums = [
-        part.sum(axis=0) for part in np.split(computed[: windows * WINDOW], range(WINDOW, windows * WINDOW, WINDOW))
-    ]
-    loads = [float(each.max() * replicas / each.sum()) for each in sums if each.any()]
-    if replicas == 1 or not loads:
-        return {"window_load_mean": None, "window_load_max": None}
-    return {"window_load_mean": statistics.mean(loads), "window_load_max": max(loads)}
+def _serve_all(
+    manager: PagedKVCacheManager,
+    trace: Sequence[Blocks],
+    hints: Sequence[Retention | None],
+    progress: Callable[[int], None],
+) -> tuple[NDArray[np.int64], list[float]]:
+    """The blocks that each replica computed for each request, `[requests, replicas]`, and seconds of each request."""
+    computed, times = np.zeros((len(trace), manager.num_replicas), np.int64), list[float]()
+    for number, (blocks, hint) in enumerate(zip(trace, hints, strict=True)):
+        tokens = np.zeros(len(blocks) * PAGE_SIZE + 1, np.int32)
+        tokens[:-1:PAGE_SIZE] = blocks
+        context = TextContext(tokens, len(tokens) + 1, str(number), retention=hint)
+        start = time.perf_counter()
+        replica, found = _serve(manager, context)
+        times.append(time.perf_counter() - start)
+        computed[number, replica] = len(blocks) - found
+        progress(1)
+    return computed, times
 
 
-def run_replay(
-    trace: Path,
-    capacity: int,
-    replicas: int,
-    hints: str = "none",
-    routing: RoutingRule = "prefix",
-    host_blocks: int = 0,
-    json: Path | None = None,
-    plots: Path | None = None,
-) -> int:
-    """`pagewire replay`: a progress bar, a table, and figures as JSON and plots where asked to. The exit status."""
-    check_hints(hints)
-    requests = load_trace(trace)
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("replaying", total=len(requests))
-        result = replay(
-            requests,
-            capacity,
-            replicas,
-            lambda done: bar.advance(task, done),
-            hints=hints,
-            routing=routing,
-            host_blocks=host_blocks,
+def _serve(manager: PagedKVCacheManager, context: TextContext) -> tuple[int, int]:
+    """Run one request to its first token; returns its replica, and the blocks that were hit."""
+    with manager.claim(context) as replica:
+        if not manager.maybe_reserve(context):
+            raise ReplayError(f"request {context.request_id}: no pages, though nobody else runs")
+        hits = context.start_idx // PAGE_SIZE
+        manager.fetch([context])
+        context.update(0)
+        manager.step([context])
+        manager.flush_tiers()  # as a server has, by the time that another request has run
+    return replica, hits
+
+
+def _manager(
+    trace: Sequence[Blocks], capacity: int, replicas: int, routing: Routing, host_blocks: int
+) -> PagedKVCacheManager:
+    """One that each request of the trace fits into; else `ReplayError`."""
+    share, longest = capacity // replicas, max(map(len, trace))
+    if longest > share:
+        raise ReplayError(
+            f"a request of {longest} blocks does not fit: {capacity} blocks, {replicas} replicas, {share} each"
         )
-    below = f" and {host_blocks:,} on the host" if host_blocks else ""
-    title = f"{trace.name}, {capacity:,} blocks{below}, {replicas} replica(s), routing {routing}, hints {hints}"
-    table = Table(title=title, show_header=False)
-    for name, value in msgspec.structs.asdict(result).items():
-        text = "" if value is None else f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
-        table.add_row(name.replace("_", " "), text)
-    Console().print(table)
-    if json is not None:
-        try:
-            json.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
-        except OSError as error:
-            raise ReplayError(f"--json {json}: {error.strerror}") from error
-    if plots is not None:
-        from scheduler_adapters.replay.plots import write_plots  # noqa: PLC0415 - it builds on this file
-
-        for path in write_plots(trace.stem, requests, capacity, plots, console.print):
-            console.print(f"drew {path}")
-    return 0
-
-
-def _manager(share: int, replicas: int, longest: int, routing: Routing, host_blocks: int) -> PagedKVCacheManager:
     params = KVCacheParams(
         dtype=torch.uint8,
         n_kv_heads=1,
@@ -236,17 +193,15 @@ def _manager(share: int, replicas: int, longest: int, routing: Routing, host_blo
     )
 
 
-def _serve(manager: PagedKVCacheManager, context: TextContext) -> tuple[int, int]:
-    """Run one request to its first token; returns its replica, and the blocks that were hit."""
-    with manager.claim(context) as replica:
-        if not manager.maybe_reserve(context):
-            raise ReplayError(f"request {context.request_id}: no pages, though nobody else runs")
-        hits = context.start_idx // PAGE_SIZE
-        manager.fetch([context])
-        context.update(0)
-        manager.step([context])
-        manager.flush_tiers()  # as a server has, by the time that another request has run
-    return replica, hits
+def _window_loads(computed: NDArray[np.int64]) -> dict[str, float | None]:
+    """The loads of a result, of the blocks computed at each replica for each request: `[requests, replicas]`."""
+    count, replicas = computed.shape
+    windows = max(1, count // WINDOW)  # the last requests, fewer than a window, say nothing
+    sums = np.add.reduceat(computed[: windows * WINDOW], np.arange(0, windows * WINDOW, WINDOW), axis=0)
+    loads = [float(each.max() * replicas / each.sum()) for each in sums if each.any()]
+    if replicas == 1 or not loads:
+        return {"window_load_mean": None, "window_load_max": None}
+    return {"window_load_mean": statistics.mean(loads), "window_load_max": max(loads)}
 
 
 def reference_lru_hits(trace: Iterable[Blocks], capacity: int) -> int:

@@ -26,26 +26,12 @@ def continues(trace: Sequence[Blocks]) -> list[bool]:
 
 
 def hints_for(trace: Sequence[Blocks], kind: str, seed: int = 0) -> list[Retention | None]:
-    """The hint of each request: `none`; `true`; `inverted`; or `wrong=SHARE`, inverted for that share of the requests.
-
-    Raises:
-        ReplayError: (a ValueError) no such kind.
-    """
+    """The hint of each request: `none`; `true`; `inverted`; or `wrong=SHARE`: inverted for that share of them."""
     if kind == "none":
         return [None] * len(trace)
     wrong = _share_wrong(kind)
     rng = random.Random(seed)  # noqa: S311 - it guards nothing
     return [Retention(session_continues=true != (rng.random() < wrong)) for true in continues(trace)]
-
-
-def check_hints(kind: str) -> None:
-    """Look at a kind of hints before anything is read.
-
-    Raises:
-        ReplayError: (a ValueError) no such kind.
-    """
-    if kind != "none":
-        _share_wrong(kind)
 
 
 def _share_wrong(kind: str) -> float:

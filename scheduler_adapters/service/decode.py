@@ -1,7 +1,9 @@
 """`DecodeScheduler`: takes requests in, has them prefilled elsewhere, pulls their pages, and generates the rest.
 
 Who holds what: a request holds pages here from `import_block_table` on. Nobody else can find them before
-`commit_import`, and nobody else gets them before the pull's last event: until then a READ may still write there.
+`commit_import`, and nobody else gets them before the pull's last event: until then a READ may still write there. So a
+pull outlives the attempt that it is of: where that fails its import is cancelled at once, and the manager takes the
+pages back when nothing of the pull is in flight.
 """
 
 from __future__ import annotations
@@ -11,24 +13,23 @@ import time
 from collections import Counter, deque
 from typing import TYPE_CHECKING
 
-from kvcache.errors import AlreadyClaimedError, KVCacheError
+from kvcache.errors import AlreadyClaimedError, KVCacheError, NoFreeRowError
 from scheduler_adapters.errors import TooManyOpenError
 from scheduler_adapters.loop import Output, Request, ServingLoop, finish_reason
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.front import MAX_UNREAD, Front
-from scheduler_adapters.service.prefills import Prefills
-from scheduler_adapters.service.pulls import Pulls
-from scheduler_adapters.service.rooms import DecodeRoom, DecodeTimes, Recent
-from transfer.pull.pull_state import LeaseRef, PullEvent
-from transfer.pull.replica import Source
+from scheduler_adapters.service.prefill_router import PrefillConnection
+from scheduler_adapters.service.requests import DecodeRequest, DecodeTimes, Importing, Recent
+from scheduler_adapters.service.sockets import MAX_UNREAD, FrontendQueue
+from transfer.pull.pull_state import PullEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from scheduler_adapters.base import PulledPages, Reads
-    from scheduler_adapters.service.exchange import ReplicaEvent
-    from scheduler_adapters.service.links import PrefillLink
+    from kvcache.replica.block_table import BlockTable
+    from kvcache.replica.copier import ImportProof
+    from scheduler_adapters.base import PulledPages
     from scheduler_adapters.service.sockets import Context, Socket
+    from transfer.pull.exchange import ExchangeEvent, PageExchange
     from transfer.wire.keys import Keyring
 
 MAX_ATTEMPTS = 3
@@ -38,7 +39,7 @@ _EXPIRE_S = 0.01
 
 
 class DecodeScheduler:
-    """Serves one front. One thread calls it.
+    """Serves one frontend. One thread calls it.
 
     Args:
         name: of this process.
@@ -46,28 +47,29 @@ class DecodeScheduler:
         exchange: pulls into the pages of the loop's manager.
         context: makes the sockets to the prefill processes.
         prefills: endpoints of the prefill processes. A request goes to the one with the fewest prompt tokens to do.
-        front: a socket to whoever submits requests; `Tokens` are sent to it.
-        max_unread: messages that the front may leave unread; beyond that its requests fail.
-        max_open: requests that the front may have on their way; beyond that each further one is refused.
+        frontend: a socket to whoever submits requests; `Tokens` are sent to it.
+        max_unread: messages that the frontend may leave unread; beyond that its requests fail.
+        max_open: requests that the frontend may have on their way; beyond that each further one is refused.
         chunkwise: pull pages while the rest of the prompt still runs.
         times: of each phase.
         clock: seconds, monotonic.
         keyring: what we show prefill processes, and know them by; None for plain sockets.
 
     Attributes:
-        counts: messages that were "late", attempts that were followed by another ("retries"), requests that "failed".
-        front: what the front is told goes through it. While it `is_deaf`, nothing should be submitted.
-        links: to the prefill processes.
+        counts: messages that were "late", attempts that were followed by another ("retries"), requests that "failed",
+            pages "pulled", and pages "reused": cached here already, and not pulled.
+        frontend: what it is told goes through here. While it `is_deaf`, nothing should be submitted.
+        connections: to the prefill processes.
     """
 
     def __init__(
         self,
         name: str,
         loop: ServingLoop[PulledPages],
-        exchange: Reads,
+        exchange: PageExchange,
         context: Context,
         prefills: Sequence[str],
-        front: Socket,
+        frontend: Socket,
         *,
         max_unread: int = MAX_UNREAD,
         max_open: int = MAX_OPEN,
@@ -79,40 +81,34 @@ class DecodeScheduler:
         self.name = name
         self.counts: Counter[str] = Counter()
         self._loop = loop
+        self._manager = loop.manager
         self._exchange = exchange
-        self.front = Front(front, max_unread)
+        self.frontend = FrontendQueue(frontend, max_unread)
         self._chunkwise = chunkwise
         self._times = times or DecodeTimes()
         self._clock = clock
         hello = msg.Hello(reader=name, incarnation=exchange.incarnation)
-        self._prefills = Prefills(context, prefills, hello, clock, keyring)
-        self.links = self._prefills.links
+        self.connections = [PrefillConnection(context, endpoint, hello, clock, keyring) for endpoint in prefills]
         self._max_open = max_open
-        self._rooms: dict[str, DecodeRoom] = {}
-        self._pulls = Pulls(loop.manager, exchange)
-        # Of each replica the rooms that wait for its pages, in the order of their offers, each with its attempt.
-        self._arrived: list[deque[tuple[DecodeRoom, int]]] = [deque() for _ in range(loop.manager.num_replicas)]
+        self._requests: dict[str, DecodeRequest] = {}
+        # Of each replica the requests that wait for its pages, in the order of their offers, each with its attempt.
+        self._arrived: list[deque[tuple[DecodeRequest, int]]] = [deque() for _ in range(self._manager.num_replicas)]
         # Counted over all requests: a request whose id comes again is told from the earlier one.
         self._attempts = itertools.count(1)
         self._submitted: Recent[int] = Recent()
         self._expire_at = 0.0
 
     @property
-    def connected(self) -> bool:
-        """Whether a prefill process is there. Requests wait for one."""
-        return self._prefills.connected
-
-    @property
     def open_requests(self) -> int:
         """Requests on their way, and pulls of others that have not ended."""
-        return len(self._rooms) + self._pulls.num_left_over
+        return len({request.key for request in self._requests.values()} | self._exchange.open_pulls)
 
     @property
     def sockets(self) -> list[Socket]:
         """What to wait for while `poll` finds nothing to do."""
-        return self._prefills.sockets
+        return [socket for prefill in self.connections for socket in prefill.sockets]
 
-    # ---- what the front says
+    # ---- what the frontend says
 
     def submit(self, message: msg.Submit) -> None:
         """Have a prompt prefilled; what comes again is dropped.
@@ -123,23 +119,23 @@ class DecodeScheduler:
             self.counts["late"] += 1
             return
         name, serial = message.request_id, message.serial
-        request = Request(name, message.prompt, message.max_new_tokens, cache_salt=message.cache_salt)
+        spec = Request(name, message.prompt, message.max_new_tokens, cache_salt=message.cache_salt)
         try:
-            if name in self._rooms:
+            if name in self._requests:
                 raise AlreadyClaimedError(f"request {name!r} is on its way already")
-            if len(self._rooms) >= self._max_open:
+            if len(self._requests) >= self._max_open:
                 raise TooManyOpenError(
                     f"request {name!r} is one too many: decode process {self.name!r} has {self._max_open} on their way"
                 )
-            self._loop.context_for(request)
+            self._loop.context_for(spec)
         except KVCacheError as error:
             self._emit(msg.Tokens(request_id=name, finished="error", error=str(error), serial=serial))
             return
         attempt, deadline = next(self._attempts), self._clock() + self._times.wait_s
-        self._rooms[name] = DecodeRoom(name, attempt, "waiting", deadline, request=request, serial=serial)
+        self._requests[name] = DecodeRequest(name, attempt, "waiting", deadline, spec=spec, serial=serial)
 
     def abort(self, request_id: str, serial: int = 0) -> None:
-        """Forget a request, wherever it is; the front hears `cancelled`. Nothing happens where it is over.
+        """Forget a request, wherever it is; the frontend hears `cancelled`. Nothing happens where it is over.
 
         With the `serial` of a submission that one is meant, even if it is yet to come.
         """
@@ -147,10 +143,10 @@ class DecodeScheduler:
             # Its submission comes too late now.
             self._emit(msg.Tokens(request_id=request_id, finished="cancelled", serial=serial))
             return
-        room = self._rooms.get(request_id)
-        if room is not None and serial in (0, room.serial):
-            self._give_up(room, "cancelled by the client", tell_prefill=True)
-            self._finish(room, "cancelled")
+        request = self._requests.get(request_id)
+        if request is not None and serial in (0, request.serial):
+            self._give_up(request, "cancelled by the client", tell_prefill=True)
+            self._finish(request, "cancelled")
 
     # ---- a round
 
@@ -161,13 +157,13 @@ class DecodeScheduler:
             EngineClosedError: the transfer thread has died: this process cannot go on.
         """
         busy = False
-        if self.front.flush():
-            self._give_up_front()
-        for link in self.links:
-            for message in link.poll():
-                self._on_message(link, message)
+        if self.frontend.flush():
+            self._give_up_frontend()
+        for prefill in self.connections:
+            for message in prefill.poll():
+                self._on_message(prefill, message)
                 busy = True
-            self._on_losses(link)
+            self._on_losses(prefill)
         for happened in self._exchange.poll():
             self._on_event(happened)
             busy = True
@@ -181,93 +177,92 @@ class DecodeScheduler:
 
     def stats(self) -> msg.Stats:
         """Counters now. Waits for the transfer thread."""
-        self._loop.manager.check()
+        self._manager.check()
         return msg.Stats(
             name=self.name,
             role="decode",
-            pages_held=self._exchange.pages_held,
+            pages_held=self._manager.num_held_blocks,
             open_requests=self.open_requests,
             preemptions=self._loop.preemptions,
-            pages_pulled=self._pulls.counts["pulled"],
-            pages_reused=self._pulls.counts["reused"],
+            pages_pulled=self.counts["pulled"],
+            pages_reused=self.counts["reused"],
             bytes_pulled=self._exchange.totals()[0],
             pull_seconds=self._exchange.pull_seconds,
             retries=self.counts["retries"],
             failed=self.counts["failed"],
-            malformed=self._prefills.malformed,
+            malformed=sum(prefill.malformed for prefill in self.connections),
             late=self.counts["late"],
         )
 
     def close(self) -> None:
         """Close the connections. Safe twice."""
-        self._prefills.close()
+        for prefill in self.connections:
+            prefill.close()
 
     # ---- having a prompt prefilled
 
     def _ask(self) -> None:
-        for room in [room for room in self._rooms.values() if room.phase == "waiting"]:
-            if self._prefills.ask(room, self._times.prefill_s, chunkwise=self._chunkwise):
-                room.move("asked", self._clock() + self._times.prefill_s)
+        for request in [request for request in self._requests.values() if request.phase == "waiting"]:
+            if request.ask(self.connections, self._times.prefill_s, chunkwise=self._chunkwise):
+                request.move("asked", self._clock() + self._times.prefill_s)
 
-    def _on_message(self, link: PrefillLink, message: msg.ToDecode) -> None:
-        match message:
-            case msg.Offer() | msg.Failed():
-                room = self._rooms.get(message.request_id)
-                if room is None or (room.attempt, room.link) != (message.attempt, link) or room.phase == "decoding":
-                    self._on_late(link, message)
-                elif isinstance(message, msg.Failed):
-                    self._fail(room, message.reason, final=message.final, tell_prefill=False)
-                elif room.lease is not None and room.lease.lease_id != message.lease_id:
-                    self._fail(room, f"prefill process {link.name!r} has offered two leases for one attempt")
-                elif room.has_had(message.table, message.token):
-                    self.counts["late"] += 1
-                elif message.token is not None and not self._loop.knows(message.token):
-                    reason = f"prefill process {link.name!r} sent token {message.token}, which the model does not know"
-                    self._fail(room, reason, final=False, tell_prefill=True)
-                else:
-                    self._on_offer(room, message)
-            case _:
-                pass  # what the link itself needs, or says that a message of ours was no good: its deadline tells
+    def _on_message(self, prefill: PrefillConnection, message: msg.ToDecode) -> None:
+        if not isinstance(message, msg.PagesOffer | msg.Failed):
+            return  # what the connection itself needs, or says that a message of ours was no good: its deadline tells
+        request = self._requests.get(message.request_id)
+        now = (message.attempt, prefill)
+        if request is None or (request.attempt, request.prefill) != now or request.phase == "decoding":
+            self._on_late(prefill, message)
+        elif isinstance(message, msg.Failed):
+            self._fail(request, message.reason, final=message.final, tell_prefill=False)
+        elif request.offer is not None and request.offer.source != message.source:
+            self._fail(request, f"prefill process {prefill.name!r} has offered two leases for one attempt")
+        elif request.has_had(message):
+            self.counts["late"] += 1
+        elif message.token is not None and not self._loop.knows(message.token):
+            reason = f"prefill process {prefill.name!r} sent token {message.token}, which the model does not know"
+            self._fail(request, reason)
+        else:
+            self._on_offer(request, message)
 
-    def _on_late(self, link: PrefillLink, message: msg.Offer | msg.Failed) -> None:
+    def _on_late(self, prefill: PrefillConnection, message: msg.PagesOffer | msg.Failed) -> None:
         self.counts["late"] += 1
-        if isinstance(message, msg.Offer):  # nobody waits for it: its pages must not be kept
-            link.cancel(message.request_id, message.attempt, "too late")
+        if isinstance(message, msg.PagesOffer):  # nobody waits for it: its pages must not be kept
+            prefill.cancel(message.request_id, message.attempt, "too late")
 
-    def _on_offer(self, room: DecodeRoom, offer: msg.Offer) -> None:
-        room.table = offer.table
-        if room.phase == "asked":
-            self._take_over(room, offer)
-        if offer.token is not None and not self._on_first_token(room, offer.token):
+    def _on_offer(self, request: DecodeRequest, offer: msg.PagesOffer) -> None:
+        request.offer = offer
+        if request.phase == "asked":
+            self._take_over(request, offer)
+        if offer.token is not None and not self._on_first_token(request, offer.token):
             return
-        if room.phase == "pulling":
-            self._extend(room)
+        if request.importing is not None:
+            self._extend(request, request.importing, offer)
 
-    def _take_over(self, room: DecodeRoom, offer: msg.Offer) -> None:
-        """Keep the lease alive from now on; queue for pages."""
+    def _take_over(self, request: DecodeRequest, offer: msg.PagesOffer) -> None:
+        """Keep the lease alive from now on, on the replica that will have the pages; queue for these."""
         times = self._times
-        room.move("offered", self._clock() + times.prefill_s + times.room_s)
-        room.lease = LeaseRef(offer.lease_id, offer.slot, offer.duration_s)
-        source = Source(offer.address, offer.engine_id, room.lease, offer.incarnation)
-        self._pulls.open(room, source, times.prefill_s + times.room_s + times.pull_s)
-        self._arrived[room.replica].append((room, room.attempt))
+        request.move("offered", self._clock() + times.prefill_s + times.room_s)
+        request.replica = self._manager.get_or_recommend_replica(request.new_context())
+        patience_s = times.prefill_s + times.room_s + times.pull_s
+        self._exchange.open_pull(request.replica, request.key, offer.source, patience_s)
+        self._arrived[request.replica].append((request, request.attempt))
 
-    def _on_first_token(self, room: DecodeRoom, token: int) -> bool:
+    def _on_first_token(self, request: DecodeRequest, token: int) -> bool:
         """Emit it at once. Whether there is more to do."""
-        room.token = token
-        self._prefills.relieve(room)
-        room.emitted.append(token)
-        length = len(room.request.prompt) + len(room.emitted)
-        reason = finish_reason(room.request, length, token, self._loop.runner.eos_token_ids)
+        request.relieve()
+        request.emitted.append(token)
+        length = len(request.spec.prompt) + len(request.emitted)
+        reason = finish_reason(request.spec, length, token, self._loop.runner.eos_token_ids)
         if reason:
-            self._give_up(room, "ended with its first token", tell_prefill=True)
-            self._finish(room, reason, (token,))
+            self._give_up(request, "ended with its first token", tell_prefill=True)
+            self._finish(request, reason, (token,))
             return False
-        self._emit(msg.Tokens(request_id=room.request_id, tokens=(token,), serial=room.serial))
-        patience_s = self._times.room_s if room.phase == "offered" else self._times.pull_s
-        room.deadline = self._clock() + patience_s
-        if room.context is not None:
-            room.context.update(token)
+        self._emit(msg.Tokens(request_id=request.request_id, tokens=(token,), serial=request.serial))
+        patience_s = self._times.room_s if request.phase == "offered" else self._times.pull_s
+        request.deadline = self._clock() + patience_s
+        if request.importing is not None:
+            request.importing.context.update(token)
         return True
 
     # ---- pages
@@ -279,121 +274,161 @@ class DecodeScheduler:
         """
         for queue in self._arrived:
             while queue and not self._loop.num_waiting:
-                room, attempt = queue[0]
-                if (room.phase, room.attempt) != ("offered", attempt):
+                request, attempt = queue[0]
+                offer = request.offer
+                if offer is None or (request.phase, request.attempt) != ("offered", attempt):
                     queue.popleft()  # it ended while it waited
                     continue
+                last = offer.token is not None
                 try:
-                    if not self._pulls.reserve(room):
-                        break
+                    importing = self._reserve(request, offer.table, last=last)
                 except KVCacheError as error:
                     queue.popleft()
-                    self._fail(room, str(error), final=True)
+                    self._fail(request, str(error), final=True)
                     continue
+                if importing is None:
+                    break
                 queue.popleft()
-                waits = self._times.pull_s if room.token is not None else self._times.prefill_s
-                room.move("pulling", self._clock() + waits)
-                if not self._pulls.begin(room):
-                    self._join_cached(room)
+                request.importing = importing
+                request.move("pulling", self._clock() + (self._times.pull_s if last else self._times.prefill_s))
+                start, stop = importing.pending.tokens
+                self.counts["reused"] += start // self._manager.page_size
+                self._read(request, importing, last=last, new=start < stop)
 
-    def _extend(self, room: DecodeRoom) -> None:
+    def _reserve(self, request: DecodeRequest, table: BlockTable, *, last: bool) -> Importing | None:
+        """A row and pages for what the source has by now; None, and nothing taken, where one is short.
+
+        Raises:
+            BlockTableMismatchError, PromptTooLongError, SequenceTooLongError: it can never be taken over.
+        """
+        context = request.new_context()
         try:
-            more = self._pulls.extend(room)
+            self._manager.external_claim(request.request_id, request.replica)
+        except NoFreeRowError:
+            return None
+        pending = None
+        try:
+            pending = self._manager.import_block_table(context, table, partial=not last)
+        finally:
+            if pending is None:
+                self._manager.release(request.request_id)
+        return None if pending is None else Importing(context, pending)
+
+    def _extend(self, request: DecodeRequest, importing: Importing, offer: msg.PagesOffer) -> None:
+        """Read what the source has beyond what it had."""
+        last = offer.token is not None
+        try:
+            more = self._manager.extend_import(importing.context, importing.pending, offer.table, last=last)
         except KVCacheError as error:
-            self._fail(room, str(error))
+            self._fail(request, str(error))
         else:
-            if not more:
-                self._join_cached(room)
+            self._read(request, importing, last=last, new=more.tokens[0] < more.tokens[1])
 
-    def _join_cached(self, room: DecodeRoom) -> None:
-        self._give_up_source(room, "all of it was cached here", tell_prefill=True)
-        self._join(room)
+    def _read(self, request: DecodeRequest, importing: Importing, *, last: bool, new: bool) -> None:
+        """Read what is `new`, and fence it after the `last`; where nothing was to be read at all, join at once."""
+        if last and not importing.pending.needs_copy:
+            self._give_up_source(request, "all of it was cached here", tell_prefill=True)
+            self._join(request, importing, None)
+        elif last or new:
+            self._exchange.read(request.replica, request.key, importing.pending, last=last)
 
-    def _join(self, room: DecodeRoom) -> None:
-        self._loop.adopt(room.request, self._pulls.commit(room))
-        room.move("decoding", self._clock() + self._times.decode_s)
+    def _join(self, request: DecodeRequest, importing: Importing, proof: ImportProof | None) -> None:
+        """Every byte is here: the tokens count as cached, and the next one can run."""
+        self._manager.commit_import(importing.context, importing.pending, proof)
+        request.importing = None
+        self._loop.adopt(request.spec, importing.context)
+        request.move("decoding", self._clock() + self._times.decode_s)
 
-    def _on_event(self, happened: ReplicaEvent) -> None:
-        event = happened.event
-        if not isinstance(event, PullEvent):
+    def _on_event(self, happened: ExchangeEvent) -> None:
+        """What became of a pull is news to the attempt that it is of, and to no other."""
+        if not isinstance(happened.event, PullEvent):
             return  # this process leases nothing
-        room = self._pulls.on_event(event, happened.proof)
-        if room is not None and event.error:
-            self._fail(room, event.error)
-        elif room is not None:
-            self._join(room)
+        key, error = happened.event.key, happened.event.error
+        request = self._requests.get(key.rpartition("#")[0])
+        if request is None or request.key != key or request.phase not in ("offered", "pulling"):
+            return
+        if error:
+            self._fail(request, error)
+        elif request.importing is not None:
+            self.counts["pulled"] += len(request.importing.pending.dst_pages)
+            self._join(request, request.importing, happened.proof)
 
     def _on_output(self, output: Output) -> None:
-        room = self._rooms[output.request_id]
+        request = self._requests[output.request_id]
         tokens = () if output.token is None else (output.token,)
         if output.finished:
-            room.blame(output.error)
-            self._finish(room, output.finished, tokens)
+            request.blame(output.error)
+            self._finish(request, output.finished, tokens)
         else:
-            self._emit(msg.Tokens(request_id=output.request_id, tokens=tokens, serial=room.serial))
+            self._emit(msg.Tokens(request_id=output.request_id, tokens=tokens, serial=request.serial))
 
     # ---- the end, or another attempt
 
-    def _on_losses(self, link: PrefillLink) -> None:
-        while link.lost:
-            reason = link.lost.pop(0)
-            for room in [room for room in self._rooms.values() if room.link is link and room.phase != "decoding"]:
-                self._fail(room, reason, tell_prefill=False)
+    def _on_losses(self, prefill: PrefillConnection) -> None:
+        while prefill.lost:
+            reason = prefill.lost.pop(0)
+            for request in [one for one in self._requests.values() if one.prefill is prefill]:
+                if request.phase != "decoding":
+                    self._fail(request, reason, tell_prefill=False)
 
     def _expire(self) -> None:
         now = self._clock()
         if now < self._expire_at:
             return
         self._expire_at = now + _EXPIRE_S
-        for room in [room for room in self._rooms.values() if room.deadline <= now]:
-            self._fail(room, f"timed out in phase {room.phase!r} on decode process {self.name!r}")
+        for request in [request for request in self._requests.values() if request.deadline <= now]:
+            self._fail(request, f"timed out in phase {request.phase!r} on decode process {self.name!r}")
 
-    def _give_up_front(self) -> None:
-        """The front has left too much unread: its requests end, their pages go, and it may read why."""
-        reason = f"the front of decode process {self.name!r} has left {self.front.max_unread} messages unread"
-        for room in list(self._rooms.values()):
-            self._give_up(room, reason, tell_prefill=True)
-            room.blame(reason)
-            self._finish(room, "error")
+    def _give_up_frontend(self) -> None:
+        """The frontend has left too much unread: its requests end, their pages go, and it may read why."""
+        most = self.frontend.max_unread
+        reason = f"the frontend of decode process {self.name!r} has left {most} messages unread"
+        for request in list(self._requests.values()):
+            self._give_up(request, reason, tell_prefill=True)
+            request.blame(reason)
+            self._finish(request, "error")
 
-    def _fail(self, room: DecodeRoom, reason: str, *, final: bool = False, tell_prefill: bool = True) -> None:
+    def _fail(self, request: DecodeRequest, reason: str, *, final: bool = False, tell_prefill: bool = True) -> None:
         """An attempt has come to nothing. Another one follows, unless it would fail as well or was the last."""
-        avoid, again = room.link, room.phase in ("asked", "offered", "pulling")
-        self._give_up(room, reason, tell_prefill=tell_prefill)
-        room.reasons.append(reason)
-        if final or not again or len(room.reasons) >= MAX_ATTEMPTS:
-            room.blame(
-                reason if len(room.reasons) == 1 else f"{len(room.reasons)} attempts: " + "; ".join(room.reasons)
-            )
-            self._finish(room, "error")
+        avoid, again = request.prefill, request.phase in ("asked", "offered", "pulling")
+        self._give_up(request, reason, tell_prefill=tell_prefill)
+        request.reasons.append(reason)
+        if final or not again or len(request.reasons) >= MAX_ATTEMPTS:
+            tried = len(request.reasons)
+            request.blame(reason if tried == 1 else f"{tried} attempts: " + "; ".join(request.reasons))
+            self._finish(request, "error")
             return
         self.counts["retries"] += 1
         if avoid is not None:
-            room.avoid.add(avoid.name)
-        room.attempt = next(self._attempts)
-        room.token = room.table = room.lease = room.link = None
-        room.move("waiting", self._clock() + self._times.wait_s)
+            request.avoid.add(avoid.name)
+        request.attempt = next(self._attempts)
+        request.offer = request.prefill = None
+        request.move("waiting", self._clock() + self._times.wait_s)
 
-    def _give_up(self, room: DecodeRoom, reason: str, *, tell_prefill: bool) -> None:
-        """Give back what the room holds, here at once and there by a message; pages that are written stay held."""
-        if room.phase in ("asked", "offered", "pulling"):
-            self._give_up_source(room, reason, tell_prefill=tell_prefill)
-        if room.phase == "decoding":
-            self._loop.abort(room.request_id)
-        self._pulls.release(room)
+    def _give_up(self, request: DecodeRequest, reason: str, *, tell_prefill: bool) -> None:
+        """Give back what the request holds, here at once and there by a message; pages that are written stay held."""
+        if request.phase in ("asked", "offered", "pulling"):
+            self._give_up_source(request, reason, tell_prefill=tell_prefill)
+        if request.phase == "decoding":
+            self._loop.abort(request.request_id)
+        importing, request.importing = request.importing, None
+        if importing is not None:
+            self._manager.release(request.request_id)
+            self._manager.cancel_import(importing.pending)
 
-    def _give_up_source(self, room: DecodeRoom, reason: str, *, tell_prefill: bool) -> None:
-        self._prefills.relieve(room)
-        self._pulls.cancel(room, reason)
-        if tell_prefill and room.link is not None:
-            room.link.cancel(room.request_id, room.attempt, reason)
+    def _give_up_source(self, request: DecodeRequest, reason: str, *, tell_prefill: bool) -> None:
+        request.relieve()
+        if request.offer is not None:
+            self._exchange.cancel_pull(request.replica, request.key, reason)
+        if tell_prefill and request.prefill is not None:
+            request.prefill.cancel(request.request_id, request.attempt, reason)
 
-    def _finish(self, room: DecodeRoom, finished: msg.Finished, tokens: tuple[int, ...] = ()) -> None:
-        room.move("over")
-        del self._rooms[room.request_id]
+    def _finish(self, request: DecodeRequest, finished: msg.Finished, tokens: tuple[int, ...] = ()) -> None:
+        request.move("over")
+        del self._requests[request.request_id]
         self.counts["failed"] += finished == "error"
-        error, name, serial = room.reason if finished == "error" else "", room.request_id, room.serial
-        self._emit(msg.Tokens(request_id=name, tokens=tokens, finished=finished, error=error, serial=serial))
+        error, name = request.reason if finished == "error" else "", request.request_id
+        self._emit(msg.Tokens(request_id=name, tokens=tokens, finished=finished, error=error, serial=request.serial))
 
     def _emit(self, message: msg.Tokens) -> None:
-        self.front.send(message)
+        self.frontend.send(message)

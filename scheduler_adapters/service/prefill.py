@@ -17,20 +17,20 @@ from typing import TYPE_CHECKING
 import zmq
 
 from kvcache.errors import InvalidRequestError, KVCacheError
-from scheduler_adapters.errors import MessageError, WorkerError
+from scheduler_adapters.errors import MessageError, ServiceError
 from scheduler_adapters.loop import Output, Request, ServingLoop
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.exchange import LEASE_SLOTS
-from scheduler_adapters.service.rooms import PrefillRoom, PrefillTimes, Recent
+from scheduler_adapters.service.requests import PrefillRequest, PrefillTimes, Recent
 from scheduler_adapters.service.sockets import Socket, received
+from transfer.pull.exchange import LEASE_SLOTS
 from transfer.pull.replica import LeaseOver, Offered
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvcache.replica.block_table import BlockTable
-    from scheduler_adapters.base import Offers, Pages
-    from scheduler_adapters.service.exchange import ReplicaEvent
+    from scheduler_adapters.base import Pages
+    from transfer.pull.exchange import ExchangeEvent, PageExchange
 
 _EXPIRE_S = 0.01
 # A lease that is asked for stands a fraction of a millisecond later, mostly while the model still runs. Where it does
@@ -39,12 +39,12 @@ _OFFERED_S = 5e-3
 
 
 @dataclass(slots=True)
-class _Reader:
-    """A decode process that said `Hello`: by its connection, which it gives up when it takes us for dead."""
+class _DecodeConnection:
+    """A decode process that said `Hello`, by its connection, which it gives up when it takes us for dead."""
 
     name: str
     incarnation: str
-    rooms: dict[tuple[str, int], PrefillRoom] = field(default_factory=dict[tuple[str, int], PrefillRoom])
+    requests: dict[tuple[str, int], PrefillRequest] = field(default_factory=dict[tuple[str, int], PrefillRequest])
     begun: Recent[tuple[str, int]] = field(default_factory=Recent[tuple[str, int]])  # attempts, cancelled ones too
 
 
@@ -60,14 +60,14 @@ class PrefillScheduler:
         clock: seconds, monotonic.
 
     Attributes:
-        counts: messages that were "malformed", or "late"; rooms that "failed".
+        counts: messages that were "malformed", or "late"; requests that "failed".
     """
 
     def __init__(
         self,
         name: str,
         loop: ServingLoop[Pages],
-        exchange: Offers,
+        exchange: PageExchange,
         socket: Socket,
         *,
         times: PrefillTimes | None = None,
@@ -81,8 +81,8 @@ class PrefillScheduler:
         self._times = times or PrefillTimes()
         self._clock = clock
         self._serial = itertools.count()
-        self._readers: dict[bytes, _Reader] = {}
-        self._rooms: dict[str, PrefillRoom] = {}
+        self._readers: dict[bytes, _DecodeConnection] = {}
+        self._requests: dict[str, PrefillRequest] = {}
         self._expire_at = 0.0
         loop.on_admit = self._on_admit
         replicas = range(loop.manager.num_replicas)
@@ -95,7 +95,7 @@ class PrefillScheduler:
     @property
     def open_requests(self) -> int:
         """Requests on their way, or held for their reader."""
-        return len(self._rooms)
+        return len(self._requests)
 
     @property
     def sockets(self) -> list[Socket]:
@@ -106,7 +106,7 @@ class PrefillScheduler:
         """Take messages and events in, and run one step. Whether there was anything to do; never waits.
 
         Raises:
-            EngineClosedError, WorkerError: the transfer thread has died, or does nothing: this process cannot go on.
+            EngineClosedError, ServiceError: the transfer thread has died, or does nothing: this process cannot go on.
         """
         busy = False
         for frames in received(self._socket):
@@ -118,9 +118,8 @@ class PrefillScheduler:
             self._on_output(output)
             busy = True
         self._offer_chunks()
-        for replica in {
-            room.replica for room in self._rooms.values() if room.phase == "leasing" and room.token is not None
-        }:
+        waiting = [one for one in self._requests.values() if one.phase == "leasing" and one.token is not None]
+        for replica in {one.replica for one in waiting}:
             self._exchange.wait(replica, _OFFERED_S)
             busy |= self._take_events()
         return busy or self._loop.num_running > 0
@@ -132,7 +131,7 @@ class PrefillScheduler:
         return msg.Stats(
             name=self.name,
             role="prefill",
-            pages_held=self._exchange.pages_held,
+            pages_held=manager.num_held_blocks,
             open_requests=self.open_requests,
             prompt_tokens=manager.metrics.prompt_tokens,
             cached_tokens=manager.metrics.cache_tokens,
@@ -173,7 +172,7 @@ class PrefillScheduler:
         known = self._readers.get(sender)
         if known is not None and (known.name, known.incarnation) != (hello.reader, hello.incarnation):
             self._lose(sender, f"decode process {known.name!r} calls itself {hello.reader!r} now")
-        self._readers.setdefault(sender, _Reader(hello.reader, hello.incarnation))
+        self._readers.setdefault(sender, _DecodeConnection(hello.reader, hello.incarnation))
         self._send(sender, self._welcome)
         if sender not in self._readers:
             return  # it has hung up: its `Hello` came after that of the connection that followed
@@ -186,84 +185,84 @@ class PrefillScheduler:
     def _lose(self, sender: bytes, reason: str) -> None:
         """A reader is gone: nothing of it is computed or kept any more."""
         reader = self._readers.pop(sender, None)
-        for room in [] if reader is None else list(reader.rooms.values()):
-            self._end(room, reason, silent=True)
+        for request in [] if reader is None else list(reader.requests.values()):
+            self._end(request, reason, silent=True)
 
-    def _start(self, sender: bytes, reader: _Reader, message: msg.Prefill) -> None:
+    def _start(self, sender: bytes, reader: _DecodeConnection, message: msg.Prefill) -> None:
         request_id, attempt = message.request_id, message.attempt
         if not reader.begun.add((request_id, attempt)):
             self.counts["late"] += 1
             return
-        for other in [room for room in reader.rooms.values() if room.request_id == request_id]:
+        for other in [one for one in reader.requests.values() if one.request_id == request_id]:
             if other.attempt >= attempt:
                 self.counts["late"] += 1
                 return
             self._end(other, f"attempt {attempt} has begun", silent=True)
         key = f"{reader.name}/{request_id}#{attempt}.{next(self._serial)}"
         by = self._clock() + min(message.within_s, self._times.compute_s)
-        room = PrefillRoom(
+        request = PrefillRequest(
             request_id, attempt, "queued", by, compute_by=by, reader=sender, key=key, chunkwise=message.chunkwise
         )
         try:
-            if len(self._rooms) >= LEASE_SLOTS:
-                self._fail(room, f"prefill process {self.name!r} has {LEASE_SLOTS} requests open")
+            if len(self._requests) >= LEASE_SLOTS:
+                self._fail(request, f"prefill process {self.name!r} has {LEASE_SLOTS} requests open")
                 return
             self._loop.add(Request(key, message.prompt, 1, hold_pages=True, cache_salt=message.cache_salt))
         except KVCacheError as error:
-            room.final = True
-            self._fail(room, str(error).replace(repr(key), repr(request_id)))
+            request.final = True
+            self._fail(request, str(error).replace(repr(key), repr(request_id)))
         else:
-            self._rooms[key] = reader.rooms[request_id, attempt] = room
+            self._requests[key] = reader.requests[request_id, attempt] = request
 
-    def _on_cancel(self, reader: _Reader, message: msg.Cancel) -> None:
-        room = reader.rooms.get((message.request_id, message.attempt))
-        if room is None:
+    def _on_cancel(self, reader: _DecodeConnection, message: msg.Cancel) -> None:
+        request = reader.requests.get((message.request_id, message.attempt))
+        if request is None:
             self.counts["late"] += 1
             reader.begun.add((message.request_id, message.attempt))  # its `Prefill` may come yet
         else:
-            self._end(room, message.reason, silent=True)
+            self._end(request, message.reason, silent=True)
 
     # ---- what comes of it
 
     def _on_admit(self, key: str, replica: int) -> None:
         """The request has pages: ask for its lease now, so that it stands when the model has run."""
-        room = self._rooms.get(key)
-        if room is None:
+        request = self._requests.get(key)
+        if request is None:
             return  # a request of somebody else's
-        room.replica = replica
-        room.lease = self._exchange.offer(key, self._times.lease_s)
-        if room.lease is not None:  # always: each replica has a lease word for each room
-            room.move("leasing", self._clock() + self._times.step_s)
+        request.replica = replica
+        request.source = self._exchange.offer(key, self._times.lease_s, running=True)
+        if request.source is not None:  # always: each replica has a lease word for each request
+            request.move("leasing", self._clock() + self._times.step_s)
 
     def _on_output(self, output: Output) -> None:
         """A prompt has ended: its row is free, its pages stay under its lease."""
-        room = self._rooms.get(output.request_id)
-        if room is None or room.phase == "ending":
+        request = self._requests.get(output.request_id)
+        if request is None or request.phase == "ending":
             return
         if output.token is None:
-            self._end(room, output.error.replace(repr(room.key), repr(room.request_id)), final=True)
+            self._end(request, output.error.replace(repr(request.key), repr(request.request_id)), final=True)
             return
-        room.token = output.token
-        room.table = self._loop.manager.block_table(room.key)
-        self._loop.free(room.key)
-        if room.phase in ("computing", "offered"):
-            self._offer(room)
+        request.token = output.token
+        request.table = self._loop.manager.block_table(request.key)
+        self._loop.free(request.key)
+        if request.phase in ("computing", "offered"):
+            self._offer(request)
 
     def _offer_chunks(self) -> None:
         """Offer the pages that are full by now of prompts that still run."""
-        for room in list(self._rooms.values()):
-            if room.chunkwise and room.token is None and room.phase in ("computing", "offered"):
-                self._offer(room)
+        for request in list(self._requests.values()):
+            if request.chunkwise and request.token is None and request.phase in ("computing", "offered"):
+                self._offer(request)
 
-    def _table(self, room: PrefillRoom) -> BlockTable | None:
+    def _table(self, request: PrefillRequest) -> BlockTable | None:
         """What the reader may read by now; None where that is nothing new."""
-        if room.table is not None:
-            return room.table
+        if request.table is not None:
+            return request.table
         try:
-            table = self._loop.manager.block_table(room.key, full_pages=True)
+            table = self._loop.manager.block_table(request.key, full_pages=True)
         except InvalidRequestError:
             return None  # its first chunk has not run yet
-        return table if table.num_tokens > room.told else None
+        return table if table.num_tokens > request.told else None
 
     def _take_events(self) -> bool:
         events = self._exchange.poll()
@@ -271,52 +270,40 @@ class PrefillScheduler:
             self._on_event(replica_event)
         return bool(events)
 
-    def _on_event(self, happened: ReplicaEvent) -> None:
+    def _on_event(self, happened: ExchangeEvent) -> None:
         match happened.event:
             case Offered(request_id=key, error=error):
-                room = self._rooms[key]
+                request = self._requests[key]
                 if error:
-                    self._fail(room, error)
-                elif room.phase == "leasing" and room.token is None:
-                    room.move("computing", room.compute_by)
-                elif room.phase == "leasing":
-                    self._offer(room)
+                    self._fail(request, error)
+                elif request.phase == "leasing" and request.token is None:
+                    request.move("computing", request.compute_by)
+                elif request.phase == "leasing":
+                    self._offer(request)
             case LeaseOver(request_id=key, reason=reason):
-                room = self._rooms[key]
+                request = self._requests[key]
                 if reason == "read":
-                    self._forget(room)
+                    self._forget(request)
                 else:
-                    self._fail(room, reason)
+                    self._fail(request, reason)
             case _:
                 pass  # this process pulls nothing
 
-    def _offer(self, room: PrefillRoom) -> None:
+    def _offer(self, request: PrefillRequest) -> None:
         """Tell the reader what it may read by now, where there is anything new."""
-        table, lease = self._table(room), room.lease
-        if table is None or lease is None:
+        table, source = self._table(request), request.source
+        if table is None or source is None:
             return
-        if room.token is not None:
-            room.move("held")
-            self._exchange.start_clock(room.replica, lease)
-        elif room.phase == "computing":
-            room.move("offered", room.compute_by)
-        room.told = table.num_tokens
-        self._exchange.seal(room.replica, table.groups)
-        self._send(
-            room.reader,
-            msg.Offer(
-                request_id=room.request_id,
-                attempt=room.attempt,
-                address=self._exchange.address,
-                engine_id=self._exchange.engine_id(room.replica),
-                incarnation=self._exchange.incarnation,
-                lease_id=lease.lease_id,
-                slot=lease.slot,
-                duration_s=lease.duration_s,
-                table=table,
-                token=room.token,
-            ),
-        )
+        if request.token is not None:
+            request.move("held")
+            self._exchange.start_clock(source)
+        elif request.phase == "computing":
+            request.move("offered", request.compute_by)
+        request.told = table.num_tokens
+        self._exchange.seal(request.replica, table.groups)
+        name, attempt, token = request.request_id, request.attempt, request.token
+        offer = msg.PagesOffer(request_id=name, attempt=attempt, source=source, table=table, token=token)
+        self._send(request.reader, offer)
 
     # ---- the end
 
@@ -325,42 +312,40 @@ class PrefillScheduler:
         if now < self._expire_at:
             return
         self._expire_at = now + _EXPIRE_S
-        for room in [room for room in self._rooms.values() if room.deadline <= now]:
-            if room.phase == "ending":
-                raise WorkerError(
-                    f"request {room.request_id!r}: its lease was revoked {self._times.step_s} s ago, and still stands"
-                )
-            self._end(room, f"timed out in phase {room.phase!r} on prefill process {self.name!r}")
+        for request in [request for request in self._requests.values() if request.deadline <= now]:
+            if request.phase == "ending":
+                ago_s, name = self._times.step_s, request.request_id
+                raise ServiceError(f"request {name!r}: its lease was revoked {ago_s} s ago, and still stands")
+            self._end(request, f"timed out in phase {request.phase!r} on prefill process {self.name!r}")
 
-    def _end(self, room: PrefillRoom, reason: str, *, silent: bool = False, final: bool = False) -> None:
-        """Give a room up: its request at once, the room when its lease, if any, is over."""
-        room.silent, room.final = room.silent or silent, room.final or final
-        self._loop.abort(room.key)
-        if room.lease is None:
-            self._fail(room, reason)
-        elif room.phase != "ending":
-            room.blame(reason)
-            room.move("ending", self._clock() + self._times.step_s)
-            self._exchange.revoke(room.replica, room.lease, reason)
+    def _end(self, request: PrefillRequest, reason: str, *, silent: bool = False, final: bool = False) -> None:
+        """Give a request up: its prompt at once, itself when its lease, if any, is over."""
+        request.silent, request.final = request.silent or silent, request.final or final
+        self._loop.abort(request.key)
+        if request.source is None:
+            self._fail(request, reason)
+        elif request.phase != "ending":
+            request.blame(reason)
+            request.move("ending", self._clock() + self._times.step_s)
+            self._exchange.revoke(request.source, reason)
 
-    def _fail(self, room: PrefillRoom, reason: str) -> None:
-        """Nothing of the room is leased any more: its reader hears the first reason."""
+    def _fail(self, request: PrefillRequest, reason: str) -> None:
+        """Nothing of the request is leased any more: its reader hears the first reason."""
         self.counts["failed"] += 1
-        reason = room.blame(reason)
-        self._forget(room)
-        if not room.silent:
-            failed = msg.Failed(
-                request_id=room.request_id, attempt=room.attempt, reason=msg.clipped(reason), final=room.final
-            )
-            self._send(room.reader, failed)
+        reason = request.blame(reason)
+        self._forget(request)
+        if not request.silent:
+            attempt, clipped = request.attempt, msg.clipped(reason)
+            failed = msg.Failed(request_id=request.request_id, attempt=attempt, reason=clipped, final=request.final)
+            self._send(request.reader, failed)
 
-    def _forget(self, room: PrefillRoom) -> None:
-        room.move("over")
-        self._rooms.pop(room.key, None)
-        reader = self._readers.get(room.reader)
+    def _forget(self, request: PrefillRequest) -> None:
+        request.move("over")
+        self._requests.pop(request.key, None)
+        reader = self._readers.get(request.reader)
         if reader is not None:
-            reader.rooms.pop((room.request_id, room.attempt), None)
-        self._loop.abort(room.key)
+            reader.requests.pop((request.request_id, request.attempt), None)
+        self._loop.abort(request.key)
 
     def _send(self, reader: bytes, message: msg.ToDecode) -> None:
         try:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, TypeAlias
 
 import zmq
 
-from scheduler_adapters.errors import WorkerError
-from scheduler_adapters.service.messages import MAX_MESSAGE_BYTES
+from scheduler_adapters.errors import ServiceError
+from scheduler_adapters.service import messages as msg
 from transfer.errors import HandshakeError
 
 if TYPE_CHECKING:
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
     from transfer.wire.keys import Keyring
 
+MAX_UNREAD = 16_384
+"""Messages that wait for a frontend beyond those that its sockets hold (ZMQ: 1,000 at either end)."""
 _HEARTBEAT_MS = 500
 _SILENT_MS = 2000
 _MAX_QUEUED = 10_000
@@ -31,7 +34,7 @@ def bounded_socket(context: Context, kind: int) -> Socket:
     """
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)  # a longer one ends that connection, nothing else
+    socket.setsockopt(zmq.MAXMSGSIZE, msg.MAX_MESSAGE_BYTES)  # a longer one ends that connection, nothing else
     socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
     socket.setsockopt(zmq.SNDHWM, _MAX_QUEUED)
     socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
@@ -52,7 +55,7 @@ def bind_router(context: Context, endpoint: str, keyring: Keyring | None = None)
 
     Raises:
         HandshakeError: the keyring cannot be used here.
-        WorkerError: the endpoint cannot be bound.
+        ServiceError: the endpoint cannot be bound.
     """
     socket = bounded_socket(context, zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -66,7 +69,7 @@ def bind_router(context: Context, endpoint: str, keyring: Keyring | None = None)
         raise
     except zmq.ZMQError as error:
         socket.close()
-        raise WorkerError(f"no socket can be made at {endpoint!r}: {error}") from error
+        raise ServiceError(f"no socket can be made at {endpoint!r}: {error}") from error
     return socket
 
 
@@ -82,3 +85,47 @@ def received(socket: Socket) -> Iterator[list[bytes]]:
 def wait_for_any(sockets: list[Socket], timeout_ms: int) -> None:
     """Wait until one of the sockets has something, or the time is over."""
     zmq.zmq_poll([(socket, zmq.POLLIN) for socket in sockets], timeout_ms)
+
+
+class FrontendQueue:
+    """What a process tells its frontend, in order: it waits here until the frontend reads it, and nothing else waits.
+
+    Args:
+        socket: connected to the frontend.
+        max_unread: messages that may wait. Beyond that the frontend counts as deaf, until half of them are read.
+
+    Attributes:
+        is_deaf: it reads too little. What it says itself had better wait: each request makes more to read.
+    """
+
+    def __init__(self, socket: Socket, max_unread: int = MAX_UNREAD) -> None:
+        self.max_unread = max_unread
+        self.is_deaf = False
+        self._socket = socket
+        self._unread: deque[bytes] = deque()
+
+    @property
+    def num_unread(self) -> int:
+        """Messages that wait here."""
+        return len(self._unread)
+
+    def send(self, message: msg.ToFrontend) -> None:
+        """Send, or keep what cannot be sent yet."""
+        data = msg.encode(message)
+        if self._unread or not self._sent(data):
+            self._unread.append(data)
+
+    def flush(self) -> bool:
+        """Send what waits, as far as it goes. Whether the frontend has turned deaf since the last call."""
+        while self._unread and self._sent(self._unread[0]):
+            self._unread.popleft()
+        was_deaf, limit = self.is_deaf, self.max_unread // 2 if self.is_deaf else self.max_unread
+        self.is_deaf = len(self._unread) > limit
+        return self.is_deaf and not was_deaf
+
+    def _sent(self, data: bytes) -> bool:
+        try:
+            self._socket.send(data, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True

@@ -192,11 +192,7 @@ class PagewireCache(BasePrefixCache):
         req.kv.cache_inserted_len = max(req.kv.cache_inserted_len, req.kv.cache_protected_len)
 
     def inc_lock_ref(self, node: Prefix) -> IncLockRefResult:
-        """Keep a prefix from being evicted.
-
-        Raises:
-            InvariantError: (a RuntimeError) a page of it was evicted since it was matched: it holds something else.
-        """
+        """Keep a prefix from being evicted; `InvariantError` where a page of it was, since it was matched."""
         index = self._pool.index
         if node.generation != index.generation and not np.array_equal(index.find(node.digests), node.pages):
             raise InvariantError(f"a prefix of {len(node.pages)} pages is locked after some of them were evicted")
@@ -246,11 +242,7 @@ class PagewireCache(BasePrefixCache):
         print(f"pagewire: {self.total_size()} tokens cached, {self.evictable_size()} of them evictable")  # noqa: T201
 
     def check(self) -> None:
-        """Recount everything.
-
-        Raises:
-            InvariantError: (a RuntimeError) naming the first discrepancy.
-        """
+        """Recount everything; `InvariantError` names the first discrepancy."""
         pool = self._pool
         holders = (~pool.index.published).astype(np.int64)  # what is not published is SGLang's
         holders[0] = 0
@@ -282,10 +274,9 @@ class PagewireCache(BasePrefixCache):
     def _hashed_of(
         self, ids: Any, limit: int | None, salt: str | None, extra_key: str | None, req: Req | None
     ) -> tuple[_Hashed, Digests]:
-        """Digests of the whole pages of `ids`, an `array('q')`, up to `limit`.
+        """Digests of the whole pages of `ids`, an `array('q')`, up to `limit` and to the first token that is no int32.
 
-        Of one request they are computed once, as long as its tokens stay: an aborted one is given others. What is
-        behind a token that is no int32 is not cached.
+        Of one request they are computed once, as long as its tokens stay: an aborted one is given others.
         """
         tokens = np.frombuffer(ids, np.int64)[:limit] if len(ids) else np.zeros(0, np.int64)
         kept = None if req is None else self._hashed.get(req)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from kvcache import PagedKVCacheManager, TextContext
+from kvcache.replica.block_table import PendingImport
 from kvcache.replica.copier import ImportCopier, ImportProof
 from kvcache.replica.leases import PageLease
-from kvcache.replica.pending import PendingImport
 from tests.kvcache.build import manager_of
 from tests.kvcache.moves import PAGE_SIZE, Chooser
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import signal
 import subprocess
@@ -71,15 +72,19 @@ def kill_one(folder: Path, after_s: float, tally: Tally) -> None:
     command = [sys.executable, "-m", "tests.kvcache.killed_writers", "--write", str(folder)]
     root = Path(__file__).parents[2]
     with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as writer:
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == "writing\n"
-        time.sleep(after_s)
-        writer.send_signal(signal.SIGSTOP)
-        left = drafts_in(folder)
-        served(folder).manager.close()
-        assert drafts_in(folder) == left, "their writer lives"
-        tally.drafts_kept += len(left)
-        writer.kill()
+        try:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == "writing\n"
+            time.sleep(after_s)
+            writer.send_signal(signal.SIGSTOP)
+            # All of its threads: until then one may still end a write.
+            os.waitid(os.P_PID, writer.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+            left = drafts_in(folder)
+            served(folder).manager.close()
+            assert drafts_in(folder) == left, "their writer lives"
+            tally.drafts_kept += len(left)
+        finally:
+            writer.kill()  # a stopped one ends by nothing else
     again = served(folder)
     tally.rounds += 1
     tally.in_a_write += bool(left)

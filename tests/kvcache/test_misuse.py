@@ -185,7 +185,7 @@ def test_what_no_manager_can_be_made_of_is_refused_before_memory_is_taken(
         raise AssertionError("memory was taken")
 
     monkeypatch.setattr("kvcache.replica.devices.allocate_blocks", taken)
-    monkeypatch.setattr("kvcache.manager.Replica", taken)
+    monkeypatch.setattr("kvcache.replicas.Replica", taken)
     fine: dict[str, Any] = {
         "max_batch_size": 2,
         "max_seq_len": 8,

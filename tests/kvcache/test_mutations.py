@@ -9,18 +9,17 @@ import numpy as np
 import pytest
 
 import kvcache.replica.batch
-import kvcache.replica.hashing
 import kvcache.replica.replica
+from kvcache.copies import PageMover
 from kvcache.pool.idle_order import IdleOrder
 from kvcache.pool.index import PrefixIndex
 from kvcache.pool.pages import PagePool
 from kvcache.replica.batch import Batch
-from kvcache.replica.block_table import BlockRows
 from kvcache.replica.context import salt_and_keys
 from kvcache.replica.hashing import PrefixHasher
 from kvcache.replica.leases import PageLease, PageLeases
 from kvcache.replica.replica import Replica
-from kvcache.tiers.copies import CpuMover
+from kvcache.replica.rows import BlockRows
 from kvcache.tiers.host_tier import HostTier, ReplicaTier
 from tests.kvcache.moves import Moves, SeededChooser
 
@@ -110,11 +109,11 @@ def arrives_without_a_copy(tier: ReplicaTier, rows: Any) -> None:
 
 
 def evicts_without_a_copy(tier: ReplicaTier, pages: np.ndarray) -> None:
-    if tier._storing[pages].any():
+    if tier.storing[pages].any():
         tier.forget_waiting()
 
 
-def copies_another_page(mover: CpuMover, pages: np.ndarray, slots: np.ndarray) -> None:
+def copies_another_page(mover: PageMover, pages: np.ndarray, slots: np.ndarray) -> None:
     STORE(mover, pages[::-1], slots)
 
 
@@ -156,7 +155,7 @@ def kept_by_salt_alone(context: Any, algorithm: Any, page_size: int, named: Any 
     return HASHER_OF(context, algorithm, page_size, named)
 
 
-NEXT_DIGESTS, HASHER_OF = kvcache.replica.batch.next_digests, kvcache.replica.hashing.hasher_of
+NEXT_DIGESTS, HASHER_OF = kvcache.replica.batch.next_digests, kvcache.replica.replica.hasher_of
 
 
 def leaves_nothing_to_leases(leases: PageLeases, row: int, pages: np.ndarray) -> None:
@@ -181,7 +180,7 @@ def ends_by_forgetting(leases: PageLeases, lease: PageLease) -> None:
 LEAVE, END = PageLeases.leave, PageLeases.end
 ALLOCATE, UNBIND, WITHDRAW = PagePool.allocate, BlockRows.unbind, PrefixIndex.withdraw
 RESERVE_DECODING, CATCH_UP = Replica.reserve_decoding, Batch.catch_up
-ARRIVE, RESTORE, STORE = ReplicaTier.arrive, ReplicaTier.restore, CpuMover.store
+ARRIVE, RESTORE, STORE = ReplicaTier.arrive, ReplicaTier.restore, PageMover.store
 
 MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "a key that lies on the page to come is forgotten": (kvcache.replica.batch, "next_digests", forgets_keys_to_come),
@@ -202,7 +201,7 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "free pages of a hit count as free": (PagePool, "would_be_taken", hits_free_pages_twice),
     "a restored page is read before it is there": (ReplicaTier, "arrive", arrives_without_a_copy),
     "an evicted page is not copied first": (ReplicaTier, "keep", evicts_without_a_copy),
-    "another page is copied to the host": (CpuMover, "store", copies_another_page),
+    "another page is copied to the host": (PageMover, "store", copies_another_page),
     "a slot that is to be restored may be evicted": (ReplicaTier, "hold", holds_no_slot),
     "a page is found before it has arrived": (ReplicaTier, "restore", found_before_it_arrived),
     "host slots age head first": (HostTier, "touch", head_of_a_prompt_first),

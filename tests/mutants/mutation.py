@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,24 +71,39 @@ def mutated(source: str, mutation: Mutation) -> str:
         StaleMutationError: no such function, its old text is not there just once, or what comes out is no program or
             the same one.
     """
-    first, last = _span(source, mutation.function)
+    named = _find(_parsed(source), mutation.function)
+    first, last = _span(named)
     lines = source.splitlines(keepends=True)
     text = "".join(lines[first:last])
     if (count := text.count(mutation.old)) != 1:
         raise StaleMutationError(f"{mutation.function}: the text {mutation.old!r} occurs {count} times in it")
     changed = "".join([*lines[:first], text.replace(mutation.old, mutation.new), *lines[last:]])
     try:
-        same = ast.dump(ast.parse(changed)) == ast.dump(ast.parse(source))
+        program = ast.parse(changed)
     except SyntaxError as error:
         raise StaleMutationError(f"{mutation.function}: {mutation.new!r} leaves no program: {error}") from error
-    if same:
+    # Of the function alone: nothing else has changed, and the tree of a whole file is long.
+    if _is_same(named, program, mutation.function):
         raise StaleMutationError(f"{mutation.function}: {mutation.new!r} changes nothing")
     return changed
 
 
-def _span(source: str, qualified: str) -> tuple[int, int]:
-    """The lines of a function, class or constant: the first, and the one after the last."""
-    body: Sequence[ast.stmt] = ast.parse(source).body
+@cache
+def _parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+def _is_same(named: ast.stmt, program: ast.Module, qualified: str) -> bool:
+    """Whether the function is the same in another program."""
+    try:
+        return ast.dump(_find(program, qualified)) == ast.dump(named)
+    except StaleMutationError:
+        return False  # its name is another
+
+
+def _find(program: ast.Module, qualified: str) -> ast.stmt:
+    """A function, class or constant by its name."""
+    body: Sequence[ast.stmt] = program.body
     found: ast.stmt | None = None
     for name in qualified.split("."):
         found = next((node for node in reversed(list(_nested(body))) if name in _names(node)), None)
@@ -95,8 +111,13 @@ def _span(source: str, qualified: str) -> tuple[int, int]:
             raise StaleMutationError(f"{qualified}: there is no {name!r}")
         body = found.body if isinstance(found, Defined) else ()
     assert found is not None
-    first = min([found.lineno, *(one.lineno for one in getattr(found, "decorator_list", []))])
-    return first - 1, found.end_lineno or found.lineno
+    return found
+
+
+def _span(named: ast.stmt) -> tuple[int, int]:
+    """The lines of a function, class or constant: the first, and the one after the last."""
+    first = min([named.lineno, *(one.lineno for one in getattr(named, "decorator_list", []))])
+    return first - 1, named.end_lineno or named.lineno
 
 
 def _nested(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:

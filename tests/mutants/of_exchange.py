@@ -1,10 +1,11 @@
-"""Mutations of ownership from end to end: leases and proofs of the manager, the exchange, trials and vouchers."""
+"""Mutations of ownership from end to end: leases and proofs of the manager, the exchange, vouchers."""
 
 from tests.mutants.mutation import Module, Mutation
 
-_OWNERSHIP = "tests/scheduler_adapters/service/test_ownership.py"
+_OWNERSHIP = "tests/transfer/pull/test_ownership.py"
+_EXCHANGE = "tests/transfer/pull/test_exchange.py"
 _LEASES = "tests/kvcache/replica/test_leases.py"
-_TRIALS = "tests/transfer/nixl/test_trials.py"
+_DIRECTORY = "tests/transfer/pull/test_directory.py"
 _VOUCHERS = "tests/transfer/nixl/test_vouchers.py"
 
 EXCHANGE: tuple[Module, ...] = (
@@ -30,11 +31,11 @@ EXCHANGE: tuple[Module, ...] = (
         "kvcache.replica.copier",
         [_OWNERSHIP],
         [
-            Mutation("ImportCopier.take", "self._is_over or self._has_all or", "self._is_over or"),
+            Mutation("ImportCopier.take", "self.is_over or self._has_all or", "self.is_over or"),
             Mutation(
                 "ImportCopier.prove",
-                "if self._is_over or not self._has_all:",
-                "if self._is_over:",
+                "if self.is_over or not self._has_all:",
+                "if self.is_over:",
                 [f"{_OWNERSHIP}::test_nothing_is_proven_before_the_last_was_taken_or_twice"],
             ),
         ],
@@ -45,20 +46,25 @@ EXCHANGE: tuple[Module, ...] = (
         [Mutation("PageLeases.check", "len(booked) != len(self._row_of) or ", "", [_LEASES])],
     ),
     Module(
-        "scheduler_adapters.service.exchange",
+        "transfer.pull.exchange",
         [_OWNERSHIP],
         [
-            Mutation("Exchange._end_copy", "if not event.error:", "if event.safe:", [_OWNERSHIP]),
-            Mutation("Exchange.open_pull", "if key in self._pulls[replica]:", "if not key:", [_OWNERSHIP]),
-            Mutation("Exchange.read", "elif copier.pending is not pending:", "elif not copier:", [_OWNERSHIP]),
-            Mutation("Exchange.poll", "thread.raise_failure()", "pass", [_OWNERSHIP]),
-            Mutation("Exchange.close", "if thread.is_closed:", "if thread:", [_OWNERSHIP]),
-            Mutation("Exchange.close", "self._end_lease(replica, lease_id)", "pass", [_OWNERSHIP]),
+            Mutation("PageExchange._end_copy", "if not event.error:", "if event.safe:", [_OWNERSHIP]),
+            Mutation("PageExchange._refuse_open", "if (replica, key) in self._pulls:", "if not key:", [_OWNERSHIP]),
+            Mutation("PageExchange.read", "elif copier.pending is not pending:", "elif not copier:", [_OWNERSHIP]),
+            Mutation("PageExchange.poll", "thread.raise_failure()", "pass", [_OWNERSHIP]),
+            Mutation("PageExchange.close", "if thread.is_closed:", "if thread:", [_OWNERSHIP]),
+            Mutation("PageExchange.close", "self._end_lease(replica, lease_id)", "pass", [_OWNERSHIP]),
+            Mutation(
+                "PageExchange._thread_of", "if source.engine_id not in self._names:", "if not source:", [_EXCHANGE]
+            ),
+            Mutation("PageExchange.offer", "running=running", "running=True", [_EXCHANGE]),
+            Mutation("PageExchange.pull", "self._refuse_open(replica, key)", "pass", [_EXCHANGE]),
             Mutation(
                 "_keys",
                 "return shared.metadata_key, shared.keyring",
                 'return b"", shared.keyring',
-                ["tests/scheduler_adapters/service/test_exchange.py"],
+                [_EXCHANGE],
             ),
         ],
     ),
@@ -76,44 +82,44 @@ EXCHANGE: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "transfer.pull.thread",
-        [],
-        [
-            Mutation(
-                "TransferThread.add_engine",
-                "self.call(lambda replica: replica.directory.try_out(address, ranks))()",
-                "pass",
-                [f"{_TRIALS}::test_a_caller_that_adds_an_engine_waits_for_its_trial_and_no_pull_does"],
-            )
-        ],
-    ),
-    Module(
         "transfer.nixl.agent",
         [],
         [
             Mutation(
                 "_keep_in_fork",
-                "ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))",
+                "ctypes.pythonapi.Py_IncRef(ctypes.py_object(agent))",
                 "pass",
                 ["tests/transfer/pull/test_forks.py"],
             )
         ],
     ),
     Module(
-        "transfer.nixl.trials",
-        [_TRIALS],
+        "transfer.pull.directory",
+        [_DIRECTORY],
         [
             Mutation(
-                "Trials._without_trial",
-                "all(is_vouched(rank.metadata) for rank in ranks)",
+                "_is_vouched",
+                "all(is_vouched(rank.agent_metadata) for rank in remote.ranks)",
                 "True",
-                [f"{_TRIALS}::test_what_nobody_on_this_host_vouches_for_contacts_nobody"],
+                [f"{_DIRECTORY}::test_a_source_on_another_host_is_refused_without_a_key"],
             ),
             Mutation(
-                "Trials.may_try",
-                " or reaches_other_hosts(agreed_settings(memory_type))",
-                "",
-                [f"{_TRIALS}::test_where_agents_reach_other_hosts_nobody_can_be_asked_and_all_is_tried"],
+                "_is_vouched",
+                "all(is_vouched(rank.agent_metadata) for rank in remote.ranks)",
+                "any(is_vouched(rank.agent_metadata) for rank in remote.ranks)",
+                [f"{_DIRECTORY}::test_one_rank_that_nobody_vouches_for_is_one_too_many"],
+            ),
+            Mutation(
+                "Directory.add",
+                "not self._has_key and not _is_vouched(remotes[0])",
+                "not remotes",
+                [f"{_DIRECTORY}::test_a_source_on_another_host_is_refused_without_a_key"],
+            ),
+            Mutation(
+                "Directory._admit",
+                "self._has_key or self._client.is_keyed or ",
+                "self._client.is_keyed or ",
+                [f"{_DIRECTORY}::test_with_a_key_nobody_is_asked_to_vouch"],
             ),
         ],
     ),

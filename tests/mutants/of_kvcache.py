@@ -87,29 +87,35 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("Replica.reserve_decoding", " or lengths.max() > self.max_seq_len", ""),
             Mutation("Replica.slack", ".min()", ".max()"),
             Mutation("Replica.due", ".min()", ".max()"),
-            Mutation("Replica.refuse_step", "np.count_nonzero(computed > room)", "np.all(computed > room)"),
+            Mutation("Replica.refuse_short", 'if call == "step":', "if False:"),
             Mutation("Replica.refuse_short", "np.count_nonzero(lengths > room)", "np.all(lengths > room)"),
             Mutation("Replica.filled", "computed >= self.rows.commit_at[rows]", "computed > self.rows.commit_at[rows]"),
             Mutation("Replica.publish", "if len(filled) == 1 or", "if True or"),
             Mutation("Replica.publish", "self.tier.arrive(filled)", "pass", ["tests/kvcache/tiers/test_host_tier.py"]),
             Mutation("Replica.release", "self._hashers.pop(row, None)", "pass"),
-            Mutation("Replica.release", "self.tier.leave(row)", "pass", ["tests/kvcache/tiers/test_host_tier.py"]),
+            Mutation(
+                "Replica.release",
+                "self.tier.leave(row, pages[: int(self.rows.committed[row])])",
+                "pass",
+                ["tests/kvcache/tiers/test_host_tier.py"],
+            ),
             Mutation(
                 "Replica.reserve", "self.refuse_rewrite(row, context)", "pass", ["tests/kvcache/replica/test_leases.py"]
             ),
             Mutation("Replica.advance", "self.counter.hit(row, context.end_idx, before, cached)", "pass"),
             Mutation("Replica._plan", "if cached <= context.start_idx:", "if cached < context.start_idx:"),
             Mutation("Replica._take", "self.pool.release(plan.replaced)", "pass"),
-            Mutation("Replica._take", "tier.hold(plan.slots)", "pass", ["tests/kvcache/tiers/test_host_tier.py"]),
+            Mutation("Replica._take", "self.tier.hold(plan.slots)", "pass", ["tests/kvcache/tiers/test_host_tier.py"]),
             Mutation("Replica._publish", "self.pool.release(own[duplicate])", "pass"),
         ],
     ),
     Module(
-        "kvcache.replica.block_table",
+        "kvcache.replica.rows",
         [
             "tests/kvcache/test_handover.py",
             "tests/kvcache/test_manager.py",
             "tests/kvcache/replica/test_batch.py",
+            "tests/kvcache/replica/test_fork.py",
             "tests/kvcache/test_against_model.py",
         ],
         [
@@ -117,11 +123,16 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("BlockRows.unbind", "self.prompt[row] = -1", "pass"),
             Mutation("BlockRows.unbind", "self.measure(row)", "pass"),
             Mutation(
-                "BlockRows.measure", "min(int(self.num_pages[row]) * self._page_size, self._max_seq_len)", "1 << 40"
+                "BlockRows.measure", "min(int(self.num_pages[row]) * self.page_size, self.max_seq_len)", "1 << 40"
             ),
-            Mutation("BlockRows.measure", "self._room[self._first_place + row]", "self._room[row]"),
-            Mutation("BlockRows.append", "(rows + self._first_place)", "rows"),
+            Mutation("BlockRows.measure", " if usable else -1", "", ["tests/kvcache/replica/test_imports.py"]),
+            Mutation("BlockRows.append", "self.num_pages[rows] * self.page_size", "self.page_size"),
             Mutation("BlockRows.commit", "(pages + 1)", "pages"),
+            Mutation("PromptCounter.admit", "if self._rows.prompt[row] < 0:", "if True:"),
+            Mutation("PromptCounter.run", "np.minimum(ends, prompts)", "ends"),
+            Mutation(
+                "PromptCounter.ran_elsewhere", "self._rows.prompt[row] = self._rows.counted[row] = tokens", "pass"
+            ),
         ],
     ),
     Module(
@@ -161,6 +172,8 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("TextContext.fork", "self.prefix_hasher.copy()", "self.prefix_hasher"),
             Mutation("check_fork", "0 < computed < child.end_idx", "0 < computed <= child.end_idx"),
             Mutation("check_fork", '("cache_salt", "extra_keys")', '("cache_salt",)'),
+            Mutation("hasher_of", "kept.salt, kept.extra_keys", "kept.salt, keys"),
+            Mutation("hasher_of", "kept.salt, kept.extra_keys", "salt, kept.extra_keys"),
         ],
     ),
     Module(
@@ -182,10 +195,6 @@ KVCACHE: tuple[Module, ...] = (
                 "",
                 ["tests/kvcache/replica/test_hashing.py", "tests/kvcache/replica/test_batch.py"],
             ),
-            Mutation(
-                "hasher_of", "kept.page_size, kept.salt, kept.extra_keys", "kept.page_size, kept.salt, extra_keys"
-            ),
-            Mutation("hasher_of", "kept.salt, kept.extra_keys", "salt, kept.extra_keys"),
         ],
     ),
     Module(
@@ -206,19 +215,27 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("_check_digests", ".any(axis=1)", ".all(axis=1)"),
             Mutation("_check_digests", "if len(table.digests) != count", "if len(table.digests) < count"),
             Mutation("begin_import", "min(replica.pages_here(row), end)", "replica.pages_here(row)"),
-            Mutation("begin_import", "if rows.num_pages[row]:", "if rows.num_pages[row] > 1:"),
+            Mutation("begin_import", "if replica.rows.num_pages[row]:", "if replica.rows.num_pages[row] > 1:"),
             Mutation("extend_import", "if not pending.num_tokens <= table.num_tokens", "if not 0 <= table.num_tokens"),
             Mutation("extend_import", "not np.array_equal(now[: len(known)], known)", "False"),
-            Mutation("_check_part", "table.num_tokens % table.page_size", "table.num_tokens < table.page_size"),
-            Mutation("_take_up", "max(first, table.num_tokens)", "table.num_tokens"),
-            Mutation("open_import", "if pending.closed:", "if False:"),
-            Mutation("own_import", "if pending.owner is replica:", "if True:"),
+            Mutation(
+                "check_table",
+                "not last and table.num_tokens % table.page_size",
+                "not last and table.num_tokens < table.page_size",
+            ),
+            Mutation("own_import", "if is_open and pending.closed:", "if False:"),
+            Mutation("own_import", " if pending.owner is replica", ""),
             Mutation("_check_open", "is not pending", "is None"),
             Mutation("_check_open", "replica.refuse_renamed(row, context)", "pass"),
             Mutation("_check_proof", "if pending.needs_copy:", "if False:"),
             Mutation("_check_proof", "copier.proof is not proof", "copier.proof is None"),
             Mutation("_check_proof", "proof.num_tokens < pending.tokens[1]", "proof.num_tokens < 0"),
         ],
+    ),
+    Module(
+        "kvcache.replica.block_table",
+        ["tests/kvcache/replica/test_imports.py", "tests/kvcache/replica/test_leases.py"],
+        [Mutation("PendingImport.take_up", "max(first, table.num_tokens)", "table.num_tokens")],
     ),
     Module(
         "kvcache.replica.import_book",
@@ -230,7 +247,7 @@ KVCACHE: tuple[Module, ...] = (
         [
             Mutation("ImportBook.begin", "self._pool.add_writer(pending.dst_pages)", "pass"),
             Mutation("ImportBook.begin", "self._rows.measure(row, usable=False)", "pass"),
-            Mutation("ImportBook.make_copier", "if pending in self._copiers:", "if False:"),
+            Mutation("ImportBook.make_copier", "if pending in self.copiers:", "if False:"),
             Mutation("ImportBook.cancel", "copier is None or copier.is_over", "True"),
             Mutation("ImportBook._free", "self._rows.measure(row)", "pass"),
             Mutation("ImportBook._free", "self.of_row.get(row) is pending", "row in self.of_row"),
@@ -250,11 +267,11 @@ KVCACHE: tuple[Module, ...] = (
             "tests/kvcache/replica/test_leases.py",
         ],
         [
-            Mutation("ImportCopier.take", "self._is_over or self._has_all or pending.closed", "pending.closed"),
+            Mutation("ImportCopier.take", "self.is_over or self._has_all or pending.closed", "pending.closed"),
             Mutation("ImportCopier.take", " or pending.closed:", ":"),
             Mutation("ImportCopier.take", "self._taken, self._has_all = pending.tokens[1], last", "pass"),
-            Mutation("ImportCopier.prove", "self._is_over or not self._has_all", "not self._has_all"),
-            Mutation("ImportCopier.prove", "self._is_over or not self._has_all", "self._is_over"),
+            Mutation("ImportCopier.prove", "self.is_over or not self._has_all", "not self._has_all"),
+            Mutation("ImportCopier.prove", "self.is_over or not self._has_all", "self.is_over"),
             Mutation("ImportCopier.prove", "self.give_up()", "pass"),
             Mutation("ImportCopier.give_up", "self._ended()", "pass"),
         ],
@@ -303,7 +320,7 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("integer", "if isinstance(value, bool | np.bool_):", "if False:"),
             Mutation("whole", "not least <= found <= most", "not least <= found"),
             Mutation("number", " and math.isfinite(found)", "", equivalent="neither nan nor inf is within the bounds"),
-            Mutation("steps", "not 1 <= found <= MOST", "not found <= MOST"),
+            Mutation("steps", "1 <= num_steps <= MOST", "num_steps <= MOST"),
         ],
     ),
     Module(
@@ -362,10 +379,23 @@ KVCACHE: tuple[Module, ...] = (
                 "pass",
                 ["tests/kvcache/test_handover.py"],
             ),
-            Mutation("Replicas.fetch", "replica.refuse_short(state.rows, state.ends + (num_steps - 1))", "pass"),
-            Mutation("Replicas.step", "replica.refuse_step(rows, computed)", "pass"),
+            Mutation(
+                "Replicas.fetch", 'replica.refuse_short(state.rows, state.ends + (num_steps - 1), "fetch")', "pass"
+            ),
+            Mutation("Replicas.step", 'replica.refuse_short(rows, computed, "step")', "pass"),
             Mutation("Replicas.step", "gathered.due > 0", "gathered.due >= 0"),
             Mutation("Replicas._reserve_decoding", "gathered.slack = min(", "gathered.slack = max("),
+            Mutation(
+                "Replicas.fork",
+                "self.placed[replica_idx].copy_page(*copied)",
+                "pass",
+                ["tests/kvcache/replica/test_fork.py"],
+            ),
+            Mutation(
+                "place_replicas",
+                "zip(devices, parts, strict=True)",
+                "zip(devices, [parts[0]] * len(devices), strict=True)",
+            ),
         ],
     ),
     Module(
@@ -379,27 +409,15 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("PagedKVCacheManager.maybe_reserve", "- num_steps + 1", "- num_steps + 2"),
             Mutation(
                 "PagedKVCacheManager.fork",
-                "if copied is None:\n                self._claims.release",
-                "if copied == 0:\n                self._claims.release",
+                "if not forked:\n                self._claims.release",
+                "if False:\n                self._claims.release",
             ),
-            Mutation("PagedKVCacheManager.fork", "self._replicas.placed[replica_idx].copy_page(*copied)", "pass"),
             Mutation("PagedKVCacheManager.claim", "if self.contains(context.request_id):", "if True:"),
         ],
     ),
     Module(
-        "kvcache.cache_inputs",
+        "kvcache.replica.inputs",
         ["tests/kvcache/test_manager.py"],
-        [Mutation("CacheInputs.get_data_parallel_splits", "np.diff(replicas) < 0", "np.diff(replicas) < -1")],
-    ),
-    Module(
-        "kvcache.metrics",
-        ["tests/kvcache/test_manager.py", "tests/kvcache/replica/test_fork.py", "tests/kvcache/replica/test_batch.py"],
-        [
-            Mutation("PromptCounter.admit", "if self._rows.prompt[row] < 0:", "if True:"),
-            Mutation("PromptCounter.run", "np.minimum(ends, prompts)", "ends"),
-            Mutation(
-                "PromptCounter.ran_elsewhere", "self._rows.prompt[row] = self._rows.counted[row] = tokens", "pass"
-            ),
-        ],
+        [Mutation("data_parallel_splits", "np.diff(replicas) < 0", "np.diff(replicas) < -1")],
     ),
 )

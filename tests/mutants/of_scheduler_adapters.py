@@ -1,4 +1,4 @@
-"""Mutations of the schedulers: the loop, the rooms of both sides, their pulls, messages, and what runs the model."""
+"""Mutations of the schedulers: the loop, the requests of both sides, messages, and what runs the model."""
 
 from tests.mutants.mutation import Module, Mutation
 
@@ -94,8 +94,8 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "scheduler_adapters.service.rooms",
-        ["tests/scheduler_adapters/service/test_rooms.py"],
+        "scheduler_adapters.service.requests",
+        ["tests/scheduler_adapters/service/test_requests.py"],
         [
             Mutation(
                 "PREFILL_MOVES",
@@ -103,8 +103,14 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
                 '"held": frozenset({"ending", "over", "queued"})',
             ),
             Mutation("DECODE_MOVES", '"decoding": frozenset({"over"})', '"decoding": frozenset({"over", "waiting"})'),
-            Mutation("Room.blame", "self.reason or reason", "reason or self.reason"),
-            Mutation("Room.move", "deadline\n", "self.deadline\n"),
+            Mutation(
+                "DecodeRequest.relieve",
+                "self.load = 0",
+                "pass",
+                ["tests/scheduler_adapters/service/test_prefill_router.py"],
+            ),
+            Mutation("TrackedRequest.blame", "self.reason or reason", "reason or self.reason"),
+            Mutation("TrackedRequest.move", "deadline\n", "self.deadline\n"),
             Mutation(
                 "Recent.add",
                 "if len(self._names) > self._most:",
@@ -112,16 +118,16 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
                 ["tests/scheduler_adapters/service/test_repeats.py::test_what_is_remembered_is_bounded"],
             ),
             Mutation(
-                "DecodeRoom.has_had",
-                "return self.token is not None",
+                "DecodeRequest.has_had",
+                "return before is not None",
                 "return False",
                 [
                     "tests/scheduler_adapters/service/test_repeats.py::test_a_last_offer_that_comes_again_while_decode_has_no_pages_puts_out_one_token"
                 ],
             ),
             Mutation(
-                "DecodeRoom.has_had",
-                "table.num_tokens <= self.table.num_tokens",
+                "DecodeRequest.has_had",
+                "offer.table.num_tokens <= before.table.num_tokens",
                 "False",
                 [
                     "tests/scheduler_adapters/service/test_repeats.py::test_an_offer_that_younger_ones_have_overtaken_is_dropped"
@@ -135,8 +141,8 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
         [
             Mutation(
                 "DecodeScheduler._on_message",
-                "(message.attempt, link)",
-                "(room.attempt, link)",
+                "(message.attempt, prefill)",
+                "(request.attempt, prefill)",
                 [
                     "tests/scheduler_adapters/service/test_faults.py::test_offers_of_an_attempt_that_is_over_are_refused_and_their_pages_come_back",
                     "tests/scheduler_adapters/service/test_faults.py::test_the_same_id_may_come_again_while_its_first_pull_still_ends",
@@ -152,7 +158,7 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
             ),
             Mutation(
                 "DecodeScheduler._on_late",
-                'link.cancel(message.request_id, message.attempt, "too late")',
+                'prefill.cancel(message.request_id, message.attempt, "too late")',
                 "pass",
                 [
                     "tests/scheduler_adapters/service/test_faults.py::test_offers_of_an_attempt_that_is_over_are_refused_and_their_pages_come_back"
@@ -166,43 +172,75 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
                     "tests/scheduler_adapters/service/test_service.py::test_what_was_preempted_comes_before_what_has_just_arrived"
                 ],
             ),
-            Mutation("DecodeScheduler._fail", "len(room.reasons) >= MAX_ATTEMPTS", "len(room.reasons) > MAX_ATTEMPTS"),
-            Mutation("DecodeScheduler._fail", "room.avoid.add(avoid.name)", "pass"),
+            Mutation("DecodeScheduler._fail", ">= MAX_ATTEMPTS", "> MAX_ATTEMPTS"),
+            Mutation("DecodeScheduler._fail", "request.avoid.add(avoid.name)", "pass"),
             Mutation(
                 "DecodeScheduler.submit",
-                "if len(self._rooms) >= self._max_open:",
-                "if len(self._rooms) > self._max_open:",
+                "if len(self._requests) >= self._max_open:",
+                "if len(self._requests) > self._max_open:",
                 [
-                    "tests/scheduler_adapters/service/test_front.py::test_a_request_beyond_those_that_may_be_on_their_way_is_refused_alone"
+                    "tests/scheduler_adapters/service/test_frontend.py::test_a_request_beyond_those_that_may_be_on_their_way_is_refused_alone"
                 ],
             ),
             Mutation(
                 "DecodeScheduler._on_message",
-                "room.lease.lease_id != message.lease_id",
-                "not message.lease_id",
+                "request.offer.source != message.source",
+                "not message.source",
                 [
                     "tests/scheduler_adapters/service/test_repeats.py::test_two_leases_for_one_attempt_fail_it_and_another_follows"
                 ],
             ),
             Mutation(
                 "DecodeScheduler._give_up",
-                "self._loop.abort(room.request_id)",
+                "self._loop.abort(request.request_id)",
                 "pass",
                 ["tests/scheduler_adapters/service/test_faults.py::test_a_cancelled_request_ends_in_every_phase"],
             ),
             Mutation(
                 "DecodeScheduler._give_up_source",
-                "room.link.cancel(room.request_id, room.attempt, reason)",
+                "request.prefill.cancel(request.request_id, request.attempt, reason)",
                 "pass",
                 ["tests/scheduler_adapters/service/test_faults.py::test_a_cancelled_request_ends_in_every_phase"],
             ),
             Mutation(
                 "DecodeScheduler._expire",
-                "room.deadline <= now",
-                "room.deadline < 0",
+                "request.deadline <= now",
+                "request.deadline < 0",
                 [
                     "tests/scheduler_adapters/service/test_faults.py::test_a_request_that_stays_in_a_phase_for_too_long_fails_with_the_reason"
                 ],
+            ),
+            Mutation(
+                "DecodeScheduler._give_up",
+                "self._manager.cancel_import(importing.pending)",
+                "pass",
+                [
+                    "tests/scheduler_adapters/service/test_faults.py::test_the_same_id_may_come_again_while_its_first_pull_still_ends",
+                    "tests/scheduler_adapters/service/test_faults.py::test_a_cancelled_request_ends_in_every_phase",
+                    "tests/scheduler_adapters/service/test_faults.py::test_pages_stay_held_until_their_lease_word_is_cleared",
+                ],
+            ),
+            Mutation(
+                "DecodeScheduler._on_event",
+                "request.key != key or ",
+                "",
+                [
+                    "tests/scheduler_adapters/service/test_faults.py::test_the_same_id_may_come_again_while_its_first_pull_still_ends",
+                    "tests/scheduler_adapters/service/test_faults.py::test_a_cancelled_request_ends_in_every_phase",
+                    "tests/scheduler_adapters/service/test_faults.py::test_pages_stay_held_until_their_lease_word_is_cleared",
+                ],
+            ),
+            Mutation(
+                "DecodeScheduler._on_event",
+                "request.key != key",
+                "not request.key",
+                ["tests/scheduler_adapters/service/test_decode.py"],
+            ),
+            Mutation(
+                "DecodeScheduler._admit",
+                '["reused"] += start //',
+                '["reused"] += stop //',
+                ["tests/scheduler_adapters/service/test_service.py::test_decode_pulls_only_what_it_lacks"],
             ),
         ],
     ),
@@ -235,7 +273,7 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
             ),
             Mutation(
                 "PrefillScheduler._offer",
-                "self._exchange.start_clock(room.replica, lease)",
+                "self._exchange.start_clock(source)",
                 "pass",
                 [
                     "tests/scheduler_adapters/service/test_faults.py::test_the_time_of_a_lease_runs_from_the_last_offer_on"
@@ -243,50 +281,12 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
             ),
             Mutation(
                 "PrefillScheduler._end",
-                "if room.lease is None:",
-                "if room.lease:",
+                "if request.source is None:",
+                "if request.source:",
                 [
                     "tests/scheduler_adapters/service/test_faults.py::test_a_cancelled_request_ends_in_every_phase",
                     "tests/scheduler_adapters/service/test_faults.py::test_pages_stay_held_until_their_lease_word_is_cleared",
                 ],
-            ),
-        ],
-    ),
-    Module(
-        "scheduler_adapters.service.pulls",
-        ["tests/scheduler_adapters/service/test_faults.py", "tests/scheduler_adapters/service/test_service.py"],
-        [
-            Mutation(
-                "Pulls.release",
-                "self._manager.cancel_import(pending)",
-                "pass",
-                [
-                    "tests/scheduler_adapters/service/test_faults.py::test_the_same_id_may_come_again_while_its_first_pull_still_ends",
-                    "tests/scheduler_adapters/service/test_faults.py::test_a_cancelled_request_ends_in_every_phase",
-                    "tests/scheduler_adapters/service/test_faults.py::test_pages_stay_held_until_their_lease_word_is_cleared",
-                ],
-            ),
-            Mutation(
-                "Pulls.on_event",
-                "room.key == event.key and ",
-                "",
-                [
-                    "tests/scheduler_adapters/service/test_faults.py::test_the_same_id_may_come_again_while_its_first_pull_still_ends",
-                    "tests/scheduler_adapters/service/test_faults.py::test_a_cancelled_request_ends_in_every_phase",
-                    "tests/scheduler_adapters/service/test_faults.py::test_pages_stay_held_until_their_lease_word_is_cleared",
-                ],
-            ),
-            Mutation(
-                "Pulls.on_event",
-                "room.key == event.key and",
-                "",
-                ["tests/scheduler_adapters/service/test_pulls.py"],
-            ),
-            Mutation(
-                "Pulls.begin",
-                '["reused"] += pending.tokens[0] //',
-                '["reused"] += pending.tokens[1] //',
-                ["tests/scheduler_adapters/service/test_service.py::test_decode_pulls_only_what_it_lacks"],
             ),
         ],
     ),
@@ -301,31 +301,29 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "scheduler_adapters.service.affinity",
-        ["tests/scheduler_adapters/service/test_affinity.py"],
-        [
-            Mutation("chunks_of", "len(tokens) - CHUNK + 1", "len(tokens)"),
-            Mutation("chunks_of", "hash(cache_salt)", "0"),
-            Mutation("AskedFor.add", "reversed(chunks)", "chunks"),
-        ],
-    ),
-    Module(
         "scheduler_adapters.hf.state_pages",
         ["tests/scheduler_adapters/hf/test_state_pages.py"],
         [
             Mutation("StatePages.allocate", "self._reset(page)", "pass"),
-            Mutation("StatePages._free_unused", "page not in self._importing and ", ""),
+            Mutation("StatePages.begin_import", "self._pool.add_writer(_one(page))", "pass"),
+            Mutation("StatePages.lease", "self._pool.hold(_one(page))", "pass"),
             Mutation("StatePages.pages_at", "if has != start:", "if has < start:"),
-            Mutation("StatePages.fork", "self._tokens[target] = tokens", "pass"),
+            Mutation("StatePages.fork", "self._tokens[target] = self._tokens[source]", "pass"),
             Mutation("StatePages.cancel_import", "self._reset(page)", "pass"),
+            Mutation(
+                "StatePages.beside",
+                "region=len(sizes)",
+                "region=len(layout.region_bytes)",
+                ["tests/scheduler_adapters/hf/test_state_layout.py"],
+            ),
         ],
     ),
     Module(
         "scheduler_adapters.hf.state_layout",
         ["tests/scheduler_adapters/hf/test_state_layout.py"],
         [
-            Mutation("state_layout", "shard * shape.groups // shards", "shard * groups"),
-            Mutation("state_layout", "offset += parts[-1].num_bytes", "offset += parts[-1].stride"),
+            Mutation("state_layouts", "shard * shape.groups // shards", "shard * groups"),
+            Mutation("state_layouts", "heads * shape.head_dim", "heads * shape.d_state"),
             Mutation("StateShape.__post_init__", "if self.kernel < 2:", "if self.kernel < 1:"),
         ],
     ),
@@ -337,8 +335,8 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
             Mutation("HybridKVCacheManager.fork", "self.states.fork(parent.request_id, child.request_id)", "pass"),
             Mutation("HybridKVCacheManager.extend_import", "if source != before:", "if not source:"),
             Mutation(
-                "HybridKVCacheManager._cancel_state",
-                "self.states.cancel_import(self._state_imports.pop(pending)[1])",
+                "HybridKVCacheManager.import_block_table",
+                "pending.on_free = functools.partial(self.states.cancel_import, page)",
                 "pass",
             ),
         ],

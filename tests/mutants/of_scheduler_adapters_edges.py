@@ -1,37 +1,39 @@
-"""Mutations of the edges of the schedulers: the front, whom decode asks, the folder of a run, signals, arguments."""
+"""Mutations of the edges of the schedulers: the frontend, whom decode asks, the folder of a run, signals, arguments."""
 
 from tests.mutants.mutation import Module, Mutation
 
-_FRONT = "tests/scheduler_adapters/service/test_front.py"
+_FRONTEND = "tests/scheduler_adapters/service/test_frontend.py"
 _FOLDER = "tests/scheduler_adapters/service/test_run_folder.py"
 _SIGNALS = "tests/scheduler_adapters/test_interrupts.py"
 
 SCHEDULER_ADAPTERS_EDGES: tuple[Module, ...] = (
     Module(
-        "scheduler_adapters.service.front",
-        [f"{_FRONT}::test_what_is_not_read_waits_in_order_and_the_front_turns_deaf_at_its_limit"],
+        "scheduler_adapters.service.sockets",
+        [f"{_FRONTEND}::test_what_is_not_read_waits_in_order_and_the_front_turns_deaf_at_its_limit"],
         [
-            Mutation("Front.send", "if self._unread or not", "if not"),
-            Mutation("Front.flush", "len(self._unread) > limit", "len(self._unread) >= limit"),
-            Mutation("Front.flush", "return self._is_deaf and not was_deaf", "return self._is_deaf"),
+            Mutation("FrontendQueue.send", "if self._unread or not", "if not"),
+            Mutation("FrontendQueue.flush", "len(self._unread) > limit", "len(self._unread) >= limit"),
+            Mutation("FrontendQueue.flush", "return self.is_deaf and not was_deaf", "return self.is_deaf"),
         ],
     ),
     Module(
-        "scheduler_adapters.service.prefills",
-        ["tests/scheduler_adapters/service/test_prefills.py"],
+        "scheduler_adapters.service.prefill_router",
+        ["tests/scheduler_adapters/service/test_prefill_router.py"],
         [
-            Mutation("Prefills.ask", "choice.link.load += room.load", "pass"),
-            Mutation("Prefills.relieve", "room.load = 0", "pass"),
+            Mutation("route", "chosen.load += missing[chosen]", "pass"),
+            Mutation("chunks_of", "len(tokens) - CHUNK + 1", "len(tokens)"),
+            Mutation("chunks_of", "hash(cache_salt)", "0"),
+            Mutation("PromptHistory.add", "reversed(chunks)", "chunks"),
         ],
     ),
     Module(
-        "scheduler_adapters.service.run_folder",
-        [_FOLDER],
+        "scheduler_adapters.service.fleet",
+        [],
         [
-            Mutation("_lock", "os.path.samestat(folder.stat(), os.fstat(lock))", "folder"),
-            Mutation("_remove_abandoned", "if lock is not None:", "if entry:"),
-            Mutation("_is_mine", "st_uid == os.getuid()", "st_uid >= 0"),
-            Mutation("RunFolder.close", "shutil.rmtree(self.path, ignore_errors=True)", "pass"),
+            Mutation("_lock", "os.path.samestat(folder.stat(), os.fstat(lock))", "folder", [_FOLDER]),
+            Mutation("_remove_abandoned", "if lock is not None:", "if entry:", [_FOLDER]),
+            Mutation("_is_mine", "st_uid == os.getuid()", "st_uid >= 0", [_FOLDER]),
+            Mutation("RunFolder.close", "shutil.rmtree(self.path, ignore_errors=True)", "pass", [_FOLDER]),
         ],
     ),
     Module(

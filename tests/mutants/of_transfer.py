@@ -56,6 +56,16 @@ TRANSFER: tuple[Module, ...] = (
             Mutation("Puller._collect_fences", "pull.told.add(rank)", "pass"),
             Mutation("Puller._collect_reads", "pull.reading.remove(entry)", "pull.reading.clear()"),
             Mutation("Puller._came", " and not pull.error:\n            self._use", ":\n            self._use"),
+            Mutation("Puller.withdraw", "event.key == key)]", "event.key)]"),
+            Mutation(
+                "Puller.withdraw",
+                "self.fail(key, reason)",
+                "pass",
+                [
+                    "tests/transfer/pull/test_replica.py::test_what_one_rank_lacks_no_rank_needs",
+                    "tests/transfer/pull/test_replica.py::test_a_cancelled_pull_ends_the_lease_with_its_reason",
+                ],
+            ),
             Mutation("Puller._fail", "if pull.error:", "if not pull:"),
             Mutation("Puller._fail", " - pull.told", ""),
             Mutation("Puller._on_error", "if error.peer_lost and", "if"),
@@ -146,15 +156,15 @@ TRANSFER: tuple[Module, ...] = (
             ),
             Mutation(
                 "RemoteEngine.parts",
-                "if len(few) == len(self._few):",
-                "if few:",
+                "parts += self._parts_of(key, planned, groups)",
+                "parts = parts or self._parts_of(key, planned, groups)",
                 [
                     "tests/transfer/pull/test_replica.py::test_pages_of_all_ranks_are_read_where_a_rank_leaves_the_quick_way"
                 ],
             ),
             Mutation(
-                "RemoteEngine.parts",
-                " and self.verifier is None",
+                "RemoteEngine._parts_of",
+                "self.verifier is None and ",
                 "",
                 [
                     "tests/transfer/pull/test_replica.py::test_pages_of_all_ranks_are_read_where_a_rank_leaves_the_quick_way"
@@ -246,15 +256,6 @@ TRANSFER: tuple[Module, ...] = (
                 "pass",
                 [
                     "tests/transfer/pull/test_replica.py::test_a_source_that_has_other_ranks_than_was_said_is_not_read_from"
-                ],
-            ),
-            Mutation(
-                "ReplicaTransfer._fail",
-                "self.ranks[at].puller.fail(key, reason)",
-                "pass",
-                [
-                    "tests/transfer/pull/test_replica.py::test_what_one_rank_lacks_no_rank_needs",
-                    "tests/transfer/pull/test_replica.py::test_a_cancelled_pull_ends_the_lease_with_its_reason",
                 ],
             ),
             Mutation(
@@ -388,34 +389,34 @@ TRANSFER: tuple[Module, ...] = (
         "transfer.engine.notifications",
         ["tests/transfer/engine/test_notifications.py"],
         [
-            Mutation("Inbox.accept", "if transfers.get(name) == self._shards", "if transfers.get(name)"),
-            Mutation("Inbox._verdict", "peer is None or peer not in self.completed", "peer is None"),
-            Mutation("Inbox.disconnect", "if shards == self._shards", "if not shards"),
+            Mutation("NotificationBook.accept", "if transfers.get(name) == self._shards", "if transfers.get(name)"),
+            Mutation("NotificationBook._verdict", "peer is None or peer not in self.completed", "peer is None"),
+            Mutation("NotificationBook.disconnect", "if shards == self._shards", "if not shards"),
         ],
     ),
     Module(
         "transfer.engine.transfers",
         ["tests/transfer/engine/test_engine.py"],
         [
-            Mutation("Transfers._fail", "self.quarantine.park(posting)", "pass"),
-            Mutation("Transfers._drain", "self.quarantine.release(ended)", "pass"),
+            Mutation("TransferBook._fail", "self.quarantine.park(posting)", "pass"),
+            Mutation("TransferBook._drain", "self.quarantine.release(ended)", "pass"),
             Mutation(
-                "Transfers._is_ours",
+                "TransferBook._is_ours",
                 "if self._name not in (request.src_name, request.dst_name):",
                 "if not request.src_name:",
             ),
-            Mutation("Transfers.wait", "if not timeout_s >= 0:", "if timeout_s < 0:"),
-            Mutation("Transfers.disconnect", "self.inbox.disconnect(name)", "pass"),
+            Mutation("TransferBook.wait", "if not timeout_s >= 0:", "if timeout_s < 0:"),
+            Mutation("TransferBook.disconnect", "self.notifications.disconnect(name)", "pass"),
         ],
     ),
     Module(
-        "transfer.engine.quarantine",
+        "transfer.engine.postings",
         ["tests/transfer/engine/test_engine.py"],
         [
-            Mutation("Quarantine.park", "and posting not in self._parked", ""),
+            Mutation("Quarantine.park", "if posting.pending:", "if posting:"),
             Mutation("Quarantine.pages", "if held.replica == replica", "if held"),
-            Mutation("Quarantine.of_peer", "held.peer == peer and name not in ours", "held.peer == peer"),
-            Mutation("Quarantine.reap", "if not posting.in_flight:", "if posting:"),
+            Mutation("Quarantine.of_peer", "held.peer == peer and held.posting is None", "held.peer == peer"),
+            Mutation("Quarantine.reap", "if not posting.pending:", "if posting:"),
         ],
     ),
 )

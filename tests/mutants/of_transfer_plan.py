@@ -40,7 +40,7 @@ TRANSFER_PLAN: tuple[Module, ...] = (
     ),
     Module(
         "transfer.plan.runs",
-        ["tests/transfer/pull/test_batches.py", "tests/transfer/plan/test_plan_properties.py"],
+        ["tests/transfer/pull/test_parts.py", "tests/transfer/plan/test_plan_properties.py"],
         [
             Mutation(
                 "Runs.shortened",
@@ -56,10 +56,7 @@ TRANSFER_PLAN: tuple[Module, ...] = (
         ["tests/transfer/plan/test_plan.py"],
         [
             Mutation(
-                "window_start",
-                "num_tokens - window + 1",
-                "num_tokens - window",
-                ["tests/transfer/plan/test_plan.py::test_a_window_needs_the_page_of_its_first_token"],
+                "Plan.prefers_staging", " or copies_of(plan) > MAX_COPIES", "", ["tests/transfer/plan/test_staging.py"]
             ),
             Mutation(
                 "_plan_group",
@@ -81,28 +78,34 @@ TRANSFER_PLAN: tuple[Module, ...] = (
         "transfer.plan.page_lists",
         ["tests/transfer/plan/test_page_lists.py"],
         [
-            Mutation("resolved", "if stop > pages.end:", "if stop > pages.end + 1:"),
-            Mutation("resolved", "if first < 0:", "if first < -1:"),
-            Mutation("resolved", "if first * size > pages.needed:", "if first * size > stop:"),
-            Mutation("resolved", "blocks[-1:]", "blocks[:1]"),
+            Mutation("pages_of", "if stop > named.end:", "if stop > named.end + 1:"),
+            Mutation("pages_of", "if first < 0:", "if first < -1:"),
+            Mutation("pages_of", "if first * size > named.needed:", "if first * size > stop:"),
+            Mutation("pages_of", "blocks[-1:]", "blocks[:1]"),
         ],
     ),
     Module(
-        "transfer.plan.few_pages",
-        ["tests/transfer/plan/test_few_pages.py"],
+        "transfer.plan.rank_plan",
+        ["tests/transfer/plan/test_rank_plan.py"],
         [
-            Mutation("FewPages.part", "local == our_end and remote == their_end and", "local == our_end and"),
-            Mutation("_pairs", "0 <= theirs < most_remote", "0 <= theirs <= most_remote"),
-            Mutation("_pairs", "if count == 1 or len({ours for ours, _ in pairs}) == count else None", ""),
-            Mutation("_pairs", "if start % size or", "if"),
+            Mutation("RankPlan.few", "local == our_end and remote == their_end and", "local == our_end and"),
+            Mutation("_few_pairs", "0 <= theirs < most_remote", "0 <= theirs <= most_remote"),
+            Mutation("_few_pairs", "if count == 1 or len({ours for ours, _ in pairs}) == count else None", ""),
+            Mutation("_few_pairs", "if start % size or", "if"),
+            Mutation("RankPlan.pages", "isinstance(one, BlocksOfGroup) and not group.stacks", "not one"),
         ],
     ),
     Module(
-        "transfer.pull.batches",
-        ["tests/transfer/pull/test_batches.py"],
+        "transfer.pull.parts",
+        ["tests/transfer/pull/test_parts.py"],
         [
-            Mutation("next_transfer", "max(last, first + 1), False", "last, False"),
-            Mutation("next_transfer", "if background and left", "if left"),
+            Mutation(
+                "Part.next_transfer",
+                "max(min(first + BACKGROUND_RUNS - 1, runs, within), first + 1), False",
+                "min(first + BACKGROUND_RUNS - 1, runs, within), False",
+            ),
+            Mutation("Part.next_transfer", "if background and left", "if left"),
+            Mutation("tell_layers", "if not left:\n            on_layers", "if left:\n            on_layers"),
         ],
     ),
     Module(
@@ -111,12 +114,6 @@ TRANSFER_PLAN: tuple[Module, ...] = (
         [
             Mutation("PageChecks.bad", "!= expected", "< expected"),
             Mutation("PageChecks._ids", "0 <= ids.min() <= ids.max() < len(self.words[group])", "ids.min() >= 0"),
-        ],
-    ),
-    Module(
-        "transfer.pull.verify",
-        ["tests/transfer/pull/test_verify.py"],
-        [
             Mutation("Verifier._compare", "if not attempts:", "if attempts < 0:"),
             Mutation(
                 "Verifier._draw",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.workers import Workers
+from scheduler_adapters.service.fleet import Fleet
 
 
 @dataclass
@@ -37,8 +37,8 @@ class Asked:
 class Client:
     """Submits to decode processes, and hears from all."""
 
-    def __init__(self, workers: Workers) -> None:
-        self.workers = workers
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
         self.asked: dict[str, Asked] = {}
         self.aborts: list[tuple[float, str]] = []  # when to cancel which request
         self.ready: list[str] = []
@@ -54,7 +54,7 @@ class Client:
         """Ask a decode process to serve a prompt."""
         asked = Asked(request_id, tuple(prompt), decode, time.monotonic(), next(self._serials), expected)
         self.asked[request_id] = asked
-        self.workers.send(
+        self.fleet.send(
             decode,
             msg.Submit(request_id=request_id, prompt=asked.prompt, max_new_tokens=new, serial=asked.serial),
         )
@@ -63,15 +63,15 @@ class Client:
     def abort(self, request_id: str) -> None:
         """Cancel a request, where its process lives."""
         one = self.asked.get(request_id)
-        if one is not None and not one.finished and one.decode in self.workers.running:
-            self.workers.send(one.decode, msg.Abort(request_id=request_id, serial=one.serial))
+        if one is not None and not one.finished and one.decode in self.fleet.running:
+            self.fleet.send(one.decode, msg.Abort(request_id=request_id, serial=one.serial))
 
     def hear(self, timeout_s: float) -> None:
         """Take in what the processes say, for at most so long. Cancels what is due."""
         for due in [due for due in self.aborts if due[0] <= time.monotonic()]:
             self.aborts.remove(due)
             self.abort(due[1])
-        for message in self.workers.receive(timeout_s):
+        for message in self.fleet.receive(timeout_s):
             if isinstance(message, msg.Ready):
                 self.ready.append(message.name)
             elif isinstance(message, msg.Stats):
@@ -109,11 +109,11 @@ class Client:
         start = time.monotonic()
         while True:
             self.stats.clear()
-            for name in self.workers.running:
-                self.workers.send(name, msg.Ask())
-            while len(self.stats) < len(self.workers.running):
+            for name in self.fleet.running:
+                self.fleet.send(name, msg.Ask())
+            while len(self.stats) < len(self.fleet.running):
                 self.hear(0.05)
-                assert time.monotonic() < start + timeout_s + 30, f"no counters from {self.workers.running}"
+                assert time.monotonic() < start + timeout_s + 30, f"no counters from {self.fleet.running}"
             held = {name: one for name, one in self.stats.items() if one.pages_held or one.open_requests}
             if not held:
                 return time.monotonic() - start

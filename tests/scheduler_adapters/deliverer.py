@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from scheduler_adapters.service import links
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service import prefill as prefill_module
+from scheduler_adapters.service import prefill_router
 from scheduler_adapters.service.decode import DecodeScheduler
 from scheduler_adapters.service.prefill import PrefillScheduler
 from scheduler_adapters.service.sockets import received
@@ -27,7 +27,7 @@ from tests.scheduler_adapters.service.processes import Service
 
 
 class Reached(NamedTuple):
-    """A message of a type that was delivered in some way while its room stood in some phase."""
+    """A message of a type that was delivered in some way while its request stood in some phase."""
 
     message: str
     phase: str
@@ -84,7 +84,7 @@ class Deliverer:
         self.round = self._number = 0
         self._hops: dict[Any, _Hop] = {}
         self._seen: set[tuple[Any, ...]] = set()
-        patch.setattr(links, "received", self._received_here)
+        patch.setattr(prefill_router, "received", self._received_here)
         patch.setattr(prefill_module, "received", self._received_here)
 
     @property
@@ -93,13 +93,13 @@ class Deliverer:
         return sum(len(hop.held) for key, hop in self._hops.items() if not getattr(key, "closed", False))
 
     def to_decode(self, name: str, message: msg.Submit | msg.Abort) -> None:
-        """A front says something to a decode process."""
+        """A frontend says something to a decode process."""
         self._take(self._hops.setdefault(name, _Hop()), message, message)
 
     def deliver_to_decodes(self) -> None:
-        """What fronts have said and is due."""
+        """What frontends have said and is due."""
         for name, decode in self.service.decodes.items():
-            for held in self._due(self._hops.setdefault(name, _Hop()), lambda m, d=decode: _front_phase(d, m)):
+            for held in self._due(self._hops.setdefault(name, _Hop()), lambda m, d=decode: _frontend_phase(d, m)):
                 message = held.message
                 if isinstance(message, msg.Submit):
                     decode.submit(message)
@@ -146,7 +146,7 @@ class Deliverer:
             if socket in prefill.sockets:
                 return lambda frames: self._prefill_phase(prefill, frames)
         for decode in self.service.decodes.values():
-            if any(socket in link.sockets for link in decode.links):
+            if any(socket in connection.sockets for connection in decode.connections):
                 return lambda frames: _decode_phase(decode, msg.decode(frames[-1]))
         return lambda _: "nobody"
 
@@ -158,35 +158,35 @@ class Deliverer:
         seen, _ = key in self._seen, self._seen.add(key) if isinstance(message, msg.Prefill) else None
         if reader is None:
             return "stranger"
-        room = reader.rooms.get((message.request_id, message.attempt))
-        if room is not None:
-            return room.phase
-        others = [attempt for request_id, attempt in reader.rooms if request_id == message.request_id]
+        request = reader.requests.get((message.request_id, message.attempt))
+        if request is not None:
+            return request.phase
+        others = [attempt for request_id, attempt in reader.requests if request_id == message.request_id]
         if others:
             return "a younger attempt is there" if max(others) > message.attempt else "an older attempt is there"
         return "over" if seen else "not begun"
 
 
 def _decode_phase(decode: DecodeScheduler, message: msg.AnyMessage) -> str:
-    if not isinstance(message, (msg.Offer, msg.Failed)):
+    if not isinstance(message, (msg.PagesOffer, msg.Failed)):
         return "-"
-    room = decode._rooms.get(message.request_id)
-    if room is None:
+    request = decode._requests.get(message.request_id)
+    if request is None:
         return "over"
-    if room.attempt != message.attempt:
-        return f"another attempt, {room.phase}"
-    if isinstance(message, msg.Offer) and room.table is not None and room.phase != "decoding":
-        size = "smaller" if message.table.num_tokens < room.table.num_tokens else "not smaller"
-        return f"{room.phase}, {'after the last' if room.token is not None else size}"
-    return room.phase
+    if request.attempt != message.attempt:
+        return f"another attempt, {request.phase}"
+    if isinstance(message, msg.PagesOffer) and request.offer is not None and request.phase != "decoding":
+        size = "smaller" if message.table.num_tokens < request.offer.table.num_tokens else "not smaller"
+        return f"{request.phase}, {'after the last' if request.has_ended_prefill else size}"
+    return request.phase
 
 
-def _front_phase(decode: DecodeScheduler, message: msg.Submit | msg.Abort) -> str:
-    room = decode._rooms.get(message.request_id)
-    return "no room" if room is None else room.phase
+def _frontend_phase(decode: DecodeScheduler, message: msg.Submit | msg.Abort) -> str:
+    request = decode._requests.get(message.request_id)
+    return "no request" if request is None else request.phase
 
 
 def _name(message: msg.AnyMessage) -> str:
-    if isinstance(message, msg.Offer):
-        return "last Offer" if message.token is not None else "Offer"
+    if isinstance(message, msg.PagesOffer):
+        return "last offer" if message.token is not None else "PagesOffer"
     return type(message).__name__

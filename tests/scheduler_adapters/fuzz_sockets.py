@@ -114,7 +114,7 @@ class Impostor:
         one = rng.choice(self._asked)
         made: list[bytes] = []
         for message in MESSAGES:
-            if isinstance(message, (msg.Offer, msg.Failed)):
+            if isinstance(message, (msg.PagesOffer, msg.Failed)):
                 about = msgspec.structs.replace(message, request_id=one.request_id, attempt=one.attempt)
                 made.append(msg.encode(about))
         return made
@@ -150,14 +150,14 @@ def run(messages: int, seed: int, say: Callable[[str], None]) -> list[str]:
         for identity in list(service.prefill._readers):
             if service.prefill._readers[identity].name != "d0":
                 service.prefill._lose(identity, "the stranger is gone")
-        service.until(lambda: not service.prefill.open_requests, "prefill's last room", timeout_s=30)
+        service.until(lambda: not service.prefill.open_requests, "prefill's last request", timeout_s=30)
         service.assert_nothing_held()
         say(
-            f"prefill: {dict(service.prefill.counts)}; decode: {service.decode.links[1].malformed} malformed, "
+            f"prefill: {dict(service.prefill.counts)}; decode: {service.decode.connections[1].malformed} malformed, "
             f"{dict(service.decode.counts)}; the stranger heard {dict(stranger.heard)}; {good} good requests; "
             f"peak memory grew by {grown} KiB in the second half"
         )
-        if not service.prefill.counts["malformed"] or not service.decode.links[1].malformed:
+        if not service.prefill.counts["malformed"] or not service.decode.connections[1].malformed:
             wrong.append("nothing was refused")
         if grown > 20_000:
             wrong.append(f"memory grew by {grown} KiB")
@@ -174,7 +174,7 @@ def serve(service: Service, request_id: str, meanwhile: Callable[[], None]) -> l
         service.poll()
         service.collect()
         if time.monotonic() > end:
-            raise AssertionError(f"{request_id} has not ended in {ENDS_S} s: {service.decode._rooms}")
+            raise AssertionError(f"{request_id} has not ended in {ENDS_S} s: {service.decode._requests}")
     tokens = service.tokens.pop(request_id)
     end_of = service.ended.pop(request_id)
     return tokens if not end_of.error else [end_of.error]  # type: ignore[list-item]

@@ -9,27 +9,29 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from scheduler_adapters.service import worker
-from scheduler_adapters.service.rooms import Room
+from scheduler_adapters.service import server
+from scheduler_adapters.service.program import die_with_parent
+from scheduler_adapters.service.requests import TrackedRequest
 
 FOLDER_VARIABLE = "PAGEWIRE_FUSES"
 
 
 def main() -> int:
-    """Run one process, as `scheduler_adapters.service.worker` does; the exit status."""
+    """Run one process, as `scheduler_adapters.service.server` does; the exit status."""
+    die_with_parent()
     fuse = Path(os.environ[FOLDER_VARIABLE]) / str(os.getpid())
-    move = Room.move
+    move = TrackedRequest.move
 
-    def move_and_look(room: Room, phase: str, *deadline: Any) -> None:
-        move(room, phase, *deadline)
+    def move_and_look(request: TrackedRequest, phase: str, *deadline: Any) -> None:
+        move(request, phase, *deadline)
         if fuse.exists():
             wanted, signal, delay = fuse.read_text().split()
             if phase == wanted:
                 fuse.unlink()
                 light(int(signal), float(delay))
 
-    Room.move = move_and_look  # type: ignore[method-assign]
-    return worker.main()
+    TrackedRequest.move = move_and_look  # type: ignore[method-assign]
+    return server.main()
 
 
 def light(signal: int, delay_s: float) -> None:

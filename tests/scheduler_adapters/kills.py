@@ -26,9 +26,9 @@ import torch
 
 from benchmarks.frame import header, write
 from scheduler_adapters.hf.runner import load_model, reference_tokens
-from scheduler_adapters.service.rooms import DECODE_MOVES, PREFILL_MOVES
-from scheduler_adapters.service.worker import WorkerConfig
-from scheduler_adapters.service.workers import Workers
+from scheduler_adapters.service.fleet import Fleet
+from scheduler_adapters.service.requests import DECODE_MOVES, PREFILL_MOVES
+from scheduler_adapters.service.server import ServerConfig
 from tests.scheduler_adapters.client import Client
 from tests.scheduler_adapters.kill_worker import FOLDER_VARIABLE
 from transfer.engine.ports import available_port
@@ -68,14 +68,14 @@ class Outcome(NamedTuple):
     struck: bool
 
 
-def configs() -> list[WorkerConfig]:
+def configs() -> list[ServerConfig]:
     """Two processes of each kind, at fixed TCP ports."""
-    made: list[WorkerConfig] = []
+    made: list[ServerConfig] = []
     for number, role in enumerate(("prefill", "prefill", "decode", "decode")):
         firsts = [20000 + 1000 * number + 500 * way for way in range(2)]
         at = [f"tcp://127.0.0.1:{available_port(first, first + 499)}" for first in firsts]
         made.append(
-            WorkerConfig(
+            ServerConfig(
                 model=None,
                 seed=0,
                 page_size=16 if role == "prefill" else 32,
@@ -100,7 +100,7 @@ class Range:
     """The fleet that is shot at, and what it is asked for."""
 
     def __init__(self, client: Client, folder: Path, seed: int) -> None:
-        self.client, self.workers, self.folder = client, client.workers, folder
+        self.client, self.fleet, self.folder = client, client.fleet, folder
         self.random = random.Random(seed)
         model = load_model(None)
         lengths = [self.random.randrange(20, 330) for _ in range(24)]
@@ -122,10 +122,10 @@ class Range:
         victim = f"{fault.role}-{self.random.randrange(2)}"
         delay = self.random.choice([0.0, 0.0, self.random.uniform(0.0, 0.005)])
         number = signal.SIGSTOP if fault.kind == "stop" else signal.SIGKILL
-        fuse = self.folder / str(self.workers.pids[victim])
+        fuse = self.folder / str(self.fleet.pids[victim])
         fuse.write_text(f"{fault.phase} {int(number)} {delay}")
         if number == signal.SIGKILL:
-            self.workers.expect_end(victim)
+            self.fleet.expect_end(victim)
         self.submit()
         struck = self.wait_for_end_or_stop(victim, fuse)
         at = time.monotonic()
@@ -141,7 +141,7 @@ class Range:
         elif not struck:
             fuse.unlink(missing_ok=True)
             if number == signal.SIGKILL:  # nothing came into that phase; it has not ended, so it is ended now
-                self.workers.kill(victim)
+                self.fleet.kill(victim)
                 self.restart(victim)
         self.wait_for_all(time.monotonic() + RECOVERY_S)
         settled_s = self.client.settle(SETTLED_S)
@@ -151,23 +151,23 @@ class Range:
         """Until the victim is struck, or all is served without it."""
         while self.client.open:
             self.client.hear(0.002)
-            if not fuse.exists() and (self.workers.has_ended(victim) or is_stopped(self.workers.pids[victim])):
+            if not fuse.exists() and (self.fleet.has_ended(victim) or is_stopped(self.fleet.pids[victim])):
                 return True
         return not fuse.exists()
 
     def restart(self, victim: str) -> None:
         """The victim comes back where it was; what it had is lost with it."""
-        while not self.workers.has_ended(victim):
+        while not self.fleet.has_ended(victim):
             time.sleep(0.001)
         self.client.give_up(victim, f"the process {victim} was killed")
-        self.workers.restart(victim)
+        self.fleet.restart(victim)
         self.client.wait_ready(victim)
 
     def let_go_on(self, victim: str, since: float) -> None:
         """A stopped victim goes on, later than its leases last."""
         while time.monotonic() < since + STOPPED_S:
             self.client.hear(0.05)
-        os.kill(self.workers.pids[victim], signal.SIGCONT)
+        os.kill(self.fleet.pids[victim], signal.SIGCONT)
 
     def wait_for_others(self, victim: str, at: float) -> None:
         """Until every request that the victim does not decode has ended, which is soon enough after the fault."""
@@ -207,8 +207,8 @@ def shoot(runs: int, seed: int, say: Callable[[str], None] = lambda _line: None)
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="pagewire-fuses-") as folder:
         os.environ[FOLDER_VARIABLE] = folder
-        with Workers(configs(), PROGRAM) as workers:
-            shooting = Range(Client(workers), Path(folder), seed)
+        with Fleet(configs(), PROGRAM) as fleet:
+            shooting = Range(Client(fleet), Path(folder), seed)
             while len(outcomes) < runs:
                 queue = queue or order.sample(FAULTS, len(FAULTS))
                 outcomes.append(shooting.run(queue.pop()))

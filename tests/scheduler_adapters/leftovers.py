@@ -2,7 +2,6 @@
 
 import os
 import secrets
-import signal
 import subprocess
 import sys
 import threading
@@ -39,19 +38,14 @@ class Run:
             "TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "torch"),  # torch's own, made at its import
             MARK: self._mark,
         }
-        # Tests that run in a shell's background are started with SIGINT ignored, and hand that on.
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            self.process = subprocess.Popen(
-                [*COMMAND, *arguments],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=environment,
-                start_new_session=True,
-            )
-        finally:
-            signal.signal(signal.SIGINT, before)
+        self.process = subprocess.Popen(
+            [*COMMAND, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -79,8 +73,10 @@ class Run:
             self.process.send_signal(number)
             time.sleep(every_s)
         with self.process:
-            text = self.stderr()
-            return self.process.wait(60), text
+            try:
+                return self.process.wait(60), self.stderr()
+            finally:
+                self.process.kill()  # one that does not end fails its test, and holds up no other
 
     def descendants(self) -> dict[int, str]:
         """Processes that carry the mark, by id, with their command lines."""

@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from scheduler_adapters.hf.recurrent import recurrent_layers_of, state_shape_of
-from scheduler_adapters.hf.runner import HFRunner, kv_params_of, manager_for, num_layers_of
-from scheduler_adapters.hf.state_layout import state_layouts
+from scheduler_adapters.hf.runner import HFRunner, kv_params_of, manager_for, num_layers_of, state_bytes_of
 from scheduler_adapters.loop import Output, Request, ServingLoop
 
 
@@ -15,9 +13,7 @@ def new_manager(
     """The manager that the model needs, with so many pages of tokens in each replica, and state pages beside them."""
     cache = kv_params_of(model.config, page_size=page_size, **params)
     memory = pages * page_size * cache.bytes_per_token(num_layers_of(model.config)) * cache.data_parallel_degree
-    if recurrent_layers_of(model.config):
-        layouts = state_layouts(state_shape_of(model), cache.n_devices)
-        memory += (rows + 1) * sum(layout.page_bytes for layout in layouts)
+    memory += state_bytes_of(model, cache.n_devices, rows)
     devices = ["cpu"] * cache.n_devices
     return manager_for(
         model, cache, rows, max_seq_len, devices, available_cache_memory=memory, enable_runtime_checks=True
@@ -26,7 +22,7 @@ def new_manager(
 
 def new_loop(model: Any, pages: int = 200, budget: int = 64, **manager: Any) -> ServingLoop:
     made = new_manager(model, pages, **manager)
-    return ServingLoop(made, HFRunner(model, getattr(made, "states", None)), token_budget=budget)
+    return ServingLoop(made, HFRunner(model, *made.further_groups), token_budget=budget)
 
 
 def serve(loop: ServingLoop, requests: Sequence[Request], limit: int = 2000) -> dict[str, list[Output]]:
@@ -52,4 +48,4 @@ def tokens_of(outputs: dict[str, list[Output]]) -> list[list[int | None]]:
 def assert_nothing_held(manager: Any) -> None:
     manager.check()
     assert manager.num_free_blocks == manager.total_num_pages
-    assert not hasattr(manager, "states") or manager.states.num_held == 0
+    assert not any(group.num_held for group in manager.further_groups)

@@ -14,7 +14,7 @@ import pytest
 
 from scheduler_adapters import arguments, cli
 from scheduler_adapters.demo import demo
-from scheduler_adapters.replay import replay
+from scheduler_adapters.replay import command as replay_command
 
 NEVER = ("inf", "-inf", "nan", "-1", "1e30", "1e400", "0x10", "", " ", "text", "1\n2", "\udcff", "٣x", "9" * 5000)
 NUMBERS = ("0", "1", "2", "0.5", "1_0", str(2**31), str(2**32), str(2**40), str(2**63), str(2**64))
@@ -62,9 +62,9 @@ def status_of(
     def reached(*_: object, **__: object) -> None:
         raise Reached
 
-    monkeypatch.setattr(demo, "Workers", reached)
+    monkeypatch.setattr(demo, "Fleet", reached)
     monkeypatch.setattr(subprocess, "Popen", reached)
-    monkeypatch.setattr(replay, "replay", reached)
+    monkeypatch.setattr(replay_command, "replay", reached)
     monkeypatch.chdir(tmp_path)
 
     def run(line: list[str]) -> int | None:
@@ -101,7 +101,7 @@ def test_a_hostile_value_is_one_line_or_is_taken(
             assert status == 2, value
         if numeric and text in (str(2**40), str(2**63), str(2**64)):
             assert status == 2, value
-        if text == "{tmp}" and action.type in (arguments.input_file, arguments.output_file):
+        if text == "{tmp}" and action.type in (arguments.input_path, arguments.output_file):
             assert status == 2, value
         if text in ("", "a\0b"):
             assert status == 2, value
@@ -160,7 +160,7 @@ def test_a_damaged_file_is_one_line(
     def reached(*_: object, **__: object) -> None:
         raise Reached
 
-    monkeypatch.setattr(demo, "Workers", reached)
+    monkeypatch.setattr(demo, "Fleet", reached)
     path.write_bytes(BROKEN[name])
     try:
         assert cli.main(["demo", "--prompts", str(path)]) == 2

@@ -12,7 +12,6 @@ import pytest
 from scheduler_adapters.hf.generate import PagedGenerator
 from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.loop import Request, ServingLoop
-from scheduler_adapters.service.exchange import Exchange
 from tests.scheduler_adapters.contract import (
     NEW,
     AdapterContract,
@@ -27,6 +26,7 @@ from tests.scheduler_adapters.service.processes import Service, Side
 from tests.scheduler_adapters.serving import new_loop, new_manager
 from transfer.errors import AgentError
 from transfer.nixl.agent import Agent
+from transfer.pull.exchange import PageExchange
 
 LIMITS = Limits(page_size=16, pages=12, rows=4, budget=32)
 LONG = prompt_of(201, 5 * LIMITS.budget // 2)  # in chunks
@@ -183,7 +183,7 @@ class WatchedService(Service):
         self.most: Counter[str] = Counter()
         super().__init__(*args, **options)
 
-    def _start(self, name: str, side: Side) -> tuple[ServingLoop[Any], Exchange]:
+    def _start(self, name: str, side: Side) -> tuple[ServingLoop[Any], PageExchange]:
         started = super()._start(name, side)
         watch(started[0], self.most)
         return started
@@ -201,7 +201,7 @@ class PairDriver:
         limits = self.limits
         side = Side(pages=limits.pages, page_size=limits.page_size, rows=limits.rows, budget=limits.budget)
         self.service = WatchedService(model, directory, side, side, lease_s=1.0)
-        self.service.until(lambda: self.service.decode.connected, "the link")
+        self.service.until(lambda: self.service.connected, "the link")
         self.lost: set[str] = set()
         self.victim, self.refusals, self.stalled = "", 0.0, False
         self.patch = pytest.MonkeyPatch()
@@ -239,9 +239,9 @@ class PairDriver:
         # is in flight.
         self.stalled = phase == "pulling"
         prompt, new = (prompt_of(202, 300), 10) if phase == "offered" else (LONG, 3 * NEW)
-        room = self.service.submit_one(request_id, prompt, new)
+        request = self.service.submit_one(request_id, prompt, new)
         many = 2 if phase == "decoding" else 0
-        self.service.until(lambda: room.phase == phase and len(self.service.tokens[request_id]) >= many, phase)
+        self.service.until(lambda: request.phase == phase and len(self.service.tokens[request_id]) >= many, phase)
         return prompt, new
 
     def cancel(self, request_id: str) -> None:
@@ -266,7 +266,7 @@ class PairDriver:
         )
 
     def held_pages(self) -> int:
-        return sum(exchange.pages_held for exchange in self.service.exchanges.values())
+        return sum(loop.manager.num_held_blocks for loop in self.service.loops.values())
 
     def check(self) -> None:
         for loop in self.service.loops.values():

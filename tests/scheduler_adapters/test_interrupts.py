@@ -9,12 +9,14 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from scheduler_adapters import interrupts
-from scheduler_adapters.service.run_folder import PREFIX
+from scheduler_adapters.service.fleet import PREFIX
 from tests.scheduler_adapters.leftovers import STAGES, Run, shared_files
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -118,7 +120,7 @@ def test_a_hangup_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", HANDLED, ids=lambda number: number.name)
 def test_a_replay_ends_with_one_line(tmp_path: Path, number: signal.Signals) -> None:
     trace = tmp_path / "trace"
-    trace.write_text("".join(f'{{"hash_ids": [{block}, {block + 1}]}}\n' for block in range(0, 2_000_000, 2)))
+    trace.write_text("".join(f'{{"hash_ids": [{block}, {block + 1}]}}\n' for block in range(0, 200_000, 2)))
     run = Run(tmp_path / "t", "replay", str(trace), "--host-blocks", "100")
     time.sleep(2)
     status, said = run.end(number)
@@ -178,6 +180,33 @@ def test_a_signal_that_is_lost_can_be_sent_again(monkeypatch: pytest.MonkeyPatch
         for _ in range(2):
             with pytest.raises(interrupts.Interrupted):
                 signal.raise_signal(signal.SIGTERM)
+
+
+class Finalized:
+    """Something whose end a signal falls into: Python throws away what is raised there."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+
+def a_finalizer() -> None:
+    Finalized()
+
+
+def a_callback() -> None:
+    watched = threading.Event()
+    callback = weakref.ref(watched, lambda _: signal.raise_signal(signal.SIGTERM))
+    del watched
+    assert callback() is None
+
+
+@pytest.mark.parametrize("runs", [a_finalizer, a_callback])
+def test_a_signal_that_python_throws_away_ends_the_command_all_the_same(runs: Callable[[], None]) -> None:
+    with pytest.raises(interrupts.Interrupted) as raised, interrupts.raised():  # noqa: PT012  (the block is tested)
+        runs()
+        time.sleep(20)
+        pytest.fail("the signal was lost")
+    assert raised.value.status == 143
 
 
 @pytest.mark.parametrize("fails", [False, True])

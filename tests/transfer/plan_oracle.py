@@ -176,3 +176,46 @@ def pages_for(layout: ShardLayout, tokens: tuple[int, int], seed: int = 0) -> li
 def reach(local: ShardLayout, remote: ShardLayout, tokens: tuple[int, int]) -> int:
     """The token up to which a pull copies: the nearer page end of the two sides."""
     return min(-(-tokens[1] // side.groups[0].page_size) * side.groups[0].page_size for side in (local, remote))
+
+
+def mamba_boxes(
+    *,
+    layer: int,
+    x: range,
+    b: range,
+    c: range,
+    conv_length: int,
+    ssm_heads: range,
+    ssm_dims: int,
+    page_stride: int,
+    dtype: tuple[str, int] = ("float32", ITEMSIZE),
+    region: int = 0,
+) -> tuple[Box, ...]:
+    """One Mamba layer's state: a page holds the convolution's `[channels of x, B and C, conv_length]`, then the SSM's.
+
+    A rank holds a range of each, so a TP split that differs is an intersection like any other, and B and C may be
+    replicated while x is split.
+    """
+    boxes: list[Box] = []
+    offset, (name, itemsize) = 0, dtype
+    parts = (
+        ("conv.x", x, conv_length),
+        ("conv.B", b, conv_length),
+        ("conv.C", c, conv_length),
+        ("ssm", ssm_heads, ssm_dims),
+    )
+    for kind, held, dims in parts:
+        box = Box(
+            kind=kind,
+            dtype=name,
+            itemsize=itemsize,
+            region=region,
+            offset=offset,
+            page_stride=page_stride,
+            first=(layer, 0, held.start, 0),
+            extent=(1, 1, len(held), 1, dims),
+            strides=(0, 0, dims * itemsize, 0, itemsize),
+        )
+        boxes.append(box)
+        offset += len(held) * dims * itemsize
+    return tuple(boxes)

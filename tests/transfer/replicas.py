@@ -63,7 +63,7 @@ PAGES = 16
 class Engine:
     """The ranks of one engine over pools of bytes; heads split over `tp`. Closed by the fixture that makes it.
 
-    All share a key unless another one, or none, is given: without, what one tells the other is tried first.
+    All share a key unless another one, or none, is given: without, they vouch for themselves on this host.
 
     Attributes:
         pools: per rank uint8 `[pages, heads of the rank, bytes of a head]`.

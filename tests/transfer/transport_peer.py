@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 from numpy.typing import NDArray
 
-from transfer.nixl.agent import Agent, Handle, start
+from transfer.nixl.agent import Agent, Handle
 
 PAGE = 64 << 10
 FILLED = 7
@@ -61,7 +61,7 @@ class Peer:
         self.handle = agent.initialize_xfer("WRITE", here, there, name, b"")
 
     def write(self) -> bool:
-        return start(self.agent._agent, self.agent.name, self.handle)  # pyright: ignore[reportPrivateUsage]
+        return self.agent.start(self.handle)
 
     def has_written(self) -> bool:
         return self.agent.done(self.handle)

@@ -19,7 +19,7 @@ from transfer.connector.host_buffer import CopyBlocks, HostBuffers, needs_host_b
 from transfer.connector.metadata import ConnectorMetadata, LoadRequest, WorkerOutput
 from transfer.connector.worker_book import OpenLoad, WorkerBook
 from transfer.errors import EngineClosedError, InvalidEngineError, InvalidTransferError, PullFailedError
-from transfer.plan.plan import kernel_pages
+from transfer.plan.page_lists import kernel_pages
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankIdentity, RankTransfer
 from transfer.pull.replica import Event, ReplicaTransfer
@@ -174,19 +174,21 @@ class NixlConnectorWorker:
         for request_id, send in metadata.reqs_to_send.items():
             leases[request_id] = send.lease.lease_id
             pages = [self._pages(*group) for group in enumerate(send.block_ids)] if self.config.page_checks else None
-            thread.offer(request_id, send.lease, engines=send.engines, pages=pages, running=send.running)
+            thread.call_soon(
+                ReplicaTransfer.offer, request_id, send.lease, engines=send.engines, pages=pages, running=send.running
+            )
         for request_id in metadata.reqs_computed:
             if request_id in leases:
-                thread.start_clock(leases[request_id])
+                thread.call_soon(ReplicaTransfer.start_clock, leases[request_id])
         for request_id, reason in metadata.reqs_not_processed.items():
             if request_id in leases:
-                thread.revoke(leases[request_id], reason)
+                thread.call_soon(ReplicaTransfer.revoke, leases[request_id], reason)
         for request_id, asked in metadata.reqs_to_recv.items():
             self._load(thread, request_id, asked)
         for request_id, reason in metadata.reqs_to_cancel.items():
             if (load := self._book.find(request_id)) is not None:
                 load.cancelled = True
-                thread.cancel(load.key, reason)
+                thread.call_soon(ReplicaTransfer.cancel, load.key, reason)
 
     def _load(self, thread: TransferThread, request_id: str, asked: LoadRequest) -> None:
         before = self._book.find(request_id)
@@ -198,7 +200,7 @@ class NixlConnectorWorker:
         except InvalidTransferError as error:
             self._book.fail(load, str(error), safe=before is None)
             if before is not None:
-                thread.cancel(load.key, str(error))
+                thread.call_soon(ReplicaTransfer.cancel, load.key, str(error))
             return
         chunks = self.config.layer_chunks
         # What comes at once needs no count of its parts.
@@ -207,7 +209,9 @@ class NixlConnectorWorker:
             source, timeout_s = asked.pages.source, self.config.timing.load
             thread.pull(load.key, source, groups, timeout_s, last=load.closed, layer_chunks=chunks, on_layers=arrived)
         elif groups is not None:
-            thread.add_pages(load.key, groups, last=load.closed, layer_chunks=chunks, on_layers=arrived)
+            thread.call_soon(
+                ReplicaTransfer.add_pages, load.key, groups, last=load.closed, layer_chunks=chunks, on_layers=arrived
+            )
 
     def _pages(self, group: int, blocks: Sequence[int]) -> list[int]:
         return kernel_pages(blocks, self.config.groups[group].block_pages).tolist()

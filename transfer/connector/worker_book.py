@@ -12,8 +12,8 @@ import numpy as np
 from transfer.connector.config import GroupConfig
 from transfer.connector.metadata import ConnectorMetadata, LoadRequest, WorkerOutput
 from transfer.errors import InvalidTransferError
-from transfer.plan.plan import kernel_pages
-from transfer.pull.pull_state import BlocksOfGroup, PullEvent
+from transfer.plan.page_lists import BlocksOfGroup, kernel_pages
+from transfer.pull.pull_state import PullEvent
 from transfer.pull.replica import LeaseOver, Offered
 
 _NONE = BlocksOfGroup((), (), 0, (0, 0), 0)

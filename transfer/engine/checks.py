@@ -10,11 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from transfer.engine.metadata import MAX_PAGES
 from transfer.errors import InvalidEngineError, InvalidTransferError
 from transfer.memory import MemoryType
-
-MAX_PAGES = (1 << 31) - 1
-"""NIXL takes int32 indices, and cuts larger ones silently."""
 
 Indices: TypeAlias = npt.NDArray[np.int32]
 
@@ -22,16 +20,12 @@ _MEMORY_OF = {"cpu": MemoryType.DRAM, "cuda": MemoryType.VRAM}
 
 
 def is_index(value: Any) -> bool:
-    """Tells whether a value is an integer of Python's or numpy's, and no bool."""
+    """Whether a value is an integer of Python's or numpy's, and no bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def check_tensors(name: str, tensors: Sequence[Sequence[torch.Tensor]], total_num_pages: int) -> MemoryType:
-    """Checks that an engine can be built over `tensors`, `[replica][tp_shard]`, and returns where they live.
-
-    Raises:
-        InvalidEngineError: says which tensor, or which count, does not fit.
-    """
+    """Checks that an engine can be built over `tensors`, `[replica][tp_shard]`, and returns where they live."""
     engine = f"engine {name!r}"
     if not is_index(total_num_pages) or not 0 < total_num_pages <= MAX_PAGES:
         raise InvalidEngineError(f"{engine}: total_num_pages is {total_num_pages!r}, the range is 1 to {MAX_PAGES}")
@@ -97,16 +91,7 @@ def _all_indices(values: Sequence[Any]) -> bool:
 
 
 def page_indices(label: str, idxs: Sequence[int] | npt.NDArray[Any], total_num_pages: int) -> Indices:
-    """Returns a list of pages as int32 `[pages]`, each of them in range.
-
-    Args:
-        label: what the list is called in an error.
-        idxs: integers, as a list or a one-dimensional numpy array of an integer dtype.
-        total_num_pages: pages that the engine has.
-
-    Raises:
-        InvalidTransferError: the list is empty, or holds something other than page numbers of the engine.
-    """
+    """Returns integers, a list or a numpy array, as int32 `[pages]`, each of them a page of the engine."""
     try:
         values = np.asarray(idxs)
     except ValueError as error:
@@ -130,9 +115,6 @@ def sorted_pairs(label: str, src: Indices, dst: Indices) -> tuple[Indices, Indic
     """Returns the pairs of source and destination pages in the order of their destinations.
 
     Pairs that follow each other on both sides are then neighbours, which NIXL merges into one copy.
-
-    Raises:
-        InvalidTransferError: the counts differ, or a destination is named more than once.
     """
     if src.size != dst.size:
         raise InvalidTransferError(f"{label}: {src.size} source pages for {dst.size} destination pages")
@@ -145,10 +127,6 @@ def sorted_pairs(label: str, src: Indices, dst: Indices) -> tuple[Indices, Indic
 
 
 def check_replica(label: str, replica_idx: int, dp: int) -> None:
-    """Checks the index of a replica.
-
-    Raises:
-        InvalidTransferError: it is no integer from 0 to `dp` - 1.
-    """
+    """Checks the index of a replica."""
     if not is_index(replica_idx) or not 0 <= replica_idx < dp:
         raise InvalidTransferError(f"{label} is {replica_idx!r}, the engine has replicas 0 to {dp - 1}")

@@ -16,22 +16,15 @@ from typing import TYPE_CHECKING
 
 from transfer.engine.checks import check_replica, check_tensors, page_indices, sorted_pairs
 from transfer.engine.metadata import WIRE_VERSION, KVTransferEngineMetadata, TransferReqData, sealed
-from transfer.engine.peers import Peers
-from transfer.engine.posting import Posting
+from transfer.engine.postings import Posting
 from transfer.engine.tensor_agent import TensorAgent
-from transfer.engine.transfers import Transfers
-from transfer.errors import (
-    AgentError,
-    EngineClosedError,
-    InvalidEngineError,
-    InvalidTransferError,
-)
+from transfer.engine.transfers import TransferBook
+from transfer.errors import AgentError, EngineClosedError, InvalidEngineError, InvalidTransferError
 from transfer.memory import MemoryType
 from transfer.nixl.settings import agreed_settings, fingerprint_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import TracebackType
     from typing import Self
 
     import torch
@@ -72,41 +65,33 @@ class KVTransferEngine:
     def __init__(self, name: str, tensors: Sequence[Sequence[torch.Tensor]], *, total_num_pages: int) -> None:
         self._owner = os.getpid()
         self.tensor_agents: list[list[TensorAgent]] = []
-        self._peers: Peers | None = None
-        self._transfers: Transfers | None = None
+        self._book: TransferBook | None = None
         if not isinstance(name, str) or not name:  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may be untyped
             raise InvalidEngineError(f"an engine needs a name, got {name!r}")
         self.name = name
         self.memory_type: MemoryType = check_tensors(name, tensors, total_num_pages)
         self.total_num_pages = int(total_num_pages)
         self.dp, self.tp = len(tensors), len(tensors[0])
-        self._elts_per_page = tensors[0][0].numel() // self.total_num_pages
-        self.bytes_per_page: int = self._elts_per_page * tensors[0][0].element_size()
+        self.bytes_per_page: int = tensors[0][0].nbytes // self.total_num_pages
         self._ids = itertools.count()
         incarnation = uuid.uuid4().hex
+        pages = (self.total_num_pages, tensors[0][0].numel() // self.total_num_pages)
         try:
             for replica, shards in enumerate(tensors):
                 self.tensor_agents.append([])
                 for shard, tensor in enumerate(shards):
-                    self.tensor_agents[-1].append(self._make_agent(f"{replica}.{shard}@{incarnation}", tensor))
+                    agent = f"{name}/{replica}.{shard}@{incarnation}"
+                    self.tensor_agents[-1].append(TensorAgent.create_agent(agent, 0, tensor, *pages, self.memory_type))
         except BaseException:
             self.cleanup()
             raise
         self.metadata: KVTransferEngineMetadata = self._describe(incarnation)
-        self._peers = Peers(self.metadata)
-        self._transfers = Transfers(name, self.tensor_agents, self.total_num_pages, self._peers)
-
-    def _make_agent(self, suffix: str, tensor: torch.Tensor) -> TensorAgent:
-        return TensorAgent.create_agent(
-            f"{self.name}/{suffix}", 0, tensor, self.total_num_pages, self._elts_per_page, self.memory_type
-        )
+        self._book = TransferBook(self.metadata, self.tensor_agents)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.cleanup()
 
     def _describe(self, incarnation: str) -> KVTransferEngineMetadata:
@@ -126,20 +111,20 @@ class KVTransferEngine:
             )
         )
 
-    def _open(self) -> tuple[Peers, Transfers]:
-        if self._peers is None or self._transfers is None:
+    def _open(self) -> TransferBook:
+        if self._book is None:
             raise EngineClosedError(f"engine {self.name!r} was cleaned up")
-        return self._peers, self._transfers
+        return self._book
 
     @property
     def remote_connections(self) -> dict[str, KVTransferEngineMetadata]:
         """Engine name to metadata of each connected peer, dead ones included until `disconnect`."""
-        return self._peers.metadata if self._peers else {}
+        return {name: peer.metadata for name, peer in self._book.peers.connected.items()} if self._book else {}
 
     @property
     def remote_agent_to_engine(self) -> dict[str, str]:
         """Agent name to engine name, of each agent of a connected peer."""
-        return self._peers.engine_of if self._peers else {}
+        return {agent: name for agent, (name, _) in self._book.peers.sender.items()} if self._book else {}
 
     @property
     def inflight_send_transfers(self) -> dict[str, TransferReqData]:
@@ -152,35 +137,34 @@ class KVTransferEngine:
         return self._started(is_read=True)
 
     def _started(self, *, is_read: bool) -> dict[str, TransferReqData]:
-        requests = [posting.request for posting in self._transfers.postings.values()] if self._transfers else []
+        requests = [posting.request for posting in self._book.postings.values()] if self._book else []
         return {request.transfer_name: request for request in requests if request.is_read is is_read}
 
     @property
     def completed_recv_transfers(self) -> dict[str, dict[str, set[int]]]:
         """Engine name to transfer name to the shards that have ended, of the transfers that peers started."""
-        return self._transfers.inbox.completed if self._transfers else {}
+        return self._book.notifications.completed if self._book else {}
 
     @property
     def notification_counts(self) -> dict[str, int]:
         """How many notifications were accepted, and how many dropped as unknown, malformed, duplicate or late."""
-        return {str(verdict): count for verdict, count in self._open()[1].inbox.counts.items()}
+        return {str(verdict): count for verdict, count in self._open().notifications.counts.items()}
 
     @property
     def suspect_peers(self) -> frozenset[str]:
         """Peers with whom a transfer timed out, and none that we started has ended well since."""
-        return frozenset(self._transfers.suspects) if self._transfers else frozenset()
+        return frozenset(self._book.suspects) if self._book else frozenset()
 
     @property
     def failed_peers(self) -> dict[str, str]:
         """Engine name to reason of each connected peer that is known to be dead. Only `disconnect` is of use for it."""
-        return self._peers.failed() if self._peers else {}
+        return self._book.peers.failed() if self._book else {}
 
     def connect(self, remote: KVTransferEngineMetadata) -> None:
         """Connects to an engine, with all its replicas. The number of replicas and of pages may differ from ours.
 
-        Where the metadata comes from is the caller's responsibility: all around NIXL's own part of it is checked, but
-        nothing is tried in another process, for a trial reads from the peer, and the peer may be this very thread's.
-        Who takes metadata from a network gives `encode` and `decode_metadata` a key, or uses `NixlConnectorWorker`.
+        Where the metadata comes from is the caller's responsibility: all around NIXL's own part of it is checked. Who
+        takes metadata from a network gives `encode` and `decode_metadata` a key, or uses `NixlConnectorWorker`.
 
         A name that is connected stays so until `disconnect`, even when its engine has died and a new incarnation calls:
         only the caller knows what is to become of the transfers with the old one.
@@ -194,9 +178,9 @@ class KVTransferEngine:
             MetadataError: the metadata is damaged, or of pages, shards or a host that do not go with ours.
             AgentError: NIXL refuses the peer. None of it stays loaded.
         """
-        peers, transfers = self._open()
-        transfers.poll()
-        transfers.inbox.connect(peers.connect(self.tensor_agents, remote))
+        book = self._open()
+        book.poll()
+        book.notifications.connect(book.peers.connect(remote))
 
     def disconnect(self, name: str) -> None:
         """Forgets a peer. Transfers with it that have not ended fail; those in flight are drained by `poll`.
@@ -207,8 +191,7 @@ class KVTransferEngine:
         Raises:
             UnknownPeerError: no engine of this name is connected.
         """
-        peers, transfers = self._open()
-        transfers.disconnect(peers.disconnect(name))
+        self._open().disconnect(name)
 
     def initiate_send_transfer(
         self,
@@ -261,8 +244,8 @@ class KVTransferEngine:
         src_replica_idx: int,
         dst_replica_idx: int,
     ) -> TransferReqData:
-        peers, transfers = self._open()
-        connection = peers.connection(remote)
+        book = self._open()
+        connection = book.peers.connection(remote)
         mine, theirs = self.metadata, connection.metadata
         source, destination = (theirs, mine) if is_read else (mine, theirs)
         pair = f"transfer from {source.name!r} to {destination.name!r}"
@@ -284,10 +267,10 @@ class KVTransferEngine:
             version=WIRE_VERSION,
         )
         posting = Posting(request, connection)
-        if held := self.quarantined_pages(posting.local_replica).intersection(posting.local_pages):
+        if held := book.quarantine.pages(posting.replica).intersection(posting.pages):
             raise InvalidTransferError(f"{pair}: pages {sorted(held)[:8]} of {self.name!r} are in quarantine")
         local, there = (sorted_dst, sorted_src) if is_read else (sorted_src, sorted_dst)
-        transfers.start(posting, local, there)
+        book.start(posting, local, there)
         return request
 
     def is_complete(self, transfer_req: TransferReqData) -> bool:
@@ -302,7 +285,7 @@ class KVTransferEngine:
             UnknownPeerError: the peer that started it is not connected, so that no notification can come.
             InvalidTransferError: the request is not of this engine.
         """
-        return self._open()[1].is_complete(transfer_req)
+        return self._open().is_complete(transfer_req)
 
     def poll(self) -> int:
         """Serves the peers' transfers, books their notifications, and moves on what was given up.
@@ -313,7 +296,7 @@ class KVTransferEngine:
         Raises:
             AgentError: NIXL fails.
         """
-        return self._open()[1].poll()
+        return self._open().poll()
 
     def cleanup_transfer(self, transfer_req: TransferReqData) -> None:
         """Forgets a transfer that has ended or failed. Each side does so for itself.
@@ -323,7 +306,7 @@ class KVTransferEngine:
             TransferFailedError: it turns out just now to have failed. The next call forgets it.
             UnknownTransferError: it was cleaned up or given up before.
         """
-        self._open()[1].clean_up(transfer_req)
+        self._open().clean_up(transfer_req)
 
     def abandon_transfer(self, transfer_req: TransferReqData) -> None:
         """Stops waiting for a transfer, in any state. Nothing stops the copy: see `quarantined_pages`.
@@ -332,7 +315,7 @@ class KVTransferEngine:
             UnknownTransferError: it was cleaned up or given up before.
             InvalidTransferError: the request is not of this engine.
         """
-        self._open()[1].give_up(transfer_req)
+        self._open().give_up(transfer_req)
 
     def sync_and_release(self, transfer_req: TransferReqData, timeout_s: float = 30.0) -> None:
         """Waits for the end of a transfer, serves peers meanwhile, and forgets the transfer in every case.
@@ -343,7 +326,7 @@ class KVTransferEngine:
             TransferFailedError: as `is_complete` raises it, like the other errors there.
             InvalidTransferError: `timeout_s` is negative or no number, or the request is not of this engine.
         """
-        self._open()[1].wait(transfer_req, timeout_s)
+        self._open().wait(transfer_req, timeout_s)
 
     def quarantined_pages(self, replica_idx: int) -> frozenset[int]:
         """Returns the pages of one replica that a transfer which was given up or failed may still read or write.
@@ -352,11 +335,11 @@ class KVTransferEngine:
         its last notification comes in, or at `release_quarantine`. `cleanup` ends them all.
         """
         check_replica(f"engine {self.name!r}: replica_idx", replica_idx, self.dp)
-        return self._transfers.quarantine.pages(replica_idx) if self._transfers else frozenset()
+        return self._book.quarantine.pages(replica_idx) if self._book else frozenset()
 
     def release_quarantine(self, peer: str) -> None:
         """Lets go of the pages that transfers started by `peer` hold. Only where its process is known to be gone."""
-        self._open()[1].release_quarantine(peer)
+        self._open().release_quarantine(peer)
 
     def cleanup(self, drain_s: float = 2.0) -> None:
         """Gives everything back to NIXL, and destroys its agents. Safe twice, and after a failed constructor.
@@ -370,17 +353,16 @@ class KVTransferEngine:
         Raises:
             AgentError: NIXL failed to give something back. All the rest was given back before this is raised.
         """
-        peers, transfers, agents = self._peers, self._transfers, self.tensor_agents
-        self._peers, self._transfers, self.tensor_agents = None, None, []
+        book, agents = self._book, self.tensor_agents
+        self._book, self.tensor_agents = None, []
         if self._owner != os.getpid():
             return
-        busy = transfers.close(drain_s) if transfers else []
-        if peers:
-            peers.close()
+        busy = book.close(drain_s) if book else ()
         refused: list[AgentError] = []
-        for agent in itertools.chain.from_iterable(agents):
+        for made in itertools.chain.from_iterable(agents):
+            made.pages = None  # a list keeps the agent that made it
             try:
-                agent.close(in_flight=agent in busy)
+                made.agent.close(in_flight=made.agent in busy)
             except AgentError as error:
                 refused.append(error)
         if refused:

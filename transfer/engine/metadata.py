@@ -20,7 +20,8 @@ WIRE_VERSION = 1
 
 _ADDRESS_LIMIT = 1 << 63
 _KEYED_BYTES = 32
-_MAX_PAGES = (1 << 31) - 1  # NIXL takes int32 indices and cuts larger ones silently
+MAX_PAGES = (1 << 31) - 1
+"""NIXL takes int32 indices, and cuts larger ones silently."""
 
 
 class TensorAgentMetadata(
@@ -183,11 +184,7 @@ def decode_request(data: bytes) -> TransferReqData:
 
 
 def check_metadata(metadata: KVTransferEngineMetadata) -> KVTransferEngineMetadata:
-    """Checks all that can be known of a peer's metadata without NIXL, and returns a private copy.
-
-    Raises:
-        MetadataError: a field has the wrong type, the version or a digest is wrong, or the geometry does not add up.
-    """
+    """Checks all that can be known of a peer's metadata without NIXL, and returns a private copy."""
     if not isinstance(metadata, KVTransferEngineMetadata):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may be untyped
         raise MetadataError(f"expected KVTransferEngineMetadata, got {type(metadata).__name__}")
     try:
@@ -206,8 +203,8 @@ def _check(metadata: KVTransferEngineMetadata) -> None:
         raise MetadataError(f"{engine} was changed on its way: its digest does not match")
     if not metadata.name or not metadata.incarnation or not metadata.settings_fingerprint:
         raise MetadataError(f"{engine} lacks a name, an incarnation or a settings fingerprint")
-    if not 0 < metadata.total_num_pages <= _MAX_PAGES:
-        raise MetadataError(f"{engine} has {metadata.total_num_pages} pages, the range is 1 to {_MAX_PAGES}")
+    if not 0 < metadata.total_num_pages <= MAX_PAGES:
+        raise MetadataError(f"{engine} has {metadata.total_num_pages} pages, the range is 1 to {MAX_PAGES}")
     if metadata.bytes_per_page <= 0:
         raise MetadataError(f"{engine} has pages of {metadata.bytes_per_page} bytes")
     replicas = metadata.agents_meta

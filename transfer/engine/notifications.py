@@ -13,7 +13,7 @@ _MAX_ENDED = 1 << 16
 Verdict = Literal["accepted", "unknown", "malformed", "duplicate", "late"]
 
 
-class Inbox:
+class NotificationBook:
     """A ledger of completed shards. Anything unexpected is counted and dropped: peers are not trusted to be right.
 
     Attributes:
@@ -39,15 +39,9 @@ class Inbox:
             self.completed[peer] = left
 
     def accept(self, peer: str | None, shard: int, message: bytes) -> str | None:
-        """Books one notification.
+        """Books a notification that our agent of `shard` got; returns its transfer if no shard of it is missing now.
 
-        Args:
-            peer: engine of the agent that sent it; None where no connected engine has such an agent on this shard.
-            shard: shard of our agent that received it.
-            message: its text: the name of the transfer.
-
-        Returns:
-            The transfer's name where this was the last shard missing, else None.
+        `peer` is None where no connected engine has the agent that sent it on this shard.
         """
         verdict = self._verdict(peer, shard, message)
         self.counts[verdict] += 1
@@ -70,11 +64,11 @@ class Inbox:
         return "duplicate" if shard in self.completed[peer].get(name, ()) else "accepted"
 
     def is_complete(self, peer: str, transfer_name: str) -> bool:
-        """Tells whether every shard of a transfer has ended."""
+        """Whether every shard of a transfer has ended."""
         return self.completed.get(peer, {}).get(transfer_name) == self._shards
 
     def has_ended(self, transfer_name: str) -> bool:
-        """Tells whether `end` was called for a transfer not long ago."""
+        """Whether `end` was called for a transfer not long ago."""
         return transfer_name in self._ended
 
     def end(self, peer: str, transfer_name: str) -> None:

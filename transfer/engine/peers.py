@@ -1,18 +1,20 @@
-"""The peers of one engine: who is connected, which agents are theirs, and which connections are still draining."""
+"""Which engines an engine is connected to, what each of them is, and whose connections are still draining."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from transfer.engine.connection import Connection
 from transfer.engine.metadata import KVTransferEngineMetadata, check_metadata
 from transfer.errors import (
+    AgentError,
     AlreadyConnectedError,
     InvalidTransferError,
     MetadataError,
     PeerFailedError,
     SettingsMismatchError,
+    TransferFailedError,
     UnknownPeerError,
 )
 from transfer.nixl.settings import reaches_other_hosts
@@ -21,65 +23,94 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from transfer.engine.tensor_agent import TensorAgent
+    from transfer.nixl.agent import Agent, PageList
+
+
+class Connection:
+    """A peer that is loaded, wholly or not at all: each replica of ours to each of the peer's, shard i to shard i.
+
+    Attributes:
+        metadata: the peer's, checked.
+        failure: why the peer is taken for dead; None while it lives.
+        pages: (replica, remote replica, shard) to the list of the peer's pages there.
+    """
+
+    def __init__(self, agents: list[list[TensorAgent]], metadata: KVTransferEngineMetadata) -> None:
+        self.metadata = metadata
+        self.failure: TransferFailedError | None = None
+        self.pages: dict[tuple[int, int, int], PageList] = {}
+        self._loaded: list[tuple[Agent, str]] = []
+        try:
+            for replica, shards in enumerate(agents):
+                for shard, ours in enumerate(shards):
+                    for there in range(len(metadata.agents_meta)):
+                        self.pages[replica, there, shard] = self._load(ours.agent, there, shard)
+        except AgentError:
+            self.close()
+            raise
+
+    def _load(self, agent: Agent, replica: int, shard: int) -> PageList:
+        peer, found = self.metadata, self.metadata.agents_meta[replica][shard]
+        agent.add_peer(found.agent_name, found.metadata)
+        self._loaded.append((agent, found.agent_name))
+        pages = (found.base_addr, peer.bytes_per_page, found.device_id, peer.total_num_pages)
+        return agent.list_pages(pages, peer.memory_type, found.agent_name)
+
+    def close(self) -> None:
+        """Unloads the peer, over which nothing moves any more. What NIXL says of a dead one is of no use."""
+        self.pages.clear()  # a list keeps the agent that made it
+        loaded, self._loaded = self._loaded, []
+        for agent, name in loaded:
+            with suppress(AgentError):
+                agent.remove_peer(name)
 
 
 class Peers:
-    """Connections by engine name, in one place with the maps that are read for each notification.
+    """Connections by engine name.
 
     Attributes:
-        metadata: engine name to metadata of each connected peer.
-        engine_of: agent name to engine name, of each agent of a connected peer.
+        connected: engine name to the connection with it, dead ones included.
+        sender: agent name to engine name and shard, of each agent of a connected peer.
     """
 
-    def __init__(self, mine: KVTransferEngineMetadata) -> None:
-        self.metadata: dict[str, KVTransferEngineMetadata] = {}
-        self.engine_of: dict[str, str] = {}
+    def __init__(self, mine: KVTransferEngineMetadata, agents: list[list[TensorAgent]]) -> None:
+        self.connected: dict[str, Connection] = {}
+        self.sender: dict[str, tuple[str, int]] = {}
         self._mine = mine
         self._here = f"engine {mine.name!r}"
-        self._shard_of: dict[str, int] = {}
-        self._connections: dict[str, Connection] = {}
+        self._agents = agents
         self._retiring: list[Connection] = []
 
-    def connect(self, agents: list[list[TensorAgent]], remote: KVTransferEngineMetadata) -> str:
+    def connect(self, remote: KVTransferEngineMetadata) -> str:
         """Checks a peer, loads it, and returns its name. Raises as `KVTransferEngine.connect` does."""
         remote = check_metadata(remote)
         self._check_free(remote)
-        check_fit(self._mine, remote)
-        connection = Connection(agents, remote)
-        self._connections[remote.name] = connection
-        self.metadata[remote.name] = remote
-        for shards in connection.agent_names():
-            for shard, agent_name in enumerate(shards):
-                self.engine_of[agent_name] = remote.name
-                self._shard_of[agent_name] = shard
+        _check_fit(self._mine, remote)
+        self.connected[remote.name] = Connection(self._agents, remote)
+        for shards in remote.agents_meta:
+            self.sender |= {agent.agent_name: (remote.name, shard) for shard, agent in enumerate(shards)}
         return remote.name
 
     def _check_free(self, remote: KVTransferEngineMetadata) -> None:
-        known = self.metadata.get(remote.name)
+        known = self.connected.get(remote.name)
         if known is not None:
-            other = (
-                "" if known.incarnation == remote.incarnation else ", in another incarnation: disconnect that one first"
-            )
+            same = known.metadata.incarnation == remote.incarnation
+            other = "" if same else ", in another incarnation: disconnect that one first"
             raise AlreadyConnectedError(f"{self._here} is connected to engine {remote.name!r} already{other}")
         if any(old.metadata.incarnation == remote.incarnation for old in self._retiring):
             raise AlreadyConnectedError(
                 f"{self._here}: transfers with {remote.name!r} from before its disconnect still move bytes: poll"
             )
         for agent in chain.from_iterable(remote.agents_meta):
-            if agent.agent_name in self.engine_of:
-                owner = self.engine_of[agent.agent_name]
+            if agent.agent_name in self.sender:
+                owner, _ = self.sender[agent.agent_name]
                 raise MetadataError(f"{self._here}: agent {agent.agent_name!r} of {remote.name!r} belongs to {owner!r}")
 
     def connection(self, remote: KVTransferEngineMetadata) -> Connection:
-        """Returns the living connection to a peer.
-
-        Raises:
-            UnknownPeerError: no engine of this name, or not this incarnation of it, is connected.
-            PeerFailedError: the peer is dead.
-        """
+        """The living connection to a peer, of this incarnation."""
         if not isinstance(remote, KVTransferEngineMetadata):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may be untyped
             raise InvalidTransferError(f"{self._here}: expected a peer's metadata, got {type(remote).__name__}")
-        connection = self._connections.get(remote.name)
+        connection = self.connected.get(remote.name)
         if connection is None:
             raise UnknownPeerError(f"{self._here} is not connected to engine {remote.name!r}")
         if connection.metadata.incarnation != remote.incarnation:
@@ -92,50 +123,32 @@ class Peers:
         return connection
 
     def failed(self) -> dict[str, str]:
-        """Returns why each connected peer that is dead is taken for dead."""
-        return {name: str(peer.failure) for name, peer in self._connections.items() if peer.failure is not None}
-
-    def sender(self, agent_name: str, shard: int) -> str | None:
-        """Returns the engine that a notification on our `shard` comes from; None where no peer has such an agent."""
-        return self.engine_of.get(agent_name) if self._shard_of.get(agent_name) == shard else None
+        """Why each connected peer that is dead is taken for dead."""
+        return {name: str(peer.failure) for name, peer in self.connected.items() if peer.failure is not None}
 
     def disconnect(self, name: str) -> Connection:
-        """Forgets a peer, and returns its connection, which is unloaded by `reap` once nothing moves over it.
-
-        Raises:
-            UnknownPeerError: no engine of this name is connected.
-        """
-        connection = self._connections.pop(name, None)
+        """Forgets a peer, and returns its connection, which `reap` unloads once nothing moves over it."""
+        connection = self.connected.pop(name, None)
         if connection is None:
             raise UnknownPeerError(f"{self._here} is not connected to engine {name!r}")
-        del self.metadata[name]
-        for agent_name in chain.from_iterable(connection.agent_names()):
-            del self.engine_of[agent_name], self._shard_of[agent_name]
+        self.sender = {agent: sender for agent, sender in self.sender.items() if sender[0] != name}
         self._retiring.append(connection)
         return connection
 
     def reap(self, moving: Callable[[Connection], bool]) -> None:
-        """Unloads each forgotten connection over which nothing moves. What NIXL says of a dead peer is of no use."""
+        """Unloads each forgotten connection over which nothing moves."""
         for connection in [old for old in self._retiring if not moving(old)]:
             self._retiring.remove(connection)
             connection.close()
 
     def close(self) -> None:
         """Unloads every peer."""
-        for connection in [*self._connections.values(), *self._retiring]:
+        for connection in [*self.connected.values(), *self._retiring]:
             connection.close()
-        self._connections, self._retiring = {}, []
-        for table in (self.metadata, self.engine_of, self._shard_of):
-            table.clear()
 
 
-def check_fit(mine: KVTransferEngineMetadata, remote: KVTransferEngineMetadata) -> None:
-    """Checks that two engines can exchange pages.
-
-    Raises:
-        SettingsMismatchError: they run with other settings. Says which.
-        MetadataError: their pages, shards, names or hosts do not go together.
-    """
+def _check_fit(mine: KVTransferEngineMetadata, remote: KVTransferEngineMetadata) -> None:
+    """Checks that two engines can exchange pages."""
     pair = f"engines {mine.name!r} and {remote.name!r}"
     if remote.name == mine.name:
         raise MetadataError(f"engine {mine.name!r} cannot connect to an engine of its own name")

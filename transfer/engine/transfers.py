@@ -6,10 +6,11 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from transfer.engine.checks import check_replica, page_indices
-from transfer.engine.metadata import TransferReqData
-from transfer.engine.notifications import Inbox
-from transfer.engine.quarantine import Quarantine
+from transfer.engine.checks import Indices, check_replica, page_indices
+from transfer.engine.metadata import KVTransferEngineMetadata, TransferReqData
+from transfer.engine.notifications import NotificationBook
+from transfer.engine.peers import Peers
+from transfer.engine.postings import Posting, Quarantine
 from transfer.errors import (
     AgentError,
     InvalidTransferError,
@@ -22,46 +23,40 @@ from transfer.errors import (
 )
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    from transfer.engine.connection import Connection
-    from transfer.engine.peers import Peers
-    from transfer.engine.posting import Posting
     from transfer.engine.tensor_agent import TensorAgent
+    from transfer.nixl.agent import Agent
 
 _FIRST_PAUSE_S = 20e-6  # most small transfers end within it
 _LAST_PAUSE_S = 1e-3  # a stuck one is looked at each millisecond: 2 % of a core
 
 
-class Transfers:
+class TransferBook:
     """Every transfer of an engine until it is cleaned up or given up, and after that until it has really ended.
 
+    What its methods raise is said where `KVTransferEngine` calls them.
+
     Attributes:
+        peers: connected engines.
         postings: transfer name to what this engine started and nobody has cleaned up.
-        inbox: what peers have notified.
+        notifications: what peers have told.
         quarantine: what was given up before its end.
         suspects: peers with whom a transfer was given up after a time-out, until one that we started ends well.
     """
 
-    def __init__(self, name: str, agents: list[list[TensorAgent]], total_num_pages: int, peers: Peers) -> None:
+    def __init__(self, mine: KVTransferEngineMetadata, agents: list[list[TensorAgent]]) -> None:
+        self.peers = Peers(mine, agents)
         self.postings: dict[str, Posting] = {}
-        self.inbox = Inbox(len(agents[0]))
+        self.notifications = NotificationBook(len(agents[0]))
         self.quarantine = Quarantine()
         self.suspects: set[str] = set()
-        self._name = name
-        self._here = f"engine {name!r}"
+        self._name = mine.name
+        self._here = f"engine {mine.name!r}"
         self._agents = agents
-        self._total_num_pages = total_num_pages
-        self._peers = peers
+        self._total_num_pages = mine.total_num_pages
 
-    def start(self, posting: Posting, local_idxs: npt.NDArray[np.int32], remote_idxs: npt.NDArray[np.int32]) -> None:
-        """Posts every shard of a transfer, int32 `[pairs]` of pages, and enters it into the books.
-
-        Raises:
-            TransferFailedError: NIXL refused a shard. Those before it are parked until they have ended.
-        """
-        for shard, agent in enumerate(self._agents[posting.local_replica]):
+    def start(self, posting: Posting, local_idxs: Indices, remote_idxs: Indices) -> None:
+        """Posts every shard of a transfer. Where NIXL refuses one, those before it are parked until they have ended."""
+        for shard, agent in enumerate(self._agents[posting.replica]):
             try:
                 posting.post(shard, agent, local_idxs, remote_idxs)
             except AgentError as error:
@@ -69,7 +64,7 @@ class Transfers:
         self.postings[posting.request.transfer_name] = posting
 
     def is_complete(self, request: TransferReqData) -> bool:
-        """Tells whether a transfer has ended well. Raises as `KVTransferEngine.is_complete` does."""
+        """Whether a transfer has ended well."""
         return self._is_posting_done(request) if self._is_ours(request) else self._has_arrived(request)
 
     def _is_ours(self, request: TransferReqData) -> bool:
@@ -98,29 +93,23 @@ class Transfers:
             posting.poll()
         except AgentError as error:
             raise self._fail(posting, error) from error
-        if posting.in_flight:
-            self._drain(posting.local_replica)  # peers may be waiting for us while we wait for them
+        if posting.pending:
+            self._drain(posting.replica)  # peers may be waiting for us while we wait for them
             return False
         self.suspects.discard(posting.peer)
         return True
 
     def _has_arrived(self, request: TransferReqData) -> bool:
-        replica = self._passive_replica(request)
-        self._drain(replica)
-        if self.inbox.is_complete(request.initiator, request.transfer_name):
+        self._drain(self._passive_replica(request))
+        peer, name = request.initiator, request.transfer_name
+        if self.notifications.is_complete(peer, name):
             return True
-        if request.transfer_name in self.quarantine or self.inbox.has_ended(request.transfer_name):
-            raise UnknownTransferError(f"{self._here}: transfer {request.transfer_name} was cleaned up or given up")
-        if (reason := self._peers.failed().get(request.initiator)) is not None:
-            raise PeerFailedError(
-                f"{self._here}: transfer {request.transfer_name} cannot end, peer {request.initiator!r} was lost: "
-                f"{reason}"
-            )
-        if request.initiator not in self._peers.metadata:
-            raise UnknownPeerError(
-                f"{self._here} is not connected to engine {request.initiator!r}, which started transfer "
-                f"{request.transfer_name}"
-            )
+        if name in self.quarantine or self.notifications.has_ended(name):
+            raise UnknownTransferError(f"{self._here}: transfer {name} was cleaned up or given up")
+        if (reason := self.peers.failed().get(peer)) is not None:
+            raise PeerFailedError(f"{self._here}: transfer {name} cannot end, peer {peer!r} was lost: {reason}")
+        if peer not in self.peers.connected:
+            raise UnknownPeerError(f"{self._here} is not connected to engine {peer!r}, which started transfer {name}")
         return False
 
     def _passive_replica(self, request: TransferReqData) -> int:
@@ -141,7 +130,7 @@ class Transfers:
         return failure
 
     def wait(self, request: TransferReqData, timeout_s: float) -> None:
-        """Waits for the end of a transfer and forgets it. Raises as `KVTransferEngine.sync_and_release` does."""
+        """Waits for the end of a transfer and forgets it."""
         if not timeout_s >= 0:  # also refuses NaN, which no clock ever reaches
             raise InvalidTransferError(f"{self._here}: timeout_s is {timeout_s}, it must be 0 or more")
         deadline, pause = time.monotonic() + timeout_s, _FIRST_PAUSE_S
@@ -167,7 +156,7 @@ class Transfers:
         )
 
     def clean_up(self, request: TransferReqData) -> None:
-        """Forgets a transfer that has ended. Raises as `KVTransferEngine.cleanup_transfer` does."""
+        """Forgets a transfer that has ended."""
         if self._is_ours(request):
             posting = self._posting(request)
             if posting.failure is None and not self._is_posting_done(request):
@@ -179,10 +168,10 @@ class Transfers:
                 raise TransferIncompleteError(
                     f"{self._here}: transfer {request.transfer_name} of {request.initiator!r} has not ended yet"
                 )
-        self.inbox.end(request.initiator, request.transfer_name)
+        self.notifications.end(request.initiator, request.transfer_name)
 
     def give_up(self, request: TransferReqData) -> None:
-        """Forgets a transfer in any state. Raises as `KVTransferEngine.abandon_transfer` does."""
+        """Forgets a transfer in any state."""
         if self._is_ours(request):
             posting = self._posting(request)
             del self.postings[request.transfer_name]
@@ -195,7 +184,7 @@ class Transfers:
         held = page_indices(f"{self._here}: transfer {request.transfer_name}", pages, self._total_num_pages)
         with suppress(UnknownPeerError, PeerFailedError):  # a peer that is not connected may be writing all the same
             if self._has_arrived(request):
-                self.inbox.end(request.initiator, request.transfer_name)
+                self.notifications.end(request.initiator, request.transfer_name)
                 return
         self.quarantine.hold(request.transfer_name, request.initiator, replica, held.tolist())
 
@@ -203,23 +192,24 @@ class Transfers:
         """Serves peers, books notifications, and moves on what was given up. Returns how many were accepted."""
         accepted = sum(self._drain(replica) for replica in range(len(self._agents)))
         self.quarantine.reap()
-        self._peers.reap(self.quarantine.moves_over)
+        parked = [posting.connection for posting in self.quarantine.parked()]
+        self.peers.reap(lambda connection: connection in parked)
         return accepted
 
     def _drain(self, replica: int) -> int:
-        before = self.inbox.counts["accepted"]
-        for shard, agent in enumerate(self._agents[replica]):
-            for sender, message in agent.notifications():
-                peer = self._peers.sender(sender, shard)
-                ended = self.inbox.accept(peer, shard, message)
+        before = self.notifications.counts["accepted"]
+        for shard, ours in enumerate(self._agents[replica]):
+            for sender, message in ours.agent.notifications():
+                peer, of_shard = self.peers.sender.get(sender, (None, shard))
+                ended = self.notifications.accept(peer if of_shard == shard else None, shard, message)
                 if peer is not None and ended is not None and ended in self.quarantine:
                     self.quarantine.release(ended)
-                    self.inbox.end(peer, ended)
-        return self.inbox.counts["accepted"] - before
+                    self.notifications.end(peer, ended)
+        return self.notifications.counts["accepted"] - before
 
-    def disconnect(self, connection: Connection) -> None:
-        """Fails what is in flight over a connection that the peers have forgotten."""
-        name = connection.metadata.name
+    def disconnect(self, name: str) -> None:
+        """Forgets a peer, and fails what is in flight over its connection."""
+        connection = self.peers.disconnect(name)
         for posting in self.postings.values():
             if posting.connection is not connection or posting.failure is not None:
                 continue
@@ -228,13 +218,13 @@ class Transfers:
             except AgentError as error:
                 self._fail(posting, error)
                 continue
-            if posting.in_flight:
+            if posting.pending:
                 posting.failure = PeerFailedError(
                     f"{self._here}: peer {name!r} was disconnected before transfer {posting.request.transfer_name} had "
                     "ended"
                 )
                 self.quarantine.park(posting)
-        self.inbox.disconnect(name)
+        self.notifications.disconnect(name)
         self.suspects.discard(name)
         self.poll()
 
@@ -242,32 +232,26 @@ class Transfers:
         """Lets go of the pages of a peer's own transfers that were given up here."""
         for transfer_name in self.quarantine.of_peer(peer):
             self.quarantine.release(transfer_name)
-            self.inbox.end(peer, transfer_name)
+            self.notifications.end(peer, transfer_name)
 
-    def _drain_all(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while any(posting.in_flight for posting in self.postings.values()) or self.quarantine.has_parked:
-            if time.monotonic() >= deadline:
-                return
-            for posting in self.postings.values():
-                with suppress(AgentError):
-                    posting.poll()
+    def close(self, drain_s: float) -> set[Agent]:
+        """Gives all handles and peers back. Returns the agents that copy after `drain_s` seconds: destroy them now."""
+        deadline = time.monotonic() + drain_s
+        while (moving := self._still_moving()) and time.monotonic() < deadline:
             with suppress(AgentError):
                 self.poll()
             time.sleep(0.5e-3)
-
-    def close(self, drain_s: float) -> list[TensorAgent]:
-        """Gives all handles back, those in flight after `drain_s` seconds.
-
-        Returns:
-            The agents with a copy still in flight: they must be destroyed now.
-        """
-        self._drain_all(drain_s)
-        busy: list[TensorAgent] = []
-        for posting in {*self.postings.values(), *self.quarantine.empty()}:
-            with suppress(AgentError):
-                posting.poll()
-            busy += posting.agents()
+        busy = {agent for posting in moving for agent, _ in posting.pending.values()}
+        for posting in moving:
             posting.drop()
         self.postings.clear()
+        self.quarantine = Quarantine()
+        self.peers.close()
         return busy
+
+    def _still_moving(self) -> list[Posting]:
+        every = {*self.postings.values(), *self.quarantine.parked()}
+        for posting in every:
+            with suppress(AgentError):
+                posting.poll()
+        return [posting for posting in every if posting.pending]

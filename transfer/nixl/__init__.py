@@ -1,4 +1,4 @@
-"""NIXL agents, the settings under which two of them may meet, trials, and files. The only room that imports nixl.
+"""NIXL agents, the settings under which two of them may meet, who vouches for one, and files. It alone imports nixl.
 
-Imports `transfer.wire` and the values of `transfer`. Start reading at `agent.py`.
+Imports the values of `transfer`. Start reading at `agent.py`.
 """

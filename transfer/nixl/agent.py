@@ -1,4 +1,4 @@
-"""A NIXL agent: memory it registers, peers it knows, READs it posts. The only importer of nixl.
+"""A NIXL agent: memory it registers, peers it knows, transfers it posts. The only importer of nixl.
 
 nixl is imported when the first agent is made: until then a program can still set the environment, which UCX reads once.
 """
@@ -10,7 +10,8 @@ import importlib
 import os
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from weakref import WeakSet
 
 import numpy as np
@@ -21,12 +22,15 @@ from transfer.nixl.settings import effective_settings
 from transfer.nixl.vouchers import Voucher
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Generator, Mapping, Sequence
 
     import numpy.typing as npt
 
 Handle: TypeAlias = Any
 """A transfer of NIXL's in flight. Dead once released: NIXL crashes on its next use."""
+
+PageList: TypeAlias = Any
+"""A list that NIXL has prepared of all pages of a tensor, ours or a peer's."""
 
 Descriptors: TypeAlias = "npt.NDArray[np.uint64]"
 """uint64 `[runs, 3]`: address, bytes and device of each run."""
@@ -34,11 +38,8 @@ Descriptors: TypeAlias = "npt.NDArray[np.uint64]"
 RunList: TypeAlias = "Descriptors | list[tuple[int, int, int]]"
 """The same, or a list where there are few: an array of one row takes 2 µs to make."""
 
-BACKEND = "UCX"
-FILE_BACKEND = "POSIX"
 BACKGROUND_RUNS = 128
 """Transfers of so many runs are copied by a thread of NIXL's, smaller ones by the thread that posts them."""
-
 
 _agents: WeakSet[Any] = WeakSet()
 
@@ -46,26 +47,10 @@ _agents: WeakSet[Any] = WeakSet()
 def _keep_in_fork() -> None:
     """Keeps every agent in a fork for ever: NIXL's destructor would wait there for a thread that a fork has not."""
     for agent in _agents:
-        for kept in (agent, agent.agent):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(agent))
 
 
 os.register_at_fork(after_in_child=_keep_in_fork)
-
-
-@cache
-def _api() -> Any:
-    return importlib.import_module("nixl._api")
-
-
-def import_nixl() -> None:
-    """Imports nixl, which takes a while, ahead of the first agent. A process that forks afterwards has made none yet.
-
-    Raises:
-        ImportError: nixl is missing.
-    """
-    _api()
-    _errors()
 
 
 @cache
@@ -76,159 +61,83 @@ def _errors() -> tuple[type[Exception], ...]:
     return (*found, RuntimeError, ValueError, TypeError)
 
 
-def _wrapped(doing: str, error: Exception) -> AgentError:
+def _agent_error(doing: str, error: Exception) -> AgentError:
     lost = type(error).__name__ == "nixlRemoteDisconnectError"
     return AgentError(f"{doing}: {type(error).__name__}: {error}", peer_lost=lost)
 
 
 @contextmanager
-def refusals(doing: str) -> Generator[None]:
+def nixl_errors(doing: str) -> Generator[None]:
     """Turns what NIXL raises within into an `AgentError` that says what was being done."""
     try:
         yield
     except _errors() as error:
-        raise _wrapped(doing, error) from error
-
-
-def make_nixl_agent(agent_name: str, listen_port: int, memory_type: MemoryType, background_runs: int = 8) -> Any:
-    """Returns a NIXL agent with a UCX backend, after setting what the environment leaves open.
-
-    Args:
-        agent_name: a name that no agent has had before.
-        listen_port: of NIXL's own metadata exchange, which is not used.
-        memory_type: memory that most of its regions live in; decides the transports.
-        background_runs: transfers of so many runs are copied by a thread of NIXL's, and the post returns at once unless
-            that thread is at work. A post of fewer returns when all is copied: faster than waking the thread.
-
-    Raises:
-        AgentError: nixl is missing, or refuses the settings.
-    """
-    os.environ.update(effective_settings(memory_type))
-    params = {"num_threads": "1", "split_batch_size": str(background_runs)}
-    return _make_agent(agent_name, listen_port, BACKEND, params)
-
-
-def make_file_agent(agent_name: str, params: dict[str, str]) -> Any:
-    """Returns a NIXL agent with a POSIX backend of these params: it moves bytes between host memory and files.
-
-    Raises:
-        AgentError: nixl is missing, or refuses the params.
-    """
-    os.environ.update(effective_settings())
-    return _make_agent(agent_name, 0, FILE_BACKEND, params)
-
-
-def _make_agent(agent_name: str, listen_port: int, backend: str, params: dict[str, str]) -> Any:
-    doing = f"making NIXL agent {agent_name!r}"
-    try:
-        api = _api()
-    except ImportError as error:
-        raise AgentError(f"{doing}: nixl cannot be imported: {error}") from error
-    config = api.nixl_agent_config(
-        enable_prog_thread=False,  # NIXL's own thread spins: it takes a whole core for each agent
-        enable_listen_thread=False,
-        listen_port=listen_port,
-        backends=[],
-        sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,  # without locks, a second thread means a crash
-    )
-    with refusals(doing):
-        agent = api.nixl_agent(agent_name, config)
-        _agents.add(agent)
-        agent.create_backend(backend, params)
-    return agent
-
-
-def load_peer(agent: Any, name: str, peer: str, metadata: bytes) -> None:
-    """Loads a peer's metadata, which was checked before, into a NIXL agent.
-
-    Raises:
-        AgentError: NIXL refuses the bytes, or finds another name in them.
-    """
-    with refusals(f"agent {name!r}: loading agent {peer!r}"):
-        found = agent.add_remote_agent(metadata)
-    loaded = found.decode(errors="replace") if isinstance(found, bytes) else str(found)
-    if loaded != peer:
-        agent.remove_remote_agent(loaded)
-        raise AgentError(f"agent {name!r}: the metadata of {peer!r} is that of {loaded!r}")
-
-
-def is_done(agent: Any, name: str, handle: Handle) -> bool:
-    """Tells whether a transfer has ended well. Also moves it on, and sends its notification when it has.
-
-    Raises:
-        AgentError: the transfer ended in an error. The handle is to be released.
-    """
-    try:
-        return agent.check_xfer_state(handle) == "DONE"
-    except _errors() as error:
-        raise _wrapped(f"agent {name!r}: transfer", error) from error
-
-
-def take_notifications(agent: Any, name: str) -> list[tuple[str, bytes]]:
-    """Returns the (agent name, message) pairs that came in since the last call. Also serves peers' transfers.
-
-    The agent name is what the sender wrote: nothing proves it.
-
-    Raises:
-        AgentError: NIXL fails.
-    """
-    try:
-        arrived: dict[str, list[bytes]] = agent.get_new_notifs()
-    except _errors() as error:
-        raise _wrapped(f"agent {name!r}: notifications", error) from error
-    return [(sender, message) for sender, messages in arrived.items() for message in messages]
-
-
-def start(agent: Any, name: str, handle: Handle) -> bool:
-    """Posts a transfer that was made. Returns whether it has ended already.
-
-    Raises:
-        AgentError: NIXL refuses, or the peer is gone. The handle is released.
-    """
-    try:
-        return agent.transfer(handle) == "DONE"
-    except _errors() as error:
-        with refusals(f"agent {name!r}: releasing a transfer"):
-            handle.release()
-        raise _wrapped(f"agent {name!r}: posting", error) from error
+        raise _agent_error(doing, error) from error
 
 
 class Agent:
-    """One NIXL agent over any number of regions. Not thread-safe: one thread owns it.
+    """One NIXL agent over any number of regions, for one thread. What NIXL refuses or fails in is an `AgentError`.
 
-    Descriptors name addresses and are handed over as arrays. Lists that NIXL prepares ahead would save 16 ns a
-    descriptor; against the 1.3 to 2.2 µs that each costs in the post that is nothing, while they must describe a whole
-    pool at first contact, can merge only within their own rows, and die with each connection.
+    READs name addresses, which are handed over as arrays. Lists that NIXL prepares ahead would save 16 ns a descriptor;
+    against the 1.3 to 2.2 µs that each costs in the post that is nothing, while they must describe a whole pool at
+    first contact, can merge only within their own rows, and die with each connection. `KVTransferEngine`, whose pages
+    are equal on both sides, posts pages of such lists.
 
     Args:
         name: a name that no agent has had before.
         memory_type: memory that most of its regions live in; decides the transports.
+        background_runs: transfers of so many runs are copied by a thread of NIXL's, and the post returns at once unless
+            that thread is at work. A post of fewer returns when all is copied: faster than waking the thread.
+        files: parameters of NIXL's POSIX plugin, for an agent that moves bytes to files, and knows no peers.
 
-    Raises:
-        AgentError: nixl is missing, or refuses the settings.
+    Attributes:
+        backend: NIXL's handle of the plugin.
     """
 
-    def __init__(self, name: str, memory_type: MemoryType = MemoryType.DRAM) -> None:
+    def __init__(
+        self,
+        name: str,
+        memory_type: MemoryType = MemoryType.DRAM,
+        *,
+        background_runs: int = BACKGROUND_RUNS,
+        files: Mapping[str, str] | None = None,
+    ) -> None:
         self.name = name
         self.memory_type = memory_type
-        self._agent: Any = make_nixl_agent(name, 0, memory_type, BACKGROUND_RUNS)
         self._registered: list[Any] = []
+        self._page_lists: dict[str, list[PageList]] = {}
         self._voucher: Voucher | None = None
         self._owner = os.getpid()
+        os.environ.update(effective_settings(memory_type))
+        try:
+            api: Any = importlib.import_module("nixl._api")
+        except ImportError as error:
+            raise AgentError(f"making NIXL agent {name!r}: nixl cannot be imported: {error}") from error
+        config = api.nixl_agent_config(
+            enable_prog_thread=False,  # NIXL's own thread spins: it takes a whole core for each agent
+            enable_listen_thread=False,  # it would answer anyone; metadata travels in messages of our own
+            listen_port=0,
+            backends=[],
+            sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,  # without locks, a second thread means a crash
+        )
+        params = {"num_threads": "1", "split_batch_size": str(background_runs)} if files is None else dict(files)
+        plugin = "UCX" if files is None else "POSIX"
+        with nixl_errors(f"making NIXL agent {name!r}"):
+            self._agent: Any = api.nixl_agent(name, config)
+            _agents.add(self._agent)
+            self._agent.create_backend(plugin, params)
+            self.backend = int(self._agent.backends[plugin])
 
-    def register(self, regions: Sequence[tuple[int, int, int]], memory_type: MemoryType | None = None) -> None:
-        """Registers memory, which must stay mapped until `close`, and while any peer lives that may read it.
+    def register(self, regions: Sequence[tuple[int, int, int]], memory_type: MemoryType | None = None) -> Any:
+        """Registers (address, bytes, device) of regions, and returns NIXL's record of them.
 
-        Args:
-            regions: (address, bytes, device) of each.
-            memory_type: where they live; that of the agent where None.
-
-        Raises:
-            AgentError: NIXL refuses the memory or its type.
+        They must stay mapped until `close`, and while any peer lives that may read them. They are of the agent's own
+        type of memory where none is given.
         """
         rows = [(*region, "") for region in regions]
-        with refusals(f"agent {self.name!r}: registering {len(rows)} regions"):
+        with nixl_errors(f"agent {self.name!r}: registering {len(rows)} regions"):
             self._registered.append(self._agent.register_memory(rows, (memory_type or self.memory_type).value))
+        return self._registered[-1]
 
     @property
     def is_open(self) -> bool:
@@ -243,33 +152,30 @@ class Agent:
     @property
     def metadata(self) -> bytes:
         """What another NIXL agent loads to reach this one, as of now."""
-        with refusals(f"agent {self.name!r}: its metadata"):
+        with nixl_errors(f"agent {self.name!r}: its metadata"):
             return bytes(self._agent.get_agent_metadata())
 
     def vouch(self, metadata: bytes) -> None:
-        """Says to readers on this host that this metadata is the agent's own. See `transfer.nixl.vouchers`.
-
-        Raises:
-            AgentError: the socket for that cannot be made.
-        """
+        """Says to readers on this host that this metadata is the agent's own: see `transfer.nixl.vouchers`."""
         self._voucher = Voucher(metadata)
 
     def add_peer(self, peer: str, metadata: bytes) -> None:
-        """Loads a peer. The caller has checked the metadata's length and digest: wrong bytes can crash the process.
-
-        Raises:
-            AgentError: NIXL refuses the bytes, or finds another name in them.
-        """
-        load_peer(self._agent, self.name, peer, metadata)
+        """Loads a peer. The caller has checked the metadata's length and digest: wrong bytes can crash the process."""
+        with nixl_errors(f"agent {self.name!r}: loading agent {peer!r}"):
+            found = self._agent.add_remote_agent(metadata)
+        loaded = found.decode(errors="replace") if isinstance(found, bytes) else str(found)
+        if loaded != peer:
+            self._agent.remove_remote_agent(loaded)
+            raise AgentError(f"agent {self.name!r}: the metadata of {peer!r} is that of {loaded!r}")
 
     def remove_peer(self, peer: str) -> None:
-        """Unloads a peer. All handles of transfers with it must be released before.
-
-        Raises:
-            AgentError: NIXL knows no such agent.
-        """
-        with refusals(f"agent {self.name!r}: unloading agent {peer!r}"):
-            self._agent.remove_remote_agent(peer)
+        """Unloads a peer, and its page lists. All handles of transfers with it must be released before."""
+        with nixl_errors(f"agent {self.name!r}: unloading agent {peer!r}"):
+            try:
+                for pages in self._page_lists.pop(peer, ()):
+                    pages.release()
+            finally:
+                self._agent.remove_remote_agent(peer)
 
     def read(
         self,
@@ -287,76 +193,114 @@ class Agent:
             remote: where they lie; registered memory of the peer's, of the same lengths.
             note: what the peer is told once all bytes have arrived; nothing where empty.
             memory_types: of the local and of the remote memory; the agent's own for both where None.
-
-        Raises:
-            AgentError: NIXL refuses, or the peer is gone. There is no handle then.
         """
         here, there = memory_types or (self.memory_type, self.memory_type)
         agent = self._agent
-        try:  # not `refusals`: a READ of one page takes 10 µs, two context managers and their messages would add 4
+        try:  # not `nixl_errors`: a READ of one page takes 10 µs, two context managers and their messages would add 4
             local_list = agent.get_xfer_descs(local, here.value)
             remote_list = agent.get_xfer_descs(remote, there.value)
             handle = agent.initialize_xfer("READ", local_list, remote_list, peer, note)
         except _errors() as error:
-            raise _wrapped(f"agent {self.name!r}: reading {len(local)} runs of {peer!r}", error) from error
-        return handle, start(agent, self.name, handle)
+            raise _agent_error(f"agent {self.name!r}: reading {len(local)} runs of {peer!r}", error) from error
+        return handle, self.start(handle)
+
+    def list_pages(self, pages: tuple[int, int, int, int], memory_type: MemoryType, peer: str = "") -> PageList:
+        """Prepares a list of all pages of a tensor, for `post`. It lasts until the peer is removed, or until `close`.
+
+        Args:
+            pages: address of the first, bytes of one, device, and how many follow each other.
+            memory_type: where they live.
+            peer: a loaded peer that has registered them; ours where empty.
+        """
+        address, num_bytes, device, count = pages
+        # One strided row, (address, length, device, stride, count), stands for any number of equal pages.
+        rows = np.array([[address, num_bytes, device, num_bytes, count]], np.uint64)
+        with nixl_errors(f"agent {self.name!r}: preparing the pages of {peer or self.name!r}"):
+            found = self._agent.prep_xfer_dlist(peer, rows, memory_type.value)
+        self._page_lists.setdefault(peer, []).append(found)
+        return found
+
+    def post(
+        self,
+        operation: Literal["READ", "WRITE"],
+        local: tuple[PageList, npt.NDArray[np.int32]],
+        remote: tuple[PageList, npt.NDArray[np.int32]],
+        note: bytes,
+    ) -> tuple[Handle, bool]:
+        """Starts to copy pages of prepared lists. Returns the handle, and whether it has ended already.
+
+        NIXL merges pairs that follow each other on both sides into one copy, so sorted pairs are faster.
+
+        Args:
+            operation: READ into our pages; or WRITE into the peer's.
+            local: our list, and int32 `[pairs]` of its pages.
+            remote: likewise the peer's.
+            note: what the peer is told once all bytes have arrived.
+        """
+        with nixl_errors(f"agent {self.name!r}: posting {len(local[1])} pages"):
+            handle = self._agent.make_prepped_xfer(operation, *local, *remote, note)
+        return handle, self.start(handle)
+
+    def start(self, handle: Handle) -> bool:
+        """Posts a transfer that was made, and tells whether it has ended already. An error releases the handle."""
+        try:
+            return self._agent.transfer(handle) == "DONE"
+        except _errors() as error:
+            with nixl_errors(f"agent {self.name!r}: releasing a transfer"):
+                handle.release()
+            raise _agent_error(f"agent {self.name!r}: posting", error) from error
 
     def done(self, handle: Handle) -> bool:
-        """Tells whether a transfer has ended well. Also moves it on, and sends its notification when it has.
-
-        Raises:
-            AgentError: the transfer ended in an error. The handle is to be released.
-        """
-        return is_done(self._agent, self.name, handle)
+        """Whether a transfer has ended well; moves it on, and sends its note at the end. After an error: release it."""
+        try:
+            return self._agent.check_xfer_state(handle) == "DONE"
+        except _errors() as error:
+            raise _agent_error(f"agent {self.name!r}: transfer", error) from error
 
     def release(self, handle: Handle) -> None:
-        """Releases a handle, for the last use of it. A copy in flight is not stopped by that.
-
-        Raises:
-            AgentError: NIXL refuses.
-        """
+        """Releases a handle, for the last use of it. A copy in flight is not stopped by that."""
         try:
             handle.release()
         except _errors() as error:
-            raise _wrapped(f"agent {self.name!r}: releasing a transfer", error) from error
+            raise _agent_error(f"agent {self.name!r}: releasing a transfer", error) from error
 
     def notify(self, peer: str, message: bytes) -> None:
-        """Sends a peer a message on its own. It may be lost when the peer is stopped, and never blocks.
-
-        Raises:
-            AgentError: NIXL refuses, or the peer is gone.
-        """
-        with refusals(f"agent {self.name!r}: notifying {peer!r}"):
+        """Sends a peer a message on its own. It may be lost when the peer is stopped, and never blocks."""
+        with nixl_errors(f"agent {self.name!r}: notifying {peer!r}"):
             self._agent.send_notif(peer, message)
 
     def notifications(self) -> list[tuple[str, bytes]]:
         """Returns the (agent name, message) pairs that came in since the last call. Also serves peers' transfers.
 
-        Raises:
-            AgentError: NIXL fails.
+        The agent name is what the sender wrote: nothing proves it.
         """
         if self._voucher is not None:
             self._voucher.poll()
-        return take_notifications(self._agent, self.name)
+        try:
+            arrived: dict[str, list[bytes]] = self._agent.get_new_notifs()
+        except _errors() as error:
+            raise _agent_error(f"agent {self.name!r}: notifications", error) from error
+        return [(sender, message) for sender, messages in arrived.items() for message in messages]
 
     def close(self, *, in_flight: bool = False) -> None:
-        """Destroys the NIXL agent. Safe to call twice. Waits for a copy in flight; no byte moves afterwards.
+        """Destroys the NIXL agent. Safe to call twice. Every handle is released, and every peer removed, before.
 
-        In a fork of its process it only forgets the agent.
+        Waits for a copy that its thread is at; no byte moves afterwards: the last barrier before the memory of a
+        transfer that never ended can be used again. In a fork of its process it only forgets the agent.
 
         Args:
             in_flight: a handle was released before its transfer had ended. Memory is then given back by the agent's
                 own destructor, after its worker has stopped: earlier, the worker would use it after it is freed.
-
-        Raises:
-            AgentError: NIXL failed to give something back. The agent is gone all the same.
         """
         if self._voucher is not None:
             self._voucher.close()
         agent, self._agent = self._agent, None
         registered, self._registered = self._registered, []
+        page_lists, self._page_lists = self._page_lists, {}
         if agent is None or in_flight or not self.is_own:
             return
-        with refusals(f"closing agent {self.name!r}"):
+        with nixl_errors(f"closing agent {self.name!r}"):
+            for pages in chain.from_iterable(page_lists.values()):
+                pages.release()
             for dlist in registered:
                 agent.deregister_memory(dlist)

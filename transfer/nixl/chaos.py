@@ -58,30 +58,20 @@ class Rates:
         return [fault for fault in faults if getattr(self, "break_" if fault == "break" else fault) > 0]
 
 
-class _Delayed:
-    """A READ as its owner sees it: not posted yet, posted, or broken."""
+@dataclass(eq=False)
+class _ChaosRead:
+    """A READ as its owner sees it: not posted yet, posted, or broken. `flip`: the byte that a corrupt one changes."""
 
-    def __init__(self, post: Callable[[], tuple[Handle, bool]], polls: int, fault: Fault | None, flip: int) -> None:
-        self.post = post
-        self.polls = polls
-        self.fault = fault
-        self.flip = flip
-        self.handle: Handle = None
-        self.posted = False
+    post: Callable[[], tuple[Handle, bool]]
+    polls: int
+    fault: Fault | None
+    flip: int
+    handle: Handle = None
+    posted: bool = False
 
 
 class ChaosAgent(Agent):
-    """The real agent, with faults in between.
-
-    Args:
-        name: as `Agent`.
-        memory_type: as `Agent`.
-        seed: decides every fault, given the same calls.
-        rates: how often what happens.
-
-    Attributes:
-        faults: how often each fault has happened.
-    """
+    """The real agent, with faults in between: given the same calls, `seed` decides each, and `faults` counts them."""
 
     def __init__(
         self, name: str, memory_type: MemoryType = MemoryType.DRAM, *, seed: int = 0, rates: Rates | None = None
@@ -127,11 +117,11 @@ class ChaosAgent(Agent):
         def post() -> tuple[Handle, bool]:
             return super(ChaosAgent, self).read(peer, local, remote, note, memory_types)
 
-        delayed = _Delayed(post, polls, fault, flip)
+        read = _ChaosRead(post, polls, fault, flip)
         if not polls and len(local):
-            delayed.handle, _ = post()
-            delayed.posted = True
-        return delayed, False
+            read.handle, _ = post()
+            read.posted = True
+        return read, False
 
     def done(self, handle: Handle) -> bool:
         """As `Agent.done`, for a handle of `read`."""

@@ -1,6 +1,6 @@
 """Bytes between host memory and files through NIXL's POSIX plugin: what a file tier may use in place of preadv.
 
-It has the shape of `kvcache.tiers.page_files.PageIO`, and is handed over as
+It has the shape of `kvcache.types.PageIO`, and is handed over as
 `KVCacheParams(file_tier_io=NixlFileIO)`. On a local disk it is no faster than the default (`benchmarks.tiers`).
 """
 
@@ -10,13 +10,13 @@ import errno
 import time
 import uuid
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from transfer.errors import AgentError
-from transfer.nixl.agent import is_done, make_file_agent, refusals, start
+from transfer.nixl.agent import Agent, Descriptors, nixl_errors
 
 if TYPE_CHECKING:
     import torch
@@ -38,13 +38,10 @@ class NixlFileIO:
     """
 
     def __init__(self, memory: Sequence[torch.Tensor], queue: str | None = None) -> None:
-        self._name = f"files@{uuid.uuid4().hex}"
-        params = {} if queue is None else {"use_aio": "false", "use_uring": "false", f"use_{queue}": "true"}
-        self._agent: Any = make_file_agent(self._name, params)
+        files = {} if queue is None else {"use_aio": "false", "use_uring": "false", f"use_{queue}": "true"}
+        self._agent = _FileAgent(f"files@{uuid.uuid4().hex}", files=files)
         self._memory = list(memory)  # stays mapped while it is registered
-        regions = [(region.data_ptr(), region.numel(), 0, "") for region in self._memory]
-        with refusals(f"agent {self._name!r}: registering {len(regions)} regions"):
-            self._agent.register_memory(regions, "DRAM")
+        self._agent.register([(region.data_ptr(), region.numel(), 0) for region in self._memory])
 
     def write(self, file: int, parts: Sequence[Part], offset: int) -> None:
         """Write the parts, one after another, from `offset` on. Raises `OSError` where not all of them are written."""
@@ -54,7 +51,7 @@ class NixlFileIO:
         """Fill the parts, one after another, with what lies from `offset` on. Raises `OSError` where that is less."""
         self._move("READ", file, parts, offset)
 
-    def _move(self, operation: str, file: int, parts: Sequence[Part], offset: int) -> None:
+    def _move(self, operation: Literal["READ", "WRITE"], file: int, parts: Sequence[Part], offset: int) -> None:
         lengths = np.array([len(part) for part in parts], np.uint64)
         ends = np.cumsum(lengths) + np.uint64(offset)
         here, there = np.zeros((2, len(parts), 3), np.uint64)
@@ -63,23 +60,28 @@ class NixlFileIO:
         here[:, 1] = there[:, 1] = lengths
         there[:, 2] = file
         try:
-            with refusals(f"agent {self._name!r}: {operation} of {len(parts)} parts"):
-                registered = self._agent.register_memory([(0, int(ends[-1]), file, "")], "FILE")
-                try:
-                    self._transfer(operation, here, there)
-                finally:
-                    self._agent.deregister_memory(registered)
+            self._agent.move(operation, here, there, (0, int(ends[-1]), file))
         except AgentError as error:
             raise OSError(errno.EIO, str(error)) from error
 
-    def _transfer(self, operation: str, here: npt.NDArray[np.uint64], there: npt.NDArray[np.uint64]) -> None:
+
+class _FileAgent(Agent):
+    def move(
+        self, operation: Literal["READ", "WRITE"], here: Descriptors, there: Descriptors, file: tuple[int, int, int]
+    ) -> None:
+        """Copies runs between memory and a file, (start, bytes, descriptor), and waits for the end."""
         agent = self._agent
-        local, remote = agent.get_xfer_descs(here, "DRAM"), agent.get_xfer_descs(there, "FILE")
-        handle = agent.initialize_xfer(operation, local, remote, self._name)
-        done = start(agent, self._name, handle)  # an error releases the handle
-        try:
-            while not done:
-                time.sleep(_POLL_S)
-                done = is_done(agent, self._name, handle)
-        finally:
-            handle.release()
+        with nixl_errors(f"agent {self.name!r}: {operation} of {len(here)} parts"):
+            registered = agent.register_memory([(*file, "")], "FILE")
+            try:
+                local, remote = agent.get_xfer_descs(here, "DRAM"), agent.get_xfer_descs(there, "FILE")
+                handle = agent.initialize_xfer(operation, local, remote, self.name)
+                done = self.start(handle)  # an error releases the handle
+                try:
+                    while not done:
+                        time.sleep(_POLL_S)
+                        done = self.done(handle)
+                finally:
+                    handle.release()
+            finally:
+                agent.deregister_memory(registered)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _DEFAULTS = {
+    "UCX_DEBUG_SIGNO": "0",  # by default UCX takes SIGHUP for a debugger, also from a program that handles it
     "UCX_KEEPALIVE_INTERVAL": "1s",  # the default of 20 s is how long a message to a dead peer is taken silently
     "UCX_LOG_LEVEL": "error",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
@@ -40,9 +41,7 @@ def effective_settings(
     A variable that is set is never changed. The transports are chosen for host memory only, since a GPU needs those
     that UCX finds there. Shared-memory transports are told to report a dead peer wherever they are named.
 
-    Args:
-        memory_type: memory that the agents will register.
-        environ: the environment to read; the process's own where None.
+    They are for agents that register this type of memory, in this environment or the process's own.
     """
     environ = os.environ if environ is None else environ
     settings = {key: environ.get(key, value) for key, value in _DEFAULTS.items()}

@@ -8,7 +8,6 @@ on the head axis, and a page holds the one state of a request. The constructors 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from typing import NoReturn, TypeAlias
 
@@ -109,10 +108,6 @@ class ShardLayout(msgspec.Struct, frozen=True, omit_defaults=True, tag="shard_la
 
     groups: tuple[Group, ...]
     region_bytes: tuple[int, ...]
-
-    def fingerprint(self) -> str:
-        """Names this geometry: shards whose fingerprints agree hold the same, at the same places."""
-        return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()[:16]
 
 
 def clip(box: Box, layers: range | None = None, heads: range | None = None) -> Box | None:

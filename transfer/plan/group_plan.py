@@ -1,4 +1,4 @@
-"""One group of a plan: its pull is cut where a page of either side ends, and each piece has a template."""
+"""One group of a plan: a pull is cut where a page of either side ends, and pieces that lie alike have the same runs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from numpy.typing import ArrayLike
 from transfer.errors import InvalidTransferError
 from transfer.plan.boxes import Group
 from transfer.plan.intersection import Ints, Stack
-from transfer.plan.pair_runs import template, token_template
-from transfer.plan.runs import PagePairs, Part, Runs, concatenated, joined
+from transfer.plan.runs import PagePairs, PageRuns, Runs, concatenated, joined, page_runs, token_runs
 
 MAX_RUNS = 1 << 25
 """Of one pull: a gigabyte of descriptors, and a minute on the wire. Only layouts that scatter single elements need
@@ -21,35 +20,27 @@ more, and only a peer that wants to harm has such."""
 
 MAX_TOKEN = 1 << 62
 
-_MAX_TEMPLATE_RUNS = 1 << 20
-"""Runs in the templates that a group keeps, 56 bytes each. A pull needs one to three templates; where page sizes have
-an odd ratio, up to as many as the two pages have tokens."""
+_MAX_KEPT = 1 << 20
+"""Runs of pages that a group keeps, 56 bytes each. A pull needs those of one to three kinds of pieces; where page sizes
+have an odd ratio, of up to as many as the two pages have tokens."""
 
 
-class Pieces(NamedTuple):
-    """Those pieces of a pull that lie alike in their two pages. A piece ends where a page of either side does.
+class PieceKind(NamedTuple):
+    """Those pieces of a pull that lie alike in their two pages. A piece ends where a page of either side does."""
 
-    Attributes:
-        local_token: tokens of the local page before the piece.
-        remote_token: tokens of the remote page before the piece.
-        num_tokens: tokens of the piece.
-        local: int64 `[pieces]`, index into the list of local pages. Evenly spaced, as `remote` is.
-        remote: int64 `[pieces]`, index into the list of remote pages.
-    """
-
-    local_token: int
+    local_token: int  # tokens of the page before the piece
     remote_token: int
     num_tokens: int
-    local: Ints
+    local: Ints  # int64 `[pieces]`, indices into the list of pages, evenly spaced
     remote: Ints
 
 
-def cut(tokens: tuple[int, int], local_size: int, remote_size: int) -> list[Pieces]:
+def cut(tokens: tuple[int, int], local_size: int, remote_size: int) -> list[PieceKind]:
     """`tokens`, at least one, as pieces for two page sizes: of few kinds, whatever the length."""
     start, stop = tokens
     if local_size == remote_size and start % local_size == stop % local_size == 0:  # the common case, with no search
         pages = np.arange((stop - start) // local_size, dtype=np.int64)
-        return [Pieces(0, 0, local_size, pages, pages)]
+        return [PieceKind(0, 0, local_size, pages, pages)]
     ends = [np.arange(_up(start + 1, size), stop, size) for size in (local_size, remote_size)]
     cuts = np.unique(np.concatenate([[start], *ends, [stop]]))
     begin, num_tokens = cuts[:-1], np.diff(cuts)
@@ -58,22 +49,15 @@ def cut(tokens: tuple[int, int], local_size: int, remote_size: int) -> list[Piec
     order = np.lexsort(kinds)  # stable, so that pieces of a kind stay in order
     kinds, local, remote = kinds[:, order], (local - local[0])[order], (remote - remote[0])[order]
     firsts = np.flatnonzero((kinds[:, 1:] != kinds[:, :-1]).any(axis=0)) + 1
-    found: list[Pieces] = []
+    found: list[PieceKind] = []
     for first, last in pairwise([0, *firsts.tolist(), len(begin)]):
         local_token, remote_token, count = kinds[:, first].tolist()
-        found.append(Pieces(local_token, remote_token, count, local[first:last], remote[first:last]))
+        found.append(PieceKind(local_token, remote_token, count, local[first:last], remote[first:last]))
     return found
 
 
 class GroupPlan:
-    """One group of the plan.
-
-    Attributes:
-        where: the group, for messages.
-        local: the reader's group.
-        remote: the other side's.
-        stacks: pairs of boxes that hold something in common.
-    """
+    """One group of the plan: `stacks` are the pairs of boxes that hold something in common."""
 
     def __init__(self, where: str, local: Group, remote: Group, stacks: tuple[Stack, ...]) -> None:
         self.where = where
@@ -81,30 +65,26 @@ class GroupPlan:
         self.remote = remote
         self.stacks = stacks
         flows = [stack.flows(local.page_size, remote.page_size) for stack in stacks]
-        self._flowing = tuple(token_template(stack) for stack, flow in zip(stacks, flows, strict=True) if flow)
+        self._flowing = tuple(token_runs(stack) for stack, flow in zip(stacks, flows, strict=True) if flow)
         self._others = tuple(stack for stack, flow in zip(stacks, flows, strict=True) if not flow)
-        self._templates: dict[tuple[int, int, int, bool], tuple[Part, ...]] = {}
-        self._template_runs = 0
+        self._kept: dict[tuple[int, int, int, bool], tuple[PageRuns, ...]] = {}
+        self._num_kept = 0
 
-    def parts(self, pieces: Pieces, *, flowing: bool = True) -> tuple[Part, ...]:
-        """The runs of one of `pieces`, those of stacks that flow included or not; made once for all alike."""
-        key = (pieces.local_token, pieces.remote_token, pieces.num_tokens, flowing)
-        found = self._templates.get(key)
+    def page_runs(self, kind: PieceKind, *, flowing: bool = True) -> tuple[PageRuns, ...]:
+        """The runs of one piece of a kind, those of stacks that flow included or not; made once."""
+        key = (kind.local_token, kind.remote_token, kind.num_tokens, flowing)
+        found = self._kept.get(key)
         if found is None:
-            found = template(self.stacks if flowing else self._others, *key[:3])
-            self._template_runs += sum(len(part.length) for part in found)
-            if self._template_runs > _MAX_TEMPLATE_RUNS:
-                self._templates.clear()
-                self._template_runs = 0
-            self._templates[key] = found
+            found = page_runs(self.stacks if flowing else self._others, *key[:3])
+            self._num_kept += sum(len(runs.length) for runs in found)
+            if self._num_kept > _MAX_KEPT:
+                self._kept.clear()
+                self._num_kept = 0
+            self._kept[key] = found
         return found
 
     def tokens(self, tokens: tuple[int, int]) -> tuple[int, int]:
-        """The tokens that are copied for `tokens`: to the nearer page end of the two sides; none where none is needed.
-
-        Raises:
-            InvalidTransferError: the tokens start before 0, or are more than all pages of our pool hold.
-        """
+        """The tokens that are copied: up to the nearer page end of the two sides; none where none is needed."""
         start, stop = tokens
         if not (start >= 0 and stop <= MAX_TOKEN):
             raise InvalidTransferError(f"{self.where}: tokens {start} to {stop}: they count from 0 to {MAX_TOKEN}")
@@ -118,19 +98,15 @@ class GroupPlan:
         return start, min(_up(stop, self.local.page_size), _up(stop, self.remote.page_size))
 
     def local_pages(self, pages: ArrayLike, tokens: tuple[int, int]) -> Ints:
-        """int64 `[pages]`: the local pages of a list that hold `tokens`.
-
-        Raises:
-            InvalidTransferError: the list is too short, or names a page that the pool does not have.
-        """
+        """int64 `[pages]`: the local pages of a list that hold `tokens`, all of which the pool has."""
         return _pages_of(f"{self.where}: local", pages, tokens, self.local)
 
     def remote_pages(self, pages: ArrayLike, tokens: tuple[int, int]) -> Ints:
-        """int64 `[pages]`: the remote pages of a list that hold `tokens`. Raises as `local_pages`."""
+        """int64 `[pages]`: the remote pages of a list that hold `tokens`, likewise."""
         return _pages_of(f"{self.where}: remote", pages, tokens, self.remote)
 
     def refuse_repeated(self, pairs: PagePairs) -> None:
-        """Raises InvalidTransferError where a local page is named twice: two pages of the request would share it."""
+        """A local page must not be named twice: two pages of the request would share it."""
         if pairs.repeated is not None:
             raise InvalidTransferError(f"{self.where}: local page {pairs.repeated} is named twice")
 
@@ -140,58 +116,58 @@ class GroupPlan:
         num_bytes = sum(places * int(length.sum()) for places, length in found)
         return sum(places * len(length) for places, length in found), num_bytes
 
-    def _lengths(self, pieces: list[Pieces]) -> list[tuple[int, Ints]]:
+    def _lengths(self, kinds: list[PieceKind]) -> list[tuple[int, Ints]]:
         """How often each set of runs occurs, and their bytes."""
         found: list[tuple[int, Ints]] = []
-        for kind in pieces:
-            found += [(len(kind.local), part.length) for part in self.parts(kind, flowing=len(pieces) == 1)]
-            if len(pieces) > 1:
-                found += [(len(kind.local), part.length * kind.num_tokens) for part in self._flowing]
+        for kind in kinds:
+            found += [(len(kind.local), runs.length) for runs in self.page_runs(kind, flowing=len(kinds) == 1)]
+            if len(kinds) > 1:
+                found += [(len(kind.local), runs.length * kind.num_tokens) for runs in self._flowing]
         return found
 
     def runs(
         self, local_pages: Ints, remote_pages: Ints, tokens: tuple[int, int], local_bases: Ints, remote_bases: Ints
     ) -> Runs:
         """As `Plan.runs`, for checked pages, and tokens, at least one, that `tokens` has rounded."""
-        pieces = cut(tokens, self.local.page_size, self.remote.page_size)
-        alike = len(pieces) == 1
+        kinds = cut(tokens, self.local.page_size, self.remote.page_size)
+        alike = len(kinds) == 1
         if not alike:  # else the pairs below find out, at no cost
             self.refuse_repeated(PagePairs(local_pages, local_pages))
-        count = sum(places * len(length) for places, length in self._lengths(pieces))
+        count = sum(places * len(length) for places, length in self._lengths(kinds))
         if count > MAX_RUNS:
             raise InvalidTransferError(
                 f"{self.where}: tokens {tokens[0]} to {tokens[1]} take {count} runs, at most {MAX_RUNS} are made"
             )
         found: list[Runs] = []
-        for kind in pieces:
+        for kind in kinds:
             # Where all pieces are alike they are the pages: each takes one.
             pages = (local_pages, remote_pages) if alike else (local_pages[kind.local], remote_pages[kind.remote])
             pairs = PagePairs(*pages)
             self.refuse_repeated(pairs)
-            found += [part.over(pairs, local_bases, remote_bases) for part in self.parts(kind, flowing=alike)]
+            found += [runs.over(pairs, local_bases, remote_bases) for runs in self.page_runs(kind, flowing=alike)]
         if not alike and self._flowing:
-            found += self._flow(pieces, local_pages, remote_pages, local_bases, remote_bases)
+            found += self._flow(kinds, local_pages, remote_pages, local_bases, remote_bases)
         return concatenated(found)
 
     def _flow(
-        self, pieces: list[Pieces], local_pages: Ints, remote_pages: Ints, local_bases: Ints, remote_bases: Ints
+        self, kinds: list[PieceKind], local_pages: Ints, remote_pages: Ints, local_bases: Ints, remote_bases: Ints
     ) -> Iterator[Runs]:
         """The runs of stacks whose tokens go on from piece to piece, which are joined before they are spread."""
-        local_page = np.concatenate([local_pages[kind.local] for kind in pieces])
-        remote_page = np.concatenate([remote_pages[kind.remote] for kind in pieces])
-        repeats = [len(kind.local) for kind in pieces]
-        inside = np.array([kind[:3] for kind in pieces], np.int64)
+        local_page = np.concatenate([local_pages[kind.local] for kind in kinds])
+        remote_page = np.concatenate([remote_pages[kind.remote] for kind in kinds])
+        repeats = [len(kind.local) for kind in kinds]
+        inside = np.array([kind[:3] for kind in kinds], np.int64)
         local_token, remote_token, num_tokens = np.repeat(inside, repeats, axis=0).T
-        for part in self._flowing:
-            token_bytes = int(part.length[0])
+        for runs in self._flowing:
+            token_bytes = int(runs.length[0])
             places = joined(
                 Runs(
-                    local_page * part.local_page + local_token * token_bytes,
-                    remote_page * part.remote_page + remote_token * token_bytes,
+                    local_page * runs.local_page + local_token * token_bytes,
+                    remote_page * runs.remote_page + remote_token * token_bytes,
                     num_tokens * token_bytes,
                 )
             )
-            yield part.spread(places.local, places.remote, places.length, local_bases, remote_bases)
+            yield runs.spread(places.local, places.remote, places.length, local_bases, remote_bases)
 
 
 def _pages_of(where: str, pages: ArrayLike, tokens: tuple[int, int], group: Group) -> Ints:

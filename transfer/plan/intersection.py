@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,8 @@ Axis: TypeAlias = tuple[int, int, int]
 
 _FOUR = [0, 1, 2, DIM]
 """The axes without the token, whose range comes with each pull."""
+# Columns of a table of boxes; the first and the end of four axes, the strides of all five.
+_KIND, _REGION, _OFFSET, _PAGE, _FIRST, _END, _STRIDES = 0, 1, 2, 3, slice(4, 8), slice(8, 12), slice(12, 17)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +27,11 @@ class Stack:
     """Pairs of boxes that differ only in where they start, each cut to what both sides hold.
 
     Attributes:
-        local_region: int64 `[pairs]`.
-        local_offset: int64 `[pairs]`, bytes from the region's start to the first common element of page 0.
-        remote_region: int64 `[pairs]`.
-        remote_offset: int64 `[pairs]`.
-        itemsize: bytes of an element.
+        local_region: int64 `[pairs]`, as the next three.
+        local_offset: bytes from the region's start to the first common element of page 0.
         axes: layer, side, head and dim, those with more than one common element.
         token: bytes between neighbouring tokens, local and remote.
-        local_page: bytes between neighbouring pages on the local side.
-        remote_page: bytes between neighbouring pages on the remote side.
+        local_page: bytes between neighbouring pages, as `remote_page`.
     """
 
     local_region: Ints
@@ -66,35 +64,6 @@ def merged(itemsize: int, axes: Iterable[Axis]) -> tuple[int, list[Axis]]:
         run *= found[0]
 
 
-class _Table(NamedTuple):
-    """Boxes as arrays; `first` and `end` without the token axis."""
-
-    kind: Ints
-    first: Ints
-    end: Ints
-    region: Ints
-    offset: Ints
-    page: Ints
-    strides: Ints
-
-
-def _table(boxes: Sequence[Box], kinds: dict[str, int]) -> _Table:
-    strides = np.array([box.strides for box in boxes], np.int64)
-    page = np.array([box.page_stride for box in boxes], np.int64)
-    # Where a page holds one token, the next token is the next page.
-    one_token = np.array([box.extent[TOKEN] == 1 for box in boxes])
-    strides[one_token, TOKEN] = page[one_token]
-    return _Table(
-        np.array([kinds.setdefault(box.kind, len(kinds)) for box in boxes], np.int64),
-        np.array([box.first for box in boxes], np.int64),
-        np.array([box.end for box in boxes], np.int64),
-        np.array([box.region for box in boxes], np.int64),
-        np.array([box.offset for box in boxes], np.int64),
-        page,
-        strides,
-    )
-
-
 def common(where: str, local: Sequence[Box], remote: Sequence[Box]) -> tuple[Stack, ...]:
     """Everything that a local and a remote box of one kind both hold; tokens left open.
 
@@ -105,30 +74,42 @@ def common(where: str, local: Sequence[Box], remote: Sequence[Box]) -> tuple[Sta
         return ()
     kinds: dict[str, int] = {}
     ours, theirs = _table(local, kinds), _table(remote, kinds)
-    meet = ours.kind[:, None] == theirs.kind[None]
+    meet = ours[:, None, _KIND] == theirs[None, :, _KIND]
     for axis in range(len(_FOUR)):
-        meet &= ours.first[:, None, axis] < theirs.end[None, :, axis]
-        meet &= theirs.first[None, :, axis] < ours.end[:, None, axis]
+        first, end = _FIRST.start + axis, _END.start + axis
+        meet &= (ours[:, None, first] < theirs[None, :, end]) & (theirs[None, :, first] < ours[:, None, end])
     mine, other = np.nonzero(meet)
-    first = np.maximum(ours.first[mine], theirs.first[other])
-    extent = np.minimum(ours.end[mine], theirs.end[other]) - first
-    local_offset = ours.offset[mine] + _skipped(first - ours.first[mine], ours.strides[mine])
-    remote_offset = theirs.offset[other] + _skipped(first - theirs.first[other], theirs.strides[other])
+    ours, theirs = ours[mine], theirs[other]
+    first = np.maximum(ours[:, _FIRST], theirs[:, _FIRST])
+    extent = np.minimum(ours[:, _END], theirs[:, _END]) - first
+    local_offset, remote_offset = (
+        side[:, _OFFSET] + ((first - side[:, _FIRST]) * side[:, _STRIDES][:, _FOUR]).sum(axis=1)
+        for side in (ours, theirs)
+    )
     pairs = zip(mine.tolist(), other.tolist(), strict=True)
     itemsize = np.array([_agreed_itemsize(where, local[i], remote[j]) for i, j in pairs], np.int64)
     alike: dict[tuple[int, ...], list[int]] = {}
-    pages = np.stack([ours.page[mine], theirs.page[other], itemsize], axis=1)
-    shapes = np.concatenate([extent, ours.strides[mine], theirs.strides[other], pages], axis=1)
+    pages = np.stack([ours[:, _PAGE], theirs[:, _PAGE], itemsize], axis=1)
+    shapes = np.concatenate([extent, ours[:, _STRIDES], theirs[:, _STRIDES], pages], axis=1)
     for row, shape in enumerate(shapes.tolist()):
         alike.setdefault(tuple(shape), []).append(row)
     return tuple(
-        _stack(shape, ours.region[mine[rows]], local_offset[rows], theirs.region[other[rows]], remote_offset[rows])
+        _stack(shape, ours[rows, _REGION], local_offset[rows], theirs[rows, _REGION], remote_offset[rows])
         for shape, rows in alike.items()
     )
 
 
-def _skipped(steps: Ints, strides: Ints) -> Ints:
-    return (steps * strides[:, _FOUR]).sum(axis=1)
+def _table(boxes: Sequence[Box], kinds: dict[str, int]) -> Ints:
+    """int64 `[boxes, 17]`."""
+    rows = ((kinds.setdefault(box.kind, len(kinds)), box) for box in boxes)
+    columns = [
+        (kind, box.region, box.offset, box.page_stride, *box.first, *box.end, *box.strides) for kind, box in rows
+    ]
+    table = np.array(columns, np.int64)
+    # Where a page holds one token, the next token is the next page.
+    one_token = np.array([box.extent[TOKEN] == 1 for box in boxes])
+    table[one_token, _STRIDES.start + TOKEN] = table[one_token, _PAGE]
+    return table
 
 
 def _stack(

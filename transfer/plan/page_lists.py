@@ -1,55 +1,98 @@
-"""From the blocks that a source's scheduler names to the pages that a plan takes."""
+"""Which pages a pull reads of each group, and into which; a source may name them by the blocks of its scheduler."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
 import numpy as np
+from numpy.typing import ArrayLike
 
 from transfer.errors import InvalidTransferError
 from transfer.plan.boxes import Group
-from transfer.plan.plan import kernel_pages
-from transfer.pull.pull_state import BlocksOfGroup, PagesOfGroup
+from transfer.plan.intersection import Ints
+
+
+class PagesOfGroup(NamedTuple):
+    """What is read of one group of layers. Any tuple of this shape serves as well, as `kvcache`'s `PageCopy` does.
+
+    Attributes:
+        local: our pages of the logical pages that the tokens touch, in our page size.
+        remote: the source's pages of those that they touch in its page size.
+        tokens: first token, and the one after the last; nothing before the first is written.
+    """
+
+    local: ArrayLike
+    remote: ArrayLike
+    tokens: tuple[int, int]
+
+
+class BlocksOfGroup(NamedTuple):
+    """What is read of one group of layers, the source's side named as its scheduler does: by blocks.
+
+    Attributes:
+        local: our pages of the logical pages that the tokens touch, in our page size.
+        blocks: the source's blocks; the last one holds token `end` - 1, or the state after it.
+        end: tokens that the source has computed.
+        tokens: first token, and the one after the last.
+        needed: the first token that must be read. Those before it, from the first one on, only where the source has
+            them: with a sliding window, the page that holds `needed` begins before it, and elsewhere on each side.
+    """
+
+    local: ArrayLike
+    blocks: ArrayLike
+    end: int
+    tokens: tuple[int, int]
+    needed: int
+
+
+PageList: TypeAlias = tuple[ArrayLike, ArrayLike, tuple[int, int]]
+"""A `PagesOfGroup`, or a tuple of its shape."""
+PageLists: TypeAlias = Sequence[PageList | BlocksOfGroup]
+"""What is read of each group of a layout, in order."""
 
 NOTHING = PagesOfGroup((), (), (0, 0))
 
 
-def resolved(pages: PagesOfGroup | BlocksOfGroup, local: Group, remote: Group) -> PagesOfGroup:
-    """Returns the pages of both sides from the first token on.
+def pages_of(where: str, named: PageList | BlocksOfGroup, local: Group, remote: Group) -> PageList:
+    """The pages of both sides, from the first token on that the source has.
 
     A source may leave out the blocks that a sliding window does not reach, so its list is counted from its end.
-
-    Args:
-        pages: of one group.
-        local: the group here.
-        remote: the group there: its page size, and how many pages a block has.
 
     Raises:
         InvalidTransferError: the blocks do not hold the tokens, or are more than its tokens can fill.
     """
-    if isinstance(pages, PagesOfGroup):
-        return pages
-    start, stop = pages.tokens
+    if not isinstance(named, BlocksOfGroup):
+        return named
+    start, stop = named.tokens
     if start >= stop:
         return NOTHING
-    if stop > pages.end:
-        raise InvalidTransferError(f"tokens up to {stop} are asked for, the source has computed {pages.end}")
-    blocks = np.asarray(pages.blocks, np.int64)
+    if stop > named.end:
+        raise InvalidTransferError(f"{where}: tokens up to {stop} are asked for, the source has computed {named.end}")
+    blocks = np.asarray(named.blocks, np.int64)
     if local.state:
         if not len(blocks):
-            raise InvalidTransferError("the source names 0 blocks for a state, 1 is needed")
-        return PagesOfGroup(pages.local, blocks[-1:], pages.tokens)
+            raise InvalidTransferError(f"{where}: the source names 0 blocks for a state, 1 is needed")
+        return PagesOfGroup(named.local, blocks[-1:], named.tokens)
     size = remote.page_size * remote.block_pages
-    first = -(-pages.end // size) - len(blocks)
+    first = -(-named.end // size) - len(blocks)
     if first < 0:
         raise InvalidTransferError(
-            f"the source names {len(blocks)} blocks of {size} tokens, its {pages.end} tokens fill {first + len(blocks)}"
+            f"{where}: the source names {len(blocks)} blocks of {size} tokens, its {named.end} tokens fill "
+            f"{first + len(blocks)}"
         )
-    if first * size > pages.needed:
+    if first * size > named.needed:
         raise InvalidTransferError(
-            f"the source's {len(blocks)} blocks of {size} tokens begin with token {first * size}, "
-            f"token {pages.needed} is the first that is needed"
+            f"{where}: the source's {len(blocks)} blocks of {size} tokens begin with token {first * size}, "
+            f"token {named.needed} is the first that is needed"
         )
     kept = max(start, first * size)
     at = kept // size
     there = kernel_pages(blocks[at - first :], remote.block_pages)[(kept - at * size) // remote.page_size :]
-    here = np.asarray(pages.local)[kept // local.page_size - start // local.page_size :]
+    here = np.asarray(named.local)[kept // local.page_size - start // local.page_size :]
     return PagesOfGroup(here, there, (kept, stop))
+
+
+def kernel_pages(pages: ArrayLike, ratio: int) -> Ints:
+    """int64 `[pages * ratio]`: the kernel's pages of each logical page, where a kernel's page holds fewer tokens."""
+    return np.add.outer(np.asarray(pages, np.int64) * ratio, np.arange(ratio)).reshape(-1)

@@ -15,7 +15,7 @@ from transfer.plan.boxes import Group, ShardLayout
 from transfer.plan.group_plan import GroupPlan
 from transfer.plan.intersection import Ints, common
 from transfer.plan.runs import Runs, keep_memory, no_runs
-from transfer.plan.staging import MAX_COPIES, ONE_HOST, Costs, Staging, copies_of
+from transfer.plan.staging import MAX_COPIES, ONE_HOST, Costs, StagingPlan, copies_of
 
 
 class Plan:
@@ -29,7 +29,7 @@ class Plan:
     def __init__(self, groups: tuple[GroupPlan, ...], num_regions: tuple[int, int]) -> None:
         self.groups = groups
         self.num_regions = num_regions
-        self._staging: dict[int, Staging] = {}
+        self._staging: dict[int, StagingPlan] = {}
 
     def runs(
         self,
@@ -67,15 +67,15 @@ class Plan:
         ours, theirs = plan.local_pages(local_pages, tokens), plan.remote_pages(remote_pages, tokens)
         return plan.runs(ours, theirs, tokens, *self._bases(local_bases, remote_bases))
 
-    def staging(self, group: int) -> Staging:
+    def staging(self, group: int) -> StagingPlan:
         """The other way for a group: whole remote pages into a staging area, and home from there. Host memory only.
 
         Raises:
-            InvalidTransferError: as `Staging`; `prefers_staging` is never True then.
+            InvalidTransferError: as `StagingPlan`; `prefers_staging` is never True then.
         """
         found = self._staging.get(group)
         if found is None:
-            found = self._staging[group] = Staging(self.groups[group])
+            found = self._staging[group] = StagingPlan(self.groups[group])
         return found
 
     def prefers_staging(self, group: int, tokens: tuple[int, int], costs: Costs = ONE_HOST) -> bool:
@@ -124,16 +124,3 @@ def _plan_group(where: str, local: Group, remote: Group) -> GroupPlan:
     if local.state != remote.state:
         raise MetadataError(f"{where}: recurrent state on one side, tokens on the other")
     return GroupPlan(where, local, remote, common(where, local.boxes, remote.boxes))
-
-
-def window_start(num_tokens: int, window: int, page_size: int) -> int:
-    """The first token that is needed to compute token `num_tokens` next, cut down to the start of its page.
-
-    A window of W tokens counts the token that looks: it sees itself and the W - 1 before it. 0 means all.
-    """
-    return max(0, num_tokens - window + 1) // page_size * page_size if window else 0
-
-
-def kernel_pages(pages: ArrayLike, ratio: int) -> Ints:
-    """int64 `[pages * ratio]`: the kernel's pages of each logical page, where a kernel's page holds fewer tokens."""
-    return np.add.outer(np.asarray(pages, np.int64) * ratio, np.arange(ratio)).reshape(-1)

@@ -1,19 +1,21 @@
-"""Runs of bytes, and how those of a page are laid over the pages of a pull.
+"""Runs of bytes: from strided boxes to those of a page, made once, and from these to all pages of a pull.
 
-Everything is numpy over whole batches: nothing here loops over pages or runs.
+All that is done for a pull is numpy over whole batches: nothing loops over its pages or runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from transfer.plan.intersection import Ints
+from transfer.plan.intersection import Ints, Stack, merged
 
+LONGEST_RUN = 512 << 10
+"""Bytes of a run on the wire: more is cut, so that a transfer can end within. UCX copies as much in a system call."""
 _BOTH_STEP = (1 << 32) + 1
 _LARGEST_BLOCK = (32 << 20) - (64 << 10)  # bytes; glibc's largest threshold, less what it adds to a block
 _NEXT_LOCAL = 1 << 31
@@ -113,11 +115,7 @@ def joined(runs: Runs) -> Runs:
 
 
 class PagePairs:
-    """Pages of both sides, paired, sorted by the local one.
-
-    Attributes:
-        repeated: a local page that is named twice; None where all differ.
-    """
+    """Pages of both sides, paired, sorted by the local one. `repeated` is a local page that is named twice, or None."""
 
     __slots__ = ("_local", "_remote", "_steps", "repeated")
 
@@ -148,28 +146,17 @@ class PagePairs:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Runs of a page, those that share their page strides; offsets are bytes from the start of a region.
-
-    Attributes:
-        local_region: int64 `[runs]`.
-        local_offset: int64 `[runs]`, in page 0.
-        remote_region: int64 `[runs]`.
-        remote_offset: int64 `[runs]`, in page 0.
-        length: int64 `[runs]`.
-        local_page: bytes between neighbouring pages on the local side.
-        remote_page: bytes between neighbouring pages on the remote side.
-        chains: each run fills its page on both sides, so those of neighbouring pages join.
-    """
+class PageRuns:
+    """Runs of a page, those that share their page strides: int64 `[runs]` each, in bytes."""
 
     local_region: Ints
-    local_offset: Ints
+    local_offset: Ints  # from the start of the region, in page 0
     remote_region: Ints
     remote_offset: Ints
     length: Ints
-    local_page: int
+    local_page: int  # from a page to the next
     remote_page: int
-    chains: bool
+    chains: bool  # each run fills its page on both sides, so those of neighbouring pages join
 
     def over(self, pages: PagePairs, local_bases: Ints, remote_bases: Ints) -> Runs:
         """The runs of all pairs of pages."""
@@ -182,3 +169,65 @@ class Part:
         local = np.add.outer(local_bases[self.local_region] + self.local_offset, local)
         remote = np.add.outer(remote_bases[self.remote_region] + self.remote_offset, remote)
         return Runs(local.reshape(-1), remote.reshape(-1), np.broadcast_to(length, local.shape).reshape(-1))
+
+
+_LOCAL_REGION, _LOCAL, _REMOTE_REGION, _REMOTE, _LENGTH, _LOCAL_PAGE, _REMOTE_PAGE = range(7)
+"""Rows of a table of runs: the fields of `PageRuns`."""
+_PLACE = [_LOCAL_REGION, _REMOTE_REGION, _LOCAL_PAGE, _REMOTE_PAGE]
+
+
+def page_runs(stacks: Iterable[Stack], local_token: int, remote_token: int, num_tokens: int) -> tuple[PageRuns, ...]:
+    """The fewest runs of a pair of pages: `num_tokens`, from `local_token` and `remote_token` of their page on."""
+    tables = [_expanded(stack, local_token, remote_token, num_tokens) for stack in stacks]
+    if not tables:
+        return ()
+    table = _abutting_joined(np.concatenate(tables, axis=1))
+    chains = (table[_LENGTH] == table[_LOCAL_PAGE]) & (table[_LENGTH] == table[_REMOTE_PAGE])
+    keys = np.stack([table[_LOCAL_PAGE], table[_REMOTE_PAGE], chains])
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for run, key in enumerate(zip(*keys.tolist(), strict=True)):
+        alike.setdefault(key, []).append(run)
+    return tuple(_of_table(table if len(alike) == 1 else table[:, runs], bool(key[2])) for key, runs in alike.items())
+
+
+def token_runs(stack: Stack) -> PageRuns:
+    """The runs of a pair of pages for their first token, which go on with the next ones."""
+    return _of_table(_expanded(stack, 0, 0, 1), chains=False)
+
+
+def _of_table(table: Ints, chains: bool) -> PageRuns:
+    local_region, local, remote_region, remote, length, local_page, remote_page = table
+    return PageRuns(local_region, local, remote_region, remote, length, int(local_page[0]), int(remote_page[0]), chains)
+
+
+def _expanded(stack: Stack, local_token: int, remote_token: int, num_tokens: int) -> Ints:
+    """int64 `[7, runs]`: each pair of boxes in runs."""
+    local_step, remote_step = stack.token
+    axes = [*stack.axes, (num_tokens, local_step, remote_step)] if num_tokens > 1 else stack.axes
+    run, left = merged(stack.itemsize, axes)
+    local = stack.local_offset + local_token * local_step
+    remote = stack.remote_offset + remote_token * remote_step
+    for extent, local_stride, remote_stride in left:
+        steps = np.arange(extent, dtype=np.int64)
+        local = np.add.outer(local, steps * local_stride).reshape(-1)
+        remote = np.add.outer(remote, steps * remote_stride).reshape(-1)
+    each = len(local) // len(stack.local_offset)
+    table = np.empty((7, len(local)), np.int64)
+    table[_LOCAL_REGION], table[_LOCAL] = np.repeat(stack.local_region, each), local
+    table[_REMOTE_REGION], table[_REMOTE] = np.repeat(stack.remote_region, each), remote
+    table[_LOCAL_PAGE], table[_REMOTE_PAGE], table[_LENGTH] = stack.local_page, stack.remote_page, run
+    return table
+
+
+def _abutting_joined(table: Ints) -> Ints:
+    """Joins runs that abut on both sides in every pair of pages; sorted by local region and offset."""
+    table = table[:, np.lexsort((table[_LOCAL], table[_LOCAL_REGION]))]
+    before, after = table[:, :-1], table[:, 1:]
+    meets = (before[_PLACE] == after[_PLACE]).all(axis=0)
+    meets &= before[_LOCAL] + before[_LENGTH] == after[_LOCAL]
+    meets &= before[_REMOTE] + before[_LENGTH] == after[_REMOTE]
+    starts = np.flatnonzero(np.concatenate(([True], ~meets)))
+    length = np.add.reduceat(table[_LENGTH], starts)
+    table = table[:, starts]
+    table[_LENGTH] = length
+    return table

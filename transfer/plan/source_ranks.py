@@ -30,8 +30,7 @@ def sources(local: ShardLayout, remotes: Sequence[ShardLayout], local_rank: int)
 
     Args:
         local: the reader's layout.
-        remotes: the layout of every rank of the peer, over all its pipeline stages. All must have passed
-            `transfer.plan.boxes.check`.
+        remotes: the layout of every rank of the peer, over all its pipeline stages, checked.
         local_rank: the reader's rank.
 
     Returns:

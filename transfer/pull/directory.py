@@ -3,85 +3,67 @@
 A request says where its source is, and may be wrong: what it says touches no request that says otherwise. Metadata is
 asked for at the first request, and an engine is forgotten when it dies, is replaced, or is idle. It is replaced when it
 is known to be gone, and not because somebody else answers to its name: whoever does waits until it has been asked.
-Metadata that no key vouches for is tried elsewhere before it is loaded.
+Metadata that no key authenticates is loaded only where a process on this host vouches for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from transfer.errors import HandshakeError, MetadataError, TransferError
-from transfer.nixl.trials import UNVOUCHED, Attempt, Trials
+from transfer.nixl.vouchers import is_vouched
+from transfer.pull.rank import RankTransfer
+from transfer.pull.remote import RemoteEngine
+from transfer.wire.handshake import HandshakeClient
 from transfer.wire.messages import Answer, MetadataReply, Pong, RankMetadata, open_rank
 
-if TYPE_CHECKING:
-    from transfer.pull.rank import RankTransfer
-    from transfer.pull.remote import RemoteEngine
-    from transfer.wire.handshake import HandshakeClient
-
-_NO_KEY = "its metadata is sealed with no key, and "
-_TRIED = "a process in which it was tried found it wrong: "
+_UNKNOWN = (
+    "no key authenticates its metadata, and no process of this user on this host says that it is its own; "
+    "sources on other hosts need a shared `secret`, the same on both sides"
+)
 
 Place: TypeAlias = tuple[str, str]
 """ZMQ endpoint of a handshake, and the id of the engine that is expected there."""
 
 
 class Times(NamedTuple):
-    """How long what may take, in seconds.
+    """How long what may take, in seconds; see `ReplicaTransfer`."""
 
-    Attributes:
-        handshake: an engine's answer to the question for its metadata.
-        heartbeat: from one sign of life that is asked for to the next, while pulls go on.
-        dead_after: an engine's silence.
-        idle: that an engine is remembered without a pull.
-    """
+    handshake: float
+    heartbeat: float
+    dead_after: float
+    idle: float
 
-    handshake: float = 5.0
-    heartbeat: float = 1.0
-    dead_after: float = 5.0
-    idle: float = 3600.0
+
+class _Candidate(NamedTuple):
+    """What an engine has answered that is not loaded yet: its start, and for each rank here what is known of it."""
+
+    incarnation: str
+    remotes: list[RemoteEngine]
 
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """An engine at an address: when it was last used and heard of, and what has been asked of it.
-
-    Attributes:
-        place: where it is, and its id.
-        incarnation: which start of it is loaded; empty while that is not known.
-    """
+    """An engine at an address: when it was last used and heard of, and what has been asked of it."""
 
     place: Place
-    incarnation: str = ""
+    incarnation: str = ""  # which start of it is loaded; empty while that is not known
     used: float = 0.0
     heard: float = 0.0
     asked: float = 0.0
     connecting: bool = False
     pinging: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Newcomer:
-    """What an engine has answered that is not loaded yet: for each rank here what is known of it, and its trial."""
-
-    incarnation: str
-    remotes: list[RemoteEngine]
-    attempt: Attempt | None = None
+    candidate: _Candidate | None = None  # what is there now, until it is loaded or refused
 
 
 class Directory:
     """The engines that are known to all ranks of this process, or are being asked. Single-threaded.
 
     Args:
-        ranks: load what is found.
-        client: asks.
-        times: limits.
-        clock: seconds, monotonic.
         on_ready: called with an engine that has just said who it is, every time that it does.
         on_lost: called with an engine that is not to be read from any more, and why.
-        trials: try what is not sealed with a key; those of the process where None.
 
     Attributes:
         failed_handshakes: engines that did not answer, or not well.
@@ -95,7 +77,6 @@ class Directory:
         clock: Callable[[], float],
         on_ready: Callable[[Peer], None],
         on_lost: Callable[[Peer, str], None],
-        trials: Trials | None = None,
     ) -> None:
         self.failed_handshakes = 0
         self._ranks = ranks
@@ -106,8 +87,7 @@ class Directory:
         self._on_lost = on_lost
         self._compatibility: Mapping[str, str] = ranks[0].identity.compatibility
         self._peers: dict[Place, Peer] = {}
-        self._newcomers: dict[Place, _Newcomer] = {}
-        self._trials = None if ranks[0].identity.key else trials or Trials.shared()
+        self._has_key = bool(ranks[0].identity.key)
         self._next_watch = 0.0
 
     def __len__(self) -> int:
@@ -125,8 +105,6 @@ class Directory:
         if peer.connecting or self._is_connected(peer):
             return
         peer.connecting = True
-        if self._trials is not None and self._trials.may_try(self._ranks[0].memory_type):
-            self._trials.start()  # it takes a second or two, in which the peer answers
 
         def done(answer: Answer | TransferError) -> None:
             if self._peers.get(place) is peer:
@@ -134,46 +112,11 @@ class Directory:
 
         self._client.ask_metadata(*place, self._compatibility, done, self._times.handshake)
 
-    def try_out(self, address: str, ranks: Sequence[bytes]) -> Callable[[], None]:
-        """Begins the trial of an engine that is to be added.
-
-        Args:
-            address: as `add` will be told.
-            ranks: likewise.
-
-        Returns:
-            What waits for the verdict, and raises a `HandshakeError` where the engine may not be loaded. Any thread may
-            call it. No trial is needed where it returns at once.
-
-        Raises:
-            TransferError: the metadata is damaged, or does not fit.
-        """
-        first, remotes = self._open(address, ranks)
-        trials = self._trials
-        if trials is None or not remotes:
-            return lambda: None
-        attempt = trials.begin(remotes[0].ranks, self._ranks[0].memory_type)
-
-        def wait() -> None:
-            if verdict := trials.wait(attempt):
-                raise HandshakeError(f"engine {first.engine_id!r} at {address}: {_because(verdict)}")
-
-        return wait
-
     def add(self, address: str, ranks: Sequence[bytes]) -> str:
-        """Loads an engine whose metadata came by another way than the handshake. Returns its id.
-
-        Waits for the engine's trial, if it needs one: a thread that serves lets its caller wait, see `try_out`.
-
-        Args:
-            address: where it answers signs of life, as requests will name it.
-            ranks: sealed metadata of each of its ranks.
-
-        Raises:
-            TransferError: as `RankTransfer.connect`. Nothing stays loaded then.
-        """
-        self.try_out(address, ranks)()
+        """As `TransferThread.add_engine`."""
         first, remotes = self._open(address, ranks)
+        if remotes and not self._has_key and not _is_vouched(remotes[0]):
+            raise HandshakeError(f"engine {first.engine_id!r} at {address}: {_UNKNOWN}")
         peer = Peer((address, first.engine_id), used=self._clock(), heard=self._clock())
         if remotes:
             self._load(peer, remotes)
@@ -188,7 +131,10 @@ class Directory:
             raise MetadataError(f"{address}: metadata of 0 ranks, an engine has at least one")
         first = open_rank(ranks[0], self._ranks[0].identity.key)
         start = (first.engine_id, first.incarnation)
-        return first, [] if self._is_loaded(*start) else [rank.inspect(ranks, start) for rank in self._ranks]
+        return first, [] if self._is_loaded(*start) else self._inspect(ranks, *start)
+
+    def _inspect(self, ranks: Sequence[bytes], engine_id: str, incarnation: str) -> list[RemoteEngine]:
+        return [rank.inspect(ranks, (engine_id, incarnation)) for rank in self._ranks]
 
     def _is_connected(self, peer: Peer) -> bool:
         return bool(peer.incarnation) and self._is_loaded(peer.place[1], peer.incarnation)
@@ -203,76 +149,55 @@ class Directory:
             if not isinstance(answer, MetadataReply):
                 raise answer if isinstance(answer, TransferError) else HandshakeError(f"{address}: no metadata")
             loaded = self._is_loaded(engine_id, answer.incarnation)
-            remotes = [] if loaded else self._inspect(peer, answer.ranks, answer.incarnation)
+            remotes = [] if loaded else self._inspect(answer.ranks, engine_id, answer.incarnation)
         except TransferError as error:
             self._refuse(peer, str(error))
             return
-        self._newcomers[peer.place] = _Newcomer(answer.incarnation, remotes)
-        self._go_on(peer)
+        self._admit(peer, _Candidate(answer.incarnation, remotes))
 
-    def _inspect(self, peer: Peer, ranks: Sequence[bytes], incarnation: str) -> list[RemoteEngine]:
-        return [rank.inspect(ranks, (peer.place[1], incarnation)) for rank in self._ranks]
-
-    def _go_on(self, peer: Peer) -> None:
-        """Loads a newcomer once nothing is in its way: another start of it that lives, or a trial."""
-        newcomer = self._newcomers[peer.place]
+    def _admit(self, peer: Peer, candidate: _Candidate) -> None:
+        """Loads a candidate, if that may be, once no other start of it lives."""
+        peer.candidate = candidate
         try:
-            if not self._is_loaded(peer.place[1], newcomer.incarnation):
-                if known := self._others(peer, newcomer.incarnation):
+            if not self._is_loaded(peer.place[1], candidate.incarnation):
+                if known := self._others(peer, candidate.incarnation):
                     for other in known:
                         self._ping(other)
                     return
-                if not self._is_tried(newcomer):
-                    return
-                self._load(peer, newcomer.remotes)
+                if not (self._has_key or self._client.is_keyed or _is_vouched(candidate.remotes[0])):
+                    raise HandshakeError(_UNKNOWN)
+                self._load(peer, candidate.remotes)
         except TransferError as error:
             self._refuse(peer, str(error))
             return
-        del self._newcomers[peer.place]
-        peer.connecting = False
-        peer.incarnation, peer.heard = newcomer.incarnation, self._clock()
+        peer.candidate, peer.connecting = None, False
+        peer.incarnation, peer.heard = candidate.incarnation, self._clock()
         self._on_alive(peer)
-
-    def _is_tried(self, newcomer: _Newcomer) -> bool:
-        """Whether a newcomer may be loaded; its trial begins where it has not."""
-        if self._trials is None:
-            return True
-        if newcomer.attempt is None:
-            newcomer.attempt = self._trials.begin(newcomer.remotes[0].ranks, self._ranks[0].memory_type)
-        if newcomer.attempt.verdict:
-            raise HandshakeError(_because(newcomer.attempt.verdict))
-        return newcomer.attempt.verdict is not None
 
     def _others(self, peer: Peer, incarnation: str) -> list[Peer]:
         """The places at which another start of an engine is known, and loaded."""
         same = [other for other in self._peers.values() if other.place[1] == peer.place[1] and other is not peer]
         return [other for other in same if other.incarnation != incarnation and self._is_connected(other)]
 
-    def _of(self, engine_id: str) -> list[tuple[Peer, _Newcomer]]:
-        return [(self._peers[place], one) for place, one in self._newcomers.items() if place[1] == engine_id]
+    def _candidates(self, engine_id: str) -> list[tuple[Peer, _Candidate]]:
+        same = [peer for peer in self._peers.values() if peer.place[1] == engine_id]
+        return [(peer, peer.candidate) for peer in same if peer.candidate is not None]
 
     def _on_alive(self, peer: Peer) -> None:
         """An engine has said who it is: whoever waits for its place does so in vain."""
         self._on_ready(peer)
         address, engine_id = peer.place
-        for other, newcomer in self._of(engine_id):
-            if newcomer.incarnation != peer.incarnation and other.place in self._newcomers:
-                there = other.place[0]
+        for other, candidate in self._candidates(engine_id):
+            if candidate.incarnation != peer.incarnation and other.candidate is candidate:
                 self._refuse(
                     other,
                     f"an engine of this id is known at {address} and lives there, as {peer.incarnation!r}; the one at "
-                    f"{there} is {newcomer.incarnation!r}",
+                    f"{other.place[0]} is {candidate.incarnation!r}",
                 )
 
     def _refuse(self, peer: Peer, reason: str) -> None:
         self.failed_handshakes += 1
         self._forget(peer, f"handshake with engine {peer.place[1]!r} at {peer.place[0]}: {reason}")
-
-    def _admit(self, engine_id: str) -> None:
-        """Goes on with who waits for an engine's place, if that is empty now: with one, for whom the others wait."""
-        for peer, newcomer in self._of(engine_id):
-            if self._newcomers.get(peer.place) is newcomer:
-                self._go_on(peer)
 
     def _load(self, peer: Peer, remotes: Sequence[RemoteEngine]) -> None:
         address, engine_id = peer.place
@@ -290,21 +215,10 @@ class Directory:
             if other.incarnation not in {"", peer.incarnation}:
                 self._forget(other, f"engine {engine_id!r} was started anew, at {address}")
 
-    def poll(self) -> None:
-        """Goes on with engines whose trial is over. To be called often; mostly does nothing."""
-        if not self._newcomers or self._trials is None:
-            return
-        self._trials.poll()
-        for place, newcomer in list(self._newcomers.items()):
-            ended = newcomer.attempt is not None and newcomer.attempt.verdict is not None
-            if ended and self._newcomers.get(place) is newcomer:
-                self._go_on(self._peers[place])
-
     def watch(self, busy: Callable[[], set[Place]]) -> None:
         """Asks for signs of life where they are due, and forgets who is idle. To be called often; mostly does nothing.
 
-        Args:
-            busy: returns the places that pulls go on from, or wait for.
+        `busy` returns the places that pulls go on from, or wait for.
         """
         now = self._clock()
         if now < self._next_watch:
@@ -349,24 +263,21 @@ class Directory:
 
         self._client.ping(*peer.place, done, self._times.dead_after)
 
-    def forget(self, engine_id: str, reason: str) -> None:
-        """Takes an engine for gone, of which the owner has heard so elsewhere. The next request asks it anew."""
-        for peer in [peer for peer in self._peers.values() if peer.place[1] == engine_id]:
-            self._forget(peer, reason)
-
     def _forget(self, peer: Peer, reason: str) -> None:
         """Drops what was learnt at a place; the next request asks anew."""
         address, engine_id = peer.place
         self._peers.pop(peer.place, None)
-        self._newcomers.pop(peer.place, None)
+        peer.candidate = None
         others = [other for other in self._peers.values() if other.place[1] == engine_id]
         if peer.incarnation and all(other.incarnation != peer.incarnation for other in others):
             for rank in self._ranks:
                 rank.disconnect(engine_id, reason, peer.incarnation)
         self._on_lost(peer, reason)
         self._client.forget(address)
-        self._admit(engine_id)
+        for other, candidate in self._candidates(engine_id):  # the place is empty now, if this was its last
+            if other.candidate is candidate:
+                self._admit(other, candidate)
 
 
-def _because(verdict: str) -> str:
-    return f"{_NO_KEY}{'' if verdict == UNVOUCHED else _TRIED}{verdict}"
+def _is_vouched(remote: RemoteEngine) -> bool:
+    return all(is_vouched(rank.agent_metadata) for rank in remote.ranks)

@@ -15,19 +15,15 @@ import mmap
 import secrets
 import time
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from transfer.errors import InvalidEngineError, InvalidLeaseError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import numpy.typing as npt
-
-    from transfer.wire.messages import ReaderNote
+from transfer.wire.messages import ReaderNote
 
 WORD_BYTES = 8
 CLEARED = 0
@@ -40,15 +36,12 @@ _MADV_WIPEONFORK = 18
 Verdict = Literal["accepted", "unknown", "late", "duplicate", "malformed"]
 
 
-def make_words(count: int) -> npt.NDArray[np.uint64]:
+def make_words(count: int) -> NDArray[np.uint64]:
     """Returns `count` words of zero, uint64, in pages of their own: a transfer may read them, and nothing else.
 
     They are this process's alone. A process that is forked from it finds zeros at their address, and what it writes
     there nobody else sees: whoever reads a lease word of the fork, say because the fork has got our pid and is older
     than the lease's end, finds no lease.
-
-    Raises:
-        InvalidEngineError: (a ValueError) the kernel cannot keep memory from forks; Linux can from 4.14 on.
     """
     size = count * WORD_BYTES
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # freed with the last view of it
@@ -68,33 +61,19 @@ def new_lease_id() -> int:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One lease on one shard. Every shard of a source grants it under the same id and slot.
+    """One lease on one shard. Every shard of a source grants it under the same id and slot."""
 
-    Attributes:
-        lease_id: random, 64 bits; also the content of the word.
-        request_id: the request whose pages are held, as the source calls it.
-        slot: index of the lease word.
-        duration_s: seconds that a grant or a renewal lasts.
-        engines: reading engines that must have ended before the lease does.
-        deadline: on the book's clock.
-        last_deadline: no renewal goes beyond it.
-        heard: engine id to the ranks of it that have ended.
-        ranks: engine id to the number of its ranks.
-        refusal: the first reason that a reader gave for giving up; empty where none did.
-        ended: why the lease has ended; empty while it stands.
-    """
-
-    lease_id: int
-    request_id: str
-    slot: int
-    duration_s: float
-    engines: int
-    deadline: float
-    last_deadline: float
-    heard: dict[str, set[int]] = field(default_factory=dict[str, set[int]])
-    ranks: dict[str, int] = field(default_factory=dict[str, int])
-    refusal: str = ""
-    ended: str = ""
+    lease_id: int  # random, 64 bits; also the content of the word
+    request_id: str  # whose pages are held, as the source calls it
+    slot: int  # index of the lease word
+    duration_s: float  # that a grant or a renewal lasts
+    engines: int  # reading engines that must have ended before the lease does
+    deadline: float  # on the book's clock
+    last_deadline: float  # no renewal goes beyond it
+    heard: dict[str, set[int]] = field(default_factory=dict[str, set[int]])  # by engine, its ranks that have ended
+    ranks: dict[str, int] = field(default_factory=dict[str, int])  # by engine, how many it has
+    refusal: str = ""  # the first reason that a reader gave for giving up
+    ended: str = ""  # why it has ended; empty while it stands
 
     @property
     def is_read(self) -> bool:
@@ -141,13 +120,7 @@ class LeaseBook:
     ) -> Lease:
         """Lets a lease stand from now on. Its id may leave the process afterwards, not before.
 
-        Args:
-            lease_id: of `new_lease_id`.
-            request_id: whose pages are held. The caller holds them until the lease has ended.
-            slot: index of a free lease word.
-            duration_s: seconds until it ends by itself.
-            engines: reading engines that must have ended before the lease does.
-            running: the request is still computed, and holds its pages itself: no time runs before `start_clock`.
+        See `ReplicaTransfer.offer`. The caller holds the pages until the lease has ended.
 
         Raises:
             InvalidLeaseError: (a ValueError) an id or slot that is taken or out of range, or no duration.
@@ -187,8 +160,7 @@ class LeaseBook:
     def hear(self, note: ReaderNote) -> Lease | None:
         """Books what a rank of a reading engine says.
 
-        Returns:
-            The lease, where this was the last that had to end: its word is cleared, the pages may go.
+        Returns the lease where this was the last that had to end: its word is cleared, the pages may go.
         """
         verdict = self._verdict(note)
         self.counts[verdict] += 1
@@ -218,10 +190,9 @@ class LeaseBook:
         lease.deadline = max(lease.deadline, min(self._clock() + lease.duration_s, lease.last_deadline))
 
     def end(self, lease_id: int, reason: str) -> Lease | None:
-        """Ends a lease, whoever still reads: an abort, or room is needed. Readers find out by their fence.
+        """Ends a lease, whoever still reads, and returns it, its word cleared; None where it has ended before.
 
-        Returns:
-            The lease, its word cleared; None where it has ended before.
+        For an abort, or where room is needed. Readers find out by their fence.
         """
         lease = self._by_id.get(lease_id)
         return None if lease is None else self._end(lease, reason)
@@ -232,11 +203,10 @@ class LeaseBook:
         if now < self._next_deadline:
             return []
         over = [lease for lease in self._by_id.values() if lease.deadline <= now]
-        ended = [
-            self._end(lease, f"expired after {lease.duration_s} s without a word of its readers") for lease in over
-        ]
+        for lease in over:
+            self._end(lease, f"expired after {lease.duration_s} s without a word of its readers")
         self._next_deadline = min((lease.deadline for lease in self._by_id.values()), default=math.inf)
-        return ended
+        return over
 
     def _end(self, lease: Lease, reason: str) -> Lease:
         self.words[lease.slot] = CLEARED  # first: from here on no fence accepts what is read of the pages

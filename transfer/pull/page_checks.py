@@ -11,31 +11,32 @@ with the pages: those of pages under a lease do not change while it stands.
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
+from numpy.typing import ArrayLike, NDArray
 
-from transfer.errors import InvalidEngineError, InvalidTransferError
-from transfer.pull.lease import make_words
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import ArrayLike, NDArray
-
-    from transfer.plan.boxes import Box, Group, ShardLayout
+from transfer.errors import HandshakeError, InvalidEngineError, InvalidTransferError, PullFailedError
+from transfer.memory import MemoryType
+from transfer.nixl.agent import Agent
+from transfer.plan.boxes import Box, Group, ShardLayout
+from transfer.plan.intersection import Ints
+from transfer.plan.page_lists import PageList
+from transfer.plan.rank_plan import RankPlan
+from transfer.plan.runs import concatenated
+from transfer.pull.lease import WORD_BYTES, make_words
+from transfer.pull.parts import Part
+from transfer.wire.messages import RankMetadata
 
 ATTEMPTS = 3
 """How often a page is read until it is taken for bad at its source."""
 
 
 class PageChecks:
-    """The checksums of one shard's pages, and the words that hold them.
-
-    Args:
-        layout: the shard; each box of a page must be one dense run of bytes.
-        bases: address of each region, in host memory of this process.
+    """The checksums of one shard's pages, and the words that hold them. Each box of a page must be one run of bytes.
 
     Attributes:
         words: for each group uint64 `[num_pages]`, the checksum of each page that was sealed last. To be registered.
@@ -51,22 +52,12 @@ class PageChecks:
         ]
 
     def seal(self, group: int, pages: ArrayLike) -> None:
-        """Takes down what pages hold now. Nothing may write to them any more.
-
-        Raises:
-            InvalidTransferError: a page that the pool does not have.
-        """
+        """Takes down what pages hold now. Nothing may write to them any more."""
         ids = self._ids(group, pages)
         self.words[group][ids] = self._sums(group, ids)
 
     def bad(self, group: int, pages: ArrayLike, expected: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Returns the positions in `pages` of those whose checksum is not the one expected.
-
-        Args:
-            group: index of the group.
-            pages: ids of pages that have arrived.
-            expected: uint64, one for each of them.
-        """
+        """Returns the positions in `pages`, which have arrived, of those whose checksum is not the one expected."""
         return np.flatnonzero(self._sums(group, self._ids(group, pages)) != expected)
 
     def _ids(self, group: int, pages: ArrayLike) -> NDArray[np.int64]:
@@ -118,3 +109,100 @@ def same_pages(local: ShardLayout, remote: ShardLayout) -> bool:
         ]
 
     return shape(local) == shape(remote)
+
+
+class _Pair(NamedTuple):
+    """Pages of one group that are to be equal: int64 `[pages]` each."""
+
+    local: Ints
+    remote: Ints
+
+
+class Verifier:
+    """Compares the pages that came from one rank with its page checks.
+
+    Its copy of the source's words is shared by all pulls: while a lease stands, the words of its pages do not change,
+    and when it has ended the fence refuses the pull.
+
+    `share` of the pages are compared, drawn at random; `repeated` were read again.
+
+    Raises:
+        HandshakeError: the source makes no checks, or a page there is not a page here.
+    """
+
+    def __init__(self, checks: PageChecks, mine: RankMetadata, there: RankMetadata, share: float, agent: Agent) -> None:
+        where = f"engine {there.engine_id!r} rank {there.rank} cannot be verified"
+        if not there.checks_addrs:
+            raise HandshakeError(f"{where}: it makes no page checks")
+        if not same_pages(mine.layout, there.layout):
+            raise HandshakeError(f"{where}: its pages are laid out otherwise than ours")
+        if (mine.memory_type, there.memory_type) != (MemoryType.DRAM, MemoryType.DRAM):
+            raise HandshakeError(f"{where}: pages in device memory are not checked")
+        self.repeated = 0
+        self._checks = checks
+        self._groups = mine.layout.groups
+        self._there = there
+        self._share = share
+        self._random = np.random.default_rng()
+        self._words = [make_words(group.num_pages) for group in there.layout.groups]
+        agent.register([(words.ctypes.data, words.nbytes, 0) for words in self._words], MemoryType.DRAM)
+
+    def part(self, key: str, plan: RankPlan, groups: Sequence[PageList]) -> Part | None:
+        """Returns what to read, with the checks of its pages; None where nothing is to be read."""
+        pairs: list[_Pair] = []
+        for group, (local, remote, (start, stop)) in zip(self._groups, groups, strict=True):
+            count = max(0, math.ceil(stop / group.page_size) - start // group.page_size)
+            count = min(count, 1) if group.state else count
+            pairs.append(_Pair(np.asarray(local, np.int64)[:count], np.asarray(remote, np.int64)[:count]))
+        return self._part(key, plan, groups, pairs, ATTEMPTS)
+
+    def _part(
+        self, key: str, plan: RankPlan, groups: Sequence[PageList], pairs: list[_Pair], attempts: int
+    ) -> Part | None:
+        runs = concatenated([plan.runs(group, pages) for group, pages in enumerate(groups)])
+        if not len(runs):
+            return None
+        spans = np.array([self._span(group, pair) for group, pair in enumerate(pairs) if len(pair.remote)], np.uint64)
+        local, remote = plan.descriptors(runs)
+        return Part(
+            plan.rank,
+            np.concatenate([local, spans[:, [0, 2, 3]]]),
+            np.concatenate([remote, spans[:, [1, 2, 3]]]),
+            runs.num_bytes,
+            lambda: self._compare(key, plan, pairs, attempts - 1),
+        )
+
+    def _span(self, group: int, pair: _Pair) -> tuple[int, int, int, int]:
+        # All words from the first page to the last, whoever's: one run, where picking them would be one for each page.
+        first, last = int(pair.remote.min()), int(pair.remote.max())
+        here, there = self._words[group].ctypes.data, self._there.checks_addrs[group]
+        return here + WORD_BYTES * first, there + WORD_BYTES * first, WORD_BYTES * (last - first + 1), 0
+
+    def _compare(self, key: str, plan: RankPlan, pairs: list[_Pair], attempts: int) -> Part | None:
+        """Compares what has arrived. Returns what has to be read again, if anything."""
+        bad: list[_Pair] = []
+        for group, pair in enumerate(pairs):
+            drawn = self._draw(pair)
+            wrong = self._checks.bad(group, drawn.local, self._words[group][drawn.remote])
+            bad.append(_Pair(drawn.local[wrong], drawn.remote[wrong]))
+        count = sum(len(pair.local) for pair in bad)
+        if not count:
+            return None
+        if not attempts:
+            group, pair = next((at, pair) for at, pair in enumerate(bad) if len(pair.local))
+            raise PullFailedError(
+                f"request {key!r}: {count} pages still differ from their source after {ATTEMPTS} reads, group {group} "
+                f"page {pair.remote[0]} of engine {self._there.engine_id!r} rank {plan.rank} among them"
+            )
+        self.repeated += count
+        again = [
+            (pair.local, pair.remote, (0, len(pair.local) * group.page_size))
+            for group, pair in zip(self._groups, bad, strict=True)
+        ]
+        return self._part(key, plan, again, bad, attempts)
+
+    def _draw(self, pair: _Pair) -> _Pair:
+        if self._share >= 1:
+            return pair
+        drawn = self._random.random(len(pair.local)) < self._share
+        return _Pair(pair.local[drawn], pair.remote[drawn])

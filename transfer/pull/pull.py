@@ -9,21 +9,18 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from transfer.errors import AgentError, InvalidTransferError, PullFailedError, TransferError
 from transfer.memory import MemoryType
-from transfer.pull.batches import next_transfer
+from transfer.nixl.agent import Agent, Handle
 from transfer.pull.lease import CLEARED, WORD_BYTES, make_words
-from transfer.pull.pull_state import LeaseRef, Part, Pull, PullEvent
+from transfer.pull.parts import Part
+from transfer.pull.pull_state import LeaseRef, PullEvent, RankPull
+from transfer.pull.remote import RemoteEngine
+from transfer.stats import PullRecord
 from transfer.wire.messages import ReaderNote, encode_message
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from transfer.nixl.agent import Agent, Handle
-    from transfer.pull.remote import RemoteEngine
 
 _WORDS_IN = (MemoryType.DRAM, MemoryType.DRAM)
 _SLICE_S = 0.3e-3
@@ -32,18 +29,14 @@ _MOST_IN_FLIGHT = 8
 
 
 class Puller:
-    """The pulls of one rank. Single-threaded: the thread that owns the agent calls everything.
+    """The pulls of one rank. Single-threaded: the thread that owns the agents calls everything.
 
-    Each is made with the agent of its source; `words` must be registered with all of them.
-
-    Args:
-        identity: (engine id, rank, ranks) of this rank, as sources are told.
-        memory_type: where the pages of this rank live.
-        slots: fences that can be in flight at once.
-        clock: seconds, monotonic.
+    `identity` is the engine id, the rank and the number of ranks, as sources are told; `slots` are fences at a time.
 
     Attributes:
-        words: uint64 `[slots]`, where fences put the lease words that they read. To be registered by the caller.
+        words: uint64 `[slots]`, where fences put the lease words that they read. To be registered with every agent.
+        events: what became of pulls, until the owner takes it.
+        ended: figures of pulls that ended well, likewise.
         is_copying: there is more to copy, and who polls does it: the next poll should come at once.
     """
 
@@ -57,13 +50,13 @@ class Puller:
     ) -> None:
         self.words = make_words(slots)
         self.events: deque[PullEvent] = deque()
-        self.ended: deque[Pull] = deque(maxlen=4096)
+        self.ended: deque[PullRecord] = deque(maxlen=4096)
         self._identity = identity
         self._memory_type = memory_type
         self._clock = clock
         self._address = self.words.ctypes.data
         self._free = list(range(slots))
-        self._pulls: dict[str, Pull] = {}
+        self._pulls: dict[str, RankPull] = {}
         self._behind: dict[int, Handle] = {}  # by id of the source: what NIXL's thread copies from it
         self.is_copying = False
 
@@ -82,14 +75,8 @@ class Puller:
         """Tells whether a pull still has to do with an engine."""
         return any(pull.engine is engine for pull in self._pulls.values())
 
-    def open(self, key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: float) -> Pull:
-        """Begins a pull: the lease is renewed from now on, and `add` may read.
-
-        Args:
-            key: names it; free again once its last event is out.
-            engine: the source, loaded.
-            lease: under which it holds the pages.
-            timeout_s: seconds until it fails by itself.
+    def open(self, key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: float) -> RankPull:
+        """Begins a pull: the lease is renewed from now on, and `add` may read. Its name is free after its last event.
 
         Raises:
             InvalidTransferError: the key is taken, or the source has no such lease word.
@@ -107,16 +94,12 @@ class Puller:
         if not 0 < timeout_s < math.inf or not 0 < lease.duration_s < math.inf:
             raise InvalidTransferError(f"request {key!r}: timeout of {timeout_s} s, lease of {lease.duration_s} s")
         now = self._clock()
-        pull = Pull(key, engine, lease, now + timeout_s, now, renew_at=now + lease.duration_s / 3)
+        pull = RankPull(key, engine, lease, now + timeout_s, now, renew_at=now + lease.duration_s / 3)
         self._pulls[key] = pull
         return pull
 
-    def get(self, key: str) -> Pull:
-        """Returns a pull that can still be added to.
-
-        Raises:
-            PullFailedError: there is no such pull, it has failed, or its last part was added before.
-        """
+    def get(self, key: str) -> RankPull:
+        """Returns a pull that can still be added to; a PullFailedError says why there is none."""
         pull = self._pulls.get(key)
         if pull is None or pull.error or not pull.more:
             reason = "no such pull" if pull is None else pull.error or "its last part was added before"
@@ -124,11 +107,7 @@ class Puller:
         return pull
 
     def add(self, key: str, parts: list[Part], *, last: bool) -> None:
-        """Reads further parts of a pull, and fences it after the last.
-
-        Raises:
-            PullFailedError: there is no such pull, it has failed, or its last part was added before.
-        """
+        """Reads further parts of a pull, and fences it after the last. Raises as `get`."""
         pull = self.get(key)
         pull.waiting.extend(part for part in parts if len(part.local))
         pull.more = not last
@@ -141,6 +120,25 @@ class Puller:
         if pull is not None and not pull.error:
             self._fail(pull, reason)
             self._advance(pull)
+
+    def withdraw(self, key: str, reason: str) -> tuple[int, bool]:
+        """Gives a pull up for its owner, who learns here what has become of it.
+
+        Returns:
+            How many calls of `add` a fence has passed, and whether nothing of it is in flight: then its name is free,
+            and no event of it is left, which would be taken for one of the next pull of this name.
+        """
+        passed = max([self.passed(key), *(event.passed for event in self.events if event.key == key)])
+        self.fail(key, reason)
+        if key in self._pulls:
+            return passed, False
+        self.events = deque(event for event in self.events if event.key != key)
+        return passed, True
+
+    def passed(self, key: str) -> int:
+        """How many calls of `add` a fence has passed; 0 where there is no such pull."""
+        pull = self._pulls.get(key)
+        return 0 if pull is None else pull.passed
 
     def fail_engine(self, engine: RemoteEngine, reason: str) -> None:
         """Gives up every pull from an engine, and takes no further one from it."""
@@ -161,7 +159,7 @@ class Puller:
                 self._tell(pull, range(len(pull.engine.ranks)), "renew")
             self._advance(pull)
 
-    def _advance(self, pull: Pull) -> None:
+    def _advance(self, pull: RankPull) -> None:
         if not pull.error:
             self._post(pull)
         self._collect_reads(pull)
@@ -173,16 +171,11 @@ class Puller:
         del self._pulls[pull.key]
         if not pull.error:
             self._tell(pull, set(range(len(pull.engine.ranks))) - pull.told, "done")
-        pull.total_s = self._clock() - pull.started
-        self.ended.append(pull)
+            total_s = self._clock() - pull.started
+            self.ended.append(PullRecord(pull.num_bytes, pull.num_runs, pull.post_s, total_s))
         self.events.append(PullEvent(pull.key, pull.error, safe=True, passed=pull.passed if pull.error else 0))
 
-    def passed(self, key: str) -> int:
-        """Returns how many times parts were added to a pull that a fence has passed since; 0 where there is none."""
-        pull = self._pulls.get(key)
-        return 0 if pull is None else pull.passed
-
-    def _post(self, pull: Pull) -> None:
+    def _post(self, pull: RankPull) -> None:
         """Posts what is waiting; of what the posts themselves copy only a little, for others wait to be polled."""
         stop_at = pull.post_s + _SLICE_S
         while pull.waiting:
@@ -192,7 +185,7 @@ class Puller:
                 return
             if len(pull.reading) >= _MOST_IN_FLIGHT or (not part.posted and not part.is_ready()):
                 return
-            last, background = next_transfer(part, background=id(pull.engine) not in self._behind)
+            last, background = part.next_transfer(background=id(pull.engine) not in self._behind)
             handle, done = self._read(pull, part, last)
             if handle is None:
                 return
@@ -206,7 +199,7 @@ class Puller:
             if background:
                 self._behind[id(pull.engine)] = handle
 
-    def _read(self, pull: Pull, part: Part, last: int) -> tuple[Handle | None, bool]:
+    def _read(self, pull: RankPull, part: Part, last: int) -> tuple[Handle | None, bool]:
         """Posts a part's runs up to `last`. Returns no handle where that failed."""
         first, there = part.posted, pull.engine.ranks[part.rank]
         whole = last - first == len(part.local)
@@ -228,7 +221,7 @@ class Puller:
         part.posted, part.in_flight = last, part.in_flight + 1
         return handle, done
 
-    def _collect_reads(self, pull: Pull) -> None:
+    def _collect_reads(self, pull: RankPull) -> None:
         for entry in list(pull.reading):
             handle, part = entry
             ended, error = _is_over(pull.engine.agent, handle)
@@ -239,27 +232,30 @@ class Puller:
                 del self._behind[id(pull.engine)]
             self._came(pull, part, error)
 
-    def _came(self, pull: Pull, part: Part, error: AgentError | None) -> None:
+    def _came(self, pull: RankPull, part: Part, error: AgentError | None) -> None:
         """A transfer of a part has ended, its handle is released."""
         part.in_flight -= 1
         if error is not None:
             self._on_error(pull, error)
-        if part.is_here and part.arrived is not None and not pull.error:
-            self._use(pull, part.arrived)
+        if part.is_here and (part.arrived or part.on_done) and not pull.error:
+            self._use(pull, part)
         if not part.in_flight and (pull.error or part.is_here):
             part.settle()
 
-    def _use(self, pull: Pull, arrived: Callable[[], Part | None]) -> None:
+    def _use(self, pull: RankPull, part: Part) -> None:
         try:
-            further = arrived()
+            further = part.arrived() if part.arrived else None
+            if further is None and part.on_done:
+                part.on_done()
         except TransferError as error:
             self._fail(pull, str(error))
             return
         if further is not None:
+            further.on_done = part.on_done
             pull.waiting.append(further)
             self._post(pull)
 
-    def _fence(self, pull: Pull) -> None:
+    def _fence(self, pull: RankPull) -> None:
         """Reads the lease word of every rank that was read from.
 
         While more is to come, that only marks what is here as good. The last time, our `done` rides on it.
@@ -286,12 +282,12 @@ class Puller:
         if not pull.fencing:
             self._passed(pull)
 
-    def _passed(self, pull: Pull) -> None:
+    def _passed(self, pull: RankPull) -> None:
         """All that was read before the fence was under the lease."""
         pull.passed = pull.marking or pull.added
         pull.fenced = not pull.marking
 
-    def _collect_fences(self, pull: Pull) -> None:
+    def _collect_fences(self, pull: RankPull) -> None:
         for entry in list(pull.fencing):
             handle, rank, slot = entry
             ended, error = _is_over(pull.engine.agent, handle)
@@ -314,12 +310,12 @@ class Puller:
             elif not pull.fencing and not pull.error:
                 self._passed(pull)
 
-    def _on_error(self, pull: Pull, error: AgentError) -> None:
+    def _on_error(self, pull: RankPull, error: AgentError) -> None:
         self._fail(pull, f"reading from engine {pull.engine.engine_id!r}: {error}")
         if error.peer_lost and not pull.engine.failure:
             pull.engine.failure = str(error)
 
-    def _fail(self, pull: Pull, reason: str) -> None:
+    def _fail(self, pull: RankPull, reason: str) -> None:
         if pull.error:
             return  # the first reason is kept
         pull.error, pull.failed_at = reason, self._clock()
@@ -330,11 +326,11 @@ class Puller:
         if pull.in_flight:
             self.events.append(PullEvent(pull.key, reason, safe=False))
 
-    def _note(self, pull: Pull, verdict: str, reason: str = "") -> ReaderNote:
+    def _note(self, pull: RankPull, verdict: str, reason: str = "") -> ReaderNote:
         engine_id, rank, ranks = self._identity
         return ReaderNote(pull.lease.lease_id, engine_id, rank, ranks, verdict, reason[:200])  # pyright: ignore[reportArgumentType]
 
-    def _tell(self, pull: Pull, ranks: set[int] | range, verdict: str, reason: str = "") -> None:
+    def _tell(self, pull: RankPull, ranks: set[int] | range, verdict: str, reason: str = "") -> None:
         """Sends a note to each rank. One that is lost costs the source time, not pages: its lease runs out."""
         if not ranks:
             return
@@ -348,11 +344,10 @@ class Puller:
         before = self._clock() - seconds
         return any(pull.engine is engine and pull.error and pull.failed_at < before for pull in self._pulls.values())
 
-    def abandon(self, engine: RemoteEngine) -> list[Pull]:
+    def abandon(self, engine: RemoteEngine) -> list[RankPull]:
         """Fails an engine's pulls, and releases what is in flight of them without its end being known.
 
-        Returns:
-            Those that were in flight. The caller destroys the agent, and then calls `conclude`.
+        Returns those that were in flight: the caller destroys the agent, and then calls `conclude`.
         """
         self.fail_engine(engine, engine.failure or "given up")
         pulls = [pull for pull in self._pulls.values() if pull.engine is engine]
@@ -362,7 +357,7 @@ class Puller:
                     engine.agent.release(handle)
         return pulls
 
-    def conclude(self, pulls: list[Pull]) -> None:
+    def conclude(self, pulls: list[RankPull]) -> None:
         """Ends abandoned pulls: their agent is gone, so nothing writes to their pages any more."""
         for pull in pulls:
             for _, part in pull.reading:

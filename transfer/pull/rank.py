@@ -7,32 +7,26 @@ import socket
 import time
 import uuid
 from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+from numpy.typing import ArrayLike
 
 from transfer.errors import AgentError, EngineClosedError, HandshakeError, InvalidEngineError, TransferError
 from transfer.memory import MemoryType
 from transfer.nixl.agent import Agent
 from transfer.nixl.settings import agreed_settings
-from transfer.pull.lease import LeaseBook
-from transfer.pull.page_checks import PageChecks
+from transfer.plan.boxes import ShardLayout
+from transfer.plan.page_lists import PageLists
+from transfer.pull.lease import Lease, LeaseBook
+from transfer.pull.page_checks import PageChecks, Verifier
+from transfer.pull.parts import OnLayers
 from transfer.pull.pull import Puller
-from transfer.pull.pull_state import BlocksOfGroup, LeaseRef, PagesOfGroup, PullEvent
 from transfer.pull.reader_agents import ReaderAgents
 from transfer.pull.remote import RemoteEngine
 from transfer.pull.staging_area import StagingArea
-from transfer.pull.verify import Verifier
 from transfer.wire.messages import RankMetadata, decode_note, open_rank, sealed_rank
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from numpy.typing import ArrayLike
-
-    from transfer.plan.boxes import ShardLayout
-    from transfer.pull.layers import OnLayers
-    from transfer.pull.lease import Lease
 
 log = logging.getLogger("pagewire.transfer")
 
@@ -124,28 +118,27 @@ class RankTransfer:
         self.puller = Puller((identity.engine_id, identity.rank, identity.ranks), memory_type=memory_type, clock=clock)
         self._stuck_s = stuck_s
         self._make_agent = agent
-        self._agent: Agent | None = agent(name, memory_type)
-        self._readers: ReaderAgents | None = None
         self._remotes: dict[str, RemoteEngine] = {}
         self._retiring: list[RemoteEngine] = []
+        self._readers: ReaderAgents | None = None
+        self._agent: Agent | None = agent(name, memory_type)
         try:
-            self._register_own()
+            self._register_own(self._agent)
             self._readers = ReaderAgents(name, self._make_reader)
-            described = self._describe(name)
-            self.metadata = sealed_rank(described, identity.key)
+            self.metadata = sealed_rank(self._describe(name, self._agent.metadata), identity.key)
+            self._mine = open_rank(self.metadata, identity.key)  # as peers will check it
             if not identity.key:
-                self._agent.vouch(described.agent_metadata)
+                self._agent.vouch(self._mine.agent_metadata)
         except BaseException:
             self.close()
             raise
 
-    def _open(self) -> Agent:
-        if self._agent is None:
+    def _open(self) -> tuple[Agent, ReaderAgents]:
+        if self._agent is None or self._readers is None:
             raise EngineClosedError(f"engine {self.identity.engine_id!r} rank {self.identity.rank} was shut down")
-        return self._agent
+        return self._agent, self._readers
 
-    def _register_own(self) -> None:
-        agent = self._open()
+    def _register_own(self, agent: Agent) -> None:
         self._register_pages(agent)
         checks = self._checks.words if self._checks else []
         words = [(array.ctypes.data, array.nbytes, 0) for array in (self.leases.words, *checks)]
@@ -164,7 +157,8 @@ class RankTransfer:
         pages = [(base, size, self.device) for base, size in zip(self.bases, sizes, strict=True)]
         agent.register(pages, self.memory_type)
 
-    def _describe(self, name: str) -> RankMetadata:
+    def _describe(self, name: str, agent_metadata: bytes) -> RankMetadata:
+        shown = self._checks if self._shows_checks else None
         return RankMetadata(
             engine_id=self.identity.engine_id,
             incarnation=self.identity.incarnation,
@@ -172,16 +166,14 @@ class RankTransfer:
             ranks=self.identity.ranks,
             hostname=socket.gethostname(),
             agent_name=name,
-            agent_metadata=self._open().metadata,
+            agent_metadata=agent_metadata,
             memory_type=self.memory_type,
             layout=self.layout,
             bases=self.bases,
             device=self.device,
             words_addr=self.leases.words.ctypes.data,
             words=len(self.leases.words),
-            checks_addrs=tuple(words.ctypes.data for words in self._checks.words)
-            if self._checks and self._shows_checks
-            else (),
+            checks_addrs=tuple(words.ctypes.data for words in shown.words) if shown else (),
             compatibility=dict(self.identity.compatibility),
             settings=agreed_settings(self.memory_type),
         )
@@ -191,16 +183,10 @@ class RankTransfer:
         remote = self._remotes.get(engine_id)
         return None if remote is None or remote.failure else remote
 
-    def connect(self, ranks: Sequence[bytes], expected: tuple[str, str] | None = None) -> RemoteEngine:
-        """As `inspect`, then `load`."""
-        return self.load(self.inspect(ranks, expected))
-
     def inspect(self, ranks: Sequence[bytes], expected: tuple[str, str] | None = None) -> RemoteEngine:
         """Checks all that can be known of an engine without NIXL, and plans. Nothing is loaded.
 
-        Args:
-            ranks: sealed metadata of each of its ranks, in any order.
-            expected: engine id and incarnation that they must be of; None for any.
+        `ranks` is the sealed metadata of each of its ranks; `expected` the engine id and incarnation that it must have.
 
         Raises:
             MetadataError: one is damaged, or they are not the ranks of one engine. NIXL has seen none of them.
@@ -209,7 +195,7 @@ class RankTransfer:
         """
         self._open()
         found = [open_rank(data, self.identity.key) for data in ranks]
-        remote = RemoteEngine(found, self._own(), self.identity.compatibility)
+        remote = RemoteEngine(found, self._mine, self.identity.compatibility)
         if expected not in {None, (remote.engine_id, remote.incarnation)}:
             raise HandshakeError(
                 f"the metadata is that of {remote.engine_id!r}, {remote.incarnation!r}, not {expected}"
@@ -224,37 +210,26 @@ class RankTransfer:
         Raises:
             AgentError: NIXL refuses a rank. None of them stays loaded.
         """
-        self._open()
+        _, readers = self._open()
         self.disconnect(remote.engine_id, f"engine {remote.engine_id!r} was connected anew")
         self._reap()
         remote.staging = self._staging
-        agent = self._reader_agents().take()
+        agent = readers.take()
         try:
             if self._verify and self._checks:
                 for at in remote.read_ranks:
-                    remote.verifier = Verifier(self._checks, self._own(), remote.ranks[at], self._verify, agent)
+                    remote.verifier = Verifier(self._checks, self._mine, remote.ranks[at], self._verify, agent)
             remote.load(agent)
         except TransferError:
-            self._reader_agents().give_back(agent)
+            readers.give_back(agent)
             raise
         self._remotes[remote.engine_id] = remote
         return remote
 
-    def _reader_agents(self) -> ReaderAgents:
-        if self._readers is None:
-            raise EngineClosedError(f"engine {self.identity.engine_id!r} rank {self.identity.rank} was shut down")
-        return self._readers
-
-    def _own(self) -> RankMetadata:
-        return open_rank(self.metadata, self.identity.key)
-
     def disconnect(self, engine_id: str, reason: str, incarnation: str = "") -> None:
         """Fails the pulls from an engine and forgets it: what it told is never used again.
 
-        Args:
-            engine_id: the engine.
-            reason: told to the pulls and to the engine.
-            incarnation: nothing happens where another one is loaded; empty for any.
+        Nothing happens where another `incarnation` is loaded; empty stands for any.
         """
         remote = self._remotes.get(engine_id)
         if remote is not None and incarnation in {"", remote.incarnation}:
@@ -263,36 +238,21 @@ class RankTransfer:
             self._retiring.append(remote)
 
     def seal(self, pages: Sequence[ArrayLike]) -> None:
-        """Takes down the checksums of pages, a list for each group, before they are leased.
-
-        Raises:
-            InvalidTransferError: a page that the pool does not have.
-        """
+        """Takes down the checksums of pages, a list for each group, before they are leased."""
         if self._checks is not None and self._shows_checks:
             for group, ids in enumerate(pages):
                 self._checks.seal(group, ids)
 
-    def open_pull(self, key: str, remote: RemoteEngine, lease: LeaseRef, timeout_s: float) -> None:
-        """Begins a pull. Raises as `Puller.open` does."""
-        self.puller.open(key, remote, lease, timeout_s)
-
     def add_pages(
         self,
         key: str,
-        groups: Sequence[PagesOfGroup | BlocksOfGroup],
+        groups: PageLists,
         *,
         last: bool,
         layer_chunks: int = 1,
         on_layers: OnLayers | None = None,
     ) -> None:
-        """Reads pages of a pull, or further ones; `last` fences it after them.
-
-        Args:
-            key: the pull.
-            groups: for each group of the layout the pages here and there, and their tokens.
-            last: nothing more will be read.
-            layer_chunks: how many ranges of layers are read one after another, each as a transfer of its own.
-            on_layers: called with each range of layers once it is here, before it is fenced.
+        """As `ReplicaTransfer.add_pages`, on this rank.
 
         Raises:
             InvalidTransferError: pages or tokens that do not fit either layout. The pull has failed.
@@ -306,13 +266,13 @@ class RankTransfer:
             raise
         self.puller.add(key, parts, last=last)
 
-    def poll(self) -> bool:
-        """Serves peers, books their notes, ends leases that are over and moves pulls on. Whether anything is going on.
+    def poll(self) -> None:
+        """Serves peers, books their notes, ends leases that are over and moves pulls on.
 
         Raises:
             AgentError: NIXL fails.
         """
-        agent = self._open()
+        agent, readers = self._open()
         for _, message in agent.notifications():
             note = decode_note(message)
             if note is None:
@@ -329,10 +289,8 @@ class RankTransfer:
         self._give_up_stuck()
         if self._retiring:
             self._reap()
-        busy = len(self.puller) > 0
-        if not busy:
-            self._reader_agents().keep_ready()
-        return busy
+        if not len(self.puller):
+            readers.keep_ready()
 
     def _give_up_stuck(self) -> None:
         """The barrier of last resort: where NIXL never ends a copy, its agent does by being destroyed."""
@@ -363,14 +321,9 @@ class RankTransfer:
     def _take_back(self, remote: RemoteEngine) -> None:
         agent = remote.agent
         remote.unload()
-        if agent.is_open:
+        if agent.is_open and self._readers is not None:
             # A verifier's words were registered with it, and go away with the verifier.
-            self._reader_agents().give_back(agent, reuse=remote.verifier is None)
-
-    @property
-    def events(self) -> deque[PullEvent]:
-        """What became of pulls, until the owner takes it."""
-        return self.puller.events
+            self._readers.give_back(agent, reuse=remote.verifier is None)
 
     def close(self, drain_s: float = 1.0) -> None:
         """Ends every lease and pull, and destroys the agent: no byte moves afterwards. Safe to call twice.

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from transfer.errors import AgentError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from transfer.nixl.agent import Agent
+from transfer.nixl.agent import Agent
 
 log = logging.getLogger("pagewire.transfer")
 
@@ -38,11 +34,7 @@ class ReaderAgents:
         self._spare: list[Agent] = [make(next(self._names))]
 
     def take(self) -> Agent:
-        """Returns an agent that knows no peer.
-
-        Raises:
-            AgentError: NIXL refuses to make one.
-        """
+        """Returns an agent that knows no peer."""
         return self._spare.pop() if self._spare else self._make(next(self._names))
 
     def keep_ready(self) -> None:

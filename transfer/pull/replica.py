@@ -8,28 +8,25 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Annotated, NamedTuple
+
+from msgspec import Meta
+from numpy.typing import ArrayLike
 
 from transfer.errors import PullFailedError, TransferError
-from transfer.pull.directory import Directory, Place, Times
+from transfer.plan.page_lists import PageLists
+from transfer.pull.directory import Directory, Peer, Place, Times
+from transfer.pull.parts import OnLayers
 from transfer.pull.pull_state import LeaseRef, PullEvent
+from transfer.pull.rank import RankTransfer
 from transfer.stats import TransferStats
 from transfer.wire.handshake import HandshakeClient
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from numpy.typing import ArrayLike
-
-    from transfer.pull.directory import Peer
-    from transfer.pull.layers import OnLayers
-    from transfer.pull.pull_state import BlocksOfGroup, PagesOfGroup
-    from transfer.pull.rank import RankTransfer
-
 
 class Source(NamedTuple):
-    """Where a request's pages are to be read from.
+    """Where a request's pages are to be read from. What msgspec decodes is within its limits.
 
     Attributes:
         address: ZMQ endpoint of the handshake.
@@ -40,11 +37,11 @@ class Source(NamedTuple):
         ranks: ranks that the engine is said to have; 0 where nothing is said.
     """
 
-    address: str
-    engine_id: str
+    address: Annotated[str, Meta(min_length=1, max_length=512)]
+    engine_id: Annotated[str, Meta(min_length=1, max_length=256)]
     lease: LeaseRef
-    incarnation: str = ""
-    ranks: int = 0
+    incarnation: Annotated[str, Meta(max_length=256)] = ""
+    ranks: Annotated[int, Meta(ge=0)] = 0
 
     @property
     def place(self) -> Place:
@@ -79,23 +76,26 @@ _REFUSED = "\0refused "  # names that no pull of an owner has
 Event = PullEvent | LeaseOver | Offered
 
 
-class _Pages(NamedTuple):
-    groups: Sequence[PagesOfGroup | BlocksOfGroup]
-    last: bool
-    layer_chunks: int
-    on_layers: OnLayers | None
-
-
 @dataclass(slots=True, eq=False)
 class _Pull:
+    """A pull by all ranks: what waits until its source is known, and which ranks are not through. Each has its READs.
+
+    Attributes:
+        waiting: adds pages on a rank.
+        open_ranks: those that may still read.
+        passed: of each rank, how many calls of `add_pages` a fence has passed.
+        told: its owner knows that it has failed.
+        refusal: what its source is to be told, of which the owner has had the last event.
+    """
+
     source: Source
     deadline: float
-    waiting: list[_Pages] = field(default_factory=list["_Pages"])
+    waiting: deque[Callable[[RankTransfer], None]] = field(default_factory=deque[Callable[[RankTransfer], None]])
     open_ranks: set[int] = field(default_factory=set[int])
+    passed: dict[int, int] = field(default_factory=dict[int, int])
     started: bool = False
     error: str = ""
     told: bool = False
-    passed: dict[int, int] = field(default_factory=dict[int, int])
     refusal: str = ""
 
 
@@ -152,7 +152,7 @@ class ReplicaTransfer:
 
         Nothing here knows whose pages these are. The caller holds them until `LeaseOver`, or a failed `Offered`, as the
         block manager of a serving engine does for the vLLM connector. Pages of a `PagedKVCacheManager` are leased with
-        `Exchange.offer` of the adapters, where the manager itself holds them.
+        `PageExchange.offer`, where the manager itself holds them.
 
         Args:
             request_id: whose pages.
@@ -201,7 +201,7 @@ class ReplicaTransfer:
     def add_pages(
         self,
         key: str,
-        groups: Sequence[PagesOfGroup | BlocksOfGroup],
+        groups: PageLists,
         *,
         last: bool,
         layer_chunks: int = 1,
@@ -219,7 +219,9 @@ class ReplicaTransfer:
         pull = self._pulls.get(key)
         if pull is None or pull.error:
             return
-        pull.waiting.append(_Pages(groups, last, layer_chunks, on_layers))
+        pull.waiting.append(
+            lambda rank: rank.add_pages(key, groups, last=last, layer_chunks=layer_chunks, on_layers=on_layers)
+        )
         self._start(key)
         self._collect_pulls()  # few pages are here by now
 
@@ -236,10 +238,6 @@ class ReplicaTransfer:
             self._pulls[f"{_REFUSED}{next(self._refusals)}"] = refused
         self._fail(key, reason)
 
-    def forget(self, engine_id: str, reason: str) -> None:
-        """Takes an engine for gone, of which the owner has heard so elsewhere: pulls from it fail."""
-        self.directory.forget(engine_id, reason)
-
     def poll(self) -> bool:
         """Moves everything on. Whether READs are under way, or a source is waited for.
 
@@ -247,7 +245,6 @@ class ReplicaTransfer:
             AgentError: NIXL fails.
         """
         self._client.poll()
-        self.directory.poll()
         for rank in self.ranks:
             rank.poll()
         self._collect_leases()
@@ -266,8 +263,8 @@ class ReplicaTransfer:
 
     def _collect_pulls(self) -> None:
         for at, rank in enumerate(self.ranks):
-            while rank.events:
-                self._on_rank(at, rank.events.popleft())
+            while rank.puller.events:
+                self._on_rank(at, rank.puller.events.popleft())
             while rank.puller.ended:
                 self.stats.record(rank.puller.ended.popleft())
 
@@ -319,17 +316,15 @@ class ReplicaTransfer:
                 for at, rank in enumerate(self.ranks):
                     remote = rank.remote(pull.source.engine_id)
                     if remote is not None:
-                        rank.open_pull(key, remote, pull.source.lease, left)
+                        rank.puller.open(key, remote, pull.source.lease, left)
                         pull.open_ranks.add(at)
                         _check_ranks(key, pull.source, len(remote.ranks))  # opened: the source learns of a refusal
             if pull.refusal:
                 self._fail(key, pull.refusal)
             while pull.waiting:
-                more = pull.waiting.pop(0)
+                add_pages = pull.waiting.popleft()
                 for rank in self.ranks:
-                    rank.add_pages(
-                        key, more.groups, last=more.last, layer_chunks=more.layer_chunks, on_layers=more.on_layers
-                    )
+                    add_pages(rank)
         except TransferError as error:
             self._fail(key, str(error))
 
@@ -357,12 +352,11 @@ class ReplicaTransfer:
             pull.error = reason
             pull.waiting.clear()
             if not pull.refusal:
-                self.stats.record_failure(reason)
+                self.stats.record_failure()
             for at in sorted(pull.open_ranks):
-                told = [event.passed for event in self.ranks[at].puller.events if event.key == key]
-                pull.passed[at] = max([self.ranks[at].puller.passed(key), *told])
-                self.ranks[at].puller.fail(key, reason)
-                self._take_safe(at, key, pull)
+                pull.passed[at], is_safe = self.ranks[at].puller.withdraw(key, reason)
+                if is_safe:
+                    pull.open_ranks.discard(at)
         if not pull.open_ranks:
             del self._pulls[key]
         if pull.refusal or (pull.open_ranks and pull.told):
@@ -370,14 +364,6 @@ class ReplicaTransfer:
         pull.told = True
         safe = not pull.open_ranks
         self.events.append(PullEvent(key, pull.error, safe=safe, passed=self._passed(pull) if safe else 0))
-
-    def _take_safe(self, at: int, key: str, pull: _Pull) -> None:
-        """A pull that had nothing in flight is safe as soon as it has failed."""
-        puller = self.ranks[at].puller
-        if key not in puller:
-            pull.open_ranks.discard(at)
-            # The name is free from here on: what the rank still has to say of this pull would be taken for a new one's.
-            puller.events = deque(event for event in puller.events if event.key != key)
 
     def _expire(self) -> None:
         now = self._clock()

@@ -5,19 +5,16 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from transfer.pull.pull_state import PagesOfGroup, Part
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from numpy.typing import NDArray
-
-    from transfer.plan.boxes import ShardLayout
-    from transfer.plan.plan import Plan
+from transfer.plan.boxes import ShardLayout
+from transfer.plan.page_lists import PageList
+from transfer.plan.rank_plan import RankPlan
+from transfer.pull.parts import Part
 
 SLABS = 4
 SLAB_BYTES = 16 << 20
@@ -27,13 +24,8 @@ SLAB_BYTES = 16 << 20
 class StagingArea:
     """Memory of its own, and the local pages as arrays. Pages of the system are only taken once it is used.
 
-    Args:
-        layout: the local shard.
-        bases: address of each of its regions, in host memory of this process.
-
     Attributes:
-        address: of the area. To be registered with every agent that reads.
-        num_bytes: of the area.
+        address: of the area, of `num_bytes`. To be registered with every agent that reads.
         regions: uint8 over each region of the layout.
     """
 
@@ -67,23 +59,14 @@ def _bytes_at(address: int, num_bytes: int) -> NDArray[np.uint8]:
 class StagedPart(Part):
     """A part that goes through a slab. It is posted once it has one; its addresses count from the slab's start."""
 
-    __slots__ = ("_area", "_group", "_pages", "_plan", "_rows", "_slab")
+    __slots__ = ("_area", "_pages", "_rows", "_slab", "_staging")
 
-    def __init__(
-        self,
-        rank: int,
-        area: StagingArea,
-        plan: Plan,
-        group: int,
-        pages: PagesOfGroup,
-        bases: Sequence[int],
-        device: int,
-    ) -> None:
-        runs = plan.staging(group).runs(pages.remote, pages.tokens, 0, bases)
-        local, remote = runs.descriptors(0, device)
-        super().__init__(rank, local, remote, runs.num_bytes, self._move)
-        self._rows = local
-        self._area, self._plan, self._group, self._pages = area, plan, group, pages
+    def __init__(self, area: StagingArea, plan: RankPlan, group: int, pages: PageList) -> None:
+        self._staging = plan.plan.staging(group)
+        runs = self._staging.runs(*pages[1:], 0, plan.bases[1])
+        local, remote = runs.descriptors(0, plan.devices[1])
+        super().__init__(plan.rank, local, remote, runs.num_bytes, self._move)
+        self._rows, self._area, self._pages = local, area, pages
         self._slab: int | None = None
 
     def is_ready(self) -> bool:
@@ -102,33 +85,37 @@ class StagedPart(Part):
 
     def _move(self) -> None:
         if self._slab is not None:
-            staged = self._area.view(self._slab)
-            self._plan.staging(self._group).permute(self._pages.local, self._pages.tokens, staged, self._area.regions)
+            local, _, tokens = self._pages
+            self._staging.permute(local, tokens, self._area.view(self._slab), self._area.regions)
 
 
-def staged_pages(plan: Plan, group: int, pages: PagesOfGroup) -> list[PagesOfGroup] | None:
-    """The pages of a group, cut so that each piece fits a slab; None where they are to be read directly."""
-    start, stop = pages.tokens
-    if start >= stop or plan.groups[group].local.state or not plan.prefers_staging(group, pages.tokens):
+def staged_parts(area: StagingArea, plan: RankPlan, group: int, pages: PageList) -> list[Part] | None:
+    """What is read of a group in parts that fit a slab each; None where it is to be read directly.
+
+    Raises:
+        InvalidTransferError: as `Plan.runs`.
+    """
+    local, _, (start, stop) = pages
+    of_group = plan.plan.groups[group]
+    if start >= stop or of_group.local.state or not plan.plan.prefers_staging(group, (start, stop)):
         return None
-    sides = plan.groups[group].local, plan.groups[group].remote
-    ours, theirs = (side.page_size for side in sides)
-    step = math.lcm(ours, theirs)
+    staging, sides = plan.plan.staging(group), (of_group.local, of_group.remote)
+    step = math.lcm(*(side.page_size for side in sides))
     held = min(side.page_size * side.num_pages for side in sides)  # no pull has more tokens
-    if step > held or plan.staging(group).num_bytes((0, step)) > SLAB_BYTES:
+    if step > held or staging.num_bytes((0, step)) > SLAB_BYTES:
         return None
     most = held // step * step
-    while step < min(stop, most) and plan.staging(group).num_bytes((0, min(2 * step, most))) <= SLAB_BYTES:
+    while step < min(stop, most) and staging.num_bytes((0, min(2 * step, most))) <= SLAB_BYTES:
         step = min(2 * step, most)
-    return list(_windows(pages, ours, theirs, step))
+    of_group.local_pages(local, of_group.tokens((start, stop)))  # so that nothing is read where they do not fit
+    return [StagedPart(area, plan, group, cut) for cut in _cut(pages, sides[0].page_size, sides[1].page_size, step)]
 
 
-def _windows(pages: PagesOfGroup, ours: int, theirs: int, step: int) -> Iterator[PagesOfGroup]:
-    local, remote = np.asarray(pages.local), np.asarray(pages.remote)
-    start, stop = pages.tokens
+def _cut(pages: PageList, ours: int, theirs: int, step: int) -> Iterator[PageList]:
+    """The pages of `step` tokens at a time."""
+    local, remote, (start, stop) = np.asarray(pages[0]), np.asarray(pages[1]), pages[2]
     first = start
     while first < stop:
         last = min(stop, (first // step + 1) * step)
-        here, there = first // ours - start // ours, first // theirs - start // theirs
-        yield PagesOfGroup(local[here:], remote[there:], (first, last))
+        yield local[first // ours - start // ours :], remote[first // theirs - start // theirs :], (first, last)
         first = last

@@ -10,25 +10,20 @@ import contextlib
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from transfer.errors import EngineClosedError, TransferError
-from transfer.pull.pull_state import LeaseRef, PullEvent
-from transfer.pull.replica import Event, Offered, Source
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from numpy.typing import ArrayLike
-
-    from transfer.pull.layers import OnLayers
-    from transfer.pull.pull_state import BlocksOfGroup, PagesOfGroup
-    from transfer.pull.replica import ReplicaTransfer
-    from transfer.stats import StatsSnapshot
+from transfer.plan.page_lists import PageLists
+from transfer.pull.parts import OnLayers
+from transfer.pull.pull_state import PullEvent
+from transfer.pull.replica import Event, ReplicaTransfer, Source
+from transfer.stats import StatsSnapshot
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 POLL_S = 1e-3
 # While our own READs are in flight: they take a few hundred microseconds, and the request waits for them.
@@ -53,7 +48,7 @@ class TransferThread:
         self.pull_seconds = 0.0
         self._woken = 0.0  # when the first of the last commands came
         self._replica = replica
-        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._changed = threading.Condition()
         self._stopping = False
         self._failure: BaseException | None = None
@@ -74,49 +69,28 @@ class TransferThread:
         return future.result(timeout_s)
 
     def add_engine(self, address: str, ranks: Sequence[bytes]) -> str:
-        """As `Directory.add`; for the engine's trial its caller waits, and the thread goes on with all pulls.
+        """Loads an engine whose metadata came by another way than the handshake. Returns its id.
+
+        Args:
+            address: where it answers signs of life, as requests will name it.
+            ranks: sealed metadata of each of its ranks.
 
         Raises:
-            TransferError: the metadata is damaged, does not fit, or was tried and found wrong. Nothing stays loaded.
+            TransferError: the metadata is damaged, does not fit, or nothing vouches for it. Nothing stays loaded.
         """
-        self.call(lambda replica: replica.directory.try_out(address, ranks))()
-        return self.call(lambda replica: replica.directory.add(address, ranks))  # what has passed is remembered
+        return self.call(lambda replica: replica.directory.add(address, ranks))
 
-    def offer(
-        self,
-        request_id: str,
-        lease: LeaseRef,
-        *,
-        engines: int = 1,
-        pages: Sequence[ArrayLike] | None = None,
-        running: bool = False,
+    def call_soon(
+        self, method: Callable[Concatenate[ReplicaTransfer, P], object], *args: P.args, **options: P.kwargs
     ) -> None:
-        """As `ReplicaTransfer.offer`: `Offered` comes as an event, and only then may the lease's id leave.
-
-        The caller holds the pages until `LeaseOver`.
-        """
-
-        def run() -> None:
-            try:
-                self._replica.offer(request_id, lease, engines=engines, pages=pages, running=running)
-            except TransferError as error:
-                self.events.append(Offered(request_id, lease.lease_id, str(error)))
-
-        self._hand_over(run)
-
-    def start_clock(self, lease_id: int) -> None:
-        """As `ReplicaTransfer.start_clock`."""
-        self._hand_over(lambda: self._replica.start_clock(lease_id))
-
-    def revoke(self, lease_id: int, reason: str) -> None:
-        """As `ReplicaTransfer.revoke`."""
-        self._hand_over(lambda: self._replica.revoke(lease_id, reason))
+        """Has a method of `ReplicaTransfer` called in the thread, and waits for nothing: its events tell of it."""
+        self._hand_over(lambda: method(self._replica, *args, **options))
 
     def pull(
         self,
         key: str,
         source: Source,
-        groups: Sequence[PagesOfGroup | BlocksOfGroup] | None,
+        groups: PageLists | None,
         timeout_s: float,
         *,
         last: bool = True,
@@ -135,30 +109,6 @@ class TransferThread:
                 self._replica.add_pages(key, groups, last=last, layer_chunks=layer_chunks, on_layers=on_layers)
 
         self._hand_over(run)
-
-    def add_pages(
-        self,
-        key: str,
-        groups: Sequence[PagesOfGroup | BlocksOfGroup],
-        *,
-        last: bool,
-        layer_chunks: int = 1,
-        on_layers: OnLayers | None = None,
-    ) -> None:
-        """As `ReplicaTransfer.add_pages`."""
-
-        def run() -> None:
-            self._replica.add_pages(key, groups, last=last, layer_chunks=layer_chunks, on_layers=on_layers)
-
-        self._hand_over(run)
-
-    def cancel(self, key: str, reason: str) -> None:
-        """As `ReplicaTransfer.cancel`."""
-        self._hand_over(lambda: self._replica.cancel(key, reason))
-
-    def forget(self, engine_id: str, reason: str) -> None:
-        """As `ReplicaTransfer.forget`."""
-        self._hand_over(lambda: self._replica.forget(engine_id, reason))
 
     def snapshot(self) -> StatsSnapshot:
         """Counters and percentiles since the last call; see `TransferStats.snapshot`."""
@@ -193,7 +143,7 @@ class TransferThread:
             self._replica.events.clear()
             self.is_closed = True
 
-    def _hand_over(self, command: Callable[[], None]) -> None:
+    def _hand_over(self, command: Callable[[], object]) -> None:
         self.raise_failure()
         self._commands.put(command)
 

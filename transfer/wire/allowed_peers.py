@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from transfer.errors import HandshakeError, InvalidEngineError
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 LOOPBACK = ("127.0.0.0/8", "::1", "localhost")
 """What may always be contacted, and endpoints that do not leave the host."""
 
-_Host: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 _LOCAL = ("ipc://", "inproc://")
 # ZMQ takes more than this, say a source address and a semicolon before the host, which a check would have to know.
 _TCP = re.compile(r"tcp://(?:\[(?P<six>[0-9a-fA-F:.%a-z]+)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>\d{1,5})")
@@ -32,7 +31,7 @@ class AllowedPeers:
     """
 
     def __init__(self, entries: Iterable[str] = ()) -> None:
-        self._entries = (*LOOPBACK, *dict.fromkeys(entry for entry in entries if entry not in LOOPBACK))
+        self._entries = tuple(dict.fromkeys((*LOOPBACK, *entries)))
         self._names: set[str] = set()
         self._networks: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
         for entry in self._entries:
@@ -44,23 +43,18 @@ class AllowedPeers:
                 self._names.add(entry.lower())
 
     def check(self, address: str) -> None:
-        """Returns where an endpoint may be contacted.
-
-        Raises:
-            HandshakeError: it is outside of the list, or is no endpoint. Names it and the list.
-        """
+        """Raises a `HandshakeError`, which names it and the list, where an endpoint is not on the list, or is none."""
         if address.startswith(_LOCAL):
             return
-        found = _TCP.fullmatch(address)
-        if found is None:
+        host = _host(address)
+        if not host:
             raise HandshakeError(f"{address[:200]!r} is no endpoint tcp://host:port of a peer")
-        host: str = found["six"] or found["host"]
         if not self._has(host):
             raise HandshakeError(f"{address} is outside of allowed_peers: {', '.join(self._entries)}")
 
     def _has(self, host: str) -> bool:
         try:
-            address: _Host = ipaddress.ip_address(host)
+            address = ipaddress.ip_address(host)
         except ValueError:
             return host.lower() in self._names
         if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
@@ -68,19 +62,18 @@ class AllowedPeers:
         return any(address.version == network.version and address in network for network in self._networks)
 
 
+def _host(endpoint: str) -> str:
+    found = _TCP.fullmatch(endpoint)
+    return "" if found is None else found["six"] or found["host"]
+
+
 def host_of(endpoint: str) -> tuple[str, ...]:
     """Returns the host of an endpoint of our own, as an entry of the list; nothing where it stands for all of them."""
-    found = _TCP.fullmatch(endpoint.replace(":*", ":0"))
-    host = "" if found is None else found["six"] or found["host"]
+    host = _host(endpoint.replace(":*", ":0"))
     return () if host in ("", "0.0.0.0", "::") else (host,)  # noqa: S104  (nothing binds here)
 
 
 def listed_peers(option: str | Iterable[object], endpoint: str) -> tuple[str, ...]:
-    """Returns the entries of an option, a list or one string with commas, after the own host; each once.
-
-    Args:
-        option: of a configuration file or a command line.
-        endpoint: that this process binds.
-    """
+    """Returns the entries of an option, a list or one string with commas, after the host of our own endpoint."""
     entries = option.split(",") if isinstance(option, str) else [str(entry) for entry in option]
     return tuple(dict.fromkeys([*host_of(endpoint), *(entry.strip() for entry in entries if entry.strip())]))

@@ -28,7 +28,7 @@ from transfer.wire.messages import (
     Ping,
     Pong,
     Query,
-    Refusal,
+    QueryRefusal,
     decode_answer,
     decode_query,
     encode_message,
@@ -36,24 +36,23 @@ from transfer.wire.messages import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from types import TracebackType
     from typing import Self
+
+    Done = Callable[[Answer | TransferError], None]
 
 log = logging.getLogger("pagewire.handshake")
 
 MAX_QUERY_BYTES = 1 << 16
 _WAIT_MS = 100
 _BATCH = 64
-
-
-def _context() -> zmq.Context[zmq.Socket[bytes]]:
-    return zmq.Context.instance()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] -- untyped there
-
-
 # An engine asks a source once, and for a sign of life once a second; a host may run many engines.
 _QUERIES_PER_S = 100
 
 Count = Literal["answered", "refused", "malformed", "throttled", "failed"]
+
+
+def _context() -> zmq.Context[zmq.Socket[bytes]]:
+    return zmq.Context.instance()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] -- untyped there
 
 
 @dataclass(frozen=True)
@@ -125,9 +124,7 @@ class HandshakeServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def serve(self, card: EngineCard) -> None:
@@ -149,8 +146,8 @@ class HandshakeServer:
             except zmq.Again:
                 continue
             except Exception:  # whatever a peer sends, the next peer is answered
-                self.counts["failed"] += 1
                 log.exception("a handshake query could not be answered")
+                self.counts["failed"] += 1
 
     def _answer(self, frames: list[bytes]) -> None:
         identity, *rest = frames
@@ -163,12 +160,12 @@ class HandshakeServer:
         else:
             envelope = [identity]
         answer = self._answer_to(rest[0]) if len(rest) == 1 else self._malformed(f"{len(rest)} frames, 1 is expected")
-        self.counts["refused" if isinstance(answer, Refusal) else "answered"] += 1
+        self.counts["refused" if isinstance(answer, QueryRefusal) else "answered"] += 1
         self._socket.send_multipart([*envelope, encode_message(answer)], zmq.NOBLOCK)
 
-    def _malformed(self, reason: str) -> Refusal:
+    def _malformed(self, reason: str) -> QueryRefusal:
         self.counts["malformed"] += 1
-        return Refusal(reason=reason)
+        return QueryRefusal(reason=reason)
 
     def _answer_to(self, data: bytes) -> Answer:
         try:
@@ -179,15 +176,13 @@ class HandshakeServer:
         engine_id = query.engine_id
         card = cards.get(engine_id) or (next(iter(cards.values())) if cards and not engine_id else None)
         if card is None:
-            return Refusal(
-                query_id=query.query_id, reason=f"engine {engine_id[:100]!r} is not here: {sorted(cards)[:8]}"
-            )
+            reason = f"engine {engine_id[:100]!r} is not here: {sorted(cards)[:8]}"
+            return QueryRefusal(query_id=query.query_id, reason=reason)
         if isinstance(query, Ping):
             return Pong(query_id=query.query_id, engine_id=card.engine_id, incarnation=card.incarnation)
         if differ := differences(card.compatibility, query.compatibility):
-            return Refusal(
-                query_id=query.query_id, reason=f"engine {card.engine_id!r} is not compatible: {differ[:2000]}"
-            )
+            reason = f"engine {card.engine_id!r} is not compatible: {differ[:2000]}"
+            return QueryRefusal(query_id=query.query_id, reason=reason)
         return MetadataReply(
             query_id=query.query_id, engine_id=card.engine_id, incarnation=card.incarnation, ranks=card.ranks
         )
@@ -197,7 +192,7 @@ class HandshakeServer:
 class _Asked:
     address: str
     deadline: float
-    done: Callable[[Answer | TransferError], None]
+    done: Done
     refused: HandshakeError | None = None
 
 
@@ -208,6 +203,9 @@ class HandshakeClient:
         secure: sets a socket's CURVE options before it connects; None for plain sockets.
         clock: seconds, monotonic.
         allowed: who may be asked; this host alone where None. No socket is opened to anybody else.
+
+    Attributes:
+        is_keyed: whoever answers has the keys of the fleet.
     """
 
     def __init__(
@@ -217,6 +215,7 @@ class HandshakeClient:
         allowed: AllowedPeers | None = None,
     ) -> None:
         self._allowed = allowed or AllowedPeers()
+        self.is_keyed = secure is not None
         self._secure = secure
         self._clock = clock
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
@@ -224,39 +223,26 @@ class HandshakeClient:
         self._ids = itertools.count()
 
     def ask_metadata(
-        self,
-        address: str,
-        engine_id: str,
-        compatibility: Mapping[str, str],
-        done: Callable[[Answer | TransferError], None],
-        timeout_s: float = 5.0,
+        self, address: str, engine_id: str, compatibility: Mapping[str, str], done: Done, timeout_s: float = 5.0
     ) -> None:
         """Asks the engine at a ZMQ address for its ranks. `done` gets a `MetadataReply`, or the error."""
         query = MetadataQuery(query_id=next(self._ids), engine_id=engine_id, compatibility=dict(compatibility))
         self._ask(address, query, done, timeout_s)
 
-    def ping(
-        self,
-        address: str,
-        engine_id: str,
-        done: Callable[[Answer | TransferError], None],
-        timeout_s: float = 2.0,
-    ) -> None:
+    def ping(self, address: str, engine_id: str, done: Done, timeout_s: float = 2.0) -> None:
         """Asks the engine at a ZMQ address for a sign of life. `done` gets a `Pong`, or the error."""
         self._ask(address, Ping(query_id=next(self._ids), engine_id=engine_id), done, timeout_s)
 
-    def _ask(
-        self, address: str, query: Query, done: Callable[[Answer | TransferError], None], timeout_s: float
-    ) -> None:
-        self._asked[query.query_id] = _Asked(address, self._clock() + timeout_s, done)
+    def _ask(self, address: str, query: Query, done: Done, timeout_s: float) -> None:
+        asked = self._asked[query.query_id] = _Asked(address, self._clock() + timeout_s, done)
         try:
             self._allowed.check(address)
             self._socket(address).send(encode_message(query), zmq.NOBLOCK)
         except (zmq.ZMQError, TypeError, ValueError) as error:  # the address came with a request: it may be anything
-            self._asked[query.query_id].deadline = -1.0  # reported by the next poll, never from within this call
+            asked.deadline = -1.0  # reported by the next poll, never from within this call
             log.debug("cannot ask %s: %s", address, error)
         except HandshakeError as error:
-            self._asked[query.query_id].deadline, self._asked[query.query_id].refused = -1.0, error
+            asked.deadline, asked.refused = -1.0, error
 
     def _socket(self, address: str) -> zmq.Socket[bytes]:
         if (socket := self._sockets.get(address)) is None:
@@ -304,7 +290,7 @@ class HandshakeClient:
         if asked is None or asked.address != address:
             return  # late, an answer to nothing, or to a question that another peer was asked
         del self._asked[answer.query_id]
-        if isinstance(answer, Refusal):
+        if isinstance(answer, QueryRefusal):
             asked.done(HandshakeError(f"{asked.address} refuses: {answer.reason}"))
         elif isinstance(answer, MetadataReply) and not 0 < len(answer.ranks) <= MAX_RANKS:
             asked.done(HandshakeError(f"{asked.address} has {len(answer.ranks)} ranks, 1 to {MAX_RANKS} may be"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 _KEY_CHARS = 40
 _MAX_SENDERS = 4096
-_DOMAIN = "pagewire-{}"
 
 
 class Keyring(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +36,9 @@ class Keyring(msgspec.Struct, frozen=True, kw_only=True):
         public: of this process as a client.
         secret: likewise.
         allowed: public keys of the clients that an engine lets in.
+
+    Raises:
+        HandshakeError: a key that is none.
     """
 
     service_public: str
@@ -45,11 +48,7 @@ class Keyring(msgspec.Struct, frozen=True, kw_only=True):
     allowed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Checks every key's length.
-
-        Raises:
-            HandshakeError: a key that is none.
-        """
+        """Checks every key's length."""
         named = {"service_public": self.service_public, "public": self.public, "secret": self.secret}
         named |= {f"allowed[{at}]": key for at, key in enumerate(self.allowed)}
         if self.service_secret:
@@ -78,55 +77,45 @@ class Keyring(msgspec.Struct, frozen=True, kw_only=True):
             raise HandshakeError("keyring: an engine needs the service key, this file has none")
         if socket.context.underlying != zmq.Context.instance().underlying:  # pyright: ignore[reportUnknownMemberType]
             raise HandshakeError("keyring: the allow-list holds for sockets of zmq.Context.instance() alone")
-        domain = _Doorman.instance().admit(frozenset(key.encode() for key in self.allowed))
+        with _one_at_a_time:
+            domain = _key_checker().domain_of(frozenset(key.encode() for key in self.allowed))
         socket.setsockopt(zmq.ZAP_DOMAIN, domain.encode())
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.service_secret.encode())
         socket.setsockopt(zmq.CURVE_SERVER, 1)
 
 
-class _Doorman:
-    """ZMQ asks one handler in each process whether a key may enter. It is started once, and lives as long as that."""
-
-    _lock = threading.Lock()
-    _only: _Doorman | None = None
-
-    @classmethod
-    def instance(cls) -> _Doorman:
-        with cls._lock:
-            if cls._only is None:
-                cls._only = cls()
-            return cls._only
+class _KeyChecker:
+    """Tells ZMQ, which asks one handler in each process, whether a key is on the list of a domain."""
 
     def __init__(self) -> None:
-        self._lists: list[frozenset[bytes]] = []
+        self._lists: dict[str, frozenset[bytes]] = {}
         # pyzmq types neither the authenticator nor what its callback gets.
-        self._auth: Any = zmq.auth.thread.ThreadAuthenticator(zmq.Context.instance())  # pyright: ignore[reportUnknownMemberType]
-        self._auth.start()
+        self._handler: Any = zmq.auth.thread.ThreadAuthenticator(zmq.Context.instance())  # pyright: ignore[reportUnknownMemberType]
+        self._handler.start()
 
-    def admit(self, allowed: frozenset[bytes]) -> str:
-        """Returns a domain in which these keys enter, and no others."""
-        if allowed not in self._lists:
-            self._lists.append(allowed)
-            self._auth.configure_curve_callback(_DOMAIN.format(len(self._lists) - 1), _List(allowed))
-        return _DOMAIN.format(self._lists.index(allowed))
+    def domain_of(self, allowed: frozenset[bytes]) -> str:
+        """The domain in which these keys enter, and no others."""
+        for domain, known in self._lists.items():
+            if known == allowed:
+                return domain
+        domain = f"pagewire-{len(self._lists)}"
+        self._lists[domain] = allowed
+        self._handler.configure_curve_callback(domain, self)
+        return domain
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether a key enters: called by the handler's thread."""
+        return key in self._lists[domain]
 
 
-class _List:
-    def __init__(self, allowed: frozenset[bytes]) -> None:
-        self._allowed = allowed
-
-    def callback(self, domain: str, key: bytes) -> bool:  # noqa: ARG002  (the handler passes it)
-        return key in self._allowed
+_key_checker = cache(_KeyChecker)  # started at the first list, and there as long as the process
+_one_at_a_time = threading.Lock()
 
 
 def make_keyrings(clients: int) -> list[Keyring]:
-    """Returns the keyrings of a new fleet: each of them may ask, and each may run an engine.
-
-    Args:
-        clients: processes of the fleet.
-    """
-    service_public, service_secret = (key.decode() for key in zmq.curve_keypair())
-    pairs = [tuple(key.decode() for key in zmq.curve_keypair()) for _ in range(clients)]
+    """Returns the keyrings of a new fleet of so many processes: each may ask, and each may run an engine."""
+    service_public, service_secret = _key_pair()
+    pairs = [_key_pair() for _ in range(clients)]
     allowed = tuple(public for public, _ in pairs)
     return [
         Keyring(
@@ -134,6 +123,11 @@ def make_keyrings(clients: int) -> list[Keyring]:
         )
         for public, secret in pairs
     ]
+
+
+def _key_pair() -> tuple[str, str]:
+    public, secret = zmq.curve_keypair()
+    return public.decode(), secret.decode()
 
 
 def save_keyring(keyring: Keyring, path: Path) -> None:
@@ -166,11 +160,7 @@ def load_keyring(path: Path) -> Keyring:
 class Throttle:
     """Lets each sender have so many messages a second, and all of them together ten times that. Bounded memory.
 
-    A token bucket for each sender; the least recently heard are forgotten, which gives them a full bucket again.
-
-    Args:
-        per_second: messages that one sender may go on sending; twice as many at once.
-        clock: seconds, monotonic.
+    A token bucket for each sender, of two seconds; the least recently heard are forgotten, and get a full one again.
     """
 
     def __init__(self, per_second: float, clock: Callable[[], float]) -> None:

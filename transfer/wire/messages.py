@@ -109,7 +109,7 @@ class Pong(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_fi
     incarnation: str
 
 
-class Refusal(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="refusal/1"):
+class QueryRefusal(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="refusal/1"):
     """Answers what cannot be answered otherwise. `query_id` is -1 where the message had none."""
 
     reason: str
@@ -137,7 +137,7 @@ class ReaderNote(msgspec.Struct, frozen=True, array_like=True, tag="note/1"):
 
 
 Query = MetadataQuery | Ping
-Answer = MetadataReply | Pong | Refusal
+Answer = MetadataReply | Pong | QueryRefusal
 
 _encoder = msgspec.msgpack.Encoder()
 _queries = msgspec.msgpack.Decoder(Query)
@@ -152,20 +152,12 @@ def encode_message(message: Query | Answer | ReaderNote | RankMetadata) -> bytes
 
 
 def decode_query(data: bytes) -> Query:
-    """Returns the query in `data`.
-
-    Raises:
-        MetadataError: the bytes are no query of this version.
-    """
+    """Returns the query in `data`; a `MetadataError` where there is none of this version."""
     return _decoded(_queries, data, "query")
 
 
 def decode_answer(data: bytes) -> Answer:
-    """Returns the answer in `data`.
-
-    Raises:
-        MetadataError: the bytes are no answer of this version.
-    """
+    """Returns the answer in `data`; a `MetadataError` where there is none of this version."""
     return _decoded(_answers, data, "answer")
 
 
@@ -198,11 +190,7 @@ def sealed_rank(rank: RankMetadata, key: bytes = b"") -> bytes:
 
 
 def open_rank(data: bytes, key: bytes = b"") -> RankMetadata:
-    """Returns the metadata that `sealed_rank` encoded, after every check that needs no second rank.
-
-    Raises:
-        MetadataError: too long, cut, changed, made with another key, or of a geometry that does not add up.
-    """
+    """Returns the metadata that `sealed_rank` encoded; a `MetadataError` where it is not that, or does not add up."""
     if len(data) > MAX_METADATA_BYTES:
         raise MetadataError(f"{len(data)} bytes of rank metadata, at most {MAX_METADATA_BYTES} are read")
     rank = _decoded(_ranks, data, "rank metadata")
@@ -224,11 +212,10 @@ def _check_memory(where: str, rank: RankMetadata) -> None:
     sizes = rank.layout.region_bytes
     if len(rank.bases) != len(sizes):
         raise MetadataError(f"{where}: {len(rank.bases)} addresses for {len(sizes)} regions")
-    words = [(rank.words_addr, 8 * rank.words)]
     if rank.checks_addrs and len(rank.checks_addrs) != len(rank.layout.groups):
         raise MetadataError(f"{where}: {len(rank.checks_addrs)} page checks for {len(rank.layout.groups)} groups")
     checks = [(base, 8 * group.num_pages) for base, group in zip(rank.checks_addrs, rank.layout.groups, strict=False)]
-    for base, size in [*zip(rank.bases, sizes, strict=True), *words, *checks]:
+    for base, size in [*zip(rank.bases, sizes, strict=True), (rank.words_addr, 8 * rank.words), *checks]:
         if not 0 < base < base + size <= _ADDRESS_LIMIT:
             raise MetadataError(f"{where}: {size} bytes at {base:#x} are outside of any address space")
     if not 0 <= rank.device <= _MAX_DEVICE:

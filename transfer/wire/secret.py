@@ -20,10 +20,7 @@ _FILE, _VARIABLE = "file:", "env:"
 
 
 class Secret:
-    """A shared secret. It shows itself in no message.
-
-    Args:
-        value: at least 16 bytes that nobody can guess, say 32 random ones.
+    """A shared secret, of at least 16 bytes that nobody can guess, say 32 random ones. It shows itself in no message.
 
     Attributes:
         metadata_key: 32 bytes, of the digest over a rank's metadata.
@@ -38,8 +35,8 @@ class Secret:
             raise InvalidEngineError(f"the shared secret has {len(value)} bytes, at least {MIN_BYTES} are needed")
         root = hashlib.blake2b(value, digest_size=64, person=b"pagewire secret").digest()
         self.metadata_key = _derived(root, b"metadata")
-        service_public, service_secret = _pair(_derived(root, b"service"))
-        public, secret = _pair(_derived(root, b"client"))
+        service_public, service_secret = _key_pair(_derived(root, b"service"))
+        public, secret = _key_pair(_derived(root, b"client"))
         self.keyring = Keyring(
             service_public=service_public,
             service_secret=service_secret,
@@ -56,7 +53,7 @@ def _derived(root: bytes, purpose: bytes) -> bytes:
     return hashlib.blake2b(b"pagewire/1/" + purpose, key=root, digest_size=32).digest()
 
 
-def _pair(seed: bytes) -> tuple[str, str]:
+def _key_pair(seed: bytes) -> tuple[str, str]:
     """The CURVE keys whose secret half is these 32 bytes."""
     secret = zmq.utils.z85.encode(seed)
     return zmq.curve_public(secret).decode(), secret.decode()
@@ -72,8 +69,6 @@ def read_secret(text: str) -> Secret | None:
     Raises:
         InvalidEngineError: there is no such file or variable, others may read the file, or the secret is too short.
     """
-    if not text:
-        return None
     if text.startswith(_FILE):
         path = Path(text.removeprefix(_FILE))
         try:
@@ -89,4 +84,4 @@ def read_secret(text: str) -> Secret | None:
         value = os.environ[name].encode(errors="surrogateescape")
     else:
         value = text.encode()
-    return Secret(value.strip())
+    return Secret(value.strip()) if text else None

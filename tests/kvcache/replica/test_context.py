@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvcache import InvalidRequestError, Retention, SequenceTooLongError, TextContext
+from kvcache.replica.context import hasher_of
+from kvcache.replica.hashing import PrefixHasher
 
 
 def indices(context: TextContext) -> tuple[int, int, int]:
@@ -85,3 +88,26 @@ def test_the_prompt_is_copied_and_ids_are_made() -> None:
     assert one.request_id != two.request_id
     assert two.retention == Retention(session_continues=True)
     assert one.request_id in repr(one)
+
+
+def test_a_context_carries_its_hasher_as_long_as_it_fits() -> None:
+    context = TextContext(range(8), 16, cache_salt="a")
+    kept = hasher_of(context, "sha256", 4)
+    assert hasher_of(context, "sha256", 4) is kept
+    assert hasher_of(context, "sha256", 8) is not kept
+    assert hasher_of(context, "xxh3_128", 8).algorithm == "xxh3_128"
+    context.cache_salt = "b"
+    assert hasher_of(context, "xxh3_128", 8).salt == "b"
+
+
+def test_a_hasher_kept_for_other_keys_is_not_used() -> None:
+    context = SimpleNamespace(request_id="one", prefix_hasher=None, cache_salt=None, extra_keys=((1, b"one"),))
+    kept = hasher_of(context, "sha256", 4)  # type: ignore[arg-type]
+    assert context.prefix_hasher is kept
+    for keys in (((1, b"two"),), ((2, b"one"),), ((1, b"one"), (5, b"late")), (), None):
+        context.extra_keys = keys
+        other = hasher_of(context, "sha256", 4)  # type: ignore[arg-type]
+        assert other is not kept
+        assert other.extra_keys == (keys or ())
+        fresh = PrefixHasher("sha256", 4, None, keys).digests(np.arange(8), 0, 2)
+        assert (other.digests(np.arange(8), 0, 2) == fresh).all()

@@ -5,15 +5,13 @@ import itertools
 import struct
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvcache import TextContext
 from kvcache.params import HashAlgorithm
-from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher, hasher_of, next_digests, page_rows
+from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher, next_digests, page_rows
 
 ALGORITHMS: tuple[HashAlgorithm, ...] = ("sha256", "xxh3_128")
 
@@ -68,29 +66,6 @@ def test_digests_are_the_same_in_another_process_and_for_any_integer_dtype() -> 
     )
     there = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert there.stdout.strip() == PrefixHasher("sha256", 4, "s").digests(tokens(40), 0, 10).tobytes().hex()
-
-
-def test_a_context_carries_its_hasher_as_long_as_it_fits() -> None:
-    context = TextContext(range(8), 16, cache_salt="a")
-    kept = hasher_of(context, "sha256", 4)
-    assert hasher_of(context, "sha256", 4) is kept
-    assert hasher_of(context, "sha256", 8) is not kept
-    assert hasher_of(context, "xxh3_128", 8).algorithm == "xxh3_128"
-    context.cache_salt = "b"
-    assert hasher_of(context, "xxh3_128", 8).salt == "b"
-
-
-def test_a_hasher_kept_for_other_keys_is_not_used() -> None:
-    context = SimpleNamespace(request_id="one", prefix_hasher=None, cache_salt=None, extra_keys=((1, b"one"),))
-    kept = hasher_of(context, "sha256", 4)  # type: ignore[arg-type]
-    assert context.prefix_hasher is kept
-    for keys in (((1, b"two"),), ((2, b"one"),), ((1, b"one"), (5, b"late")), (), None):
-        context.extra_keys = keys
-        other = hasher_of(context, "sha256", 4)  # type: ignore[arg-type]
-        assert other is not kept
-        assert other.extra_keys == (keys or ())
-        fresh = PrefixHasher("sha256", 4, None, keys).digests(tokens(8), 0, 2)
-        assert (other.digests(tokens(8), 0, 2) == fresh).all()
 
 
 def test_one_page_of_many_requests_is_hashed_as_each_alone() -> None:

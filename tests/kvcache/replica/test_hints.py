@@ -35,8 +35,7 @@ def trusting(manager: PagedKVCacheManager) -> PagedKVCacheManager:
     """All idle pages follow hints, as after a time of right ones."""
     serve(manager, prompt(1000), LAST)
     for replica in manager._replicas.each:
-        assert replica.retainer is not None
-        replica.retainer._share.value = replica.retainer._order.share = 0.95
+        replica.hints._share.value = replica.hints._order.share = 0.95
     manager.reset_prefix_cache()
     return manager
 
@@ -69,15 +68,14 @@ def test_the_hint_may_come_at_the_end_and_may_be_for_a_range() -> None:
     assert len(manager._replicas.each[0].match(TextContext([*prompt(1)[:8], *prompt(2)], 64))[1]) == 2
 
 
-def test_without_hints_there_is_no_shadow_and_the_plain_order() -> None:
+def test_without_hints_there_is_no_baseline_and_the_plain_order() -> None:
     manager = manager_of(40, checks=False)
     for name in range(50):
         serve(manager, prompt(name % 30))
-    retainer = manager._replicas.each[0].retainer
-    assert retainer is not None
-    assert retainer._shadow is None
+    hints = manager._replicas.each[0].hints
+    assert not hints._baselines
     assert type(manager._replicas.each[0].pool.idle).__name__ == "IdleOrder"
-    assert retainer.share == 0.0
+    assert hints.share == 0.0
 
 
 def test_a_share_of_zero_ignores_hints() -> None:
@@ -124,10 +122,9 @@ def test_the_first_hint_takes_over_what_is_cached() -> None:
     for name in range(19):
         serve(manager, prompt(name))
     serve(manager, prompt(0), LAST)
-    retainer = manager._replicas.each[0].retainer
-    assert retainer is not None
-    assert retainer._shadow is not None
-    assert len(retainer._shadow._kept) == 38
+    hints = manager._replicas.each[0].hints
+    assert hints._baselines
+    assert len(hints._baselines[0]._kept) == 38
     manager.check()
     running = TextContext(prompt(5), 64)
     fresh = manager_of(40, checks=False)
@@ -136,20 +133,19 @@ def test_the_first_hint_takes_over_what_is_cached() -> None:
     running.update(0)
     fresh.step([running])
     serve(fresh, prompt(6), LAST)
-    assert len(fresh._replicas.each[0].retainer._shadow._kept) == 4  # those of the running request, too
+    assert len(fresh._replicas.each[0].hints._baselines[0]._kept) == 4  # those of the running request, too
 
 
 def evidence(manager: PagedKVCacheManager) -> list[int]:
     """What the share learns from now on, request by request: pages gained, and in turn pages promised."""
     learned: list[int] = []
-    retainer = manager._replicas.each[0].retainer
-    assert retainer is not None
-    retainer._share.learn = lambda gained, promised, looked: learned.extend((gained, promised))  # pyright: ignore[reportAttributeAccessIssue] - looked over its shoulder
+    hints = manager._replicas.each[0].hints
+    hints._share.learn = lambda gained, promised, looked: learned.extend((gained, promised))
     return learned
 
 
 def test_plain_lru_is_counted_as_it_would_have_hit() -> None:
-    """With hints that say nothing, the shadow and the cache hit the same, whatever runs at a time, and is given up."""
+    """With hints that say nothing, baseline and cache hit the same, whatever runs at a time, and is given up."""
     manager = manager_of(40, checks=False, rows=4)
     neutral, rng = Retention(), random.Random(0)
     serve(manager, prompt(0), neutral)
@@ -205,7 +201,7 @@ def test_a_tenant_above_its_quota_evicts_its_own_pages() -> None:
         serve(manager, prompt(name), cache_salt="big")
     manager.check()
     pages = [page for page in range(1, 41) if manager._replicas.each[0].pool.index.published[page]]
-    quotas = manager._replicas.each[0].retainer._quotas
+    quotas = manager._replicas.each[0].hints._quotas
     held = {salt: quotas._orders[owner].count for salt, owner in quotas._ids.items()}
     assert len(pages) >= 38
     assert held["big"] >= 18
@@ -216,11 +212,10 @@ def test_a_sample_speaks_for_all_pages() -> None:
     """In a pool that is looked at in part, what the share learns is counted in pages all the same."""
     manager = manager_of(4096, checks=False, rows=1, max_seq_len=4 * 4096)
     serve(manager, prompt(0), LAST)
-    retainer = manager._replicas.each[0].retainer
-    assert retainer is not None
-    assert retainer._shadow is not None
-    assert retainer._shadow.rate == 4
-    retainer._share.value = retainer._order.share = 0.95
+    hints = manager._replicas.each[0].hints
+    assert hints._baselines
+    assert hints._baselines[0].rate == 4
+    hints._share.value = hints._order.share = 0.95
     learned = evidence(manager)
     hits = 0
     for turn in range(4):

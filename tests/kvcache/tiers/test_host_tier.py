@@ -74,7 +74,7 @@ def test_a_hit_goes_on_from_device_pages_to_host_pages(served: Any) -> None:
     context = it.claim(PROMPT)
     assert it.manager.maybe_reserve(context)
     assert context.start_idx == 16
-    assert 0 < it.tiers.replicas[0].loading(0) < 4
+    assert 0 < sum(map(len, it.tiers.replicas[0].coming(0))) < 4
     it.run(context)
     assert it.kv.compared == 16
 
@@ -389,7 +389,7 @@ BREAKS: dict[str, tuple[Callable[[ReplicaTier], Any], str]] = {
     "a slot held by nobody": (lambda t: t.host.pool.holders.__setitem__(40, 1), "host tier: page 40 has 1 holders"),
     "a load without its slots": (lambda t: t.host.pool.release(t.open_loads[0].slots), "host tier: page"),
     "a load without a writer": (lambda t: t.pool.drop_writer(t.open_loads[0].pages), "writers"),
-    "a page marked for nothing": (lambda t: t._storing.__setitem__(~t._storing, True), "page 0 is marked"),
+    "a page marked for nothing": (lambda t: t.storing.__setitem__(~t.storing, True), "page 0 is marked"),
     "a page queued twice": (lambda t: t.waiting.append(t.waiting[0]), "2 times"),
     "a page queued by another name": (lambda t: t.waiting[0][1].__setitem__((0, 0), 7), "another content"),
 }

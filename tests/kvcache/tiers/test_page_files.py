@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvcache.tiers.page_files import FileFormat, Refusals, SystemIO, read_pages, read_rows, write_pages
+from kvcache.tiers.page_files import FileFormat, FileRefusals, SystemIO, read_pages, read_rows, write_pages
 
 COUNT, PAGE_BYTES, WORDS = 5, 96, 2
 LAYOUT = FileFormat(bytes(range(16)), PAGE_BYTES, 8 * WORDS)
@@ -33,7 +33,7 @@ class Written:
             file.write(content)
             file.truncate()
 
-    def read(self, first: int = 0, count: int = COUNT, refusals: Refusals | None = None) -> np.ndarray:
+    def read(self, first: int = 0, count: int = COUNT, refusals: FileRefusals | None = None) -> np.ndarray:
         """Which pages are called right; each of those is compared."""
         filled = np.full((count, PAGE_BYTES), 0xAA, np.uint8)
         pages = [[page[:40], page[40:]] for page in filled]
@@ -148,7 +148,7 @@ def test_two_rows_with_each_others_digests(tmp_path: Path, sealed: bool) -> None
         rows = bytes(broken[start : start + COUNT * width])
         broken[start + COUNT * width :] = LAYOUT.footer(rows, COUNT)
     it.put(broken)
-    refused = Refusals()
+    refused = FileRefusals()
     assert it.read(refusals=refused).tolist() == [True, False, True, False, True]
     assert refused == {"foreign": 2}
     known = read_rows(it.path, LAYOUT)
@@ -157,7 +157,7 @@ def test_two_rows_with_each_others_digests(tmp_path: Path, sealed: bool) -> None
         assert np.array_equal(known, it.digests[[0, 3, 2, 1, 4]])
         it.digests = known
         it.content = it.content[[0, 3, 2, 1, 4]]
-        refused = Refusals()
+        refused = FileRefusals()
         assert it.read(refusals=refused).tolist() == [True, False, True, False, True]
         assert refused == {"corrupted": 2}
 

@@ -172,14 +172,9 @@ def test_bad_input_is_one_line_and_starts_no_process(
 
 def started_demo(*arguments: str) -> tuple[subprocess.Popen[str], dict[str, int]]:
     """A running demo that has started to serve, and the pids of its children."""
-    # Tests that run in a shell's background are started with SIGINT ignored, and hand that on.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        process = subprocess.Popen(
-            [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV
-        )
-    finally:
-        signal.signal(signal.SIGINT, before)
+    process = subprocess.Popen(
+        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV
+    )
     assert process.stdout is not None
     pids: dict[str, int] = {}
     for line in process.stdout:

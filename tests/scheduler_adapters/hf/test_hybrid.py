@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from kvcache.errors import (
+    AlreadyClaimedError,
     BlockTableMismatchError,
     InvalidParamsError,
     InvalidRequestError,
     NoFreeRowError,
+    NotReservedError,
     PoolTooSmallError,
     UnknownRequestError,
 )
@@ -29,7 +31,7 @@ from scheduler_adapters.hf.runner import (
     num_layers_of,
     reference_tokens,
 )
-from scheduler_adapters.hf.state_layout import state_layouts
+from scheduler_adapters.hf.state_layout import page_bytes, state_layouts
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.loop import Output, Request, ServingLoop
 from tests.kvcache.build import proven
@@ -105,8 +107,8 @@ def test_pages_and_states_that_held_anything_before_change_nothing(model: Any, e
     serve(loop, requests_of(PROMPTS[:2], NEW))
     for blocks in loop.manager.device_tensors[0]:
         blocks[1:] = float("nan")
-    for tensor in states_of(loop).tensors:
-        tensor[1:] = 255
+    for tensor in states_of(loop).tensors[0]:
+        tensor[1:] = float("nan")
     assert tokens_of(serve(loop, requests_of(PROMPTS, NEW))) == expected
 
 
@@ -122,11 +124,14 @@ def test_a_request_goes_on_from_pages_and_a_state_page_that_were_copied(
         context = target.context_for(Request(name, [*prompt, tokens[0]], NEW - 1))
         target.manager.external_claim(name)
         pending = target.manager.import_block_table(context, table)
-        there, here = target.manager.state_import(pending)  # type: ignore[attr-defined]
+        assert pending is not None
+        ((there, here),) = pending.wholes
         for shard in range(shards):
             blocks = [loop.manager.device_tensors[0][shard] for loop in (target, source)]
             blocks[0][pending.dst_pages] = blocks[1][pending.src_pages]
-            states_of(target).tensors[shard][here] = states_of(source).tensors[shard][there]
+            of_shard = [states_of(loop).tensors[shard] for loop in (target, source)]
+            for mine, theirs in zip(*of_shard, strict=True):
+                mine[here] = theirs[there]
         target.manager.commit_import(context, pending, proven(target.manager, pending))
         target.adopt(Request(name, prompt, NEW), context)
         source.free(name)
@@ -156,7 +161,7 @@ def test_a_cancelled_import_leaves_a_request_that_computes_its_tokens_itself(
     source, target = hybrid_loop(model), hybrid_loop(model)
     serve(source, requests_of(PROMPTS[:1], 1, hold_pages=True))
     context, pending = imported(target, source, first_token=expected[0][0])
-    states_of(target).tensors[0][target.manager.state_import(pending)[1]] = 3  # type: ignore[attr-defined]
+    states_of(target).tensors[0][3][pending.wholes[0][1]] = 3
     with pytest.raises(StatePageError, match="being written"):
         states_of(target).tokens_of("r0")
     target.manager.cancel_import(pending)
@@ -190,12 +195,15 @@ def test_a_lease_holds_pages_and_state_of_a_request_that_has_left(model: Any) ->
     serve(loop, requests_of(PROMPTS[:1], 1, hold_pages=True))
     lease = manager.lease("r0")
     table = manager.block_table("r0")
-    state = states_of(loop).tensors[0][table.groups[1][0]].clone()
+    (page,) = table.groups[1]
+    state = [tensor[page].clone() for tensor in states_of(loop).tensors[0]]
     loop.free("r0")
     manager.check()
     assert manager.num_leased_blocks == len(table.groups[0])
     serve(loop, requests_of(PROMPTS[:3], 3))
-    assert torch.equal(states_of(loop).tensors[0][table.groups[1][0]], state)
+    now = [tensor[page] for tensor in states_of(loop).tensors[0]]
+    assert all(torch.equal(*pair) for pair in zip(now, state, strict=True))
+    assert state[3].any()
     assert states_of(loop).num_held == 1
     manager.end_lease(lease)
     assert_nothing_held(manager)
@@ -205,7 +213,7 @@ def test_an_import_of_a_state_needs_a_proof_and_its_page_stays_with_the_copier(m
     source, target = hybrid_loop(model), hybrid_loop(model)
     serve(source, requests_of(PROMPTS[:1], 1, hold_pages=True))
     context, pending = imported(target, source)
-    pages = target.manager.state_import(pending)  # type: ignore[attr-defined]
+    (pages,) = pending.wholes
     with pytest.raises(InvalidRequestError, match="'r0': commit_import without a proof"):
         target.manager.commit_import(context, pending)
     copier = target.manager.copier(pending)
@@ -235,6 +243,8 @@ def test_tables_that_do_not_fit_are_refused_and_nothing_is_taken(model: Any) -> 
         with pytest.raises(BlockTableMismatchError, match=message):
             target.manager.import_block_table(context, wrong)
     pending = target.manager.import_block_table(context, table)
+    with pytest.raises(NotReservedError, match="'r0': import_block_table while its import is pending"):
+        target.manager.import_block_table(context, table)
     other = (table.groups[0], (table.groups[1][0] + 1,))
     with pytest.raises(BlockTableMismatchError, match="names state page 2, 1 before"):
         target.manager.extend_import(context, pending, replace(table, groups=other), last=True)
@@ -314,6 +324,11 @@ def test_a_step_that_was_not_booked_is_refused_when_it_runs_again(model: Any) ->
 def test_requests_wait_for_a_row_and_its_state_page(model: Any, expected: list[list[int]]) -> None:
     loop = hybrid_loop(model, rows=2)
     assert states_of(loop).num_pages == 2
+    loop.manager.external_claim("r")
+    with pytest.raises(AlreadyClaimedError, match="'r': claimed on replica 0 already"):
+        loop.manager.external_claim("r")
+    assert states_of(loop).num_held == 1
+    loop.manager.release("r")
     assert tokens_of(serve(loop, requests_of(PROMPTS, NEW))) == expected
     assert loop.preemptions == 0
     assert_nothing_held(loop.manager)
@@ -332,17 +347,19 @@ def test_prefix_caching_and_replicas_are_refused_with_the_reason(model: Any) -> 
         cache = type(kv_params_of(model.config))(**params, **wrong)
         with pytest.raises(InvalidParamsError, match=message):
             HybridKVCacheManager(shape, cache, 4, 128, 2, ["cpu"] * cache.n_devices, 1 << 20)
+    with pytest.raises(InvalidParamsError, match="max_batch_size is 0"):
+        HybridKVCacheManager(shape, type(cache)(**params), 0, 128, 2, ["cpu"], 1 << 20)
 
 
 def test_state_pages_are_part_of_the_budget(model: Any) -> None:
     params = kv_params_of(model.config, page_size=PAGE)
     page = PAGE * params.bytes_per_token(num_layers_of(model.config))
-    (layout,) = state_layouts(state_shape_of(model), 1)
+    state = page_bytes(state_layouts(state_shape_of(model), 1))
 
     def built(memory: int) -> PagedKVCacheManager:
         return manager_for(model, params, 4, 128, ["cpu"], available_cache_memory=memory)
 
-    states = 5 * layout.page_bytes  # one is nobody's
+    states = 5 * state  # one is nobody's
     assert built(states + 20 * page).total_num_pages == 20
     with pytest.raises(PoolTooSmallError):
         built(states + page - 1)

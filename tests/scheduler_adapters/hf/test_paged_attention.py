@@ -9,6 +9,7 @@ from scheduler_adapters.errors import UnsupportedModelError
 from scheduler_adapters.hf.paged_attention import PagedBatch, paged_attention_forward
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
+LAYERS = {0: 0, 1: 1}
 
 
 class Layer(torch.nn.Module):
@@ -57,7 +58,7 @@ def test_ragged_chunks_equal_the_formula_and_ignore_stale_pages(tp: int, window:
         rows = [i for i, count in enumerate(counts) if count]
         inputs = [RaggedKVCacheInputs(b, table[rows], table[rows], table) for b in blocks]
         taken, begun = [counts[i] for i in rows], [starts[i] for i in rows]
-        batch = PagedBatch(inputs, begun, taken)
+        batch = PagedBatch(inputs, begun, taken, LAYERS)
 
         def pack(states: Any, rows: Any = rows, counts: Any = counts, starts: Any = tuple(starts)) -> Any:
             return torch.cat([states[i][:, :, starts[i] : starts[i] + counts[i]] for i in rows], dim=2)
@@ -80,7 +81,7 @@ def test_ragged_chunks_equal_the_formula_and_ignore_stale_pages(tp: int, window:
 def test_what_a_token_writes_lies_where_the_table_says() -> None:
     blocks = pools(2, 4, 1)[0]
     table = torch.tensor([[2, 1]], dtype=torch.int32)
-    batch = PagedBatch([RaggedKVCacheInputs(blocks, table[:, 0], table, table)], [3], [2])
+    batch = PagedBatch([RaggedKVCacheInputs(blocks, table[:, 0], table, table)], [3], [2], LAYERS)
     key, value = torch.randn(2, KV_HEADS, DIM), torch.randn(2, KV_HEADS, DIM)
     batch.write(1, key, value)
     assert torch.equal(blocks[2, 0, 1, 3], key[0])
@@ -93,7 +94,7 @@ def test_what_a_token_writes_lies_where_the_table_says() -> None:
 def one_token_call(module: Any = None, kv_heads: int = KV_HEADS, **arguments: Any) -> Any:
     blocks = pools(1, 4, 1)
     table = torch.tensor([[1]], dtype=torch.int32)
-    batch = PagedBatch([RaggedKVCacheInputs(b, table[:, 0], table, table) for b in blocks], [0], [1])
+    batch = PagedBatch([RaggedKVCacheInputs(b, table[:, 0], table, table) for b in blocks], [0], [1], LAYERS)
     arguments = {"paged_batch": batch, "attention_mask": None, **arguments}
     return paged_attention_forward(
         module or Layer(), packed(1, HEADS), packed(1, kv_heads), packed(1, kv_heads), **arguments

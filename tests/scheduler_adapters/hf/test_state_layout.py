@@ -1,11 +1,10 @@
-import itertools
-import math
+import ctypes
 
 import pytest
 import torch
 
 from kvcache.errors import InvalidParamsError
-from scheduler_adapters.hf.state_layout import CONV_KINDS, SSM_KIND, StateShape, state_group, state_layout
+from scheduler_adapters.hf.state_layout import CONV_KINDS, SSM_KIND, StateShape, page_bytes, state_layouts
 from scheduler_adapters.hf.state_pages import StatePages
 from transfer.plan.boxes import ShardLayout, check
 from transfer.plan.plan import plan
@@ -13,61 +12,52 @@ from transfer.plan.plan import plan
 SHAPE = StateShape(layers=3, heads=8, head_dim=5, groups=2, d_state=6, kernel=4, conv_dtype=torch.float32)
 
 
-def test_a_page_is_dense_layer_after_layer_and_kind_after_kind() -> None:
-    layout = state_layout(SHAPE)
-    assert [part.kind for part in layout.parts] == [*CONV_KINDS, SSM_KIND]
-    assert [(part.first, part.count) for part in layout.parts] == [(0, 40), (0, 12), (0, 12), (0, 8)]
-    assert [part.stride for part in layout.parts] == [3 * 4, 3 * 4, 3 * 4, 5 * 6 * 4]
-    ends = [part.offset + part.num_bytes for part in layout.parts]
-    assert [part.offset for part in layout.parts] == [0, *ends[:-1]]
-    assert layout.layer_bytes == ends[-1] == 64 * 12 + 8 * 120
-    assert layout.page_bytes == 3 * layout.layer_bytes
+def test_a_page_has_all_layers_and_of_each_kind_its_own_heads_and_elements() -> None:
+    (layout,) = state_layouts(SHAPE, 1)
+    assert [*layout] == [*CONV_KINDS, SSM_KIND]
+    assert [(page.first_head, page.num_heads) for page in layout.values()] == [(0, 40), (0, 12), (0, 12), (0, 8)]
+    assert [page.head_dim for page in layout.values()] == [3, 3, 3, 5 * 6]
+    assert {(page.num_layers, page.sides, page.page_size) for page in layout.values()} == {(3, 1, 1)}
 
 
 @pytest.mark.parametrize("shards", [1, 2, 4, 8])
 def test_the_shards_hold_every_channel_and_each_its_own_heads(shards: int) -> None:
-    layouts = [state_layout(SHAPE, shard, shards) for shard in range(shards)]
+    layouts = state_layouts(SHAPE, shards)
+
+    def held(kind: str) -> list[set[int]]:
+        pages = [layout[kind] for layout in layouts]
+        return [set(range(page.first_head, page.first_head + page.num_heads)) for page in pages]
+
     for kind, whole in (("conv.x", 40), ("conv.B", 12), ("conv.C", 12), ("ssm", 8)):
-        parts = [layout.part(kind) for layout in layouts]
-        held = [set(range(part.first, part.first + part.count)) for part in parts]
-        assert set().union(*held) == set(range(whole))
+        assert set().union(*held(kind)) == set(range(whole))
         if kind in {"conv.x", "ssm"}:
-            assert sum(map(len, held)) == whole
-    for layout in layouts:
-        heads, x, b = layout.part("ssm"), layout.part("conv.x"), layout.part("conv.B")
-        assert (x.first, x.count) == (heads.first * 5, heads.count * 5)
-        groups = {head // 4 for head in range(heads.first, heads.first + heads.count)}  # 4 heads share a B
-        assert {channel // 6 for channel in range(b.first, b.first + b.count)} == groups
-        assert (layout.part("conv.C").first, layout.part("conv.C").count) == (b.first, b.count)
+            assert sum(map(len, held(kind))) == whole
+    for heads, x, b in zip(held("ssm"), held("conv.x"), held("conv.B"), strict=True):
+        assert {channel // 5 for channel in x} == heads
+        assert {channel // 6 for channel in b} == {head // 4 for head in heads}  # 4 heads share a B
+    assert held("conv.B") == held("conv.C")
 
 
 @pytest.mark.parametrize(("dtype", "kernel"), [(torch.float32, 4), (torch.bfloat16, 2), (torch.bfloat16, 4)])
-def test_a_view_is_what_the_offsets_and_strides_say(dtype: torch.dtype, kernel: int) -> None:
-    shape = StateShape(3, 3, 5, 1, 1, kernel, dtype)  # 17 channels: with bfloat16 an odd number of halves of a word
+def test_what_is_written_is_all_that_a_page_has_and_no_byte_of_another(dtype: torch.dtype, kernel: int) -> None:
+    shape = StateShape(3, 3, 5, 1, 1, kernel, dtype)
     pages = StatePages(shape, 2)
-    (layout,), (tensor,) = pages.layouts, pages.tensors
-    raw = torch.randint(0, 255, tensor.shape, dtype=torch.uint8)
-    tensor.copy_(raw)
-    seen = torch.zeros_like(raw)
-    for part, page, layer in itertools.product(layout.parts, range(3), range(3)):
-        for channel in range(part.count):
-            first = part.offset + layer * layout.layer_bytes + channel * part.stride
-            found = raw[page, first : first + part.stride]
-            seen[page, first : first + part.stride] += 1
-            held = pages.view(0, part.kind)[page, layer, channel].contiguous().view(torch.uint8)
-            assert torch.equal(held.flatten(), found)
-    assert seen.max() == 1, "two kinds share bytes"
-    padding = 2 if dtype == torch.bfloat16 and 17 * (kernel - 1) % 2 else 0
-    assert (seen == 0).sum() == 3 * 3 * padding
+    for layer in range(3):
+        pages.write(layer, torch.tensor([2]), CONV_KINDS, torch.ones(1, 15 + 1 + 1, kernel - 1))
+        pages.write(layer, torch.tensor([2]), (SSM_KIND,), torch.ones(1, 3, 5, 1))
+    for tensor in pages.tensors[0]:
+        assert tensor[2].all()
+        assert not tensor[:2].any()
+    assert [tensor.dtype for tensor in pages.tensors[0]] == [dtype] * 3 + [torch.float32]
 
 
 @pytest.mark.parametrize("shards", [3, 6, 16])
 def test_heads_that_shards_can_neither_split_nor_share_are_refused(shards: int) -> None:
     with pytest.raises(InvalidParamsError, match=f"{shards} shards.*8 heads in 2 groups"):
-        state_layout(SHAPE, 0, shards)
+        state_layouts(SHAPE, shards)
     groups = StateShape(layers=1, heads=12, head_dim=1, groups=3, d_state=1, kernel=2, conv_dtype=torch.float32)
     with pytest.raises(InvalidParamsError, match="2 shards.*12 heads in 3 groups"):
-        state_layout(groups, 0, 2)
+        state_layouts(groups, 2)
 
 
 @pytest.mark.parametrize(
@@ -85,28 +75,32 @@ def test_shapes_that_cannot_be_are_refused(changes: dict[str, int], message: str
         StateShape(**{**fields, **changes})
 
 
-def test_a_page_has_the_bytes_of_all_states_together() -> None:
-    conv, ssm = (40 + 12 + 12) * 3, 8 * 5 * 6
-    assert math.prod((3, conv + ssm, 4)) == state_layout(SHAPE).page_bytes
+@pytest.mark.parametrize(("shards", "copies_of_b"), [(1, 1), (2, 1), (8, 4)])
+def test_a_page_has_the_bytes_of_all_states_together(shards: int, copies_of_b: int) -> None:
+    conv, ssm = (40 + copies_of_b * (12 + 12)) * 3, 8 * 5 * 6
+    assert page_bytes(state_layouts(SHAPE, shards)) == 3 * (conv + ssm) * 4
 
 
 @pytest.mark.parametrize(("there", "here"), [(1, 1), (1, 2), (2, 1), (4, 2), (2, 8)])
 def test_a_transfer_plans_over_the_pages_between_any_numbers_of_shards(there: int, here: int) -> None:
-    """What the plan would copy, copied here with numpy, is the state that the reading shards shall hold."""
+    """What the plan would copy, copied here with torch, is the state that the reading shards shall hold."""
     source, target = (StatePages(SHAPE, 3, ["cpu"] * shards) for shards in (there, here))
     states = [(torch.randn(1, 64, 3), torch.randn(1, 8, 5, 6)) for _ in range(3)]
     for layer, (conv, ssm) in enumerate(states):
         source.write(layer, torch.tensor([2]), CONV_KINDS, conv)
         source.write(layer, torch.tensor([2]), (SSM_KIND,), ssm)
-    for to, to_layout in zip(target.tensors, target.layouts, strict=True):
-        for of, of_layout in zip(source.tensors, source.layouts, strict=True):
-            groups = [state_group(layout, 4) for layout in (to_layout, of_layout)]
-            sides = [
-                check(ShardLayout((group,), (tensor.nbytes,))) for group, tensor in zip(groups, (to, of), strict=True)
+    alone = ShardLayout((), ())
+    for to, to_tensors in enumerate(target.tensors):
+        for of, of_tensors in enumerate(source.tensors):
+            sides = [check(pages.beside(alone, shard)) for pages, shard in ((target, to), (source, of))]
+            assert [side.region_bytes for side in sides] == [
+                tuple(tensor.nbytes for tensor in tensors) for tensors in (to_tensors, of_tensors)
             ]
-            runs = plan(*sides).runs(0, [1], [2], (0, 1), [0], [0])
+            bases = [[tensor.data_ptr() for tensor in tensors] for tensors in (to_tensors, of_tensors)]
+            runs = plan(*sides).runs(0, [1], [2], (0, 1), *bases)
+            assert len(runs.length) <= 4, "a kind is more than one run"
             for local, remote, length in zip(runs.local, runs.remote, runs.length, strict=True):
-                to.view(-1)[int(local) : int(local + length)] = of.view(-1)[int(remote) : int(remote + length)]
+                ctypes.memmove(int(local), int(remote), int(length))
     for layer, (conv, ssm) in enumerate(states):
         assert torch.equal(target.read(layer, torch.tensor([1]), CONV_KINDS), conv)
         assert torch.equal(target.read(layer, torch.tensor([1]), (SSM_KIND,)), ssm)

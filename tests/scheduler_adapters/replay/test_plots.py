@@ -47,7 +47,7 @@ def test_the_command_draws_where_it_is_told_to(
         asked.append(given[:4])
         return [tmp_path / "picture.png"]
 
-    monkeypatch.setattr("scheduler_adapters.replay.plots.write_plots", write)
+    monkeypatch.setattr("scheduler_adapters.replay.command.write_plots", write)
     assert main(["replay", str(path), "--capacity", "30", "--plots", str(tmp_path / "plots")]) == 0
     assert asked == [("mine", TRACE, 30, tmp_path / "plots")]
     assert "drew" in capsys.readouterr().err

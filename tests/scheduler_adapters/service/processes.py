@@ -8,15 +8,14 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from scheduler_adapters.hf.hybrid import HybridKVCacheManager
 from scheduler_adapters.hf.runner import HFRunner, kv_params_of, manager_for, num_layers_of, state_bytes_of
 from scheduler_adapters.loop import ServingLoop
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.decode import MAX_OPEN, DecodeScheduler
-from scheduler_adapters.service.exchange import Exchange
 from scheduler_adapters.service.prefill import PrefillScheduler
-from scheduler_adapters.service.rooms import DecodeRoom, DecodeTimes, PrefillTimes
+from scheduler_adapters.service.requests import DecodeRequest, DecodeTimes, PrefillTimes
 from scheduler_adapters.service.sockets import bind_router, received
+from transfer.pull.exchange import PageExchange
 
 NEW = 10
 QUICK = {"heartbeat_s": 0.2, "dead_after_s": 1.0, "handshake_timeout_s": 1.0}
@@ -61,12 +60,12 @@ class Service:
         self.chunkwise, self.lease_s, self.times, self.clock = chunkwise, lease_s, times, clock
         self.max_open = max_open
         self.loops: dict[str, ServingLoop] = {}
-        self.exchanges: dict[str, Exchange] = {}
+        self.exchanges: dict[str, PageExchange] = {}
         self.prefills: dict[str, PrefillScheduler] = {}
         self.decodes: dict[str, DecodeScheduler] = {}
         self.routers: dict[str, Any] = {}
         self.clients: dict[str, Any] = {}
-        self.fronts: dict[str, Any] = {}
+        self.frontends: dict[str, Any] = {}
         self.buried: list[ServingLoop] = []
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, msg.Tokens] = {}
@@ -80,10 +79,14 @@ class Service:
         return self.prefills["p0"]
 
     @property
+    def connected(self) -> bool:
+        return any(prefill.welcome for prefill in self.decode.connections)
+
+    @property
     def decode(self) -> DecodeScheduler:
         return self.decodes["d0"]
 
-    def _start(self, name: str, side: Side) -> tuple[ServingLoop, Exchange]:
+    def _start(self, name: str, side: Side) -> tuple[ServingLoop, PageExchange]:
         params = kv_params_of(
             self.model.config, page_size=side.page_size, n_devices=side.tp * side.dp, data_parallel_degree=side.dp
         )
@@ -98,9 +101,8 @@ class Service:
             available_cache_memory=memory,
             **side.options,
         )
-        states = manager.states if isinstance(manager, HybridKVCacheManager) else None
-        self.loops[name] = ServingLoop(manager, HFRunner(self.model, states), side.budget)
-        self.exchanges[name] = Exchange(
+        self.loops[name] = ServingLoop(manager, HFRunner(self.model, *manager.further_groups), side.budget)
+        self.exchanges[name] = PageExchange(
             manager, name, bind=f"ipc://{self.directory}/{name}.hand", replica_options=QUICK
         )
         return self.loops[name], self.exchanges[name]
@@ -114,10 +116,10 @@ class Service:
 
     def start_decode(self, name: str) -> None:
         loop, exchange = self._start(name, self.sides["decode"])
-        client, front = self.context.socket(zmq.PAIR), self.context.socket(zmq.PAIR)
-        client.bind(f"ipc://{self.directory}/{name}.front")
-        front.connect(f"ipc://{self.directory}/{name}.front")
-        self.clients[name], self.fronts[name] = client, front
+        client, frontend = self.context.socket(zmq.PAIR), self.context.socket(zmq.PAIR)
+        client.bind(f"ipc://{self.directory}/{name}.frontend")
+        frontend.connect(f"ipc://{self.directory}/{name}.frontend")
+        self.clients[name], self.frontends[name] = client, frontend
         prefills = [f"ipc://{self.directory}/p{number}" for number in range(self.sides["prefill"].count)]
         self.decodes[name] = DecodeScheduler(
             name,
@@ -125,7 +127,7 @@ class Service:
             exchange,
             self.context,
             prefills,
-            front,
+            frontend,
             max_open=self.max_open,
             chunkwise=self.chunkwise,
             times=self.times,
@@ -142,7 +144,7 @@ class Service:
         """As when the process ends; what its client has not heard of is lost."""
         self.decodes.pop(name).close()
         self.clients.pop(name).close()
-        self.fronts.pop(name).close()
+        self.frontends.pop(name).close()
         self._stop(name)
 
     def _stop(self, name: str) -> None:
@@ -166,10 +168,10 @@ class Service:
 
     def submit_one(
         self, request_id: str, prompt: Sequence[int], new: int = NEW, decode: DecodeScheduler | None = None
-    ) -> DecodeRoom:
+    ) -> DecodeRequest:
         decode = decode or self.decode
         self._submit(request_id, prompt, new, decode)
-        return decode._rooms[request_id]
+        return decode._requests[request_id]
 
     def _submit(self, request_id: str, prompt: Sequence[int], new: int, decode: DecodeScheduler) -> None:
         self.tokens[request_id] = []

@@ -11,7 +11,7 @@ import zmq
 from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.rooms import DecodeRoom, DecodeTimes, PrefillRoom
+from scheduler_adapters.service.requests import DecodeRequest, DecodeTimes, PrefillRequest
 from tests.scheduler_adapters.service.processes import NEW, Service, Side
 
 PROMPT = ByteTokenizer().encode("What a page holds, who may write to it, and when it may be used again. " * 2)
@@ -60,50 +60,50 @@ def empty(service: Service) -> None:
             loop.manager.release("hog")
 
 
-def prefill_rooms(service: Service) -> list[PrefillRoom]:
-    return [room for prefill in service.prefills.values() for room in prefill._rooms.values()]
+def prefill_requests(service: Service) -> list[PrefillRequest]:
+    return [request for prefill in service.prefills.values() for request in prefill._requests.values()]
 
 
 def phase_of_prefill(service: Service) -> str:
-    return prefill_rooms(service)[0].phase if prefill_rooms(service) else ""
+    return prefill_requests(service)[0].phase if prefill_requests(service) else ""
 
 
 # How to bring a request into each phase, and who is polled while it stays there.
-def waiting(service: Service) -> DecodeRoom:
+def waiting(service: Service) -> DecodeRequest:
     for name in list(service.prefills):
         service.stop_prefill(name)
     service.poll()
     return service.submit_one("r", PROMPT)
 
 
-def asked(service: Service) -> DecodeRoom:
-    """Prefill has no pages: its room is queued."""
+def asked(service: Service) -> DecodeRequest:
+    """Prefill has no pages: its request is queued."""
     fill(service, "p0")
-    room = service.submit_one("r", PROMPT)
+    request = service.submit_one("r", PROMPT)
     service.until(lambda: phase_of_prefill(service) == "queued", "the question")
-    return room
+    return request
 
 
-def offered(service: Service) -> DecodeRoom:
-    """Decode has no pages: prefill's room is held."""
+def offered(service: Service) -> DecodeRequest:
+    """Decode has no pages: prefill's request is held."""
     fill(service, "d0")
-    room = service.submit_one("r", PROMPT)
-    service.until(lambda: phase_of_prefill(service) == "held" and room.token is not None, "the offer")
-    return room
+    request = service.submit_one("r", PROMPT)
+    service.until(lambda: phase_of_prefill(service) == "held" and request.has_ended_prefill, "the offer")
+    return request
 
 
-def pulling(service: Service) -> DecodeRoom:
+def pulling(service: Service) -> DecodeRequest:
     """Prefill has stopped in mid-prompt, and decode reads what it has."""
-    room = service.submit_one("r", PROMPT)
-    service.until(lambda: room.phase == "pulling", "the first chunk")
+    request = service.submit_one("r", PROMPT)
+    service.until(lambda: request.phase == "pulling", "the first chunk")
     assert phase_of_prefill(service) == "offered"
-    return room
+    return request
 
 
-def decoding(service: Service) -> DecodeRoom:
-    room = service.submit_one("r", PROMPT, 100)
-    service.until(lambda: room.phase == "decoding" and len(service.tokens["r"]) > 3, "some tokens")
-    return room
+def decoding(service: Service) -> DecodeRequest:
+    request = service.submit_one("r", PROMPT, 100)
+    service.until(lambda: request.phase == "decoding" and len(service.tokens["r"]) > 3, "some tokens")
+    return request
 
 
 def cancel(service: Service) -> None:
@@ -136,12 +136,12 @@ def test_a_cancelled_request_ends_in_every_phase(
     start: Callable[..., Service], expected: dict[str, list[int]], phase: str
 ) -> None:
     service = start(lease_s=1000.0)  # only a word of decode's ends it
-    room = PHASES[phase](service)
-    assert room.phase == phase
+    request = PHASES[phase](service)
+    assert request.phase == phase
     cancel(service)
-    assert room.phase == "over"
+    assert request.phase == "over"
     # Before there are pages again: what is not wanted any more is not computed.
-    service.until(lambda: not prefill_rooms(service), "the end at prefill")
+    service.until(lambda: not prefill_requests(service), "the end at prefill")
     assert_serves_on(service, expected)
 
 
@@ -159,9 +159,9 @@ def test_a_request_that_stays_in_a_phase_for_too_long_fails_with_the_reason(
     start: Callable[..., Service], expected: dict[str, list[int]], phase: str
 ) -> None:
     service = start(times=DecodeTimes())
-    room = PHASES[phase](service)
+    request = PHASES[phase](service)
     service.decode._times = DecodeTimes(**DEADLINES[phase])
-    room.deadline = 0.0
+    request.deadline = 0.0
     # Prefill hangs while the deadline of a pull in mid-prompt is over; the other phases have their own reason to stay.
     service.until(lambda: "r" in service.ended, "the end", poll=service.decode.poll if phase == "pulling" else None)
     end = service.ended["r"]
@@ -176,14 +176,14 @@ def test_a_prefill_process_that_dies_is_replaced_by_another(
     start: Callable[..., Service], expected: dict[str, list[int]], phase: str
 ) -> None:
     service = start(PREFILL._replace(count=2))
-    link = service.decode.links[0]
-    service.until(lambda: link.welcome, "the first prefill process")
-    service.decode.links[1].lose("not yet")  # the first one is asked
-    service.decode.links[1]._again_at = time.monotonic() + 60
-    room = PHASES[phase](service)
-    assert room.link is link
+    connection = service.decode.connections[0]
+    service.until(lambda: connection.welcome, "the first prefill process")
+    service.decode.connections[1].lose("not yet")  # the first one is asked
+    service.decode.connections[1]._again_at = time.monotonic() + 60
+    request = PHASES[phase](service)
+    assert request.prefill is connection
     service.stop_prefill("p0")
-    service.decode.links[1]._again_at = 0.0
+    service.decode.connections[1]._again_at = 0.0
     empty(service)
     service.until(lambda: "r" in service.ended, "the other prefill process")
     assert service.tokens["r"] == expected["r"]
@@ -204,8 +204,8 @@ def test_a_prefill_process_that_comes_back_is_asked_again(
     empty(service)
     service.until(lambda: "r" in service.ended, "the second attempt")
     assert service.tokens["r"] == expected["r"]
-    assert service.decode.links[0].welcome is not None
-    assert service.decode.links[0].welcome.incarnation != before
+    assert service.decode.connections[0].welcome is not None
+    assert service.decode.connections[0].welcome.incarnation != before
     assert_serves_on(service, expected)
 
 
@@ -242,12 +242,12 @@ def test_a_decode_process_that_connects_anew_has_given_up_what_it_asked_for(
     start: Callable[..., Service], expected: dict[str, list[int]]
 ) -> None:
     service = start()
-    room = asked(service)
-    before = prefill_rooms(service)[0]
-    service.decode.links[0].lose("a hiccup of the network")
+    request = asked(service)
+    before = prefill_requests(service)[0]
+    service.decode.connections[0].lose("a hiccup of the network")
     service.until(lambda: before.phase == "over", "the new connection")
     assert before.silent
-    assert room.attempt > 1
+    assert request.attempt > 1
     empty(service)
     service.until(lambda: "r" in service.ended, "the second attempt")
     assert service.tokens["r"] == expected["r"]
@@ -260,23 +260,23 @@ def test_pages_stay_held_until_their_lease_word_is_cleared(
 ) -> None:
     service = start()
     PHASES[phase](service)
-    (room,) = prefill_rooms(service)
+    (request,) = prefill_requests(service)
     held = service.prefill.stats().pages_held
     words = service.exchanges["p0"]._threads[0].call(lambda replica: replica.ranks[0].leases.words)
-    assert room.lease is not None
-    slot, lease_id = room.lease.slot, room.lease.lease_id
+    assert request.source is not None
+    lease_id, slot, _ = request.source.lease
     assert words[slot] == lease_id
-    told = -(-room.told // 16)
-    service.prefill._end(room, "says the test")
-    assert room.phase == "ending"
-    assert not service.loops["p0"].manager.contains(room.key)
+    told = -(-request.told // 16)
+    service.prefill._end(request, "says the test")
+    assert request.phase == "ending"
+    assert not service.loops["p0"].manager.contains(request.key)
     # What nobody was told of, of a prompt that had not ended, is free already.
     held = service.prefill.stats().pages_held if phase == "pulling" else held
     assert held >= told > 0
     assert service.prefill.stats().pages_held == held
     service.until(lambda: words[slot] != lease_id, "the word", poll=lambda: None)
     assert service.prefill.stats().pages_held == held
-    service.until(lambda: room.phase == "over", "the end of the lease", poll=service.prefill.poll)
+    service.until(lambda: request.phase == "over", "the end of the lease", poll=service.prefill.poll)
     assert service.prefill.stats().pages_held == 0
     empty(service)
     service.until(lambda: "r" in service.ended, "the second attempt")
@@ -288,40 +288,40 @@ def test_a_lease_that_runs_out_fails_the_attempt_and_no_page_is_taken(
     start: Callable[..., Service], expected: dict[str, list[int]]
 ) -> None:
     service = start(lease_s=3.0)
-    room = offered(service)
+    request = offered(service)
     # The reader's thread renews by itself; end the lease at its source, as if the reader had been stopped meanwhile.
-    prefill = prefill_rooms(service)[0]
-    assert prefill.lease is not None
-    service.exchanges["p0"].revoke(0, prefill.lease, "expired, says the test")
+    prefill = prefill_requests(service)[0]
+    assert prefill.source is not None
+    service.exchanges["p0"].revoke(prefill.source, "expired, says the test")
     service.until(lambda: prefill.phase == "over", "the end of the lease")
     empty(service)
     service.until(lambda: "r" in service.ended, "the second attempt")
     assert service.tokens["r"] == expected["r"]
-    assert room.reasons == ["expired, says the test"]
+    assert request.reasons == ["expired, says the test"]
     assert_serves_on(service, expected)
 
 
 def test_the_time_of_a_lease_runs_from_the_last_offer_on(start: Callable[..., Service]) -> None:
     service = start()
-    room = service.submit_one("r", PROMPT)
-    service.until(lambda: bool(prefill_rooms(service)), "prefill to begin")
-    prefill = prefill_rooms(service)[0]
+    request = service.submit_one("r", PROMPT)
+    service.until(lambda: bool(prefill_requests(service)), "prefill to begin")
+    prefill = prefill_requests(service)[0]
     service.until(lambda: prefill.phase == "held", "the last offer", poll=service.prefill.poll)
-    lease, thread = prefill.lease, service.exchanges["p0"]._threads[0]
-    assert lease is not None
+    assert prefill.source is not None
+    lease, thread = prefill.source.lease, service.exchanges["p0"]._threads[0]
     deadlines = thread.call(lambda replica: [rank.leases.find(lease.lease_id).deadline for rank in replica.ranks])
     assert max(deadlines) < time.monotonic() + lease.duration_s + 1
-    assert room.phase != "decoding"
+    assert request.phase != "decoding"
 
 
 def test_a_lease_is_renewed_while_decode_has_no_room(
     start: Callable[..., Service], expected: dict[str, list[int]]
 ) -> None:
     service = start(lease_s=1.0)
-    room = offered(service)
+    request = offered(service)
     until = time.monotonic() + 3
     service.until(lambda: time.monotonic() > until, "three times the lease")
-    assert (room.phase, phase_of_prefill(service), room.reasons) == ("offered", "held", [])
+    assert (request.phase, phase_of_prefill(service), request.reasons) == ("offered", "held", [])
     empty(service)
     service.until(lambda: "r" in service.ended, "the last token")
     assert service.tokens["r"] == expected["r"]
@@ -337,9 +337,9 @@ def test_the_deadline_that_decode_names_holds_at_prefill(
     fill(service, "p0")
     service.submit_one("r", PROMPT)
     service.until(lambda: phase_of_prefill(service) == "queued", "the question")
-    (room,) = prefill_rooms(service)
-    service.until(lambda: room.phase == "over", "the deadline", poll=service.prefill.poll)
-    assert "timed out in phase 'queued' on prefill process 'p0'" in room.reason
+    (request,) = prefill_requests(service)
+    service.until(lambda: request.phase == "over", "the deadline", poll=service.prefill.poll)
+    assert "timed out in phase 'queued' on prefill process 'p0'" in request.reason
     service.until(lambda: "r" in service.ended, "the last attempt")
     assert service.ended["r"].error.startswith("3 attempts: timed out in phase")
     service.decode._times = DecodeTimes()
@@ -364,12 +364,12 @@ def test_offers_of_an_attempt_that_is_over_are_refused_and_their_pages_come_back
     service = start(lease_s=1000.0)
     service.submit_one("r", PROMPT)
     service.until(lambda: phase_of_prefill(service) == "held", "the pages", poll=_prefill_and_messages(service))
-    room = service.decode._rooms["r"]
-    room.attempt += 1  # as if this attempt had failed, and what says so is still on its way
-    service.until(lambda: not prefill_rooms(service), "the refusal")
+    request = service.decode._requests["r"]
+    request.attempt += 1  # as if this attempt had failed, and what says so is still on its way
+    service.until(lambda: not prefill_requests(service), "the refusal")
     assert service.decode.counts["late"] >= 1
-    assert room.phase == "asked"
-    room.attempt -= 1
+    assert request.phase == "asked"
+    request.attempt -= 1
     cancel(service)
     assert_serves_on(service, expected)
 
@@ -379,7 +379,7 @@ def _prefill_and_messages(service: Service) -> Callable[[], None]:
 
     def poll() -> None:
         service.prefill.poll()
-        if service.decode._rooms["r"].phase == "waiting":
+        if service.decode._requests["r"].phase == "waiting":
             service.decode.poll()
 
     return poll
@@ -408,26 +408,26 @@ def test_rubbish_is_counted_and_answered_and_harms_nobody(
 
 
 def say_rubbish(service: Service, stranger: Stranger) -> None:
-    room = {"request_id": "x", "attempt": 1}
+    request = {"request_id": "x", "attempt": 1}
     for frames in ((b"",), (b"\xff" * 100,), (b"a", b"b"), (msg.encode(msg.Stop()),)):
         answer = stranger.ask(*frames)
         assert isinstance(answer, msg.Rejected)
         assert not answer.stranger
     assert service.prefill.stats().malformed == 4
-    asking = msg.Prefill(**room, prompt=(1, 2), within_s=5.0)
+    asking = msg.Prefill(**request, prompt=(1, 2), within_s=5.0)
     answer = stranger.ask(msg.encode(asking))
     assert isinstance(answer, msg.Rejected)
     assert answer.stranger
     stranger.ask(msg.encode(msg.Hello(reader="x", incarnation="i")))
     offer = stranger.ask(msg.encode(asking))
-    assert isinstance(offer, msg.Offer)
+    assert isinstance(offer, msg.PagesOffer)
     stranger.socket.send(msg.encode(asking))  # once more: it is served already
     stranger.socket.send(msg.encode(msg.Cancel(request_id="nobody", attempt=1, reason="?")))
     service.until(lambda: service.prefill.counts["late"] == 2, "what is late")
     answer = stranger.ask(msg.encode(msg.Prefill(request_id="y", attempt=2, prompt=(1,) * 400, within_s=5.0)))
     assert isinstance(answer, msg.Failed)
     assert answer.final
-    stranger.socket.send(msg.encode(msg.Cancel(**room, reason="enough")))
+    stranger.socket.send(msg.encode(msg.Cancel(**request, reason="enough")))
     service.until(lambda: not service.prefill.open_requests, "the end of what was asked for")
 
 
@@ -435,7 +435,7 @@ def test_rubbish_from_prefill_is_counted_and_answered_and_harms_nobody(
     start: Callable[..., Service], expected: dict[str, list[int]]
 ) -> None:
     service = start()
-    service.until(lambda: service.decode.connected, "the link")
+    service.until(lambda: service.connected, "the connection")
     (identity,) = service.prefill._readers
     offer = msg.Failed(request_id="nobody", attempt=7, reason="?")
     for frames in ([b"\xff"], [b"a", b"b"], [msg.encode(msg.Stop())], [msg.encode(offer)]):

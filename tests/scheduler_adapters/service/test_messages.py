@@ -4,6 +4,8 @@ import pytest
 from kvcache.replica.block_table import BlockTable
 from scheduler_adapters.errors import MessageError
 from scheduler_adapters.service import messages as msg
+from transfer.pull.pull_state import LeaseRef
+from transfer.pull.replica import Source
 
 TABLE = BlockTable(
     request_id="r",
@@ -16,6 +18,7 @@ TABLE = BlockTable(
     digests=b"\x00" * 32,
 )
 ROOM = {"request_id": "r", "attempt": 3}
+SOURCE = Source("tcp://127.0.0.1:1", "p/0", LeaseRef((1 << 64) - 1, 0, 10.0), "i")
 MESSAGES = [
     msg.Hello(reader="d", incarnation="i"),
     msg.Welcome(name="p", incarnation="i", engines=("p/0", "p/1")),
@@ -25,17 +28,7 @@ MESSAGES = [
     msg.Tokens(request_id="r", tokens=(4,), finished="eos"),
     msg.Tokens(request_id="r", finished="error", error="why"),
     msg.Prefill(**ROOM, prompt=(1, 2), within_s=1.5, cache_salt="s", chunkwise=True),
-    msg.Offer(
-        **ROOM,
-        address="tcp://127.0.0.1:1",
-        engine_id="p/0",
-        incarnation="i",
-        lease_id=(1 << 64) - 1,
-        slot=0,
-        duration_s=10.0,
-        table=TABLE,
-        token=4,
-    ),
+    msg.PagesOffer(**ROOM, source=SOURCE, table=TABLE, token=4),
     msg.Failed(**ROOM, reason="why", final=True),
     msg.Cancel(**ROOM, reason="why"),
     msg.Ready(name="prefill"),
@@ -73,10 +66,13 @@ BAD = [
     ("Prefill", {"within_s": 0.0}),
     ("Prefill", {"within_s": float("nan")}),
     ("Prefill", {"attempt": 0}),
-    ("Offer", {"lease_id": 0}),
-    ("Offer", {"slot": -1}),
-    ("Offer", {"token": -1}),
-    ("Offer", {"address": ""}),
+    *(
+        ("PagesOffer", {"source": SOURCE._replace(lease=lease)})
+        for lease in ((0, 0, 1.0), (1, -1, 1.0), (1, 0, 0.0), (1, 0))
+    ),
+    ("PagesOffer", {"token": -1}),
+    ("PagesOffer", {"source": SOURCE._replace(address="")}),
+    ("PagesOffer", {"source": SOURCE._replace(engine_id="e" * 257)}),
     ("Cancel", {"reason": "x" * 2001}),
     ("Welcome", {"engines": []}),
 ]

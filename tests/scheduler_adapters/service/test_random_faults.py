@@ -10,7 +10,7 @@ import pytest
 
 from kvcache.errors import NoFreeRowError
 from scheduler_adapters.hf.runner import reference_tokens
-from scheduler_adapters.service.rooms import DECODE_MOVES, PREFILL_MOVES, PrefillRoom, Room
+from scheduler_adapters.service.requests import DECODE_MOVES, PREFILL_MOVES, PrefillRequest, TrackedRequest
 from tests.scheduler_adapters.service.processes import Service, Side
 from tests.scheduler_adapters.service.test_faults import empty, fill
 
@@ -24,18 +24,18 @@ SHARES = {"submit": 40, "abort": 10, "lose": 6, "hang up": 3, "late": 6, "prefil
 
 
 class Moves:
-    """Counts the moves that rooms make."""
+    """Counts the moves that requests make."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: Counter[tuple[str, str, str]] = Counter()
-        move = Room.move
+        move = TrackedRequest.move
 
-        def counted(room: Room, phase: str, *deadline: float) -> None:
-            side = "prefill" if isinstance(room, PrefillRoom) else "decode"
-            self.seen[side, room.phase, phase] += 1
-            move(room, phase, *deadline)
+        def counted(request: TrackedRequest, phase: str, *deadline: float) -> None:
+            side = "prefill" if isinstance(request, PrefillRequest) else "decode"
+            self.seen[side, request.phase, phase] += 1
+            move(request, phase, *deadline)
 
-        monkeypatch.setattr(Room, "move", counted)
+        monkeypatch.setattr(TrackedRequest, "move", counted)
 
 
 class Storm:
@@ -50,22 +50,24 @@ class Storm:
     def act(self, kind: str) -> bool:  # noqa: C901  (a case for each kind)
         """Do it, where there is something to do it to. Whether there was."""
         service, rng = self.service, self.random
-        rooms = [room for decode in service.decodes.values() for room in decode._rooms.values()]
+        requests = [request for decode in service.decodes.values() for request in decode._requests.values()]
         if kind == "submit":
             request_id, prompt = f"r{len(self.asked)}", rng.randrange(len(PROMPTS))
             name = rng.choice(list(service.decodes))
             self.asked[request_id] = prompt, name
             service.submit_one(request_id, PROMPTS[prompt], NEW, service.decodes[name])
         elif kind == "abort":
-            if not rooms:
+            if not requests:
                 return False
-            room = rng.choice(rooms)
-            service.decodes[self.asked[room.request_id][1]].abort(room.request_id)
+            request = rng.choice(requests)
+            service.decodes[self.asked[request.request_id][1]].abort(request.request_id)
         elif kind == "lose":
-            links = [link for one in service.decodes.values() for link in one.links if link.welcome]
-            if not links:
+            connections = [
+                connection for one in service.decodes.values() for connection in one.connections if connection.welcome
+            ]
+            if not connections:
                 return False
-            rng.choice(links).lose("a hiccup")
+            rng.choice(connections).lose("a hiccup")
         elif kind == "hang up":
             readers = [(one, reader) for one in service.prefills.values() for reader in one._readers]
             if not readers:
@@ -73,8 +75,8 @@ class Storm:
             prefill, reader = rng.choice(readers)
             prefill._lose(reader, "a full queue")
         elif kind == "late":
-            every = [*rooms, *(room for one in service.prefills.values() for room in one._rooms.values())]
-            every = [room for room in every if room.phase not in ("held", "ending")]
+            every = [*requests, *(request for one in service.prefills.values() for request in one._requests.values())]
+            every = [request for request in every if request.phase not in ("held", "ending")]
             if not every:
                 return False
             rng.choice(every).deadline = 0.0

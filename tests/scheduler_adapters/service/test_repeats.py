@@ -9,7 +9,7 @@ import pytest
 
 from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.rooms import DecodeRoom, Recent
+from scheduler_adapters.service.requests import DecodeRequest, Recent
 from tests.scheduler_adapters.service.processes import NEW, Service, Side
 from tests.scheduler_adapters.service.test_faults import (
     OTHER,
@@ -18,7 +18,7 @@ from tests.scheduler_adapters.service.test_faults import (
     decoding,
     empty,
     offered,
-    prefill_rooms,
+    prefill_requests,
     pulling,
 )
 
@@ -54,8 +54,8 @@ class Said:
         monkeypatch.setattr(service.prefill, "_send", kept)
 
     @property
-    def offers(self) -> list[msg.Offer]:
-        return [message for _, message in self.every if isinstance(message, msg.Offer)]
+    def offers(self) -> list[msg.PagesOffer]:
+        return [message for _, message in self.every if isinstance(message, msg.PagesOffer)]
 
     def again(self, message: msg.ToDecode) -> None:
         self._send(self.every[-1][0], message)
@@ -74,23 +74,23 @@ def serves_to_the_end(service: Service, expected: list[int], new: int = NEW) -> 
     service.assert_nothing_held()
 
 
-def pulling_the_last(service: Service) -> DecodeRoom:
+def pulling_the_last(service: Service) -> DecodeRequest:
     """Decode has had the last offer, and its READs are on their way."""
-    room = service.submit_one("r", PROMPT)
-    service.until(lambda: room.phase == "pulling" and room.token is not None, "the last offer")
-    return room
+    request = service.submit_one("r", PROMPT)
+    service.until(lambda: request.phase == "pulling" and request.has_ended_prefill, "the last offer")
+    return request
 
 
 def test_a_last_offer_that_comes_again_while_decode_has_no_pages_puts_out_one_token(
     service: Service, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = Said(service, monkeypatch)
-    room = offered(service)
+    request = offered(service)
     said.again(said.offers[-1])
     said.again(said.offers[-1])
     late(service, 2)
     service.collect()
-    assert (room.phase, service.tokens["r"]) == ("offered", expected[:1])
+    assert (request.phase, service.tokens["r"]) == ("offered", expected[:1])
     serves_to_the_end(service, expected)
 
 
@@ -98,9 +98,9 @@ def test_a_last_offer_that_comes_again_during_the_pull_puts_out_one_token(
     service: Service, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = Said(service, monkeypatch)
-    room = pulling_the_last(service)
-    service.decode._on_message(service.decode.links[0], said.offers[-1])
-    assert (room.phase, service.decode.counts["late"]) == ("pulling", 1)
+    request = pulling_the_last(service)
+    service.decode._on_message(service.decode.connections[0], said.offers[-1])
+    assert (request.phase, service.decode.counts["late"]) == ("pulling", 1)
     serves_to_the_end(service, expected)
 
 
@@ -108,11 +108,11 @@ def test_an_offer_that_younger_ones_have_overtaken_is_dropped(
     service: Service, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = Said(service, monkeypatch)
-    room = service.submit_one("r", PROMPT)
-    service.until(lambda: room.phase == "pulling" and len(said.offers) > 2, "some chunks")
-    table = room.table
-    service.decode._on_message(service.decode.links[0], said.offers[0])
-    assert (room.phase, room.table, service.decode.counts["late"]) == ("pulling", table, 1)
+    request = service.submit_one("r", PROMPT)
+    service.until(lambda: request.phase == "pulling" and len(said.offers) > 2, "some chunks")
+    offer = request.offer
+    service.decode._on_message(service.decode.connections[0], said.offers[0])
+    assert (request.phase, request.offer, service.decode.counts["late"]) == ("pulling", offer, 1)
     serves_to_the_end(service, expected)
     assert service.decode.counts["retries"] == 0
 
@@ -132,10 +132,12 @@ def test_two_leases_for_one_attempt_fail_it_and_another_follows(
     service: Service, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = Said(service, monkeypatch)
-    room = pulling(service)
+    request = pulling(service)
     service.until(lambda: len(said.offers) > 1, "a second chunk", poll=service.prefill.poll)
-    service.decode._on_message(service.decode.links[0], msgspec.structs.replace(said.offers[-1], lease_id=7))
-    assert room.reasons == ["prefill process 'p0' has offered two leases for one attempt"]
+    source = said.offers[-1].source
+    another = msgspec.structs.replace(said.offers[-1], source=source._replace(lease=source.lease._replace(lease_id=7)))
+    service.decode._on_message(service.decode.connections[0], another)
+    assert request.reasons == ["prefill process 'p0' has offered two leases for one attempt"]
     serves_to_the_end(service, expected)
 
 
@@ -143,10 +145,10 @@ def test_an_offered_token_that_the_model_does_not_know_fails_the_attempt(
     service: Service, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = Said(service, monkeypatch)
-    room = pulling(service)
+    request = pulling(service)
     unknown = msgspec.structs.replace(said.offers[-1], token=1 << 20)
-    service.decode._on_message(service.decode.links[0], unknown)
-    assert room.reasons == [f"prefill process 'p0' sent token {1 << 20}, which the model does not know"]
+    service.decode._on_message(service.decode.connections[0], unknown)
+    assert request.reasons == [f"prefill process 'p0' sent token {1 << 20}, which the model does not know"]
     serves_to_the_end(service, expected)
 
 
@@ -154,68 +156,68 @@ def test_a_failure_that_comes_again_fails_no_other_attempt(
     service: Service, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = Said(service, monkeypatch)
-    room = asked(service)
-    service.prefill._end(prefill_rooms(service)[0], "says the test")
-    service.until(lambda: len(room.reasons) == 1 and room.phase == "asked", "another attempt")
+    request = asked(service)
+    service.prefill._end(prefill_requests(service)[0], "says the test")
+    service.until(lambda: len(request.reasons) == 1 and request.phase == "asked", "another attempt")
     (failed,) = [message for _, message in said.every if isinstance(message, msg.Failed)]
     said.again(failed)
     late(service, 1)
-    assert (room.phase, len(room.reasons)) == ("asked", 1)
+    assert (request.phase, len(request.reasons)) == ("asked", 1)
     serves_to_the_end(service, expected)
 
 
 @pytest.mark.parametrize("phase", [asked, offered, pulling, decoding])
 def test_a_hello_that_comes_again_gives_nothing_up(
-    service: Service, model: Any, phase: Callable[[Service], DecodeRoom]
+    service: Service, model: Any, phase: Callable[[Service], DecodeRequest]
 ) -> None:
-    room = phase(service)
-    rooms = [(one.key, one.phase) for one in prefill_rooms(service)]
-    link = service.decode.links[0]
-    link.send(link._hello)
+    request = phase(service)
+    requests = [(one.key, one.phase) for one in prefill_requests(service)]
+    connection = service.decode.connections[0]
+    connection.send(connection._hello)
     before = service.decode.counts["retries"]
     for _ in range(3):
         service.prefill.poll()
-    assert {key for key, _ in rooms} >= {one.key for one in prefill_rooms(service)}
-    assert not any(one.phase == "ending" for one in prefill_rooms(service))
-    new = room.request.max_new_tokens
+    assert {key for key, _ in requests} >= {one.key for one in prefill_requests(service)}
+    assert not any(one.phase == "ending" for one in prefill_requests(service))
+    new = request.spec.max_new_tokens
     serves_to_the_end(service, reference_tokens(model, PROMPT, new), new)
     assert service.decode.counts["retries"] == before == 0
 
 
 def test_a_reader_that_another_of_its_name_displaces_is_told(service: Service, expected: list[int]) -> None:
     """It would wait for what has been given up until its deadline, two minutes later."""
-    room = asked(service)
+    request = asked(service)
     (identity,) = service.prefill._readers
     service.prefill._readers[b"another"] = service.prefill._readers.pop(identity)
     sent: list[bytes] = []
     service.prefill._send = lambda reader, _: sent.append(reader)  # type: ignore[method-assign]
-    service.prefill._welcome_reader(identity, service.decode.links[0]._hello)
+    service.prefill._welcome_reader(identity, service.decode.connections[0]._hello)
     assert sent == [identity, b"another"]
     del service.prefill._send
-    service.decode.links[0].lose("as `Rejected` makes it")
-    service.until(lambda: room.attempt > 1 and room.phase == "asked", "another attempt")
+    service.decode.connections[0].lose("as `Rejected` makes it")
+    service.until(lambda: request.attempt > 1 and request.phase == "asked", "another attempt")
     serves_to_the_end(service, expected)
 
 
 def test_the_hello_of_a_connection_that_is_gone_displaces_nobody(service: Service, expected: list[int]) -> None:
     asked(service)
     readers = dict(service.prefill._readers)
-    service.prefill._welcome_reader(b"hung up", service.decode.links[0]._hello)
+    service.prefill._welcome_reader(b"hung up", service.decode.connections[0]._hello)
     assert service.prefill._readers == readers
     serves_to_the_end(service, expected)
     assert service.decode.counts["retries"] == 0
 
 
 def test_a_prompt_that_comes_after_its_cancellation_is_not_computed(service: Service, expected: list[int]) -> None:
-    service.until(lambda: service.decode.connected, "the link")
+    service.until(lambda: service.connected, "the connection")
     ((identity, reader),) = service.prefill._readers.items()
-    room = {"request_id": "gone", "attempt": 1 << 30}
-    cancel = msg.encode(msg.Cancel(**room, reason="nobody waits"))
-    prefill = msg.encode(msg.Prefill(**room, prompt=tuple(OTHER), within_s=60.0))
+    request = {"request_id": "gone", "attempt": 1 << 30}
+    cancel = msg.encode(msg.Cancel(**request, reason="nobody waits"))
+    prefill = msg.encode(msg.Prefill(**request, prompt=tuple(OTHER), within_s=60.0))
     for data in (cancel, prefill, prefill, cancel):
         service.prefill._on_frames([identity, data])
     assert service.prefill.counts["late"] == 4
-    assert not reader.rooms
+    assert not reader.requests
     service.submit_one("r", PROMPT)
     serves_to_the_end(service, expected)
     assert service.prefill.stats().prompt_tokens == len(PROMPT)
@@ -223,11 +225,11 @@ def test_a_prompt_that_comes_after_its_cancellation_is_not_computed(service: Ser
 
 @pytest.mark.parametrize("phase", [asked, offered, pulling])
 def test_a_prompt_that_comes_again_is_computed_once(
-    service: Service, expected: list[int], phase: Callable[[Service], DecodeRoom]
+    service: Service, expected: list[int], phase: Callable[[Service], DecodeRequest]
 ) -> None:
-    room = phase(service)
+    request = phase(service)
     (identity,) = service.prefill._readers
-    again = msg.Prefill(request_id="r", attempt=room.attempt, prompt=tuple(PROMPT), within_s=60.0)
+    again = msg.Prefill(request_id="r", attempt=request.attempt, prompt=tuple(PROMPT), within_s=60.0)
     service.prefill._on_frames([identity, msg.encode(again)])
     serves_to_the_end(service, expected)
     service.prefill._on_frames([identity, msg.encode(again)])

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_adapters.errors import WorkerError
-from scheduler_adapters.service import run_folder
-from scheduler_adapters.service.run_folder import PREFIX, RunFolder
+from scheduler_adapters.errors import ServiceError
+from scheduler_adapters.service import fleet
+from scheduler_adapters.service.fleet import PREFIX, RunFolder
 
 HOLDER = """
 import sys, time
-from scheduler_adapters.service.run_folder import RunFolder
+from scheduler_adapters.service.fleet import RunFolder
 folder = RunFolder()
 (folder.path / "prefill.keys").write_text("secret")
 print(folder.path, flush=True)
@@ -87,7 +87,7 @@ def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(
 
 
 def test_a_folder_that_is_replaced_while_it_is_locked_is_not_taken(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flock, locked = run_folder.fcntl.flock, list[int]()
+    flock, locked = fleet.fcntl.flock, list[int]()
 
     def replace(lock: int, flags: int) -> None:
         flock(lock, flags)
@@ -96,7 +96,7 @@ def test_a_folder_that_is_replaced_while_it_is_locked_is_not_taken(root: Path, m
             (path,) = root.iterdir()
             path.rmdir()
 
-    monkeypatch.setattr(run_folder.fcntl, "flock", replace)
+    monkeypatch.setattr(fleet.fcntl, "flock", replace)
     folder = RunFolder()
     assert folder.path.is_dir()
     assert len(locked) == 2
@@ -130,9 +130,9 @@ def test_where_no_folder_can_be_made_it_says_so(root: Path, monkeypatch: pytest.
         raise OSError(37, "No locks available")
 
     if reason == "no locks":
-        monkeypatch.setattr(run_folder.fcntl, "flock", refuse)
+        monkeypatch.setattr(fleet.fcntl, "flock", refuse)
     else:
         monkeypatch.setattr(tempfile, "tempdir", str(root / "none"))
-    with pytest.raises(WorkerError, match="no folder for the run can be"):
+    with pytest.raises(ServiceError, match="no folder for the run can be"):
         RunFolder()
     assert not list(root.iterdir())

@@ -45,7 +45,7 @@ class Schedule:
         self.deliverer.to_decode(name, msg.Abort(request_id=request_id, serial=int(request_id[1:])))
 
     def fill(self) -> None:
-        """A process has no pages for a while, so that rooms stay where they are."""
+        """A process has no pages for a while, so that requests stay where they are."""
         name = self.random.choice(list(self.service.loops))
         loop = self.service.loops[name]
         if not loop.manager.contains("hog") and loop.manager.num_free_blocks and not loop.num_waiting:
@@ -57,21 +57,21 @@ class Schedule:
         service, rng = self.service, self.random
         kind = rng.choice(["prefill", "prefill", "decode", "decode", "connection"])
         if kind == "prefill":
-            every = [(one, room) for one in service.prefills.values() for room in one._rooms.values()]
+            every = [(one, request) for one in service.prefills.values() for request in one._requests.values()]
             if every:
-                prefill, room = rng.choice(every)
-                prefill._end(room, "says the schedule")
+                prefill, request = rng.choice(every)
+                prefill._end(request, "says the schedule")
                 self.trouble[kind] += 1
         elif kind == "decode":
-            rooms = [room for one in service.decodes.values() for room in one._rooms.values()]
-            waiting = [room for room in rooms if room.phase in ("asked", "offered", "pulling")]
+            requests = [request for one in service.decodes.values() for request in one._requests.values()]
+            waiting = [request for request in requests if request.phase in ("asked", "offered", "pulling")]
             if waiting:
                 rng.choice(waiting).deadline = 0.0
                 self.trouble[kind] += 1
         else:
-            link = rng.choice(rng.choice(list(service.decodes.values())).links)
-            self.trouble[kind] += link.welcome is not None
-            link.lose("a hiccup")
+            connection = rng.choice(rng.choice(list(service.decodes.values())).connections)
+            self.trouble[kind] += connection.welcome is not None
+            connection.lose("a hiccup")
 
     def poll(self) -> None:
         self.deliverer.round += 1
@@ -169,12 +169,12 @@ def test_late_messages_of_attempts_that_failed_touch_no_other(schedule: Callable
 
 # A message, the beginning of the phase in which it came, and how it was delivered.
 WANTED = {
-    *(Reached("last Offer", phase, "again") for phase in ("offered, after the last", "pulling, after the last")),
-    *(Reached("last Offer", phase, "again") for phase in ("decoding", "over", "another attempt")),
-    *(Reached("last Offer", phase, "overtaken") for phase in ("over", "another attempt")),
-    *(Reached("Offer", phase, "again") for phase in ("offered", "pulling", "decoding", "over")),
-    *(Reached("Offer", phase, "overtaken") for phase in ("offered, after the last", "pulling, after the last")),
-    *(Reached("Offer", phase, "overtaken") for phase in ("decoding", "over", "another attempt")),
+    *(Reached("last offer", phase, "again") for phase in ("offered, after the last", "pulling, after the last")),
+    *(Reached("last offer", phase, "again") for phase in ("decoding", "over", "another attempt")),
+    *(Reached("last offer", phase, "overtaken") for phase in ("over", "another attempt")),
+    *(Reached("PagesOffer", phase, "again") for phase in ("offered", "pulling", "decoding", "over")),
+    *(Reached("PagesOffer", phase, "overtaken") for phase in ("offered, after the last", "pulling, after the last")),
+    *(Reached("PagesOffer", phase, "overtaken") for phase in ("decoding", "over", "another attempt")),
     *(Reached("Failed", phase, "again") for phase in ("over", "another attempt")),
     *(Reached("Failed", phase, "late") for phase in ("asked", "offered", "pulling")),
     *(Reached("Prefill", phase, "again") for phase in ("queued", "leasing", "offered", "held", "over")),
@@ -185,9 +185,9 @@ WANTED = {
     Reached("Hello", "known", "again"),
     Reached("Hello", "new", "overtaken"),
     Reached("Welcome", "-", "again"),
-    *(Reached("Submit", phase, "again") for phase in ("no room", "waiting", "asked", "pulling", "decoding")),
-    Reached("Submit", "no room", "overtaken"),
-    *(Reached("Abort", phase, "again") for phase in ("no room",)),
+    *(Reached("Submit", phase, "again") for phase in ("no request", "waiting", "asked", "pulling", "decoding")),
+    Reached("Submit", "no request", "overtaken"),
+    *(Reached("Abort", phase, "again") for phase in ("no request",)),
     *(Reached("Abort", phase, "in time") for phase in ("asked", "offered", "pulling", "decoding")),
 }
 

@@ -112,7 +112,10 @@ def test_windows_and_recurrent_states_are_served_too(
 
 def test_several_of_each_side_serve_each_other(start: Callable[..., Service], model: Any) -> None:
     service = start(prefill={"count": 2}, decode={"count": 2})
-    service.until(lambda: all(link.welcome for one in service.decodes.values() for link in one.links), "the links")
+    service.until(
+        lambda: all(connection.welcome for one in service.decodes.values() for connection in one.connections),
+        "the connections",
+    )
     prompts = [[number, *PROMPTS[0]] for number in range(8)]
     assert service.serve(prompts) == [reference_tokens(model, prompt, NEW) for prompt in prompts]
     assert all(one.stats().prompt_tokens for one in service.prefills.values())
@@ -124,7 +127,7 @@ def test_a_prompt_goes_where_its_head_was_computed_and_others_go_elsewhere(
     start: Callable[..., Service], model: Any
 ) -> None:
     service = start(prefill={"count": 2})
-    service.until(lambda: all(link.welcome for link in service.decode.links), "the links")
+    service.until(lambda: all(connection.welcome for connection in service.decode.connections), "the connections")
     computed = []
     for number, prompt in enumerate(([1, *PROMPTS[0]], [2, *PROMPTS[0]], [1, *PROMPTS[0], 3], [2, *PROMPTS[0], 4]) * 2):
         name = f"r{number}"
@@ -143,9 +146,9 @@ def test_chunks_are_pulled_while_the_rest_of_the_prompt_runs(
 ) -> None:
     service = start(prefill={"budget": 32}, decode={"options": {"enable_runtime_checks": True}})
     service.submit(PROMPTS[:1])
-    room = service.decode._rooms["r0"]
-    service.until(lambda: room.phase == "pulling", "the first chunk")
-    assert room.token is None
+    request = service.decode._requests["r0"]
+    service.until(lambda: request.phase == "pulling", "the first chunk")
+    assert not request.has_ended_prefill
     assert not service.tokens["r0"]
     service.until(lambda: service.ended, "the last token")
     assert service.tokens["r0"] == expected[0]

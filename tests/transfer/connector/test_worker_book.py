@@ -11,7 +11,8 @@ from transfer.connector.metadata import ConnectorMetadata, LoadRequest, SendRequ
 from transfer.connector.transfer_params import RemotePages
 from transfer.connector.worker_book import OpenLoad, WorkerBook
 from transfer.errors import InvalidTransferError
-from transfer.pull.pull_state import BlocksOfGroup, LeaseRef, PullEvent
+from transfer.plan.page_lists import BlocksOfGroup
+from transfer.pull.pull_state import LeaseRef, PullEvent
 from transfer.pull.replica import LeaseOver, Offered
 
 FULL = GroupConfig(layers={"a": 0}, block_size=8, head_dim=4)

@@ -175,7 +175,7 @@ def test_a_failed_constructor_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
     engine = KVTransferEngine.__new__(KVTransferEngine)
     with pytest.raises(AgentError, match="no third agent"):
         engine.__init__("e", [[torch.zeros(4, 64) for _ in range(4)]], total_num_pages=4)
-    assert [agent.agent for agent in made] == [None, None]
+    assert [agent.agent.is_open for agent in made] == [False, False]
     engine.cleanup()
     engine.cleanup()
 
@@ -389,6 +389,12 @@ def test_requests_of_others_are_refused(pair: Any):
     works(left, right)
 
 
+def meet(agent: TensorAgent, engine: KVTransferEngine) -> None:
+    """Loads the agent of an engine's first shard into one that it has nothing to do with."""
+    first = engine.metadata.agents_meta[0][0]
+    agent.agent.add_peer(first.agent_name, first.metadata)
+
+
 def test_unexpected_notifications_are_counted_and_dropped(pair: Any, make_engine: Any, until: Any):
     left, right = pair
     stranger = make_engine("stranger", tp=2)
@@ -399,23 +405,23 @@ def test_unexpected_notifications_are_counted_and_dropped(pair: Any, make_engine
         return sum(right.notification_counts.values()) == count
 
     for agent in stranger.tensor_agents[0]:
-        agent.add_peer(right.metadata.agents_meta[0][0])
-        agent.agent.send_notif(right.metadata.agents_meta[0][0].agent_name, b"0" * 32)
+        meet(agent, right)
+        agent.agent.notify(right.metadata.agents_meta[0][0].agent_name, b"0" * 32)
     left0 = left.tensor_agents[0][0].agent
     to = [agent.agent_name for agent in right.metadata.agents_meta[0]]
     request = pull(left, right)
     until(lambda: left.is_complete(request) and right.is_complete(request))
     for message in (b"short", b"\xff" * 32, b"Z" * 32, request.transfer_name.encode()):
-        left0.send_notif(to[0], message)
+        left0.notify(to[0], message)
     until(lambda: arrived(8))
     right.cleanup_transfer(request)
-    left0.send_notif(to[0], request.transfer_name.encode())
+    left0.notify(to[0], request.transfer_name.encode())
     until(lambda: arrived(9))
     assert right.notification_counts == {"accepted": 2, "unknown": 2, "malformed": 3, "duplicate": 1, "late": 1}
     assert right.completed_recv_transfers == {"left": {}}
     # The right text from an agent of another shard does not count for this one.
-    left.tensor_agents[0][1].add_peer(right.metadata.agents_meta[0][0])
-    left.tensor_agents[0][1].agent.send_notif(to[0], uuid.uuid4().hex.encode())
+    meet(left.tensor_agents[0][1], right)
+    left.tensor_agents[0][1].agent.notify(to[0], uuid.uuid4().hex.encode())
     until(lambda: arrived(10) and right.notification_counts["unknown"] == 3)
 
 
@@ -424,9 +430,9 @@ def test_unexpected_notifications_are_counted_and_dropped(pair: Any, make_engine
 
 def stuck(monkeypatch: pytest.MonkeyPatch, agent: TensorAgent) -> None:
     """A copy that takes its time: NIXL's end of it is not looked at until `monkeypatch.undo`."""
-    post = agent.post
-    monkeypatch.setattr(agent, "post", lambda *args: (post(*args)[0], False))
-    monkeypatch.setattr(agent, "done", lambda _handle: False)
+    post = agent.agent.post
+    monkeypatch.setattr(agent.agent, "post", lambda *args: (post(*args)[0], False))
+    monkeypatch.setattr(agent.agent, "done", lambda _handle: False)
 
 
 @pytest.mark.parametrize("kind", ["read", "send"])
@@ -440,7 +446,7 @@ def test_a_failed_post_of_a_later_shard_leaves_nothing_half_posted(
     def refuse(*_: Any) -> None:
         raise AgentError("no")
 
-    monkeypatch.setattr(second, "post", refuse)
+    monkeypatch.setattr(second.agent, "post", refuse)
     start = getattr(left, f"initiate_{kind}_transfer")
     with pytest.raises(TransferFailedError, match="peer 'right': no"):
         start(right.metadata, [1, 2], [3, 4], 0, 0)
@@ -466,7 +472,7 @@ def test_a_lost_peer_fails_what_it_had_and_says_so(pair: Any, monkeypatch: pytes
     def lost(_handle: Any) -> bool:
         raise AgentError("gone", peer_lost=True)
 
-    monkeypatch.setattr(second, "done", lost)
+    monkeypatch.setattr(second.agent, "done", lost)
     for _ in range(2):
         with pytest.raises(PeerFailedError, match=f"transfer {request.transfer_name} failed, peer 'right' is gone"):
             left.is_complete(request)
@@ -514,7 +520,7 @@ def test_a_time_out_on_the_passive_side_waits_for_the_last_notification(pair: An
         right.initiate_read_transfer(left.metadata, [0], [3], 0, 0)
     for shard, agent in enumerate(left.tensor_agents[0]):
         assert right.quarantined_pages(0) == {2, 3}
-        agent.agent.send_notif(right.metadata.agents_meta[0][shard].agent_name, request.transfer_name.encode())
+        agent.agent.notify(right.metadata.agents_meta[0][shard].agent_name, request.transfer_name.encode())
         until(lambda: left.poll() + right.poll() == 1)
     assert right.quarantined_pages(0) == frozenset()
     assert right.completed_recv_transfers == {"left": {}}
@@ -549,7 +555,7 @@ def test_a_lost_peer_ends_its_own_transfers(pair: Any, monkeypatch: pytest.Monke
     def lost(*_: Any) -> None:
         raise AgentError("gone", peer_lost=True)
 
-    monkeypatch.setattr(right.tensor_agents[0][0], "post", lost)
+    monkeypatch.setattr(right.tensor_agents[0][0].agent, "post", lost)
     with pytest.raises(PeerFailedError, match="peer 'left' is gone: gone"):
         right.initiate_read_transfer(left.metadata, [0], [0], 0, 0)
     with pytest.raises(PeerFailedError, match="cannot end, peer 'left' was lost"):
@@ -603,7 +609,7 @@ def test_cleanup_twice_and_nothing_after_it(make_engine: Any):
     left.cleanup()
     left.cleanup()
     assert left.tensor_agents == []
-    assert agents[0].agent is None
+    assert not agents[0].agent.is_open
     assert left.remote_connections == {}
     for call in (
         lambda: left.connect(right.metadata),

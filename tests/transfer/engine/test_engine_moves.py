@@ -11,7 +11,7 @@ from tests.transfer import engine_moves
 from tests.transfer.engine_moves import CONFIGS, ViolationError, World
 from transfer.pull.lease import LeaseBook
 from transfer.pull.pull import Puller
-from transfer.pull.pull_state import Pull, PullEvent
+from transfer.pull.pull_state import PullEvent, RankPull
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ DELAYED = [CONFIGS[2]]
 
 @pytest.mark.parametrize("world", DELAYED, indirect=True)
 def test_without_the_fence_a_page_that_was_given_away_is_accepted(world: World, monkeypatch: pytest.MonkeyPatch):
-    def no_fence(self: Puller, pull: Pull) -> None:
+    def no_fence(self: Puller, pull: RankPull) -> None:
         pull.marking = pull.added if pull.more else 0
         self._passed(pull)
 
@@ -78,7 +78,7 @@ def test_a_word_that_outlives_the_hold_on_its_pages_is_noticed(world: World, mon
 def test_a_fence_beside_the_data_is_noticed(world: World, monkeypatch: pytest.MonkeyPatch):
     advance = Puller._advance
 
-    def fence_at_once(self: Puller, pull: Pull) -> None:
+    def fence_at_once(self: Puller, pull: RankPull) -> None:
         if not pull.error:
             self._post(pull)
             if not pull.more and not pull.waiting:

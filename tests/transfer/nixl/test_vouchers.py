@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -13,6 +15,8 @@ from transfer.nixl import vouchers
 from transfer.nixl.vouchers import Voucher, is_vouched
 
 NOBODY = 65534
+_CLONE_NEWNET = 0x40000000
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @pytest.fixture
@@ -72,3 +76,14 @@ def test_another_user_vouches_for_nothing(metadata: bytes) -> None:
         os.waitpid(child, 0)
         os.close(ready)
         os.close(tell)
+
+
+def test_another_network_is_as_far_as_another_host(metadata: bytes) -> None:
+    """That of a container, say, which shares our memory: its agents could be reached, and cannot be asked."""
+    with ThreadPoolExecutor(1) as elsewhere:  # one thread, and a network of its own
+        if elsewhere.submit(_LIBC.unshare, _CLONE_NEWNET).result():
+            pytest.skip("the kernel gives this process no network of its own")
+        voucher = elsewhere.submit(Voucher, metadata).result()
+        assert elsewhere.submit(is_vouched, metadata).result()
+        assert not is_vouched(metadata)
+        voucher.close()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvcache.layout import as_blocks
-from tests.transfer.plan_oracle import ORDERS, PER_LAYER, elements, page_layout, shard
+from tests.transfer.plan_oracle import ORDERS, PER_LAYER, elements, mamba_boxes, page_layout, shard
 from transfer.errors import InvalidEngineError, MetadataError
 from transfer.plan.boxes import (
     ADDRESS_LIMIT,
@@ -25,7 +25,7 @@ from transfer.plan.boxes import (
     clip_layout,
     sub_box,
 )
-from transfer.plan.shapes import LATENT, SPLIT_NHD, dense, dense_strides, from_tensor, mamba_boxes, per_layer
+from transfer.plan.shapes import LATENT, SPLIT_NHD, dense, dense_strides, from_tensor, per_layer
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -52,12 +52,9 @@ def test_a_layers_tensor_lies_as_numpy_lays_it(axes: str) -> None:
                 assert tensor[tuple(at[axis] for axis in names)] == place
 
 
-def test_a_layout_survives_the_wire_and_has_a_name() -> None:
+def test_a_layout_survives_the_wire() -> None:
     made = shard(range(3), order=SPLIT_NHD)
-    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=ShardLayout)
-    assert decoded == made
-    assert decoded.fingerprint() == made.fingerprint()
-    assert shard(range(1, 4), order=SPLIT_NHD).fingerprint() != made.fingerprint()
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=ShardLayout) == made
 
 
 @pytest.mark.parametrize("order", [*ORDERS, *PER_LAYER])
@@ -94,40 +91,6 @@ def test_clipping_a_layout_leaves_states_their_heads() -> None:
     assert [box.extent[2] for box in made.groups[0].boxes] == [2]
     assert made.groups[1] == layout.groups[1]
     assert clip_layout(layout, layers=range(1)).groups[1].boxes == ()
-
-
-def test_a_mamba_page_holds_x_b_c_then_the_states() -> None:
-    x, b, c, ssm = mamba_boxes(
-        layer=2,
-        x=range(8, 12),
-        b=range(2),
-        c=range(2),
-        conv_length=3,
-        ssm_heads=range(1, 3),
-        ssm_dims=10,
-        dtype=("bfloat16", 2),
-        ssm_dtype=("float32", 4),
-        page_stride=256,
-        offset=64,
-    )
-    assert [box.kind for box in (x, b, c, ssm)] == ["conv.x", "conv.B", "conv.C", "ssm"]
-    assert [box.offset for box in (x, b, c, ssm)] == [64, 64 + 24, 64 + 36, 64 + 48]
-    assert (x.first, x.extent, x.strides) == ((2, 0, 8, 0), (1, 1, 4, 1, 3), (0, 0, 6, 0, 2))
-    assert (ssm.first, ssm.extent, ssm.strides) == ((2, 0, 1, 0), (1, 1, 2, 1, 10), (0, 0, 40, 0, 4))
-    assert ssm.span == 80
-    check(ShardLayout((Group(1, 3, (x, b, c, ssm), state=True),), (64 + 2 * 256 + 48 + 80,)))
-    mamba1 = mamba_boxes(
-        layer=0,
-        x=range(4),
-        b=range(0),
-        c=range(0),
-        conv_length=3,
-        ssm_heads=range(4),
-        ssm_dims=16,
-        dtype=("float32", 4),
-        page_stride=304,
-    )
-    assert [box.kind for box in mamba1] == ["conv.x", "ssm"]
 
 
 def good(**changes: Any) -> ShardLayout:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from tests.transfer.plan_oracle import page_layout, shard
 from transfer.errors import InvalidTransferError, MetadataError
-from transfer.plan.boxes import Group
-from transfer.plan.page_lists import resolved
-from transfer.pull.pull_state import BlocksOfGroup, PagesOfGroup
+from transfer.plan.boxes import Group, ShardLayout, check
+from transfer.plan.page_lists import BlocksOfGroup, PageList, PagesOfGroup, kernel_pages, pages_of
+from transfer.plan.plan import plan
+from transfer.plan.shapes import dense
 
 
 def group(page_size: int = 4, block_pages: int = 1, state: bool = False) -> Group:
@@ -18,17 +21,18 @@ def pages(local: list[int], blocks: list[int], end: int, tokens: tuple[int, int]
     return BlocksOfGroup(local, blocks, end, tokens, tokens[0] if needed < 0 else needed)
 
 
-def lists(found: PagesOfGroup) -> tuple[list[int], list[int], tuple[int, int]]:
-    return [int(page) for page in found.local], [int(page) for page in found.remote], found.tokens
+def lists(found: PageList) -> tuple[list[int], list[int], tuple[int, int]]:
+    local, remote, tokens = found
+    return np.asarray(local).tolist(), np.asarray(remote).tolist(), tokens
 
 
 def test_pages_that_are_named_already_stay_as_they_are() -> None:
     named = PagesOfGroup([1], [2], (0, 4))
-    assert resolved(named, group(), group()) is named
+    assert pages_of("group 0", named, group(), group()) is named
 
 
 def test_a_whole_list_begins_with_the_first_token() -> None:
-    assert lists(resolved(pages([1, 2, 3], [7, 8, 9], 10, (0, 10)), group(), group())) == (
+    assert lists(pages_of("group 0", pages([1, 2, 3], [7, 8, 9], 10, (0, 10)), group(), group())) == (
         [1, 2, 3],
         [7, 8, 9],
         (0, 10),
@@ -36,58 +40,55 @@ def test_a_whole_list_begins_with_the_first_token() -> None:
 
 
 def test_only_the_rest_is_read_where_a_prefix_is_there() -> None:
-    assert lists(resolved(pages([3], [7, 8, 9], 10, (8, 10)), group(), group())) == ([3], [9], (8, 10))
-    assert lists(resolved(pages([3], [7, 8, 9], 10, (9, 10)), group(), group())) == ([3], [9], (9, 10))
+    assert lists(pages_of("group 0", pages([3], [7, 8, 9], 10, (8, 10)), group(), group())) == ([3], [9], (8, 10))
+    assert lists(pages_of("group 0", pages([3], [7, 8, 9], 10, (9, 10)), group(), group())) == ([3], [9], (9, 10))
 
 
 def test_an_empty_rest_needs_no_blocks() -> None:
-    assert lists(resolved(pages([], [5, 6], 8, (8, 8)), group(), group())) == ([], [], (0, 0))
+    assert lists(pages_of("group 0", pages([], [5, 6], 8, (8, 8)), group(), group())) == ([], [], (0, 0))
 
 
 def test_blocks_of_several_pages_are_those_pages() -> None:
     there = group(4, block_pages=3)
-    assert lists(resolved(pages([1, 2, 3], [5, 7], 20, (0, 12)), group(), there))[1] == [15, 16, 17, 21, 22, 23]
-    assert lists(resolved(pages([1], [5, 7], 20, (8, 12)), group(), there))[1] == [17, 21, 22, 23]
-    assert lists(resolved(pages([1], [5, 7], 20, (16, 20)), group(), there))[1] == [22, 23]
+    whole = pages_of("group 0", pages([1, 2, 3], [5, 7], 20, (0, 12)), group(), there)
+    assert lists(whole)[1] == [15, 16, 17, 21, 22, 23]
+    assert lists(pages_of("group 0", pages([1], [5, 7], 20, (8, 12)), group(), there))[1] == [17, 21, 22, 23]
+    assert lists(pages_of("group 0", pages([1], [5, 7], 20, (16, 20)), group(), there))[1] == [22, 23]
 
 
 def test_a_list_that_was_cut_at_the_front_is_counted_from_its_end() -> None:
-    assert lists(resolved(pages([3], [8, 9], 12, (8, 12)), group(), group()))[1] == [9]
-    assert lists(resolved(pages([2, 3], [8, 9], 12, (4, 12)), group(), group()))[1] == [8, 9]
+    assert lists(pages_of("group 0", pages([3], [8, 9], 12, (8, 12)), group(), group()))[1] == [9]
+    assert lists(pages_of("group 0", pages([2, 3], [8, 9], 12, (4, 12)), group(), group()))[1] == [8, 9]
 
 
 def test_what_no_window_reaches_need_not_be_there() -> None:
     # Pages of 8 here, of 4 there; token 13 is needed, so the source has kept 12 to 24 and the page here begins at 8.
-    found = resolved(pages([1, 2], [5, 6, 7], 24, (8, 24), needed=13), group(8), group(4))
+    found = pages_of("group 0", pages([1, 2], [5, 6, 7], 24, (8, 24), needed=13), group(8), group(4))
     assert lists(found) == ([1, 2], [5, 6, 7], (12, 24))
-    found = resolved(pages([1, 2, 3], [6, 7], 24, (8, 24), needed=17), group(8), group(4))
+    found = pages_of("group 0", pages([1, 2, 3], [6, 7], 24, (8, 24), needed=17), group(8), group(4))
     assert lists(found) == ([2, 3], [6, 7], (16, 24))
     with pytest.raises(InvalidTransferError, match="2 blocks of 4 tokens begin with token 16, token 13 is the first"):
-        resolved(pages([1, 2], [6, 7], 24, (8, 24), needed=13), group(8), group(4))
+        pages_of("group 0", pages([1, 2], [6, 7], 24, (8, 24), needed=13), group(8), group(4))
 
 
 def test_a_state_is_in_the_last_block() -> None:
     state = group(state=True)
-    assert lists(resolved(pages([4], [8, 9], 24, (0, 24)), state, state)) == ([4], [9], (0, 24))
+    assert lists(pages_of("group 0", pages([4], [8, 9], 24, (0, 24)), state, state)) == ([4], [9], (0, 24))
     with pytest.raises(InvalidTransferError, match="0 blocks for a state, 1 is needed"):
-        resolved(pages([4], [], 24, (0, 24)), state, state)
+        pages_of("group 0", pages([4], [], 24, (0, 24)), state, state)
 
 
 def test_tokens_that_the_source_has_not_computed_are_not_read() -> None:
     with pytest.raises(InvalidTransferError, match="tokens up to 13 are asked for, the source has computed 12"):
-        resolved(pages([1, 2, 3, 4], [7, 8, 9], 12, (0, 13)), group(), group())
+        pages_of("group 0", pages([1, 2, 3, 4], [7, 8, 9], 12, (0, 13)), group(), group())
 
 
 def test_more_blocks_than_tokens_are_refused() -> None:
     with pytest.raises(InvalidTransferError, match="names 4 blocks of 4 tokens, its 12 tokens fill 3"):
-        resolved(pages([1, 2, 3], [6, 7, 8, 9], 12, (0, 12)), group(), group())
+        pages_of("group 0", pages([1, 2, 3], [6, 7, 8, 9], 12, (0, 12)), group(), group())
 
 
 def test_a_block_has_pages_and_a_state_has_one() -> None:
-    from tests.transfer.plan_oracle import page_layout
-    from transfer.plan.boxes import ShardLayout, check
-    from transfer.plan.shapes import dense
-
     layout = dense(page_layout(range(2)), 8)
     for block_pages, limit in ((0, "0 is not within 1"), (1 << 24, f"{1 << 24} is not within 1 to {(1 << 24) // 4}")):
         bad = ShardLayout((Group(4, 8, layout.groups[0].boxes, block_pages=block_pages),), layout.region_bytes)
@@ -95,3 +96,10 @@ def test_a_block_has_pages_and_a_state_has_one() -> None:
             check(bad)
     with pytest.raises(MetadataError, match="pages of a block: 2 is not within 1 to 1"):
         check(ShardLayout((Group(1, 8, (), state=True, block_pages=2),), (8,)))
+
+
+def test_logical_pages_become_the_kernels() -> None:
+    assert kernel_pages([5, 0], 3).tolist() == [15, 16, 17, 0, 1, 2]
+    local, remote = shard(range(2), page_size=4, pages=12), shard(range(2), page_size=4, pages=12)
+    runs = plan(local, remote).runs(0, kernel_pages([2, 0], 4), kernel_pages([1, 2], 4), (0, 32), [0], [0])
+    assert len(runs) == 2

@@ -28,7 +28,7 @@ from tests.transfer.plan_oracle import (
 )
 from transfer.errors import InvalidTransferError, MetadataError
 from transfer.plan.boxes import Group, ShardLayout, check
-from transfer.plan.plan import Plan, kernel_pages, plan, window_start
+from transfer.plan.plan import Plan, plan
 from transfer.plan.shapes import BLOCKS_FIRST_HND, BLOCKS_FIRST_NHD, PACKED_HND, PACKED_NHD, SPLIT_NHD, dense
 from transfer.plan.source_ranks import sources
 
@@ -291,27 +291,6 @@ def test_large_pulls_find_the_memory_of_the_last_one() -> None:
     assert int(done.stdout) < 100  # of 2,300 where each pull maps its arrays anew
 
 
-# Sliding windows and kernel pages.
-
-
-def test_a_window_needs_the_page_of_its_first_token() -> None:
-    assert window_start(100, 0, 16) == 0
-    assert window_start(3, 16, 4) == 0
-    assert window_start(16, 16, 4) == 0  # token 16 sees 1 to 16
-    assert window_start(19, 16, 4) == 4  # token 19 sees 4 to 19
-    assert window_start(18, 16, 4) == 0
-    assert window_start(1000, 1, 16) == 992
-
-
 def test_a_window_is_pulled_from_its_first_page_on() -> None:
     local, remote = shard(range(2), page_size=4), shard(range(2), page_size=16)
-    start = window_start(45, 9, 4)
-    assert start == 36
-    pull(local, [remote], (start, 45))
-
-
-def test_logical_pages_become_the_kernels() -> None:
-    assert kernel_pages([5, 0], 3).tolist() == [15, 16, 17, 0, 1, 2]
-    local, remote = shard(range(2), page_size=4, pages=12), shard(range(2), page_size=4, pages=12)
-    runs = plan(local, remote).runs(0, kernel_pages([2, 0], 4), kernel_pages([1, 2], 4), (0, 32), [0], [0])
-    assert len(runs) == 2
+    pull(local, [remote], (36, 45))  # token 45 with a window of 9 sees 37 to 45

@@ -15,6 +15,7 @@ from tests.transfer.plan_oracle import (
     copied,
     empty_pool,
     fill,
+    mamba_boxes,
     page_layout,
     region_starts,
     shard,
@@ -23,7 +24,7 @@ from tests.transfer.plan_oracle import (
 from transfer.errors import MetadataError
 from transfer.plan.boxes import Group, ShardLayout, check
 from transfer.plan.plan import plan
-from transfer.plan.shapes import LATENT, SPLIT_NHD, mamba_boxes, per_layer
+from transfer.plan.shapes import LATENT, SPLIT_NHD, per_layer
 from transfer.plan.source_ranks import sources
 
 

@@ -17,6 +17,7 @@ from tests.transfer.plan_oracle import (
     copied,
     empty_pool,
     fill,
+    mamba_boxes,
     page_layout,
     pages_for,
     reach,
@@ -28,7 +29,7 @@ from transfer.errors import InvalidTransferError
 from transfer.plan.boxes import Group, ShardLayout, check
 from transfer.plan.plan import Plan, plan
 from transfer.plan.runs import Runs
-from transfer.plan.shapes import dense, mamba_boxes, per_layer
+from transfer.plan.shapes import dense, per_layer
 from transfer.plan.source_ranks import sources
 
 

@@ -6,15 +6,22 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
 
 from tests.transfer.replicas import TOKENS, Engine, run
+from transfer.errors import HandshakeError
+from transfer.plan.page_lists import PagesOfGroup
+from transfer.pull import directory
 from transfer.pull.lease import new_lease_id
-from transfer.pull.pull_state import LeaseRef, PagesOfGroup, PullEvent
+from transfer.pull.pull_state import LeaseRef, PullEvent
 from transfer.pull.replica import Source
-from transfer.wire.handshake import EngineCard, HandshakeServer
+from transfer.pull.thread import TransferThread
+from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer
+from transfer.wire.keys import make_keyrings
+from transfer.wire.messages import open_rank, sealed_rank
 
 LOCAL, REMOTE = [1, 2, 3], [5, 6, 9]
 WHOLE = [PagesOfGroup(LOCAL, REMOTE, (0, 3 * TOKENS))]
@@ -91,6 +98,18 @@ def test_an_engine_that_comes_back_elsewhere_takes_its_place_once_that_is_empty(
     assert error_of(d, winner) == ""
     assert "lives there" in error_of(d, loser)
     assert np.array_equal(d.heads(LOCAL), (successor if winner == "new" else third).heads(REMOTE))
+
+
+def test_an_engine_that_was_lost_may_come_back_elsewhere_at_once(engine: Any) -> None:
+    p, d = engine("p"), engine("d")
+    pull(d, p.source(p.offer()))
+    run(p, d, until=settled(d, "r"))
+    d.ranks[0].disconnect("p", "a READ from it failed")  # nobody has asked for it since
+    successor = engine("p", seed=50)
+    pull(d, successor.source(successor.offer()), "new")
+    run(successor, d, until=settled(d, "new"))
+    assert error_of(d, "new") == ""
+    assert len(d.replica.directory) == 1
 
 
 def test_who_has_copied_an_engine_s_metadata_cannot_end_its_pulls(engine: Any) -> None:
@@ -173,3 +192,104 @@ def test_whatever_a_request_names_it_touches_no_pull_of_another(engine: Any, see
         assert d.pulls[-1] == PullEvent(f"good {number}", "", safe=True)
         assert np.array_equal(d.heads(LOCAL), one.heads(REMOTE))
     crowd.close()
+
+
+# ---- whose metadata is loaded
+
+
+def changed(data: bytes, change: Callable[[bytearray], None]) -> bytes:
+    """A rank's metadata with NIXL's part of it changed, and sealed again as anybody can who has no key to use."""
+    rank = open_rank(data)
+    metadata = bytearray(rank.agent_metadata)
+    change(metadata)
+    return sealed_rank(msgspec.structs.replace(rank, agent_metadata=bytes(metadata)))
+
+
+def any_bytes(rng: random.Random) -> Callable[[bytearray], None]:
+    def change(metadata: bytearray) -> None:
+        for _ in range(rng.randint(1, 4)):
+            metadata[rng.randrange(len(metadata))] = rng.randrange(256)
+
+    return change
+
+
+def unseen(source: Engine) -> Engine:
+    """A source that vouches for nothing here, as one on another host."""
+    for rank in source.ranks:
+        rank._agent._voucher.close()
+    return source
+
+
+REFUSED = (
+    "no key authenticates its metadata, and no process of this user on this host says that it is its own; sources on "
+    "other hosts need a shared `secret`, the same on both sides"
+)
+
+
+@pytest.mark.parametrize("tp", [(1, 1), (2, 1), (1, 2)])
+def test_without_a_key_a_source_on_this_host_vouches_for_itself(engine: Any, tp: tuple[int, int]) -> None:
+    p, d = engine("p", tp[0], key=b""), engine("d", tp[1], key=b"")
+    for key, slot in (("r", 0), ("s", 1)):
+        pull(d, p.source(p.offer(key, slot)), key)
+        run(p, d, until=settled(d, key))
+        assert d.pulls[-1] == PullEvent(key, "", safe=True)
+    assert np.array_equal(d.heads(LOCAL), p.heads(REMOTE))
+
+
+@pytest.mark.parametrize("change", [lambda data: data.append(0), any_bytes(random.Random(1))])
+def test_metadata_of_nobody_on_this_host_is_refused_and_contacts_nobody(engine: Any, change: Any) -> None:
+    """The source is in this very process, which would die of a contact with some of such bytes."""
+    p, d = engine("p", key=b""), engine("d", key=b"")
+    data = changed(p.card.ranks[0], change)
+    with HandshakeServer([EngineCard("p", p.incarnation, (data,), p.card.compatibility)]) as liar:
+        pull(d, p.source(p.offer())._replace(address=liar.endpoint))
+        run(p, d, until=settled(d, "r"))
+    assert d.pulls[-1].error.endswith(f"handshake with engine 'p' at {liar.endpoint}: {REFUSED}")
+    assert d.replica.stats.failed_handshakes == 1
+    with pytest.raises(HandshakeError, match=f"engine 'p' at {liar.endpoint}: {REFUSED}"):
+        d.replica.directory.add(liar.endpoint, [data])
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_source_on_another_host_is_refused_without_a_key(engine: Any, tp: int) -> None:
+    p, d = unseen(engine("p", tp, key=b"")), engine("d", key=b"")
+    source = p.source(p.offer())
+    pull(d, source)
+    run(p, d, until=settled(d, "r"))
+    assert d.pulls[-1].error.endswith(f"handshake with engine 'p' at {source.address}: {REFUSED}")
+    thread = TransferThread(d.replica)
+    with pytest.raises(HandshakeError, match=f"engine 'p' at {source.address}: {REFUSED}"):
+        thread.add_engine(source.address, p.card.ranks)
+    thread.close()
+
+
+def test_one_rank_that_nobody_vouches_for_is_one_too_many(engine: Any) -> None:
+    p, d = engine("p", 2, key=b""), engine("d", key=b"")
+    p.ranks[1]._agent._voucher.close()
+    pull(d, p.source(p.offer()))
+    run(p, d, until=settled(d, "r"))
+    assert REFUSED in d.pulls[-1].error
+
+
+@pytest.mark.parametrize("how", ["asked", "added"])
+def test_with_a_key_nobody_is_asked_to_vouch(engine: Any, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setattr(directory, "is_vouched", lambda _: pytest.fail("asked"))
+    p, d = engine("p", key=b"k"), engine("d", key=b"k")
+    if how == "added":
+        d.replica.directory.add(p.serve(), p.card.ranks)
+    pull(d, p.source(p.offer()))
+    run(p, d, until=settled(d, "r"))
+    assert d.pulls[-1].error == ""
+
+
+def test_keys_of_the_sockets_authenticate_what_comes_over_them_and_nothing_else(engine: Any) -> None:
+    p, d = unseen(engine("p", key=b"")), engine("d", key=b"")
+    (keyring,) = make_keyrings(1)
+    d.replica.directory._client = d.replica._client = HandshakeClient(keyring.secure_client)
+    p.server = HandshakeServer([p.card], secure=keyring.secure_server)
+    source = p.source(p.offer())
+    with pytest.raises(HandshakeError, match=REFUSED):
+        d.replica.directory.add(source.address, p.card.ranks)
+    pull(d, source)
+    run(p, d, until=settled(d, "r"))
+    assert d.pulls[-1] == PullEvent("r", "", safe=True)

@@ -16,8 +16,9 @@ import pytest
 
 from tests.transfer import fork_source
 from tests.transfer.replicas import TOKENS, Engine, run
+from transfer.plan.page_lists import PagesOfGroup
 from transfer.pull.lease import make_words
-from transfer.pull.pull_state import LeaseRef, PagesOfGroup
+from transfer.pull.pull_state import LeaseRef
 from transfer.pull.replica import Source
 
 LOCAL, REMOTE = [1, 2], [4, 5]
@@ -145,7 +146,7 @@ import gc, os, sys, time
 import torch
 from tests.transfer.replicas import TOKENS, Engine, run
 from transfer.engine.engine import KVTransferEngine
-from transfer.pull.pull_state import PagesOfGroup
+from transfer.plan.page_lists import PagesOfGroup
 from transfer.pull.thread import TransferThread
 
 p, d, e = Engine("p"), Engine("d"), KVTransferEngine("e", [[torch.zeros(64)]], total_num_pages=4)

@@ -1,27 +1,33 @@
-"""Checksums of pages: of those that there are."""
+"""Checksums of pages: of those that there are; and a page that differs is read again, so often and no more."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
 import numpy as np
 import pytest
 
 from kvcache.layout import PageLayout
-from transfer.errors import InvalidTransferError
+from tests.transfer.wire.test_messages import rank
+from transfer.errors import InvalidTransferError, PullFailedError
+from transfer.plan.plan import plan
+from transfer.plan.rank_plan import RankPlan
 from transfer.plan.shapes import dense
-from transfer.pull.page_checks import PageChecks
+from transfer.pull.page_checks import ATTEMPTS, PageChecks, Verifier
 
 PAGES = 5
+LAYOUT = dense(PageLayout("bfloat16", 2, 2, 2, 0, 4, 16, 8, "head,layer,side,token,dim"), PAGES)
 
 
 @pytest.fixture
 def pool() -> np.ndarray:
-    layout = dense(PageLayout("bfloat16", 2, 2, 2, 0, 4, 16, 8, "head,layer,side,token,dim"), PAGES)
-    return np.random.default_rng(0).integers(0, 256, (PAGES, layout.region_bytes[0] // PAGES)).astype(np.uint8)
+    return np.random.default_rng(0).integers(0, 256, (PAGES, LAYOUT.region_bytes[0] // PAGES)).astype(np.uint8)
 
 
 def checks_of(pool: np.ndarray) -> PageChecks:
-    layout = dense(PageLayout("bfloat16", 2, 2, 2, 0, 4, 16, 8, "head,layer,side,token,dim"), PAGES)
-    return PageChecks(layout, [pool.ctypes.data])
+    return PageChecks(LAYOUT, [pool.ctypes.data])
 
 
 def test_pages_that_changed_are_named_by_their_places(pool: np.ndarray) -> None:
@@ -38,3 +44,23 @@ def test_pages_that_changed_are_named_by_their_places(pool: np.ndarray) -> None:
 def test_pages_that_the_pool_does_not_have_are_refused(pool: np.ndarray, pages: list[int]) -> None:
     with pytest.raises(InvalidTransferError, match=f"group 0: pages {min(pages)} to {max(pages)}, has {PAGES}"):
         checks_of(pool).seal(0, pages)
+
+
+def test_a_page_that_never_comes_right_is_read_three_times() -> None:
+    pool = np.ones(LAYOUT.region_bytes[0], np.uint8)
+    checks = PageChecks(LAYOUT, [pool.ctypes.data])
+    mine = rank(layout=LAYOUT, bases=(pool.ctypes.data,))
+    there = msgspec.structs.replace(mine, checks_addrs=(checks.words[0].ctypes.data,))
+    agent: Any = SimpleNamespace(register=lambda *_: None)
+    verifier = Verifier(checks, mine, there, 1.0, agent)
+    planned = RankPlan(0, plan(LAYOUT, LAYOUT), (mine.bases, there.bases), (0, 0))
+    part = verifier.part("r", planned, [([1], [2], (0, 16))])
+    for _ in range(ATTEMPTS - 1):
+        assert part is not None
+        assert part.arrived is not None
+        part = part.arrived()
+    assert verifier.repeated == ATTEMPTS - 1
+    assert part is not None
+    assert part.arrived is not None
+    with pytest.raises(PullFailedError, match="1 pages still differ from their source after 3 reads, group 0 page 2"):
+        part.arrived()

@@ -10,8 +10,9 @@ import pytest
 
 from transfer.errors import AgentError, InvalidTransferError, PullFailedError
 from transfer.memory import MemoryType
+from transfer.pull.parts import Part
 from transfer.pull.pull import Puller
-from transfer.pull.pull_state import LeaseRef, Part, PullEvent
+from transfer.pull.pull_state import LeaseRef, PullEvent
 from transfer.wire.messages import decode_note
 
 LEASE = LeaseRef(0xABCDEF, 2, 9.0)
@@ -444,6 +445,26 @@ def test_what_was_in_flight_of_an_abandoned_engine_is_given_back_once_its_agent_
     assert settled == [0]
     assert len(rig.puller._free) == 8
     assert len(rig.puller) == 0
+
+
+def test_who_withdraws_a_pull_learns_what_became_of_it_and_no_event_of_it_is_left(rig: Rig) -> None:
+    for key, times in (("q", 2), ("r", 1)):
+        rig.open(key)
+        for _ in range(times):
+            rig.add(part(0), key=key, last=False)
+            rig.polled()
+        rig.puller.fail(key, "lost")
+    assert rig.puller.withdraw("r", "late") == (1, True)
+    assert [(event.key, event.passed) for event in rig.puller.events] == [("q", 2)]
+    rig.open()
+    rig.add(part(0), last=False)
+    rig.polled()
+    assert rig.puller.withdraw("r", "left") == (1, True)
+    rig.agent.auto = False
+    rig.open()
+    rig.add(part(0))
+    assert rig.puller.withdraw("r", "left") == (0, False)
+    assert rig.puller.events[-1] == PullEvent("r", "left", safe=False)
 
 
 def test_telemetry_of_a_pull_adds_up(rig: Rig) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.transfer.replicas import TOKENS, Engine, run
-from transfer.pull.pull_state import PagesOfGroup, PullEvent
+from transfer.plan.page_lists import PagesOfGroup
+from transfer.pull.pull_state import PullEvent
 
 WHOLE = [PagesOfGroup([1, 2, 3], [5, 6, 9], (0, 3 * TOKENS))]
 STUCK_S = 7.0

@@ -13,8 +13,10 @@ import pytest
 from tests.transfer.replicas import KEY, PAGES, TOKENS, Engine, run
 from transfer.errors import HandshakeError, InvalidTransferError, MetadataError, PullFailedError, SettingsMismatchError
 from transfer.memory import MemoryType
+from transfer.plan.page_lists import PagesOfGroup
+from transfer.plan.rank_plan import RankPlan
 from transfer.pull.lease import new_lease_id
-from transfer.pull.pull_state import LeaseRef, PagesOfGroup, PullEvent
+from transfer.pull.pull_state import LeaseRef, PullEvent
 from transfer.pull.remote import RemoteEngine
 from transfer.pull.replica import LeaseOver, Offered, Source
 from transfer.wire.handshake import EngineCard, HandshakeServer
@@ -653,9 +655,9 @@ def test_a_pull_under_way_when_its_engine_shuts_down_is_safe_once_the_agent_is_g
 def test_what_was_read_from_an_engine_that_is_connected_anew_fails(engine: Any) -> None:
     p, d = engine("p"), engine("d")
     lease, rank = p.offer(), d.ranks[0]
-    rank.open_pull("r", rank.connect(p.card.ranks), lease, 20.0)
-    rank.connect(p.card.ranks)
-    assert [(event.key, event.error) for event in rank.events] == [("r", "engine 'p' was connected anew")]
+    rank.puller.open("r", rank.load(rank.inspect(p.card.ranks)), lease, 20.0)
+    rank.load(rank.inspect(p.card.ranks))
+    assert [(event.key, event.error) for event in rank.puller.events] == [("r", "engine 'p' was connected anew")]
 
 
 def test_an_engine_that_was_lost_stays_loaded_while_a_read_from_it_is_in_flight(engine: Any) -> None:
@@ -710,8 +712,8 @@ def test_an_engine_has_as_many_lease_words_as_the_rank_with_the_fewest(engine: A
 def test_pages_of_all_ranks_are_read_where_a_rank_leaves_the_quick_way(engine: Any, monkeypatch: Any) -> None:
     ranks = [open_rank(data, KEY) for data in engine("p", 2).card.ranks]
     remote = RemoteEngine(ranks, open_rank(engine("d").card.ranks[0], KEY), {"model": "m"})
-    whole = sum(part.num_bytes for part in remote.parts("r", WHOLE))
-    monkeypatch.setattr(remote._few[1], "part", lambda _: None)
+    whole, few = sum(part.num_bytes for part in remote.parts("r", WHOLE)), RankPlan.few
+    monkeypatch.setattr(RankPlan, "few", lambda plan, named: None if plan.rank else few(plan, named))
     assert sum(part.num_bytes for part in remote.parts("r", WHOLE)) == whole
     checked = object()
     remote.verifier = SimpleNamespace(part=lambda *_: checked)
@@ -722,7 +724,7 @@ def test_pages_of_all_ranks_are_read_where_a_rank_leaves_the_quick_way(engine: A
 def test_pages_that_do_not_fit_fail_the_pull_of_the_rank_that_is_told_of_them(engine: Any) -> None:
     p, d = engine("p"), engine("d")
     lease, rank = p.offer(), d.ranks[0]
-    rank.open_pull("r", rank.connect(p.card.ranks), lease, 20.0)
+    rank.puller.open("r", rank.load(rank.inspect(p.card.ranks)), lease, 20.0)
     with pytest.raises(InvalidTransferError, match="pages for 0 groups"):
         rank.add_pages("r", [], last=True)
-    assert [(event.key, event.safe) for event in rank.events] == [("r", True)]
+    assert [(event.key, event.safe) for event in rank.puller.events] == [("r", True)]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.transfer.replicas import TOKENS, Engine, run
-from transfer.pull.pull_state import PagesOfGroup
+from transfer.plan.page_lists import PagesOfGroup
 from transfer.pull.replica import LeaseOver
 
 OURS, FIRST, SECOND = [3, 9, 1, 12], [5, 2, 8, 14], [7, 6, 11, 4]

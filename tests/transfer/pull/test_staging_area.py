@@ -10,10 +10,11 @@ import torch
 
 from kvcache.layout import PageLayout, as_blocks
 from tests.transfer.replicas import run
+from transfer.plan.page_lists import PagesOfGroup
 from transfer.plan.shapes import dense
 from transfer.pull import staging_area
 from transfer.pull.lease import new_lease_id
-from transfer.pull.pull_state import LeaseRef, PagesOfGroup, PullEvent
+from transfer.pull.pull_state import LeaseRef, PullEvent
 from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation
 from transfer.pull.replica import LeaseOver, ReplicaTransfer, Source
 from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer

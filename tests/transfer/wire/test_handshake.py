@@ -17,7 +17,7 @@ from transfer.wire.messages import (
     MetadataReply,
     Ping,
     Pong,
-    Refusal,
+    QueryRefusal,
     decode_answer,
     encode_message,
 )
@@ -135,7 +135,7 @@ def test_nothing_received_ends_the_server(server: HandshakeServer, dealer: Any, 
     rng = random.Random(5)
     query = encode_message(MetadataQuery(query_id=1, engine_id="p", compatibility=SAME))
     samples: list[list[bytes]] = [[], [b""], [b"", b""], [b"", b"", b""], [query, query], [b""] * 40, [b"\x91" * 5000]]
-    samples += [[b"\x81" * 60000], [query[:-1]], [query + b"\0"], [encode_message(Refusal(reason="x"))]]
+    samples += [[b"\x81" * 60000], [query[:-1]], [query + b"\0"], [encode_message(QueryRefusal(reason="x"))]]
     samples += [[b"\x93\xacget_meta_msg\0\x63"]]  # vLLM's query for a rank that is not there: it ends their listener
     samples += [[rng.randbytes(rng.randrange(100))] for _ in range(60)]
     for sample in samples:
@@ -155,7 +155,7 @@ def test_a_malformed_query_is_answered_with_the_reason(dealer: Any) -> None:
     socket = dealer()
     socket.send(b"nonsense")
     answer = decode_answer(socket.recv())
-    assert isinstance(answer, Refusal)
+    assert isinstance(answer, QueryRefusal)
     assert "8 bytes are no query of protocol 1" in answer.reason
     assert answer.query_id == -1
 

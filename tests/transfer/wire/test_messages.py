@@ -20,9 +20,9 @@ from transfer.wire.messages import (
     MetadataReply,
     Ping,
     Pong,
+    QueryRefusal,
     RankMetadata,
     ReaderNote,
-    Refusal,
     decode_answer,
     decode_note,
     decode_query,
@@ -66,7 +66,7 @@ def test_every_message_comes_back() -> None:
     answers = [
         MetadataReply(query_id=1, engine_id="p", incarnation="i", ranks=(b"x", b"")),
         Pong(query_id=2, engine_id="p", incarnation="i"),
-        Refusal(query_id=3, reason="no"),
+        QueryRefusal(query_id=3, reason="no"),
     ]
     assert [decode_query(encode_message(query)) for query in queries] == queries
     assert [decode_answer(encode_message(answer)) for answer in answers] == answers
@@ -158,7 +158,7 @@ def test_bytes_that_are_nothing_are_an_error_of_ours(decode: Callable[[bytes], o
         b"\x91" * 5000,
         b"\xa2\xff\xff",
         b"\xdf\xff\xff\xff\xff",
-        encode_message(Refusal(reason="x")),
+        encode_message(QueryRefusal(reason="x")),
     ]
     samples += [rng.randbytes(rng.randrange(1, 80)) for _ in range(500)]
     for data in samples:

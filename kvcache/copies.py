@@ -1,0 +1,147 @@
+"""Copies whole pages as rows of memory: between pools, and between a pool and the host tier. All such copies are here.
+
+Between a device and the host, rows are gathered into a dense piece of device memory (scattered from one) by one kernel,
+so that the copy engine is asked once for a run of slots, not once for a page: asking costs the loop some microseconds
+each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int32]
+
+_STAGED_BYTES = 32 << 20  # of device memory, at a time
+
+
+def page_rows(blocks: torch.Tensor) -> torch.Tensor:
+    """A pool, `[pages, ...]`, dense page after page, as rows, a view: `[pages, words]`, int64 or, where odd, uint8."""
+    elements = blocks[0].numel()
+    rows = blocks.as_strided((blocks.shape[0], elements), (elements, 1)).view(torch.uint8)
+    # A kernel that gathers bytes one by one takes several times as long as one that gathers words.
+    return rows if rows.shape[1] % 8 else rows.view(torch.int64)
+
+
+def copy_pages(source: torch.Tensor, taken: Ids, target: torch.Tensor, given: Ids) -> None:
+    """Copy the rows `taken` of `source` into as many rows `given`, distinct, of `target`, whatever holds them."""
+    if source.device.type == target.device.type == "cpu":
+        copy_rows(source.numpy(), taken, target.numpy(), given)
+        return
+    batch = max(1, _STAGED_BYTES // (source.shape[1] * source.element_size()))
+    for first in range(0, len(taken), batch):
+        rows, places = taken[first : first + batch], given[first : first + batch]
+        _scatter(_gather(source, rows, target.device), target, places)
+
+
+def copy_rows(source: NDArray[Any], taken: Ids, target: NDArray[Any], given: Ids) -> None:
+    """`copy_pages` of host memory."""
+    at = taken.astype(np.intp)
+    for first, last in runs(given):
+        # One call a run of target rows. Assigning row arrays to row arrays takes three to five times as long.
+        np.take(source, at[first:last], axis=0, out=target[given[first] : given[last - 1] + 1], mode="clip")
+
+
+def runs(ids: Ids) -> Iterator[tuple[int, int]]:
+    """First and end of each run of neighbours that follow each other upwards."""
+    cuts = [0, *(np.flatnonzero(np.diff(ids) != 1) + 1).tolist(), len(ids)]
+    return pairwise(cuts) if len(ids) else iter(())
+
+
+def _gather(rows: torch.Tensor, ids: Ids, device: torch.device) -> torch.Tensor:
+    """These rows as a dense piece of device memory: host rows on `device`, a device's own where they are."""
+    if rows.device.type != "cpu":
+        return rows.index_select(0, _upload(ids, rows.device))
+    staged = torch.empty((len(ids), rows.shape[1]), dtype=rows.dtype, device=device)
+    for first, last in runs(ids):
+        staged[first:last].copy_(rows[int(ids[first]) : int(ids[last - 1]) + 1], non_blocking=True)
+    return staged
+
+
+def _scatter(staged: torch.Tensor, rows: torch.Tensor, ids: Ids) -> None:
+    if rows.device.type != "cpu":
+        rows.index_copy_(0, _upload(ids, rows.device), staged.to(rows.device, non_blocking=True))
+        return
+    for first, last in runs(ids):
+        rows[int(ids[first]) : int(ids[last - 1]) + 1].copy_(staged[first:last], non_blocking=True)
+
+
+def _upload(ids: Ids, device: torch.device) -> torch.Tensor:
+    return torch.as_tensor(ids.astype(np.int64)).pin_memory().to(device, non_blocking=True)
+
+
+class CopyMark:
+    """The point in a device's work at which a copy is over."""
+
+    def __init__(self, side: Any, main: Callable[[], Any]) -> None:
+        self._event: Any = torch.cuda.Event()  # pyright: ignore[reportUnknownMemberType] - torch's has no types
+        self._event.record(side)
+        self._main = main
+
+    def over(self) -> bool:
+        """Whether it is over. Never waits."""
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        """Wait until it is over."""
+        self._event.synchronize()
+
+    def order(self) -> None:
+        """Let what the device is told to do from now on begin after the copy. Never waits."""
+        self._main().wait_event(self._event)
+
+
+class PageMover:
+    """Copies between the pages of one shard and the slots of the host tier.
+
+    On the CPU it copies on the thread that calls, at the rate of memcpy. A thread beside the loop was rejected: it
+    releases the GIL while it copies, but each time that it takes the GIL back, the loop may wait for a scheduler's
+    tick: steps of 0.2 ms had 4.3 ms in one of a hundred (two cores, decode steps of 64 and 1,024 requests). And it
+    takes no work away where the model runs on these cores too. A GPU copies on a stream of its own, beside the caller.
+
+    Args:
+        blocks: the pool of the shard, `[pages, ...]`, dense page after page.
+        host: the slots, uint8 `[slots, page_bytes]`; pinned where a GPU copies.
+        stream: the one that the model's work is ordered by; None means the current one.
+
+    Attributes:
+        at_once: a copy is over when the call returns. Else it runs after what the device was told before, and the calls
+            return its mark.
+    """
+
+    def __init__(self, blocks: torch.Tensor, host: torch.Tensor, stream: Any) -> None:
+        self._pages = page_rows(blocks)
+        self._slots = host.view(self._pages.dtype)
+        self._stream = stream
+        self._side: Any = None
+        if blocks.is_cuda:
+            self._side = torch.cuda.Stream(blocks.device)  # pyright: ignore[reportUnknownMemberType] - as above
+        self.at_once = self._side is None
+
+    def store(self, pages: Ids, slots: Ids) -> CopyMark | None:
+        """Copy device pages into host slots, as many, distinct."""
+        return self._copy(self._pages, pages, self._slots, slots)
+
+    def load(self, slots: Ids, pages: Ids) -> CopyMark | None:
+        """Copy host slots into device pages, as many, distinct."""
+        return self._copy(self._slots, slots, self._pages, pages)
+
+    def _copy(self, source: torch.Tensor, taken: Ids, target: torch.Tensor, given: Ids) -> CopyMark | None:
+        if self._side is None:
+            copy_pages(source, taken, target, given)
+            return None
+        # What was launched before may still write the pages that are stored, or read what is overwritten.
+        self._side.wait_stream(self._main())
+        with torch.cuda.stream(self._side):
+            copy_pages(source, taken, target, given)
+            return CopyMark(self._side, self._main)
+
+    def _main(self) -> Any:
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            return torch.cuda.current_stream(self._pages.device)

@@ -1,0 +1,165 @@
+"""The rows of a replica's running requests: the block table in memory, how far each has come, and what was counted."""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvcache.errors import NoFreeRowError
+from kvcache.pool.index import NO_PAGE
+from kvcache.types import RequestID
+
+Pages = NDArray[np.int32]
+Ints = NDArray[np.int64]
+Rows = Ints | slice
+"""Rows of a block table: an array, or a slice where they are one run."""
+
+
+def as_rows(rows: Rows) -> Ints:
+    """The rows as an array."""
+    return np.arange(rows.start, rows.stop, dtype=np.int64) if isinstance(rows, slice) else rows
+
+
+class BlockRows:
+    """One row per running request: its page ids, and how far it has come. Unused entries name the null page.
+
+    Attributes:
+        table: int32 `[rows, columns]`, page ids in logical order.
+        tensor: the same memory as a torch tensor, pinned for a GPU.
+        changed: bool `[rows]`, set where a row changed; who copies rows elsewhere clears it.
+        num_pages: pages of each row.
+        committed: pages of each row, from the first on, that are published.
+        cached: tokens of each row with KV, as of its last `step`.
+        prompt: tokens that each row's request had when it was first reserved, -1 before.
+        counted: tokens of each row that the metrics have seen.
+        capacity: tokens that the pages of each row hold; -1 while they may not be used (an import is pending). Part of
+            an array for all replicas, which calls of one request look up.
+        commit_at: computed tokens at which the next page of each row is full.
+    """
+
+    def __init__(self, capacity: Ints, max_seq_len: int, page_size: int, *, pinned: bool) -> None:
+        rows = len(capacity)
+        self.page_size = page_size
+        self.max_seq_len = max_seq_len
+        self.tensor = torch.zeros((rows, -(-max_seq_len // page_size)), dtype=torch.int32, pin_memory=pinned)
+        self.table: Pages = self.tensor.numpy()
+        self.changed = np.zeros(rows, np.bool_)
+        self.num_pages = np.zeros(rows, np.int64)
+        self.committed = np.zeros(rows, np.int64)
+        self.cached = np.zeros(rows, np.int64)
+        self.prompt = np.full(rows, -1, np.int64)
+        self.counted = np.zeros(rows, np.int64)
+        self.capacity = capacity
+        self.commit_at = np.full(rows, page_size, np.int64)
+        self.request_ids: list[RequestID | None] = [None] * rows
+        self.row_of: dict[RequestID, int] = {}
+        self._free = list(range(rows))  # a heap: the lowest row first, so that a batch is often one run of rows
+
+    def claim(self, request_id: RequestID) -> int:
+        """Bind a free row to the request. Raises `NoFreeRowError`."""
+        if not self._free:
+            raise NoFreeRowError(f"request {request_id!r}: all {len(self.request_ids)} rows of the replica are claimed")
+        row = heapq.heappop(self._free)
+        self.request_ids[row] = request_id
+        self.row_of[request_id] = row
+        return row
+
+    def pages(self, row: int) -> Pages:
+        """The page ids of a row, a view."""
+        return self.table[row, : self.num_pages[row]]
+
+    def write(self, row: int, first: int, pages: Pages) -> None:
+        """Put `pages` at the logical pages from `first` on; a row only grows."""
+        end = first + len(pages)
+        self.table[row, first:end] = pages
+        if end > self.num_pages[row]:
+            self.num_pages[row] = end
+            self.measure(row)
+        self.changed[row] = True
+
+    def append(self, rows: Ints, pages: Pages) -> None:
+        """Put one more page at the end of each of `rows`, distinct."""
+        self.table[rows, self.num_pages[rows]] = pages
+        self.num_pages[rows] += 1
+        self.changed[rows] = True
+        self.capacity[rows] = np.minimum(self.num_pages[rows] * self.page_size, self.max_seq_len)
+
+    def append_one(self, row: int, page: int) -> None:
+        """`append` for one row."""
+        self.table[row, self.num_pages[row]] = page
+        self.num_pages[row] += 1
+        self.changed[row] = True
+        self.measure(row)
+
+    def commit(self, rows: Ints | int, pages: Ints | int) -> None:
+        """The first `pages` pages of `rows` are published."""
+        self.committed[rows] = pages
+        self.commit_at[rows] = (pages + 1) * self.page_size
+
+    def measure(self, row: int, *, usable: bool = True) -> None:
+        """Bring the row's `capacity` up to date."""
+        self.capacity[row] = min(int(self.num_pages[row]) * self.page_size, self.max_seq_len) if usable else -1
+
+    def unbind(self, row: int) -> None:
+        """Clear the row, which is bound, and give it back."""
+        self.table[row, : self.num_pages[row]] = NO_PAGE
+        self.changed[row] = True
+        for counts in (self.num_pages, self.cached, self.counted):
+            counts[row] = 0
+        self.prompt[row] = -1
+        self.commit(row, 0)
+        self.measure(row)
+        request_id, self.request_ids[row] = self.request_ids[row], None
+        if request_id is not None:
+            del self.row_of[request_id]
+        heapq.heappush(self._free, row)
+
+
+class PromptCounter:
+    """Counts each prompt token of a replica once: those that `ran`, and those that were `found` instead."""
+
+    def __init__(self, rows: BlockRows) -> None:
+        self._rows = rows
+        self._open: set[int] = set()  # rows whose prompt is not counted to its end: none of them in a decode step
+        self.ran = 0
+        self.found = 0
+
+    def admit(self, row: int, known: int) -> None:
+        """What a request knows when it is first reserved is its prompt."""
+        if self._rows.prompt[row] < 0:
+            self._rows.prompt[row] = known
+            self._open.add(row)
+
+    def hit(self, row: int, known: int, start: int, cached: int) -> None:
+        """The tokens from `start` to `cached` of a request of `known` tokens do not have to run."""
+        rows = self._rows
+        prompt = known if rows.prompt[row] < 0 else int(rows.prompt[row])
+        self.found += max(0, min(cached, prompt) - max(start, int(rows.counted[row])))
+        rows.counted[row] = max(cached, int(rows.counted[row]))
+
+    def run(self, rows: Rows, starts: Ints | int, ends: Ints) -> None:
+        """The tokens from `starts` to `ends` of `rows` run, or ran."""
+        if not self._open:
+            return
+        state = self._rows
+        seen, prompts = np.maximum(state.counted[rows], starts), state.prompt[rows]
+        self.ran += int(np.maximum(np.minimum(ends, prompts) - seen, 0).sum())
+        state.counted[rows] = counted = np.maximum(seen, ends)
+        self._open.difference_update(as_rows(rows)[counted >= prompts].tolist())
+
+    def computed(self, rows: Rows, tokens: Ints) -> None:
+        """The model has computed this many tokens of `rows`."""
+        self._rows.cached[rows] = tokens
+        self.run(rows, 0, tokens)
+
+    def ran_elsewhere(self, row: int, tokens: int) -> None:
+        """The first `tokens` tokens of the request were no prompt here."""
+        self._rows.prompt[row] = self._rows.counted[row] = tokens
+        self._open.discard(row)
+
+    def forget(self, row: int) -> None:
+        """The row was given back."""
+        self._open.discard(row)

@@ -1,0 +1,357 @@
+"""Starts prefill and decode servers on this host, talks to them, and sees to it that none outlives us."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Self
+
+import msgspec
+import zmq
+
+from scheduler_adapters.errors import ServiceError
+from scheduler_adapters.interrupts import held
+from scheduler_adapters.service import messages as msg
+from scheduler_adapters.service.sockets import Context, received
+from transfer.wire.keys import make_keyrings, save_keyring
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from scheduler_adapters.service.server import ServerConfig
+
+PROGRAM = (sys.executable, "-m", "scheduler_adapters.service.program")
+PREFIX = "pagewire-run-"  # of the names of run folders
+_TRIES = 10
+_START_TIMEOUT_S = 120.0
+_STOP_TIMEOUT_S = 10.0
+_SEND_TIMEOUT_S = 10.0
+_LAST_WORDS_S = 0.2
+
+
+class Fleet:
+    """Prefill and decode servers, from `__enter__` to `__exit__`.
+
+    Args:
+        configs: one for each server; `name` (where empty, the role), `frontend`, `listen` and `prefills` are filled in.
+        program: the command of a server, which takes its settings on standard input.
+        curve: give each server keys of a new fleet. Their sockets then let nobody else in, and cannot be read.
+        send_timeout_s: most seconds that `send` waits for a server that takes nothing in.
+
+    Raises:
+        ServiceError: from any method, when a server has died that nobody killed here, or does not answer. `__exit__`
+            ends all of them then.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[ServerConfig],
+        program: Sequence[str] = PROGRAM,
+        *,
+        curve: bool = False,
+        send_timeout_s: float = _SEND_TIMEOUT_S,
+    ) -> None:
+        self._send_timeout_s = send_timeout_s
+        self._program = list(program)
+        self._asked = tuple(configs)
+        self._curve = curve
+        self._configs: dict[str, ServerConfig] = {}
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._logs: dict[str, IO[bytes]] = {}
+        self._down: set[str] = set()
+        self._made = ExitStack()  # all that is made is ended by it, the last made first
+
+    def _configure(self) -> None:
+        self._configs = {config.name: config for config in map(self._filled_in, self._asked)}
+        listening = tuple(config.listen for config in self._configs.values() if config.role == "prefill")
+        for name, config in self._configs.items():
+            if config.role == "decode" and not config.prefills:
+                self._configs[name] = msgspec.structs.replace(config, prefills=listening)
+        if self._curve:
+            for config, keyring in zip(list(self._configs.values()), make_keyrings(len(self._configs)), strict=True):
+                path = self._folder.path / f"{config.name}.keys"
+                save_keyring(keyring, path)
+                self._configs[config.name] = msgspec.structs.replace(config, keyring=str(path))
+
+    def _filled_in(self, config: ServerConfig) -> ServerConfig:
+        name, at = config.name or config.role, f"ipc://{self._folder.path}"
+        listen = config.listen or (f"{at}/{name}" if config.role == "prefill" else "")
+        return msgspec.structs.replace(config, name=name, frontend=f"{at}/frontend", listen=listen)
+
+    def __enter__(self) -> Self:
+        try:
+            self._make()
+            self._start()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                for name in self.running:
+                    self.send(name, msg.Stop())
+                self._wait_for_exit(_STOP_TIMEOUT_S)
+        finally:
+            self._stop()
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids by name."""
+        return {name: process.pid for name, process in self._processes.items()}
+
+    @property
+    def running(self) -> list[str]:
+        """Names of the servers that were not killed."""
+        return [name for name in self._configs if name not in self._down]
+
+    def role(self, name: str) -> msg.Role:
+        """Of a server."""
+        return self._configs[name].role
+
+    def send(self, name: str, message: msg.AnyMessage) -> None:
+        """Queue a message to one server. Waits while its queue is full: it takes nothing while its answers pile up.
+
+        Raises:
+            ServiceError: it is gone, or its queue stays full.
+        """
+        try:
+            self._socket.send_multipart([name.encode(), msg.encode(message)])
+        except zmq.Again as error:
+            self._check_alive()
+            raise ServiceError(
+                f"the {name} process has taken no message for {self._send_timeout_s:g} s: it is stopped, "
+                "or waits for what it has sent to be received"
+            ) from error
+        except zmq.ZMQError as error:  # ROUTER_MANDATORY: there is no such peer any more
+            self._check_alive()
+            raise ServiceError(f"the {name} process cannot be reached: {error}") from error
+
+    def expect_end(self, name: str) -> None:
+        """A server may end from now on: that is no error. `restart` starts it anew."""
+        self._down.add(name)
+
+    def kill(self, name: str) -> None:
+        """End a server at once, as a crash would, and wait for it."""
+        self.expect_end(name)
+        self._processes[name].kill()
+        self._processes[name].wait()
+
+    def restart(self, name: str) -> None:
+        """Start a server that has ended, with the settings it had. `Ready` says when it serves."""
+        self._close(name)
+        self._start_one(name)
+        self._down.discard(name)
+
+    def has_ended(self, name: str) -> bool:
+        """Whether the server is gone."""
+        return self._processes[name].poll() is not None
+
+    def receive(self, timeout_s: float) -> list[msg.AnyMessage]:
+        """What the servers have sent, waiting up to `timeout_s` for the first of it.
+
+        Raises:
+            ServiceError: a server has ended, or says why it is about to.
+        """
+        messages = self._received(timeout_s)
+        if any(map(self.has_ended, self.running)):
+            self._received(_LAST_WORDS_S)  # its own account of the end may still be under way
+            self._check_alive()
+        return messages
+
+    def stats(self, timeout_s: float = 30.0) -> dict[str, msg.Stats]:
+        """The counters of all servers. Other messages that come meanwhile are dropped: ask when all is served."""
+        for name in self.running:
+            self.send(name, msg.Ask())
+        found: dict[str, msg.Stats] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(found) < len(self.running):
+            found |= {message.name: message for message in self.receive(0.1) if isinstance(message, msg.Stats)}
+            self._check_deadline(deadline, set(found), timeout_s)
+        return found
+
+    def _received(self, timeout_s: float) -> list[msg.AnyMessage]:
+        messages: list[msg.AnyMessage] = []
+        self._socket.poll(int(timeout_s * 1000))
+        for _, data in received(self._socket):
+            message = msg.decode(data)
+            if isinstance(message, msg.Fatal):
+                raise ServiceError(f"the {message.name} process failed: {message.error}")
+            messages.append(message)
+        return messages
+
+    def _make(self) -> None:
+        """Make what the servers need, and book it: a signal never comes in between."""
+        with held():
+            self._folder = RunFolder()
+            self._made.callback(self._folder.close)
+            self._context: Context = zmq.Context()
+            self._made.callback(self._context.destroy, linger=0)
+            self._socket = self._context.socket(zmq.ROUTER)
+            self._made.callback(self._close_all)
+            self._configure()
+
+    def _start(self) -> None:
+        frontend = f"ipc://{self._folder.path}/frontend"
+        try:
+            self._socket.bind(frontend)
+        except zmq.ZMQError as error:
+            raise ServiceError(f"no socket can be made at {frontend!r}: {error}") from error
+        # Without MANDATORY a message to a server that is not connected yet would vanish.
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a server that was killed comes back under its name
+        self._socket.setsockopt(zmq.SNDTIMEO, int(self._send_timeout_s * 1000))
+        for name in self._configs:
+            self._start_one(name)
+        ready: set[str] = set()
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while len(ready) < len(self._configs):
+            ready |= {message.name for message in self.receive(0.1) if isinstance(message, msg.Ready)}
+            self._check_deadline(deadline, ready, _START_TIMEOUT_S)
+
+    def _start_one(self, name: str) -> None:
+        with held():
+            self._logs[name] = tempfile.TemporaryFile(dir=self._folder.path)  # noqa: SIM115  (closed with the process)
+            try:
+                process = self._processes[name] = self._spawn(self._logs[name])
+            except OSError as error:
+                raise ServiceError(f"the {name} process cannot be started: {error}") from error
+        if process.stdin is None:
+            raise ServiceError(f"the {name} process has no standard input")
+        with suppress(BrokenPipeError):  # the process has ended already: who listens to it learns how
+            process.stdin.write(msgspec.json.encode(self._configs[name]) + b"\n")
+            process.stdin.flush()  # and it stays open: its end tells the process that we are gone
+
+    def _spawn(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(  # noqa: S603  (ours, or a test's of its own)
+            self._program,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            # Our own search path: the child finds what we found, however we were started.
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            start_new_session=True,  # Ctrl-C is ours to handle
+        )
+
+    def _check_alive(self) -> None:
+        for name in self.running:
+            status = self._processes[name].poll()
+            if status is not None:
+                how = f"signal {-status}" if status < 0 else f"status {status}"
+                raise ServiceError(f"the {name} process died ({how}){self._last_words(name)}")
+
+    def _check_deadline(self, deadline: float, answered: set[str], timeout_s: float) -> None:
+        if time.monotonic() > deadline:
+            silent = ", ".join(name for name in self.running if name not in answered)
+            raise ServiceError(f"no answer within {timeout_s:.0f} s from: {silent}")
+
+    def _last_words(self, name: str) -> str:
+        log = self._logs[name]
+        log.seek(0)
+        lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+        return f": {lines[-1].strip()[:300]}" if lines else ""
+
+    def _wait_for_exit(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not all(map(self.has_ended, self._processes)) and time.monotonic() < deadline:
+            for _ in received(self._socket):
+                pass  # one that waits for its answers to be read hears `Stop` after that
+            time.sleep(0.01)
+
+    def _close(self, name: str) -> None:
+        process = self._processes[name]
+        process.kill()
+        process.wait()
+        if process.stdin is not None:
+            with suppress(BrokenPipeError):  # settings that the process did not read are still in the buffer
+                process.stdin.close()
+        self._logs[name].close()
+
+    def _close_all(self) -> None:
+        for name in self._processes:
+            self._close(name)
+        for log in self._logs.values():  # also that of a process which could not be started
+            log.close()
+
+    def _stop(self) -> None:
+        with held():
+            self._made.close()
+
+
+class RunFolder:
+    """A new folder for the sockets, key files and logs of one run, for its owner alone. It goes with the run.
+
+    The run holds a lock on it. The kernel takes the lock back when the run ends in whatever way, so a folder whose lock
+    is free belongs to a run that was killed: each new run removes those of its user.
+
+    Raises:
+        ServiceError: no folder can be made.
+    """
+
+    def __init__(self) -> None:
+        try:
+            _remove_abandoned(Path(tempfile.gettempdir()))
+            for _ in range(_TRIES):
+                self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+                lock = _lock(self.path)
+                if lock is not None:
+                    self._lock = lock
+                    return
+                shutil.rmtree(self.path, ignore_errors=True)
+        except OSError as error:
+            raise ServiceError(f"no folder for the run can be made: {error}") from error
+        raise ServiceError(f"no folder for the run can be locked: {self.path} was the last of {_TRIES}")
+
+    def close(self) -> None:
+        """Remove the folder and all that is in it. Safe twice."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _lock(folder: Path) -> int | None:
+    """The descriptor that holds the folder's lock; None where somebody else holds it, or the folder is gone.
+
+    A folder that was just made may be taken for an abandoned one by another run that starts, and be gone once locked.
+    """
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)  # not handed on to child processes
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(folder.stat(), os.fstat(lock)):
+            return lock
+    except OSError:
+        pass
+    os.close(lock)
+    return None
+
+
+def _remove_abandoned(root: Path) -> None:
+    with suppress(OSError), os.scandir(root) as entries:
+        for entry in entries:
+            if entry.name.startswith(PREFIX) and _is_mine(entry):
+                lock = _lock(Path(entry.path))
+                if lock is not None:
+                    shutil.rmtree(entry.path, ignore_errors=True)
+                    os.close(lock)
+
+
+def _is_mine(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.getuid()
+    except OSError:
+        return False

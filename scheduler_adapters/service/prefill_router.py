@@ -1,0 +1,209 @@
+"""The prefill processes as a decode process sees them: who is there, what each has before it, and whom to ask."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import uuid
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from scheduler_adapters.errors import MessageError
+from scheduler_adapters.service import messages as msg
+from scheduler_adapters.service.sockets import Context, Socket, bounded_socket, received
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from transfer.wire.keys import Keyring
+
+CHUNK = 64
+"""Tokens that are looked at as one: some pages. Two prompts that part within a chunk are taken to part before it."""
+_MOST_CHUNKS = 16_384  # a million tokens, more than a process of this size is likely to have cached
+_PAUSE_S, _MAX_PAUSE_S = 0.1, 2.0  # before a lost connection is made anew; doubled each time
+_serial = itertools.count()
+
+
+def chunks_of(tokens: Sequence[int], cache_salt: str | None) -> list[int]:
+    """Names each whole chunk of a prompt, and all before it, by a number. Two may share one: this is for guesses."""
+    chunks: list[int] = []
+    before = hash(cache_salt)
+    for start in range(0, len(tokens) - CHUNK + 1, CHUNK):
+        before = hash((before, tuple(tokens[start : start + CHUNK])))
+        chunks.append(before)
+    return chunks
+
+
+class PromptHistory:
+    """The chunks that one process was asked for last: a guess at what it has cached."""
+
+    def __init__(self) -> None:
+        self._chunks: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def tokens_of(self, chunks: Sequence[int]) -> int:
+        """How many tokens of a prompt it was asked for before, from the first one on."""
+        known = next((at for at, chunk in enumerate(chunks) if chunk not in self._chunks), len(chunks))
+        return known * CHUNK
+
+    def add(self, chunks: Sequence[int]) -> None:
+        """It is asked for these. What was asked for longest ago is forgotten, the end of a prompt before its head."""
+        for chunk in reversed(chunks):
+            self._chunks[chunk] = None
+            self._chunks.move_to_end(chunk)
+        while len(self._chunks) > _MOST_CHUNKS:
+            self._chunks.popitem(last=False)
+
+    def clear(self) -> None:
+        """The process was restarted, perhaps: nothing is known of it."""
+        self._chunks.clear()
+
+
+class PrefillConnection:
+    """The connection to one prefill process. One that is lost is never taken up again: a new one is made.
+
+    What was asked for on a lost connection is over, on both sides. So nothing that waits in a socket for a dead process
+    is delivered to its successor.
+
+    Attributes:
+        welcome: what the process says of itself; None while it is not there.
+        lost: reasons of losses since the owner looked.
+        load: prompt tokens that it has to compute for us and that have not come.
+        history: what it may have cached.
+        malformed: messages that could not be decoded.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        endpoint: str,
+        hello: msg.Hello,
+        clock: Callable[[], float] = time.monotonic,
+        keyring: Keyring | None = None,
+    ) -> None:
+        self.endpoint = endpoint
+        self.welcome: msg.Welcome | None = None
+        self.lost: list[str] = []
+        self.load = 0
+        self.history = PromptHistory()
+        self.malformed = 0
+        self._context = context
+        self._hello = hello
+        self._clock = clock
+        self._keyring = keyring
+        self._pause_s = _PAUSE_S
+        self._again_at = 0.0
+        self._socket: Socket | None = None
+        self._monitor: Socket | None = None
+        self._open()
+
+    @property
+    def name(self) -> str:
+        """Of the process, or of the endpoint where it has not said."""
+        return self.endpoint if self.welcome is None else self.welcome.name
+
+    @property
+    def sockets(self) -> list[Socket]:
+        """What to wait for."""
+        return [socket for socket in (self._socket, self._monitor) if socket is not None]
+
+    def send(self, message: msg.ToPrefill) -> bool:
+        """Send, without waiting. Whether it could be queued."""
+        if self._socket is None:
+            return False
+        try:
+            self._socket.send(msg.encode(message), zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def cancel(self, request_id: str, attempt: int, reason: str) -> None:
+        """Nobody waits for this any more, and nothing of it is read."""
+        self.send(msg.Cancel(request_id=request_id, attempt=attempt, reason=msg.clipped(reason)))
+
+    def poll(self) -> Iterator[msg.ToDecode]:
+        """What the process has said; losses are in `lost`."""
+        if self._socket is None:
+            if self._clock() >= self._again_at:
+                self._open()
+            return
+        if self._monitor is not None and self._monitor.poll(0):
+            recv_monitor_message(self._monitor)  # only of the one event that was asked for
+            self.lose(f"prefill process {self.name!r} is gone, or silent")
+            return
+        for frames in received(self._socket):
+            match message := self._decoded(frames):
+                case msg.Welcome():
+                    self.welcome, self._pause_s = message, _PAUSE_S
+                    yield message
+                case msg.Rejected(stranger=True):
+                    self.lose(f"prefill process {self.name!r} was restarted, or has given this connection up")
+                    return
+                case msg.PagesOffer() | msg.Failed() | msg.Rejected():
+                    yield message
+                case _:
+                    pass
+
+    def lose(self, reason: str) -> None:
+        """Give the connection up, and make a new one a little later."""
+        if self.welcome is not None:
+            self.lost.append(reason)
+        self.close()
+        self.welcome, self.load = None, 0
+        self.history.clear()
+        self._again_at = self._clock() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
+
+    def close(self) -> None:
+        """Close the sockets. Safe twice."""
+        socket, monitor, self._socket, self._monitor = self._socket, self._monitor, None, None
+        if socket is not None:
+            socket.disable_monitor()
+            socket.close()
+        if monitor is not None:
+            monitor.close()
+
+    def _open(self) -> None:
+        socket = bounded_socket(self._context, zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
+        if self._keyring is not None:
+            self._keyring.secure_client(socket)
+        # Named by us: the name that pyzmq makes of the file descriptor is taken while an earlier socket still closes.
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED, f"inproc://pagewire-prefill-{next(_serial)}")
+        socket.connect(self.endpoint)
+        self._socket = socket
+        self.send(self._hello)
+
+    def _decoded(self, frames: list[bytes]) -> msg.AnyMessage | None:
+        try:
+            return msg.decode_frames(frames, msg.ToDecode)
+        except MessageError as error:
+            self.malformed += 1
+            self.send(msg.Rejected(reason=msg.clipped(str(error))))
+            return None
+
+
+def route(
+    connections: Sequence[PrefillConnection], message: msg.Prefill, avoid: set[str]
+) -> tuple[PrefillConnection, int] | None:
+    """Have a prompt computed by the process that will have done so first, which is guessed by load and history.
+
+    Between equals the one with less in its cache; one that is to be avoided only where there is no other. Whom it was
+    asked of, and the tokens booked there as its load; None where nobody took it.
+    """
+    there = [one for one in connections if one.welcome]
+    if not there:
+        return None
+    chunks = chunks_of(message.prompt, message.cache_salt) if len(connections) > 1 else []
+    missing = {one: len(message.prompt) - one.history.tokens_of(chunks) for one in there}
+    chosen = min(there, key=lambda one: (one.name in avoid, one.load + missing[one], len(one.history)))
+    if not chosen.send(message):
+        return None
+    chosen.load += missing[chosen]
+    chosen.history.add(chunks)
+    return chosen, missing[chosen]

@@ -1,0 +1,277 @@
+"""A request as each side of the service keeps it: every legal move is in a table, every phase has a deadline.
+
+What the sides say to each other is about one attempt at a request, (request id, attempt).
+
+With prefill, where an attempt is a request of its own:
+
+    queued ──► leasing ──► computing ──► offered ──► held ──► over
+                    each of the four may go to  ending ──► over
+
+    queued      in the loop, without pages
+    leasing     it has pages and runs; a lease was asked for
+    computing   the lease stands, and no reader knows of it
+    offered     the reader knows, and takes pages while the rest of the prompt runs
+    held        the reader knows all; pages are kept until the lease is over
+    ending      the lease was revoked; pages are kept until its word is cleared
+
+With decode, where a request takes up the next attempt when one fails:
+
+    waiting ──► asked ──► offered ──► pulling ──► decoding ──► over
+       ▲──────────┴──────────┴───────────┘   another attempt
+
+    waiting     for a prefill process to ask
+    asked       a prefill process computes it
+    offered     a lease stands there, and is renewed; no pages here yet
+    pulling     pages are reserved here, READs are on their way
+    decoding    in the loop
+
+From each phase that is not `over` a failure or a cancellation leads to the end. Deadlines are on a monotonic clock of
+this process; what the other side is told is a duration. The first reason of a failure is the one that is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar
+
+from kvcache.replica.context import TextContext
+from scheduler_adapters.errors import IllegalMoveError
+from scheduler_adapters.service import messages as msg
+from scheduler_adapters.service.prefill_router import route
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping, Sequence
+
+    from kvcache.replica.block_table import BlockTable, PendingImport
+    from scheduler_adapters.loop import Request
+    from scheduler_adapters.service.prefill_router import PrefillConnection
+    from transfer.pull.replica import Source
+
+PREFILL_MOVES: dict[str, frozenset[str]] = {
+    "queued": frozenset({"leasing", "over"}),
+    "leasing": frozenset({"computing", "held", "ending", "over"}),
+    "computing": frozenset({"offered", "held", "ending", "over"}),
+    "offered": frozenset({"held", "ending", "over"}),
+    "held": frozenset({"ending", "over"}),
+    "ending": frozenset({"over"}),
+    "over": frozenset(),
+}
+DECODE_MOVES: dict[str, frozenset[str]] = {
+    "waiting": frozenset({"asked", "over"}),
+    "asked": frozenset({"offered", "waiting", "over"}),
+    "offered": frozenset({"pulling", "waiting", "over"}),
+    "pulling": frozenset({"decoding", "waiting", "over"}),
+    "decoding": frozenset({"over"}),
+    "over": frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillTimes:
+    """Seconds that a prefill process gives each phase.
+
+    Attributes:
+        compute_s: most that a reader may ask for.
+        lease_s: that a lease stands without a word of its reader.
+        step_s: for the transfer thread to do what it was told; beyond it, the process is broken.
+    """
+
+    compute_s: float = 600.0
+    lease_s: float = 10.0
+    step_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeTimes:
+    """Seconds that a decode process gives each phase.
+
+    Attributes:
+        wait_s: for a prefill process to be there.
+        prefill_s: for it to compute the prompt.
+        room_s: for pages to become free here. A lease lives 20 durations at most.
+        pull_s: for the READs.
+        decode_s: for the rest of the tokens.
+    """
+
+    wait_s: float = 30.0
+    prefill_s: float = 120.0
+    room_s: float = 120.0
+    pull_s: float = 30.0
+    decode_s: float = 600.0
+
+
+MAX_REMEMBERED = 16_384
+"""Names that `Recent` keeps: what comes again after so many others is taken for new."""
+
+_Name = TypeVar("_Name", bound="Hashable")
+
+
+class Recent(Generic[_Name]):
+    """Names that were used before, the youngest `most` of them: what comes again is told from what is new."""
+
+    def __init__(self, most: int = MAX_REMEMBERED) -> None:
+        self._most = most
+        self._names: OrderedDict[_Name, None] = OrderedDict()
+
+    def add(self, name: _Name) -> bool:
+        """Keep a name. Whether it is new."""
+        if name in self._names:
+            return False
+        self._names[name] = None
+        if len(self._names) > self._most:
+            self._names.popitem(last=False)
+        return True
+
+
+@dataclass(slots=True, eq=False)
+class TrackedRequest:
+    """What both sides keep of a request.
+
+    Attributes:
+        request_id: as the client calls it.
+        attempt: a number of decode's, higher for each attempt at any request.
+        phase: where it stands.
+        deadline: of this phase.
+        reason: the first reason of its failure; empty where there is none.
+    """
+
+    moves: ClassVar[Mapping[str, frozenset[str]]]
+
+    request_id: str
+    attempt: int
+    phase: str
+    deadline: float
+    reason: str = ""
+
+    def move(self, phase: str, deadline: float = math.inf) -> None:
+        """Go on to another phase. Raises `IllegalMoveError` where the table has no such move: a bug of ours."""
+        if phase not in self.moves[self.phase]:
+            raise IllegalMoveError(f"request {self.request_id!r}, attempt {self.attempt}: {self.phase} to {phase}")
+        self.phase, self.deadline = phase, deadline
+
+    def blame(self, reason: str) -> str:
+        """Keep the first reason; returns it."""
+        self.reason = self.reason or reason
+        return self.reason
+
+
+@dataclass(slots=True, eq=False)
+class PrefillRequest(TrackedRequest):
+    """An attempt that a prefill process was asked for.
+
+    Attributes:
+        compute_by: the deadline of its prompt, whatever the phase.
+        reader: identity of the connection that asked.
+        key: what the loop and the transfer call it.
+        chunkwise: the reader takes pages while the prompt runs.
+        replica: ours that holds the pages, once there is a lease.
+        source: what the reader is told of its pages, once a lease was asked for.
+        table: of the whole prompt, once computed.
+        token: the first new token, likewise.
+        told: tokens that the reader has been offered.
+        silent: the reader need not be told of the end: it asked for it, or is gone.
+        final: it would fail elsewhere too.
+    """
+
+    moves = PREFILL_MOVES
+
+    compute_by: float = math.inf
+    reader: bytes = b""
+    key: str = ""
+    chunkwise: bool = False
+    replica: int = 0
+    source: Source | None = None
+    table: BlockTable | None = None
+    token: int | None = None
+    told: int = 0
+    silent: bool = False
+    final: bool = False
+
+
+class Importing(NamedTuple):
+    """The pages that a pull fills, and whose they are."""
+
+    context: TextContext
+    pending: PendingImport
+
+
+@dataclass(slots=True, eq=False)
+class DecodeRequest(TrackedRequest):
+    """A request of a decode process. It takes up the next attempt where one fails.
+
+    Attributes:
+        spec: what the client asked for.
+        serial: of its submission; 0 for none.
+        emitted: tokens that the client has had.
+        prefill: the process that was asked.
+        load: prompt tokens that it has to compute, as far as is known, and that have not come.
+        avoid: names of those where an attempt failed.
+        offer: the longest one of this attempt.
+        replica: ours, which renews the lease from the first offer on.
+        importing: once pages are reserved, until they are committed or given up.
+        reasons: why each attempt failed.
+    """
+
+    moves = DECODE_MOVES
+
+    spec: Request = field(kw_only=True)
+    serial: int = 0
+    emitted: list[int] = field(default_factory=list[int])
+    prefill: PrefillConnection | None = None
+    load: int = 0
+    avoid: set[str] = field(default_factory=set[str])
+    offer: msg.PagesOffer | None = None
+    replica: int = 0
+    importing: Importing | None = None
+    reasons: list[str] = field(default_factory=list[str])
+
+    @property
+    def key(self) -> str:
+        """What the transfer calls this attempt's pull."""
+        return f"{self.request_id}#{self.attempt}"
+
+    @property
+    def tokens(self) -> list[int]:
+        """The prompt and all that the client has had."""
+        return [*self.spec.prompt, *self.emitted]
+
+    @property
+    def has_ended_prefill(self) -> bool:
+        """Whether the first token of this attempt was offered."""
+        return self.offer is not None and self.offer.token is not None
+
+    def new_context(self) -> TextContext:
+        """A context of all that is known of it."""
+        limit = len(self.spec.prompt) + self.spec.max_new_tokens
+        return TextContext(self.tokens, limit, self.request_id, self.spec.cache_salt)
+
+    def ask(self, connections: Sequence[PrefillConnection], within_s: float, *, chunkwise: bool) -> bool:
+        """Have the prompt computed. Whether somebody was there to take the message."""
+        message = msg.Prefill(
+            request_id=self.request_id,
+            attempt=self.attempt,
+            prompt=tuple(self.tokens),
+            within_s=within_s,
+            chunkwise=chunkwise,
+            cache_salt=self.spec.cache_salt,
+        )
+        asked = route(connections, message, self.avoid)
+        if asked is None:
+            return False
+        self.prefill, self.load = asked
+        return True
+
+    def relieve(self) -> None:
+        """The process that was asked has this prompt no longer before it."""
+        if self.prefill is not None:
+            self.prefill.load = max(0, self.prefill.load - self.load)
+        self.load = 0
+
+    def has_had(self, offer: msg.PagesOffer) -> bool:
+        """Whether an offer of this attempt says nothing new: it comes again, or after a younger one."""
+        before = self.offer
+        if before is None or before.token is not None:
+            return before is not None
+        return offer.token is None and offer.table.num_tokens <= before.table.num_tokens

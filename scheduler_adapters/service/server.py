@@ -1,0 +1,236 @@
+"""What a prefill or decode process does (`scheduler_adapters.service.program` starts it).
+
+Its settings come as one line of JSON on standard input. The pipe stays open: its end means that the parent is gone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import signal
+import sys
+import traceback
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+import zmq
+
+from kvcache.errors import KVCacheError
+from scheduler_adapters.errors import MessageError
+from scheduler_adapters.loop import ServingLoop
+from scheduler_adapters.service import messages as msg
+from scheduler_adapters.service.decode import MAX_OPEN, DecodeScheduler
+from scheduler_adapters.service.prefill import PrefillScheduler
+from scheduler_adapters.service.requests import PrefillTimes
+from scheduler_adapters.service.sockets import (
+    MAX_UNREAD,
+    Context,
+    FrontendQueue,
+    Socket,
+    bind_router,
+    received,
+    wait_for_any,
+)
+from transfer.nixl.agent import Agent
+from transfer.nixl.chaos import ChaosAgent, Rates
+from transfer.pull.exchange import PageExchange
+from transfer.wire.keys import load_keyring
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from kvcache.manager import PagedKVCacheManager
+    from transfer.memory import MemoryType
+
+_IDLE_MS = 1
+_LAST_WORDS_MS = 1000
+# A thread that computes in Python gives the lock up after this long: the transfer thread polls every millisecond.
+_SWITCH_S = 2e-4
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process is told."""
+
+    model: str | None  # its directory; None for the small Llama
+    seed: int  # of the small Llama
+    page_size: int  # tokens
+    cache_bytes: int  # memory for pages
+    max_seq_len: int  # most tokens of a request
+    max_requests: int  # rows: requests that hold pages at a time
+    token_budget: int  # most tokens of one step
+    tp: int  # shards that the heads are split over, all on `device`
+    device: str  # torch device of the model and its pages
+    dp: int = 1  # replicas, each with pages of its own
+    threads: int = 1  # of torch
+    chunkwise: bool = True  # decode pulls pages while the rest of a prompt still runs
+    lease_s: float = 10.0  # seconds that a lease stands without a word of its reader
+    chaos: int | None = None  # seed of an agent that misbehaves; None for one that does not
+    verify: bool = False  # what is pulled is compared with the source's page checks
+    max_unread: int = MAX_UNREAD  # messages that the frontend may leave unread; beyond that its requests fail
+    max_open: int = MAX_OPEN  # requests that the frontend may have on their way; each further one is refused
+    name: str = ""  # of the process
+    role: msg.Role = "prefill"  # which scheduler it runs
+    frontend: str = ""  # endpoint of the parent, to connect to
+    listen: str = ""  # where a prefill process listens for decode processes
+    prefills: tuple[str, ...] = ()  # where the prefill processes listen, for a decode process
+    handshake: str = "tcp://127.0.0.1:0"  # where the process tells peers of its engines
+    keyring: str = ""  # file of this process's keys (`transfer.wire.keys`); empty for plain sockets
+    # Of the fleet (`transfer.wire.secret`), for what engines tell each other, in place of a keyring. Sources on other
+    # hosts are read from only with one of them.
+    secret: str = ""
+
+
+def build_loop(config: ServerConfig) -> tuple[ServingLoop[PagedKVCacheManager], dict[str, str]]:
+    """The loop of one process, and what must agree with its peers.
+
+    Raises:
+        InvalidParamsError, PoolTooSmallError, ModelLoadError: the settings cannot work.
+    """
+    from scheduler_adapters.hf.runner import HFRunner, kv_params_of, load_model, manager_for  # noqa: PLC0415  (heavy)
+
+    model = load_model(config.model, config.seed, config.device)
+    params = kv_params_of(
+        model.config, page_size=config.page_size, n_devices=config.tp * config.dp, data_parallel_degree=config.dp
+    )
+    devices = [config.device] * params.n_devices
+    sizes = config.max_requests, config.max_seq_len
+    manager = manager_for(model, params, *sizes, devices, available_cache_memory=config.cache_bytes)
+    runner = HFRunner(model, *manager.further_groups)
+    return ServingLoop(manager, runner, config.token_budget), {"model": model_name(model)}
+
+
+def model_name(model: PreTrainedModel) -> str:
+    """Names a model by its configuration and the first values of each of its weights: pages of another are no good."""
+    # Where it was loaded from, and by which version, is no part of what its pages mean.
+    config = {key: value for key, value in model.config.to_dict().items() if key[0] != "_" and "version" not in key}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, weight in model.state_dict().items():
+        digest.update(f"{name}{tuple(weight.shape)}".encode())
+        digest.update(weight.detach().flatten()[:64].cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+class ChaosAgents:
+    """Makes agents that misbehave, each by a seed of its own. Bytes go wrong silently only where they are compared."""
+
+    def __init__(self, seed: int, *, wrong_bytes: bool) -> None:
+        self._seeds = itertools.count(seed)
+        # Each fault happens several times in forty requests.
+        self._rates = Rates(refuse=0.04, drop=0.2, short=0.12 * wrong_bytes, corrupt=0.05 * wrong_bytes)
+        self._made: list[ChaosAgent] = []
+
+    def __call__(self, name: str, memory_type: MemoryType) -> Agent:
+        """One more."""
+        self._made.append(ChaosAgent(name, memory_type, seed=next(self._seeds), rates=self._rates))
+        return self._made[-1]
+
+    @property
+    def faults(self) -> dict[str, int]:
+        """How often each fault has happened, all agents together; 0 for one that has not."""
+        total: Counter[str] = Counter(dict.fromkeys(self._rates.kinds, 0))
+        for agent in self._made:
+            total.update(agent.faults.copy())  # the transfer thread goes on counting
+        return dict(total)
+
+
+def serve(config: ServerConfig, context: Context, socket: Socket) -> None:
+    """Set everything up, say `Ready`, and serve until told to stop."""
+    chaos = None if config.chaos is None else ChaosAgents(config.chaos, wrong_bytes=config.verify)
+    keyring = load_keyring(Path(config.keyring)) if config.keyring else None
+    loop, compatibility = build_loop(config)
+    exchange = PageExchange(
+        loop.manager,
+        config.name,
+        bind=config.handshake,
+        compatibility=compatibility,
+        verify=config.verify,
+        agent=chaos or Agent,
+        keyring=keyring,
+        secret=config.secret,
+    )
+    try:
+        scheduler: PrefillScheduler | DecodeScheduler
+        if config.role == "prefill":
+            router, times = bind_router(context, config.listen, keyring), PrefillTimes(lease_s=config.lease_s)
+            scheduler = PrefillScheduler(config.name, loop, exchange, router, times=times)
+        else:
+            scheduler = DecodeScheduler(
+                config.name,
+                loop,
+                exchange,
+                context,
+                config.prefills,
+                socket,
+                max_unread=config.max_unread,
+                max_open=config.max_open,
+                chunkwise=config.chunkwise,
+                keyring=keyring,
+            )
+        _serve(scheduler, socket, config.name, chaos)
+    finally:
+        exchange.close()
+        loop.manager.close()
+
+
+def _serve(scheduler: PrefillScheduler | DecodeScheduler, socket: Socket, name: str, chaos: ChaosAgents | None) -> None:
+    decode = scheduler if isinstance(scheduler, DecodeScheduler) else None
+    frontend = FrontendQueue(socket) if decode is None else decode.frontend
+    frontend.send(msg.Ready(name=name))
+    while True:
+        # A frontend that leaves its answers unread is not heard either: what it sends waits, until its own deadline.
+        hears = [] if frontend.is_deaf else [socket]
+        for frames in itertools.chain.from_iterable(map(received, hears)):
+            match message := _decoded(frames, frontend):
+                case msg.Stop():
+                    return
+                case msg.Ask():
+                    faults = {} if chaos is None else chaos.faults
+                    frontend.send(msgspec.structs.replace(scheduler.stats(), faults=faults))
+                case msg.Submit() if decode is not None:
+                    decode.submit(message)
+                case msg.Abort() if decode is not None:
+                    decode.abort(message.request_id, message.serial)
+                case _:
+                    pass  # answered already, or nothing for a prefill process: decode processes alone ask it
+        if decode is None:
+            frontend.flush()
+        if not scheduler.poll():
+            wait_for_any([*hears, *scheduler.sockets], _IDLE_MS)
+
+
+def _decoded(frames: list[bytes], frontend: FrontendQueue) -> msg.AnyMessage | None:
+    try:
+        return msg.decode_frames(frames, msg.FromFrontend)
+    except MessageError as error:
+        frontend.send(msg.Rejected(reason=msg.clipped(str(error))))
+        return None
+
+
+def main() -> int:
+    """Run one process, whose parent is watched already; the exit status."""
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=ServerConfig)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and stops us in order
+    sys.setswitchinterval(_SWITCH_S)
+    torch.set_num_threads(config.threads)
+    # The frontend has a context of its own, so that its last words are waited for. Keys are looked at in the process's.
+    context: Context = zmq.Context()
+    frontend = context.socket(zmq.DEALER)
+    frontend.setsockopt(zmq.IDENTITY, config.name.encode())
+    frontend.connect(config.frontend)
+    try:
+        serve(config, zmq.Context.instance(), frontend)
+    except Exception as error:  # noqa: BLE001  (the parent reports it, whatever it is)
+        traceback.print_exc()
+        text = str(error) if isinstance(error, KVCacheError) else f"{type(error).__name__}: {error}"
+        frontend.setsockopt(zmq.SNDTIMEO, _LAST_WORDS_MS)
+        with suppress(zmq.Again):  # nobody reads: the exit status tells the parent as well
+            frontend.send(msg.encode(msg.Fatal(name=config.name, error=text)))
+        return 1
+    finally:
+        context.destroy(linger=1000)
+    return 0

@@ -1,0 +1,100 @@
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from scheduler_adapters.errors import ServiceError
+from scheduler_adapters.hf.runner import reference_tokens
+from scheduler_adapters.service import messages as msg
+from scheduler_adapters.service.fleet import Fleet
+from scheduler_adapters.service.server import ServerConfig
+
+pytestmark = pytest.mark.slow
+
+CONFIG = ServerConfig(
+    model=None,
+    seed=0,
+    page_size=16,
+    cache_bytes=8 << 20,
+    max_seq_len=256,
+    max_requests=4,
+    token_budget=64,
+    tp=1,
+    device="cpu",
+)
+CONFIGS = [msgspec.structs.replace(CONFIG, role=role) for role in ("prefill", "decode")]
+PROMPT = tuple(range(60, 140))
+
+
+def gone(pid: int) -> bool:
+    """No process of that id, or only its remains."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state == "Z"
+
+
+def assert_gone_soon(pids: list[int]) -> None:
+    deadline = time.monotonic() + 10
+    while not all(gone(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"still alive: {[pid for pid in pids if not gone(pid)]}"
+        time.sleep(0.02)
+
+
+def test_two_processes_serve_a_prompt_and_end_in_order(tiny_model: object) -> None:
+    tokens: list[int] = []
+    with Fleet(CONFIGS) as fleet:
+        pids = list(fleet.pids.values())
+        assert len({os.getpid(), *pids}) == 3
+        fleet.send("decode", msg.Submit(request_id="r", prompt=PROMPT, max_new_tokens=8))
+        finished = None
+        deadline = time.monotonic() + 30
+        while not finished:
+            assert time.monotonic() < deadline
+            for message in fleet.receive(0.1):
+                assert isinstance(message, msg.Tokens)
+                tokens += message.tokens
+                finished = message.finished
+        stats = fleet.stats()
+        processes = list(fleet._processes.values())
+    assert tokens == reference_tokens(tiny_model, PROMPT, 8)
+    assert stats["decode"].pages_pulled == 5
+    assert stats["prefill"].prompt_tokens == len(PROMPT)
+    assert [process.returncode for process in processes] == [0, 0]
+    assert_gone_soon(pids)
+
+
+def test_a_killed_process_is_named_and_takes_the_other_along() -> None:
+    fleet = Fleet(CONFIGS)
+    with pytest.raises(ServiceError, match=r"the prefill process died \(signal 9\)"):
+        kill_and_listen(fleet)
+    assert len(fleet.pids) == 2
+    assert_gone_soon(list(fleet.pids.values()))
+
+
+def kill_and_listen(fleet: Fleet) -> None:
+    with fleet:
+        os.kill(fleet.pids["prefill"], signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            fleet.receive(0.05)
+
+
+def test_a_process_that_cannot_start_says_why() -> None:
+    fleet = Fleet([msgspec.structs.replace(config, cache_bytes=100) for config in CONFIGS])
+    with pytest.raises(ServiceError, match="process failed: .*100"), fleet:
+        pass
+    assert_gone_soon(list(fleet.pids.values()))
+
+
+def test_an_error_of_ours_ends_both_processes() -> None:
+    fleet = Fleet(CONFIGS)
+    with contextlib.suppress(ZeroDivisionError), fleet:
+        raise ZeroDivisionError
+    assert len(fleet.pids) == 2
+    assert_gone_soon(list(fleet.pids.values()))

@@ -1,0 +1,122 @@
+"""Whom a decode process asks, and what it books for it: over real sockets, with nobody behind them but the test."""
+
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+from scheduler_adapters.loop import Request
+from scheduler_adapters.service import messages as msg
+from scheduler_adapters.service import prefill_router
+from scheduler_adapters.service.prefill_router import CHUNK, PrefillConnection, PromptHistory, chunks_of
+from scheduler_adapters.service.requests import DecodeRequest
+from scheduler_adapters.service.sockets import bind_router, received
+
+PROMPT = list(range(5 * CHUNK + 7))
+_names = itertools.count()
+Fleet = tuple[list[PrefillConnection], list[Any]]
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    """Two prefill processes, and the routers where they listen."""
+    context: zmq.Context[Any] = zmq.Context()
+    at = [f"inproc://prefills-{next(_names)}" for _ in range(2)]
+    routers = [bind_router(context, endpoint) for endpoint in at]
+    hello = msg.Hello(reader="d", incarnation="1")
+    connections = [PrefillConnection(context, endpoint, hello) for endpoint in at]
+    yield connections, routers
+    for one in connections:
+        one.close()
+    context.destroy(linger=0)
+
+
+def heard(connections: list[PrefillConnection], router: Any, answers: int = 0) -> list[msg.AnyMessage]:
+    """What has come to a router; the first so many messages are answered with `Welcome`."""
+    found = []
+    deadline = time.monotonic() + 5
+    while not found and time.monotonic() < deadline:
+        for identity, data in received(router):
+            found.append(msg.decode(data))
+            if len(found) <= answers:
+                welcome = msg.Welcome(name=f"p{id(router)}", incarnation="1", engines=("e",))
+                router.send_multipart([identity, msg.encode(welcome)])
+    for _ in range(50 * answers):
+        for connection in connections:
+            list(connection.poll())
+        time.sleep(0.001)
+    return found
+
+
+def request_of(name: str, length: int, first: int = 0) -> DecodeRequest:
+    return DecodeRequest(name, 1, "waiting", 0.0, spec=Request(name, [first, *range(length - 1)], 4))
+
+
+def test_nobody_is_asked_before_it_is_there(fleet: Fleet) -> None:
+    connections, routers = fleet
+    request = request_of("r", 10)
+    assert not request.ask(connections, 1.0, chunkwise=True)
+    assert (request.prefill, request.load) == (None, 0)
+    assert heard(connections, routers[1], 1) == [msg.Hello(reader="d", incarnation="1")]
+    assert request.ask(connections, 2.5, chunkwise=False)
+    assert request.prefill is connections[1]
+    (message,) = heard(connections, routers[1])
+    assert message == msg.Prefill(
+        request_id="r", attempt=1, prompt=tuple(request.tokens), within_s=2.5, chunkwise=False
+    )
+
+
+def test_load_is_booked_until_it_is_relieved_once(fleet: Fleet) -> None:
+    connections, routers = fleet
+    for router in routers:
+        heard(connections, router, 1)
+    requests = [request_of(f"r{number}", 100 + number, number) for number in range(3)]
+    assert all(request.ask(connections, 1.0, chunkwise=True) for request in requests)
+    first, second, third = (request.prefill for request in requests)
+    assert first is not second
+    assert third is first  # it has the least before it
+    assert sorted(connection.load for connection in connections) == [101, 202]
+    for _ in range(2):
+        requests[0].relieve()
+    assert sorted(connection.load for connection in connections) == [101, 102]
+
+
+def test_cancelling_names_the_attempt(fleet: Fleet) -> None:
+    connections, routers = fleet
+    heard(connections, routers[0], 1)
+    connections[0].cancel("r", 7, "x" * 5000)
+    (message,) = heard(connections, routers[0])
+    assert isinstance(message, msg.Cancel)
+    assert (message.request_id, message.attempt, len(message.reason)) == ("r", 7, 2000)
+
+
+def test_a_chunk_is_named_by_all_before_it_and_by_its_tenant() -> None:
+    chunks = chunks_of(PROMPT, None)
+    assert len(chunks) == 5
+    assert chunks_of(PROMPT[: 3 * CHUNK], None) == chunks[:3]
+    assert chunks_of(PROMPT[CHUNK:], None)[0] not in chunks
+    assert not set(chunks_of(PROMPT, "tenant")) & set(chunks)
+    assert chunks_of(PROMPT[: CHUNK - 1], None) == []
+
+
+def test_tokens_count_from_the_first_on_up_to_the_first_that_was_not_asked_for() -> None:
+    history = PromptHistory()
+    history.add(chunks_of(PROMPT[: 3 * CHUNK], None))
+    assert history.tokens_of(chunks_of(PROMPT, None)) == 3 * CHUNK
+    assert history.tokens_of(chunks_of([*PROMPT[:CHUNK], 1, *PROMPT[CHUNK:]], None)) == CHUNK
+    assert history.tokens_of(chunks_of([1, *PROMPT], None)) == 0
+    history.clear()
+    assert history.tokens_of(chunks_of(PROMPT, None)) == 0
+
+
+def test_it_forgets_the_oldest_and_the_ends_of_prompts_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_router, "_MOST_CHUNKS", 6)
+    history, other = PromptHistory(), [-token for token in PROMPT]
+    history.add(chunks_of(PROMPT, None))
+    history.add(chunks_of(other[: 4 * CHUNK], None))
+    assert len(history) == 6
+    assert history.tokens_of(chunks_of(PROMPT, None)) == 2 * CHUNK
+    assert history.tokens_of(chunks_of(other, None)) == 4 * CHUNK

@@ -1,0 +1,38 @@
+"""The managers are what a scheduler is told to call: each name, with the same parameters."""
+
+import inspect
+from typing import Any
+
+import pytest
+
+from kvcache.manager import PagedKVCacheManager
+from kvcache.metrics import KVCacheMetrics
+from scheduler_adapters.base import Pages, PulledPages
+from scheduler_adapters.hf.hybrid import HybridKVCacheManager
+from tests.kvcache.build import manager_of
+
+MEMBERS: dict[str, Any] = {
+    name: member
+    for protocol in (Pages, PulledPages)
+    for name, member in vars(protocol).items()
+    if not name.startswith("_")
+}
+NAMES = sorted(name for name, member in MEMBERS.items() if inspect.isfunction(member))
+
+
+def parameters(call: Any) -> list[tuple[str, Any, Any]]:
+    return [(one.name, one.kind, one.default) for one in inspect.signature(call).parameters.values()]
+
+
+@pytest.mark.parametrize("manager", [PagedKVCacheManager, HybridKVCacheManager])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_manager_takes_what_its_protocol_says(manager: type[PagedKVCacheManager], name: str) -> None:
+    assert parameters(getattr(manager, name)) == parameters(MEMBERS[name])
+
+
+def test_a_manager_has_what_its_protocol_says() -> None:
+    assert len(NAMES) > 12
+    manager = manager_of()
+    asked = MEMBERS.keys() - {*NAMES}
+    assert asked == {"num_replicas", "page_size", "total_num_pages", "metrics"}
+    assert {type(getattr(manager, name)) for name in asked} == {int, KVCacheMetrics}

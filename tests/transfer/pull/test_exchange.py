@@ -1,0 +1,188 @@
+"""One secret for a fleet, and the list of who may be contacted, between two exchanges over real sockets and NIXL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from kvcache import BlockTable, InvalidRequestError
+from tests.transfer.pull.test_ownership import MINE, Reader, Side, leased, manager_of
+from transfer.errors import InvalidEngineError, InvalidLeaseError, MetadataError
+from transfer.pull import directory
+from transfer.pull.exchange import PageExchange
+from transfer.pull.replica import LeaseOver, Offered, Source
+from transfer.wire.keys import make_keyrings
+from transfer.wire.messages import MetadataQuery, encode_message, open_rank
+
+SECRET, OTHER = "the secret of one fleet", "the secret of another one"
+QUICK = {"handshake_timeout_s": 1.0}
+
+
+@pytest.fixture
+def side() -> Iterator[Callable[..., Any]]:
+    made: list[Side] = []
+
+    def make(kind: type[Side], name: str, *, caching: bool = False, **options: Any) -> Side:
+        made.append(kind(name, exchange={"replica_options": QUICK, **options}, caching=caching))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.exchange.close()
+        one.manager.close()
+
+
+def test_with_one_secret_sockets_and_metadata_have_keys_and_nobody_is_asked_to_vouch(
+    side: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(directory, "is_vouched", lambda _: pytest.fail("asked, with keys"))
+    path = tmp_path / "secret"
+    path.write_text(SECRET)
+    path.chmod(0o600)
+    source, reader = side(Side, "p", secret=SECRET), side(Reader, "d", secret=f"file:{path}")
+    offer, context, pending = leased(source, reader)
+    event, proof = reader.pull(source, offer, pending)
+    assert event.error == ""
+    reader.manager.commit_import(context, pending, proof)
+    assert reader.values(pending) == {MINE}
+    (rank,) = source.exchange._threads[0].call(lambda replica: replica.ranks)
+    with pytest.raises(MetadataError, match="another key"):
+        open_rank(rank.metadata)
+    plain = zmq.Context.instance().socket(zmq.DEALER)
+    plain.setsockopt(zmq.LINGER, 0)
+    plain.connect(source.exchange.address)
+    plain.send(encode_message(MetadataQuery(query_id=1, engine_id="p/0", compatibility={})))
+    assert not plain.poll(500)
+    plain.close()
+
+
+@pytest.mark.parametrize(
+    ("source_s", "reader_s", "said"),
+    [
+        (SECRET, OTHER, "in time (who has other keys than ours, or none, gives none)"),
+        ("", SECRET, "in time (who has other keys than ours, or none, gives none)"),
+        (SECRET, "", "no answer from"),
+    ],
+)
+def test_with_another_secret_or_on_one_side_alone_a_pull_fails_and_says_so(
+    side: Any, source_s: str, reader_s: str, said: str
+) -> None:
+    source, reader = side(Side, "p", secret=source_s), side(Reader, "d", secret=reader_s)
+    offer, _, pending = leased(source, reader)
+    event, proof = reader.pull(source, offer, pending)
+    assert event.error.startswith("handshake with engine 'p/0'")
+    assert source.exchange.address in event.error
+    assert said in event.error
+    assert SECRET not in event.error
+    assert proof is None
+    reader.manager.cancel_import(pending)
+
+
+@pytest.mark.parametrize(("allowed", "said"), [((), "outside of allowed_peers"), (("10.2.0.0/16",), "no answer from")])
+def test_only_who_is_listed_is_contacted(side: Any, allowed: tuple[str, ...], said: str) -> None:
+    source, reader = side(Side, "p"), side(Reader, "d", allowed_peers=allowed)
+    offer, _, pending = leased(source, reader)
+    reader.exchange.open_pull(0, "k", offer._replace(address="tcp://10.2.255.1:9"), 20.0)
+    reader.exchange.read(0, "k", pending, last=True)
+    event, _ = reader.end(source)
+    assert said in event.error
+    assert "10.2.255.1" in event.error
+    reader.manager.cancel_import(pending)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"secret": "short"}, "has 5 bytes, at least 16 are needed"),
+        ({"secret": "env:NO_SUCH_VARIABLE"}, "no environment variable 'NO_SUCH_VARIABLE'"),
+        ({"secret": SECRET, "keyring": make_keyrings(1)[0]}, "exchange 'p': a keyring beside a shared secret"),
+        ({"allowed_peers": ["10.0.0.0/33"]}, "allowed_peers"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidEngineError, match=message):
+        PageExchange(manager_of(), "p", **options)
+
+
+def test_what_is_offered_goes_over_any_channel_and_comes_back_checked(side: Any) -> None:
+    source, reader = side(Side, "p"), side(Reader, "d")
+    source.compute()
+    offer = source.offer()
+    assert [(card.engine_id, card.incarnation) for card in source.exchange.cards] == [
+        (offer.engine_id, offer.incarnation)
+    ]
+    sent = msgspec.msgpack.encode((offer, source.manager.block_table("r")))
+    source.manager.release("r")
+    heard, table = msgspec.msgpack.decode(sent, type=tuple[Source, BlockTable])
+    assert heard == offer
+    context, pending = reader.reserve(table)
+    event, proof = reader.pull(source, heard, pending)
+    assert event.error == ""
+    reader.manager.commit_import(context, pending, proof)
+    assert reader.values(pending) == {MINE}
+    for wrong in (offer._replace(address=""), offer._replace(lease=offer.lease._replace(lease_id=0))):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.msgpack.decode(msgspec.msgpack.encode(wrong), type=Source)
+
+
+def test_the_time_of_an_offer_runs_at_once_or_from_the_end_of_its_request(side: Any) -> None:
+    source = side(Side, "p")
+    source.compute()
+    ran, runs = (source.exchange.offer("r", 0.2, running=running) for running in (False, True))
+    source.manager.release("r")
+
+    def over() -> list[int]:
+        return [happened.event.lease_id for happened in source.of(LeaseOver)]
+
+    source.until(over)  # nobody came
+    source.until(lambda: len(source.of(Offered)) == 2)
+    assert over() == [ran.lease.lease_id]
+    assert source.manager.num_leased_blocks == 4
+    source.exchange.start_clock(runs)
+    source.until(lambda: len(over()) == 2)
+    assert source.idle
+
+
+def test_an_offer_is_ended_by_its_own_exchange_alone(side: Any) -> None:
+    source, other = side(Side, "p"), side(Side, "q")
+    source.compute()
+    offer = source.offer()
+    for call in (lambda: other.exchange.revoke(offer, "over"), lambda: other.exchange.start_clock(offer)):
+        with pytest.raises(InvalidLeaseError, match="engine 'p/0' has offered it, ours are \\['q/0'\\]"):
+            call()
+    source.exchange.revoke(offer, "over")
+    source.until(lambda: source.of(LeaseOver))
+
+
+def test_a_pull_in_one_is_refused_before_it_takes_anything(side: Any) -> None:
+    source, reader = side(Side, "p"), side(Reader, "d")
+    offer, context, pending = leased(source, reader)
+    reader.exchange.open_pull(0, "k", offer, 60.0)
+    with pytest.raises(InvalidRequestError, match="a pull 'k' is open on replica 0 already"):
+        reader.exchange.pull("k", offer, pending, 60.0)
+    reader.exchange.read(0, "k", pending, last=True)  # nobody has its copier
+    event, proof = reader.end(source)
+    assert event.error == ""
+    reader.manager.commit_import(context, pending, proof)
+    with pytest.raises(InvalidRequestError, match="its import is closed|this import is closed"):
+        reader.exchange.pull("k", offer, pending, 60.0)
+
+
+def test_what_is_cached_is_not_read_and_its_source_is_told(side: Any) -> None:
+    source, reader = side(Side, "p", caching=True), side(Reader, "d", caching=True)
+    for key, needed in (("first", True), ("second", False)):
+        offer, context, pending = leased(source, reader)
+        assert pending.needs_copy == needed
+        reader.exchange.pull(key, offer, pending, 60.0)
+        event, proof = reader.end(source, key)
+        assert event.error == ""
+        reader.manager.commit_import(context, pending, proof)
+        reader.manager.release("r")
+        source.until(lambda: any(one.event.lease_id == offer.lease.lease_id for one in source.of(LeaseOver)))  # noqa: B023
+    assert [one.event.reason for one in source.of(LeaseOver)] == ["read", "read"]
+    assert reader.exchange.totals()[1] == 0

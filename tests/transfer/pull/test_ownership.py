@@ -1,0 +1,586 @@
+"""Programs against the public API that try to get a stale page accepted, or a page lost, and what each gets.
+
+Everything is real: two managers, their exchanges, NIXL between them. A page holds one value all over, its request's. A
+reader may end with an error, or with the values of its own prompt; never with another's.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from kvcache import (
+    BlockTable,
+    ImportProof,
+    InvalidRequestError,
+    KVCacheParams,
+    NotReservedError,
+    PagedKVCacheManager,
+    PageLease,
+    PendingImport,
+    TextContext,
+    UnknownRequestError,
+)
+from transfer.errors import EngineClosedError
+from transfer.pull.exchange import ExchangeEvent, PageExchange
+from transfer.pull.pull_state import PullEvent
+from transfer.pull.replica import LeaseOver, Offered, Source
+
+PAGES, PAGE_SIZE, MINE, OTHERS = 8, 4, 1.0, 2.0
+PROMPT = list(range(16))
+
+
+def manager_of(*, caching: bool = False, shards: int = 1) -> PagedKVCacheManager:
+    params = KVCacheParams(
+        torch.float32, n_kv_heads=2, head_dim=8, enable_prefix_caching=caching, page_size=PAGE_SIZE, n_devices=shards
+    )
+    memory = params.bytes_per_token(1) * PAGE_SIZE * PAGES
+    return PagedKVCacheManager(params, 4, 32, 1, ["cpu"] * shards, available_cache_memory=memory)
+
+
+class Side:
+    """A manager and its exchange."""
+
+    def __init__(self, name: str, exchange: Mapping[str, Any] | None = None, **options: bool | int) -> None:
+        self.manager = manager_of(**options)  # type: ignore[arg-type]
+        self.exchange = PageExchange(self.manager, name, **(exchange or {}))
+        self.events: list[ExchangeEvent] = []
+
+    def poll(self) -> None:
+        self.events += self.exchange.poll()
+
+    def until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 60  # the first contact tries the source in a process that has yet to start
+        while not condition():
+            self.poll()
+            time.sleep(1e-4)
+            assert time.monotonic() < deadline, self.events
+
+    def of(self, kind: type) -> list[ExchangeEvent]:
+        return [happened for happened in self.events if isinstance(happened.event, kind)]
+
+    def run(self, context: TextContext, value: float) -> None:
+        """One step of a request, which writes its value to all of its pages."""
+        assert self.manager.maybe_reserve(context)
+        for shard in self.manager.device_tensors[0]:
+            for page in self.manager.get_req_blocks(context.request_id)[context.start_idx // PAGE_SIZE :]:
+                shard[page] = value
+        context.update(1)
+        self.manager.step([context])
+
+    def compute(self, name: str = "r", tokens: list[int] = PROMPT, value: float = MINE) -> TextContext:
+        context = TextContext(tokens, 32, name)
+        self.manager.external_claim(name)
+        self.run(context, value)
+        return context
+
+    def offer(self, name: str = "r") -> Source:
+        offer = self.exchange.offer(name, 30.0, running=True)
+        assert offer is not None
+        self.until(lambda: any(happened.event.lease_id == offer.lease.lease_id for happened in self.of(Offered)))
+        self.exchange.start_clock(offer)
+        return offer
+
+    def overwrite(self) -> None:
+        """Another prompt takes every page that it can get."""
+        self.manager.reset_prefix_cache()
+        free = self.manager.num_free_blocks
+        if free:
+            self.compute("other", list(range(100, 100 + min(31, free * PAGE_SIZE - 1))), OTHERS)
+
+    @property
+    def idle(self) -> bool:
+        return self.manager.num_free_blocks == self.manager.total_num_pages
+
+
+class Reader(Side):
+    def reserve(self, table: BlockTable, name: str = "r") -> tuple[TextContext, PendingImport]:
+        context = TextContext([*PROMPT[: table.num_tokens], 1], 32, name)
+        self.manager.external_claim(name)
+        pending = self.manager.import_block_table(context, table)
+        assert pending is not None
+        return context, pending
+
+    def open(self, offer: Source, key: str = "k") -> None:
+        self.exchange.open_pull(0, key, offer, 60.0)
+
+    def end(self, source: Side, key: str = "k") -> tuple[PullEvent, ImportProof | None]:
+        def last() -> list[ExchangeEvent]:
+            source.poll()
+            return [one for one in self.of(PullEvent) if one.event.key == key and one.event.safe]  # type: ignore[union-attr]
+
+        self.until(last)
+        (happened,) = last()
+        assert isinstance(happened.event, PullEvent)
+        return happened.event, happened.proof
+
+    def pull(
+        self, source: Side, offer: Source, pending: PendingImport, key: str = "k"
+    ) -> tuple[PullEvent, ImportProof | None]:
+        self.open(offer, key)
+        self.exchange.read(0, key, pending, last=True)
+        return self.end(source, key)
+
+    def values(self, pending: PendingImport) -> set[float]:
+        pages = pending.dst_pages.tolist()
+        return {float(value) for shard in self.manager.device_tensors[0] for value in shard[pages].unique()}
+
+
+@pytest.fixture(params=["caching", "plain"])
+def sides(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Reader]]:
+    made = Side("p", caching=request.param == "caching"), Reader("d", caching=request.param == "caching")
+    yield made
+    for side in made:
+        side.exchange.close()
+        side.manager.check()
+        side.manager.close()
+
+
+def accept(source: Side, reader: Reader, offer: Source, table: BlockTable) -> None:
+    """The pull passes, and what is committed is what the lease was for. In the end both sides have all pages back."""
+    context, pending = reader.reserve(table)
+    event, proof = reader.pull(source, offer, pending)
+    assert event.error == ""
+    reader.manager.commit_import(context, pending, proof)
+    assert reader.values(pending) == {MINE}
+    reader.manager.release("r")
+    source.until(lambda: any(one.event.lease_id == offer.lease.lease_id for one in source.of(LeaseOver)))
+    for name in ("r", "other"):
+        if source.manager.contains(name):
+            source.manager.release(name)
+    assert source.manager.num_leased_blocks == 0
+    assert source.idle
+    assert reader.idle
+
+
+# ---- the source: pages are given away under a lease
+
+
+def test_released_before_the_pull(sides: tuple[Side, Reader]) -> None:
+    """The program that accepted another prompt's values: offer, leave `with claim`, reuse the pages, pull."""
+    source, reader = sides
+    context = TextContext(PROMPT, 32, "r")
+    with source.manager.claim(context):
+        source.run(context, MINE)
+        table = source.manager.block_table("r")
+        offer = source.offer()
+    assert not source.manager.contains("r")
+    assert source.manager.num_leased_blocks == 4
+    source.overwrite()
+    assert source.manager.num_free_blocks == 0
+    accept(source, reader, offer, table)
+
+
+def test_preempted_and_run_again_under_the_same_id(sides: tuple[Side, Reader]) -> None:
+    source, reader = sides
+    context = source.compute()
+    offer, table = source.offer(), source.manager.block_table("r")
+    source.manager.release("r")
+    context.reset()
+    source.manager.reset_prefix_cache()
+    source.compute("r", list(range(50, 60)), OTHERS)  # another prompt of that name: the old lease keeps the old pages
+    accept(source, reader, offer, table)
+
+
+def test_the_cache_is_reset_and_filled_with_others(sides: tuple[Side, Reader]) -> None:
+    source, reader = sides
+    source.compute()
+    offer, table = source.offer(), source.manager.block_table("r")
+    source.manager.release("r")
+    for number in range(5):
+        source.manager.reset_prefix_cache()
+        source.compute(f"other{number}", list(range(20 * number + 100, 20 * number + 115)), OTHERS)
+        source.manager.release(f"other{number}")
+    accept(source, reader, offer, table)
+
+
+def test_released_in_the_midst_of_its_prompt(sides: tuple[Side, Reader]) -> None:
+    """A chunk was told; the rest never comes."""
+    source, reader = sides
+    context = TextContext(PROMPT, 32, "r")
+    source.manager.external_claim("r")
+    offer = source.exchange.offer("r", 30.0, running=True)
+    assert offer is not None
+    context.set_token_indices(active_idx=9)
+    source.run(context, MINE)
+    table = source.manager.block_table("r", full_pages=True)
+    source.manager.release("r")
+    source.overwrite()
+    ours, pending = TextContext([*PROMPT, 1], 32, "r"), None
+    reader.manager.external_claim("r")
+    pending = reader.manager.import_block_table(ours, table, partial=True)
+    assert pending is not None
+    reader.open(offer)
+    reader.exchange.read(0, "k", pending, last=False)
+    with pytest.raises(InvalidRequestError, match="without a proof"):
+        reader.manager.commit_import(ours, pending)
+    source.exchange.revoke(offer, "the prompt was given up")
+    source.until(lambda: source.of(LeaseOver))
+    reader.exchange.cancel_pull(0, "k", "it was given up")
+    event, proof = reader.end(source)
+    assert event.error
+    assert proof is None
+    with pytest.raises(InvalidRequestError, match="without a proof"):
+        reader.manager.commit_import(ours, pending)
+    reader.manager.cancel_import(pending)
+
+
+def test_two_leases_of_one_request_end_one_after_another(sides: tuple[Side, Reader]) -> None:
+    source, reader = sides
+    source.compute()
+    first, second, table = source.offer(), source.offer(), source.manager.block_table("r")
+    source.manager.release("r")
+    source.exchange.revoke(first, "over")
+    source.until(lambda: source.of(LeaseOver))
+    source.overwrite()
+    accept(source, reader, second, table)
+
+
+def test_a_lease_that_is_revoked_gives_its_pages_back_and_the_pull_fails(sides: tuple[Side, Reader]) -> None:
+    source, reader = sides
+    source.compute()
+    offer, table = source.offer(), source.manager.block_table("r")
+    source.manager.release("r")
+    source.exchange.revoke(offer, "over")
+    assert source.manager.num_leased_blocks == 4  # until the word is cleared, and the scheduler has heard of it
+    source.until(lambda: source.of(LeaseOver))
+    assert source.manager.num_leased_blocks == 0
+    source.overwrite()
+    context, pending = reader.reserve(table)
+    event, proof = reader.pull(source, offer, pending)
+    assert event.error
+    assert proof is None
+    with pytest.raises(InvalidRequestError, match="without a proof"):
+        reader.manager.commit_import(context, pending, proof)
+    reader.manager.cancel_import(pending)
+
+
+def test_over_on_one_of_two_ranks(request: pytest.FixtureRequest) -> None:
+    source = Side("p", shards=2)
+    request.addfinalizer(source.exchange.close)
+    source.compute()
+    offer = source.offer()
+    source.manager.release("r")
+    thread = source.exchange._threads[0]
+    # As where the deadline of one rank passes before the other's.
+    thread.call(lambda replica: replica.ranks[0].end_lease(offer.lease.lease_id, "expired here"))
+    time.sleep(0.05)
+    source.poll()
+    assert source.of(LeaseOver) == []
+    assert source.manager.num_leased_blocks == 4
+    thread.call(lambda replica: replica.ranks[1].end_lease(offer.lease.lease_id, "expired there"))
+    source.until(lambda: source.of(LeaseOver))
+    assert source.idle
+
+
+def test_what_cannot_be_offered(sides: tuple[Side, Reader]) -> None:
+    source, reader = sides
+    with pytest.raises(UnknownRequestError, match="'r': lease of a request that is not claimed"):
+        source.exchange.offer("r", 30.0)
+    source.compute()
+    with pytest.raises(UnknownRequestError, match="'r': lease"):
+        reader.exchange.offer("r", 30.0)  # a request of another manager than the exchange's
+    reader.reserve(source.manager.block_table("r"))
+    with pytest.raises(NotReservedError, match="import is pending"):
+        reader.exchange.offer("r", 30.0)
+    assert reader.manager.num_leased_blocks == source.manager.num_leased_blocks == 0
+    source.manager.release("r")
+    with pytest.raises(UnknownRequestError, match="'r': lease"):
+        source.exchange.offer("r", 30.0)
+    assert source.idle
+
+
+def test_an_offer_that_is_not_granted_holds_nothing(sides: tuple[Side, Reader]) -> None:
+    source, _ = sides
+    source.compute()
+    assert source.exchange.offer("r", 0.0) is not None  # no duration
+    source.manager.release("r")
+    assert source.manager.num_leased_blocks == 4
+    source.until(lambda: source.of(Offered))
+    assert source.of(Offered)[0].event.error  # type: ignore[union-attr]
+    assert source.idle
+    assert source.exchange._slots[0][0] == 0  # the word is free again
+
+
+def test_as_many_leases_as_words(sides: tuple[Side, Reader]) -> None:
+    source, _ = sides
+    source.compute()
+    source.exchange._slots[0] = [0]
+    assert source.exchange.offer("r", 30.0) is not None
+    assert source.exchange.offer("r", 30.0) is None
+    source.manager.release("r")
+    source.exchange.close()
+    assert source.idle
+
+
+def test_a_lease_is_ended_by_its_own_manager_alone(sides: tuple[Side, Reader]) -> None:
+    source, reader = sides
+    source.compute()
+    lease = source.manager.lease("r")
+    source.manager.release("r")
+    for wrong in (lease.owner, None, "r"):
+        with pytest.raises(InvalidRequestError, match="is no lease"):
+            source.manager.end_lease(wrong)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="'r': end_lease of another manager's lease"):
+        reader.manager.end_lease(lease)
+    source.manager.end_lease(PageLease(lease.owner, "r", 0))  # made by hand: it holds nothing
+    assert source.manager.num_leased_blocks == 4
+    source.manager.end_lease(lease)
+    assert lease.is_over
+    assert source.idle
+    source.compute("next")
+    source.manager.end_lease(lease)
+    assert source.manager.num_free_blocks == 4
+
+
+def test_a_thread_that_dies_gives_nothing_back_before_it_is_closed(sides: tuple[Side, Reader]) -> None:
+    source, _ = sides
+    source.compute()
+    offer = source.offer()
+    source.manager.release("r")
+    thread = source.exchange._threads[0]
+    words = thread.call(lambda replica: replica.ranks[0].leases.words)
+
+    def die() -> None:
+        raise RuntimeError("says the test")
+
+    thread._hand_over(die)
+    thread._thread.join(10)
+    for _ in range(2):
+        with pytest.raises(EngineClosedError):
+            source.exchange.poll()
+    with pytest.raises(EngineClosedError):
+        source.exchange.revoke(offer, "over")
+    source.compute("s", list(range(60, 62)))
+    with pytest.raises(EngineClosedError):
+        source.exchange.offer("s", 30.0)
+    source.manager.release("s")
+    assert words[offer.lease.slot] == offer.lease.lease_id  # a reader may still take the pages for good
+    assert source.manager.num_leased_blocks == 4
+    source.exchange.close()
+    assert words[offer.lease.slot] == 0
+    assert source.idle
+
+
+def test_a_lease_asked_for_as_the_exchange_closes_holds_nothing_afterwards(sides: tuple[Side, Reader]) -> None:
+    source, _ = sides
+    source.compute()
+    for _ in range(50):
+        source.exchange.offer("r", 30.0)
+    source.manager.release("r")
+    source.exchange.close()
+    assert source.idle
+
+
+def test_an_offer_that_a_closed_thread_never_took_holds_nothing(
+    sides: tuple[Side, Reader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, _ = sides
+    source.compute()
+    thread = source.exchange._threads[0]
+    monkeypatch.setattr(thread, "_hand_over", lambda command: None)
+    assert source.exchange.offer("r", 30.0) is not None
+    source.manager.release("r")
+    with monkeypatch.context() as stuck:
+        stuck.setattr(thread, "close", lambda: None)  # as one that does not end in time
+        source.exchange.close()
+        assert source.manager.num_leased_blocks == 4
+    source.exchange.close()
+    assert source.idle
+
+
+# ---- the reader: pages are taken for what they are not
+
+
+def leased(source: Side, reader: Reader) -> tuple[Source, TextContext, PendingImport]:
+    source.compute()
+    offer, table = source.offer(), source.manager.block_table("r")
+    source.manager.release("r")
+    return offer, *reader.reserve(table)
+
+
+def test_a_proof_is_good_for_its_own_import_and_once(sides: tuple[Side, Reader]) -> None:
+    source, reader = sides
+    offer, context, pending = leased(source, reader)
+    other = TextContext([*PROMPT[:8], 77, 78, 79], 32, "s")
+    theirs = source.compute("s", [*PROMPT[:8], 77, 78], OTHERS)
+    reader.manager.external_claim("s")
+    another = reader.manager.import_block_table(other, source.manager.block_table("s"))
+    assert theirs.start_idx
+    assert another is not None
+    forged = ImportProof("r", 16)
+    event, proof = reader.pull(source, offer, pending)
+    assert event.error == ""
+    assert proof is not None
+    refused = [
+        (context, pending, None, "'r': commit_import without a proof"),
+        (context, pending, forged, "'r': commit_import with a proof that is not this import's"),
+        (context, pending, copy.copy(proof), "'r': commit_import with a proof that is not this import's"),
+        (context, pending, "proof", "'r': commit_import with a proof that is not this import's"),
+        (other, another, proof, "'s': commit_import with a proof that is not this import's"),
+        (other, another, None, "'s': commit_import without a proof"),
+        (other, pending, proof, "'s': commit_import: this import is another request's"),
+        (TextContext([*PROMPT, 1], 32, "r"), pending, proof, "'r': commit_import with another context object"),
+        (context, copy.copy(pending), proof, "this import is another request's"),
+        (context, "pending", proof, "str is no import"),
+    ]
+    before = (reader.manager.num_free_blocks, context.start_idx, other.start_idx)
+    for who, what, word, message in refused:
+        with pytest.raises(InvalidRequestError, match=message):
+            reader.manager.commit_import(who, what, word)  # type: ignore[arg-type]
+        reader.manager.check()
+        assert (reader.manager.num_free_blocks, context.start_idx, other.start_idx) == before
+    reader.manager.commit_import(context, pending, proof)
+    assert reader.values(pending) == {MINE}
+    with pytest.raises(InvalidRequestError, match="is closed"):
+        reader.manager.commit_import(context, pending, proof)
+    reader.manager.cancel_import(pending)
+    reader.manager.release("r")
+    reader.manager.cancel_import(another)
+
+
+def test_the_copier_is_handed_out_once(sides: tuple[Side, Reader]) -> None:
+    source, reader = sides
+    offer, context, pending = leased(source, reader)
+    reader.open(offer)
+    reader.exchange.read(0, "k", pending, last=True)
+    with pytest.raises(InvalidRequestError, match="'r': the copier of its import was handed out before"):
+        reader.manager.copier(pending)  # nobody vouches for what a pull reads
+    with pytest.raises(InvalidRequestError, match="'r': no pages are left to copy"):
+        reader.exchange.read(0, "k", pending, last=True)
+    _, proof = reader.end(source)
+    with pytest.raises(InvalidRequestError, match="no pull 'k' is open"):
+        reader.exchange.read(0, "k", pending, last=True)
+    reader.manager.commit_import(context, pending, proof)
+
+
+def test_nothing_is_proven_before_the_last_was_taken_or_twice(sides: tuple[Side, Reader]) -> None:
+    source, reader = sides
+    source.compute()
+    context, pending = reader.reserve(source.manager.block_table("r"))
+    copier = reader.manager.copier(pending)
+    for prepare in (lambda: None, lambda: copier.take(last=False)):
+        prepare()
+        with pytest.raises(InvalidRequestError, match="'r': the copier of its pages took .* not yet the last"):
+            copier.prove()
+        assert copier.proof is None
+    copier.take(last=True)
+    proof = copier.prove()
+    with pytest.raises(InvalidRequestError, match="'r': the copier of its pages has ended"):
+        copier.prove()
+    reader.manager.commit_import(context, pending, proof)
+    source.manager.release("r")
+
+
+def test_a_pull_reads_imports_of_its_own_manager_alone(sides: tuple[Side, Reader]) -> None:
+    """The pages of another manager's import are others here: reading into them would write over somebody's."""
+    source, reader = sides
+    source.compute()
+    offer, table = source.offer(), source.manager.block_table("r")
+    stranger = Reader("e")
+    _, foreign = stranger.reserve(table)
+    reader.open(offer)
+    with pytest.raises(InvalidRequestError, match="'r': copier of another manager's import"):
+        reader.exchange.read(0, "k", foreign, last=True)
+    with pytest.raises(InvalidRequestError, match="a pull 'k' is open on replica 0 already"):
+        reader.open(offer)
+    reader.exchange.cancel_pull(0, "k", "over")
+    stranger.exchange.close()
+
+
+def test_of_one_pull_another_import_gets_no_proof(sides: tuple[Side, Reader]) -> None:
+    source, reader = sides
+    offer, _, pending = leased(source, reader)
+    _, second = reader.reserve(source_table(source), "s")
+    reader.open(offer)
+    reader.exchange.read(0, "k", pending, last=False)
+    with pytest.raises(InvalidRequestError, match="'s': the pull 'k' is of another import"):
+        reader.exchange.read(0, "k", second, last=True)
+    reader.exchange.cancel_pull(0, "k", "over")
+    reader.end(source)
+    for one in (pending, second):
+        reader.manager.cancel_import(one)
+
+
+def source_table(source: Side) -> BlockTable:
+    source.compute("twin", PROMPT[:8])
+    return source.manager.block_table("twin")
+
+
+def test_cancelled_then_committed(sides: tuple[Side, Reader]) -> None:
+    source, reader = sides
+    offer, context, pending = leased(source, reader)
+    reader.open(offer)
+    reader.exchange.read(0, "k", pending, last=True)
+    reader.manager.cancel_import(pending)
+    free = reader.manager.num_free_blocks
+    reader.manager.release("r")  # READs may still write there
+    assert reader.manager.num_free_blocks == free + (5 - 4)
+    reader.overwrite()
+    _, proof = reader.end(source)
+    assert reader.manager.num_free_blocks == 4
+    if reader.manager.contains("other"):
+        pages = reader.manager.get_req_blocks("other")
+        assert (reader.manager.device_tensors[0][0][pages] == OTHERS).all()
+        reader.manager.release("other")
+    reader.manager.external_claim("r")
+    with pytest.raises(InvalidRequestError, match="this import is closed"):
+        reader.manager.commit_import(context, pending, proof)
+    reader.manager.release("r")
+    assert reader.idle
+
+
+def test_a_cancelled_import_s_request_does_not_run_while_a_read_may_write(sides: tuple[Side, Reader]) -> None:
+    source, reader = sides
+    offer, context, pending = leased(source, reader)
+    reader.open(offer)
+    reader.exchange.read(0, "k", pending, last=True)
+    reader.manager.cancel_import(pending)
+    with pytest.raises(NotReservedError, match="import is pending"):
+        reader.manager.maybe_reserve(context)
+    reader.end(source)
+    assert reader.manager.maybe_reserve(context)
+    assert context.start_idx == 0
+    reader.manager.fetch([context])
+    reader.manager.release("r")
+    assert reader.idle
+
+
+def test_a_foreign_manager_loses_nobody_s_pages(sides: tuple[Side, Reader]) -> None:
+    source, reader = sides
+    _, context, pending = leased(source, reader)
+    for call in (
+        lambda: source.manager.cancel_import(pending),
+        lambda: source.manager.copier(pending),
+        lambda: source.manager.commit_import(context, pending, None),
+        lambda: source.manager.extend_import(context, pending, source_table(source), last=True),
+    ):
+        with pytest.raises(InvalidRequestError, match="'r': .* another manager's import"):
+            call()
+        assert not pending.closed
+        for side in sides:
+            side.manager.check()
+    reader.manager.cancel_import(pending)
+    with pytest.raises(InvalidRequestError, match="another manager's import"):
+        source.manager.cancel_import(pending)
+    reader.manager.release("r")
+    assert reader.idle
+
+
+def test_an_exchange_that_closes_in_the_midst_gives_the_pages_back_and_no_proof(sides: tuple[Side, Reader]) -> None:
+    source, reader = sides
+    offer, context, pending = leased(source, reader)
+    reader.open(offer)
+    reader.exchange.read(0, "k", pending, last=False)
+    reader.manager.cancel_import(pending)
+    reader.manager.release("r")
+    assert reader.manager.num_free_blocks == 4
+    reader.exchange.close()
+    assert reader.idle
+    with pytest.raises(UnknownRequestError):
+        reader.manager.commit_import(context, pending, None)

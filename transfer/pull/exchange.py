@@ -1,0 +1,443 @@
+"""`PageExchange`: pages change hands between processes, under leases and fences, and never apart from their manager.
+
+One a process: an engine with a thread for each replica of a manager, and the server that tells peers of them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from kvcache.errors import InvalidRequestError
+from transfer.errors import InvalidEngineError, InvalidLeaseError
+from transfer.memory import MemoryType
+from transfer.nixl.agent import Agent
+from transfer.plan.boxes import ShardLayout
+from transfer.plan.shapes import dense
+from transfer.pull.lease import new_lease_id
+from transfer.pull.pull_state import LeaseRef, PullEvent
+from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation
+from transfer.pull.replica import LeaseOver, Offered, ReplicaTransfer, Source
+from transfer.pull.thread import TransferThread
+from transfer.wire.allowed_peers import AllowedPeers, host_of
+from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer
+from transfer.wire.secret import read_secret
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+
+    from kvcache.layout import PageLayout
+    from transfer.wire.keys import Keyring
+
+_STUCK_S = 10.0
+"""A stopped source's READs may never end. Until their agent is destroyed they hold pages and rows here."""
+LEASE_SLOTS = 4096
+"""Leases that can stand at a time on one replica: the words of a `LeaseBook`."""
+
+
+class PendingPages(Protocol):
+    """Pages that are to be filled from another manager's, of a request and a replica: `kvcache.PendingImport`."""
+
+    request_id: str
+    replica_idx: int
+
+
+class FurtherPages(Protocol):
+    """What keeps pages of each request beside those of its tokens, say a state: a further group of its block table."""
+
+    @property
+    def tensors(self) -> Sequence[Sequence[torch.Tensor]]:
+        """`[shard][region]`."""
+        ...
+
+    def beside(self, layout: ShardLayout, shard: int) -> ShardLayout:
+        """The layout of a shard with this group and its regions after those that it has."""
+        ...
+
+
+class PageOwner(Protocol):
+    """What an exchange needs of the manager whose pages it leases and fills: `kvcache.PagedKVCacheManager` has it.
+
+    What the manager makes itself (holds on pages, copiers, proofs) passes through an exchange as it is.
+    """
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas, each an engine of its own to peers."""
+        ...
+
+    @property
+    def total_num_pages(self) -> int:
+        """Pages of all replicas; the null page of each is not counted."""
+        ...
+
+    @property
+    def layouts(self) -> Sequence[PageLayout]:
+        """Of a page on each shard of a replica."""
+        ...
+
+    @property
+    def device_tensors(self) -> Sequence[Sequence[torch.Tensor]]:
+        """`[replica][shard]`, dense: the null page, then all others."""
+        ...
+
+    @property
+    def further_groups(self) -> Sequence[FurtherPages]:
+        """In the order of a block table, after the pages of tokens."""
+        ...
+
+    def lease(self, request_id: str) -> Any:
+        """Hold what a claimed request computes, until `end_lease`. The hold says its `replica_idx`."""
+        ...
+
+    def end_lease(self, lease: Any) -> None:
+        """Nobody reads under the hold any more."""
+
+    def copier(self, pending: Any) -> Any:
+        """The one who may write to the pages of an import, and can prove that it did."""
+        ...
+
+
+class ExchangeEvent(NamedTuple):
+    """What happened on one replica of ours.
+
+    Attributes:
+        replica: which.
+        event: what.
+        proof: of a pull that has passed, for `commit_import`; None for all else, and of a pull that read nothing.
+    """
+
+    replica: int
+    event: PullEvent | LeaseOver | Offered
+    proof: Any = None
+
+
+class PageExchange:
+    """Leases pages of a manager to other processes, and pulls pages of others' into it.
+
+    What is leased is held by the manager, whatever becomes of its request, from `offer` until the lease word is cleared
+    on every shard; what is pulled into is the pull's until nothing of it is in flight, whatever becomes of the import.
+    Both ends are booked by `poll`.
+
+    Every method may be called at any time by the thread that runs the scheduler; none waits, but `wait` and `close`.
+
+    Args:
+        manager: whose pages. Its tensors must live until `close`.
+        name: of this process, as peers call it. Its replicas are the engines `<name>/<replica>`.
+        bind: ZMQ endpoint at which peers ask for what they need to know.
+        compatibility: what must agree with a peer, say the model.
+        replica_options: times of `ReplicaTransfer`, by name.
+        verify: the source makes page checks, and the reader compares all that it pulls with them. Only between
+            processes whose pages are laid out alike.
+        agent: makes an agent, given its name and memory type. Replaced by one that misbehaves, to see what it harms.
+        keyring: keys of the sockets over which engines tell each other of themselves; None for plain sockets.
+        secret: shared by the fleet, as `transfer.wire.secret.read_secret` takes it: turns on keys for those sockets,
+            and for the metadata that they carry. In place of a keyring.
+        allowed_peers: addresses, networks and host names of sources that may be contacted, beside this host.
+
+    Attributes:
+        address: the endpoint, as bound.
+        incarnation: random, new with each start.
+        cards: of each replica, what peers are told of it.
+
+    Raises:
+        AgentError: NIXL cannot be used.
+        HandshakeError: the endpoint cannot be bound.
+        InvalidEngineError: a secret that cannot be read, or one beside a keyring; no list of peers.
+    """
+
+    def __init__(
+        self,
+        manager: PageOwner,
+        name: str,
+        *,
+        bind: str = "tcp://127.0.0.1:0",
+        compatibility: Mapping[str, str] | None = None,
+        replica_options: Mapping[str, float] | None = None,
+        verify: bool = False,
+        agent: Callable[[str, MemoryType], Agent] = Agent,
+        keyring: Keyring | None = None,
+        secret: str = "",
+        allowed_peers: Sequence[str] = (),
+    ) -> None:
+        self._verify, self._agent = verify, agent
+        self._key, keyring = _keys(name, secret, keyring)
+        allowed = AllowedPeers((*host_of(bind), *allowed_peers))
+        self.incarnation = new_incarnation()
+        self._manager = manager
+        self._names = [f"{name}/{replica}" for replica in range(manager.num_replicas)]
+        self._threads: list[TransferThread] = []
+        self._slots: list[list[int]] = []
+        self._leases: list[dict[int, tuple[LeaseRef, Any]]] = []  # of each replica, by the id in the word
+        self._pulls: dict[tuple[int, str], Any] = {}  # the copiers of those that are open, by replica and key
+        self._happened: list[ExchangeEvent] = []  # at the end of a thread
+        agreed, options = dict(compatibility or {}), dict[str, Any](replica_options or {})
+        ask = None if keyring is None else keyring.secure_client
+        self.cards: list[EngineCard] = []
+        try:
+            for replica, engine_id in enumerate(self._names):
+                ranks = self._ranks(replica, engine_id, agreed)
+                transfers = ReplicaTransfer(ranks, HandshakeClient(ask, allowed=allowed), **options)
+                self._threads.append(TransferThread(transfers))
+                self._slots.append(list(range(LEASE_SLOTS)))
+                self._leases.append({})
+                sealed = tuple(rank.metadata for rank in ranks)
+                self.cards.append(EngineCard(engine_id, self.incarnation, sealed, agreed))
+            self._server = HandshakeServer(self.cards, bind, None if keyring is None else keyring.secure_server)
+        except BaseException:
+            for thread in self._threads:
+                thread.close()
+            raise
+        self.address = self._server.endpoint
+
+    def _ranks(self, replica: int, engine_id: str, compatibility: Mapping[str, str]) -> list[RankTransfer]:
+        ranks: list[RankTransfer] = []
+        shards = _shards(self._manager, replica)
+        for rank, (layout, tensors) in enumerate(shards):
+            identity = RankIdentity(
+                engine_id=engine_id,
+                incarnation=self.incarnation,
+                rank=rank,
+                ranks=len(shards),
+                compatibility=compatibility,
+                key=self._key,
+            )
+            device = tensors[0].device
+            ranks.append(
+                RankTransfer(
+                    identity,
+                    layout,
+                    [tensor.data_ptr() for tensor in tensors],
+                    MemoryType.VRAM if device.type == "cuda" else MemoryType.DRAM,
+                    device.index or 0,
+                    checks=self._verify,
+                    verify=float(self._verify),
+                    stuck_s=_STUCK_S,
+                    agent=self._agent,
+                )
+            )
+        return ranks
+
+    def engine_id(self, replica: int) -> str:
+        """What peers call a replica."""
+        return self._names[replica]
+
+    @property
+    def pull_seconds(self) -> float:
+        """Time in which at least one READ was under way, in seconds, of all replicas."""
+        return sum(thread.pull_seconds for thread in self._threads)
+
+    @property
+    def open_pulls(self) -> set[str]:
+        """Keys of the pulls, of all replicas, whose last event has not come out of `poll`."""
+        return {key for _, key in self._pulls}
+
+    # ---- leases
+
+    def offer(self, request_id: str, duration_s: float, *, running: bool = False) -> Source | None:
+        """Leases what a claimed request computes. None: as many leases stand as can.
+
+        `Offered` tells that the lease stands: only then may the result leave, with the manager's block table. The
+        manager holds the pages from now on, also when the request is released, until `LeaseOver` or a failed `Offered`
+        has come out of `poll`.
+
+        Args:
+            request_id: claimed, and not to be filled by an import.
+            duration_s: seconds that the lease stands without a word of its reader.
+            running: the request still computes: no time runs before `start_clock`.
+
+        Raises:
+            UnknownRequestError: (a KeyError) the manager has no such request.
+            NotReservedError: (a RuntimeError) an import of its pages is pending.
+            EngineClosedError: the transfer thread has died.
+        """
+        held = self._manager.lease(request_id)
+        replica: int = held.replica_idx
+        lease = None
+        try:
+            self._threads[replica].raise_failure()
+            if self._slots[replica]:
+                lease = LeaseRef(new_lease_id(), heapq.heappop(self._slots[replica]), duration_s)
+                self._leases[replica][lease.lease_id] = (lease, held)
+                self._threads[replica].call_soon(ReplicaTransfer.offer, request_id, lease, running=running)
+        finally:
+            if lease is None:
+                self._manager.end_lease(held)
+        return None if lease is None else Source(self.address, self._names[replica], lease, self.incarnation)
+
+    def seal(self, replica: int, pages: Sequence[Sequence[int]]) -> None:
+        """Makes the page checks of computed pages, a list for each group, where readers verify. Waits for that."""
+        if self._verify:
+            self._threads[replica].call(lambda transfers: [rank.seal(pages) for rank in transfers.ranks])
+
+    def start_clock(self, source: Source) -> None:
+        """All pages of an offer are computed: it ends where its reader says nothing for as long as it lasts.
+
+        Raises:
+            InvalidLeaseError: (a ValueError) the offer is another process's. So for `revoke`.
+        """
+        self._thread_of(source).call_soon(ReplicaTransfer.start_clock, source.lease.lease_id)
+
+    def revoke(self, source: Source, reason: str) -> None:
+        """Ends a lease: `LeaseOver` tells when no reader can take the pages for good any more."""
+        self._thread_of(source).call_soon(ReplicaTransfer.revoke, source.lease.lease_id, reason)
+
+    def _thread_of(self, source: Source) -> TransferThread:
+        if source.engine_id not in self._names:
+            raise InvalidLeaseError(f"engine {source.engine_id!r} has offered it, ours are {self._names}")
+        return self._threads[self._names.index(source.engine_id)]
+
+    # ---- pulls
+
+    def pull(self, key: str, source: Source, pending: PendingPages, timeout_s: float) -> None:
+        """Pulls all that an import lacks, in one; its last `PullEvent` comes with the proof for `commit_import`.
+
+        Args:
+            key: names the pull, and no other one that is open on the import's replica.
+            source: as it was offered.
+            pending: an open import of the manager, which nobody else copies.
+            timeout_s: seconds until the pull fails, its first contact with the source included.
+
+        Raises:
+            InvalidRequestError: (a ValueError) a pull of this name is open; the import is closed, of another manager,
+                or somebody else copies it.
+        """
+        replica = pending.replica_idx
+        self._refuse_open(replica, key)
+        copier = self._pulls[replica, key] = self._manager.copier(pending)
+        self._threads[replica].pull(key, source, copier.take(last=True), timeout_s)
+
+    def open_pull(self, replica: int, key: str, source: Source, timeout_s: float) -> None:
+        """Begins a pull of which the pages are named later: from now on the lease is renewed. `read` says of what.
+
+        Raises:
+            InvalidRequestError: (a ValueError) a pull of this name is open.
+        """
+        self._refuse_open(replica, key)
+        self._threads[replica].pull(key, source, None, timeout_s)
+        self._pulls[replica, key] = None
+
+    def _refuse_open(self, replica: int, key: str) -> None:
+        if (replica, key) in self._pulls:
+            raise InvalidRequestError(f"a pull {key!r} is open on replica {replica} already")
+
+    def read(self, replica: int, key: str, pending: PendingPages, *, last: bool) -> None:
+        """Reads what an import lacks and was not read before; `last` ends the pull with the fence after it.
+
+        The pull has the import's copier from the first call on: the proof that it gives comes with its last event.
+
+        Raises:
+            InvalidRequestError: (a ValueError) no such pull is open, or its last pages were asked for; the import is
+                closed, of another manager, replica or pull, or somebody else copies it.
+        """
+        is_open = (replica, key) in self._pulls
+        if not is_open or pending.replica_idx != replica:
+            raise InvalidRequestError(
+                f"request {pending.request_id!r}: its import is on replica {pending.replica_idx}, and "
+                f"{'a' if is_open else 'no'} pull {key!r} is open on replica {replica}"
+            )
+        copier = self._pulls[replica, key]
+        if copier is None:
+            copier = self._pulls[replica, key] = self._manager.copier(pending)
+        elif copier.pending is not pending:
+            raise InvalidRequestError(f"request {pending.request_id!r}: the pull {key!r} is of another import")
+        self._threads[replica].call_soon(ReplicaTransfer.add_pages, key, copier.take(last=last), last=last)
+
+    def cancel_pull(self, replica: int, key: str, reason: str) -> None:
+        """Gives a pull up; its last event comes when nothing of it is in flight."""
+        self._threads[replica].call_soon(ReplicaTransfer.cancel, key, reason)
+
+    # ---- what happened
+
+    def poll(self) -> list[ExchangeEvent]:
+        """What has happened since the last call. Pages whose lease or pull is over are the manager's again.
+
+        Raises:
+            EngineClosedError: a transfer thread has died. What is leased or pulled stays held: a word may still stand,
+                a READ may still write.
+        """
+        found, self._happened = self._happened, []
+        for replica, thread in enumerate(self._threads):
+            thread.raise_failure()
+            found += self._take(replica)
+        return found
+
+    def _take(self, replica: int) -> list[ExchangeEvent]:
+        events, found = self._threads[replica].events, list[ExchangeEvent]()
+        while events:
+            event, proof = events.popleft(), None
+            if isinstance(event, PullEvent):
+                proof = self._end_copy(replica, event) if event.safe else None
+            elif isinstance(event, LeaseOver) or event.error:
+                self._end_lease(replica, event.lease_id)
+            found.append(ExchangeEvent(replica, event, proof))
+        return found
+
+    def _end_copy(self, replica: int, event: PullEvent) -> Any:
+        """Nothing of a pull is in flight any more. Gives the proof of one that has passed."""
+        copier = self._pulls.pop((replica, event.key), None)
+        if copier is None:
+            return None
+        if not event.error:
+            return copier.prove()
+        copier.give_up()
+        return None
+
+    def _end_lease(self, replica: int, lease_id: int) -> None:
+        """The word of a lease is cleared on every rank, or never stood: word and pages may be used again."""
+        lease, held = self._leases[replica].pop(lease_id)
+        heapq.heappush(self._slots[replica], lease.slot)
+        self._manager.end_lease(held)
+
+    def wait(self, replica: int, timeout_s: float) -> None:
+        """Waits until something has happened on a replica."""
+        thread = self._threads[replica]
+        thread.wait(lambda: bool(thread.events), timeout_s)
+
+    def totals(self) -> tuple[int, int]:
+        """Bytes that were pulled, and pulls that failed. Waits for the threads: for counters, not for serving."""
+        every = [thread.snapshot() for thread in self._threads]
+        return sum(one.num_bytes for one in every), sum(one.failed_pulls for one in every)
+
+    def close(self) -> None:
+        """Ends everything: leases and pulls give their pages back. Safe to call twice.
+
+        Those of a thread that cannot be ended stay held: nobody knows what it still does.
+        """
+        for replica, thread in enumerate(self._threads):
+            thread.close()
+            self._happened += self._take(replica)
+            if thread.is_closed:
+                # Of what was asked for last the thread has said nothing: it never began, and now never will.
+                for lease_id in list(self._leases[replica]):
+                    self._end_lease(replica, lease_id)
+                for place in [place for place in self._pulls if place[0] == replica]:
+                    copier = self._pulls.pop(place)
+                    if copier is not None:
+                        copier.give_up()
+        self._server.close()
+
+
+def _keys(name: str, secret: str, keyring: Keyring | None) -> tuple[bytes, Keyring | None]:
+    """The key of metadata and the keys of sockets."""
+    shared = read_secret(secret)
+    if shared is None:
+        return b"", keyring
+    if keyring is not None:
+        raise InvalidEngineError(f"exchange {name!r}: a keyring beside a shared secret; one is needed")
+    return shared.metadata_key, shared.keyring
+
+
+def _shards(manager: PageOwner, replica: int) -> list[tuple[ShardLayout, list[torch.Tensor]]]:
+    """What each shard of a replica holds, and its tensors in the order of the layout's regions."""
+    pages = manager.total_num_pages // manager.num_replicas + 1  # the null page is one of the tensor's
+    shards: list[tuple[ShardLayout, list[torch.Tensor]]] = []
+    for shard, (page, blocks) in enumerate(zip(manager.layouts, manager.device_tensors[replica], strict=True)):
+        layout, tensors = dense(page, pages), [blocks]
+        for group in manager.further_groups:
+            layout = group.beside(layout, shard)
+            tensors += group.tensors[shard]
+        shards.append((layout, tensors))
+    return shards
