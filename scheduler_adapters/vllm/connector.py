@@ -29,7 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from scheduler_adapters.vllm.metadata import HandshakeMetadata, StepMetadata, WorkersMetadata
+from scheduler_adapters.vllm.metadata import RankHandshakeMetadata, StepMetadata, WorkersMetadata
 from scheduler_adapters.vllm.scheduler import SchedulerSide
 from scheduler_adapters.vllm.stats import PullMetrics, PullStats
 from scheduler_adapters.vllm.worker import WorkerSide
@@ -123,7 +123,7 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """Begins to answer readers."""
-        ranks = {ranks: rank for ranks, rank in metadata.items() if isinstance(rank, HandshakeMetadata)}
+        ranks = {ranks: rank for ranks, rank in metadata.items() if isinstance(rank, RankHandshakeMetadata)}
         if len(ranks) != len(metadata):
             raise TypeError("handshake metadata of another connector than ours")
         self._scheduling.set_handshake_metadata(ranks)

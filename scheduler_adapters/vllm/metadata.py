@@ -48,7 +48,7 @@ class WorkersMetadata(KVConnectorWorkerMetadata):
 
 
 @dataclass
-class HandshakeMetadata(KVConnectorHandshakeMetadata):
+class RankHandshakeMetadata(KVConnectorHandshakeMetadata):
     """What the engine's handshake server tells of one rank, and what must agree with a reader, as the rank knows it."""
 
     data: bytes

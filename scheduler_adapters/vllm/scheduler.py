@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import RequestStatus
 
 from scheduler_adapters.vllm.config import read_options, worker_config
-from scheduler_adapters.vllm.metadata import HandshakeMetadata, StepMetadata
+from scheduler_adapters.vllm.metadata import RankHandshakeMetadata, StepMetadata
 from transfer.connector.companion import TransferCompanion
 from transfer.connector.metadata import WorkerOutput
 from transfer.connector.transfer_params import RemotePages
@@ -62,7 +62,7 @@ class SchedulerSide:
         self._next = StepMetadata()
         self._failed = 0  # requests since the last stats
 
-    def set_handshake_metadata(self, ranks: Mapping[tuple[int, int], HandshakeMetadata]) -> None:
+    def set_handshake_metadata(self, ranks: Mapping[tuple[int, int], RankHandshakeMetadata]) -> None:
         """Begins to answer readers. Keys are pipeline and tensor-parallel ranks."""
         if not self._serves:
             return

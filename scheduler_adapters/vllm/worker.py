@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from scheduler_adapters.vllm.config import read_options, worker_config
-from scheduler_adapters.vllm.metadata import HandshakeMetadata, StepMetadata
+from scheduler_adapters.vllm.metadata import RankHandshakeMetadata, StepMetadata
 from scheduler_adapters.vllm.stats import PullStats, pull_stats
 from transfer.connector.config import check_config
 from transfer.connector.metadata import WorkerOutput
@@ -60,9 +60,9 @@ class WorkerSide:
             raise EngineClosedError("no caches are registered, or the connector was shut down")
         return self._worker
 
-    def handshake_metadata(self) -> HandshakeMetadata:
+    def handshake_metadata(self) -> RankHandshakeMetadata:
         """What the scheduler's side is to tell of this rank."""
-        return HandshakeMetadata(self.running.get_handshake_metadata(), self.running.config.fingerprint())
+        return RankHandshakeMetadata(self.running.get_handshake_metadata(), self.running.config.fingerprint())
 
     def start(self, metadata: StepMetadata) -> None:
         """Takes a step's work over."""
