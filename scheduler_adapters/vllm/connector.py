@@ -15,6 +15,7 @@ memory, tensor and pipeline parallelism: the plan takes any. Models with recurre
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -28,9 +29,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from scheduler_adapters.vllm.metadata import RankHandshakeMetadata, StepMetadata, WorkersMetadata
+from scheduler_adapters.vllm.metadata import HandshakeMetadata, StepMetadata, WorkersMetadata
 from scheduler_adapters.vllm.scheduler import SchedulerSide
-from scheduler_adapters.vllm.stats import Interval, PullMetrics, PullStats
+from scheduler_adapters.vllm.stats import PullMetrics, PullStats
 from scheduler_adapters.vllm.worker import WorkerSide
 from transfer.errors import EngineClosedError
 
@@ -47,6 +48,13 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+def log_as_vllm() -> None:
+    """Has our lines written as vLLM's are, with time and process, unless somebody else has said how."""
+    ours = logging.getLogger("pagewire")
+    if not ours.hasHandlers():
+        ours.handlers = list(logging.getLogger("vllm").handlers)
+
+
 class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
     """One role of the connector: vLLM makes one in its scheduler's process, and one in each worker's.
 
@@ -60,9 +68,9 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        log_as_vllm()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        self._interval = Interval()
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(vllm_config, kv_cache_config)
         else:
@@ -115,7 +123,7 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """Begins to answer readers."""
-        ranks = {ranks: rank for ranks, rank in metadata.items() if isinstance(rank, RankHandshakeMetadata)}
+        ranks = {ranks: rank for ranks, rank in metadata.items() if isinstance(rank, HandshakeMetadata)}
         if len(ranks) != len(metadata):
             raise TypeError("handshake metadata of another connector than ours")
         self._scheduling.set_handshake_metadata(ranks)
@@ -125,7 +133,7 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
         self.set_xfer_handshake_metadata_pp_aware({(0, rank): found for rank, found in metadata.items()})
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """Told what holds the blocks."""
+        """Takes the manager of the blocks."""
         super().bind_kv_cache_manager(kv_cache_manager)
         self._scheduling.manager = kv_cache_manager
 
@@ -196,7 +204,7 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Blocks that this step has computed go to host buffers, where there are any."""
-        self._working.save(self._metadata())
+        self._working.running.save_kv_to_host(self._metadata().step)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:  # noqa: ARG002
         """Requests that are sent, and that are received."""
@@ -213,11 +221,14 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """What the scheduler's side is to know."""
         output = self._working.take_output()
-        return WorkersMetadata([(self._working.rank, output)]) if output else None
+        return WorkersMetadata([(self._working.running.config.rank, output)]) if output else None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Figures of this rank since the last call."""
-        return None if self._worker is None else self._interval.since(self._worker.stats())
+        """Figures since the last call: of a rank, and at the scheduler how many requests could not be loaded."""
+        if self._scheduler is not None:
+            failed = self._scheduler.take_failed()
+            return PullStats(data={"failed_pulls": failed}) if failed else None
+        return None if self._worker is None else self._worker.stats()
 
     def _metadata(self) -> StepMetadata:
         metadata = self._get_connector_metadata()

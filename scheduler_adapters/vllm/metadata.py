@@ -25,13 +25,13 @@ class StepMetadata(KVConnectorMetadata):
         step: leases and loads.
         parked: requests that vLLM has parked until a load of theirs is over.
         finished: requests whose blocks vLLM keeps until their lease is over.
-        refused: of the parked, those that cannot be loaded, and why: they fail without any load.
+        refused: of the parked, those that cannot be loaded: they fail without any load.
     """
 
-    step: ConnectorMetadata
+    step: ConnectorMetadata = field(default_factory=ConnectorMetadata)
     parked: set[str] = field(default_factory=set[str])
     finished: set[str] = field(default_factory=set[str])
-    refused: dict[str, str] = field(default_factory=dict[str, str])
+    refused: set[str] = field(default_factory=set[str])
 
 
 @dataclass
@@ -48,7 +48,7 @@ class WorkersMetadata(KVConnectorWorkerMetadata):
 
 
 @dataclass
-class RankHandshakeMetadata(KVConnectorHandshakeMetadata):
+class HandshakeMetadata(KVConnectorHandshakeMetadata):
     """What the engine's handshake server tells of one rank, and what must agree with a reader, as the rank knows it."""
 
     data: bytes

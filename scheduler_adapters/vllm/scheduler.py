@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
-from scheduler_adapters.vllm.config import Options, worker_config
-from scheduler_adapters.vllm.metadata import RankHandshakeMetadata, StepMetadata
+from scheduler_adapters.vllm.config import read_options, worker_config
+from scheduler_adapters.vllm.metadata import HandshakeMetadata, StepMetadata
 from transfer.connector.companion import TransferCompanion
 from transfer.connector.metadata import WorkerOutput
 from transfer.connector.transfer_params import RemotePages
@@ -46,7 +46,7 @@ class SchedulerSide:
     """
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-        config, options = worker_config(vllm_config, kv_cache_config), Options(vllm_config)
+        config, options = worker_config(vllm_config, kv_cache_config), read_options(vllm_config)
         self.manager: KVCacheManager | None = None
         self._serves = bool(vllm_config.kv_transfer_config and vllm_config.kv_transfer_config.is_kv_producer)
         self._saves = config.kv_buffer_device == "cpu"
@@ -54,21 +54,16 @@ class SchedulerSide:
         self._shortens = any(group.is_state or group.window for group in config.groups)
         self._select = kv_cache_config.select_transfer_block_ids
         address = socket.gethostbyname(options.host) if self._serves else "127.0.0.1"
-        self._companion = TransferCompanion(config, options.host, f"tcp://{address}:{options.port}", options.keyring)
+        self._companion = TransferCompanion(config, options.host, f"tcp://{address}:{options.port}", options.keys)
         self._sources: set[str] = set()  # with a lease, until they end
         self._unsaved: dict[str, Request] = {}  # of these, those whose blocks are not in host buffers yet
         self._waiting: dict[str, RemotePages] = {}  # readers that have no blocks yet
-        self._refused: dict[str, str] = {}  # readers whose load cannot be, until they are parked
-        self._parked: set[str] = set()
-        self._finished: set[str] = set()
-        self._failing: dict[str, str] = {}
+        self._refused: set[str] = set()  # readers whose load cannot be, until they are parked
+        self._next = StepMetadata()
+        self._failed = 0  # requests since the last stats
 
-    def set_handshake_metadata(self, ranks: Mapping[tuple[int, int], RankHandshakeMetadata]) -> None:
-        """Begins to answer readers. Keys are pipeline and tensor-parallel ranks.
-
-        Raises:
-            InvalidEngineError: the ranks differ in what must agree with a reader.
-        """
+    def set_handshake_metadata(self, ranks: Mapping[tuple[int, int], HandshakeMetadata]) -> None:
+        """Begins to answer readers. Keys are pipeline and tensor-parallel ranks."""
         if not self._serves:
             return
         tp_size, first = self._companion.config.tp_size, ranks[min(ranks)].fingerprint
@@ -81,9 +76,6 @@ class SchedulerSide:
     def add(self, request: Request) -> None:
         """A request has come. Its source, if it names one, is told that somebody waits."""
         request_id, params = request.request_id, request.kv_transfer_params
-        if _wants(params, "do_remote_decode"):
-            self._shorten(request, params)
-            return
         try:
             pages = self._companion.read(request_id, params)
             if pages is not None:
@@ -92,6 +84,8 @@ class SchedulerSide:
                 self._waiting[request_id] = pages
         except TransferError as error:
             self._refuse(request_id, str(error))
+        if _is_source(params):
+            self._shorten(request, params)
 
     def _shorten(self, request: Request, params: dict[str, Any]) -> None:
         """Leaves the last token of a prompt to decode, which computes it in any case.
@@ -112,14 +106,14 @@ class SchedulerSide:
 
     def _refuse(self, request_id: str, reason: str) -> None:
         logger.error("%s", reason if request_id in reason else f"request {request_id!r}: {reason}")
-        self._refused[request_id] = reason
+        self._refused.add(request_id)
+        self._failed += 1
 
     def match(self, request: Request, num_computed_tokens: int) -> int:
         """Returns how many tokens beyond those that are here a load brings. Changes nothing."""
         request_id = request.request_id
-        missing = max(0, request.num_prompt_tokens - num_computed_tokens)
         if request_id in self._refused:
-            return missing
+            return max(0, request.num_prompt_tokens - num_computed_tokens)
         pages, limit = self._waiting.get(request_id), self._limit(request)
         if pages is None or (self._has_states and pages.total_tokens > limit):
             return 0
@@ -136,19 +130,20 @@ class SchedulerSide:
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """A request has its blocks: a source's gets its lease, a reader's its load."""
         request_id = request.request_id
-        if _wants(request.kv_transfer_params, "do_remote_decode"):
+        if _is_source(request.kv_transfer_params):
             self._offer(request)
         elif request_id in self._refused:
-            self._park(request_id, num_external_tokens, self._refused.pop(request_id))
+            self._refused.remove(request_id)
+            self._park(request_id, num_external_tokens, fails=True)
         elif request_id in self._waiting:
-            reason = self._load(request, self._waiting.pop(request_id), blocks, num_external_tokens)
-            self._park(request_id, num_external_tokens, reason)
+            fails = not self._load(request, self._waiting.pop(request_id), blocks, num_external_tokens)
+            self._park(request_id, num_external_tokens, fails=fails)
 
-    def _park(self, request_id: str, num_external_tokens: int, reason: str) -> None:
+    def _park(self, request_id: str, num_external_tokens: int, *, fails: bool) -> None:
         if num_external_tokens > 0:  # else it runs on at once: nothing of it depends on a load
-            self._parked.add(request_id)
-            if reason:
-                self._failing[request_id] = reason
+            self._next.parked.add(request_id)
+            if fails:
+                self._next.refused.add(request_id)
 
     def _offer(self, request: Request) -> None:
         if request.request_id not in self._sources:  # else it was preempted, and its lease stands
@@ -161,8 +156,8 @@ class SchedulerSide:
         if self._saves:  # also what was saved before: its blocks are others now
             self._unsaved[request.request_id] = request
 
-    def _load(self, request: Request, pages: RemotePages, blocks: KVCacheBlocks, num_external_tokens: int) -> str:
-        """Has every rank read what is missing. Returns why not, where it cannot be."""
+    def _load(self, request: Request, pages: RemotePages, blocks: KVCacheBlocks, num_external_tokens: int) -> bool:
+        """Has every rank read what is missing. Whether that can be."""
         block_ids, first_blocks = _without_null(self._select(blocks.get_block_ids()))
         # Where nothing is missing the source is told that all is here.
         total = self._limit(request) if num_external_tokens else request.num_prompt_tokens
@@ -172,8 +167,9 @@ class SchedulerSide:
         except TransferError as error:
             self._companion.cancel(request.request_id, str(error))
             logger.exception("request %r cannot be loaded", request.request_id)
-            return str(error)
-        return ""
+            self._failed += 1
+            return False
+        return True
 
     def step(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """Returns a step's work, and begins the next step's."""
@@ -183,8 +179,8 @@ class SchedulerSide:
                 blocks, _ = _without_null(self._select(self.manager.get_block_ids(request_id)))
                 self._companion.save(request_id, blocks)
                 del self._unsaved[request_id]
-        metadata = StepMetadata(self._companion.build_metadata(), self._parked, self._finished, self._failing)
-        self._parked, self._finished, self._failing = set(), set(), {}
+        metadata, self._next = self._next, StepMetadata()
+        metadata.step = self._companion.build_metadata()
         return metadata
 
     def update(self, outputs: Sequence[tuple[int, WorkerOutput]]) -> None:
@@ -195,22 +191,28 @@ class SchedulerSide:
                 if self._waiting.pop(request_id, None) is not None:
                     self._refuse(request_id, reason)
                 else:
+                    self._failed += 1
                     logger.error("%s", reason)
             for request_id, reason in progress.sent.items():
                 if reason != "read":
                     logger.warning("request %r: its pages were given up unread: %s", request_id, reason)
 
+    def take_failed(self) -> int:
+        """Returns how many requests could not be loaded since the last call, each counted once, whatever its ranks."""
+        failed, self._failed = self._failed, 0
+        return failed
+
     def ended(self, request: Request, block_ids: Sequence[list[int]]) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended. Returns whether its blocks are to be kept until its lease is over, and its params."""
         request_id = request.request_id
-        self._refused.pop(request_id, None)
+        self._refused.discard(request_id)
         self._waiting.pop(request_id, None)
         self._companion.cancel(request_id, f"the request has ended: {request.status}")
         self._unsaved.pop(request_id, None)
         if request_id not in self._sources:
             return False, None
         self._sources.remove(request_id)
-        self._finished.add(request_id)
+        self._next.finished.add(request_id)
         if request.status not in _DONE:
             self._companion.abort(request_id, f"the request has ended: {request.status}")
             return True, None
@@ -231,8 +233,11 @@ class SchedulerSide:
         self._companion.close()
 
 
-def _wants(params: object, key: str) -> bool:
-    return isinstance(params, dict) and params.get(key) is True
+def _is_source(params: object) -> bool:
+    """Whether a request is to be offered to a reader. One that names a source as well is refused, and is none."""
+    if not isinstance(params, dict) or params.get("do_remote_decode") is not True:
+        return False
+    return params.get("do_remote_prefill") is None or params["do_remote_prefill"] is False
 
 
 def _without_null(block_ids: Sequence[list[int]]) -> tuple[list[list[int]], list[int]]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _COUNTS = {
-    "failed_pulls": "Requests whose load failed.",
+    "failed_pulls": "Requests that could not be loaded, each once, whatever its ranks.",
     "failed_handshakes": "Sources that did not answer, or not well.",
     "leases_read": "Leases that ended because all readers had read.",
     "leases_expired": "Leases that ran out: their pages were given up unread.",
@@ -36,9 +36,10 @@ class PullStats(KVConnectorStats):
     """What has happened on one rank or on several in an interval: counts, and a figure of each pull."""
 
     def __post_init__(self) -> None:
-        """An empty interval, where nothing is given."""
-        if not self.data:
-            self.reset()
+        """What is not given has not happened."""
+        given = self.data
+        self.reset()
+        self.data |= given
 
     def reset(self) -> None:
         """Begins a new interval."""
@@ -72,26 +73,20 @@ class PullStats(KVConnectorStats):
         return not any(self.data.values())
 
 
-class Interval:
-    """Turns a worker's counters, which only grow, into what has happened since the last look."""
+def pull_stats(now: StatsSnapshot, before: StatsSnapshot | None) -> PullStats:
+    """Returns what has happened on a rank since an earlier snapshot, or since its start: counters only grow."""
+    earlier = {} if before is None else _counts(before)
+    data: dict[str, Any] = {name: count - earlier.get(name, 0) for name, count in _counts(now).items()}
+    data["pull_seconds"] = [record.total_s for record in now.records]
+    data["post_seconds"] = [record.post_s for record in now.records]
+    data["pull_bytes"] = [record.num_bytes for record in now.records]
+    data["pull_runs"] = [record.num_runs for record in now.records]
+    return PullStats(data=data)
 
-    def __init__(self) -> None:
-        self._before: dict[str, int] = dict.fromkeys(_COUNTS, 0)
 
-    def since(self, snapshot: StatsSnapshot | None) -> PullStats | None:
-        """Returns the stats of an interval, or None where nothing has happened in it."""
-        if snapshot is None:
-            return None
-        now = {"failed_pulls": snapshot.failed_pulls, "failed_handshakes": snapshot.failed_handshakes}
-        now |= {f"leases_{kind}": snapshot.leases.get(kind, 0) for kind in ("read", "expired", "other")}
-        data: dict[str, Any] = {name: now[name] - self._before[name] for name in _COUNTS}
-        self._before = now
-        data["pull_seconds"] = [record.total_s for record in snapshot.records]
-        data["post_seconds"] = [record.post_s for record in snapshot.records]
-        data["pull_bytes"] = [record.num_bytes for record in snapshot.records]
-        data["pull_runs"] = [record.num_runs for record in snapshot.records]
-        stats = PullStats(data=data)
-        return None if stats.is_empty() else stats
+def _counts(snapshot: StatsSnapshot) -> dict[str, int]:
+    leases = {f"leases_{kind}": count for kind, count in snapshot.leases.items()}
+    return {"failed_handshakes": snapshot.failed_handshakes} | leases
 
 
 class PullMetrics(KVConnectorPromMetrics):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from scheduler_adapters.vllm.config import Options, worker_config
-from scheduler_adapters.vllm.metadata import RankHandshakeMetadata, StepMetadata
+from scheduler_adapters.vllm.config import read_options, worker_config
+from scheduler_adapters.vllm.metadata import HandshakeMetadata, StepMetadata
+from scheduler_adapters.vllm.stats import PullStats, pull_stats
 from transfer.connector.config import check_config
 from transfer.connector.metadata import WorkerOutput
 from transfer.connector.worker import NixlConnectorWorker
@@ -24,24 +25,18 @@ class WorkerSide:
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        self._keyring = Options(vllm_config).keyring
+        self._keyring = read_options(vllm_config).keys
         check_config(worker_config(vllm_config, kv_cache_config, {}))  # what cannot be is refused before caches come
         self._worker: NixlConnectorWorker | None = None
         self._copy: Any = None
-        # What vLLM waits for, and what is over: it is told of what is in both.
-        self._parked: set[str] = set()
-        self._finished: set[str] = set()
-        self._sent: set[str] = set()
-        self._failures: dict[str, str] = {}
-        self._refused: set[str] = set()
+        self._waits = StepMetadata()  # requests whose load or lease vLLM waits for
+        self._sent: set[str] = set()  # requests whose lease is over, though vLLM does not wait for it yet
+        self._failures: set[str] = set()
         self._output = WorkerOutput()
+        self._snapshot: StatsSnapshot | None = None
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
-        """Takes the tensors of this rank's layers, and starts to serve and to read.
-
-        Raises:
-            InvalidEngineError: they do not fit vLLM's own description of them.
-        """
+        """Takes the tensors of this rank's layers, and starts to serve and to read."""
         moved = self._kv_cache_config.transfer_group_index_by_layer
         caches = {name: cache for name, cache in kv_caches.items() if name in moved}  # others share one of these
         pages = {name: cache.shape[2] for name, cache in caches.items() if not isinstance(cache, (list, tuple))}
@@ -59,56 +54,52 @@ class WorkerSide:
             self._worker.set_host_xfer_buffer_ops(copy_operation)
 
     @property
-    def _running(self) -> NixlConnectorWorker:
+    def running(self) -> NixlConnectorWorker:
+        """The worker over the registered caches."""
         if self._worker is None:
             raise EngineClosedError("no caches are registered, or the connector was shut down")
         return self._worker
 
-    @property
-    def rank(self) -> int:
-        """This one, of all of the engine."""
-        return self._running.config.rank
-
-    def handshake_metadata(self) -> RankHandshakeMetadata:
+    def handshake_metadata(self) -> HandshakeMetadata:
         """What the scheduler's side is to tell of this rank."""
-        return RankHandshakeMetadata(self._running.get_handshake_metadata(), self._running.config.fingerprint())
+        return HandshakeMetadata(self.running.get_handshake_metadata(), self.running.config.fingerprint())
 
     def start(self, metadata: StepMetadata) -> None:
         """Takes a step's work over."""
-        self._running.start_load_kv(metadata.step)
-        self._parked |= metadata.parked - metadata.refused.keys()
-        self._finished |= metadata.finished
-        self._refused |= metadata.refused.keys()
-
-    def save(self, metadata: StepMetadata) -> None:
-        """Copies blocks that a step has computed to host buffers, where there are any."""
-        self._running.save_kv_to_host(metadata.step)
+        self.running.start_load_kv(metadata.step)
+        self._waits.parked |= metadata.parked
+        self._waits.finished |= metadata.finished
+        self._waits.refused |= metadata.refused
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
         """Returns what vLLM waits for and is over now: sent, received, and of the latter those that failed.
 
         A failed load is told when nothing of it is in flight any more, not before: vLLM gives its blocks away at once.
         """
-        self._output = output = self._running.take_output()
+        self._output = output = self.running.take_output()
         self._sent |= output.sent.keys() | {request_id for request_id, error in output.offered.items() if error}
-        sent = self._sent & self._finished
+        self._failures |= output.failed.keys()
+        waits = self._waits
+        sent, received = self._sent & waits.finished, (output.received & waits.parked) | waits.refused
+        failed = (self._failures & received) | waits.refused
         self._sent -= sent
-        self._finished -= sent
-        self._failures |= output.failed
-        failed = {request_id for request_id in output.received if self._failures.pop(request_id, None)}
-        received, refused = output.received & self._parked, self._refused
-        self._parked -= received
-        self._refused = set()
-        return sent, received | refused, (failed & received) | refused
+        self._failures -= output.received
+        self._waits = StepMetadata(parked=waits.parked - received, finished=waits.finished - sent)
+        return sent, received, failed
 
     def take_output(self) -> WorkerOutput:
         """Returns, once, all that happened up to the last results: for the scheduler's side."""
         output, self._output = self._output, WorkerOutput()
         return output
 
-    def stats(self) -> StatsSnapshot | None:
-        """Returns counters, and the pulls since the last call; None where nothing has happened."""
-        return None if self._worker is None else self._worker.get_kv_connector_stats()
+    def stats(self) -> PullStats | None:
+        """Returns what has happened since the last call; None where nothing has."""
+        found = None if self._worker is None else self._worker.get_kv_connector_stats()
+        if found is None:
+            return None
+        before, self._snapshot = self._snapshot, found
+        stats = pull_stats(found, before)
+        return None if stats.is_empty() else stats
 
     def close(self) -> None:
         """Ends every lease and load, and lets go of the caches. Safe to call twice."""

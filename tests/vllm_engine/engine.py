@@ -237,7 +237,8 @@ class Engine:
         self.outputs: list[Any] = []
         self.scheduled: list[dict[str, int]] = []
         self.preempted = self.peak_blocks = 0  # requests that gave way in the last step; most blocks in use
-        self.stats: list[Any] = []
+        self.stats: list[Any] = []  # of the workers
+        self.reported: list[dict[str, Any]] = []  # with the scheduler's, as they leave the engine
         self.free_at_start = self.free_blocks
 
     @property
@@ -291,6 +292,8 @@ class Engine:
             self.stats.append(stats)
         for found in self.scheduler.update_from_output(plan, combined).values():
             self.outputs += found.outputs
+            if found.scheduler_stats is not None and found.scheduler_stats.kv_connector_stats is not None:
+                self.reported.append(found.scheduler_stats.kv_connector_stats)
 
     def _run(self, request_id: str, count: int) -> list[int]:
         """Writes the keys and values of some tokens; where they are the last known ones, the next token."""

@@ -1,5 +1,6 @@
 """Inputs that end or hang vLLM's own connector: here each fails its request alone, as the policy says."""
 
+import logging
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -56,6 +57,7 @@ BAD: dict[str, Callable[[Params], object]] = {
     "remote_num_tokens of zero": with_(remote_num_tokens=0),
     "do_remote_prefill that is no truth value": with_(do_remote_prefill="yes"),
     "a mode of transfer that there is not": with_(transfer_mode="push"),
+    "both directions": with_(do_remote_decode=True),
 }
 
 
@@ -79,6 +81,21 @@ def test_a_bad_input_fails_its_request_alone(make: Make, spoil: Callable[[Params
     run_until([prefill, decode], lambda: decode.finish_reason("again"))
     assert decode.tokens("again") in ([], expected_tokens(PROMPT, 3, decode.shape))
     assert_empty(prefill, decode)
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_prefill_offers_nothing_to_a_request_that_asks_for_both_directions(
+    make: Make, caplog: pytest.LogCaptureFixture, policy: str
+) -> None:
+    prefill = make("kv_producer", Shape(policy=policy))
+    with caplog.at_level(logging.ERROR, "pagewire.vllm"):
+        prefill.add("both", PROMPT, 3, {"do_remote_decode": True, "do_remote_prefill": True})
+        run_until([prefill], lambda: prefill.finish_reason("both"))
+    assert prefill.tokens("both") == ([] if policy == "fail" else expected_tokens(PROMPT, 3, prefill.shape))
+    (message,) = [text for record in caplog.records if "'both'" in (text := record.getMessage())]
+    assert "kv_transfer_params['do_remote_decode'] is True: do_remote_prefill is true as well" in message
+    assert not any(output.kv_transfer_params for output in prefill.outputs)
+    assert_empty(prefill)
 
 
 @pytest.mark.parametrize("params", [{}, {"do_remote_prefill": False}, {"strange": 1}], ids=str)

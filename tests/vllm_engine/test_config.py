@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from scheduler_adapters.vllm.config import Options, worker_config
+from scheduler_adapters.vllm.config import read_options, worker_config
 from tests.vllm_engine.engine import Shape, add_layers, make_cache_config, make_config, model_dir
 from transfer.connector.config import check_config
 from transfer.errors import InvalidEngineError
@@ -113,23 +113,23 @@ def test_layers_with_other_heads_than_the_model_have_an_even_share_of_them(tmp_p
 def test_options_are_checked(tmp_path: Path) -> None:
     config, _ = configs(tmp_path, Shape(extra={"kv_lease": 3}))
     with pytest.raises(InvalidEngineError, match="'kv_lease'; the options are"):
-        Options(config)
+        read_options(config)
 
 
 def test_options_are_vllms_own_where_none_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "10.0.0.1")
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "7000")
     config, _ = configs(tmp_path, Shape(extra={}))
-    options = Options(config)
-    assert (options.host, options.port, options.keyring, options.timing.lease) == ("10.0.0.1", 7000, None, 30.0)
+    options = read_options(config)
+    assert (options.host, options.port, options.keys, options.kv_lease_duration) == ("10.0.0.1", 7000, None, 30.0)
 
 
 def test_a_keyring_is_read(tmp_path: Path) -> None:
     (keyring,) = make_keyrings(1)
     save_keyring(keyring, tmp_path / "keys")
     config, _ = configs(tmp_path, Shape(extra={"keyring": str(tmp_path / "keys"), "kv_lease_duration": 7}))
-    options = Options(config)
-    assert (options.keyring, options.timing.lease) == (keyring, 7.0)
+    options = read_options(config)
+    assert (options.keys, options.kv_lease_duration) == (keyring, 7.0)
 
 
 @pytest.mark.parametrize("listed", ["10.0.0.0/8, peer.example", ["10.0.0.0/8", "peer.example"]], ids=["text", "list"])
@@ -147,11 +147,13 @@ def test_peers_may_be_those_of_the_list_and_the_own_host(tmp_path: Path, listed:
         ({"secret": "file:/nowhere/at/all"}, "shared secret: .*nowhere"),
         ({"secret": "env:PAGEWIRE_NO_SUCH_VARIABLE"}, "no environment variable 'PAGEWIRE_NO_SUCH_VARIABLE'"),
         ({"secret": "short"}, "has 5 bytes, at least 16"),
-        ({"secret": 12345678901234567890}, "secret is a int"),
+        ({"secret": 12345678901234567890}, r"got `int` - at `\$\.secret`"),
         ({"allowed_peers": ["10.0.0.0/99"]}, "allowed_peers: '10.0.0.0/99'"),
-        ({"allowed_peers": ["10.0.0.1", 5]}, "allowed_peers names 5"),
-        ({"allowed_peers": 5}, "allowed_peers names 5"),
-        ({"allowed_peers": None}, "allowed_peers names None"),
+        ({"allowed_peers": ["10.0.0.1", 5]}, r"got `int` - at `\$\.allowed_peers\[1\]`"),
+        ({"allowed_peers": 5}, r"got `int` - at `\$\.allowed_peers`"),
+        ({"allowed_peers": None}, r"got `null` - at `\$\.allowed_peers`"),
+        ({"load_timeout": "soon"}, r"got `str` - at `\$\.load_timeout`"),
+        ({"kv_lease_duration": 0}, "lease is 0.0 s, above 0 is needed"),
     ],
     ids=str,
 )

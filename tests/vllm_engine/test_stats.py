@@ -1,12 +1,15 @@
+import io
+import logging
 import pickle
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from scheduler_adapters.vllm.connector import PagewireConnector
+from scheduler_adapters.vllm.connector import PagewireConnector, log_as_vllm
 from scheduler_adapters.vllm.stats import PullStats
-from tests.vllm_engine.engine import Engine, Shape, make_config, model_dir
+from tests.vllm_engine.engine import Engine, Shape, make_config, model_dir, run_until
 from tests.vllm_engine.test_engine import PROMPT, prefilled, served
 
 
@@ -44,3 +47,31 @@ def test_stats_of_ranks_add_up() -> None:
     assert left.aggregate(right).reduce() == {"failed_pulls": 5, "leases_expired": 1}
     left.reset()
     assert left.is_empty()
+
+
+def test_a_request_that_cannot_be_loaded_counts_once_whatever_its_ranks(make: Callable[..., Engine]) -> None:
+    prefill, decode = make("kv_producer"), make("kv_consumer", Shape(tp_size=2))
+    params = prefilled(prefill, "p", PROMPT)
+    prefill.close()
+    decode.add("lost", PROMPT, 2, params)
+    decode.add("bad", PROMPT[::-1], 2, params | {"lease_id": "none"})
+    decode.add("left", PROMPT[:50], 2, params)
+    decode.abort("left")
+    run_until([decode], lambda: decode.finish_reason("lost") and decode.finish_reason("bad"), 30)
+    total = PullStats()
+    for reported in decode.reported:
+        total.aggregate(PullStats(data=reported))
+    assert total.data["failed_pulls"] == 2, "who gave up has not failed"
+
+
+def test_our_lines_go_where_vllms_go_unless_somebody_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, written = logging.getLogger("pagewire"), io.StringIO()
+    monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [logging.StreamHandler(written)])
+    for logger in (ours, logging.root):
+        monkeypatch.setattr(logger, "handlers", [])
+    log_as_vllm()
+    logging.getLogger("pagewire.vllm").error("what happened")
+    assert written.getvalue() == "what happened\n"
+    ours.handlers, logging.root.handlers = [], [logging.NullHandler()]
+    log_as_vllm()
+    assert ours.handlers == []

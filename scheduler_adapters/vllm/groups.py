@@ -1,0 +1,224 @@
+"""Page groups out of vLLM's cache specs: how the tensors lie, which layers they are of, and what a page keeps.
+
+Its tensors are always [blocks, heads, tokens, content]; how they lie in memory their strides say. What lies in the
+content is a matter of the backend's kernels: the one for CPUs takes a head of a block for all keys, then all values,
+and packs them as its instructions like it best. So the backend is known by its class, and refused where it is not.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from transfer.connector.config import GroupConfig, StatePart, share
+from transfer.errors import InvalidEngineError
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import AttentionBackend
+
+_ATTENTION_AXES = "page,head,token,side,dim"
+_LATENT_AXES = "page,head,token,dim"
+_MOVED = {FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, SlidingWindowMLASpec, MambaSpec}
+# Classes and not names: two backends of vLLM's have the name FLASH_ATTN.
+_BACKENDS = "vllm.v1.attention.backends."
+_BY_TOKEN = {
+    "flash_attn.FlashAttentionBackend",
+    "flash_attn_diffkv.FlashAttentionDiffKVBackend",
+    "flashinfer.FlashInferBackend",
+    "flex_attention.FlexAttentionBackend",
+    "triton_attn.TritonAttentionBackend",
+    "triton_attn_diffkv.TritonAttentionDiffKVBackend",
+}
+_LATENTS = {
+    "mla.amx_mla.AMXMLABackend",
+    "mla.cpu_mla.CPUMLABackend",
+    "mla.cutlass_mla.CutlassMLABackend",
+    "mla.flashattn_mla.FlashAttnMLABackend",
+    "mla.flashinfer_mla.FlashInferMLABackend",
+    "mla.flashmla.FlashMLABackend",
+    "mla.triton_mla.TritonMLABackend",
+}
+_CPU = "cpu_attn.CPUAttentionBackend"
+
+
+def cache_group(
+    where: str, vllm_config: VllmConfig, group: KVCacheGroupSpec, kernels: Mapping[str, int] | None
+) -> GroupConfig:
+    """Returns one page group."""
+    spec = _one_spec(where, group)
+    sizes = {kernels[name] for name in group.layer_names if name in kernels} if kernels else set[int]()
+    if len(sizes) > 1:
+        raise InvalidEngineError(f"{where}: its tensors have pages of {sorted(sizes)} tokens; one size is expected")
+    page_size = sizes.pop() if sizes else 0
+    layers = _layers(where, vllm_config, group.layer_names)
+    if type(spec) not in _MOVED:
+        raise InvalidEngineError(f"{where}: caches of {type(spec).__name__} are not moved")
+    content, whole_pages = "", False
+    if kernels is not None:
+        content, whole_pages = _content_of(where, vllm_config, group.layer_names, spec, page_size or spec.block_size)
+    kept = _state(where, vllm_config, spec) if type(spec) is MambaSpec else _attention(where, vllm_config, spec)
+    return GroupConfig(
+        layers=layers,
+        block_size=spec.block_size,
+        kernel_block_size=page_size,
+        content=content,
+        whole_pages=whole_pages,
+        **kept,
+    )
+
+
+def _one_spec(where: str, group: KVCacheGroupSpec) -> Any:
+    spec: Any = group.kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        specs: list[KVCacheSpec] = list(spec.kv_cache_specs.values())
+        if any(other != specs[0] for other in specs):
+            raise InvalidEngineError(f"{where}: its layers' caches differ in shape: {specs[0]} and others")
+        spec = specs[0]
+    return spec
+
+
+def _attention(where: str, vllm_config: VllmConfig, spec: Any) -> dict[str, Any]:
+    if spec.tokens_per_state != 1 or spec.num_heads != spec.num_kv_heads:
+        raise InvalidEngineError(
+            f"{where}: {spec.tokens_per_state} tokens in a state, {spec.num_heads} slots for {spec.num_kv_heads} "
+            "heads: one for each is expected"
+        )
+    # What a head keeps of a token, keys and values or whatever else: cut in two only because the axes have two sides.
+    content = spec.state_content_size_bytes // spec.dtype.itemsize
+    if type(spec) is MLAAttentionSpec:
+        return {"kind": "mla", "layout": _LATENT_AXES, "head_dim": content, "dtype": _name(spec.dtype)}
+    if content % 2:
+        raise InvalidEngineError(f"{where}: a head keeps {content} elements of a token; an even number is expected")
+    window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0
+    return {
+        "kind": "sliding_window" if window else "full",
+        "layout": _ATTENTION_AXES,
+        "num_kv_heads": _all_heads(where, vllm_config, spec.num_kv_heads),
+        "head_dim": content // 2,
+        "dtype": _name(spec.dtype),
+        "window": window,
+    }
+
+
+def _all_heads(where: str, vllm_config: VllmConfig, here: int) -> int:
+    """Heads of the model, of which a rank has `here`: a share, or one of them that others have, too."""
+    tp_size, total = vllm_config.parallel_config.tensor_parallel_size, vllm_config.model_config.get_total_num_kv_heads()
+    if len(share(total, tp_size, 0)) == here:
+        return total
+    if here > 1 or tp_size == 1:  # layers that have other heads than most: an even share, if there is one
+        return here * tp_size
+    raise InvalidEngineError(f"{where}: {here} heads on each of {tp_size} ranks, the model has {total}")
+
+
+def _state(where: str, vllm_config: VllmConfig, spec: MambaSpec) -> dict[str, Any]:
+    """A unit for each rank: what a rank keeps is moved as it is, so both sides need as many ranks.
+
+    A convolution's channels are x, B and C of the rank one after another, and which is which the spec does not say.
+    """
+    if spec.num_speculative_blocks:
+        raise InvalidEngineError(f"{where}: {spec.num_speculative_blocks} speculative blocks of a state are not moved")
+    units = 1 if spec.tp_replicated else vllm_config.parallel_config.tensor_parallel_size
+    parts = [
+        StatePart(
+            kind=f"state {at}", units=units, width=math.prod(shape), dtype=_name(dtype), tensor=at, axes="page,head"
+        )
+        for at, (shape, dtype) in enumerate(zip(spec.shapes, spec.dtypes, strict=True))
+    ]
+    return {"kind": "mamba", "state": tuple(parts)}
+
+
+def _layers(where: str, vllm_config: VllmConfig, names: list[str]) -> dict[str, int]:
+    """Numbers of layers in the whole model: those in their names, or their order where names have none."""
+    numbers = {name: [int(part) for part in name.split(".") if part.isdigit()] for name in names}
+    pp_size = vllm_config.parallel_config.pipeline_parallel_size
+    plain = all(len(found) == 1 for found in numbers.values()) and len({*map(tuple, numbers.values())}) == len(names)
+    if not plain and pp_size > 1:
+        raise InvalidEngineError(f"{where}: layer {names[0]!r} does not say which of the model's it is")
+    if not plain:
+        return {name: number for number, name in enumerate(sorted(names, key=_natural))}
+    layers = {name: found[0] for name, found in numbers.items()}
+    return layers if pp_size == 1 else _of_all_stages(where, vllm_config, layers)
+
+
+def _of_all_stages(where: str, vllm_config: VllmConfig, layers: dict[str, int]) -> dict[str, int]:
+    """The layers of all pipeline stages, of which this rank knows its own: named alike, and all of one kind."""
+    total = int(vllm_config.model_config.hf_text_config.num_hidden_layers)
+    first, number = next(iter(layers.items()))
+    named = {
+        ".".join(str(other) if part == str(number) else part for part in first.split(".")): other
+        for other in range(total)
+    }
+    if not set(layers) <= set(named):
+        raise InvalidEngineError(
+            f"{where}: {min(set(layers) - set(named))!r} is not named as {first!r} is: which layers the other "
+            "pipeline stages have is not known"
+        )
+    return named
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _content_of(
+    where: str, vllm_config: VllmConfig, layers: Sequence[str], spec: Any, page_size: int
+) -> tuple[str, bool]:
+    """What the pages of some layers keep, by a name, and whether only the backend knows what lies where in a head."""
+    layer_type: Any = AttentionLayerBase
+    found: dict[str, Any] = get_layers_from_vllm_config(vllm_config, layer_type, layers)
+    if missing := set(layers) - set(found):
+        raise InvalidEngineError(f"{where}: vLLM's model has no layer {min(missing)!r}: its backend is not known")
+    contents = {_content(where, vllm_config, layer.get_attn_backend(), spec, page_size) for layer in found.values()}
+    if len(contents) != 1:
+        raise InvalidEngineError(f"{where}: its layers keep {sorted(text for text, _ in contents)}; one is expected")
+    return contents.pop()
+
+
+def _content(
+    where: str, vllm_config: VllmConfig, backend: type[AttentionBackend], spec: Any, page_size: int
+) -> tuple[str, bool]:
+    name = ".".join(backend.full_cls_name())
+    known = name.removeprefix(_BACKENDS)
+    if type(spec) is MambaSpec:
+        if backend.is_ssm():
+            shapes = " and ".join("x".join(map(str, shape)) for shape in spec.shapes)
+            return f"states {shapes} of {backend.get_name()}", False
+    elif type(spec) in {MLAAttentionSpec, SlidingWindowMLASpec}:
+        if known in _LATENTS:
+            return "a latent of each token", False
+    elif known in _BY_TOKEN:
+        return "keys, then values, of each token", False
+    elif known == _CPU:
+        return f"keys and values as CPU_ATTN packs them for {_instructions(vllm_config, spec, page_size)}", True
+    raise InvalidEngineError(
+        f"{where}: what the attention backend {name} keeps in a page of {type(spec).__name__} is not known"
+    )
+
+
+def _instructions(vllm_config: VllmConfig, spec: Any, page_size: int) -> str:
+    """The set of instructions that the CPU backend has chosen, and packs keys for."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415  (for CPUs alone)
+
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    return _get_attn_isa(vllm_config.model_config.dtype, page_size, spec.head_size, cache_dtype)
