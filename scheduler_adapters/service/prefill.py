@@ -22,7 +22,7 @@ from scheduler_adapters.loop import Output, Request, ServingLoop
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.requests import PrefillRequest, PrefillTimes, Recent
 from scheduler_adapters.service.sockets import Socket, received
-from transfer.pull.exchange import LEASE_SLOTS
+from transfer.pull.lease_slots import LEASE_SLOTS
 from transfer.pull.replica import LeaseOver, Offered
 
 if TYPE_CHECKING:

@@ -60,8 +60,14 @@ EXCHANGE: tuple[Module, ...] = (
             ),
             Mutation("PageExchange.offer", "running=running", "running=True", [_EXCHANGE]),
             Mutation("PageExchange.pull", "self._refuse_open(replica, key)", "pass", [_EXCHANGE]),
+        ],
+    ),
+    Module(
+        "transfer.pull.start",
+        [],
+        [
             Mutation(
-                "_keys",
+                "fleet_keys",
                 "return shared.metadata_key, shared.keyring",
                 'return b"", shared.keyring',
                 [_EXCHANGE],

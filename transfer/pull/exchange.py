@@ -5,23 +5,22 @@ One a process: an engine with a thread for each replica of a manager, and the se
 
 from __future__ import annotations
 
-import heapq
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvcache.errors import InvalidRequestError
-from transfer.errors import InvalidEngineError, InvalidLeaseError
+from transfer.errors import InvalidLeaseError
 from transfer.memory import MemoryType
 from transfer.nixl.agent import Agent
 from transfer.plan.boxes import ShardLayout
 from transfer.plan.shapes import dense
-from transfer.pull.lease import new_lease_id
+from transfer.pull.lease_slots import LeaseSlots
 from transfer.pull.pull_state import LeaseRef, PullEvent
 from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation
 from transfer.pull.replica import LeaseOver, Offered, ReplicaTransfer, Source
+from transfer.pull.start import ShardMemory, fleet_keys, make_rank, start_thread
 from transfer.pull.thread import TransferThread
 from transfer.wire.allowed_peers import AllowedPeers, host_of
 from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer
-from transfer.wire.secret import read_secret
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
 
 _STUCK_S = 10.0
 """A stopped source's READs may never end. Until their agent is destroyed they hold pages and rows here."""
-LEASE_SLOTS = 4096
-"""Leases that can stand at a time on one replica: the words of a `LeaseBook`."""
 
 
 class PendingPages(Protocol):
@@ -163,13 +160,13 @@ class PageExchange:
         allowed_peers: Sequence[str] = (),
     ) -> None:
         self._verify, self._agent = verify, agent
-        self._key, keyring = _keys(name, secret, keyring)
+        self._key, keyring = fleet_keys(f"exchange {name!r}", secret, keyring=keyring)
         allowed = AllowedPeers((*host_of(bind), *allowed_peers))
         self.incarnation = new_incarnation()
         self._manager = manager
         self._names = [f"{name}/{replica}" for replica in range(manager.num_replicas)]
         self._threads: list[TransferThread] = []
-        self._slots: list[list[int]] = []
+        self._slots: list[LeaseSlots] = []
         self._leases: list[dict[int, tuple[LeaseRef, Any]]] = []  # of each replica, by the id in the word
         self._pulls: dict[tuple[int, str], Any] = {}  # the copiers of those that are open, by replica and key
         self._happened: list[ExchangeEvent] = []  # at the end of a thread
@@ -180,8 +177,8 @@ class PageExchange:
             for replica, engine_id in enumerate(self._names):
                 ranks = self._ranks(replica, engine_id, agreed)
                 transfers = ReplicaTransfer(ranks, HandshakeClient(ask, allowed=allowed), **options)
-                self._threads.append(TransferThread(transfers))
-                self._slots.append(list(range(LEASE_SLOTS)))
+                self._threads.append(start_thread(transfers))
+                self._slots.append(LeaseSlots())
                 self._leases.append({})
                 sealed = tuple(rank.metadata for rank in ranks)
                 self.cards.append(EngineCard(engine_id, self.incarnation, sealed, agreed))
@@ -204,14 +201,11 @@ class PageExchange:
                 compatibility=compatibility,
                 key=self._key,
             )
-            device = tensors[0].device
+            memory = ShardMemory(layout, [tensor.data_ptr() for tensor in tensors], tensors[0].device)
             ranks.append(
-                RankTransfer(
+                make_rank(
                     identity,
-                    layout,
-                    [tensor.data_ptr() for tensor in tensors],
-                    MemoryType.VRAM if device.type == "cuda" else MemoryType.DRAM,
-                    device.index or 0,
+                    memory,
                     checks=self._verify,
                     verify=float(self._verify),
                     stuck_s=_STUCK_S,
@@ -258,8 +252,8 @@ class PageExchange:
         lease = None
         try:
             self._threads[replica].raise_failure()
-            if self._slots[replica]:
-                lease = LeaseRef(new_lease_id(), heapq.heappop(self._slots[replica]), duration_s)
+            lease = self._slots[replica].take(duration_s)
+            if lease is not None:
                 self._leases[replica][lease.lease_id] = (lease, held)
                 self._threads[replica].call_soon(ReplicaTransfer.offer, request_id, lease, running=running)
         finally:
@@ -388,7 +382,7 @@ class PageExchange:
     def _end_lease(self, replica: int, lease_id: int) -> None:
         """The word of a lease is cleared on every rank, or never stood: word and pages may be used again."""
         lease, held = self._leases[replica].pop(lease_id)
-        heapq.heappush(self._slots[replica], lease.slot)
+        self._slots[replica].give_back(lease)
         self._manager.end_lease(held)
 
     def wait(self, replica: int, timeout_s: float) -> None:
@@ -418,16 +412,6 @@ class PageExchange:
                     if copier is not None:
                         copier.give_up()
         self._server.close()
-
-
-def _keys(name: str, secret: str, keyring: Keyring | None) -> tuple[bytes, Keyring | None]:
-    """The key of metadata and the keys of sockets."""
-    shared = read_secret(secret)
-    if shared is None:
-        return b"", keyring
-    if keyring is not None:
-        raise InvalidEngineError(f"exchange {name!r}: a keyring beside a shared secret; one is needed")
-    return shared.metadata_key, shared.keyring
 
 
 def _shards(manager: PageOwner, replica: int) -> list[tuple[ShardLayout, list[torch.Tensor]]]:

@@ -304,13 +304,13 @@ def test_an_offer_that_is_not_granted_holds_nothing(sides: tuple[Side, Reader]) 
     source.until(lambda: source.of(Offered))
     assert source.of(Offered)[0].event.error  # type: ignore[union-attr]
     assert source.idle
-    assert source.exchange._slots[0][0] == 0  # the word is free again
+    assert source.exchange._slots[0]._free[0] == 0  # the word is free again
 
 
 def test_as_many_leases_as_words(sides: tuple[Side, Reader]) -> None:
     source, _ = sides
     source.compute()
-    source.exchange._slots[0] = [0]
+    source.exchange._slots[0]._free = [0]
     assert source.exchange.offer("r", 30.0) is not None
     assert source.exchange.offer("r", 30.0) is None
     source.manager.release("r")
