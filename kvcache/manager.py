@@ -312,11 +312,10 @@ class PagedKVCacheManager:
     ) -> PendingImport | None:
         """Reserve the claimed request's pages and say which to copy from the maker of `table`. None: too few pages.
 
-        Pages cached here are shared, not copied. `copier` gives the right to copy the others. The request can run after
-        `commit_import`; after `cancel_import` it holds its pages and computes its tokens itself, or is released. The
-        table may be of any page size and split. It covers fewer tokens than the context knows, as the last one runs
-        here; with `partial` the first full pages only, and `extend_import` follows. Raises `BlockTableMismatchError`
-        (a ValueError) for other tokens or salts, or a malformed table.
+        Pages cached here are shared; `copier` gives the right to copy the others. The request can run after
+        `commit_import`; after `cancel_import` it computes its tokens itself in the pages it has, or is released. The
+        table, of any page size and split, covers fewer tokens than the context knows, as the last one runs here; with
+        `partial` the first full pages only: `extend_import` follows. Raises `BlockTableMismatchError` (a ValueError).
         """
         num_steps = arguments.steps(num_steps)
         replica, replica_idx, row = self._claims.own(context, "import_block_table")
