@@ -381,7 +381,7 @@ class PagedKVCacheManager:
     @property
     def num_held_blocks(self) -> int:
         """Pages of all replicas that somebody holds or a transfer writes; idle cached ones are not counted."""
-        return self.total_num_pages - self.num_free_blocks
+        return self.total_num_pages - self.num_free_blocks + sum(group.num_held for group in self.further_groups)
 
     @property
     def num_leased_blocks(self) -> int:

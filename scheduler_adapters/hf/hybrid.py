@@ -160,11 +160,6 @@ class HybridKVCacheManager(PagedKVCacheManager):
         super().commit_import(context, pending, proof)
         self.states.commit_import(context.request_id, pending.num_tokens)
 
-    @property
-    def num_held_blocks(self) -> int:
-        """As the base, state pages included."""
-        return super().num_held_blocks + self.states.num_held
-
     def check(self) -> None:
         """As the base, and the state pages too."""
         super().check()
