@@ -34,5 +34,5 @@ def test_a_manager_has_what_its_protocol_says() -> None:
     assert len(NAMES) > 12
     manager = manager_of()
     asked = MEMBERS.keys() - {*NAMES}
-    assert asked == {"num_replicas", "page_size", "total_num_pages", "metrics"}
+    assert asked == {"num_replicas", "page_size", "total_num_pages", "num_held_blocks", "metrics"}
     assert {type(getattr(manager, name)) for name in asked} == {int, KVCacheMetrics}
