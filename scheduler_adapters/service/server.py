@@ -223,7 +223,7 @@ def main() -> int:
     frontend.setsockopt(zmq.IDENTITY, config.name.encode())
     frontend.connect(config.frontend)
     try:
-        shared: Context = zmq.Context.instance()
+        shared: Context = zmq.Context.instance()  # pyright: ignore[reportUnknownVariableType] -- untyped there
         serve(config, shared, frontend)
     except Exception as error:  # noqa: BLE001  (the parent reports it, whatever it is)
         traceback.print_exc()
