@@ -59,6 +59,7 @@ def test_what_is_not_read_waits_in_order_and_the_front_turns_deaf_at_its_limit(p
     assert not frontend.flush()
     assert frontend.is_deaf == (frontend.num_unread > 4)  # until half of it is read
     heard += [data for (data,) in received(theirs)]
+    assert ours.poll(5000, zmq.POLLOUT)
     frontend.send(msg.Tokens(request_id="the last"))  # there is room in the sockets: it waits all the same
     while frontend.num_unread:
         frontend.flush()
