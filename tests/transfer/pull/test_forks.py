@@ -167,6 +167,7 @@ if not child:
         for one in (p, d):
             one.close()
         e.cleanup()
+        assert p.ranks[0].leases.find(open_lease.lease_id), "a fork ends nothing: leases are its parent's"
     if sys.argv[1] == "dropped":
         del p, d, e, thread, pull
         gc.collect()
