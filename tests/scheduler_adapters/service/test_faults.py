@@ -171,6 +171,21 @@ def test_a_request_that_stays_in_a_phase_for_too_long_fails_with_the_reason(
     assert_serves_on(service, expected)
 
 
+def test_the_next_attempt_avoids_the_prefill_process_of_the_one_that_failed(
+    start: Callable[..., Service], expected: dict[str, list[int]]
+) -> None:
+    """It would be asked again otherwise: it has the prompt, or most of it, and the other one has nothing of it."""
+    service = start(PREFILL._replace(count=2))
+    service.until(lambda: all(one.welcome for one in service.decode.connections), "both prefill processes")
+    request = PHASES["asked"](service)
+    asked, attempt = request.prefill, request.attempt
+    request.deadline = 0.0
+    service.until(lambda: request.attempt != attempt and request.prefill, "the next attempt", poll=service.decode.poll)
+    assert request.prefill is not asked
+    service.until(lambda: "r" in service.ended, "the end")
+    assert service.tokens["r"] == expected["r"]
+
+
 @pytest.mark.parametrize("phase", ["asked", "offered", "pulling"])
 def test_a_prefill_process_that_dies_is_replaced_by_another(
     start: Callable[..., Service], expected: dict[str, list[int]], phase: str
