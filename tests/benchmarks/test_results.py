@@ -12,13 +12,9 @@ from benchmarks.measured import ROOT, changed, code_of, digest
 NAMES = sorted(path.stem for path in results.RESULTS.glob("*.json"))
 
 
-# Made before results had a whole header. No new result may lack it; `make figures` makes these again, then they go.
-BEFORE_HEADERS = {"trace_hints", "trace_replay", "trace_routing"}
-
-
 def test_every_result_says_how_it_was_made() -> None:
     lacking = {name: faults for name in NAMES if (faults := results.faults(results.load(name)))}
-    assert lacking.keys() <= BEFORE_HEADERS, lacking
+    assert lacking == {}
 
 
 def test_make_figures_makes_every_result() -> None:
