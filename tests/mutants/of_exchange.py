@@ -60,7 +60,14 @@ EXCHANGE: tuple[Module, ...] = (
             ),
             Mutation("PageExchange.offer", "running=running", "running=True", [_EXCHANGE]),
             Mutation("PageExchange.pull", "self._refuse_open(replica, key)", "pass", [_EXCHANGE]),
+            Mutation("PageExchange.pull", "copier.give_up()", "pass", [_OWNERSHIP]),
+            Mutation("PageExchange.offer", "self._manager.end_lease(held)\n            raise", "raise", [_OWNERSHIP]),
         ],
+    ),
+    Module(
+        "transfer.pull.thread",
+        [_OWNERSHIP],
+        [Mutation("TransferThread._hand_over", "if self._stopping:", "if not command:", [_OWNERSHIP])],
     ),
     Module(
         "transfer.pull.start",

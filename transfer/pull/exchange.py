@@ -251,15 +251,19 @@ class PageExchange:
         replica: int = held.replica_idx
         lease = None
         try:
-            self._threads[replica].raise_failure()
             lease = self._slots[replica].take(duration_s)
             if lease is not None:
-                self._leases[replica][lease.lease_id] = (lease, held)
                 self._threads[replica].call_soon(ReplicaTransfer.offer, request_id, lease, running=running)
-        finally:
-            if lease is None:
-                self._manager.end_lease(held)
-        return None if lease is None else Source(self.address, self._names[replica], lease, self.incarnation)
+        except BaseException:
+            if lease is not None:
+                self._slots[replica].give_back(lease)
+            self._manager.end_lease(held)
+            raise
+        if lease is None:
+            self._manager.end_lease(held)
+            return None
+        self._leases[replica][lease.lease_id] = (lease, held)
+        return Source(self.address, self._names[replica], lease, self.incarnation)
 
     def seal(self, replica: int, pages: Sequence[Sequence[int]]) -> None:
         """Makes the page checks of computed pages, a list for each group, where readers verify. Waits for that."""
@@ -297,11 +301,17 @@ class PageExchange:
         Raises:
             InvalidRequestError: (a ValueError) a pull of this name is open; the import is closed, of another manager,
                 or somebody else copies it.
+            EngineClosedError: the transfer thread has died, or was closed. So for all calls but `poll` and `close`.
         """
         replica = pending.replica_idx
         self._refuse_open(replica, key)
-        copier = self._pulls[replica, key] = self._manager.copier(pending)
-        self._threads[replica].pull(key, source, copier.take(last=True), timeout_s)
+        copier = self._manager.copier(pending)
+        try:
+            self._threads[replica].pull(key, source, copier.take(last=True), timeout_s)
+        except BaseException:
+            copier.give_up()  # nobody has begun to write
+            raise
+        self._pulls[replica, key] = copier
 
     def open_pull(self, replica: int, key: str, source: Source, timeout_s: float) -> None:
         """Begins a pull of which the pages are named later: from now on the lease is renewed. `read` says of what.

@@ -145,6 +145,8 @@ class TransferThread:
 
     def _hand_over(self, command: Callable[[], object]) -> None:
         self.raise_failure()
+        if self._stopping:  # nobody would ever run it: what the caller books for it would be held for good
+            raise EngineClosedError("the transfer thread was closed")
         self._commands.put(command)
 
     def _main(self) -> None:

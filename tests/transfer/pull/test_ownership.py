@@ -577,6 +577,34 @@ def test_a_foreign_manager_loses_nobody_s_pages(sides: tuple[Side, Reader], clai
     assert reader.idle
 
 
+def test_a_closed_exchange_takes_nothing_that_it_would_hold_for_ever(sides: tuple[Side, Reader]) -> None:
+    source, reader = sides
+    offer, _, pending = leased(source, reader)
+    source.compute("s")
+    reader.open(offer, "open")
+    for side in sides:
+        side.exchange.close()
+    leases = source.manager.num_leased_blocks
+    for call in (
+        lambda: source.exchange.offer("s", 30.0),
+        lambda: source.exchange.start_clock(offer),
+        lambda: source.exchange.revoke(offer, "it was given up"),
+        lambda: reader.exchange.pull("k", offer, pending, 60.0),
+        lambda: reader.exchange.open_pull(0, "k", offer, 60.0),
+        lambda: reader.exchange.cancel_pull(0, "open", "it was given up"),
+    ):
+        with pytest.raises(EngineClosedError, match="the transfer thread was closed"):
+            call()
+        for side in sides:
+            side.manager.check()
+    assert source.manager.num_leased_blocks == leases == 0
+    assert not reader.exchange.open_pulls
+    reader.manager.cancel_import(pending)
+    for side, name in ((source, "s"), (reader, "r")):
+        side.manager.release(name)
+        assert side.idle
+
+
 def test_an_exchange_that_closes_in_the_midst_gives_the_pages_back_and_no_proof(sides: tuple[Side, Reader]) -> None:
     source, reader = sides
     offer, context, pending = leased(source, reader)
