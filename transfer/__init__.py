@@ -4,9 +4,9 @@ Imports `kvcache`: its errors, page layouts and block tables, and nothing else o
 `docs/transfer.md`, then `pull/exchange.py`, which a hand-over begins with, `pull/lease.py` and `pull/pull.py`.
 """
 
-from transfer.connector.companion import TransferCompanion
 from transfer.connector.config import GroupConfig, StatePart, Timing, WorkerConfig
 from transfer.connector.metadata import ConnectorMetadata, LoadRequest, Progress, SendRequest, WorkerOutput
+from transfer.connector.scheduler import NixlConnectorScheduler
 from transfer.connector.transfer_params import RemotePages
 from transfer.connector.worker import NixlConnectorWorker
 from transfer.engine.engine import KVTransferEngine
@@ -69,6 +69,7 @@ __all__ = [
     "LoadRequest",
     "MemoryType",
     "MetadataError",
+    "NixlConnectorScheduler",
     "NixlConnectorWorker",
     "NoFreePortError",
     "Offered",
@@ -85,7 +86,6 @@ __all__ = [
     "TensorAgent",
     "TensorAgentMetadata",
     "Timing",
-    "TransferCompanion",
     "TransferError",
     "TransferFailedError",
     "TransferIncompleteError",

@@ -20,8 +20,8 @@ from vllm.v1.request import RequestStatus
 
 from scheduler_adapters.vllm.config import read_options, worker_config
 from scheduler_adapters.vllm.metadata import RankHandshakeMetadata, StepMetadata
-from transfer.connector.companion import TransferCompanion
 from transfer.connector.metadata import WorkerOutput
+from transfer.connector.scheduler import NixlConnectorScheduler
 from transfer.connector.transfer_params import RemotePages
 from transfer.errors import InvalidEngineError, TransferError
 from transfer.wire.handshake import differences
@@ -54,7 +54,7 @@ class SchedulerSide:
         self._shortens = any(group.is_state or group.window for group in config.groups)
         self._select = kv_cache_config.select_transfer_block_ids
         address = socket.gethostbyname(options.host) if self._serves else "127.0.0.1"
-        self._companion = TransferCompanion(config, options.host, f"tcp://{address}:{options.port}", options.keys)
+        self._connector = NixlConnectorScheduler(config, options.host, f"tcp://{address}:{options.port}", options.keys)
         self._sources: set[str] = set()  # with a lease, until they end
         self._unsaved: dict[str, Request] = {}  # of these, those whose blocks are not in host buffers yet
         self._waiting: dict[str, RemotePages] = {}  # readers that have no blocks yet
@@ -66,21 +66,21 @@ class SchedulerSide:
         """Begins to answer readers. Keys are pipeline and tensor-parallel ranks."""
         if not self._serves:
             return
-        tp_size, first = self._companion.config.tp_size, ranks[min(ranks)].fingerprint
+        tp_size, first = self._connector.config.tp_size, ranks[min(ranks)].fingerprint
         for (pp, tp), rank in ranks.items():
             if differ := differences(first, rank.fingerprint):
                 raise InvalidEngineError(f"rank {pp * tp_size + tp} of this engine differs from the first: {differ}")
         data = {pp * tp_size + tp: rank.data for (pp, tp), rank in ranks.items()}
-        self._companion.set_handshake_metadata(data, first)
+        self._connector.set_handshake_metadata(data, first)
 
     def add(self, request: Request) -> None:
         """A request has come. Its source, if it names one, is told that somebody waits."""
         request_id, params = request.request_id, request.kv_transfer_params
         try:
-            pages = self._companion.read(request_id, params)
+            pages = self._connector.read(request_id, params)
             if pages is not None:
-                self._companion.external_tokens(request_id, pages, request.num_prompt_tokens, 0)
-                self._companion.hold(request_id, pages)
+                self._connector.external_tokens(request_id, pages, request.num_prompt_tokens, 0)
+                self._connector.hold(request_id, pages)
                 self._waiting[request_id] = pages
         except TransferError as error:
             self._refuse(request_id, str(error))
@@ -117,7 +117,7 @@ class SchedulerSide:
         pages, limit = self._waiting.get(request_id), self._limit(request)
         if pages is None or (self._has_states and pages.total_tokens > limit):
             return 0
-        return self._companion.external_tokens(request_id, pages, limit, num_computed_tokens)
+        return self._connector.external_tokens(request_id, pages, limit, num_computed_tokens)
 
     def _limit(self, request: Request) -> int:
         """Tokens of a prompt that are loaded at most. vLLM runs the last one again where it has all of them.
@@ -148,7 +148,7 @@ class SchedulerSide:
     def _offer(self, request: Request) -> None:
         if request.request_id not in self._sources:  # else it was preempted, and its lease stands
             try:
-                self._companion.offer(request.request_id, running=True)
+                self._connector.offer(request.request_id, running=True)
             except TransferError:
                 logger.exception("request %r: it is prefilled, but nobody will be able to read it", request.request_id)
                 return
@@ -163,9 +163,9 @@ class SchedulerSide:
         total = self._limit(request) if num_external_tokens else request.num_prompt_tokens
         computed = min(pages.total_tokens, total) - num_external_tokens
         try:
-            self._companion.load(request.request_id, pages, block_ids, total, computed, first_blocks=first_blocks)
+            self._connector.load(request.request_id, pages, block_ids, total, computed, first_blocks=first_blocks)
         except TransferError as error:
-            self._companion.cancel(request.request_id, str(error))
+            self._connector.cancel(request.request_id, str(error))
             logger.exception("request %r cannot be loaded", request.request_id)
             self._failed += 1
             return False
@@ -177,16 +177,16 @@ class SchedulerSide:
             scheduled = scheduler_output.num_scheduled_tokens.get(request_id, 0)
             if scheduled and request.num_computed_tokens + scheduled >= request.num_prompt_tokens and self.manager:
                 blocks, _ = _without_null(self._select(self.manager.get_block_ids(request_id)))
-                self._companion.save(request_id, blocks)
+                self._connector.save(request_id, blocks)
                 del self._unsaved[request_id]
         metadata, self._next = self._next, StepMetadata()
-        metadata.step = self._companion.build_metadata()
+        metadata.step = self._connector.build_metadata()
         return metadata
 
     def update(self, outputs: Sequence[tuple[int, WorkerOutput]]) -> None:
         """Books what the workers have said."""
         for rank, output in outputs:
-            progress = self._companion.update(rank, output)
+            progress = self._connector.update(rank, output)
             for request_id, reason in progress.failed.items():
                 if self._waiting.pop(request_id, None) is not None:
                     self._refuse(request_id, reason)
@@ -207,30 +207,30 @@ class SchedulerSide:
         request_id = request.request_id
         self._refused.discard(request_id)
         self._waiting.pop(request_id, None)
-        self._companion.cancel(request_id, f"the request has ended: {request.status}")
+        self._connector.cancel(request_id, f"the request has ended: {request.status}")
         self._unsaved.pop(request_id, None)
         if request_id not in self._sources:
             return False, None
         self._sources.remove(request_id)
         self._next.finished.add(request_id)
         if request.status not in _DONE:
-            self._companion.abort(request_id, f"the request has ended: {request.status}")
+            self._connector.abort(request_id, f"the request has ended: {request.status}")
             return True, None
         blocks, first_blocks = _without_null(self._select(block_ids))
         computed = request.num_computed_tokens  # with steps in flight, maybe more than has run; a prompt has
         tokens = computed if self._has_states else min(computed, request.num_prompt_tokens)
         try:
-            params = self._companion.params(request_id, blocks, tokens, first_blocks=first_blocks, granted=False)
+            params = self._connector.params(request_id, blocks, tokens, first_blocks=first_blocks, granted=False)
         except TransferError:
             logger.exception("request %r: nobody can read it", request_id)
-            self._companion.abort(request_id, "its params could not be made")
+            self._connector.abort(request_id, "its params could not be made")
             return True, None
-        self._companion.computed(request_id)
+        self._connector.computed(request_id)
         return True, params
 
     def close(self) -> None:
         """Ends the handshake server. Safe to call twice."""
-        self._companion.close()
+        self._connector.close()
 
 
 def _is_source(params: object) -> bool:

@@ -124,27 +124,33 @@ TRANSFER_PLAN: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "transfer.connector.companion",
+        "transfer.connector.scheduler",
         [],
         [
-            Mutation("TransferCompanion._missing", "if left and granted", "if granted and not granted"),
-            Mutation("TransferCompanion._missing", 'return "it is being ended"', 'return ""'),
-            Mutation("TransferCompanion.update", 'self.abort(request_id, "not granted by every rank")', "pass"),
+            Mutation("NixlConnectorScheduler._missing", "if left and granted", "if granted and not granted"),
+            Mutation("NixlConnectorScheduler._missing", 'return "it is being ended"', 'return ""'),
+            Mutation("NixlConnectorScheduler.update", 'self.abort(request_id, "not granted by every rank")', "pass"),
             Mutation(
-                "TransferCompanion._lease_over", "if len(offer.over) == self.config.ranks:", "if len(offer.over) == 1:"
+                "NixlConnectorScheduler._lease_over",
+                "if len(offer.over) == self.config.ranks:",
+                "if len(offer.over) == 1:",
             ),
-            Mutation("TransferCompanion._lease_over", 'if offer.reason == "read":', "if offer.reason:"),
-            Mutation("TransferCompanion._lease_over", "self._slots.give_back(offer.lease)", "pass"),
+            Mutation("NixlConnectorScheduler._lease_over", 'if offer.reason == "read":', "if offer.reason:"),
+            Mutation("NixlConnectorScheduler._lease_over", "self._slots.give_back(offer.lease)", "pass"),
             Mutation(
-                "TransferCompanion._book_loads",
+                "NixlConnectorScheduler._book_loads",
                 "if len(load.received) == self.config.ranks:",
                 "if load.received:",
             ),
-            Mutation("TransferCompanion._book_loads", "self._metadata.reqs_to_cancel[request_id] = reason", "pass"),
-            Mutation("TransferCompanion.external_tokens", "if total > num_tokens and", "if total < 0 and"),
-            Mutation("TransferCompanion.load", "elif missing:", "elif not missing:"),
-            Mutation("TransferCompanion.load_more", "if not load.asked.last:", "if load.asked:"),
-            Mutation("TransferCompanion.load_more", '("lease_id", load.asked.pages.lease_id, pages.lease_id),', ""),
+            Mutation(
+                "NixlConnectorScheduler._book_loads", "self._metadata.reqs_to_cancel[request_id] = reason", "pass"
+            ),
+            Mutation("NixlConnectorScheduler.external_tokens", "if total > num_tokens and", "if total < 0 and"),
+            Mutation("NixlConnectorScheduler.load", "elif missing:", "elif not missing:"),
+            Mutation("NixlConnectorScheduler.load_more", "if not load.asked.last:", "if load.asked:"),
+            Mutation(
+                "NixlConnectorScheduler.load_more", '("lease_id", load.asked.pages.lease_id, pages.lease_id),', ""
+            ),
         ],
     ),
     Module(

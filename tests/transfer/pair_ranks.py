@@ -14,8 +14,8 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 from tests.transfer.pair_model import JUNK, GroupSpec, Pair, RankCaches, Side, group_config, reach, worker_config
-from transfer.connector.companion import TransferCompanion
 from transfer.connector.metadata import ConnectorMetadata, Progress, WorkerOutput
+from transfer.connector.scheduler import NixlConnectorScheduler
 from transfer.connector.worker import NixlConnectorWorker
 from transfer.pull.rank import new_incarnation
 
@@ -165,7 +165,7 @@ Rank = LocalRank | ChildRank
 
 
 class EngineUnderTest:
-    """The ranks of one engine, stepped together, and its companion in this process."""
+    """The ranks of one engine, stepped together, and its scheduler in this process."""
 
     def __init__(
         self, ranks: Sequence[Rank], groups: tuple[GroupSpec, ...], side: Side, engine_id: str, **options: Any
@@ -175,8 +175,8 @@ class EngineUnderTest:
         for number, rank in enumerate(ranks):
             rank.send("make", groups, side, number, engine_id, incarnation, options)
         metadata = {number: rank.wait() for number, rank in enumerate(ranks)}
-        self.companion = TransferCompanion(worker_config(groups, side, 0, engine_id, incarnation, **options))
-        self.companion.set_handshake_metadata(metadata)
+        self.scheduler = NixlConnectorScheduler(worker_config(groups, side, 0, engine_id, incarnation, **options))
+        self.scheduler.set_handshake_metadata(metadata)
         self.sent: dict[str, str] = {}
         self.received: set[str] = set()
         self.failed: dict[str, str] = {}
@@ -188,8 +188,8 @@ class EngineUnderTest:
         return [rank.wait() for rank in self.ranks]
 
     def step(self) -> list[Progress]:
-        outputs = self.call("step", self.companion.build_metadata())
-        found = [self.companion.update(rank, output) for rank, output in enumerate(outputs)]
+        outputs = self.call("step", self.scheduler.build_metadata())
+        found = [self.scheduler.update(rank, output) for rank, output in enumerate(outputs)]
         for progress in found:
             assert not set(progress.sent) & set(self.sent)
             assert not progress.received & self.received
@@ -200,7 +200,7 @@ class EngineUnderTest:
         return found
 
     def close(self) -> None:
-        self.companion.close()
+        self.scheduler.close()
         self.call("close")
 
 
@@ -219,12 +219,12 @@ def transfer(pair: Pair, source: EngineUnderTest, reader: EngineUnderTest, reque
     source.call("fill_source", pair)
     groups = [group_config(spec, pair.reader) for spec in pair.groups]
     if pair.source.host_buffer:
-        source.companion.save(request_id, pair.source_blocks)
-    source.companion.offer(request_id)
-    run_until(lambda: source.companion.is_offered(request_id), source)
-    params = source.companion.params(request_id, pair.source_blocks, pair.num_tokens)
-    pages = reader.companion.read(request_id, params)
+        source.scheduler.save(request_id, pair.source_blocks)
+    source.scheduler.offer(request_id)
+    run_until(lambda: source.scheduler.is_offered(request_id), source)
+    params = source.scheduler.params(request_id, pair.source_blocks, pair.num_tokens)
+    pages = reader.scheduler.read(request_id, params)
     firsts = [reach(pair, number)[0] // group.block_size for number, group in enumerate(groups)]
-    reader.companion.load(request_id, pages, pair.reader_blocks, pair.num_tokens, pair.computed, first_blocks=firsts)
+    reader.scheduler.load(request_id, pages, pair.reader_blocks, pair.num_tokens, pair.computed, first_blocks=firsts)
     silent = pair.computed >= pair.num_tokens
     run_until(lambda: request_id in source.sent and (silent or request_id in reader.received), source, reader)

@@ -67,14 +67,14 @@ def worker(one: EngineUnderTest, rank: int = 0) -> NixlConnectorWorker:
 
 def offer(source: EngineUnderTest, pair: Pair, request_id: str = "r", **options: Any) -> dict[str, Any]:
     source.call("fill_source", pair)
-    source.companion.offer(request_id, **options)
-    run_until(lambda: source.companion.is_offered(request_id), source)
-    return source.companion.params(request_id, pair.source_blocks, pair.num_tokens)
+    source.scheduler.offer(request_id, **options)
+    run_until(lambda: source.scheduler.is_offered(request_id), source)
+    return source.scheduler.params(request_id, pair.source_blocks, pair.num_tokens)
 
 
 def load(reader: EngineUnderTest, pair: Pair, params: dict[str, Any], request_id: str = "r", **options: Any) -> None:
-    pages = reader.companion.read(request_id, params)
-    reader.companion.load(request_id, pages, pair.reader_blocks, pair.num_tokens, pair.computed, **options)
+    pages = reader.scheduler.read(request_id, params)
+    reader.scheduler.load(request_id, pages, pair.reader_blocks, pair.num_tokens, pair.computed, **options)
 
 
 @pytest.mark.parametrize("tp", [(1, 1), (1, 2), (2, 1)])
@@ -111,7 +111,7 @@ def test_a_second_request_needs_no_second_handshake(engine: Any) -> None:
     source, reader = engine("p"), engine("d")
     for request_id in ("r", "s", "t"):
         transfer(a_pair(), source, reader, request_id)
-    assert source.companion._server.counts == {"answered": 1}
+    assert source.scheduler._server.counts == {"answered": 1}
     assert (source.sent, reader.received) == ({"r": "read", "s": "read", "t": "read"}, {"r", "s", "t"})
 
 
@@ -121,7 +121,7 @@ def test_ids_are_reported_once_by_the_calls_of_the_documented_interface(engine: 
     params = offer(source, pair)
     load(reader, pair, params)
     theirs, ours = worker(source), worker(reader)
-    ours.start_load_kv(reader.companion.build_metadata())
+    ours.start_load_kv(reader.scheduler.build_metadata())
     sent, received = set[str](), set[str]()
     deadline = time.monotonic() + 10
     while not (sent and received) and time.monotonic() < deadline:
@@ -140,7 +140,7 @@ def test_a_failed_load_is_told_once_with_the_blocks_of_every_group(engine: Any) 
     pair = replace(a_pair(HYBRID, tokens=22), reader_blocks=((1, 2, 5), (12, 15), (9,)))
     source, reader = engine("p", HYBRID), engine("d", HYBRID)
     params = offer(source, pair)
-    source.companion.abort("r", "preempted")
+    source.scheduler.abort("r", "preempted")
     run_until(lambda: source.sent, source)
     load(reader, pair, params, first_blocks=(0, 1, 0))
     run_until(lambda: reader.received, source, reader)
@@ -217,13 +217,13 @@ def test_a_later_chunk_that_cannot_be_resolved_ends_the_load(engine: Any) -> Non
     source, reader = engine("p"), engine("d")
     pair = a_pair()
     source.call("fill_source", pair)
-    source.companion.offer("r", running=True)
-    run_until(lambda: source.companion.is_offered("r"), source)
-    load(reader, pair, source.companion.params("r", pair.source_blocks, 8, total_tokens=21))
+    source.scheduler.offer("r", running=True)
+    run_until(lambda: source.scheduler.is_offered("r"), source)
+    load(reader, pair, source.scheduler.params("r", pair.source_blocks, 8, total_tokens=21))
     reader.step()
     run_until(lambda: len(worker(reader)._rank.puller), source)
-    reader.companion.load_more("r", source.companion.params("r", pair.source_blocks, 21))
-    asked = reader.companion.build_metadata()
+    reader.scheduler.load_more("r", source.scheduler.params("r", pair.source_blocks, 21))
+    asked = reader.scheduler.build_metadata()
     asked.reqs_to_recv["r"] = msgspec.structs.replace(asked.reqs_to_recv["r"], first_blocks=(9,))
     worker(reader).start_load_kv(asked)
     run_until(lambda: reader.received and source.sent, source, reader)
@@ -235,12 +235,12 @@ def test_a_load_that_is_given_up_is_received_and_not_failed(engine: Any) -> None
     source, reader = engine("p"), engine("d")
     pair = a_pair()
     source.call("fill_source", pair)
-    source.companion.offer("r", running=True)
-    run_until(lambda: source.companion.is_offered("r"), source)
-    load(reader, pair, source.companion.params("r", pair.source_blocks, 8, total_tokens=21))
+    source.scheduler.offer("r", running=True)
+    run_until(lambda: source.scheduler.is_offered("r"), source)
+    load(reader, pair, source.scheduler.params("r", pair.source_blocks, 8, total_tokens=21))
     reader.step()
     run_until(lambda: len(worker(reader)._rank.puller), source)
-    assert reader.companion.cancel("r", "the client left")
+    assert reader.scheduler.cancel("r", "the client left")
     run_until(lambda: reader.received and source.sent, source, reader)
     assert (reader.failed, reader.bad_blocks, source.sent) == ({}, set(), {"r": "the client left"})
 
@@ -249,12 +249,12 @@ def test_a_load_that_is_given_up_is_received_and_not_failed(engine: Any) -> None
 def test_a_lease_is_renewed_while_its_reader_has_no_blocks(engine: Any, computed: int) -> None:
     pair = a_pair(computed=computed, reader=Side(tp=2))
     source, reader = engine("p", key=b"k", timing=Timing(lease=0.3)), engine("d", side=pair.reader, key=b"k")
-    read = reader.companion.read("r", offer(source, pair))
-    reader.companion.hold("r", read)
+    read = reader.scheduler.read("r", offer(source, pair))
+    reader.scheduler.hold("r", read)
     end = time.monotonic() + 1.0
     run_until(lambda: time.monotonic() > end, source, reader)
     assert not source.sent
-    reader.companion.load("r", read, pair.reader_blocks, pair.num_tokens, computed)
+    reader.scheduler.load("r", read, pair.reader_blocks, pair.num_tokens, computed)
     run_until(lambda: source.sent and reader.received, source, reader)
     assert (reader.failed, source.sent) == ({}, {"r": "read"})
     assert reader.call("compare", pair) == [[], []]
@@ -262,10 +262,10 @@ def test_a_lease_is_renewed_while_its_reader_has_no_blocks(engine: Any, computed
 
 def test_a_held_source_is_let_go_when_its_reader_gives_up(engine: Any) -> None:
     source, reader = engine("p"), engine("d")
-    read = reader.companion.read("r", offer(source, a_pair()))
-    reader.companion.hold("r", read)
+    read = reader.scheduler.read("r", offer(source, a_pair()))
+    reader.scheduler.hold("r", read)
     reader.step()
-    assert reader.companion.cancel("r", "the client left")
+    assert reader.scheduler.cancel("r", "the client left")
     run_until(lambda: reader.received and source.sent, source, reader)
     assert (reader.failed, source.sent) == ({}, {"r": "the client left"})
 
@@ -285,8 +285,8 @@ def test_chunks_are_read_while_the_next_is_computed(engine: Any) -> None:
     caches = source.ranks[0].host.caches
     whole = {name: tensor.clone() for name, tensor in caches.tensors.items()}
     caches.fill_all(-7)
-    source.companion.offer("r", running=True)
-    run_until(lambda: source.companion.is_offered("r"), source)
+    source.scheduler.offer("r", running=True)
+    run_until(lambda: source.scheduler.is_offered("r"), source)
 
     def computed(blocks: int) -> None:
         for name, tensor in caches.tensors.items():
@@ -294,7 +294,7 @@ def test_chunks_are_read_while_the_next_is_computed(engine: Any) -> None:
             tensor[:, rows] = whole[name][:, rows]
 
     def told(tokens: int) -> dict[str, Any]:
-        return source.companion.params("r", pair.source_blocks, tokens, total_tokens=21)
+        return source.scheduler.params("r", pair.source_blocks, tokens, total_tokens=21)
 
     computed(1)
     load(reader, pair, told(8), first_blocks=(0, 2))
@@ -302,11 +302,11 @@ def test_chunks_are_read_while_the_next_is_computed(engine: Any) -> None:
     run_until(lambda: bool((first[:, 1] != -1).any()), source, reader)
     assert not reader.received
     computed(2)
-    reader.companion.load_more("r", told(16))
+    reader.scheduler.load_more("r", told(16))
     run_until(lambda: bool((first[:, 2] != -1).any()), source, reader)
     computed(3)
-    source.companion.computed("r")
-    reader.companion.load_more("r", told(21))
+    source.scheduler.computed("r")
+    reader.scheduler.load_more("r", told(21))
     run_until(lambda: source.sent and reader.received, source, reader)
     assert (reader.failed, source.sent) == ({}, {"r": "read"})
     assert reader.call("compare", pair) == [[], []]
@@ -318,15 +318,15 @@ def test_a_layer_can_be_waited_for_while_others_are_to_come(engine: Any) -> None
     source, reader = engine("p", groups), engine("d", groups, side)
     pair = a_pair(groups, reader=side)
     source.call("fill_source", pair)
-    source.companion.offer("r", running=True)
-    run_until(lambda: source.companion.is_offered("r"), source)
-    load(reader, pair, source.companion.params("r", pair.source_blocks, 8, total_tokens=21))
+    source.scheduler.offer("r", running=True)
+    run_until(lambda: source.scheduler.is_offered("r"), source)
+    load(reader, pair, source.scheduler.params("r", pair.source_blocks, 8, total_tokens=21))
     reader.step()
     ours = worker(reader)
     with pytest.raises(PullFailedError, match="request 'r': layer 'model.layers.0.mixer' did not come within 0.1 s"):
         ours.wait_for_layer("r", "model.layers.0.mixer", 0.1)
     later = threading.Timer(0.2, lambda: None)
-    reader.companion.load_more("r", source.companion.params("r", pair.source_blocks, 21))
+    reader.scheduler.load_more("r", source.scheduler.params("r", pair.source_blocks, 21))
     reader.step()
     later.start()
     for number in range(4):
@@ -393,10 +393,10 @@ def test_a_layer_comes_back_from_its_host_buffer_when_it_is_waited_for(
     source, reader = engine("p", side=side), engine("d", side=side)
     pair = a_pair(source=side, reader=side)
     source.call("fill_source", pair)
-    source.companion.save("r", pair.source_blocks)
-    source.companion.offer("r")
-    run_until(lambda: source.companion.is_offered("r"), source)
-    load(reader, pair, source.companion.params("r", pair.source_blocks, 21))
+    source.scheduler.save("r", pair.source_blocks)
+    source.scheduler.offer("r")
+    run_until(lambda: source.scheduler.is_offered("r"), source)
+    load(reader, pair, source.scheduler.params("r", pair.source_blocks, 21))
     reader.step()
     with monkeypatch.context() as patched:
         patched.setattr(worker(reader), "_drain", lambda: None)  # that the load has ended is not known yet
@@ -419,9 +419,9 @@ def test_a_device_that_cannot_be_registered_needs_the_host_s_leave() -> None:
 def test_metadata_may_come_by_another_way_than_the_handshake(engine: Any) -> None:
     source, reader = engine("p", side=Side(tp=2)), engine("d")
     metadata = [worker(source, rank).get_handshake_metadata() for rank in range(2)]
-    assert worker(reader).add_remote_agent(source.companion.address, metadata) == "p"
+    assert worker(reader).add_remote_agent(source.scheduler.address, metadata) == "p"
     transfer(a_pair(source=Side(tp=2)), source, reader)
-    assert source.companion._server.counts["answered"] == 0
+    assert source.scheduler._server.counts["answered"] == 0
 
 
 def test_page_checks_find_a_page_that_changed_on_its_way(engine: Any) -> None:
@@ -429,10 +429,10 @@ def test_page_checks_find_a_page_that_changed_on_its_way(engine: Any) -> None:
     source, reader = engine("p", side=side, page_checks=True), engine("d", side=side, verify=1.0)
     pair = a_pair(source=side, reader=side)
     source.call("fill_source", pair)
-    source.companion.offer("r", block_ids=pair.source_blocks)
-    run_until(lambda: source.companion.is_offered("r"), source)
+    source.scheduler.offer("r", block_ids=pair.source_blocks)
+    run_until(lambda: source.scheduler.is_offered("r"), source)
     source.ranks[0].host.caches.tensors["model.layers.1.mixer"][8, 0, 0, 0, 0] ^= 1  # after its checksum was taken
-    load(reader, pair, source.companion.params("r", pair.source_blocks, 21))
+    load(reader, pair, source.scheduler.params("r", pair.source_blocks, 21))
     run_until(lambda: reader.received, source, reader)
     assert "1 pages still differ from their source" in reader.failed["r"]
 
@@ -448,7 +448,7 @@ def test_what_is_being_sent_or_loaded_already_changes_nothing(engine: Any) -> No
         )
     assert worker(source)._book.leases.keys() == {"r"}
     load(reader, pair, params)
-    metadata = reader.companion.build_metadata()
+    metadata = reader.scheduler.build_metadata()
     worker(reader).start_load_kv(metadata)
     with pytest.raises(InvalidTransferError, match="request 'r': its load has not ended yet"):
         worker(reader).start_load_kv(metadata)
@@ -468,9 +468,9 @@ def test_shutting_down_tells_of_what_was_open_and_can_be_done_twice(engine: Any)
     source, reader = engine("p"), engine("d")
     pair = a_pair()
     source.call("fill_source", pair)
-    source.companion.offer("r", running=True)
-    run_until(lambda: source.companion.is_offered("r"), source)
-    load(reader, pair, source.companion.params("r", pair.source_blocks, 8, total_tokens=21))
+    source.scheduler.offer("r", running=True)
+    run_until(lambda: source.scheduler.is_offered("r"), source)
+    load(reader, pair, source.scheduler.params("r", pair.source_blocks, 8, total_tokens=21))
     run_until(lambda: len(worker(reader)._rank.puller), source, reader)
     ours, theirs = worker(reader), worker(source)
     for _ in range(2):

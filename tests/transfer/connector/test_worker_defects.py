@@ -55,9 +55,9 @@ def exchange(engine: Any, pair: Pair) -> tuple[EngineUnderTest, EngineUnderTest]
 
 def offer(source: EngineUnderTest, pair: Pair, request_id: str = "r", **options: Any) -> dict[str, Any]:
     source.call("fill_source", pair)
-    source.companion.offer(request_id, **options)
-    run_until(lambda: source.companion.is_offered(request_id), source)
-    return source.companion.params(request_id, pair.source_blocks, pair.num_tokens)
+    source.scheduler.offer(request_id, **options)
+    run_until(lambda: source.scheduler.is_offered(request_id), source)
+    return source.scheduler.params(request_id, pair.source_blocks, pair.num_tokens)
 
 
 def test_1_latents_of_more_source_ranks_are_released_by_every_rank_at_once(engine: Any) -> None:
@@ -65,7 +65,7 @@ def test_1_latents_of_more_source_ranks_are_released_by_every_rank_at_once(engin
     pair = Pair(latent, Side(tp=2), Side(tp=1), 16, source_blocks=((3, 4),), reader_blocks=((1, 2),))
     begin = time.monotonic()
     source, _ = exchange(engine, pair)
-    assert time.monotonic() - begin < source.companion.config.timing.lease / 2  # told, and not timed out
+    assert time.monotonic() - begin < source.scheduler.config.timing.lease / 2  # told, and not timed out
     assert [rank.host.worker._rank.leases.ids() for rank in source.ranks] == [[], []]
     assert [rank.host.worker._rank.leases.counts["accepted"] for rank in source.ranks] == [1, 1]
 
@@ -79,7 +79,7 @@ def test_2_a_failed_load_of_several_groups_does_not_pass_for_a_good_one(engine: 
     pair = Pair(groups, PLAIN, PLAIN, 16, source_blocks=((3, 4), (5, 6), (7,)), reader_blocks=((1, 2), (11, 12), (21,)))
     source, reader = engine("p", groups), engine("d", groups)
     params = offer(source, pair) | {"lease_id": "0xbad"}
-    reader.companion.load("r", reader.companion.read("r", params), pair.reader_blocks, 16, 0)
+    reader.scheduler.load("r", reader.scheduler.read("r", params), pair.reader_blocks, 16, 0)
     run_until(lambda: reader.received, source, reader)
     assert set(reader.failed) == {"r"}
     assert reader.bad_blocks == {1, 2, 11, 12, 21}
@@ -100,9 +100,9 @@ def test_3_failures_of_many_handshakes_are_each_told_once_while_the_loop_asks(en
     }
     for number in range(60):
         where = {"remote_engine_id": f"dead{number % 20}", "remote_port": 1 + number % 20}
-        pages = reader.companion.read(f"r{number}", params | where)
-        reader.companion.load(f"r{number}", pages, [[number % 24]], 9, 0)
-    ours.start_load_kv(reader.companion.build_metadata())
+        pages = reader.scheduler.read(f"r{number}", params | where)
+        reader.scheduler.load(f"r{number}", pages, [[number % 24]], 9, 0)
+    ours.start_load_kv(reader.scheduler.build_metadata())
     failed, received, blocks = list[str](), list[str](), set[int]()
     deadline = time.monotonic() + 20
     while len(received) < 60 and time.monotonic() < deadline:
@@ -164,7 +164,7 @@ def test_8_a_prompt_that_is_longer_than_the_source_s_is_loaded_as_far_as_it_goes
     source, reader = engine("p"), engine("d")
     pair = Pair(FULL, PLAIN, PLAIN, 16, source_blocks=((3, 4),), reader_blocks=((1, 2, 9, 10, 11, 12),))
     params = offer(source, pair)
-    reader.companion.load("r", reader.companion.read("r", params), pair.reader_blocks, 16 + longer, 0)
+    reader.scheduler.load("r", reader.scheduler.read("r", params), pair.reader_blocks, 16 + longer, 0)
     run_until(lambda: reader.received, source, reader)
     assert reader.failed == {}
     assert reader.call("compare", pair) == [[]]
@@ -272,9 +272,9 @@ def test_13_nothing_is_loaded_of_a_peer_that_does_not_fit(engine: Any, monkeypat
     ]
     for changed, kind in wrong:
         with pytest.raises(kind):
-            ours.add_remote_agent(source.companion.address, [sealed_rank(changed)])
+            ours.add_remote_agent(source.scheduler.address, [sealed_rank(changed)])
     with pytest.raises(MetadataError):
-        ours.add_remote_agent(source.companion.address, [good[:-1]])
+        ours.add_remote_agent(source.scheduler.address, [good[:-1]])
     assert loaded == []
     transfer(Pair(FULL, PLAIN, PLAIN, 8, source_blocks=((3,),), reader_blocks=((1,),)), source, reader)
     assert loaded == [opened.agent_name]
@@ -288,10 +288,10 @@ def test_14_a_reader_that_dies_costs_its_source_a_lease_and_no_more(engine: Any)
     try:
         pair = Pair(FULL, PLAIN, PLAIN, 16, source_blocks=((3, 4),), reader_blocks=((1, 2),))
         source.call("fill_source", pair)
-        source.companion.offer("r")
-        run_until(lambda: source.companion.is_offered("r"), source)
-        params = source.companion.params("r", pair.source_blocks, 8, total_tokens=16)
-        reader.companion.load("r", reader.companion.read("r", params), pair.reader_blocks, 17, 0)
+        source.scheduler.offer("r")
+        run_until(lambda: source.scheduler.is_offered("r"), source)
+        params = source.scheduler.params("r", pair.source_blocks, 8, total_tokens=16)
+        reader.scheduler.load("r", reader.scheduler.read("r", params), pair.reader_blocks, 17, 0)
         begin = time.monotonic()
         while time.monotonic() < begin + 1.5:  # it waits for more, and renews the lease: three times what that lasts
             source.step()
@@ -303,7 +303,7 @@ def test_14_a_reader_that_dies_costs_its_source_a_lease_and_no_more(engine: Any)
         assert source.sent["r"].startswith("expired")
         assert time.monotonic() - begin < 5
     finally:
-        reader.companion.close()
+        reader.scheduler.close()
         process.stop()
 
 
@@ -313,7 +313,7 @@ def test_15_a_question_for_a_rank_that_there_is_not_ends_no_listener(engine: Any
         socket = zmq.Context.instance().socket(zmq.REQ)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVTIMEO, 5000)
-        socket.connect(source.companion.address)
+        socket.connect(source.scheduler.address)
         socket.send(message)
         assert b"no query of protocol 1" in socket.recv()
         socket.close()

@@ -1,4 +1,4 @@
-"""`TransferCompanion`: the scheduler's side of the connector workers, for a source and for a reader.
+"""`NixlConnectorScheduler`: the scheduler's side of the connector workers, for a source and for a reader.
 
 A scheduler tells it of requests, ships what `build_metadata` returns to every worker once a step, and hands back what
 each worker's `take_output` returned. At a source a request goes through `offer`, then `params` once its lease stands,
@@ -44,7 +44,7 @@ class _Load:
     failed: bool = False
 
 
-class TransferCompanion:
+class NixlConnectorScheduler:
     """Leases and loads of one engine, over all its ranks. For one thread.
 
     Args:
