@@ -18,8 +18,8 @@ from benchmarks.pulls.engines import HEAD_MAJOR, huge_pages
 from kvcache.layout import PageLayout
 from transfer.plan.page_lists import PagesOfGroup
 from transfer.plan.shapes import dense
-from transfer.pull.lease import new_lease_id
-from transfer.pull.pull_state import LeaseRef, PullEvent
+from transfer.pull.lease import LeaseRef, new_lease_id
+from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation
 from transfer.pull.replica import ReplicaTransfer, Source
 from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer

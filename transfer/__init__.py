@@ -45,7 +45,8 @@ from transfer.errors import (
 from transfer.memory import MemoryType
 from transfer.nixl.settings import settings_fingerprint
 from transfer.pull.exchange import ExchangeEvent, PageExchange
-from transfer.pull.pull_state import LeaseRef, PullEvent
+from transfer.pull.lease import LeaseRef
+from transfer.pull.pull_state import PullEvent
 from transfer.pull.replica import LeaseOver, Offered, Source
 from transfer.wire.handshake import EngineCard
 

@@ -15,8 +15,9 @@ from benchmarks.pulls.source import SourceProcess
 from transfer.plan.page_lists import PagesOfGroup
 from transfer.plan.plan import plan
 from transfer.plan.source_ranks import sources
+from transfer.pull.lease import LeaseRef
 from transfer.pull.parts import Part
-from transfer.pull.pull_state import LeaseRef, PullEvent
+from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankTransfer
 from transfer.pull.remote import RemoteEngine
 from transfer.pull.replica import Source

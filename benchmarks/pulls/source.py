@@ -10,8 +10,7 @@ from typing import Any, NamedTuple, Self
 
 from benchmarks.pools import expect
 from benchmarks.pulls.engines import Spec, fill, make
-from transfer.pull.lease import new_lease_id
-from transfer.pull.pull_state import LeaseRef
+from transfer.pull.lease import LeaseRef, new_lease_id
 from transfer.pull.replica import LeaseOver, ReplicaTransfer
 from transfer.wire.handshake import HandshakeServer
 

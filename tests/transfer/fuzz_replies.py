@@ -18,7 +18,7 @@ import msgspec
 
 from tests.transfer.replicas import TOKENS, Engine
 from transfer.plan.page_lists import PagesOfGroup
-from transfer.pull.pull_state import LeaseRef
+from transfer.pull.lease import LeaseRef
 from transfer.pull.replica import Source
 from transfer.wire.handshake import EngineCard, HandshakeServer
 from transfer.wire.messages import RankMetadata, open_rank, sealed_rank

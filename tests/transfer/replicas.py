@@ -14,8 +14,8 @@ from kvcache.layout import PageLayout
 from transfer.errors import AgentError
 from transfer.nixl.agent import Agent
 from transfer.plan.shapes import dense
-from transfer.pull.lease import new_lease_id
-from transfer.pull.pull_state import LeaseRef, PullEvent
+from transfer.pull.lease import LeaseRef, new_lease_id
+from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation
 from transfer.pull.replica import LeaseOver, Offered, ReplicaTransfer, Source
 from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer

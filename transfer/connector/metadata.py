@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from transfer.connector.transfer_params import RemotePages
-from transfer.pull.pull_state import LeaseRef
+from transfer.pull.lease import LeaseRef
 
 
 class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,8 +17,8 @@ from transfer.connector.config import GroupConfig, WorkerConfig, check_config
 from transfer.connector.metadata import ConnectorMetadata, LoadRequest, Progress, SendRequest, WorkerOutput, as_blocks
 from transfer.connector.transfer_params import RemotePages, params_of, read_params
 from transfer.errors import HandshakeError, InvalidLeaseError, InvalidTransferError, TransferParamsError
+from transfer.pull.lease import LeaseRef
 from transfer.pull.lease_slots import LEASE_SLOTS, LeaseSlots
-from transfer.pull.pull_state import LeaseRef
 from transfer.pull.start import fleet_keys
 from transfer.wire.handshake import EngineCard, HandshakeServer
 from transfer.wire.keys import Keyring

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from transfer.errors import TransferParamsError
-from transfer.pull.pull_state import LeaseRef
+from transfer.pull.lease import LeaseRef
 from transfer.pull.replica import Source
 from transfer.wire.messages import MAX_RANKS
 

@@ -13,8 +13,9 @@ from transfer.memory import MemoryType
 from transfer.nixl.agent import Agent
 from transfer.plan.boxes import ShardLayout
 from transfer.plan.shapes import dense
+from transfer.pull.lease import LeaseRef
 from transfer.pull.lease_slots import LeaseSlots
-from transfer.pull.pull_state import LeaseRef, PullEvent
+from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation
 from transfer.pull.replica import LeaseOver, Offered, ReplicaTransfer, Source
 from transfer.pull.start import ShardMemory, fleet_keys, make_rank, start_thread

@@ -17,9 +17,10 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from transfer.errors import InvalidEngineError, InvalidLeaseError
@@ -57,6 +58,14 @@ def make_words(count: int) -> NDArray[np.uint64]:
 def new_lease_id() -> int:
     """Returns a random 64-bit id, never 0. That no other process can hold it is what a fence rests on."""
     return secrets.randbelow((1 << 64) - 1) + 1
+
+
+class LeaseRef(NamedTuple):
+    """A lease as its readers know it: id, slot of the word on every rank, and seconds that a renewal lasts."""
+
+    lease_id: Annotated[int, Meta(ge=1)]
+    slot: Annotated[int, Meta(ge=0)]
+    duration_s: Annotated[float, Meta(gt=0, le=1e6)]
 
 
 @dataclass(slots=True, eq=False)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import heapq
 
-from transfer.pull.lease import new_lease_id
-from transfer.pull.pull_state import LeaseRef
+from transfer.pull.lease import LeaseRef, new_lease_id
 
 LEASE_SLOTS = 4096
 """Leases that can stand at a time: the words of a `LeaseBook`."""

@@ -15,9 +15,9 @@ from contextlib import suppress
 from transfer.errors import AgentError, InvalidTransferError, PullFailedError, TransferError
 from transfer.memory import MemoryType
 from transfer.nixl.agent import Agent, Handle
-from transfer.pull.lease import CLEARED, WORD_BYTES, make_words
+from transfer.pull.lease import CLEARED, WORD_BYTES, LeaseRef, make_words
 from transfer.pull.parts import Part
-from transfer.pull.pull_state import LeaseRef, PullEvent, RankPull
+from transfer.pull.pull_state import PullEvent, RankPull
 from transfer.pull.remote import RemoteEngine
 from transfer.stats import PullRecord
 from transfer.wire.messages import ReaderNote, encode_message

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Annotated, NamedTuple
-
-from msgspec import Meta
+from typing import NamedTuple
 
 from transfer.nixl.agent import Handle
+from transfer.pull.lease import LeaseRef
 from transfer.pull.parts import Part
 from transfer.pull.remote import RemoteEngine
-
-
-class LeaseRef(NamedTuple):
-    """A lease as its readers know it: id, slot of the word on every rank, and seconds that a renewal lasts."""
-
-    lease_id: Annotated[int, Meta(ge=1)]
-    slot: Annotated[int, Meta(ge=0)]
-    duration_s: Annotated[float, Meta(gt=0, le=1e6)]
 
 
 class PullEvent(NamedTuple):

@@ -18,8 +18,9 @@ from numpy.typing import ArrayLike
 from transfer.errors import PullFailedError, TransferError
 from transfer.plan.page_lists import PageLists
 from transfer.pull.directory import Directory, Peer, Place, Times
+from transfer.pull.lease import LeaseRef
 from transfer.pull.parts import OnLayers
-from transfer.pull.pull_state import LeaseRef, PullEvent
+from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankTransfer
 from transfer.stats import TransferStats
 from transfer.wire.handshake import HandshakeClient

@@ -4,7 +4,7 @@ import pytest
 from kvcache.replica.block_table import BlockTable
 from scheduler_adapters.errors import MessageError
 from scheduler_adapters.service import messages as msg
-from transfer.pull.pull_state import LeaseRef
+from transfer.pull.lease import LeaseRef
 from transfer.pull.replica import Source
 
 TABLE = BlockTable(

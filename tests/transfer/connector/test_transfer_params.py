@@ -9,7 +9,7 @@ import pytest
 
 from transfer.connector.transfer_params import MAX_TOKENS, RemotePages, params_of, read_params
 from transfer.errors import TransferError, TransferParamsError
-from transfer.pull.pull_state import LeaseRef
+from transfer.pull.lease import LeaseRef
 
 PAGES = RemotePages(
     engine_id="p",

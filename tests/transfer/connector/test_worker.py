@@ -23,7 +23,7 @@ from transfer.connector.host_buffer import HostBuffers
 from transfer.connector.metadata import ConnectorMetadata, SendRequest
 from transfer.connector.worker import NixlConnectorWorker
 from transfer.errors import EngineClosedError, InvalidEngineError, InvalidTransferError, PullFailedError
-from transfer.pull.pull_state import LeaseRef
+from transfer.pull.lease import LeaseRef
 
 ROOT = Path(__file__).resolve().parents[3]
 PLAIN = Side()

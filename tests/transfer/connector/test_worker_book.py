@@ -12,7 +12,8 @@ from transfer.connector.transfer_params import RemotePages
 from transfer.connector.worker_book import OpenLoad, WorkerBook
 from transfer.errors import InvalidTransferError
 from transfer.plan.page_lists import BlocksOfGroup
-from transfer.pull.pull_state import LeaseRef, PullEvent
+from transfer.pull.lease import LeaseRef
+from transfer.pull.pull_state import PullEvent
 from transfer.pull.replica import LeaseOver, Offered
 
 FULL = GroupConfig(layers={"a": 0}, block_size=8, head_dim=4)

@@ -22,7 +22,7 @@ from transfer.nixl.agent import Agent
 from transfer.plan.boxes import Group, ShardLayout
 from transfer.plan.page_lists import BlocksOfGroup, PagesOfGroup
 from transfer.plan.shapes import SPLIT_HND, dense_strides, from_tensor
-from transfer.pull.pull_state import LeaseRef
+from transfer.pull.lease import LeaseRef
 from transfer.pull.remote import RemoteEngine
 from transfer.wire.messages import RankMetadata, open_rank, sealed_rank
 

@@ -15,8 +15,8 @@ from tests.transfer.replicas import TOKENS, Engine, run
 from transfer.errors import HandshakeError
 from transfer.plan.page_lists import PagesOfGroup
 from transfer.pull import directory
-from transfer.pull.lease import new_lease_id
-from transfer.pull.pull_state import LeaseRef, PullEvent
+from transfer.pull.lease import LeaseRef, new_lease_id
+from transfer.pull.pull_state import PullEvent
 from transfer.pull.replica import Source
 from transfer.pull.thread import TransferThread
 from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer

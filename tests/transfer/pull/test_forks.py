@@ -17,8 +17,7 @@ import pytest
 from tests.transfer import fork_source
 from tests.transfer.replicas import TOKENS, Engine, run
 from transfer.plan.page_lists import PagesOfGroup
-from transfer.pull.lease import make_words
-from transfer.pull.pull_state import LeaseRef
+from transfer.pull.lease import LeaseRef, make_words
 from transfer.pull.replica import Source
 
 LOCAL, REMOTE = [1, 2], [4, 5]

@@ -10,9 +10,10 @@ import pytest
 
 from transfer.errors import AgentError, InvalidTransferError, PullFailedError
 from transfer.memory import MemoryType
+from transfer.pull.lease import LeaseRef
 from transfer.pull.parts import Part
 from transfer.pull.pull import Puller
-from transfer.pull.pull_state import LeaseRef, PullEvent
+from transfer.pull.pull_state import PullEvent
 from transfer.wire.messages import decode_note
 
 LEASE = LeaseRef(0xABCDEF, 2, 9.0)

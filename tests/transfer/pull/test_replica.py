@@ -15,8 +15,8 @@ from transfer.errors import HandshakeError, InvalidTransferError, MetadataError,
 from transfer.memory import MemoryType
 from transfer.plan.page_lists import PagesOfGroup
 from transfer.plan.rank_plan import RankPlan
-from transfer.pull.lease import new_lease_id
-from transfer.pull.pull_state import LeaseRef, PullEvent
+from transfer.pull.lease import LeaseRef, new_lease_id
+from transfer.pull.pull_state import PullEvent
 from transfer.pull.remote import RemoteEngine
 from transfer.pull.replica import LeaseOver, Offered, Source
 from transfer.wire.handshake import EngineCard, HandshakeServer

@@ -13,8 +13,8 @@ from tests.transfer.replicas import run
 from transfer.plan.page_lists import PagesOfGroup
 from transfer.plan.shapes import dense
 from transfer.pull import staging_area
-from transfer.pull.lease import new_lease_id
-from transfer.pull.pull_state import LeaseRef, PullEvent
+from transfer.pull.lease import LeaseRef, new_lease_id
+from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation
 from transfer.pull.replica import LeaseOver, ReplicaTransfer, Source
 from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer
