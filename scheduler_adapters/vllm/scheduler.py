@@ -115,7 +115,7 @@ class SchedulerSide:
         if request_id in self._refused:
             return max(0, request.num_prompt_tokens - num_computed_tokens)
         pages, limit = self._waiting.get(request_id), self._limit(request)
-        if pages is None or (self._has_states and pages.total_tokens > limit):
+        if pages is None or (self._has_states and pages.num_tokens > limit):
             return 0
         return self._connector.external_tokens(request_id, pages, limit, num_computed_tokens)
 
@@ -161,7 +161,7 @@ class SchedulerSide:
         block_ids, first_blocks = _without_null(self._select(blocks.get_block_ids()))
         # Where nothing is missing the source is told that all is here.
         total = self._limit(request) if num_external_tokens else request.num_prompt_tokens
-        computed = min(pages.total_tokens, total) - num_external_tokens
+        computed = min(pages.num_tokens, total) - num_external_tokens
         try:
             self._connector.load(request.request_id, pages, block_ids, total, computed, first_blocks=first_blocks)
         except TransferError as error:

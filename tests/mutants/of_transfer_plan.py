@@ -147,20 +147,13 @@ TRANSFER_PLAN: tuple[Module, ...] = (
             ),
             Mutation("NixlConnectorScheduler.external_tokens", "if total > num_tokens and", "if total < 0 and"),
             Mutation("NixlConnectorScheduler.load", "elif missing:", "elif not missing:"),
-            Mutation("NixlConnectorScheduler.load_more", "if not load.asked.last:", "if load.asked:"),
-            Mutation(
-                "NixlConnectorScheduler.load_more", '("lease_id", load.asked.pages.lease_id, pages.lease_id),', ""
-            ),
         ],
     ),
     Module(
         "transfer.connector.worker_book",
         [],
         [
-            Mutation("OpenLoad.has", "return self.closed and", "return"),
-            Mutation("WorkerBook.ask", "stop // self._chunk * self._chunk", "stop"),
-            Mutation("WorkerBook._pages_of", "or (group.is_state and not asked.last)", ""),
-            Mutation("WorkerBook._pages_of", "max(start, group.needed(asked.total_tokens))", "start"),
+            Mutation("WorkerBook._pages_of", "max(start, group.needed(stop))", "start"),
             Mutation("WorkerBook.on_pull", "self.output.block_ids_with_errors |= load.blocks", "pass"),
             Mutation("WorkerBook.on_pull", "if not event.safe:", "if not event:"),
             Mutation(

@@ -11,10 +11,10 @@ from transfer.pull.lease import LeaseRef
 
 
 class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Pages that a request needs from elsewhere; once more, with other `pages`, as its source has computed more.
+    """Pages that a request needs from elsewhere; where its source was held before, once more, now with blocks.
 
     Attributes:
-        pages: the source's, as its last params said.
+        pages: the source's, as its params said.
         local_block_ids: for each group, our blocks from the one that holds the first token on that is to be read. More
             of them than the tokens need are left alone. Without any group nothing is read yet: the source's lease is
             renewed until there are blocks.
@@ -32,12 +32,7 @@ class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def total_tokens(self) -> int:
         """Tokens that are to be here in the end."""
-        return min(self.pages.total_tokens, self.num_tokens)
-
-    @property
-    def last(self) -> bool:
-        """Whether the source has computed all of them, so that nothing follows."""
-        return bool(self.local_block_ids) and self.pages.num_tokens >= self.total_tokens
+        return min(self.pages.num_tokens, self.num_tokens)
 
 
 class SendRequest(msgspec.Struct, frozen=True, kw_only=True):

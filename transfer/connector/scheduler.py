@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from transfer.connector.config import GroupConfig, WorkerConfig, check_config
 from transfer.connector.metadata import ConnectorMetadata, LoadRequest, Progress, SendRequest, WorkerOutput, as_blocks
 from transfer.connector.transfer_params import RemotePages, params_of, read_params
@@ -37,7 +35,7 @@ class _Offer:
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """The load of one request: what was asked of every rank last, which ranks are done, and whether one has failed."""
+    """The load of one request: what was asked of every rank, which ranks are done, and whether one has failed."""
 
     asked: LoadRequest
     received: set[int] = field(default_factory=set[int])
@@ -125,7 +123,7 @@ class NixlConnectorScheduler:
 
         Args:
             request_id: the request.
-            running: it is still computed; no time runs until `computed`. Its full blocks may be read meanwhile.
+            running: it is still computed; no time runs until `computed`.
             engines: reading engines that must have ended before the lease does.
             block_ids: for each group its blocks, where page checks are made.
 
@@ -169,7 +167,6 @@ class NixlConnectorScheduler:
         num_tokens: int,
         *,
         first_blocks: Sequence[int] = (),
-        total_tokens: int = 0,
         granted: bool = True,
     ) -> dict[str, Any]:
         """Returns `kv_transfer_params` for the reader of a request whose lease stands.
@@ -181,7 +178,6 @@ class NixlConnectorScheduler:
             block_ids: for each group its blocks; more than the tokens fill are left out. Of a state the last one.
             num_tokens: tokens whose pages are written.
             first_blocks: for each group, which block of the request the first of them is; 0 for all where empty.
-            total_tokens: tokens that will be computed; `num_tokens` where 0. Where it is more, further params follow.
             granted: every rank must have said that the lease stands. A scheduler that has to answer in the step in
                 which the workers were told of it leaves this out: a reader that is quicker than a worker is refused.
 
@@ -191,14 +187,14 @@ class NixlConnectorScheduler:
         """
         if missing := self._missing(request_id, granted=granted):
             raise InvalidLeaseError(f"request {request_id!r}: no lease of it stands: {missing}")
-        groups, total, lease = self.config.groups, max(total_tokens, num_tokens), self._offers[request_id].lease
+        groups, lease = self.config.groups, self._offers[request_id].lease
         firsts = tuple(first_blocks) or (0,) * len(groups)
         if len(block_ids) != len(groups) or len(firsts) != len(groups):
             raise InvalidTransferError(
                 f"request {request_id!r}: blocks of {len(block_ids)} groups, there are {len(groups)}"
             )
         kept = [
-            _kept(f"request {request_id!r}: group {number}", group, blocks, first, num_tokens, total)
+            _kept(f"request {request_id!r}: group {number}", group, blocks, first, num_tokens)
             for number, (group, blocks, first) in enumerate(zip(groups, block_ids, firsts, strict=True))
         ]
         pages = RemotePages(
@@ -214,7 +210,6 @@ class NixlConnectorScheduler:
             lease_duration_s=lease.duration_s,
             block_ids=as_blocks(kept),
             num_tokens=num_tokens,
-            total_tokens=total,
         )
         return params_of(pages)
 
@@ -241,10 +236,10 @@ class NixlConnectorScheduler:
         Raises:
             TransferParamsError: the source's pages are of no use.
         """
-        total = pages.total_tokens
+        total = pages.num_tokens
         if total > num_tokens and any(group.is_state for group in self.config.groups):
             raise TransferParamsError(
-                f"request {request_id!r}: kv_transfer_params['remote_total_tokens'] is {total}: a state after more "
+                f"request {request_id!r}: kv_transfer_params['remote_num_tokens'] is {total}: a state after more "
                 f"tokens than the {num_tokens} of the request is of no use"
             )
         return max(0, min(total, num_tokens) - num_computed_tokens)
@@ -313,28 +308,6 @@ class NixlConnectorScheduler:
             load.asked = asked
         elif missing:
             self._loads[request_id] = _Load(asked)
-
-    def load_more(self, request_id: str, params: object) -> None:
-        """Goes on with a load whose source has computed further blocks. Nothing happens where the load is over.
-
-        Raises:
-            TransferParamsError: as `read`; or they are of another source or lease.
-        """
-        pages, load = self.read(request_id, params), self._loads.get(request_id)
-        if pages is None or load is None or load.failed:
-            return
-        for key, ours, theirs in (
-            ("remote_engine_id", load.asked.pages.engine_id, pages.engine_id),
-            ("lease_id", load.asked.pages.lease_id, pages.lease_id),
-            ("remote_total_tokens", load.asked.pages.total_tokens, pages.total_tokens),
-        ):
-            if ours != theirs:
-                raise TransferParamsError(
-                    f"request {request_id!r}: kv_transfer_params[{key!r}] is {theirs}, the load began with {ours}"
-                )
-        if not load.asked.last:
-            load.asked = msgspec.structs.replace(load.asked, pages=pages)
-            self._metadata.reqs_to_recv[request_id] = load.asked
 
     def cancel(self, request_id: str, reason: str) -> bool:
         """Gives a load up. Whether there is one: its pages may go once the request is among the received."""
@@ -409,7 +382,7 @@ class NixlConnectorScheduler:
             server.close()
 
 
-def _kept(where: str, group: GroupConfig, blocks: Sequence[int], first: int, num_tokens: int, total: int) -> list[int]:
+def _kept(where: str, group: GroupConfig, blocks: Sequence[int], first: int, num_tokens: int) -> list[int]:
     """The blocks that a reader can need, the last of which holds the last token."""
     if group.is_state:
         return list(blocks[-1:])
@@ -419,5 +392,5 @@ def _kept(where: str, group: GroupConfig, blocks: Sequence[int], first: int, num
             f"{where}: blocks {first} to {first + len(blocks)}, {num_tokens} tokens fill {end} of {group.block_size}"
         )
     # One more than this side's window needs: the reader's may begin earlier where it wants fewer tokens.
-    start = max(first, group.needed(total) // group.block_size - 1)
+    start = max(first, group.needed(num_tokens) // group.block_size - 1)
     return list(blocks[min(start, end) - first : end - first])

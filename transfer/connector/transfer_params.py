@@ -32,7 +32,7 @@ _repr.maxstring = _repr.maxother = _repr.maxlong = 80
 # A host name, an IPv4 or a bracketed IPv6 address: nothing else gets into an endpoint.
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\]")
 _LEASE_ID = re.compile(r"0x(?=.*[1-9a-f])[0-9a-f]{1,16}")
-_REMOTE = ("engine_id", "request_id", "block_ids", "host", "port", "num_tokens", "total_tokens", "incarnation")
+_REMOTE = ("engine_id", "request_id", "block_ids", "host", "port", "num_tokens", "incarnation")
 
 
 class RemotePages(msgspec.Struct, frozen=True, kw_only=True, rename={name: f"remote_{name}" for name in _REMOTE}):
@@ -44,7 +44,6 @@ class RemotePages(msgspec.Struct, frozen=True, kw_only=True, rename={name: f"rem
         host: name or address of its handshake.
         port: likewise.
         num_tokens: tokens whose pages are written.
-        total_tokens: tokens that the source will have computed in the end; where they are more, further blocks follow.
         block_ids: for each group, its blocks; the last one holds its last token, or the state after it.
         incarnation: the start of it that granted the lease; empty where that is not known.
         tp_size: tensor-parallel ranks that it is said to have.
@@ -62,7 +61,6 @@ class RemotePages(msgspec.Struct, frozen=True, kw_only=True, rename={name: f"rem
     engine_id: Annotated[str, Meta(min_length=1, max_length=_MAX_NAME)]
     request_id: Annotated[str, Meta(min_length=1, max_length=_MAX_NAME)]
     num_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
-    total_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
     block_ids: tuple[tuple[Annotated[int, Meta(ge=0, le=MAX_BLOCK_ID)], ...], ...]
     host: Annotated[str, Meta(min_length=1, max_length=_MAX_NAME)]
     port: Annotated[int, Meta(ge=1, le=65535)]
@@ -99,8 +97,6 @@ def read_params(request_id: str, params: object, num_groups: int) -> RemotePages
     known: dict[str, Any] = {key: value for key, value in params.items() if isinstance(key, str)}
     if known.get("do_remote_decode") is True:
         raise _refusal(request_id, known, ("do_remote_decode",), "do_remote_prefill is true as well")
-    if "remote_num_tokens" in known:
-        known.setdefault("remote_total_tokens", known["remote_num_tokens"])
     try:
         pages = msgspec.convert(known, RemotePages)
     except msgspec.ValidationError as error:
@@ -125,7 +121,6 @@ def _rules(pages: RemotePages, num_groups: int) -> Iterable[tuple[str, bool, str
         ("remote_host", not _HOST.fullmatch(pages.host), "a host name or an IP address is expected"),
         ("tp_size", ranks > MAX_RANKS, f"times pp_size is {ranks}, at most {MAX_RANKS} ranks may be"),
         ("lease_id", not _LEASE_ID.fullmatch(pages.lease_id), "a hexadecimal number of 64 bits above 0 is expected"),
-        ("remote_total_tokens", pages.total_tokens < tokens, f"an integer from {tokens} to {MAX_TOKENS} is expected"),
         ("remote_block_ids", len(blocks) != num_groups, of_groups),
         ("remote_block_ids", not longest, f"no block at all, for {tokens} tokens"),
         ("remote_block_ids", longest > tokens, f"a group has {longest} blocks, at most {tokens}, one a token, may be"),

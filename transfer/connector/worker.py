@@ -203,14 +203,13 @@ class NixlConnectorWorker:
                 thread.call_soon(ReplicaTransfer.cancel, load.key, str(error))
             return
         chunks = self.config.layer_chunks
-        # What comes at once needs no count of its parts.
         arrived = load.arrived.append if chunks > 1 and groups is not None else None
         if before is None:
             source, timeout_s = asked.pages.source, self.config.timing.load
-            thread.pull(load.key, source, groups, timeout_s, last=load.closed, layer_chunks=chunks, on_layers=arrived)
+            thread.pull(load.key, source, groups, timeout_s, layer_chunks=chunks, on_layers=arrived)
         elif groups is not None:
             thread.call_soon(
-                ReplicaTransfer.add_pages, load.key, groups, last=load.closed, layer_chunks=chunks, on_layers=arrived
+                ReplicaTransfer.add_pages, load.key, groups, last=True, layer_chunks=chunks, on_layers=arrived
             )
 
     def _pages(self, group: int, blocks: Sequence[int]) -> list[int]:

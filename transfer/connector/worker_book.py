@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -27,9 +26,7 @@ class OpenLoad:
     key: str  # its name among the pulls; no two loads have one
     pages: list[list[int]]  # of each group those that it writes to
     blocks: set[int] = field(default_factory=set[int])  # of all groups
-    tokens: int | None = None  # that were asked for, or were here before; None: there are no blocks yet
-    parts: int = 0  # how often pages were asked for
-    closed: bool = False  # nothing further will be asked for
+    closed: bool = False  # its pages were asked for; before, there are no blocks yet
     silent: bool = True  # there is nothing to read: the source is told, and nobody waits
     cancelled: bool = False  # given up by its owner
     error: str = ""
@@ -38,7 +35,7 @@ class OpenLoad:
 
     def has(self, layer: int) -> bool:
         """Whether a layer of the model has come as a whole."""
-        return self.closed and sum(layer in layers for layers in self.arrived) >= self.parts
+        return any(layer in layers for layers in self.arrived)
 
 
 class WorkerBook:
@@ -49,8 +46,6 @@ class WorkerBook:
         self.whole_pages = False  # a load must begin with a page: host buffers are copied back page by page
         self.output = WorkerOutput()
         self._groups = groups
-        # A part that is not the last ends with a block of every group: no two READs may write to one page.
-        self._chunk = math.lcm(*(group.block_size for group in groups if not group.is_state))
         self._numbers = itertools.count()
         self._by_request: dict[str, OpenLoad] = {}
         self._by_key: dict[str, OpenLoad] = {}
@@ -78,21 +73,15 @@ class WorkerBook:
         return load
 
     def ask(self, load: OpenLoad, asked: LoadRequest) -> list[BlocksOfGroup] | None:
-        """Books what is asked for, and returns what of each group is to be read now; None where nothing is new."""
-        load.silent = load.silent and asked.last
+        """Books what is asked for, and returns what of each group is to be read; None where there are no blocks yet."""
         if not asked.local_block_ids:
+            load.silent = False
             return None
+        load.closed = True
         load.blocks.update(*asked.local_block_ids)
-        start = min(asked.num_computed_tokens, asked.total_tokens) if load.tokens is None else load.tokens
-        stop = min(asked.pages.num_tokens, asked.total_tokens)
-        load.tokens = stop = max(start, stop if asked.last else stop // self._chunk * self._chunk)
-        load.closed = asked.last
-        if start == stop and not asked.last:
-            return None  # no further block is full
-        load.parts += 1
-        found = self._pages(f"request {load.request_id!r}", asked, start, stop)
-        for pages, group in zip(load.pages, found, strict=True):
-            pages.extend(np.asarray(group.local).tolist())
+        stop = asked.total_tokens
+        found = self._pages(f"request {load.request_id!r}", asked, min(asked.num_computed_tokens, stop), stop)
+        load.pages = [np.asarray(group.local).tolist() for group in found]
         load.silent = load.silent and all(group.tokens == (0, 0) for group in found)
         return found
 
@@ -109,7 +98,7 @@ class WorkerBook:
 
     def _pages_of(self, where: str, number: int, asked: LoadRequest, start: int, stop: int) -> BlocksOfGroup:
         group, blocks, remote = self._groups[number], asked.local_block_ids[number], asked.pages.block_ids[number]
-        if start >= stop or (group.is_state and not asked.last):
+        if start >= stop:
             return _NONE
         end = asked.pages.num_tokens
         if group.is_state:
@@ -118,7 +107,7 @@ class WorkerBook:
                     f"{where}: the source's state is that after {end} tokens, {stop} are to be loaded"
                 )
             return BlocksOfGroup(blocks[-1:], remote, end, (start, stop), 0)
-        needed = max(start, group.needed(asked.total_tokens))
+        needed = max(start, group.needed(stop))
         begin = max(start, needed // group.block_size * group.block_size)
         if begin >= stop:
             return _NONE

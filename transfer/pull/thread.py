@@ -93,11 +93,10 @@ class TransferThread:
         groups: PageLists | None,
         timeout_s: float,
         *,
-        last: bool = True,
         layer_chunks: int = 1,
         on_layers: OnLayers | None = None,
     ) -> None:
-        """Begins a pull, with its first pages unless `groups` is None. Its `PullEvent`s come as events."""
+        """Begins a pull, with all its pages unless `groups` is None. Its `PullEvent`s come as events."""
 
         def run() -> None:
             try:
@@ -106,7 +105,7 @@ class TransferThread:
                 self.events.append(PullEvent(key, str(error), safe=True))
                 return
             if groups is not None:
-                self._replica.add_pages(key, groups, last=last, layer_chunks=layer_chunks, on_layers=on_layers)
+                self._replica.add_pages(key, groups, last=True, layer_chunks=layer_chunks, on_layers=on_layers)
 
         self._hand_over(run)
 

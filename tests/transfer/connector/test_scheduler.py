@@ -143,11 +143,9 @@ def test_blocks_are_those_of_the_tokens_and_of_the_window(make: Any) -> None:
         scheduler.params("r", rows[:2], 49)
 
 
-def test_a_running_request_tells_how_much_is_to_come(make: Any) -> None:
+def test_the_time_of_a_running_request_s_lease_runs_when_it_is_computed(make: Any) -> None:
     scheduler = make()
     offered(scheduler, running=True)
-    made = params(scheduler, tokens=16, total_tokens=50)
-    assert (made["remote_num_tokens"], made["remote_total_tokens"]) == (16, 50)
     scheduler.computed("r")
     assert scheduler.build_metadata().reqs_computed == ["r"]
 
@@ -166,7 +164,7 @@ def test_what_was_made_is_read_and_loaded(make: Any) -> None:
     asked = loading(reader, read, 21, 8)
     where = asked.pages.source
     assert (where.address, where.engine_id, where.ranks) == (source.address, "p", 2)
-    assert (asked.num_computed_tokens, asked.num_tokens, asked.total_tokens, asked.last) == (8, 21, 20, True)
+    assert (asked.num_computed_tokens, asked.num_tokens, asked.total_tokens) == (8, 21, 20)
     assert (asked.first_blocks, asked.local_block_ids, asked.pages.block_ids) == ((1,), ((1, 2, 3),), ((5, 6, 7),))
 
 
@@ -184,9 +182,7 @@ def test_a_state_after_more_tokens_than_the_request_has_is_of_no_use(make: Any) 
     offered(scheduler)
     read = scheduler.read("R", params(scheduler))
     assert scheduler.external_tokens("R", read, 20, 0) == 20
-    with pytest.raises(
-        TransferParamsError, match=r"request 'R'.*remote_total_tokens.* is 20: a state after more tokens"
-    ):
+    with pytest.raises(TransferParamsError, match=r"request 'R'.*remote_num_tokens.* is 20: a state after more tokens"):
         scheduler.external_tokens("R", read, 19, 0)
 
 
@@ -221,7 +217,6 @@ def test_nothing_to_load_is_told_to_the_source_and_waited_for_by_nobody(make: An
     offered(scheduler)
     asked = loading(scheduler, scheduler.read("R", params(scheduler)), 20, 24)
     assert asked.num_computed_tokens > asked.total_tokens == 20
-    assert asked.last
     scheduler.load("R", scheduler.read("R", params(scheduler)), [[]], 20, 24)  # there is no load that has not ended
 
 
@@ -247,9 +242,9 @@ def test_a_source_is_held_until_there_are_blocks(make: Any) -> None:
     with pytest.raises(InvalidTransferError, match="request 'R': its load has not ended"):
         scheduler.hold("R", read)
     held = scheduler.build_metadata().reqs_to_recv["R"]
-    assert (held.pages, held.local_block_ids, held.last) == (read, (), False)
+    assert (held.pages, held.local_block_ids) == (read, ())
     asked = loading(scheduler, read, 17, 8)
-    assert (asked.num_computed_tokens, asked.total_tokens, asked.last) == (8, 17, True)
+    assert (asked.num_computed_tokens, asked.total_tokens, asked.local_block_ids) == (8, 17, ((1, 2, 3),))
     with pytest.raises(InvalidTransferError, match="request 'R': its load has not ended"):
         scheduler.load("R", read, [[1, 2, 3]], 17, 8)
     scheduler.update(0, WorkerOutput(received={"R"}))
@@ -262,10 +257,10 @@ def test_where_nothing_is_missing_after_all_a_held_source_is_waited_for(make: An
     read = scheduler.read("R", params(scheduler))
     scheduler.hold("R", read)
     scheduler.build_metadata()
-    assert loading(scheduler, read, 20, 24).last
+    assert loading(scheduler, read, 20, 24).local_block_ids
     assert scheduler.update(0, WorkerOutput(received={"R"})).received == {"R"}
     scheduler.hold("R", read)  # no rank has heard of this one: it is as if it had not been
-    assert loading(scheduler, read, 20, 24).last
+    assert loading(scheduler, read, 20, 24).local_block_ids
     scheduler.load("R", read, [[]], 20, 24)
 
 
@@ -278,56 +273,6 @@ def test_a_source_that_could_not_be_held_is_not_loaded_from(make: Any) -> None:
     assert scheduler.update(0, WorkerOutput(failed={"R": "lost"})).failed == {"R": "lost"}
     with pytest.raises(InvalidTransferError, match="request 'R': its load has not ended"):
         scheduler.load("R", read, [[1, 2, 3]], 20, 0)
-
-
-def test_a_load_goes_on_as_its_source_computes_until_all_is_asked_for(make: Any) -> None:
-    scheduler = make()
-    offered(scheduler, running=True)
-    blocks = [[*range(5, 12)]]
-    chunk = lambda tokens: scheduler.params("r", blocks, tokens, total_tokens=50)  # noqa: E731 -- one expression
-    asked = loading(scheduler, scheduler.read("R", chunk(13)), 51)
-    assert (asked.pages.num_tokens, asked.total_tokens, asked.last) == (13, 50, False)
-    scheduler.load_more("R", chunk(30))
-    asked = scheduler.build_metadata().reqs_to_recv["R"]
-    assert (asked.num_computed_tokens, asked.pages.num_tokens, asked.last) == (0, 30, False)
-    assert (asked.local_block_ids, asked.pages.block_ids) == (((1, 2, 3),), ((5, 6, 7, 8),))
-    scheduler.load_more("R", chunk(41))
-    scheduler.load_more("R", chunk(50))  # two in one step are one
-    asked = scheduler.build_metadata().reqs_to_recv["R"]
-    assert (asked.pages.num_tokens, asked.last) == (50, True)
-    scheduler.load_more("R", chunk(50))
-    assert scheduler.build_metadata().reqs_to_recv == {}
-
-
-def test_the_first_chunk_grows_while_no_rank_has_heard_of_it(make: Any) -> None:
-    scheduler = make()
-    offered(scheduler, running=True)
-    scheduler.load("R", scheduler.read("R", params(scheduler, tokens=9, total_tokens=24)), [[1, 2, 3]], 25, 0)
-    scheduler.load_more("R", params(scheduler, tokens=24, total_tokens=24))
-    asked = scheduler.build_metadata().reqs_to_recv["R"]
-    assert (asked.num_computed_tokens, asked.pages.num_tokens, asked.last) == (0, 24, True)
-
-
-def test_more_pages_of_another_lease_are_refused(make: Any) -> None:
-    scheduler = make()
-    offered(scheduler, running=True)
-    offered(scheduler, "s", running=True)
-    loading(scheduler, scheduler.read("R", params(scheduler, tokens=16, total_tokens=24)), 25)
-    for wrong, key in (
-        (params(scheduler, "s", tokens=24, total_tokens=24), "lease_id"),
-        (params(scheduler, tokens=24, total_tokens=24) | {"remote_engine_id": "q"}, "remote_engine_id"),
-        (params(scheduler, tokens=24), "remote_total_tokens"),
-    ):
-        if key == "remote_total_tokens":
-            wrong["remote_total_tokens"] = 25
-        with pytest.raises(
-            TransferParamsError, match=rf"request 'R': kv_transfer_params\['{key}'\] is .*, the load began with"
-        ):
-            scheduler.load_more("R", wrong)
-    scheduler.load_more("unknown", params(scheduler))
-    scheduler.update(0, WorkerOutput(failed={"R": "lost"}))
-    scheduler.load_more("R", params(scheduler, tokens=24, total_tokens=24))
-    assert scheduler.build_metadata().reqs_to_recv == {}
 
 
 def test_a_load_is_given_up_on_every_rank(make: Any) -> None:

@@ -24,7 +24,6 @@ PAGES = RemotePages(
     lease_duration_s=30.0,
     block_ids=((3, 4, 5), (9,)),
     num_tokens=40,
-    total_tokens=64,
 )
 GOOD = params_of(PAGES)
 
@@ -47,7 +46,6 @@ def test_the_keys_are_those_that_other_connectors_and_proxies_know() -> None:
         "tp_size": 2,
         "pp_size": 2,
         "remote_num_tokens": 40,
-        "remote_total_tokens": 64,
         "remote_incarnation": "i",
         "transfer_mode": "pull",
         "lease_id": "0xffffffffffffffff",
@@ -72,15 +70,14 @@ def test_params_that_ask_for_nothing_are_none(params: object) -> None:
     assert read_params("r", params, 2) is None
 
 
-def test_what_may_be_absent_has_the_meaning_of_one_rank_and_a_whole_prompt() -> None:
+def test_what_may_be_absent_has_the_meaning_of_one_rank() -> None:
     few = {
         key: value
         for key, value in GOOD.items()
-        if key
-        not in {"tp_size", "pp_size", "remote_total_tokens", "remote_incarnation", "transfer_mode", "do_remote_decode"}
+        if key not in {"tp_size", "pp_size", "remote_incarnation", "transfer_mode", "do_remote_decode"}
     }
     read = read_params("r", few, 2)
-    assert (read.source.ranks, read.total_tokens, read.incarnation) == (1, 40, "")
+    assert (read.source.ranks, read.incarnation) == (1, "")
     assert read_params("r", GOOD | {"dcp_size": 1, "from_the_future": object()}, 2) == PAGES
 
 
@@ -120,7 +117,6 @@ BAD: list[tuple[str, Any, str]] = [
     ("remote_num_tokens", 0, "0: Expected `int` >= 1"),
     ("remote_num_tokens", -5, "-5: Expected `int` >= 1"),
     ("remote_num_tokens", 1 << 40, f": Expected `int` <= {MAX_TOKENS}"),
-    ("remote_total_tokens", 39, f"39: an integer from 40 to {MAX_TOKENS} is expected"),
     ("remote_block_ids", None, "None: Expected `array`"),
     ("remote_block_ids", [], "[]: a list of blocks for each of 2 groups"),
     ("remote_block_ids", [[1]], "[[1]]: a list of blocks for each of 2 groups"),

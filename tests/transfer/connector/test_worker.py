@@ -1,11 +1,10 @@
-"""The worker's life over real NIXL, its ranks in one process: loads, leases, layers, chunks, host buffers, the end."""
+"""The worker's life over real NIXL, its ranks in one process: loads, leases, layers, host buffers, the end."""
 
 from __future__ import annotations
 
 import gc
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,6 +20,7 @@ from tests.transfer.pair_ranks import EngineUnderTest, LocalRank, run_until, tra
 from transfer.connector.config import Timing
 from transfer.connector.host_buffer import HostBuffers
 from transfer.connector.metadata import ConnectorMetadata, SendRequest
+from transfer.connector.transfer_params import RemotePages
 from transfer.connector.worker import NixlConnectorWorker
 from transfer.errors import EngineClosedError, InvalidEngineError, InvalidTransferError, PullFailedError
 from transfer.pull.lease import LeaseRef
@@ -75,6 +75,12 @@ def offer(source: EngineUnderTest, pair: Pair, request_id: str = "r", **options:
 def load(reader: EngineUnderTest, pair: Pair, params: dict[str, Any], request_id: str = "r", **options: Any) -> None:
     pages = reader.scheduler.read(request_id, params)
     reader.scheduler.load(request_id, pages, pair.reader_blocks, pair.num_tokens, pair.computed, **options)
+
+
+def hold(reader: EngineUnderTest, params: dict[str, Any]) -> RemotePages:
+    read = reader.scheduler.read("r", params)
+    reader.scheduler.hold("r", read)
+    return read
 
 
 @pytest.mark.parametrize("tp", [(1, 1), (1, 2), (2, 1)])
@@ -213,44 +219,22 @@ def test_blocks_that_cannot_be_resolved_fail_their_request_and_the_step_goes_on(
     assert reader.call("compare", pair) == [[]]
 
 
-def test_a_later_chunk_that_cannot_be_resolved_ends_the_load(engine: Any) -> None:
+def test_blocks_for_a_held_source_that_cannot_be_resolved_end_the_load(engine: Any) -> None:
     source, reader = engine("p"), engine("d")
     pair = a_pair()
-    source.call("fill_source", pair)
-    source.scheduler.offer("r", running=True)
-    run_until(lambda: source.scheduler.is_offered("r"), source)
-    load(reader, pair, source.scheduler.params("r", pair.source_blocks, 8, total_tokens=21))
-    reader.step()
-    run_until(lambda: len(worker(reader)._rank.puller), source)
-    reader.scheduler.load_more("r", source.scheduler.params("r", pair.source_blocks, 21))
-    asked = reader.scheduler.build_metadata()
-    asked.reqs_to_recv["r"] = msgspec.structs.replace(asked.reqs_to_recv["r"], first_blocks=(9,))
-    worker(reader).start_load_kv(asked)
+    read = hold(reader, offer(source, pair))
+    run_until(lambda: len(worker(reader)._rank.puller), source, reader)
+    reader.scheduler.load("r", read, pair.reader_blocks, 21, 0, first_blocks=(9,))
     run_until(lambda: reader.received and source.sent, source, reader)
     assert "our blocks begin with token 72" in reader.failed["r"]
     assert "our blocks begin with token 72" in source.sent["r"]
-
-
-def test_a_load_that_is_given_up_is_received_and_not_failed(engine: Any) -> None:
-    source, reader = engine("p"), engine("d")
-    pair = a_pair()
-    source.call("fill_source", pair)
-    source.scheduler.offer("r", running=True)
-    run_until(lambda: source.scheduler.is_offered("r"), source)
-    load(reader, pair, source.scheduler.params("r", pair.source_blocks, 8, total_tokens=21))
-    reader.step()
-    run_until(lambda: len(worker(reader)._rank.puller), source)
-    assert reader.scheduler.cancel("r", "the client left")
-    run_until(lambda: reader.received and source.sent, source, reader)
-    assert (reader.failed, reader.bad_blocks, source.sent) == ({}, set(), {"r": "the client left"})
 
 
 @pytest.mark.parametrize("computed", [0, 8, 21])
 def test_a_lease_is_renewed_while_its_reader_has_no_blocks(engine: Any, computed: int) -> None:
     pair = a_pair(computed=computed, reader=Side(tp=2))
     source, reader = engine("p", key=b"k", timing=Timing(lease=0.3)), engine("d", side=pair.reader, key=b"k")
-    read = reader.scheduler.read("r", offer(source, pair))
-    reader.scheduler.hold("r", read)
+    read = hold(reader, offer(source, pair))
     end = time.monotonic() + 1.0
     run_until(lambda: time.monotonic() > end, source, reader)
     assert not source.sent
@@ -262,12 +246,11 @@ def test_a_lease_is_renewed_while_its_reader_has_no_blocks(engine: Any, computed
 
 def test_a_held_source_is_let_go_when_its_reader_gives_up(engine: Any) -> None:
     source, reader = engine("p"), engine("d")
-    read = reader.scheduler.read("r", offer(source, a_pair()))
-    reader.scheduler.hold("r", read)
+    hold(reader, offer(source, a_pair()))
     reader.step()
     assert reader.scheduler.cancel("r", "the client left")
     run_until(lambda: reader.received and source.sent, source, reader)
-    assert (reader.failed, source.sent) == ({}, {"r": "the client left"})
+    assert (reader.failed, reader.bad_blocks, source.sent) == ({}, set(), {"r": "the client left"})
 
 
 def test_a_lease_that_nobody_reads_ends_by_itself(engine: Any) -> None:
@@ -277,65 +260,24 @@ def test_a_lease_that_nobody_reads_ends_by_itself(engine: Any) -> None:
     assert source.sent["r"].startswith("expired after 0.2 s")
 
 
-def test_chunks_are_read_while_the_next_is_computed(engine: Any) -> None:
-    groups = (GroupSpec(layers=(0, 1)), GroupSpec(kind="sliding_window", layers=(2,), window=6))
-    pair = replace(a_pair(groups, reader=Side(tp=2)), reader_blocks=((1, 2, 5), (5,)))
-    source, reader = engine("p", groups), engine("d", groups, pair.reader)
-    source.call("fill_source", pair)
-    caches = source.ranks[0].host.caches
-    whole = {name: tensor.clone() for name, tensor in caches.tensors.items()}
-    caches.fill_all(-7)
-    source.scheduler.offer("r", running=True)
-    run_until(lambda: source.scheduler.is_offered("r"), source)
-
-    def computed(blocks: int) -> None:
-        for name, tensor in caches.tensors.items():
-            rows = list(pair.source_blocks[0][:blocks])
-            tensor[:, rows] = whole[name][:, rows]
-
-    def told(tokens: int) -> dict[str, Any]:
-        return source.scheduler.params("r", pair.source_blocks, tokens, total_tokens=21)
-
-    computed(1)
-    load(reader, pair, told(8), first_blocks=(0, 2))
-    first = reader.ranks[0].host.caches.tensors["model.layers.0.mixer"]
-    run_until(lambda: bool((first[:, 1] != -1).any()), source, reader)
-    assert not reader.received
-    computed(2)
-    reader.scheduler.load_more("r", told(16))
-    run_until(lambda: bool((first[:, 2] != -1).any()), source, reader)
-    computed(3)
-    source.scheduler.computed("r")
-    reader.scheduler.load_more("r", told(21))
-    run_until(lambda: source.sent and reader.received, source, reader)
-    assert (reader.failed, source.sent) == ({}, {"r": "read"})
-    assert reader.call("compare", pair) == [[], []]
-
-
 def test_a_layer_can_be_waited_for_while_others_are_to_come(engine: Any) -> None:
     groups = (GroupSpec(layers=tuple(range(4))),)
     side = Side(layer_chunks=4)
     source, reader = engine("p", groups), engine("d", groups, side)
     pair = a_pair(groups, reader=side)
-    source.call("fill_source", pair)
-    source.scheduler.offer("r", running=True)
-    run_until(lambda: source.scheduler.is_offered("r"), source)
-    load(reader, pair, source.scheduler.params("r", pair.source_blocks, 8, total_tokens=21))
+    read = hold(reader, offer(source, pair))
     reader.step()
     ours = worker(reader)
     with pytest.raises(PullFailedError, match="request 'r': layer 'model.layers.0.mixer' did not come within 0.1 s"):
         ours.wait_for_layer("r", "model.layers.0.mixer", 0.1)
-    later = threading.Timer(0.2, lambda: None)
-    reader.scheduler.load_more("r", source.scheduler.params("r", pair.source_blocks, 21))
+    reader.scheduler.load("r", read, pair.reader_blocks, 21, 0)
     reader.step()
-    later.start()
     for number in range(4):
         ours.wait_for_layer("r", f"model.layers.{number}.mixer", 10.0)
         tensor = reader.ranks[0].host.caches.tensors[f"model.layers.{number}.mixer"]
         assert bool((tensor[:, [1, 2, 5]] >= 0).all())
     run_until(lambda: reader.received, source, reader)
     assert not reader.failed
-    later.join()
     ours.wait_for_layer("r", "model.layers.0.mixer")  # not being loaded any more: it is there
     with pytest.raises(InvalidTransferError, match="layer 'x' is in none of the 1 groups"):
         ours.wait_for_layer("r", "x")
@@ -466,11 +408,7 @@ def test_only_leases_that_stand_are_started_or_ended() -> None:
 
 def test_shutting_down_tells_of_what_was_open_and_can_be_done_twice(engine: Any) -> None:
     source, reader = engine("p"), engine("d")
-    pair = a_pair()
-    source.call("fill_source", pair)
-    source.scheduler.offer("r", running=True)
-    run_until(lambda: source.scheduler.is_offered("r"), source)
-    load(reader, pair, source.scheduler.params("r", pair.source_blocks, 8, total_tokens=21))
+    hold(reader, offer(source, a_pair()))
     run_until(lambda: len(worker(reader)._rank.puller), source, reader)
     ours, theirs = worker(reader), worker(source)
     for _ in range(2):
@@ -524,6 +462,7 @@ def test_a_worker_that_is_dropped_ends_its_thread() -> None:
 
 CHILD = """
 from tests.transfer.pair_model import GroupSpec, RankCaches, Side, worker_config
+from transfer.connector.transfer_params import RemotePages
 from transfer.connector.worker import NixlConnectorWorker
 groups = (GroupSpec(),)
 caches = RankCaches(groups, Side(), 0)

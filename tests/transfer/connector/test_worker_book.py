@@ -22,10 +22,8 @@ WINDOW = GroupConfig(layers={"w": 1}, kind="sliding_window", window=10, block_si
 STATE = GroupConfig(layers={"m": 2}, kind="mamba", state=(StatePart(kind="ssm", units=4),))
 
 
-def asked(
-    local: Any, remote: Any, tokens: tuple[int, int], *, there: int = 0, total: int = 0, first: Any = None
-) -> LoadRequest:
-    """Tokens that are here and that are wanted, of a source that has computed `there` of `total`; all where 0."""
+def asked(local: Any, remote: Any, tokens: tuple[int, int], *, there: int = 0, first: Any = None) -> LoadRequest:
+    """Tokens that are here and that are wanted, of a source that has computed `there`; all where 0."""
     start, stop = tokens
     pages = RemotePages(
         engine_id="p",
@@ -37,7 +35,6 @@ def asked(
         lease_duration_s=30.0,
         block_ids=remote,
         num_tokens=there or stop,
-        total_tokens=total or there or stop,
     )
     return LoadRequest(
         pages=pages,
@@ -102,31 +99,11 @@ def test_a_window_is_clipped_to_what_it_needs() -> None:
 def test_a_state_is_one_page_and_comes_with_the_last_tokens() -> None:
     book = make(FULL, STATE)
     ours, theirs = ((4, 5, 6), (3,)), ((7, 8, 9), (2,))
-    _, (full, state) = add(book, "r", asked(ours, theirs, (0, 20), there=16, total=20))
-    assert (pages(full)[:2], pages(state)[1]) == (([4, 5], (0, 16)), (0, 0))
-    _, (full, state) = add(book, "r", asked(ours, theirs, (0, 20)))
-    assert (pages(full)[:2], pages(state)[:2]) == (([6], (16, 20)), ([3], (16, 20)))
+    _, (full, state) = add(book, "r", asked(ours, theirs, (8, 20)))
+    assert (pages(full)[:2], pages(state)[:2]) == (([4, 5], (8, 20)), ([3], (8, 20)))
     assert state.blocks == (2,)
     with pytest.raises(InvalidTransferError, match="group 1: the source's state is that after 24 tokens, 20 are to be"):
         add(book, "s", asked(ours, theirs, (0, 20), there=24))
-
-
-def test_a_part_that_is_not_the_last_ends_with_a_block_of_every_group() -> None:
-    book = make(FULL, GroupConfig(layers={"b": 1}, block_size=12, head_dim=4), STATE)
-    ours, theirs = ((1, 2, 3, 4, 5, 6, 7), (11, 12, 13, 14, 15), (3,)), ((9,) * 7, (9,) * 5, (2,))
-    load = book.begin("r")
-    read = []
-    for there in (13, 30, 47, 49, 50):
-        found = book.ask(load, asked(ours, theirs, (0, 50), there=there, total=50))
-        read.append((found and found[0].tokens, found and found[1].tokens, load.closed))
-    assert read == [
-        (None, None, False),
-        ((0, 24), (0, 24), False),
-        (None, None, False),
-        ((24, 48), (24, 48), False),
-        ((48, 50), (48, 50), True),
-    ]
-    assert load.pages == [[1, 2, 3, 4, 5, 6, 7], [11, 12, 13, 14, 15], [3]]
 
 
 def test_nothing_is_read_of_a_source_before_there_are_blocks() -> None:
@@ -174,14 +151,14 @@ def test_host_buffers_take_whole_pages() -> None:
     add(make(KERNEL, whole_pages=True), "r", asked(((3, 5),), ((7, 8),), (6, 11)))
 
 
-def test_a_load_that_is_whole_takes_no_more_until_it_has_ended() -> None:
+def test_a_load_that_has_its_pages_takes_no_more_until_it_has_ended() -> None:
     book = make(FULL)
-    part = asked(((4, 5, 6),), ((7,),), (0, 20), there=8, total=20)
-    step = ConnectorMetadata(reqs_to_recv={"q": part, "r": part})
+    whole = asked(((4, 5, 6),), ((7, 8, 9),), (0, 20))
+    step = ConnectorMetadata(reqs_to_recv={"q": whole, "r": whole})
     book.check_new(step)
-    load, _ = add(book, "r", part)
+    load, _ = add(book, "r", LoadRequest(pages=whole.pages))
     book.check_new(step)
-    add(book, "r", asked(((4, 5, 6),), ((7, 8, 9),), (0, 20)))
+    add(book, "r", whole)
     with pytest.raises(InvalidTransferError, match="request 'r': its load has not ended yet"):
         book.check_new(step)
     book.on_pull(PullEvent(load.key, "", safe=True))

@@ -290,10 +290,9 @@ def test_14_a_reader_that_dies_costs_its_source_a_lease_and_no_more(engine: Any)
         source.call("fill_source", pair)
         source.scheduler.offer("r")
         run_until(lambda: source.scheduler.is_offered("r"), source)
-        params = source.scheduler.params("r", pair.source_blocks, 8, total_tokens=16)
-        reader.scheduler.load("r", reader.scheduler.read("r", params), pair.reader_blocks, 17, 0)
+        reader.scheduler.hold("r", reader.scheduler.read("r", source.scheduler.params("r", pair.source_blocks, 16)))
         begin = time.monotonic()
-        while time.monotonic() < begin + 1.5:  # it waits for more, and renews the lease: three times what that lasts
+        while time.monotonic() < begin + 1.5:  # it waits for blocks, and renews the lease: three times what that lasts
             source.step()
             reader.step()
             assert not source.sent
