@@ -197,7 +197,11 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
         self._working.start(self._metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """A parked request runs when its load is over: no layer has to be waited for."""
+        """Nothing: a request is parked until its load is over.
+
+        Before the fence after the last layer no token of it may leave. So to run it while layers are on their way could
+        save it one step at most, and would hold the steps of all others meanwhile.
+        """
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Pages are read where the model has written them."""

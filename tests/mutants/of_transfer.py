@@ -156,8 +156,8 @@ TRANSFER: tuple[Module, ...] = (
             ),
             Mutation(
                 "RemoteEngine.parts",
-                "parts += self._parts_of(key, planned, groups)",
-                "parts = parts or self._parts_of(key, planned, groups)",
+                "found += self._parts_of(key, planned, groups)",
+                "found = found or self._parts_of(key, planned, groups)",
                 [
                     "tests/transfer/pull/test_replica.py::test_pages_of_all_ranks_are_read_where_a_rank_leaves_the_quick_way"
                 ],

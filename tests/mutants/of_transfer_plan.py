@@ -105,7 +105,6 @@ TRANSFER_PLAN: tuple[Module, ...] = (
                 "min(first + BACKGROUND_RUNS - 1, runs, within), False",
             ),
             Mutation("Part.next_transfer", "if background and left", "if left"),
-            Mutation("tell_layers", "if not left:\n            on_layers", "if left:\n            on_layers"),
         ],
     ),
     Module(

@@ -66,7 +66,6 @@ class Side:
     order: tuple[int, ...] = ()
     channels_first: bool = True
     host_buffer: bool = False
-    layer_chunks: int = 1
 
     @property
     def cross_layer(self) -> bool:
@@ -124,7 +123,6 @@ def worker_config(
         pp_size=side.pp,
         kv_buffer_device="cpu" if side.host_buffer else "",
         registrable=("cuda",) if side.host_buffer else ("cpu", "cuda"),
-        layer_chunks=side.layer_chunks,
         **options,
     )
 

@@ -86,7 +86,6 @@ def _side(rng: random.Random) -> Side:
         block_size=rng.choice((4, 8, 16)),
         apart=layout in {"NHD", "HND"} and rng.random() < 0.3,
         channels_first=rng.random() < 0.7,
-        layer_chunks=rng.choice((1, 1, 2)),
     )
 
 

@@ -27,6 +27,7 @@ from functools import cache, partial
 from itertools import product
 from multiprocessing import Pool as Processes
 
+import msgspec
 import numpy as np
 
 from tests.transfer.plan_oracle import (
@@ -42,7 +43,7 @@ from tests.transfer.plan_oracle import (
     region_starts,
     share,
 )
-from transfer.plan.boxes import ShardLayout, check, clip_layout
+from transfer.plan.boxes import Box, Index, ShardLayout, check, sub_box
 from transfer.plan.group_plan import GroupPlan
 from transfer.plan.plan import plan
 from transfer.plan.runs import Runs
@@ -152,12 +153,29 @@ def expected(triple: Triple, local: tuple[str, int], tokens: tuple[int, int]) ->
     return np.where(wanted, filled(triple.local, *local, 0), UNTOUCHED)
 
 
+def part_of(layout: ShardLayout, held: Held) -> ShardLayout:
+    """A layout with of each box what lies within ranges of layers and heads, which are one box or several."""
+
+    def kept(box: Box) -> Iterator[Box]:
+        (first_layer, side, first_head, dim), (end_layer, end_side, end_head, end_dim) = box.first, box.end
+        first: Index = (max(first_layer, held.layers[0]), side, max(first_head, held.heads[0]), dim)
+        end: Index = (min(end_layer, held.layers[1]), end_side, min(end_head, held.heads[1]), end_dim)
+        if first[0] < end[0] and first[2] < end[2]:
+            yield sub_box(box, first, end)
+
+    groups = tuple(
+        msgspec.structs.replace(group, boxes=tuple(part for box in group.boxes for part in kept(box)))
+        for group in layout.groups
+    )
+    return msgspec.structs.replace(layout, groups=groups)
+
+
 def mismatches(
     triple: Triple, local: tuple[str, int], *, staged: bool, remotes: Iterable[tuple[str, int]]
 ) -> list[str]:
     """Pulls a triple into one local layout from remote ones. Returns what came out wrong: nothing, one hopes."""
     whole = layout(triple.local, *local)
-    part = clip_layout(whole, range(*triple.part.layers), range(*triple.part.heads))
+    part = part_of(whole, triple.part)
     size, wrong = local[1], list[str]()
     right: dict[tuple[int, int], Pool] = {}
     for order, remote_size in remotes:

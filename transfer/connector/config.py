@@ -177,7 +177,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         pp_size: pipeline stages.
         kv_buffer_device: "cpu" to move pages through host memory; otherwise the caches' own device.
         registrable: kinds of devices whose memory NIXL can register.
-        layer_chunks: ranges of layers that are read one after another, so that `wait_for_layer` can return early.
         page_checks: a source notes a checksum of each page that it leases.
         verify: share of the pages that a reader compares with them.
         key: of the digests over metadata; one of `secret` where that is given.
@@ -198,7 +197,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     pp_size: int = 1
     kv_buffer_device: str = ""
     registrable: tuple[str, ...] = ("cpu", "cuda")
-    layer_chunks: int = 1
     page_checks: bool = False
     verify: float = 0.0
     key: bytes = b""
@@ -256,8 +254,8 @@ def _faults(config: WorkerConfig) -> Iterator[str]:
     for name, rank, size in (("tp", config.tp_rank, config.tp_size), ("pp", config.pp_rank, config.pp_size)):
         if not 0 <= rank < size:
             yield f"{name}_rank is {rank}, the range is 0 to {size - 1}"
-    if config.layer_chunks < 1 or not 0 <= config.verify <= 1:
-        yield f"layer_chunks is {config.layer_chunks}, at least 1; verify is {config.verify}, 0 to 1"
+    if not 0 <= config.verify <= 1:
+        yield f"verify is {config.verify}, the range is 0 to 1"
     for name in Timing.__struct_fields__:
         if not 0 < (seconds := getattr(config.timing, name)) < math.inf:
             yield f"{name} is {seconds} s, above 0 is needed"

@@ -38,15 +38,14 @@ def needs_host_buffer(config: WorkerConfig, device: torch.device) -> bool:
 class HostBuffers:
     """One host tensor for each registered tensor, of the same shape, and the pages that go between them.
 
-    With `cross_layer` one tensor holds several layers: it is copied whenever one of them is. The copies have the names
-    of the caches, in `caches`; their strides may differ. `copy` moves pages, and may be replaced.
+    The copies have the names of the caches, in `caches`; their strides may differ. `copy` moves pages, and may be
+    replaced.
     """
 
-    def __init__(self, config: WorkerConfig, caches: Mapping[str, Cache], *, cross_layer: bool = False) -> None:
+    def __init__(self, config: WorkerConfig, caches: Mapping[str, Cache]) -> None:
         self.caches: dict[str, Cache] = {}
         self.copy: CopyBlocks = self.copy_pages
         self._device = dict(caches)
-        self._cross_layer = cross_layer
         self._group_of = {name: group for group in config.groups for name in group.layers if name in caches}
         self._layers = [[name for name in group.layers if name in caches] for group in config.groups]
         for name, group in self._group_of.items():
@@ -55,14 +54,14 @@ class HostBuffers:
 
     def save(self, group: int, pages: Sequence[int]) -> None:
         """Copies pages of a group from the device to the host."""
-        self._move(group, pages, "d2h", None)
+        self._move(group, pages, "d2h")
 
-    def restore(self, group: int, pages: Sequence[int], layers: Sequence[str] | None = None) -> None:
-        """Copies pages of a group from the host to the device; of some of its layers where they are named."""
-        self._move(group, pages, "h2d", layers)
+    def restore(self, group: int, pages: Sequence[int]) -> None:
+        """Copies pages of a group from the host to the device."""
+        self._move(group, pages, "h2d")
 
-    def _move(self, group: int, pages: Sequence[int], direction: Direction, layers: Sequence[str] | None) -> None:
-        names = [name for name in self._layers[group] if layers is None or self._cross_layer or name in layers]
+    def _move(self, group: int, pages: Sequence[int], direction: Direction) -> None:
+        names = self._layers[group]
         if not names or not len(pages):
             return
         host = {name: self.caches[name] for name in names}

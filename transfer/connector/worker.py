@@ -2,7 +2,7 @@
 
 The names and their meaning are those of vLLM's worker of this name. Nothing in it knows of tensor parallelism, page
 sizes, layouts or replicated heads: all that is in the boxes of the two sides, and follows from the plan. The loop hands
-work over and takes events; only `wait_for_layer` waits, and set-up.
+work over and takes events; only set-up waits.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from transfer.connector.cache_layout import Cache, cache_layout
 from transfer.connector.config import WorkerConfig, check_config
 from transfer.connector.host_buffer import CopyBlocks, HostBuffers, needs_host_buffer
 from transfer.connector.metadata import ConnectorMetadata, LoadRequest, WorkerOutput
-from transfer.connector.worker_book import OpenLoad, WorkerBook
-from transfer.errors import EngineClosedError, InvalidEngineError, InvalidTransferError, PullFailedError
+from transfer.connector.worker_book import WorkerBook
+from transfer.errors import EngineClosedError, InvalidEngineError, InvalidTransferError
 from transfer.plan.page_lists import kernel_pages
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankIdentity, RankTransfer
@@ -89,7 +89,7 @@ class NixlConnectorWorker:
             raise InvalidEngineError(f"{self._where}: caches are registered already")
         memory = cache_layout(self.config, kv_caches, cross_layer)
         if needs_host_buffer(self.config, memory.device):
-            host = self._host or self.initialize_host_xfer_buffer(kv_caches, cross_layer=bool(cross_layer))
+            host = self._host or self.initialize_host_xfer_buffer(kv_caches)
             memory = cache_layout(self.config, host.caches, cross_layer)
         self._book.whole_pages = self._host is not None
         self._start(memory)
@@ -119,14 +119,12 @@ class NixlConnectorWorker:
         # Also where the worker is dropped, or the interpreter ends: NIXL left open aborts the process.
         self._close = weakref.finalize(self, self._thread.close)
 
-    def initialize_host_xfer_buffer(self, kv_caches: Mapping[str, Cache], *, cross_layer: bool = False) -> HostBuffers:
-        """Makes host memory of the size of the caches. `register_kv_caches` does it where it is needed.
+    def initialize_host_xfer_buffer(self, kv_caches: Mapping[str, Cache]) -> HostBuffers:
+        """Makes host memory of the size of the caches, as they will be registered.
 
-        Args:
-            kv_caches: as they will be registered.
-            cross_layer: one tensor of theirs holds several layers.
+        `register_kv_caches` does it where it is needed.
         """
-        self._host = HostBuffers(self.config, kv_caches, cross_layer=cross_layer)
+        self._host = HostBuffers(self.config, kv_caches)
         if self._copy is not None:
             self._host.copy = self._copy
         return self._host
@@ -202,15 +200,10 @@ class NixlConnectorWorker:
             if before is not None:
                 thread.call_soon(ReplicaTransfer.cancel, load.key, str(error))
             return
-        chunks = self.config.layer_chunks
-        arrived = load.arrived.append if chunks > 1 and groups is not None else None
         if before is None:
-            source, timeout_s = asked.pages.source, self.config.timing.load
-            thread.pull(load.key, source, groups, timeout_s, layer_chunks=chunks, on_layers=arrived)
+            thread.pull(load.key, asked.pages.source, groups, self.config.timing.load)
         elif groups is not None:
-            thread.call_soon(
-                ReplicaTransfer.add_pages, load.key, groups, last=True, layer_chunks=chunks, on_layers=arrived
-            )
+            thread.call_soon(ReplicaTransfer.add_pages, load.key, groups, last=True)
 
     def _pages(self, group: int, blocks: Sequence[int]) -> list[int]:
         return kernel_pages(blocks, self.config.groups[group].block_pages).tolist()
@@ -231,50 +224,15 @@ class NixlConnectorWorker:
             for number, blocks in enumerate(groups):
                 self._host.save(number, self._pages(number, blocks))
 
-    def wait_for_layer(self, request_id: str, layer: str, timeout_s: float = 30.0) -> None:
-        """Waits until all pages of a layer have come for a request; with several `layer_chunks`, before others have.
-
-        What is computed of them counts only if the request is among the received in the end and not among the failed:
-        only then is it sure that the source had not given its pages away meanwhile. Returns at once for a request that
-        is not being loaded.
-
-        Raises:
-            PullFailedError: the load has failed, or the layer did not come in time.
-            InvalidTransferError: no group has such a layer.
-        """
-        groups = self.config.groups
-        number = next((group.layers[layer] for group in groups if layer in group.layers), None)
-        if number is None:
-            raise InvalidTransferError(f"layer {layer!r} is in none of the {len(groups)} groups")
-        if (load := self._book.find(request_id)) is None or load.silent:
-            return
-
-        def ready() -> bool:
-            self._drain()
-            return load.has(number) or bool(load.error) or self._book.find(request_id) is not load
-
-        came = self._running().wait(ready, timeout_s)
-        if load.error or not came:
-            reason = load.error or f"layer {layer!r} did not come within {timeout_s} s"
-            raise PullFailedError(f"request {request_id!r}: {reason}")
-        self._restore(load, [layer])
-
-    def _restore(self, load: OpenLoad, layers: Sequence[str]) -> None:
-        """Copies layers of a load back from host buffers, each once."""
-        wanted = [layer for layer in layers if layer not in load.restored]
-        if self._host is not None and wanted:
-            for number, pages in enumerate(load.pages):
-                self._host.restore(number, pages, wanted)
-            load.restored.update(wanted)
-
     def _drain(self) -> None:
         while self._events:
             event = self._events.popleft()
             self._has_news = True
             if not isinstance(event, PullEvent):
                 self._book.on_lease(event)
-            elif (load := self._book.on_pull(event)) is not None:
-                self._restore(load, [name for group in self.config.groups for name in group.layers])
+            elif (load := self._book.on_pull(event)) is not None and self._host is not None:
+                for number, pages in enumerate(load.pages):
+                    self._host.restore(number, pages)
 
     def _output(self) -> WorkerOutput:
         """What has happened since it was taken, up to now."""

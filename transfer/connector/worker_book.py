@@ -30,12 +30,6 @@ class OpenLoad:
     silent: bool = True  # there is nothing to read: the source is told, and nobody waits
     cancelled: bool = False  # given up by its owner
     error: str = ""
-    arrived: list[range] = field(default_factory=list[range])  # layers of a part each; the transfer thread appends
-    restored: set[str] = field(default_factory=set[str])  # layers that were copied back from host buffers
-
-    def has(self, layer: int) -> bool:
-        """Whether a layer of the model has come as a whole."""
-        return any(layer in layers for layers in self.arrived)
 
 
 class WorkerBook:

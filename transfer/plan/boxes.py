@@ -8,7 +8,6 @@ on the head axis, and a page holds the one state of a request. The constructors 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NoReturn, TypeAlias
 
 import msgspec
@@ -110,17 +109,6 @@ class ShardLayout(msgspec.Struct, frozen=True, omit_defaults=True, tag="shard_la
     region_bytes: tuple[int, ...]
 
 
-def clip(box: Box, layers: range | None = None, heads: range | None = None) -> Box | None:
-    """The part of `box` within ranges of layers and heads (None for all of them); None where nothing is left."""
-    first, end = list(box.first), list(box.end)
-    for axis, kept in ((0, layers), (2, heads)):
-        if kept is not None:
-            first[axis], end[axis] = max(first[axis], kept.start), min(end[axis], kept.stop)
-    if any(a >= b for a, b in zip(first, end, strict=True)):
-        return None
-    return sub_box(box, (first[0], first[1], first[2], first[3]), (end[0], end[1], end[2], end[3]))
-
-
 def sub_box(box: Box, first: Index, end: Index) -> Box:
     """The part of `box` from `first` to before `end`, which must lie within it and hold something."""
     (layer, side, head, dim), (layer_end, side_end, head_end, dim_end) = first, end
@@ -140,17 +128,6 @@ def sub_box(box: Box, first: Index, end: Index) -> Box:
         extent=(layer_end - layer, side_end - side, head_end - head, box.extent[TOKEN], dim_end - dim),
         strides=box.strides,
     )
-
-
-def clip_layout(layout: ShardLayout, layers: range | None = None, heads: range | None = None) -> ShardLayout:
-    """`layout` with each box clipped; heads apply to boxes of kind "kv". Regions, groups and pages stay as they are."""
-
-    def kept(boxes: Iterable[Box]) -> tuple[Box, ...]:
-        parts = (clip(box, layers, heads if box.kind == KV else None) for box in boxes)
-        return tuple(part for part in parts if part is not None)
-
-    groups = tuple(msgspec.structs.replace(group, boxes=kept(group.boxes)) for group in layout.groups)
-    return msgspec.structs.replace(layout, groups=groups)
 
 
 def check(layout: ShardLayout) -> ShardLayout:

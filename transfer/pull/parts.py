@@ -9,9 +9,8 @@ error or a cancellation ends with the transfers in flight, not with the pull.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,9 +26,6 @@ _FOR_TWO = 32 << 20
 """Bytes from which on a second thread is worth cutting longer runs further: a run costs 2 µs, this much 2.5 ms."""
 _SHORTEST_CUT = 128 << 10
 
-OnLayers: TypeAlias = Callable[[range], None]
-"""Called, in the thread that polls, with layers of the model whose pages have arrived. Not yet fenced."""
-
 
 @dataclass(slots=True, eq=False)
 class Part:
@@ -38,7 +34,6 @@ class Part:
     Attributes:
         arrived: called once they are there, to compare or to move them; returns what must be read after them, if
             anything, and raises PullFailedError where they are of no use. None where nothing is to be done.
-        on_done: called once they are there, and all that had to be read after them.
     """
 
     rank: int
@@ -46,7 +41,6 @@ class Part:
     remote: RunList
     num_bytes: int
     arrived: Callable[[], Part | None] | None = None
-    on_done: Callable[[], None] | None = None
     posted: int = 0  # runs
     in_flight: int = 0  # transfers
     _ends: NDArray[np.int64] | None = None  # bytes up to the end of each run
@@ -86,19 +80,3 @@ def longest_run(num_bytes: int) -> int:
     if num_bytes < _FOR_TWO:
         return LONGEST_RUN
     return min(LONGEST_RUN, max(num_bytes // (2 * BACKGROUND_RUNS), _SHORTEST_CUT))
-
-
-def tell_layers(parts: Sequence[Part], layers: range, on_layers: OnLayers) -> None:
-    """Has `on_layers` called once all of `parts`, which together bring `layers`, have arrived."""
-    left = sum(len(part.local) > 0 for part in parts)
-    if not left:
-        on_layers(layers)
-
-    def one_less() -> None:
-        nonlocal left
-        left -= 1
-        if not left:
-            on_layers(layers)
-
-    for part in parts:
-        part.on_done = one_less

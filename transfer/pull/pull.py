@@ -237,21 +237,18 @@ class Puller:
         part.in_flight -= 1
         if error is not None:
             self._on_error(pull, error)
-        if part.is_here and (part.arrived or part.on_done) and not pull.error:
-            self._use(pull, part)
+        if part.is_here and part.arrived and not pull.error:
+            self._use(pull, part.arrived)
         if not part.in_flight and (pull.error or part.is_here):
             part.settle()
 
-    def _use(self, pull: RankPull, part: Part) -> None:
+    def _use(self, pull: RankPull, arrived: Callable[[], Part | None]) -> None:
         try:
-            further = part.arrived() if part.arrived else None
-            if further is None and part.on_done:
-                part.on_done()
+            further = arrived()
         except TransferError as error:
             self._fail(pull, str(error))
             return
         if further is not None:
-            further.on_done = part.on_done
             pull.waiting.append(further)
             self._post(pull)
 

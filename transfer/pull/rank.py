@@ -21,7 +21,6 @@ from transfer.plan.boxes import ShardLayout
 from transfer.plan.page_lists import PageLists
 from transfer.pull.lease import Lease, LeaseBook
 from transfer.pull.page_checks import PageChecks, Verifier
-from transfer.pull.parts import OnLayers
 from transfer.pull.pull import Puller
 from transfer.pull.reader_agents import ReaderAgents
 from transfer.pull.remote import RemoteEngine
@@ -243,15 +242,7 @@ class RankTransfer:
             for group, ids in enumerate(pages):
                 self._checks.seal(group, ids)
 
-    def add_pages(
-        self,
-        key: str,
-        groups: PageLists,
-        *,
-        last: bool,
-        layer_chunks: int = 1,
-        on_layers: OnLayers | None = None,
-    ) -> None:
+    def add_pages(self, key: str, groups: PageLists, *, last: bool) -> None:
         """As `ReplicaTransfer.add_pages`, on this rank.
 
         Raises:
@@ -260,7 +251,7 @@ class RankTransfer:
         """
         pull = self.puller.get(key)
         try:
-            parts = pull.engine.parts(key, groups, layer_chunks, on_layers)
+            parts = pull.engine.parts(key, groups)
         except Exception as error:
             self.puller.fail(key, str(error))
             raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import pairwise
 
 from transfer.errors import (
     AgentError,
@@ -16,14 +15,14 @@ from transfer.errors import (
 )
 from transfer.nixl.agent import Agent
 from transfer.nixl.settings import reaches_other_hosts
-from transfer.plan.boxes import LAYER, ShardLayout, clip_layout
+from transfer.plan.boxes import ShardLayout
 from transfer.plan.page_lists import PageLists
 from transfer.plan.plan import plan
 from transfer.plan.rank_plan import RankPlan
 from transfer.plan.runs import Runs, concatenated
 from transfer.plan.source_ranks import sources
 from transfer.pull.page_checks import Verifier
-from transfer.pull.parts import OnLayers, Part, longest_run, tell_layers
+from transfer.pull.parts import Part, longest_run
 from transfer.pull.staging_area import StagingArea, staged_parts
 from transfer.wire.handshake import differences
 from transfer.wire.messages import RankMetadata
@@ -57,10 +56,9 @@ class RemoteEngine:
         _check_ranks(self.ranks)
         _check_fit(self.ranks, mine, compatibility)
         self._mine = mine
-        self._sources = sources(mine.layout, [found.layout for found in self.ranks], mine.rank)
-        self.read_ranks = tuple(at for at, _ in self._sources)
-        self._plans: dict[int, list[tuple[range, list[RankPlan]]]] = {}
-        self._by_layers(1)  # what cannot be planned is found at first contact
+        held = sources(mine.layout, [found.layout for found in self.ranks], mine.rank)
+        self.read_ranks = tuple(at for at, _ in held)
+        self._plans = [self._plan(at, local, mine) for at, local in held]  # what cannot be is found at first contact
         self._loaded: list[str] = []
         self._agent: Agent | None = None
 
@@ -100,12 +98,8 @@ class RemoteEngine:
             with suppress(AgentError):  # what NIXL says of a dead peer is of no use
                 agent.remove_peer(name)
 
-    def parts(
-        self, key: str, groups: PageLists, layer_chunks: int = 1, on_layers: OnLayers | None = None
-    ) -> list[Part]:
-        """Returns what to read, in order: for each range of layers, for each rank that holds some of it.
-
-        A page is compared as a whole, so with a verifier all layers come at once.
+    def parts(self, key: str, groups: PageLists) -> list[Part]:
+        """Returns what to read, in order, of each rank that holds some of it.
 
         Raises:
             InvalidTransferError: pages or tokens that do not fit either layout.
@@ -115,17 +109,12 @@ class RemoteEngine:
                 f"request {key!r}: pages for {len(groups)} groups, the layout has {len(self._mine.layout.groups)}"
             )
         found: list[Part] = []
-        for layers, plans in self._by_layers(1 if self.verifier else layer_chunks):
-            parts: list[Part] = []
-            for planned in plans:
-                try:
-                    parts += self._parts_of(key, planned, groups)
-                except InvalidTransferError as error:
-                    where = f"request {key!r}: rank {planned.rank} of {self.engine_id!r}"
-                    raise InvalidTransferError(f"{where}: {error}") from error
-            if on_layers is not None:
-                tell_layers(parts, layers, on_layers)
-            found += parts
+        for planned in self._plans:
+            try:
+                found += self._parts_of(key, planned, groups)
+            except InvalidTransferError as error:
+                where = f"request {key!r}: rank {planned.rank} of {self.engine_id!r}"
+                raise InvalidTransferError(f"{where}: {error}") from error
         return found
 
     def _parts_of(self, key: str, planned: RankPlan, named: PageLists) -> list[Part]:
@@ -146,22 +135,8 @@ class RemoteEngine:
         runs = runs.shortened(longest_run(runs.num_bytes))
         return [Part(planned.rank, *planned.descriptors(runs), runs.num_bytes), *staged]
 
-    def _by_layers(self, chunks: int) -> list[tuple[range, list[RankPlan]]]:
-        """Ranges of layers, and the plans for each rank that is read from, of these layers alone."""
-        if (found := self._plans.get(chunks)) is None:
-            boxes = [box for group in self._mine.layout.groups for box in group.boxes]
-            start = min((box.first[LAYER] for box in boxes), default=0)
-            stop = max((box.end[LAYER] for box in boxes), default=0)
-            edges = [start + (stop - start) * i // chunks for i in range(chunks + 1)]
-            found = self._plans[chunks] = [
-                (layers, [self._plan(at, local, layers if chunks > 1 else None) for at, local in self._sources])
-                for layers in (range(*edge) for edge in pairwise(edges))
-            ]
-        return found
-
-    def _plan(self, at: int, local: ShardLayout, layers: range | None) -> RankPlan:
-        mine, there = self._mine, self.ranks[at]
-        local = local if layers is None else clip_layout(local, layers)
+    def _plan(self, at: int, local: ShardLayout, mine: RankMetadata) -> RankPlan:
+        there = self.ranks[at]
         return RankPlan(at, plan(local, there.layout), (mine.bases, there.bases), (mine.device, there.device))
 
 

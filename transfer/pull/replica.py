@@ -19,7 +19,6 @@ from transfer.errors import PullFailedError, TransferError
 from transfer.plan.page_lists import PageLists
 from transfer.pull.directory import Directory, Peer, Place, Times
 from transfer.pull.lease import LeaseRef
-from transfer.pull.parts import OnLayers
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankTransfer
 from transfer.stats import TransferStats
@@ -199,30 +198,18 @@ class ReplicaTransfer:
         self.directory.connect(source.place)
         self._start(key)
 
-    def add_pages(
-        self,
-        key: str,
-        groups: PageLists,
-        *,
-        last: bool,
-        layer_chunks: int = 1,
-        on_layers: OnLayers | None = None,
-    ) -> None:
+    def add_pages(self, key: str, groups: PageLists, *, last: bool) -> None:
         """Reads pages of a pull, or further ones. Nothing happens where it has ended already.
 
         Args:
             key: the pull.
             groups: for each group of the layout the pages here and there, and their tokens.
             last: nothing more will be read.
-            layer_chunks: how many ranges of layers are read one after another.
-            on_layers: called, for each rank, with each range of layers once it is here, before it is fenced.
         """
         pull = self._pulls.get(key)
         if pull is None or pull.error:
             return
-        pull.waiting.append(
-            lambda rank: rank.add_pages(key, groups, last=last, layer_chunks=layer_chunks, on_layers=on_layers)
-        )
+        pull.waiting.append(lambda rank: rank.add_pages(key, groups, last=last))
         self._start(key)
         self._collect_pulls()  # few pages are here by now
 

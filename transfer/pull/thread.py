@@ -17,7 +17,6 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from transfer.errors import EngineClosedError, TransferError
 from transfer.plan.page_lists import PageLists
-from transfer.pull.parts import OnLayers
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.replica import Event, ReplicaTransfer, Source
 from transfer.stats import StatsSnapshot
@@ -86,16 +85,7 @@ class TransferThread:
         """Has a method of `ReplicaTransfer` called in the thread, and waits for nothing: its events tell of it."""
         self._hand_over(lambda: method(self._replica, *args, **options))
 
-    def pull(
-        self,
-        key: str,
-        source: Source,
-        groups: PageLists | None,
-        timeout_s: float,
-        *,
-        layer_chunks: int = 1,
-        on_layers: OnLayers | None = None,
-    ) -> None:
+    def pull(self, key: str, source: Source, groups: PageLists | None, timeout_s: float) -> None:
         """Begins a pull, with all its pages unless `groups` is None. Its `PullEvent`s come as events."""
 
         def run() -> None:
@@ -105,7 +95,7 @@ class TransferThread:
                 self.events.append(PullEvent(key, str(error), safe=True))
                 return
             if groups is not None:
-                self._replica.add_pages(key, groups, last=True, layer_chunks=layer_chunks, on_layers=on_layers)
+                self._replica.add_pages(key, groups, last=True)
 
         self._hand_over(run)
 
@@ -114,7 +104,7 @@ class TransferThread:
         return self.call(lambda replica: replica.stats.snapshot())
 
     def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
-        """Waits until `ready`, which is asked after each round of the thread that changed something. For a layer.
+        """Waits until `ready`, which is asked after each round of the thread that changed something.
 
         Returns:
             Whether it is ready.

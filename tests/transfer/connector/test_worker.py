@@ -22,8 +22,8 @@ from transfer.connector.host_buffer import HostBuffers
 from transfer.connector.metadata import ConnectorMetadata, SendRequest
 from transfer.connector.transfer_params import RemotePages
 from transfer.connector.worker import NixlConnectorWorker
-from transfer.errors import EngineClosedError, InvalidEngineError, InvalidTransferError, PullFailedError
-from transfer.pull.lease import LeaseRef
+from transfer.errors import EngineClosedError, InvalidEngineError, InvalidTransferError
+from transfer.pull.pull_state import LeaseRef
 
 ROOT = Path(__file__).resolve().parents[3]
 PLAIN = Side()
@@ -260,56 +260,8 @@ def test_a_lease_that_nobody_reads_ends_by_itself(engine: Any) -> None:
     assert source.sent["r"].startswith("expired after 0.2 s")
 
 
-def test_a_layer_can_be_waited_for_while_others_are_to_come(engine: Any) -> None:
-    groups = (GroupSpec(layers=tuple(range(4))),)
-    side = Side(layer_chunks=4)
-    source, reader = engine("p", groups), engine("d", groups, side)
-    pair = a_pair(groups, reader=side)
-    read = hold(reader, offer(source, pair))
-    reader.step()
-    ours = worker(reader)
-    with pytest.raises(PullFailedError, match="request 'r': layer 'model.layers.0.mixer' did not come within 0.1 s"):
-        ours.wait_for_layer("r", "model.layers.0.mixer", 0.1)
-    reader.scheduler.load("r", read, pair.reader_blocks, 21, 0)
-    reader.step()
-    for number in range(4):
-        ours.wait_for_layer("r", f"model.layers.{number}.mixer", 10.0)
-        tensor = reader.ranks[0].host.caches.tensors[f"model.layers.{number}.mixer"]
-        assert bool((tensor[:, [1, 2, 5]] >= 0).all())
-    run_until(lambda: reader.received, source, reader)
-    assert not reader.failed
-    ours.wait_for_layer("r", "model.layers.0.mixer")  # not being loaded any more: it is there
-    with pytest.raises(InvalidTransferError, match="layer 'x' is in none of the 1 groups"):
-        ours.wait_for_layer("r", "x")
-
-
-def test_where_layers_come_together_who_waits_for_one_waits_for_all(engine: Any) -> None:
-    source, reader = engine("p"), engine("d")
-    pair = a_pair()
-    load(reader, pair, offer(source, pair))
-    reader.step()
-    worker(reader).wait_for_layer("r", "model.layers.1.mixer")
-    assert reader.call("compare", pair) == [[]]
-    run_until(lambda: reader.received, source, reader)
-    assert not reader.failed
-
-
-def test_who_waits_for_a_layer_learns_of_a_failure_at_once(engine: Any) -> None:
-    source, reader = engine("p"), engine("d")
-    pair = a_pair()
-    params = offer(source, pair) | {"remote_block_ids": [[99999, 1, 2]]}
-    load(reader, pair, params)
-    reader.step()
-    begin = time.monotonic()
-    with pytest.raises(PullFailedError, match="page 99999"):
-        worker(reader).wait_for_layer("r", "model.layers.0.mixer", 20.0)
-    assert time.monotonic() - begin < 10
-    run_until(lambda: reader.received, source, reader)
-    assert list(reader.failed) == ["r"]
-
-
 def test_pages_go_through_host_buffers_where_a_device_cannot_be_registered(engine: Any) -> None:
-    side = Side(host_buffer=True, layout="NHD", layer_chunks=2)
+    side = Side(host_buffer=True, layout="NHD")
     source, reader = engine("p", HYBRID, side), engine("d", HYBRID, side)
     pair = replace(a_pair(HYBRID, side, side, 24), reader_blocks=((1, 2, 5), (5,), (9,)))
     pair = replace(pair, reader_blocks=((1, 2, 5), (2, 5), (9,)))
@@ -326,28 +278,6 @@ def test_pages_go_through_host_buffers_where_a_device_cannot_be_registered(engin
     assert reader.call("compare", pair) == [[]]
     assert [way for _, _, way in copies] == ["h2d"] * 3
     assert copies[0] == (["model.layers.0.mixer"], [1, 2, 5], "h2d")
-
-
-def test_a_layer_comes_back_from_its_host_buffer_when_it_is_waited_for(
-    engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    side = Side(host_buffer=True, layer_chunks=2)
-    source, reader = engine("p", side=side), engine("d", side=side)
-    pair = a_pair(source=side, reader=side)
-    source.call("fill_source", pair)
-    source.scheduler.save("r", pair.source_blocks)
-    source.scheduler.offer("r")
-    run_until(lambda: source.scheduler.is_offered("r"), source)
-    load(reader, pair, source.scheduler.params("r", pair.source_blocks, 21))
-    reader.step()
-    with monkeypatch.context() as patched:
-        patched.setattr(worker(reader), "_drain", lambda: None)  # that the load has ended is not known yet
-        worker(reader).wait_for_layer("r", "model.layers.0.mixer")
-    tensors = reader.ranks[0].host.caches.tensors
-    assert bool((tensors["model.layers.0.mixer"][:, 1] >= 0).all())
-    assert bool((tensors["model.layers.1.mixer"] == -1).all())
-    run_until(lambda: reader.received, source, reader)
-    assert reader.call("compare", pair) == [[]]
 
 
 def test_a_device_that_cannot_be_registered_needs_the_host_s_leave() -> None:

@@ -200,17 +200,6 @@ def test_names_of_pulls_are_not_used_twice() -> None:
     assert len(keys) == 3
 
 
-def test_a_layer_is_there_when_every_part_of_the_load_has_brought_it() -> None:
-    book = make(FULL)
-    load, _ = add(book, "r", asked(((4, 5, 6),), ((7,),), (0, 20), there=8, total=20))
-    load.arrived += [range(2), range(2, 4)]
-    assert not load.has(0)
-    add(book, "r", asked(((4, 5, 6),), ((7, 8, 9),), (0, 20)))
-    assert not load.has(0)
-    load.arrived.append(range(2))
-    assert [load.has(layer) for layer in range(4)] == [True, True, False, False]
-
-
 @pytest.fixture
 def leased() -> WorkerBook:
     book = make(FULL)

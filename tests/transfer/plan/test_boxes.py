@@ -1,4 +1,4 @@
-"""Boxes: where the named layouts put each element, clipping, and every layout that is refused."""
+"""Boxes: where the named layouts and parts of them put each element, and every layout that is refused."""
 
 from __future__ import annotations
 
@@ -11,20 +11,9 @@ import pytest
 import torch
 
 from kvcache.layout import as_blocks
-from tests.transfer.plan_oracle import ORDERS, PER_LAYER, elements, mamba_boxes, page_layout, shard
+from tests.transfer.plan_oracle import ORDERS, PER_LAYER, elements, page_layout, shard
 from transfer.errors import InvalidEngineError, MetadataError
-from transfer.plan.boxes import (
-    ADDRESS_LIMIT,
-    MAX_INDEX,
-    MAX_PAGES,
-    Box,
-    Group,
-    ShardLayout,
-    check,
-    clip,
-    clip_layout,
-    sub_box,
-)
+from transfer.plan.boxes import ADDRESS_LIMIT, MAX_INDEX, MAX_PAGES, Box, Group, ShardLayout, check, sub_box
 from transfer.plan.shapes import LATENT, SPLIT_NHD, dense, dense_strides, from_tensor, per_layer
 
 
@@ -61,36 +50,8 @@ def test_a_layout_survives_the_wire() -> None:
 def test_a_part_of_a_box_lies_where_it_lay(order: str) -> None:
     boxes = shard(range(1, 5), order=order, layers=range(2, 4)).groups[0].boxes
     whole = {logical: place for box in boxes for logical, place in elements(box, 0, 3, [(1, 1)])}
-    kept = {}
-    for box in boxes:
-        part = clip(box, layers=range(3, 9), heads=range(3))
-        if part is not None:
-            kept |= dict(elements(part, 0, 3, [(1, 1)]))
-    assert kept == {logical: place for logical, place in whole.items() if logical[0] >= 3 and logical[2] < 3}
-    assert len(kept) == 1 * 2 * 2 * 2
     inside = sub_box(boxes[0], (2, 1, 2, 1), (3, 2, 4, 2))
     assert dict(elements(inside, 0, 3, [(1, 1)])) == {at: whole[at] for at in ((2, 1, 2, 1, 1), (2, 1, 3, 1, 1))}
-    assert clip(boxes[0], heads=range(5, 9)) is None
-    assert clip(boxes[0]) == boxes[0]
-
-
-def test_clipping_a_layout_leaves_states_their_heads() -> None:
-    states = mamba_boxes(
-        layer=1,
-        x=range(4),
-        b=range(2),
-        c=range(2),
-        conv_length=3,
-        ssm_heads=range(2),
-        ssm_dims=8,
-        dtype=("float32", 4),
-        page_stride=160,
-    )
-    layout = ShardLayout((*shard(range(4)).groups, Group(1, 2, states, state=True)), (10**6,))
-    made = clip_layout(layout, heads=range(2))
-    assert [box.extent[2] for box in made.groups[0].boxes] == [2]
-    assert made.groups[1] == layout.groups[1]
-    assert clip_layout(layout, layers=range(1)).groups[1].boxes == ()
 
 
 def good(**changes: Any) -> ShardLayout:

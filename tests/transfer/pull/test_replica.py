@@ -48,10 +48,10 @@ LOCAL, REMOTE = [1, 2, 3], [5, 6, 9]
 WHOLE = [PagesOfGroup(LOCAL, REMOTE, (0, 3 * TOKENS))]
 
 
-def pull(reader: Engine, source: Source, key: str = "r", groups: Any = WHOLE, timeout_s: float = 20.0, **options: Any):
+def pull(reader: Engine, source: Source, key: str = "r", groups: Any = WHOLE, timeout_s: float = 20.0) -> None:
     reader.replica.pull(key, source, timeout_s)
     if groups is not None:
-        reader.replica.add_pages(key, groups, last=True, **options)
+        reader.replica.add_pages(key, groups, last=True)
 
 
 def settled(reader: Engine, key: str = "r") -> Callable[[], bool]:
@@ -59,15 +59,12 @@ def settled(reader: Engine, key: str = "r") -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize("tp", [(1, 1), (1, 2), (2, 1), (4, 2), (2, 4), (1, 4)])
-@pytest.mark.parametrize("layer_chunks", [1, 2])
-def test_pages_arrive_and_the_lease_ends_when_every_rank_has_read(
-    engine: Any, tp: tuple[int, int], layer_chunks: int
-) -> None:
+def test_pages_arrive_and_the_lease_ends_when_every_rank_has_read(engine: Any, tp: tuple[int, int]) -> None:
     p, d = engine("p", tp[0]), engine("d", tp[1])
     d.blank()
     lease = p.offer(slot=3)
     assert [rank.leases.words[3] for rank in p.ranks] == [lease.lease_id] * tp[0]
-    pull(d, p.source(lease), layer_chunks=layer_chunks)
+    pull(d, p.source(lease))
     run(p, d, until=lambda: settled(d)() and p.overs)
     assert d.pulls == [PullEvent("r", "", safe=True)]
     assert p.overs == [LeaseOver("r", lease.lease_id, "read")]
@@ -158,28 +155,6 @@ def test_pages_come_chunk_by_chunk_and_the_lease_is_renewed_meanwhile(engine: An
     run(p, d, until=lambda: settled(d)() and p.overs)
     assert p.overs[0].reason == "read"
     assert np.array_equal(d.heads(LOCAL), p.heads(REMOTE))
-
-
-def test_layers_are_told_of_as_they_arrive_and_before_the_fence(engine: Any) -> None:
-    p, d = engine("p", 2, layers=6), engine("d", layers=6)
-    told: list[range] = []
-    fenced: list[bool] = []
-
-    def on_layers(layers: range) -> None:
-        told.append(layers)
-        fenced.append(any(note for _, note in d.hindrances[0].reads))
-
-    d.replica.pull("r", p.source(p.offer()), 20.0)
-    d.replica.add_pages("r", WHOLE, last=True, layer_chunks=3, on_layers=on_layers)
-    run(p, d, until=settled(d))
-    assert sorted(told, key=min) == [range(2), range(2, 4), range(4, 6)]  # as they come, not as they were asked for
-    assert not any(fenced)
-    assert len(d.hindrances[0].reads) == 3 * 2 + 2
-    assert np.array_equal(d.heads(LOCAL), p.heads(REMOTE))
-    d.replica.pull("s", p.source(p.offer("s", 1)), 20.0)
-    d.replica.add_pages("s", [PagesOfGroup([], [], (0, 0))], last=True, layer_chunks=2, on_layers=on_layers)
-    run(p, d, until=settled(d, "s"))
-    assert sorted(told[3:], key=min) == [range(3), range(3, 6)]
 
 
 def test_a_prefill_s_chunks_are_read_while_it_computes_and_its_lease_does_not_run_out(engine: Any) -> None:
