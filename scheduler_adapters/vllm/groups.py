@@ -1,19 +1,16 @@
 """Page groups out of vLLM's cache specs: how the tensors lie, which layers they are of, and what a page keeps.
 
 Its tensors are always [blocks, heads, tokens, content]; how they lie in memory their strides say. What lies in the
-content is a matter of the backend's kernels: the one for CPUs takes a head of a block for all keys, then all values,
-and packs them as its instructions like it best. So the backend is known by its class, and refused where it is not.
+content is a matter of the backend's kernels: see `backends.py`.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm.config import get_layers_from_vllm_config
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheGroupSpec,
@@ -25,44 +22,24 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from scheduler_adapters.vllm.backends import Contents, contents_of
 from transfer.connector.config import GroupConfig, StatePart, share
 from transfer.errors import InvalidEngineError
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-    from vllm.v1.attention.backend import AttentionBackend
 
 _ATTENTION_AXES = "page,head,token,side,dim"
 _LATENT_AXES = "page,head,token,dim"
 _MOVED = {FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, SlidingWindowMLASpec, MambaSpec}
-# Classes and not names: two backends of vLLM's have the name FLASH_ATTN.
-_BACKENDS = "vllm.v1.attention.backends."
-_BY_TOKEN = {
-    "flash_attn.FlashAttentionBackend",
-    "flash_attn_diffkv.FlashAttentionDiffKVBackend",
-    "flashinfer.FlashInferBackend",
-    "flex_attention.FlexAttentionBackend",
-    "triton_attn.TritonAttentionBackend",
-    "triton_attn_diffkv.TritonAttentionDiffKVBackend",
-}
-_LATENTS = {
-    "mla.amx_mla.AMXMLABackend",
-    "mla.cpu_mla.CPUMLABackend",
-    "mla.cutlass_mla.CutlassMLABackend",
-    "mla.flashattn_mla.FlashAttnMLABackend",
-    "mla.flashinfer_mla.FlashInferMLABackend",
-    "mla.flashmla.FlashMLABackend",
-    "mla.triton_mla.TritonMLABackend",
-}
-_CPU = "cpu_attn.CPUAttentionBackend"
 
 
 def cache_group(
     where: str, vllm_config: VllmConfig, group: KVCacheGroupSpec, kernels: Mapping[str, int] | None
 ) -> GroupConfig:
     """Returns one page group."""
-    spec = _one_spec(where, group)
+    spec = one_spec(where, group)
     sizes = {kernels[name] for name in group.layer_names if name in kernels} if kernels else set[int]()
     if len(sizes) > 1:
         raise InvalidEngineError(f"{where}: its tensors have pages of {sorted(sizes)} tokens; one size is expected")
@@ -70,21 +47,22 @@ def cache_group(
     layers = _layers(where, vllm_config, group.layer_names)
     if type(spec) not in _MOVED:
         raise InvalidEngineError(f"{where}: caches of {type(spec).__name__} are not moved")
-    content, whole_pages = "", False
+    kept_as = Contents("")
     if kernels is not None:
-        content, whole_pages = _content_of(where, vllm_config, group.layer_names, spec, page_size or spec.block_size)
+        kept_as = contents_of(where, vllm_config, group.layer_names, spec, page_size or spec.block_size)
     kept = _state(where, vllm_config, spec) if type(spec) is MambaSpec else _attention(where, vllm_config, spec)
     return GroupConfig(
         layers=layers,
         block_size=spec.block_size,
         kernel_block_size=page_size,
-        content=content,
-        whole_pages=whole_pages,
+        content=kept_as.text,
+        whole_pages=kept_as.whole_pages,
         **kept,
     )
 
 
-def _one_spec(where: str, group: KVCacheGroupSpec) -> Any:
+def one_spec(where: str, group: KVCacheGroupSpec) -> Any:
+    """The spec of a group, whose layers all have the same one."""
     spec: Any = group.kv_cache_spec
     if isinstance(spec, UniformTypeKVCacheSpecs):
         specs: list[KVCacheSpec] = list(spec.kv_cache_specs.values())
@@ -179,46 +157,3 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _content_of(
-    where: str, vllm_config: VllmConfig, layers: Sequence[str], spec: Any, page_size: int
-) -> tuple[str, bool]:
-    """What the pages of some layers keep, by a name, and whether only the backend knows what lies where in a head."""
-    layer_type: Any = AttentionLayerBase
-    found: dict[str, Any] = get_layers_from_vllm_config(vllm_config, layer_type, layers)
-    if missing := set(layers) - set(found):
-        raise InvalidEngineError(f"{where}: vLLM's model has no layer {min(missing)!r}: its backend is not known")
-    contents = {_content(where, vllm_config, layer.get_attn_backend(), spec, page_size) for layer in found.values()}
-    if len(contents) != 1:
-        raise InvalidEngineError(f"{where}: its layers keep {sorted(text for text, _ in contents)}; one is expected")
-    return contents.pop()
-
-
-def _content(
-    where: str, vllm_config: VllmConfig, backend: type[AttentionBackend], spec: Any, page_size: int
-) -> tuple[str, bool]:
-    name = ".".join(backend.full_cls_name())
-    known = name.removeprefix(_BACKENDS)
-    if type(spec) is MambaSpec:
-        if backend.is_ssm():
-            shapes = " and ".join("x".join(map(str, shape)) for shape in spec.shapes)
-            return f"states {shapes} of {backend.get_name()}", False
-    elif type(spec) in {MLAAttentionSpec, SlidingWindowMLASpec}:
-        if known in _LATENTS:
-            return "a latent of each token", False
-    elif known in _BY_TOKEN:
-        return "keys, then values, of each token", False
-    elif known == _CPU:
-        return f"keys and values as CPU_ATTN packs them for {_instructions(vllm_config, spec, page_size)}", True
-    raise InvalidEngineError(
-        f"{where}: what the attention backend {name} keeps in a page of {type(spec).__name__} is not known"
-    )
-
-
-def _instructions(vllm_config: VllmConfig, spec: Any, page_size: int) -> str:
-    """The set of instructions that the CPU backend has chosen, and packs keys for."""
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415  (for CPUs alone)
-
-    cache_dtype = str(vllm_config.cache_config.cache_dtype)
-    return _get_attn_isa(vllm_config.model_config.dtype, page_size, spec.head_size, cache_dtype)

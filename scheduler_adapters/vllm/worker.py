@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from scheduler_adapters.vllm.backends import contents_of, layers_of
 from scheduler_adapters.vllm.config import read_options, worker_config
+from scheduler_adapters.vllm.groups import one_spec
 from scheduler_adapters.vllm.metadata import RankHandshakeMetadata, StepMetadata
+from scheduler_adapters.vllm.proof import prove
 from scheduler_adapters.vllm.stats import PullStats, pull_stats
-from transfer.connector.config import check_config
+from transfer.connector.cache_layout import Cache
+from transfer.connector.config import WorkerConfig, check_config
 from transfer.connector.metadata import WorkerOutput
 from transfer.connector.worker import NixlConnectorWorker
 from transfer.errors import EngineClosedError
@@ -17,6 +23,8 @@ from transfer.stats import StatsSnapshot
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger("pagewire.vllm")
 
 
 class WorkerSide:
@@ -40,12 +48,32 @@ class WorkerSide:
         moved = self._kv_cache_config.transfer_group_index_by_layer
         caches = {name: cache for name, cache in kv_caches.items() if name in moved}  # others share one of these
         pages = {name: cache.shape[2] for name, cache in caches.items() if not isinstance(cache, (list, tuple))}
-        self._worker = NixlConnectorWorker(
-            worker_config(self._vllm_config, self._kv_cache_config, pages), self._keyring
-        )
+        config = worker_config(self._vllm_config, self._kv_cache_config, pages)
+        moved_as = self._as_moved(caches, pages)
+        self._prove(config, moved_as)
+        self._worker = NixlConnectorWorker(config, self._keyring)
         if self._copy is not None:
             self._worker.set_host_xfer_buffer_ops(self._copy)
-        self._worker.register_kv_caches(caches)
+        self._worker.register_kv_caches(moved_as)
+
+    def _as_moved(self, caches: Mapping[str, Any], pages: Mapping[str, int]) -> dict[str, Cache]:
+        """The tensors of attention layers as keys and values lie in them; those of states as they come."""
+        found: dict[str, Cache] = dict(caches)
+        for number, group in enumerate(self._kv_cache_config.transfer_groups):
+            where, names = f"cache group {number}", [name for name in group.layer_names if name in pages]
+            if names:
+                spec = one_spec(where, group)
+                contents = contents_of(where, self._vllm_config, names, spec, pages[names[0]])
+                found |= {name: contents.tensors(f"{where}, layer {name!r}", caches[name]) for name in names}
+        return found
+
+    def _prove(self, config: WorkerConfig, caches: Mapping[str, Cache]) -> None:
+        """Refuses an engine whose kernels write elsewhere than we read, before anybody can ask for it."""
+        start = time.perf_counter()
+        layers = layers_of(f"engine {config.engine_id!r}", self._vllm_config, list(caches))
+        tried = prove(config, layers, caches, self._vllm_config.model_config.dtype)
+        milliseconds = (time.perf_counter() - start) * 1e3
+        logger.info("rank %d: %d layers are read where vLLM writes them (%.1f ms)", config.rank, tried, milliseconds)
 
     def set_copy(self, copy_operation: Any) -> None:
         """Sets how blocks get to host buffers and back."""

@@ -141,11 +141,44 @@ def make_cache_config(shape: Shape) -> KVCacheConfig:
     return KVCacheConfig(num_blocks=shape.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
+class Kernel:
+    """Writes and reads a layer's cache as its backend does, where vLLM's own needs a device or a wheel of its own."""
+
+    def __init__(self, *, in_columns: bool) -> None:
+        self.in_columns = in_columns
+
+    def do_kv_cache_update(
+        self, layer: object, keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        del layer
+        pages, heads, size, content = cache.shape
+        if not self.in_columns:
+            cache[slots // size, :, slots % size] = torch.cat([keys, values], -1)
+            return
+        halves = cache.view(pages, heads, 2, -1)
+        halves[:, :, 0].view(pages, heads, content // 2, size)[slots // size, :, :, slots % size] = keys
+        halves[:, :, 1].view(pages, heads, size, content // 2)[slots // size, :, slots % size] = values
+
+    def read(self, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Keys and values of some slots: `[slots, heads, content]`."""
+        pages, heads, size, content = cache.shape
+        if not self.in_columns:
+            return cache[slots // size, :, slots % size]
+        halves = cache.view(pages, heads, 2, -1)
+        keys = halves[:, :, 0].view(pages, heads, content // 2, size)[slots // size, :, :, slots % size]
+        values = halves[:, :, 1].view(pages, heads, size, content // 2)[slots // size, :, slots % size]
+        return torch.cat([keys, values], -1)
+
+
 class Layer(AttentionLayerBase):
     """What vLLM's workers know of a layer of the small model."""
 
+    head_size = HEAD_DIM
+
     def __init__(self, backend: type[AttentionBackend]) -> None:
         self.backend = backend
+        self.impl = Kernel(in_columns=backend.get_name() == "CPU_ATTN")
+        self.kv_cache = torch.empty(0)
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return self.backend
@@ -214,6 +247,7 @@ class Engine:
 
     def __init__(self, folder: Path, role: str, shape: Shape, engine_id: str) -> None:
         self.shape = shape
+        self._kernel = Kernel(in_columns=shape.backend.get_name() == "CPU_ATTN")
         model, start = model_dir(folder, shape.heads), secrets.token_hex(3)
         config, caches = make_config(model, role, engine_id, shape, 0, start), make_cache_config(shape)
         self.scheduler = Scheduler(
@@ -259,6 +293,8 @@ class Engine:
         for layer in range(LAYERS if shape.states else 0):
             conv, state = (torch.zeros(shape.blocks, *part) for part in STATES)
             views[_mixer(layer)] = [conv.to(torch.float16), state]
+        for name, layer in config.compilation_config.static_forward_context.items():
+            layer.kv_cache = views[name]
         worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, caches)
         worker.register_kv_caches(views)
         self.workers.append(worker)
@@ -312,10 +348,13 @@ class Engine:
                     layer = group + index * len(self.shape.windows)
                     cache = caches[f"model.layers.{layer}.self_attn.attn"]
                     written = torch.arange(end - count, end)
-                    cache[table[written // size], :, written % size] = contents(tokens[written], written, layer, heads)
+                    kept = contents(tokens[written], written, layer, heads)
+                    slots = table[written // size] * size + written % size
+                    self._kernel.do_kv_cache_update(None, kept[..., :HEAD_DIM], kept[..., HEAD_DIM:], cache, slots)
                     if is_last:
                         seen = torch.arange(max(0, end - window) if window else 0, end)
-                        total += look(cache[table[seen // size], :, seen % size][:, owned], seen)
+                        slots = table[seen // size] * size + seen % size
+                        total += look(self._kernel.read(cache, slots)[:, owned], seen)
             if self.shape.states:
                 total += self._recur(caches, tables[-1][-1], tokens[end - count : end].tolist(), rank, end == count)
         return [_FIRST + total % _TOKENS] if is_last else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.flash_attn_diffkv import FlashAttentionDiffKVBackend
@@ -35,7 +37,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from scheduler_adapters.vllm.config import worker_config
-from tests.vllm_engine.engine import Engine, Layer, Shape, expected_tokens, make_config, model_dir, run_until
+from tests.vllm_engine import engine
+from tests.vllm_engine.engine import Engine, Kernel, Layer, Shape, expected_tokens, make_config, model_dir, run_until
 from tests.vllm_engine.test_engine import PROMPT, assert_empty, prefilled, served
 from transfer.errors import InvalidEngineError
 
@@ -60,10 +63,10 @@ def config_of(folder: Path, spec: KVCacheSpec, *backends: Any, page_size: int = 
 @pytest.mark.parametrize(
     ("spec", "backends", "text", "whole"),
     [
-        (FULL, (FlashAttentionBackend,), "keys, then values, of each token", False),
-        (FULL, (FlashAttentionDiffKVBackend,), "keys, then values, of each token", False),
-        (FULL, (FlexAttentionBackend, TritonAttentionBackend), "keys, then values, of each token", False),
-        (FULL, (CPUAttentionBackend,), "keys and values as CPU_ATTN packs them for ", True),
+        (FULL, (FlashAttentionBackend,), "keys and values", False),
+        (FULL, (FlashAttentionDiffKVBackend,), "keys and values", False),
+        (FULL, (FlexAttentionBackend, TritonAttentionBackend), "keys and values", False),
+        (FULL, (CPUAttentionBackend,), "keys and values", False),
         (LATENT, (TritonMLABackend, CPUMLABackend), "a latent of each token", False),
         (LATENT, (FlashMLABackend, AMXMLABackend), "a latent of each token", False),
         (STATE, (Mamba1AttentionBackend,), "states 48x3 and 8x16x16 of MAMBA1_ATTN", False),
@@ -114,18 +117,42 @@ def test_a_worker_is_refused_when_it_is_made(tmp_path: Path) -> None:
         KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, caches)
 
 
-def test_what_a_cpu_packs_depends_on_the_page(tmp_path: Path) -> None:
-    """With blocks of 32 it takes other instructions than with those of 16, which are packed otherwise."""
-    found = {size: config_of(tmp_path, FULL, CPUAttentionBackend, page_size=size).fingerprint() for size in (16, 32)}
-    assert "whole pages of 16 tokens" in found[16]["group 0"]
-    assert "whole pages of 32 tokens" in found[32]["group 0"]
+@pytest.fixture
+def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU whose keys and values lie in tiles that only its kernels know."""
+    monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_: "amx")
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("size", [16, 32])
+def test_what_lies_in_tiles_is_moved_as_whole_pages(tmp_path: Path, size: int) -> None:
+    config = config_of(tmp_path, FULL, CPUAttentionBackend, page_size=size)
+    assert config.groups[0].whole_pages
+    text = config.fingerprint()["group 0"]
+    assert f"whole pages of {size} tokens" in text
+    assert "keys and values as CPU_ATTN packs them for amx" in text
 
 
 @pytest.mark.parametrize("length", [1, 16, 97, 103])
-@pytest.mark.parametrize("ranks", [(1, 1), (2, 1)], ids=["TP 1", "TP 2 to 1"])
-def test_a_cpus_pages_are_moved_to_pages_of_their_size(make: Make, length: int, ranks: tuple[int, int]) -> None:
-    prefill = make("kv_producer", Shape(backend=CPUAttentionBackend, tp_size=ranks[0]))
-    decode = make("kv_consumer", Shape(backend=CPUAttentionBackend, tp_size=ranks[1]))
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ({}, {}),
+        ({"tp_size": 2}, {}),
+        ({}, {"tp_size": 2}),
+        ({"block_size": 8}, {}),
+        ({}, {"block_size": 8}),
+        ({"tp_size": 2}, {"block_size": 48}),
+        ({}, {"backend": FlashAttentionBackend}),
+        ({"backend": FlashAttentionBackend}, {"block_size": 32}),
+    ],
+    ids=["16 to 16", "TP 2 to 1", "TP 1 to 2", "8 to 16", "16 to 8", "TP 2 to 1 of 48", "to rows", "from rows to 32"],
+)
+def test_a_cpus_columns_of_keys_are_moved_to_pages_of_any_kind(
+    make: Make, left: dict[str, Any], right: dict[str, Any], length: int
+) -> None:
+    prefill = make("kv_producer", Shape(**{"backend": CPUAttentionBackend} | left))
+    decode = make("kv_consumer", Shape(**{"backend": CPUAttentionBackend} | right))
     prompt = PROMPT[:length] if length < 100 else [*PROMPT, *PROMPT[: length - 100]]
     tokens = served([prefill, decode], "d", prompt, 3, prefilled(prefill, "p", prompt))
     assert tokens == expected_tokens(prompt, 3, decode.shape)
@@ -134,16 +161,35 @@ def test_a_cpus_pages_are_moved_to_pages_of_their_size(make: Make, length: int, 
 
 
 @pytest.mark.parametrize(
+    ("liar", "where"), [(1, "rank 0: .*layers.0"), (2, "rank 0: .*layers.1"), (4, "rank 1: .*layers.1")]
+)
+@pytest.mark.parametrize("backend", [CPUAttentionBackend, FlashAttentionBackend])
+def test_a_layer_whose_kernel_writes_elsewhere_is_refused(
+    make: Make, monkeypatch: pytest.MonkeyPatch, backend: Any, liar: int, where: str
+) -> None:
+    made = itertools.count()  # the engine has one of its own, and each layer of each rank
+
+    def kernel(*, in_columns: bool) -> engine.Kernel:
+        return Kernel(in_columns=in_columns != (next(made) == liar))
+
+    monkeypatch.setattr(engine, "Kernel", kernel)
+    with pytest.raises(InvalidEngineError, match=f"{where}.*Kernel writes to a page is not where") as error:
+        make("kv_producer", Shape(backend=backend, tp_size=2))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize(
     ("left", "right", "differ"),
     [
         ({"block_size": 8}, {}, ("whole pages of 8 tokens", "whole pages of 16 tokens")),
         ({}, {"block_size": 8}, ("whole pages of 16 tokens", "whole pages of 8 tokens")),
-        ({}, {"backend": FlashAttentionBackend}, ("as CPU_ATTN packs them", "keys, then values, of each token")),
+        ({}, {"backend": FlashAttentionBackend}, ("as CPU_ATTN packs them", "keys and values")),
     ],
     ids=["8 to 16", "16 to 8", "to a GPU's"],
 )
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_a_cpus_pages_are_not_moved_to_others(
+def test_tiles_are_not_moved_to_other_pages(
     make: Make,
     caplog: pytest.LogCaptureFixture,
     left: dict[str, Any],

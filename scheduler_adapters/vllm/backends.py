@@ -1,0 +1,136 @@
+"""What vLLM's attention backends keep in a page, and where in a head of it keys and values lie.
+
+vLLM's tensors do not say it: the backend for CPUs takes what is [tokens, content] of a head for all keys, then all
+values, and has the keys column by column. So a backend is known by its class, and refused where it is not; and what is
+written here of those that are known `proof.py` tries on the tensors themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec, SlidingWindowMLASpec
+
+from transfer.errors import InvalidEngineError
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import AttentionBackend
+
+# Classes and not names: two backends of vLLM's have the name FLASH_ATTN.
+_BACKENDS = "vllm.v1.attention.backends."
+_BY_TOKEN = {
+    "flash_attn.FlashAttentionBackend",
+    "flash_attn_diffkv.FlashAttentionDiffKVBackend",
+    "flashinfer.FlashInferBackend",
+    "flex_attention.FlexAttentionBackend",
+    "triton_attn.TritonAttentionBackend",
+    "triton_attn_diffkv.TritonAttentionDiffKVBackend",
+}
+_LATENTS = {
+    "mla.amx_mla.AMXMLABackend",
+    "mla.cpu_mla.CPUMLABackend",
+    "mla.cutlass_mla.CutlassMLABackend",
+    "mla.flashattn_mla.FlashAttnMLABackend",
+    "mla.flashinfer_mla.FlashInferMLABackend",
+    "mla.flashmla.FlashMLABackend",
+    "mla.triton_mla.TritonMLABackend",
+}
+_CPU = "cpu_attn.CPUAttentionBackend"
+_KEYS_IN_COLUMNS = {"vec", "vec16"}
+"""Sets of instructions for which the CPU backend keeps keys as columns and values as rows. Those for AMX, say, have
+tiles of both, which only they know."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What the pages of some layers keep.
+
+    Attributes:
+        text: names it: both sides of a transfer must say the same.
+        whole_pages: only the backend knows what lies where in a head of a page.
+        columns: a head of a page has all keys, a column for each token, and then all values, a row for each.
+    """
+
+    text: str
+    whole_pages: bool = False
+    columns: bool = False
+
+    def tensors(self, where: str, cache: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
+        """A layer's tensor `[pages, heads, tokens, content]` as a transfer takes it.
+
+        Where there are columns it is two, keys and values, each `[pages, heads, tokens, dim]`, over the same memory.
+        """
+        if not self.columns:
+            return cache
+        pages, heads, tokens, content = cache.shape
+        if cache.stride()[2:] != (content, 1) or content % 2:
+            raise InvalidEngineError(
+                f"{where}: a tensor of shape {list(cache.shape)} and strides {list(cache.stride())}; the CPU backend's "
+                "has the keys and values of a head together"
+            )
+        dim = content // 2
+        shape, outer, start = (pages, heads, tokens, dim), cache.stride()[:2], cache.storage_offset()
+        keys = cache.as_strided(shape, (*outer, 1, tokens), start)
+        return [keys, cache.as_strided(shape, (*outer, dim, 1), start + tokens * dim)]
+
+
+def layers_of(where: str, vllm_config: VllmConfig, names: Sequence[str]) -> dict[str, Any]:
+    """VLLM's layers of these names, all of which its model must have."""
+    layer_type: Any = AttentionLayerBase
+    found: dict[str, Any] = get_layers_from_vllm_config(vllm_config, layer_type, list(names))
+    if missing := set(names) - set(found):
+        raise InvalidEngineError(f"{where}: vLLM's model has no layer {min(missing)!r}: its backend is not known")
+    return found
+
+
+def contents_of(where: str, vllm_config: VllmConfig, names: Sequence[str], spec: Any, page_size: int) -> Contents:
+    """What the pages of some layers keep, which must be the same of all."""
+    layers = layers_of(where, vllm_config, names).values()
+    contents = {_contents(where, vllm_config, layer.get_attn_backend(), spec, page_size) for layer in layers}
+    if len(contents) != 1:
+        raise InvalidEngineError(f"{where}: its layers keep {sorted(one.text for one in contents)}; one is expected")
+    return contents.pop()
+
+
+def _contents(
+    where: str, vllm_config: VllmConfig, backend: type[AttentionBackend], spec: Any, page_size: int
+) -> Contents:
+    name = ".".join(backend.full_cls_name())
+    known = name.removeprefix(_BACKENDS)
+    if type(spec) is MambaSpec:
+        if backend.is_ssm():
+            shapes = " and ".join("x".join(map(str, shape)) for shape in spec.shapes)
+            return Contents(f"states {shapes} of {backend.get_name()}")
+    elif type(spec) in {MLAAttentionSpec, SlidingWindowMLASpec}:
+        if known in _LATENTS:
+            return Contents("a latent of each token")
+    elif known in _BY_TOKEN:
+        return Contents(_keys_and_values(spec))
+    elif known == _CPU:
+        instructions = _instructions(vllm_config, spec, page_size)
+        if instructions in _KEYS_IN_COLUMNS:
+            return Contents(_keys_and_values(spec), columns=True)
+        return Contents(f"keys and values as CPU_ATTN packs them for {instructions}", whole_pages=True)
+    raise InvalidEngineError(
+        f"{where}: what the attention backend {name} keeps in a page of {type(spec).__name__} is not known"
+    )
+
+
+def _keys_and_values(spec: Any) -> str:
+    """Named with their sizes where these differ: then a head's content is not cut into keys and values."""
+    values = getattr(spec, "head_size_v", None) or spec.head_size
+    return "keys and values" if values == spec.head_size else f"keys of {spec.head_size} and values of {values}"
+
+
+def _instructions(vllm_config: VllmConfig, spec: Any, page_size: int) -> str:
+    """The set of instructions that the CPU backend has chosen, and packs keys for."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415  (for CPUs alone)
+
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    return _get_attn_isa(vllm_config.model_config.dtype, page_size, spec.head_size, cache_dtype)
