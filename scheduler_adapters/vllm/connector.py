@@ -1,4 +1,4 @@
-"""`PagewireConnector`: vLLM's KV connector over our transfer. Written for vLLM 0.33.
+"""`PagewireConnector`: vLLM's KV connector over our transfer. For the versions of vLLM in `versions.py`.
 
 vLLM finds it by its module; nothing else of ours imports vLLM:
 
@@ -52,7 +52,8 @@ def log_as_vllm() -> None:
     """Has our lines written as vLLM's are, with time and process, unless somebody else has said how."""
     ours = logging.getLogger("pagewire")
     if not ours.hasHandlers():
-        ours.handlers = list(logging.getLogger("vllm").handlers)
+        theirs = logging.getLogger("vllm")
+        ours.handlers, ours.level = list(theirs.handlers), theirs.level
 
 
 class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
