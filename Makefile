@@ -10,14 +10,17 @@ TORCH ?= torch==2.13.0
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CONSTRAINTS = $(if $(HAS_GPU),,--constraint constraints.txt)
 ARGS ?=
-# SGLang and vLLM have environments of their own: they pin versions that are not ours, and take 2 and 3 GB.
+# SGLang, vLLM and vLLM's wheel for CPUs have environments of their own: they pin versions that are not ours, and take
+# 2, 3 and 4 GB.
 SGLANG := .venvs/sglang
 SGLANG_PIP := $(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check
 VLLM := .venvs/vllm-engine
 VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check
+ENGINES := .venvs/vllm-serve
+ENGINES_PIP := $(ENGINES)/bin/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test long pairs test-sglang test-vllm kills fuzz model mutants check lint types bench bench-pull bench-peers figures fleet first-token clean
+.PHONY: help demo test long pairs test-sglang test-vllm test-engines kills fuzz model mutants check lint types bench bench-pull bench-peers figures fleet first-token clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -62,6 +65,18 @@ $(VLLM)/.installed: tests/vllm_engine/requirements.txt pyproject.toml constraint
 
 test-vllm: $(VLLM)/.installed ## run vLLM's real schedulers and workers with our connector, on the CPU
 	@$(VLLM)/bin/python -m pytest tests/vllm_engine -W ignore $(ARGS)
+
+$(ENGINES)/.installed: tests/vllm_serve/requirements.txt tests/vllm_serve/name_vllm.py pyproject.toml
+	@echo "setting up $(ENGINES) (once)"
+	@test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
+	@$(ENGINES_PIP) install --requirement tests/vllm_serve/requirements.txt
+	@$(ENGINES_PIP) uninstall --yes torchvision torchaudio torchcodec
+	@$(ENGINES_PIP) install --no-deps --editable .
+	@$(ENGINES)/bin/python tests/vllm_serve/name_vllm.py
+	@touch $@
+
+test-engines: $(ENGINES)/.installed ## run real `vllm serve` processes, prefill and decode, on the CPU (ARGS="-m 'long or not long'" for all)
+	@$(ENGINES)/bin/python -m pytest tests/vllm_serve -W ignore --timeout 1200 $(ARGS)
 
 kills: $(STAMP) ## kill, stop and restart processes of a service in every phase, 240 times (ARGS="--seed 1")
 	@$(BIN)/python -m tests.scheduler_adapters.kills --runs 240 $(ARGS)

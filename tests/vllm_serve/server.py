@@ -1,0 +1,254 @@
+"""`vllm serve` processes: started, watched and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.vllm_serve.client import Answer, ask
+
+OURS = {"kv_connector": "PagewireConnector", "kv_connector_module_path": "scheduler_adapters.vllm"}
+THEIRS = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
+LEASE = 10
+"""Seconds that a lease of ours lasts without a word: so long blocks are kept that nobody fetches."""
+START = 400
+_REPOSITORY = Path(__file__).resolve().parents[2]
+_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
+    "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+    "VLLM_ENGINE_READY_TIMEOUT_S": str(START),
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A server.
+
+    Attributes:
+        model: folder.
+        number: tells apart what is alike otherwise.
+        block_size: tokens.
+        tp: tensor-parallel ranks.
+        chunk: tokens of a step at most; vLLM's default where 0.
+        policy: `kv_load_failure_policy`.
+        role: `kv_role`.
+        connector: of `kv_transfer_config`; none where empty.
+        extra: of `kv_connector_extra_config`.
+        max_tokens: of a request.
+    """
+
+    model: Path
+    number: int = 0
+    block_size: int = 32
+    tp: int = 1
+    chunk: int = 0
+    policy: str = "fail"
+    role: str = "kv_both"
+    connector: str = json.dumps(OURS)
+    extra: str = json.dumps({"kv_lease_duration": LEASE})
+    max_tokens: int = 2048
+
+    @property
+    def arguments(self) -> list[str]:
+        """Of the command line."""
+        found = {
+            "--served-model-name": "m", "--host": "127.0.0.1", "--dtype": "float32", "--seed": 0,
+            "--max-model-len": self.max_tokens, "--max-num-seqs": 32, "--block-size": self.block_size,
+            "--num-gpu-blocks-override": 16_384 // self.block_size, "--tensor-parallel-size": self.tp,
+        }  # fmt: skip
+        if self.chunk:
+            found["--max-num-batched-tokens"] = self.chunk
+        if self.connector:
+            transfer: dict[str, Any] = {**json.loads(self.connector), "kv_role": self.role}
+            if self.policy:
+                transfer["kv_load_failure_policy"] = self.policy
+            if self.extra:
+                transfer.setdefault("kv_connector_extra_config", json.loads(self.extra))
+            found["--kv-transfer-config"] = json.dumps(transfer)
+        plain = ["--enforce-eager", "--disable-uvicorn-access-log"]
+        return [*plain, *(str(part) for pair in found.items() for part in pair)]
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def environment() -> dict[str, str]:
+    """Of every process here: one core, nothing fetched, and this tree first."""
+    path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
+    return {**os.environ, **_ENVIRONMENT, "PATH": path, "PYTHONPATH": str(_REPOSITORY)}
+
+
+@dataclass
+class Process:
+    """A process and all that it starts, with a log."""
+
+    command: list[str]
+    log: Path
+    env: dict[str, str] = field(default_factory=environment)
+
+    def start(self) -> None:
+        self._log_from = self.log.stat().st_size if self.log.exists() else 0
+        self.started = time.monotonic()
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command,
+                env=self.env,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                cwd=_REPOSITORY,
+            )
+
+    @property
+    def text(self) -> str:
+        """What it has written since its start."""
+        with self.log.open("rb") as log:
+            log.seek(self._log_from)
+            return log.read().decode(errors="replace")
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def stop(self, sign: int = signal.SIGTERM, timeout: float = 30) -> None:
+        """Ends it, and whatever of it has stayed: its session is its own."""
+        with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
+            os.kill(self.process.pid, sign)
+            self.process.wait(timeout)
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends all of it at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+class Server(Process):
+    """`vllm serve`."""
+
+    def __init__(self, settings: Settings, folder: Path, name: str) -> None:
+        self.settings = settings
+        self.port, self.side = free_port(), free_port()
+        command = [str(Path(sys.executable).parent / "vllm"), "serve", str(settings.model), "--port", str(self.port)]
+        super().__init__([*command, *settings.arguments], folder / f"{name}.log")
+        self.env |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side)}
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def wait(self) -> None:
+        """Until it answers."""
+        while time.monotonic() < self.started + START:
+            if not self.alive:
+                break
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:  # noqa: S310
+                    if answer.status == 200:
+                        return
+            except OSError:
+                time.sleep(0.3)
+        raise RuntimeError(
+            f"{self.log.name}: not ready after {time.monotonic() - self.started:.0f} s\n{self.text[-6000:]}"
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """vLLM's counters and gauges, by name, labels summed up but for `source`."""
+        found: dict[str, float] = {}
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:  # noqa: S310
+            for line in answer.read().decode().splitlines():
+                if match := re.match(r"(vllm:\w+)(\{[^}]*\})? (\S+)$", line):
+                    source = re.search(r'source="(\w+)"', match[2] or "")
+                    name = f"{match[1]} {source[1]}" if source else match[1]
+                    found[name] = found.get(name, 0) + float(match[3])
+        return found
+
+    @property
+    def usage(self) -> float:
+        """Share of its blocks that somebody holds, as of its last step."""
+        return self.metrics()["vllm:kv_cache_usage_perc"]
+
+    def forget(self) -> None:
+        """Drops its prefix cache, which must be in nobody's use."""
+        request = urllib.request.Request(f"{self.url}/reset_prefix_cache", method="POST")  # noqa: S310
+        with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310
+            assert answer.status == 200
+
+    def wait_empty(self, timeout: float = 3 * LEASE + 10) -> None:
+        """Until no block of it is held."""
+        end = time.monotonic() + timeout
+        while usage := self.usage:
+            assert time.monotonic() < end, f"{self.log.name}: {usage:.4f} of its blocks are still held"
+            time.sleep(0.2)
+
+
+class Proxy(Process):
+    """Our small proxy before two servers."""
+
+    def __init__(self, prefill: Server, decode: Server, folder: Path) -> None:
+        self.port = free_port()
+        module = ["-m", "tests.vllm_serve.proxy", str(self.port), prefill.url, decode.url]
+        super().__init__([sys.executable, *module], folder / "proxy.log")
+        self.start()
+        for _ in range(100):
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            time.sleep(0.1)
+        raise RuntimeError(f"the proxy does not answer: {self.text}")
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+@dataclass
+class Pair:
+    """Prefill and decode."""
+
+    prefill: Server
+    decode: Server
+
+    @property
+    def both(self) -> tuple[Server, Server]:
+        return self.prefill, self.decode
+
+    def prefilled(self, prompt: Sequence[int], **more: Any) -> dict[str, Any]:
+        """Has prefill run a prompt. Returns what a reader is told."""
+        answer = ask(
+            self.prefill.url, prompt, **{"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}, **more}
+        )
+        assert answer.status == 200, answer
+        assert isinstance(answer.params, dict)
+        return answer.params
+
+    def ask(self, prompt: Sequence[int], **more: Any) -> Answer:
+        """Runs a prompt on both."""
+        return ask(self.decode.url, prompt, kv_transfer_params=self.prefilled(prompt), **more)
+
+    def forget(self) -> None:
+        for server in self.both:
+            server.wait_empty()
+            server.forget()

@@ -1,0 +1,209 @@
+"""One pair of servers, 32 to 64 tokens a block: streams, prefixes that are there already, clients that hang up, and
+params that say something else than prefill has said. After each the pair is empty, and its next answer right."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.vllm_serve.client import PROMPTS, TOKENS, Answer, ask, hang_up, stream
+from tests.vllm_serve.proxy import FOR_A_READER
+from tests.vllm_serve.server import LEASE, Pair, Proxy, Settings
+
+LONG = next(at for at, prompt in enumerate(PROMPTS) if len(prompt) == 1500)
+MEDIUM = next(at for at, prompt in enumerate(PROMPTS) if len(prompt) == 257)
+SMALL = next(at for at, prompt in enumerate(PROMPTS) if len(prompt) == 100)
+LATER = next(at for at, prompt in enumerate(PROMPTS) if len(prompt) == 512)
+
+
+class Engines(NamedTuple):
+    """Servers that run, and what they should say."""
+
+    pair: Pair  # its decode fails what cannot be loaded
+    other: Pair  # the same prefill, and a decode that recomputes it
+    proxy: Proxy
+    expected: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def engines(
+    servers: Any, model: Callable[..., Path], expected: Callable[[Path], list[list[int]]], folder: Path
+) -> Iterator[Engines]:
+    target = model("llama")
+    tokens, settings = expected(target), Settings(target)
+    prefill, fails, recomputes = servers.get(
+        settings, replace(settings, block_size=64), replace(settings, number=1, policy="recompute")
+    )
+    proxy = Proxy(prefill, fails, folder)
+    yield Engines(Pair(prefill, fails), Pair(prefill, recomputes), proxy, tokens)
+    proxy.stop()
+
+
+@pytest.fixture(autouse=True)
+def _well_afterwards(engines: Engines) -> Iterator[None]:
+    for pair in (engines.pair, engines.other):
+        pair.forget()
+    yield
+    for pair in (engines.pair, engines.other):
+        assert pair.ask(PROMPTS[MEDIUM]).tokens == engines.expected[MEDIUM]
+        for server in pair.both:
+            server.wait_empty()
+            assert server.alive
+
+
+def loaded(server: Any, run: Callable[[], object]) -> tuple[float, float]:
+    """Prompt tokens that a server computes and loads while something runs, by its own counters."""
+    names = [f"vllm:prompt_tokens_by_source_total {name}" for name in ("local_compute", "external_kv_transfer")]
+    before = server.metrics()
+    run()
+    after = server.metrics()
+    computed, moved = (after[name] - before.get(name, 0) for name in names)
+    return computed, moved
+
+
+def test_a_stream_comes_token_by_token(engines: Engines) -> None:
+    for at in (MEDIUM, LONG):
+        parts = list(stream(engines.proxy.url, PROMPTS[at]))
+        assert [token for part in parts for token in part] == engines.expected[at]
+        assert len(parts) >= TOKENS, "not in one piece"
+
+
+def test_a_prefix_that_is_here_is_not_loaded(engines: Engines) -> None:
+    pair, (short, long) = engines.pair, (len(PROMPTS) - 2, len(PROMPTS) - 1)  # 256 and 300 tokens that they share
+
+    def run(at: int) -> None:
+        assert pair.ask(PROMPTS[at]).tokens == engines.expected[at]
+
+    # vLLM books a token that it computes again, the last one of a prompt, as loaded
+    assert loaded(pair.decode, lambda: run(short)) == (0, len(PROMPTS[short]))
+    computed, moved = loaded(pair.prefill, lambda: run(long))
+    assert (computed, moved) == (len(PROMPTS[long]) - 256, 0), "prefill has 256 tokens cached"
+    pair.decode.wait_empty()
+    pair.prefill.forget()
+    computed, moved = loaded(pair.decode, lambda: run(long))
+    assert computed + moved <= 64, "decode has all but what its last block lacks"
+    pair.forget()
+    run(short)
+    pair.prefill.wait_empty()
+    pair.prefill.forget()
+    computed, moved = loaded(pair.decode, lambda: run(long))
+    assert (computed, moved) == (0, len(PROMPTS[long]) - 256), "decode has 256 tokens cached, prefill nothing"
+
+
+@pytest.mark.parametrize("after", [0.0, 0.02, 0.1, 0.3])
+def test_hanging_up_at_prefill(engines: Engines, after: float) -> None:
+    hang_up(engines.pair.prefill.url, PROMPTS[LONG], after, max_tokens=1, kv_transfer_params=FOR_A_READER)
+    time.sleep(0.5)
+    assert engines.pair.ask(PROMPTS[LONG]).tokens == engines.expected[LONG]
+
+
+def test_nobody_comes_for_it(engines: Engines) -> None:
+    start = time.monotonic()
+    params = engines.pair.prefilled(PROMPTS[LONG])
+    assert ask(engines.pair.prefill.url, PROMPTS[0], max_tokens=1).status == 200
+    assert engines.pair.prefill.usage > 0, "held for a reader"
+    while engines.pair.prefill.usage:
+        assert time.monotonic() < start + 3 * LEASE
+        time.sleep(0.5)
+        ask(engines.pair.prefill.url, PROMPTS[0], max_tokens=1)
+    late = ask(engines.pair.decode.url, PROMPTS[LONG], kv_transfer_params=params)
+    assert late.status == 500
+    late = ask(engines.other.decode.url, PROMPTS[LONG], kv_transfer_params=params)
+    assert late.tokens == engines.expected[LONG]
+
+
+@pytest.mark.parametrize("after", [0.0, 0.01, 0.03, 0.06, 0.12, 0.3])
+def test_hanging_up_at_decode(engines: Engines, after: float) -> None:
+    params = engines.pair.prefilled(PROMPTS[LONG])
+    hang_up(engines.pair.decode.url, PROMPTS[LONG], after, max_tokens=400, kv_transfer_params=params)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_hanging_up_in_a_stream(engines: Engines, parts: int) -> None:
+    answers = stream(engines.proxy.url, PROMPTS[LATER], max_tokens=1000)
+    found = [token for _ in range(parts) for token in next(answers)]
+    answers.close()
+    assert found == engines.expected[LATER][: len(found)]
+
+
+def test_hanging_up_among_others(engines: Engines) -> None:
+    """Sixteen at once, of which every other one goes away at some time."""
+    wanted = [at for at in range(len(PROMPTS)) if at % 2]
+
+    def leave(at: int) -> None:
+        hang_up(engines.proxy.url, PROMPTS[at], 0.02 * at, max_tokens=200)
+
+    leaving = [threading.Thread(target=leave, args=(at,)) for at in range(len(PROMPTS)) if at % 2 == 0]
+    for thread in leaving:
+        thread.start()
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda at: ask(engines.proxy.url, PROMPTS[at]), wanted))
+    for thread in leaving:
+        thread.join()
+    assert [answer.tokens for answer in answers] == [engines.expected[at] for at in wanted]
+
+
+STRANGE: tuple[Any, ...] = (
+    None,
+    "",
+    "x" * 5000,
+    -1,
+    0,
+    1,
+    2**31,
+    10**30,
+    1.5,
+    True,
+    [],
+    [[]],
+    [[-1]],
+    [[2**40]],
+    {},
+    {"a": 1},
+)
+_OF_KINDS: dict[str, tuple[Any, ...]] = {
+    "remote_host": ("127.0.0.2", "no.such.host.invalid", "localhost:1/../", "*"),
+    "remote_port": (1, 65535),
+    "remote_engine_id": ("another",),
+    "remote_block_ids": ([[1]], [list(range(1, 40)), [1]], [[7] * 40]),
+    "lease_id": ("0x1", "1"),
+}
+
+
+def hostile(params: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Params with one key changed or missing, or a key too many, and things that are no params at all."""
+    for key in params:
+        yield f"no {key}", {name: value for name, value in params.items() if name != key}
+        for value in (*STRANGE, *_OF_KINDS.get(key, ())):
+            yield f"{key}: {value!r:.60}", params | {key: value}
+    yield "both ways", params | {"do_remote_decode": True}
+    yield "one more", params | {"surprise": [1]}
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_params_that_say_something_else(engines: Engines, policy: str) -> None:
+    """Right tokens or an error: with any one key of the params changed, each with a lease of its own."""
+    pair = engines.pair if policy == "fail" else engines.other
+    prompt, tokens = PROMPTS[SMALL], engines.expected[SMALL]
+    names = [name for name, _ in hostile(pair.prefilled(prompt))]
+
+    def try_one(number: int) -> str:
+        salt, name = f"{policy} {number}", names[number]  # with a salt of its own it finds nothing in a cache
+        params = dict(hostile(pair.prefilled(prompt, cache_salt=salt)))[name]
+        answer = ask(pair.decode.url, prompt, kv_transfer_params=params, cache_salt=salt)
+        return "" if _is_fine(answer, tokens) else f"{name}: {answer}"
+
+    with ThreadPoolExecutor(8) as pool:
+        wrong = [text for text in pool.map(try_one, range(len(names))) if text]
+    assert not wrong, f"{len(wrong)} of {len(names)}: {wrong[:5]}"
+
+
+def _is_fine(answer: Answer, tokens: list[int]) -> bool:
+    return answer.tokens == tokens if answer.status == 200 else 400 <= answer.status <= 500

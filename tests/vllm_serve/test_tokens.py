@@ -1,0 +1,84 @@
+"""Prefill on one server, decode on another: the tokens are those of plain vLLM, for every model and pair of shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm_serve.client import PROMPTS, Answer, ask_all
+from tests.vllm_serve.server import Pair, Proxy, Settings
+
+Model = Callable[..., Path]
+Expected = Callable[[Path], list[list[int]]]
+LONGEST = max(range(len(PROMPTS)), key=lambda at: len(PROMPTS[at]))
+
+_SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "32 to 32": ({}, {"number": 1, "policy": "recompute"}),  # what a load costs is counted: nothing is recomputed
+    "32 to 64": ({}, {"block_size": 64}),
+    "64 to 32": ({"block_size": 64}, {}),
+    "64 to 96": ({"block_size": 64}, {"block_size": 96}),
+    "chunks": ({"chunk": 96}, {"chunk": 96, "number": 1}),
+    "TP 1 to 2": ({}, {"tp": 2}),
+    "TP 2 to 1": ({"tp": 2}, {}),
+    "TP 1 to 2, 32 to 64": ({}, {"tp": 2, "block_size": 64}),
+}
+_OFTEN = ("32 to 32", "32 to 64", "64 to 32")
+
+
+def _cells() -> list[Any]:
+    """What runs each time, and what takes a night: starts are what costs."""
+    found = [pytest.param("llama", shape, marks=[] if shape in _OFTEN else pytest.mark.long) for shape in _SHAPES]
+    found += [pytest.param("gemma3", shape, marks=[] if shape == "32 to 64" else pytest.mark.long) for shape in _OFTEN]
+    for name in ("qwen3", "mistral", "deepseek", "bamba"):
+        found += [pytest.param(name, shape, marks=pytest.mark.long) for shape in _OFTEN]
+    return found
+
+
+def differences(answers: list[Answer], expected: list[list[int]]) -> list[str]:
+    return [
+        f"prompt {at} of {len(PROMPTS[at])} tokens: {answer.status} {answer.tokens or answer.body}, not {tokens}"
+        for at, (answer, tokens) in enumerate(zip(answers, expected, strict=True))
+        if answer.tokens != tokens
+    ]
+
+
+@pytest.mark.parametrize(("name", "shape"), _cells())
+def test_tokens_are_those_of_plain_vllm(
+    servers: Any, model: Model, expected: Expected, folder: Path, name: str, shape: str
+) -> None:
+    target = model(name)
+    tokens = expected(target)
+    prefill, decode = (replace(Settings(target), **changes) for changes in _SHAPES[shape])
+    pair: Pair = servers.pair(prefill, decode)
+    pair.forget()
+    before = pair.decode.metrics()
+    alone = [pair.ask(prompt) for prompt in PROMPTS]
+    assert not differences(alone, tokens)
+    assert_transferred(before, pair.decode.metrics())
+    pair.forget()
+    proxy = Proxy(*pair.both, folder)
+    try:
+        together = ask_all(proxy.url, PROMPTS, 16)
+    finally:
+        proxy.stop()
+    assert not differences(together, tokens)
+    for server in pair.both:
+        server.wait_empty()
+        assert "Traceback" not in server.text
+
+
+def assert_transferred(before: dict[str, float], after: dict[str, float]) -> None:
+    """By vLLM's own counters, decode has computed next to nothing of the prompts."""
+    computed, loaded = (
+        after[name] - before.get(name, 0)
+        for name in (
+            "vllm:prompt_tokens_by_source_total local_compute",
+            "vllm:prompt_tokens_by_source_total external_kv_transfer",
+        )
+    )
+    assert loaded > 0.8 * sum(map(len, PROMPTS))
+    assert computed <= 2 * len(PROMPTS), "a token of each, at most two where a window or a state asks for it"
