@@ -1,0 +1,180 @@
+"""How long until the first and the second token under real `vllm serve` processes, over our connector and over vLLM's?
+
+`.venvs/vllm-serve/bin/python -m benchmarks.vllm_serve` (`make test-engines` makes that environment): a small Llama with
+random weights on the CPU, blocks of 32 tokens, a prefill and a decode process and a proxy before them; one pair at a
+time, for the threads of vLLM's connector spin and would starve a neighbour. Each pair is asked
+
+- prompts of 60, 500 and 1,500 tokens, no two alike, one at a time, as streams: milliseconds until the first token and
+  until the second one, which is the first that decode makes,
+- 30 prompts, 16 at a time: requests a second, and how many failed,
+- nothing, for ten seconds: processor seconds of each of its processes a second.
+
+`theirs` is vLLM's NIXL connector as it comes, `theirs-ucx` the same with the variables of
+`transfer.nixl.settings`. It wants a machine that has nothing else to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from benchmarks.frame import Row, header, progress, table, write
+from tests.vllm_serve.client import ask, stream
+from tests.vllm_serve.models import make_model
+from tests.vllm_serve.server import OURS, THEIRS, Pair, Process, Proxy, Server, Settings
+from transfer.nixl.settings import effective_settings
+
+SIZES = (60, 500, 1500)
+TOGETHER, AT_ONCE = 30, 16
+IDLE_S = 10.0
+_WARM_UP = 4
+_STATISTICS = "ms percentiles of the n streams of a row; requests a second of one burst of `requests`"
+
+WAYS = {
+    "ours": (OURS, {}),
+    "theirs": (THEIRS, {}),
+    "theirs-ucx": (THEIRS, effective_settings()),
+}
+
+
+def first_two(url: str, prompt: Sequence[int]) -> tuple[float, float]:
+    """Milliseconds until the first and until the second token of a stream."""
+    start, times = time.perf_counter(), list[float]()
+    for part in stream(url, prompt, max_tokens=4):
+        times += [(time.perf_counter() - start) * 1e3] * len(part)
+    return times[0], times[1]
+
+
+def percentiles(name: str, times: Sequence[float]) -> Row:
+    """Columns of a row."""
+    ordered = sorted(times)
+    return {
+        f"{name} {label}": round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 1)
+        for label, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
+    }
+
+
+def burst(url: str, numbers: random.Random) -> Row:
+    """Requests a second of many at once, and how many of them failed."""
+    prompts = [_prompt(numbers, numbers.choice((16, 60, 128, 300, 500, 1000, 1500))) for _ in range(TOGETHER)]
+    start = time.perf_counter()
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        answers = list(pool.map(lambda prompt: ask(url, prompt, max_tokens=24, timeout=300), prompts))
+    took = time.perf_counter() - start
+    failed = sum(answer.status != 200 for answer in answers)
+    return {"requests": TOGETHER, "requests/s": round(TOGETHER / took, 2), "failed": failed}
+
+
+def processor_seconds(process: Process) -> float:
+    """That a process and all those that it started have had."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # gone meanwhile
+            continue
+        if int(fields[3]) == process.process.pid:  # its session
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def idle(pair: Pair) -> Row:
+    """Processor seconds a second of either side while nobody asks."""
+    time.sleep(2)
+    before = [processor_seconds(server) for server in pair.both]
+    time.sleep(IDLE_S)
+    used = [(processor_seconds(server) - was) / IDLE_S for server, was in zip(pair.both, before, strict=True)]
+    return {"idle CPU prefill": round(used[0], 3), "idle CPU decode": round(used[1], 3)}
+
+
+def measure(way: str, folder: Path, repeats: int, rounds: int) -> list[Row]:
+    """The rows of one way: of each size, and of many at once."""
+    connector, env = WAYS[way]
+    settings = Settings(make_model(folder, "llama"), connector=json.dumps(connector), extra="")
+    servers = [Server(settings, folder, f"{way}-{side}") for side in ("prefill", "decode")]
+    try:
+        for server in servers:
+            server.env |= env
+            server.start()
+        for server in servers:
+            server.wait()
+        pair = Pair(servers[0], servers[1])
+        proxy = Proxy(*pair.both, folder)
+        try:
+            return _rows(way, pair, proxy.url, repeats, rounds)
+        finally:
+            proxy.stop()
+    finally:
+        for server in servers:
+            server.stop()
+
+
+def _rows(way: str, pair: Pair, url: str, repeats: int, rounds: int) -> list[Row]:
+    rows: list[Row] = []
+    for size in SIZES:
+        numbers = random.Random(size)  # noqa: S311 - the same prompts for all
+        for _ in range(_WARM_UP):
+            first_two(url, _prompt(numbers, size))
+        times = [first_two(url, _prompt(numbers, size)) for _ in range(repeats)]
+        firsts, seconds = ([one[at] for one in times] for at in (0, 1))
+        rows.append(
+            {
+                "connector": way,
+                "tokens": size,
+                "n": repeats,
+                **percentiles("first", firsts),
+                **percentiles("second", seconds),
+            }
+        )
+        progress(str(rows[-1]))
+    found = [burst(url, random.Random(seed)) for seed in range(rounds)]  # noqa: S311 - likewise
+    rates = [one["requests/s"] for one in found]
+    rows.append(
+        {
+            "connector": way,
+            "tokens": "16 to 1500",
+            "n": rounds,
+            "requests": sum(one["requests"] for one in found),
+            "requests/s": round(statistics.median(rates), 2),
+            "failed": sum(one["failed"] for one in found),
+            **idle(pair),
+        }
+    )
+    progress(str(rows[-1]))
+    return rows
+
+
+def _prompt(numbers: random.Random, size: int) -> list[int]:
+    return [numbers.randrange(256) for _ in range(size)]
+
+
+def main() -> None:
+    """Measure, print, and write where asked to."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm_serve", description=__doc__)
+    parser.add_argument("--repeats", type=int, default=60, help="streams of each size")
+    parser.add_argument("--rounds", type=int, default=3, help="bursts")
+    parser.add_argument(
+        "--ways", default=",".join(WAYS).replace("theirs, our", "theirs; our"), help="of these, by comma"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows, and how, where and of what")
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        each = (measure(way, Path(folder), chosen.repeats, chosen.rounds) for way in chosen.ways.split(","))
+        rows = [row for rows in each for row in rows]
+    print(f"\nvllm_serve\n{table(rows)}", flush=True)
+    if chosen.json:
+        arguments = f"--ways {chosen.ways} --repeats {chosen.repeats} --rounds {chosen.rounds}"
+        command = f"python -m benchmarks.vllm_serve {arguments}"
+        write(chosen.json, {**header(command, _STATISTICS), "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
