@@ -10,12 +10,10 @@ import argparse
 import contextlib
 import os
 import re
+from collections.abc import Callable
 from dataclasses import MISSING, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Any
 
 _SHOWN = 300  # characters of a value in a message
 _MOST_DIGITS = 60  # Python refuses to read thousands, which no limit needs

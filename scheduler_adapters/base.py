@@ -17,22 +17,20 @@ ends of a transfer are an `PageExchange` (`transfer.pull.exchange`). An engine t
 no use for `Pages`: there an adapter follows the engine's own interface. What every adapter must do, whatever it is
 built of, is in `tests/scheduler_adapters/contract.py`.
 
-One thread, the scheduler's, calls all of these. Every error is a `KVCacheError` and leaves everything as it was; which
-one each call raises is said at `PagedKVCacheManager`.
+One thread, the scheduler's, calls all of these. Every error is a `KVCacheError` and leaves everything as it was. What
+each call takes, gives and raises is said at `PagedKVCacheManager`; here stands what a scheduler may rely on.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvcache.metrics import KVCacheMetrics
-    from kvcache.replica.block_table import BlockTable, PageCopy, PendingImport
-    from kvcache.replica.context import Context
-    from kvcache.replica.copier import ImportProof
-    from kvcache.types import RaggedKVCacheInputs, RequestID
+from kvcache.metrics import KVCacheMetrics
+from kvcache.replica.block_table import BlockTable, PageCopy, PendingImport
+from kvcache.replica.context import Context
+from kvcache.replica.copier import ImportProof
+from kvcache.types import RaggedKVCacheInputs, RequestID
 
 
 class Pages(Protocol):
@@ -69,10 +67,7 @@ class Pages(Protocol):
         ...
 
     def get_or_recommend_replica(self, context: Context) -> int:
-        """Where the request is claimed or, not claimed yet, best claimed. Takes nothing: advice, good until any call.
-
-        `PromptTooLongError` or `SequenceTooLongError`: it fits nowhere, ever.
-        """
+        """Where the request is claimed, or best claimed: advice that is good until any call."""
         ...
 
     def get_replica(self, context: Context) -> int:
@@ -80,46 +75,29 @@ class Pages(Protocol):
         ...
 
     def prefetch(self, context: Context) -> bool:
-        """Begin to bring what is cached of a waiting request nearer; whether some of it is on its way.
-
-        For requests that are not claimed, as often as you like. Nothing has to be given back.
-        """
+        """Bring what is cached of a waiting request nearer; whether some of it is on its way. Nothing to give back."""
         ...
 
     def external_claim(self, request_id: RequestID, replica_idx: int | None = None) -> None:
         """Take a row, and no page, until `release`. `NoFreeRowError`: all are claimed, the request waits."""
 
     def maybe_reserve(self, data: Context, num_steps: int = 1) -> bool:
-        """Pages for all known tokens and `num_steps` more; cached ones where the prefix matches.
-
-        For a claimed request, before each `fetch`. The pages are its until `release`; a hit has moved `start_idx`.
-        False: too few are free. Nothing was taken, so try again when others have released theirs.
-        """
+        """Pages before each `fetch`, until `release`. False: nothing was taken, try again after another's release."""
         ...
 
     def fetch(self, batch: Sequence[Context], num_steps: int = 1) -> list[RaggedKVCacheInputs]:
-        """What the model reads: one entry for each device, replica by replica. Takes nothing.
-
-        Good until the next `maybe_reserve`, `step` or `release`, of any request: the tensors are views.
-        """
+        """What the model reads: views that are good until the next `maybe_reserve`, `step` or `release` of anybody."""
         ...
 
     def step(self, batch: Sequence[Context]) -> None:
         """Publish what is computed by now, after the model ran and `context.update`. Page ids may change."""
 
     def block_table(self, request_id: RequestID, *, full_pages: bool = False) -> BlockTable:
-        """The pages of what a claimed request computed by its last `step`: for a peer to read.
-
-        Good while the request stays claimed or a lease over it stands, which holds the pages itself. While the prompt
-        runs, only the full pages stay as they are.
-        """
+        """The pages of what a claimed request computed by its last `step`: for a peer to read under a lease."""
         ...
 
     def release(self, request_id: RequestID) -> None:
-        """Give row and pages back, at any time between two steps. Published pages stay findable while there is room.
-
-        Leased pages stay with their lease, those of a pending import with the import.
-        """
+        """Give row and pages back, at any time between two steps; leased and imported pages stay with lease, import."""
 
     def check(self) -> None:
         """Recount everything. `InvariantError` names the first discrepancy: a bug of ours."""
@@ -135,11 +113,9 @@ class PulledPages(Pages, Protocol):
     def import_block_table(
         self, context: Context, table: BlockTable, num_steps: int = 1, *, partial: bool = False
     ) -> PendingImport | None:
-        """Reserve a claimed request's pages, and say which to read. None: too few are free, nothing was taken.
+        """Reserve pages, and say which to read; None: too few are free. `commit_import` or `cancel_import` must follow.
 
-        The import is open until `commit_import` or `cancel_import`, one of which must follow. Until then nobody finds
-        its pages and nobody else gets them, also where the request is released meanwhile. `BlockTableMismatchError`: a
-        table of other tokens, of all that the context knows, or malformed.
+        Until then nobody finds these pages and nobody else gets them, also where the request is released meanwhile.
         """
         ...
 
@@ -148,10 +124,9 @@ class PulledPages(Pages, Protocol):
         ...
 
     def commit_import(self, context: Context, pending: PendingImport, proof: ImportProof | None = None) -> None:
-        """Every page was read, and under its lease, as `proof` says: the tokens count as cached, and can be found.
+        """Every page was read, and under its lease, as the `proof` of the pull's last event says.
 
-        The proof comes with the last event of a pull that passed; None where nothing was left to read. Of a request
-        that was released meanwhile `cancel_import` is what remains.
+        Of a request that was released meanwhile `cancel_import` is what remains.
         """
 
     def cancel_import(self, pending: PendingImport) -> None:

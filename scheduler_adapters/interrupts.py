@@ -6,11 +6,9 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ENDING_S = 10.0  # a command that is told to end is left alone for so long: ending takes less

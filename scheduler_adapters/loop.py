@@ -12,8 +12,9 @@ Each `step` does five things, in this order:
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from kvcache.errors import (
     AlreadyClaimedError,
@@ -23,14 +24,9 @@ from kvcache.errors import (
     SequenceTooLongError,
     UnknownRequestError,
 )
-from kvcache.replica.context import TextContext
+from kvcache.replica.context import Context, TextContext
+from kvcache.types import RaggedKVCacheInputs
 from scheduler_adapters.base import Pages
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from kvcache.replica.context import Context
-    from kvcache.types import RaggedKVCacheInputs
 
 FinishReason = Literal["eos", "length", "error"]
 # What else its pages can do is for those who built the loop to know: `DecodeScheduler` fills them from elsewhere.

@@ -6,6 +6,7 @@ import os
 import statistics
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,6 +14,7 @@ import msgspec
 
 from kvcache.errors import PoolTooSmallError
 from kvcache.manager import PagedKVCacheManager
+from scheduler_adapters.demo.options import DemoOptions
 from scheduler_adapters.demo.prompts import default_prompts, read_prompts, take
 from scheduler_adapters.demo.report import Figures, Reporter
 from scheduler_adapters.errors import AdapterError, PromptsError, ServiceError
@@ -31,11 +33,7 @@ from scheduler_adapters.service.fleet import Fleet
 from scheduler_adapters.service.server import ServerConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from transformers import PreTrainedModel
-
-    from scheduler_adapters.demo.options import DemoOptions
 
 DEFAULT_REQUESTS = 32
 _STALL_S = 120.0  # nothing new for this long: something hangs

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from scheduler_adapters.errors import MissingExtraError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

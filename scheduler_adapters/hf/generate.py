@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvcache.errors import InvalidParamsError, SequenceTooLongError
+from kvcache.manager import PagedKVCacheManager
 from scheduler_adapters.errors import GenerationError, UnsupportedModelError
 from scheduler_adapters.hf.runner import HFRunner, kv_params_of, num_layers_of, paged_attention
 from scheduler_adapters.loop import Request, ServingLoop
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from transformers import PreTrainedModel
-
-    from kvcache.manager import PagedKVCacheManager
 
 # Settings of `generate` that change a greedy token, and the values beside None with which they do not.
 _CHANGES_GREEDY: dict[str, tuple[object, ...]] = {

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+import torch
 
 from kvcache import sizing
 from kvcache.errors import BlockTableMismatchError, InvalidParamsError
 from kvcache.layout import replica_fingerprint
 from kvcache.manager import PagedKVCacheManager
+from kvcache.params import KVCacheParams
+from kvcache.replica.block_table import BlockTable, PageCopy, PendingImport
+from kvcache.replica.context import Context
+from kvcache.replica.copier import ImportProof
 from kvcache.replica.imports import own_import
+from kvcache.replica.leases import PageLease
+from kvcache.types import RequestID
 from scheduler_adapters.errors import NoFreeStatePageError, StatePageError
+from scheduler_adapters.hf.state_layout import StateShape
 from scheduler_adapters.hf.state_pages import StatePages
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
-
-    from kvcache.params import KVCacheParams
-    from kvcache.replica.block_table import BlockTable, PageCopy, PendingImport
-    from kvcache.replica.context import Context
-    from kvcache.replica.copier import ImportProof
-    from kvcache.replica.leases import PageLease
-    from kvcache.types import RequestID
-    from scheduler_adapters.hf.state_layout import StateShape
 
 
 class HybridKVCacheManager(PagedKVCacheManager):

@@ -9,18 +9,15 @@ where each token lies.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvcache.types import RaggedKVCacheInputs
 from scheduler_adapters.errors import UnsupportedModelError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from kvcache.types import RaggedKVCacheInputs
 
 NULL_PAGE = 0
 # Arguments with which some models change the scores. Ignoring one would give wrong tokens without a word.

@@ -6,19 +6,17 @@ states of a batch from its pages, hands them to the layers, and writes them back
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from scheduler_adapters.errors import UnsupportedModelError
 from scheduler_adapters.hf.state_layout import CONV_KINDS, SSM_KIND, StateShape
+from scheduler_adapters.hf.state_pages import StatePages
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from transformers import PretrainedConfig, PreTrainedModel
-
-    from scheduler_adapters.hf.state_pages import StatePages
 
 ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 _BOTH_KINDS = {"hybrid"}  # attention and recurrent, side by side in one layer

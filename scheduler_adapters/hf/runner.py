@@ -7,6 +7,7 @@ models (attention and Mamba-2 layers) keep their recurrent states in state pages
 from __future__ import annotations
 
 import inspect
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,6 +17,8 @@ import torch
 
 from kvcache.manager import PagedKVCacheManager
 from kvcache.params import KVCacheParams
+from kvcache.replica.context import Context
+from kvcache.types import RaggedKVCacheInputs
 from scheduler_adapters.errors import MissingExtraError, ModelLoadError, UnsupportedModelError
 from scheduler_adapters.hf.hybrid import HybridKVCacheManager
 from scheduler_adapters.hf.paged_attention import PagedBatch, no_attention_mask, paged_attention_forward
@@ -29,16 +32,11 @@ from scheduler_adapters.hf.recurrent import (
     text_config_of,
 )
 from scheduler_adapters.hf.state_layout import page_bytes, state_layouts
+from scheduler_adapters.hf.state_pages import StatePages
 from scheduler_adapters.hf.tiny import ByteTokenizer, tiny_llama
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
-
     from transformers import PretrainedConfig, PreTrainedModel
-
-    from kvcache.replica.context import Context
-    from kvcache.types import RaggedKVCacheInputs
-    from scheduler_adapters.hf.state_pages import StatePages
 
 ATTENTION = "pagewire"
 _OWN_ATTENTION = "sdpa"  # what a model's own `generate` runs with

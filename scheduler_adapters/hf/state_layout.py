@@ -14,16 +14,13 @@ do: a transfer moves a state as it moves any page, and any range of heads or cha
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from kvcache.errors import InvalidParamsError
 from kvcache.layout import PageLayout
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 CONV_KINDS = ("conv.x", "conv.B", "conv.C")
 SSM_KIND = "ssm"

@@ -7,27 +7,22 @@ computes its tokens again.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError, UnknownRequestError
+from kvcache.layout import PageLayout
 from kvcache.pool.pages import PagePool
 from kvcache.storage import allocate_blocks
 from scheduler_adapters.errors import NoFreeStatePageError, StatePageError
 from scheduler_adapters.hf.state_layout import SSM_KIND, StateShape, state_layouts
 from transfer.plan.boxes import Box, Group, ShardLayout
 from transfer.plan.shapes import dense
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from numpy.typing import NDArray
-
-    from kvcache.layout import PageLayout
 
 
 class StatePages:

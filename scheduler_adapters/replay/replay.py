@@ -12,7 +12,7 @@ import heapq
 import statistics
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -95,19 +95,10 @@ def replay(
     routing: RoutingRule = "prefix",
     host_blocks: int = 0,
 ) -> ReplayResult:
-    """Drive a manager of `capacity` blocks, split evenly over `replicas`, with the trace.
+    """Drive a manager of `capacity` blocks, split evenly over `replicas`, with the blocks of each request.
 
-    Args:
-        trace: the blocks of each request.
-        capacity: blocks in all.
-        replicas: that share them.
-        progress: told of each request that is done.
-        hints: as `trace_hints.hints_for` takes them.
-        routing: the rule by which a replica is claimed.
-        host_blocks: of a host tier below the replicas; 0 means none.
-
-    Raises:
-        ReplayError: (a ValueError) a request does not fit into one replica, or there are no such hints.
+    `progress` is called for each request; `hints` are as `trace_hints.hints_for` takes them, `host_blocks` those of a
+    host tier below. Raises `ReplayError` where a request does not fit into one replica, or there are no such hints.
     """
     manager = _manager(trace, capacity, replicas, Routing(rule=routing), host_blocks)
     computed, times = _serve_all(manager, trace, hints_for(trace, hints), progress)
@@ -209,10 +200,7 @@ def reference_lru_hits(trace: Iterable[Blocks], capacity: int) -> int:
     idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
     hits = 0
     for blocks in trace:
-        run = 0
-        while run < len(blocks) and blocks[run] in idle:
-            run += 1
-        hits += run
+        hits += _found(blocks, idle)
         for block in blocks:
             idle.pop(block, None)
         while len(idle) + len(blocks) > capacity:
@@ -231,10 +219,7 @@ def optimum_hits(trace: Sequence[Blocks], capacity: int) -> int:
     heap: list[tuple[int, int, int]] = []  # next use and depth, both negated, and the block; stale entries stay behind
     hits = 0
     for blocks, uses in zip(trace, following, strict=True):
-        run = 0
-        while run < len(blocks) and blocks[run] in resident:
-            run += 1
-        hits += run
+        hits += _found(blocks, resident)
         for block in blocks:
             resident.pop(block, None)
         while len(resident) + len(blocks) > capacity:
@@ -245,6 +230,10 @@ def optimum_hits(trace: Sequence[Blocks], capacity: int) -> int:
             resident[block] = (-use, -depth)
             heapq.heappush(heap, (-use, -depth, block))
     return hits
+
+
+def _found(blocks: Blocks, kept: Container[int]) -> int:
+    return next((at for at, block in enumerate(blocks) if block not in kept), len(blocks))
 
 
 def _next_uses(trace: Sequence[Blocks]) -> list[list[int]]:
