@@ -260,7 +260,7 @@ def rates_of_tier(folder: Path, page_bytes: int, size: int, make_io: Callable[[A
             have = tier.read - before
             tier.promote(digests[have:], wait=True)
         rates[case] = size / (time.perf_counter() - start) / 1e9
-    expect(tier.refused == 0, "every page that was read is right")
+    expect(not tier.refusals, "every page that was read is right")
     tier.reset()
     tier.close()
     return rates

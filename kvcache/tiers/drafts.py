@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import time
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 OWN_FILE = 0o600
@@ -27,67 +28,58 @@ _NAME = re.compile(r"[0-9a-f]{16}-[0-9]+\.tmp")
 _ABANDONED_S = 3600.0  # where the file system has no locks: a file that is being written is younger
 
 
-def open_folder(path: Path) -> int:
+@contextlib.contextmanager
+def opened_folder(path: Path) -> Generator[int]:
     """The descriptor of a folder, which is no link. Raises `OSError`."""
-    return os.open(path, _FOLDER)
-
-
-def open_in(path: Path, flags: int = TO_READ) -> int:
-    """Open a file of a folder of ours. Neither of them is a link, which could name anybody's. Raises `OSError`."""
-    folder = open_folder(path.parent)
+    folder = os.open(path, _FOLDER)
     try:
-        return os.open(path.name, flags, OWN_FILE, dir_fd=folder)
+        yield folder
     finally:
         os.close(folder)
+
+
+@contextlib.contextmanager
+def opened(path: Path, flags: int = TO_READ) -> Generator[int]:
+    """The descriptor of a file of a folder of ours. Neither is a link, which could name anybody's. Raises `OSError`."""
+    with opened_folder(path.parent) as folder:
+        file = os.open(path.name, flags, OWN_FILE, dir_fd=folder)
+    try:
+        yield file
+    finally:
+        os.close(file)
 
 
 def list_folder(path: Path) -> list[str]:
     """The names in a folder, which is no link. Raises `OSError`."""
-    folder = open_folder(path)
-    try:
+    with opened_folder(path) as folder:
         return os.listdir(folder)  # noqa: PTH208 - a path cannot be held to what was opened
-    finally:
-        os.close(folder)
 
 
-class DraftNames:
-    """Names that no process has used before."""
-
-    def __init__(self) -> None:
-        self._process = secrets.token_hex(8)
-        self._numbers = itertools.count()
-
-    def __next__(self) -> str:
-        return f"{self._process}-{next(self._numbers)}.tmp"
+def draft_names() -> Iterator[str]:
+    """Names that no process has used before, for any thread."""
+    return map(f"{secrets.token_hex(8)}-{{}}.tmp".format, itertools.count())
 
 
-def create_draft(path: Path) -> int:
+@contextlib.contextmanager
+def open_draft(path: Path) -> Generator[int]:
     """The descriptor of a new file, for its owner alone. It counts as being written until it is closed.
 
     A process that starts may take it for abandoned, and remove it, just before it is locked. It cannot be renamed then
     (FileNotFoundError): who writes it begins again under another name. Raises `OSError` where it cannot be made.
     """
-    file = open_in(path, _TO_WRITE)
-    try:
+    with opened(path, _TO_WRITE) as file:
         os.fchmod(file, OWN_FILE)
         _lock(file)
-    except OSError:
-        os.close(file)
-        raise
-    return file
+        yield file
 
 
 def remove_abandoned(folder: Path, names: list[str]) -> None:
     """Remove the drafts among these names of a folder that nobody writes any more. Raises nothing."""
     for path in [folder / name for name in names if _NAME.fullmatch(name)]:
-        with contextlib.suppress(OSError):
-            file = open_in(path, _TO_LOCK)
-            try:
-                locked = _lock(file)
-                if locked or (locked is None and time.time() - os.fstat(file).st_mtime > _ABANDONED_S):
-                    path.unlink()
-            finally:
-                os.close(file)
+        with contextlib.suppress(OSError), opened(path, _TO_LOCK) as file:
+            locked = _lock(file)
+            if locked or (locked is None and time.time() - os.fstat(file).st_mtime > _ABANDONED_S):
+                path.unlink()
 
 
 def _lock(file: int) -> bool | None:

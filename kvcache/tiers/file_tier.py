@@ -19,14 +19,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError, PoolTooSmallError
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.replica.pages_below import Slots
 from kvcache.tiers.file_index import NO_ENTRY, Entries, FileIndex
 from kvcache.tiers.host_tier import HostTier
-from kvcache.tiers.page_files import FileFormat, FileRefusals, read_pages, write_pages
+from kvcache.tiers.page_files import FileFormat, FileRefusal, FileRefusals, read_pages, write_pages
 from kvcache.tiers.page_folder import PageFolder, Scan
 from kvcache.types import PageIO, Part
 
@@ -47,7 +46,7 @@ class _Read:
     entries: Entries
     slots: Slots
     digests: Digests
-    right: Future[NDArray[np.bool_]]
+    refusals: Future[list[FileRefusal | None]]  # of each page; None: it is right
 
 
 @dataclass(eq=False, slots=True)
@@ -63,8 +62,8 @@ class FileTier:
     `make_io` is called once for each of the two threads. Raises `PoolTooSmallError` where not a file of one page fits.
 
     Attributes:
-        written, read, refused: pages so far; those refused were wrong, cut short or gone when they were to be read.
-        refusals: of those pages, how many for each reason.
+        written, read: pages so far.
+        refusals: pages so far that were wrong, cut short or gone when they were to be read, by the reason.
     """
 
     def __init__(self, folder: PageFolder, layout: FileFormat, max_bytes: int, host: HostTier, make_io: MakeIO) -> None:
@@ -88,7 +87,7 @@ class FileTier:
         self._scan: Future[Scan] | None = None
         self._scanned = self._clock()
         self._paused_until = 0.0
-        self.written = self.read = self.refused = 0
+        self.written = self.read = 0
         self.refusals = FileRefusals()
         self._take_up_scan(folder.scan(layout, frozenset(), first=True))
 
@@ -162,7 +161,7 @@ class FileTier:
         self._queue.clear()
         self.flush()
         for read in self._reads:
-            read.right.exception()
+            read.refusals.exception()
         self._take_up_reads()
         if self._scan is not None:
             self._scan.exception()
@@ -203,34 +202,35 @@ class FileTier:
         self._index.use(entries)
         for name, first, at in self._index.whereabouts(entries):
             path, parts = self._folder.path / name, self._host.parts(slots[at])
-            right = self._reader.submit(self._read_file, path, first, digests[at], parts)
-            self._reads.append(_Read(entries[at], slots[at], digests[at], right))
+            refusals = self._reader.submit(self._read_file, path, first, digests[at], parts)
+            self._reads.append(_Read(entries[at], slots[at], digests[at], refusals))
 
-    def _read_file(self, path: Path, first: int, digests: Digests, pages: list[list[Part]]) -> NDArray[np.bool_]:
+    def _read_file(self, path: Path, first: int, digests: Digests, pages: list[list[Part]]) -> list[FileRefusal | None]:
         """In the thread of reads. The file counts as used just now: for other processes, and for the next start."""
-        right = read_pages(path, self._layout, first, digests, pages, self._read_io, self.refusals)
+        refusals = read_pages(path, self._layout, first, digests, pages, self._read_io)
         with contextlib.suppress(OSError):
             os.utime(path, follow_symlinks=False)
-        return right
+        return refusals
 
     def _await_reads(self) -> None:
         deadline = time.monotonic() + _LONGEST_WAIT_S
         for read in self._reads:
             try:
-                read.right.exception(max(0.0, deadline - time.monotonic()))
+                read.refusals.exception(max(0.0, deadline - time.monotonic()))
             except TimeoutError:
                 return
 
     def _take_up_reads(self) -> None:
-        while self._reads and self._reads[0].right.done():
+        while self._reads and self._reads[0].refusals.done():
             read = self._reads.pop(0)
-            right = read.right.result()
+            refusals = read.refusals.result()
+            right = np.array([refusal is None for refusal in refusals], np.bool_)
             self._index.reading[read.entries] = False
             self._host.pool.index.publish(read.slots[right], read.digests[right])
             self._host.pool.release(read.slots)
             self.read += int(right.sum())
+            self.refusals.update(refusal for refusal in refusals if refusal)
             if not right.all():
-                self.refused += int((~right).sum())
                 still = self._index.find(read.digests) == read.entries  # not replaced meanwhile
                 self._index.drop(read.entries[~right & still])
 

@@ -28,10 +28,9 @@ from typing import cast
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from kvcache.pool.index import Digests
-from kvcache.tiers.drafts import OWN_FILE, create_draft, open_in
+from kvcache.tiers.drafts import OWN_FILE, open_draft, opened
 from kvcache.types import PageIO, Part
 
 _MAGIC = b"pgwire/1"
@@ -129,53 +128,42 @@ def write_pages(
 
     `draft` is its name until then. Not synced: what survives is a killed process, and after a failure of the machine
     the checksums tell. Raises `OSError`, and leaves nothing behind then: `FileNotFoundError` where the folder is gone,
-    or the draft (see `create_draft`).
+    or the draft (see `open_draft`).
     """
     names = [row.tobytes() for row in digests]
     rows = b"".join(name + layout.checksum(name, parts) for name, parts in zip(names, pages, strict=True))
     name = xxhash.xxh3_128_hexdigest(layout.namespace + rows) + ".pages"
     path = folder / draft
     try:
-        file = create_draft(path)
-        try:
+        with open_draft(path) as file:
             io.write(file, [part for parts in pages for part in parts], 0)
             end = rows + layout.footer(rows, len(names))
             SystemIO().write(file, [np.frombuffer(end, np.uint8)], len(names) * layout.page_bytes)
             os.close(os.dup(file))  # a file system over a network says only now what it could not write
             path.rename(folder / name)
-        finally:
-            os.close(file)
     except OSError:
         path.unlink(missing_ok=True)
         raise
     return name, layout.size_of(len(names))
 
 
-def read_rows(path: Path, layout: FileFormat, refusals: FileRefusals | None = None) -> Digests | None:
-    """The digests of the pages of a file, uint64 `[pages, words]`; None for a file that is not whole, or not of ours.
+def read_rows(path: Path, layout: FileFormat) -> Digests | FileRefusal:
+    """The digests of the pages of a file, uint64 `[pages, words]`, or why it is not whole, or not of ours.
 
-    `refusals`: where it is counted why a file is not. A file that others may read is made its owner's alone. Raises
-    `OSError`.
+    A file that others may read is made its owner's alone. Raises `OSError`.
     """
-    file = open_in(path)
-    try:
+    with opened(path) as file:
         status = os.fstat(file)
         count = layout.count_of(status.st_size)
         start = count * layout.page_bytes
         end = os.pread(file, status.st_size - start, start) if count else b""
         if count and status.st_mode & 0o077:
             os.fchmod(file, OWN_FILE)
-    finally:
-        os.close(file)
-    refusal = _judge(layout, status, count, end)
-    if refusal is None:
-        table = np.frombuffer(end[: count * layout.row_bytes], np.uint8).reshape(count, -1)
-        digests = np.ascontiguousarray(table[:, : layout.digest_bytes]).view(np.uint64)
-        if len({row.tobytes() for row in digests}) == count:
-            return digests
-    if refusals is not None:
-        refusals[refusal or FileRefusal.FOREIGN] += 1
-    return None
+    if refusal := _judge(layout, status, count, end):
+        return refusal
+    table = np.frombuffer(end[: count * layout.row_bytes], np.uint8).reshape(count, -1)
+    digests = np.ascontiguousarray(table[:, : layout.digest_bytes]).view(np.uint64)
+    return digests if len({row.tobytes() for row in digests}) == count else FileRefusal.FOREIGN
 
 
 def _judge(layout: FileFormat, status: os.stat_result, count: int, end: bytes) -> FileRefusal | None:
@@ -192,36 +180,24 @@ def _judge(layout: FileFormat, status: os.stat_result, count: int, end: bytes) -
 
 
 def read_pages(
-    path: Path,
-    layout: FileFormat,
-    first: int,
-    digests: Digests,
-    pages: Sequence[Sequence[Part]],
-    io: PageIO,
-    refusals: FileRefusals | None = None,
-) -> NDArray[np.bool_]:
-    """Fill `pages` with those of a file from `first` on, which are to have these digests; which of them are right.
+    path: Path, layout: FileFormat, first: int, digests: Digests, pages: Sequence[Sequence[Part]], io: PageIO
+) -> list[FileRefusal | None]:
+    """Fill `pages` with those of a file from `first` on, which are to have these digests; what is wrong with each.
 
-    What the others are filled with means nothing. Never raises: what cannot be read is not right, and `refusals`
-    counts why.
+    What those that are not right are filled with means nothing. Never raises.
     """
     try:
-        file = open_in(path)
-        try:
-            found = _read_pages(file, layout, first, digests, pages, io)
-        finally:
-            os.close(file)
-    except OSError as error:
-        found = [FileRefusal.GONE if isinstance(error, FileNotFoundError) else FileRefusal.UNREADABLE] * len(pages)
-    if refusals is not None:
-        refusals.update(refusal for refusal in found if refusal is not None)
-    return np.array([refusal is None for refusal in found], np.bool_)
+        with opened(path) as file:
+            return _read_pages(file, layout, first, digests, pages, io)
+    except FileNotFoundError:
+        return [FileRefusal.GONE] * len(pages)
+    except OSError:
+        return [FileRefusal.UNREADABLE] * len(pages)
 
 
 def _read_pages(
     file: int, layout: FileFormat, first: int, digests: Digests, pages: Sequence[Sequence[Part]], io: PageIO
 ) -> list[FileRefusal | None]:
-    """What is wrong with each page. Raises `OSError`."""
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode):
         return [FileRefusal.UNREADABLE] * len(pages)
@@ -233,8 +209,7 @@ def _read_pages(
     io.read(file, [part for parts in pages for part in parts], first * layout.page_bytes)
     found: list[FileRefusal | None] = []
     for at, (digest, parts) in enumerate(zip(digests, pages, strict=True)):
-        wanted = digest.tobytes()
-        row = rows[at * width : (at + 1) * width]
+        wanted, row = digest.tobytes(), rows[at * width : (at + 1) * width]
         if row[: layout.digest_bytes] != wanted:
             found.append(FileRefusal.FOREIGN)
         else:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import InvalidParamsError
-from kvcache.tiers.drafts import DraftNames, create_draft, list_folder, open_folder, open_in, remove_abandoned
+from kvcache.tiers.drafts import draft_names, list_folder, open_draft, opened, opened_folder, remove_abandoned
 from kvcache.tiers.page_files import FileFormat, FileRefusal, FileRefusals, read_rows
 
 _FILE = re.compile(r"[0-9a-f]{32}\.pages")
@@ -64,7 +64,7 @@ class PageFolder:
     """
 
     def __init__(self, root: Path, namespace: bytes) -> None:
-        self.drafts = DraftNames()
+        self.drafts = draft_names()
         self.refusals = FileRefusals()
         self._refused: set[str] = set()
         try:
@@ -131,24 +131,21 @@ class PageFolder:
         shutil.rmtree(folder, ignore_errors=True)
 
     def _look_at(self, layout: FileFormat, name: str) -> list[tuple[int, str, int, NDArray[np.uint64]]]:
-        path, seen, broken = self.path / name, FileRefusals(), False
+        path = self.path / name
         try:
-            status = path.lstat()
-            digests = read_rows(path, layout, seen)
+            status, found = path.lstat(), read_rows(path, layout)
         except FileNotFoundError:
             return []
         except OSError:
-            seen[FileRefusal.UNREADABLE] += 1
+            found = FileRefusal.UNREADABLE
         else:
-            if digests is not None:
-                return [(status.st_mtime_ns, name, layout.size_of(len(digests)), digests)]
-            broken = True
-        if name not in self._refused:  # what cannot be removed is looked at again and again
-            self._refused.add(name)
-            self.refusals.update(seen)
-        if broken:
+            if not isinstance(found, FileRefusal):
+                return [(status.st_mtime_ns, name, layout.size_of(len(found)), found)]
             with contextlib.suppress(OSError):
                 path.unlink()  # cut short when a machine failed, say: its name is ours, nobody misses it
+        if name not in self._refused:  # what cannot be removed is looked at again and again
+            self._refused.add(name)
+            self.refusals[found] += 1
         return []
 
     def _tidy(self) -> None:
@@ -178,11 +175,8 @@ class PageFolder:
 
     def _read_epoch(self) -> str | None:
         try:
-            file = open_in(self._home / _CURRENT)
-            try:
+            with opened(self._home / _CURRENT) as file:
                 name = os.read(file, 100).decode()
-            finally:
-                os.close(file)
         except (OSError, UnicodeDecodeError):
             return None
         return name if _EPOCH.fullmatch(name) else None
@@ -197,22 +191,19 @@ class PageFolder:
 
     def _try_to_name(self, name: str, *, replace: bool) -> str:
         draft, current = self._home / next(self.drafts), self._home / _CURRENT
-        file = create_draft(draft)
-        try:
-            os.write(file, name.encode())
-            if not replace:
-                try:
-                    os.link(draft, current)
-                except FileExistsError:
-                    named = self._read_epoch()
-                    if named is not None:
-                        return named
+        with open_draft(draft) as file:
+            try:
+                os.write(file, name.encode())
+                if replace:
+                    draft.replace(current)
                 else:
-                    return name
-            draft.replace(current)  # a broken one, too
-        finally:
-            os.close(file)
-            draft.unlink(missing_ok=True)
+                    os.link(draft, current)
+            except FileExistsError:
+                if named := self._read_epoch():
+                    return named
+                draft.replace(current)  # what has the name is broken
+            finally:
+                draft.unlink(missing_ok=True)
         return name
 
 
@@ -243,12 +234,9 @@ def _make_own(path: Path) -> None:
     """Make a folder that is its owner's alone, or tighten it. Raises `OSError` for a link, or somebody else's."""
     with contextlib.suppress(FileExistsError):
         path.mkdir(_OWN_FOLDER)
-    folder = open_folder(path)
-    try:
+    with opened_folder(path) as folder:
         status = os.fstat(folder)
         if status.st_uid != os.geteuid():
             raise PermissionError(f"{path} is user {status.st_uid}'s")
         if stat.S_IMODE(status.st_mode) != _OWN_FOLDER:
             os.fchmod(folder, _OWN_FOLDER)
-    finally:
-        os.close(folder)

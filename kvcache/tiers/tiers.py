@@ -59,7 +59,7 @@ class Tiers:
             d2h_blocks_copied=sum(tier.stored for tier in self.replicas),
             file_blocks_written=sum(files.written for files in self._counted),
             file_blocks_read=sum(files.read for files in self._counted),
-            file_blocks_refused=sum(files.refused for files in self._counted),
+            file_blocks_refused=sum(files.refusals.total() for files in self._counted),
             files_refused=sum(files.files_refused for files in self._counted),
             **{f"file_blocks_{why}": sum(files.refusals[why] for files in self._counted) for why in FileRefusal},
         )

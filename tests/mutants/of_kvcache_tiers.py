@@ -152,7 +152,7 @@ KVCACHE_TIERS: tuple[Module, ...] = (
             Mutation("FileTier.tick", "or self._clock() - self._queue[0][0] > _LONGEST_QUEUED_S", ""),
             Mutation("FileTier.tick", "self._clock() - self._scanned > _RESCAN_S", "False"),
             Mutation("FileTier._take_up_reads", "read.slots[right], read.digests[right]", "read.slots, read.digests"),
-            Mutation("FileTier._take_up_reads", "self.refused += int((~right).sum())", "self.refused += 1"),
+            Mutation("FileTier._take_up_reads", "refusal for refusal in refusals if refusal", "set(refusals) - {None}"),
             Mutation("FileTier._begin_write", "& (self._index.find(digests[once]) == NO_ENTRY)", ""),
             Mutation("FileTier._take_up_write", "self._paused_until = self._clock() + _PAUSE_S", "pass"),
             Mutation(

@@ -6,27 +6,30 @@ import errno
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvcache.tiers import drafts, file_tier
-from kvcache.tiers.drafts import DraftNames, create_draft, remove_abandoned
-from kvcache.tiers.page_files import FileFormat, SystemIO, read_rows
+from kvcache.tiers.drafts import draft_names, open_draft, remove_abandoned
+from kvcache.tiers.page_files import FileFormat, FileRefusal, SystemIO, read_rows
 from kvcache.tiers.page_folder import PageFolder
 from tests.kvcache.killed_writers import drafts_in
 
 LAYOUT = FileFormat(bytes(16), 64, 16)
 WRITER = """
 import sys
+from contextlib import ExitStack
 from pathlib import Path
-from kvcache.tiers.drafts import DraftNames, create_draft
-names = DraftNames()
-for folder in sys.argv[1:]:
-    create_draft(Path(folder) / next(names))
-print("writing", flush=True)
-sys.stdin.read()
+from kvcache.tiers.drafts import draft_names, open_draft
+names = draft_names()
+with ExitStack() as drafts:
+    for folder in sys.argv[1:]:
+        drafts.enter_context(open_draft(Path(folder) / next(names)))
+    print("writing", flush=True)
+    sys.stdin.read()
 """
 
 
@@ -45,14 +48,15 @@ def test_the_next_start_removes_the_drafts_of_the_dead_and_of_nobody_else(tmp_pa
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as writer:
         assert writer.stdout is not None
         assert writer.stdout.readline() == "writing\n"
-        mine = create_draft(folder.path / next(folder.drafts))
+        mine = ExitStack()
+        mine.enter_context(open_draft(folder.path / next(folder.drafts)))
         assert len(drafts_in(tmp_path)) == 3
         start(tmp_path)
         assert len(drafts_in(tmp_path)) == 3, "each of them is being written"
         writer.kill()
     start(tmp_path)
     assert [path.parent for path in drafts_in(tmp_path)] == [folder.path], "the living one is ours"
-    os.close(mine)
+    mine.close()
     start(tmp_path)
     assert drafts_in(tmp_path) == []
 
@@ -74,10 +78,11 @@ def test_without_locks_age_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise OSError(errno.ENOLCK, "no locks here")
 
     monkeypatch.setattr("fcntl.flock", flock)
-    names = DraftNames()
+    names = draft_names()
     young, old = next(names), next(names)
     for name in (young, old):
-        os.close(create_draft(tmp_path / name))
+        with open_draft(tmp_path / name):
+            pass
     os.utime(tmp_path / old, (1, 1))
     remove_abandoned(tmp_path, [young, old])
     assert [path.name for path in tmp_path.iterdir()] == [young]
@@ -107,5 +112,5 @@ def test_a_draft_that_is_taken_for_abandoned_before_it_is_locked_is_written_agai
     name, _ = file_tier._write(folder, LAYOUT, digests, [[page]], SystemIO())
     assert len(taken) == 4
     found = read_rows(folder.path / name, LAYOUT)
-    assert found is not None
+    assert not isinstance(found, FileRefusal)
     assert np.array_equal(found, digests)

@@ -549,7 +549,7 @@ def test_a_reservation_does_not_wait_long_and_a_later_chunk_takes_what_has_come(
     assert context.start_idx == 0
     again.run(context)
     SlowReads.may.set()
-    files_of(again)._reads[0].right.result()
+    files_of(again)._reads[0].refusals.result()
     assert again.manager.maybe_reserve(context)
     assert context.start_idx == 16
     again.run(context)

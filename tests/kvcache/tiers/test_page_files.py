@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvcache.tiers.page_files import FileFormat, FileRefusals, SystemIO, read_pages, read_rows, write_pages
+from kvcache.tiers.page_files import FileFormat, FileRefusal, FileRefusals, SystemIO, read_pages, read_rows, write_pages
 
 COUNT, PAGE_BYTES, WORDS = 5, 96, 2
 LAYOUT = FileFormat(bytes(range(16)), PAGE_BYTES, 8 * WORDS)
@@ -38,7 +38,10 @@ class Written:
         filled = np.full((count, PAGE_BYTES), 0xAA, np.uint8)
         pages = [[page[:40], page[40:]] for page in filled]
         wanted = self.digests[first : first + count]
-        right = read_pages(self.path, self.layout, first, wanted, pages, SystemIO(), refusals)
+        found = read_pages(self.path, self.layout, first, wanted, pages, SystemIO())
+        if refusals is not None:
+            refusals.update(refusal for refusal in found if refusal)
+        right = np.array([refusal is None for refusal in found])
         assert (filled[right] == self.content[first : first + count][right]).all(), "a wrong byte was given back"
         return right
 
@@ -50,7 +53,7 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     assert len(it.bytes) == it.size == LAYOUT.size_of(COUNT)
     assert LAYOUT.count_of(it.size) == COUNT
     digests = read_rows(it.path, LAYOUT)
-    assert digests is not None
+    assert not isinstance(digests, FileRefusal)
     assert np.array_equal(digests, it.digests)
     assert [*tmp_path.iterdir()] == [it.path]
 
@@ -70,7 +73,7 @@ def test_every_byte_flipped(tmp_path: Path) -> None:
                 assert right.sum() == COUNT - 1
                 assert not right[at // PAGE_BYTES]
             else:
-                assert whole is None
+                assert isinstance(whole, FileRefusal)
             if table <= at < table + COUNT * LAYOUT.row_bytes:
                 assert not right[(at - table) // LAYOUT.row_bytes]
 
@@ -82,7 +85,7 @@ def test_every_length(tmp_path: Path) -> None:
         tail = rng.integers(0, 256, max(0, length - it.size), np.uint8).tobytes()
         it.put(it.bytes[:length] + tail)
         it.read()
-        assert (read_rows(it.path, LAYOUT) is not None) == (length == it.size)
+        assert (not isinstance(read_rows(it.path, LAYOUT), FileRefusal)) == (length == it.size)
 
 
 def test_random_damage(tmp_path: Path) -> None:
@@ -122,7 +125,7 @@ def test_a_file_of_another_kind_is_no_file(tmp_path: Path) -> None:
     }
     it = Written(tmp_path)
     for name, layout in others.items():
-        assert read_rows(it.path, layout) is None, name
+        assert isinstance(read_rows(it.path, layout), FileRefusal), name
         it.layout = layout
         if layout.page_bytes == PAGE_BYTES:
             assert not it.read().any()
@@ -152,8 +155,8 @@ def test_two_rows_with_each_others_digests(tmp_path: Path, sealed: bool) -> None
     assert it.read(refusals=refused).tolist() == [True, False, True, False, True]
     assert refused == {"foreign": 2}
     known = read_rows(it.path, LAYOUT)
-    assert (known is not None) == sealed
-    if known is not None:
+    assert isinstance(known, FileRefusal) != sealed
+    if not isinstance(known, FileRefusal):
         assert np.array_equal(known, it.digests[[0, 3, 2, 1, 4]])
         it.digests = known
         it.content = it.content[[0, 3, 2, 1, 4]]
@@ -166,7 +169,7 @@ def test_the_same_page_twice_makes_no_file(tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
     page = rng.integers(0, 256, PAGE_BYTES, np.uint8)
     name, _ = write_pages(tmp_path, "t.tmp", LAYOUT, np.ones((2, WORDS), np.uint64), [[page], [page]], SystemIO())
-    assert read_rows(tmp_path / name, LAYOUT) is None
+    assert read_rows(tmp_path / name, LAYOUT) is FileRefusal.FOREIGN
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "empty", "gone", "link to nothing"])
@@ -183,7 +186,7 @@ def test_what_is_no_file_at_all(tmp_path: Path, kind: str) -> None:
         it.path.symlink_to(tmp_path / "nothing")
     assert not it.read().any()
     if kind in ("pipe", "empty"):
-        assert read_rows(it.path, LAYOUT) is None
+        assert isinstance(read_rows(it.path, LAYOUT), FileRefusal)
 
 
 def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
