@@ -20,7 +20,7 @@ _NEW_CAPACITY = 64
 
 
 class Context(Protocol):
-    """What the manager reads and writes of a request. Any object of this shape serves.
+    """What the manager reads and writes of a request: `TextContext` says what each means. Any such object serves.
 
     An object may have any of these optional attributes too: `cache_salt` (str), `extra_keys` (`ExtraKeys`), `retention`
     (`Retention`), and `prefix_hasher`, None at first, where the manager keeps the page hashes of a request that waits
@@ -31,49 +31,23 @@ class Context(Protocol):
     """
 
     @property
-    def request_id(self) -> RequestID:
-        """What names the request."""
-        ...
-
+    def request_id(self) -> RequestID: ...
     @property
-    def tokens(self) -> NDArray[np.integer[Any]]:
-        """Every known token, `[end_idx]`."""
-        ...
-
+    def tokens(self) -> NDArray[np.integer[Any]]: ...
     @property
-    def start_idx(self) -> int:
-        """Tokens whose KV is in the cache."""
-        ...
-
+    def start_idx(self) -> int: ...
     @property
-    def active_idx(self) -> int:
-        """End of the tokens to run now; a chunk ends before `end_idx`."""
-        ...
-
+    def active_idx(self) -> int: ...
     @property
-    def end_idx(self) -> int:
-        """Tokens known."""
-        ...
-
+    def end_idx(self) -> int: ...
     @property
-    def active_length(self) -> int:
-        """Tokens to run now."""
-        ...
-
+    def active_length(self) -> int: ...
     @property
-    def current_length(self) -> int:
-        """Tokens known: equal to `end_idx`."""
-        ...
-
-    def update(self, token: int) -> None:
-        """Take up the token that the model made of the active tokens."""
-        ...
-
+    def current_length(self) -> int: ...
+    def update(self, token: int) -> None: ...
     def set_token_indices(
         self, start_idx: int | None = None, active_idx: int | None = None, end_idx: int | None = None
-    ) -> None:
-        """Move the indices that are given."""
-        ...
+    ) -> None: ...
 
 
 class TextContext:
@@ -304,13 +278,8 @@ class TextContext:
 class Leader(Protocol):
     """What moves many contexts at once, and lets each catch up when somebody looks at it: a `Batch`."""
 
-    def catch_up(self, place: int) -> None:
-        """Bring the context at `place` up to date."""
-        ...
-
-    def lose(self, place: int) -> None:
-        """Bring the context at `place` up to date and move it no more."""
-        ...
+    def catch_up(self, place: int) -> None: ...
+    def lose(self, place: int) -> None: ...
 
 
 def checked_tokens(request_id: str, tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int32]:

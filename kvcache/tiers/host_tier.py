@@ -67,23 +67,17 @@ class HostStore(NamedTuple):
 
 
 class LowerTier(Protocol):
-    """Where pages are that the host tier does not have."""
+    """Where pages are that the host tier does not have: a `FileTier`, which says what each means."""
 
-    def offer(self, digests: Digests) -> None:
-        """The host tier has these pages now."""
-        ...
-
-    def used(self, digests: Digests) -> None:
-        """A request has used these pages."""
-        ...
-
-    def promote(self, digests: Digests, *, wait: bool) -> bool:
-        """Fetch the first of these pages into host slots, as many as there are; whether some have come since."""
-        ...
+    def offer(self, digests: Digests) -> None: ...
+    def used(self, digests: Digests) -> None: ...
+    def promote(self, digests: Digests, *, wait: bool) -> bool: ...
 
 
 class ReplicaTier(PagesBelow):
     """One replica's side of the host tier: what is to be copied there, and what is on its way back.
+
+    What a replica calls, `PagesBelow` says.
 
     Attributes:
         lower: where the pages are that left the host tier, if anywhere.
@@ -112,7 +106,6 @@ class ReplicaTier(PagesBelow):
     # ---- to the host
 
     def published(self, pages: Pages, digests: Digests) -> None:
-        """`pages` were published just now: they are to be copied."""
         new = ~self.storing[pages]  # a fork publishes again what it shares
         if not new.all():
             pages, digests = pages[new], digests[new]
@@ -189,8 +182,7 @@ class ReplicaTier(PagesBelow):
     # ---- and back
 
     def find(self, row: int, context: Context, first: int, hasher_of: HasherOfRow, *, wait: bool) -> Slots:
-        """The slots that hold the row's context from page `first` on; what was promised before is there now."""
-        self.arrive(np.array([row]))  # those pages may be replaced now
+        self.arrive(np.array([row]))  # pages that were promised may be replaced now
         return self.match(hasher_of(row, context), context, first, wait=wait)
 
     def match(self, hasher: PrefixHasher, context: Context, first: int, *, wait: bool = False) -> Slots:
@@ -209,11 +201,9 @@ class ReplicaTier(PagesBelow):
         return slots
 
     def hold(self, slots: Slots) -> None:
-        """Keep `slots` until `restore` has taken them over."""
         self.host.pool.hold(slots)
 
     def restore(self, row: int, pages: Pages, slots: Slots) -> None:
-        """Bring held `slots` into `pages`, which the row alone holds. They may be read after `arrive`."""
         load = HostLoad(slots, pages)
         self.pool.add_writer(pages)
         self._loads.setdefault(row, []).append(load)
@@ -221,10 +211,7 @@ class ReplicaTier(PagesBelow):
             self._begin(load)
 
     def arrive(self, rows: Rows) -> None:
-        """Whatever reads the pages of `rows` from now on reads what was restored.
-
-        Copies that take the caller's time are made here, and not before: a request that is given up first costs none.
-        """
+        """Copies that take the caller's time are made now, not before: a request that is given up first costs none."""
         asked = as_rows(rows) if self._loads else np.zeros(0, np.int64)
         for row in [row for row in self._loads if (asked == row).any()]:
             for load in self._loads.pop(row):
@@ -234,7 +221,6 @@ class ReplicaTier(PagesBelow):
         self.poll()
 
     def coming(self, row: int | None = None) -> list[Pages]:
-        """Pages that are on their way back: those that the row waits for, or all."""
         return [load.pages for load in (self.open_loads if row is None else self._loads.get(row, ()))]
 
     def store_all(self) -> None:
@@ -251,11 +237,9 @@ class ReplicaTier(PagesBelow):
                 mark.wait()
         self.poll()
 
-    # ---- recounted by `check`
-
     @property
     def open_loads(self) -> list[HostLoad]:
-        """Every load that is not over."""
+        """Every load that is not over: recounted by `check`."""
         return [*self._left, *(load for loads in self._loads.values() for load in loads)]
 
     # ---- inside

@@ -57,11 +57,9 @@ class SystemIO:
     """preadv and pwritev: as fast as NIXL's POSIX plugin or faster, whichever queue that uses (`benchmarks.tiers`)."""
 
     def write(self, file: int, parts: Sequence[Part], offset: int) -> None:
-        """Write the parts, one after another, from `offset` on."""
         _all_of(cast("_Move", os.pwritev), file, parts, offset)
 
     def read(self, file: int, parts: Sequence[Part], offset: int) -> None:
-        """Fill the parts, one after another, with what lies from `offset` on."""
         _all_of(cast("_Move", os.preadv), file, parts, offset)
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from kvcache.errors import InvariantError, PoolTooSmallError
 from kvcache.layout import PageLayout, replica_fingerprint
@@ -21,7 +20,6 @@ from kvcache.tiers.file_tier import FileTier
 from kvcache.tiers.host_tier import HostTier, ReplicaTier
 from kvcache.tiers.page_files import FileFormat, FileRefusal, SystemIO
 from kvcache.tiers.page_folder import PageFolder, namespace_of
-from kvcache.types import PageIO
 
 _SHARE = 0.05  # of the time that passes, for copies that take the loop's own
 _MOST_CREDIT_S = 0.005  # what a long step leaves to spend at once
@@ -31,11 +29,8 @@ _BATCH_BYTES = 1 << 20  # copied between two looks at the clock
 class Tiers:
     """The host tier of a manager and the file tier below it, shared by its replicas.
 
-    Published pages are copied a few at a time, at each `fetch`, for at most a share of the time that has passed: that
+    Published pages are copied a few at a time, at each `fetch`, for at most a `share` of the time that has passed: that
     bounds what a step pays, whatever its length. What an eviction is about to overwrite is copied then and there.
-
-    Attributes:
-        share: of the time that passes, for copies that take the loop's own.
     """
 
     def __init__(self, host: HostTier, replicas: Sequence[ReplicaTier], files: FileTier | None) -> None:
@@ -175,8 +170,4 @@ def _make_file_tier(params: KVCacheParams, layouts: Sequence[PageLayout], host: 
     layout = FileFormat(namespace, sum(shard.page_bytes for shard in layouts), DIGEST_BYTES[params.hash_algorithm])
     folder = PageFolder(Path(params.file_tier_dir), namespace)
     most = int((params.file_tier_max_gb or 0) * 2**30)
-    return FileTier(folder, layout, most, host, params.file_tier_io or _system_io)
-
-
-def _system_io(_memory: Sequence[torch.Tensor]) -> PageIO:
-    return SystemIO()
+    return FileTier(folder, layout, most, host, params.file_tier_io or (lambda _: SystemIO()))

@@ -174,7 +174,7 @@ KVCACHE_TIERS: tuple[Module, ...] = (
                 equivalent="the row's digest is the wanted one here",
             ),
             Mutation("_judge", "if footer == wanted:", "if True:"),
-            Mutation("read_rows", "if len({row.tobytes() for row in digests}) == count:", "if True:"),
+            Mutation("read_rows", " if len({row.tobytes() for row in digests}) == count else FileRefusal.FOREIGN", ""),
             Mutation(
                 "FileFormat.count_of",
                 "0 if rest or count < 0 else count",
