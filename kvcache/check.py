@@ -18,10 +18,7 @@ _CHANGES_SOMETHING = (
 
 
 def check_around_calls(manager: Any) -> None:
-    """Let every call that changes something run `check` before and after it, also after an error.
-
-    On this object alone: without checks a call costs nothing more.
-    """
+    """Let every call of this object that changes something run `check` before and after it, also after an error."""
     for name in _CHANGES_SOMETHING:
         setattr(manager, name, _checked_around(getattr(manager, name), manager.check))
 
@@ -41,8 +38,8 @@ def _checked_around(method: Callable[..., Any], check: Callable[[], None]) -> Ca
 def check_replica(replica: Replica) -> None:
     """Raise `InvariantError` at the first discrepancy: rows, then holders, writers and free pages, then the index.
 
-    Holders are counted by walking the rows and the leases, writers by walking the imports that have not given their
-    pages back and the pages on their way from a lower tier, free pages by difference.
+    Holders are counted by walking rows and leases, writers by walking open imports and pages on their way from a lower
+    tier, free pages by difference.
     """
     pool, rows = replica.pool, replica.rows
     holders = np.zeros(pool.num_pages + 1, np.int64)

@@ -24,11 +24,6 @@ class Claims:
     that rebuilds its contexts releases the request and claims it anew, or hands in one object that reads from them.
 
     The calls raise as those of `PagedKVCacheManager` that use them.
-
-    Attributes:
-        places: of the claimed requests.
-        bound: place of each bound context, by the context itself, which is compared by identity and kept alive; by its
-            `id` in a tuple where its class compares or hashes otherwise.
     """
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
@@ -36,6 +31,8 @@ class Claims:
         self._rows_per_replica = len(replicas[0].rows.request_ids)
         self._releases = 0
         self.places: dict[RequestID, int] = {}
+        # Place of each bound context, by the context itself, which is compared by identity and kept alive; by its `id`
+        # in a tuple where its class compares or hashes otherwise.
         self.bound: dict[object, int] = {}
         self._contexts: dict[int, Context] = {}  # by place
 

@@ -98,21 +98,13 @@ class CopyMark:
 
 
 class PageMover:
-    """Copies between the pages of one shard and the slots of the host tier.
+    """Copies between the pages of a shard, `[pages, ...]`, and slots of the host tier, uint8 `[slots, page_bytes]`.
 
     On the CPU it copies on the thread that calls, at the rate of memcpy. A thread beside the loop was rejected: it
     releases the GIL while it copies, but each time that it takes the GIL back, the loop may wait for a scheduler's
     tick: steps of 0.2 ms had 4.3 ms in one of a hundred (two cores, decode steps of 64 and 1,024 requests). And it
-    takes no work away where the model runs on these cores too. A GPU copies on a stream of its own, beside the caller.
-
-    Args:
-        blocks: the pool of the shard, `[pages, ...]`, dense page after page.
-        host: the slots, uint8 `[slots, page_bytes]`; pinned where a GPU copies.
-        stream: the one that the model's work is ordered by; None means the current one.
-
-    Attributes:
-        at_once: a copy is over when the call returns. Else it runs after what the device was told before, and the calls
-            return its mark.
+    takes no work away where the model runs on these cores too. A GPU copies from and to pinned slots on a stream of its
+    own, in order with `stream` (None: the current one): the calls return marks then, else they are over (`at_once`).
     """
 
     def __init__(self, blocks: torch.Tensor, host: torch.Tensor, stream: Any) -> None:

@@ -19,28 +19,17 @@ class PageLayout(msgspec.Struct, frozen=True, tag="page_layout/1"):
     A page is a dense box of `layers × sides × heads × page_size × head_dim` elements. `order` says how the box lies in
     memory, outermost axis first. In the default order a page is one run of bytes, and so is any range of its heads:
     a transfer between different tensor-parallel splits still copies one run per page.
-
-    Attributes:
-        dtype: name of the element type, as torch spells it ("bfloat16").
-        itemsize: bytes of one element.
-        num_layers: layers that contribute KV.
-        sides: 2 for keys and values, 1 for a latent.
-        first_head: the model's first head that this shard holds.
-        num_heads: heads that this shard holds.
-        page_size: tokens of a page.
-        head_dim: elements of one head of one token.
-        order: the axes, outermost first, comma-separated.
     """
 
-    dtype: str
-    itemsize: int
-    num_layers: int
-    sides: int
-    first_head: int
-    num_heads: int
-    page_size: int
-    head_dim: int
-    order: str
+    dtype: str  # of the elements, as torch spells it ("bfloat16")
+    itemsize: int  # bytes of one element
+    num_layers: int  # that contribute KV
+    sides: int  # 2 for keys and values, 1 for a latent
+    first_head: int  # the model's first head that this shard holds
+    num_heads: int  # that this shard holds
+    page_size: int  # tokens of a page
+    head_dim: int  # elements of one head of one token
+    order: str  # the axes, outermost first, comma-separated
 
     @property
     def extents(self) -> dict[str, int]:

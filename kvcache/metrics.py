@@ -6,41 +6,23 @@ import msgspec
 
 
 class KVCacheMetrics(msgspec.Struct, frozen=True):
-    """What a manager did since it was made or `reset_metrics`, over all replicas.
+    """What a manager did since it was made or `reset_metrics`, over all replicas."""
 
-    Attributes:
-        input_tokens: prompt tokens that ran, each counted once: not decode steps, not refused reservations.
-        cache_tokens: prompt tokens that did not have to run, as their pages were found.
-        h2d_blocks_copied: pages copied from the host tier.
-        d2h_blocks_copied: pages copied to the host tier.
-        evictions: published pages that were given away.
-        d2d_blocks_copied: pages copied from one replica to another.
-        file_blocks_written: pages written to the file tier.
-        file_blocks_read: pages read from the file tier into the host tier.
-        file_blocks_refused: pages of the file tier that were not read, for one of these reasons:
-        file_blocks_gone: their file is deleted.
-        file_blocks_unreadable: something else has the file's name, or the system fails to read it.
-        file_blocks_cut: their file has another size than it had.
-        file_blocks_foreign: the file has other pages in their place.
-        file_blocks_corrupted: their checksums are others.
-        files_refused: files that lay in the file tier's folder and were not taken up: broken, or of another kind.
-    """
-
-    input_tokens: int = 0
-    cache_tokens: int = 0
-    h2d_blocks_copied: int = 0
-    d2h_blocks_copied: int = 0
-    evictions: int = 0
-    d2d_blocks_copied: int = 0
-    file_blocks_written: int = 0
-    file_blocks_read: int = 0
-    file_blocks_refused: int = 0
-    file_blocks_gone: int = 0
-    file_blocks_unreadable: int = 0
-    file_blocks_cut: int = 0
-    file_blocks_foreign: int = 0
-    file_blocks_corrupted: int = 0
-    files_refused: int = 0
+    input_tokens: int = 0  # prompt tokens that ran, each counted once: not decode steps, not refused reservations
+    cache_tokens: int = 0  # prompt tokens that did not have to run, as their pages were found
+    h2d_blocks_copied: int = 0  # pages copied from the host tier
+    d2h_blocks_copied: int = 0  # pages copied to the host tier
+    evictions: int = 0  # published pages that were given away
+    d2d_blocks_copied: int = 0  # pages copied from one replica to another
+    file_blocks_written: int = 0  # pages written to the file tier
+    file_blocks_read: int = 0  # pages read from the file tier into the host tier
+    file_blocks_refused: int = 0  # pages of the file tier that were not read, for one of these reasons:
+    file_blocks_gone: int = 0  # their file is deleted
+    file_blocks_unreadable: int = 0  # something else has the file's name, or the system fails to read it
+    file_blocks_cut: int = 0  # their file has another size than it had
+    file_blocks_foreign: int = 0  # the file has other pages in their place
+    file_blocks_corrupted: int = 0  # their checksums are others
+    files_refused: int = 0  # files in the file tier's folder that were not taken up: broken, or of another kind
 
     @property
     def prompt_tokens(self) -> int:

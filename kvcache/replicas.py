@@ -51,20 +51,13 @@ def place_replicas(
 
 
 class Replicas:
-    """All replicas of a manager. Its calls raise as those of `PagedKVCacheManager` that use them.
-
-    Attributes:
-        placed: each with its devices.
-        each: each without them.
-        capacity: by place (a row of a replica), tokens that its pages hold; place -1, nobody's, holds none.
-        tiers: what lies below them; None where nothing does.
-    """
+    """All replicas of a manager. Its calls raise as those of `PagedKVCacheManager` that use them."""
 
     def __init__(
         self, placed: Sequence[PlacedReplica], capacity: array[int], params: KVCacheParams, tiers: Tiers | None
     ) -> None:
         self.placed = placed
-        self.capacity = capacity
+        self.capacity = capacity  # by place, tokens that its pages hold; place -1, nobody's, holds none
         self.tiers = tiers
         self.each: list[Replica] = [place.replica for place in placed]
         self._router = Router(len(placed), params.routing)
@@ -141,10 +134,7 @@ class Replicas:
         return copied is not None
 
     def fetch(self, gathered: Gathered, num_steps: int) -> list[RaggedKVCacheInputs]:
-        """What the model reads, shard by shard and replica by replica. Raises before anything is counted.
-
-        What is restored from a lower tier is there when the model reads it.
-        """
+        """What the model reads, shard by shard and replica by replica. Raises before anything is counted."""
         states = [gathered.part(mine) for mine in self._split(gathered)]
         if gathered.slack < num_steps - 1:
             for replica, state in zip(self.each, states, strict=True):
@@ -154,7 +144,7 @@ class Replicas:
                 replica.leases.refuse_rewrite(state.rows, state.starts)
         if self.tiers is not None:
             for tier, state in zip(self.tiers.replicas, states, strict=True):
-                tier.arrive(state.rows)
+                tier.arrive(state.rows)  # what is restored from below is there when the model reads it
             self.tiers.tick()
         fetched: list[RaggedKVCacheInputs] = []
         for place, state in zip(self.placed, states, strict=True):

@@ -16,24 +16,20 @@ RoutingRule = Literal["prefix", "least-loaded", "round-robin"]
 class Routing:
     """How `get_or_recommend_replica` chooses, and whether replicas copy from each other.
 
-    Attributes:
-        rule: `prefix`: fewest pages to compute, weighed against recent load; `least-loaded`: fewest claimed requests,
-            the lowest index among equals; `round-robin`: the one after that which took the last new request.
-        load_weight: of `prefix`: what a page that a replica computed of late counts, against one it would have to.
-        load_decay: of `prefix`: what is left of the load with each admitted request. With the defaults 8 replicas have
-            93 and 98 % of the hits of one pool of all pages (Mooncake's conversation and synthetic traces), and the
-            busiest of them computes 7 and 5 % more than its share of 500 requests, 17 and 7 % in the worst of these
-            windows. Twice the weight gives up 3 to 5 points of these hits.
-        copy_pages: pages that a request misses on its replica, and another one has, are copied from there.
+    `prefix`: fewest pages to compute, weighed against recent load; `least-loaded`: fewest claimed requests, the lowest
+    index among equals; `round-robin`: the one after that which took the last new request.
 
-    Raises:
-        InvalidParamsError: (a ValueError) on the first value that cannot work.
+    With the default load 8 replicas have 93 and 98 % of the hits of one pool of all pages (Mooncake's conversation and
+    synthetic traces), and the busiest of them computes 7 and 5 % more than its share of 500 requests, 17 and 7 % in the
+    worst of these windows. Twice the weight gives up 3 to 5 points of these hits.
+
+    Raises `InvalidParamsError` (a ValueError) on the first value that cannot work.
     """
 
     rule: RoutingRule = "prefix"
-    load_weight: float = 0.25
-    load_decay: float = 0.995
-    copy_pages: bool = False
+    load_weight: float = 0.25  # of `prefix`: what a page that was computed of late counts, against one to compute
+    load_decay: float = 0.995  # of `prefix`: what is left of the load with each admitted request
+    copy_pages: bool = False  # pages that a request misses on its replica, and another one has, are copied from there
 
     def __post_init__(self) -> None:
         if self.rule not in get_args(RoutingRule):
@@ -46,11 +42,7 @@ class Routing:
 
 
 class Router:
-    """Weighs the pages that a replica would have to compute against the pages it computed of late.
-
-    Attributes:
-        routing: the settings.
-    """
+    """Weighs the pages that a replica would have to compute against the pages it computed of late."""
 
     def __init__(self, replicas: int, routing: Routing | None = None) -> None:
         self.routing = routing or Routing()
@@ -60,12 +52,8 @@ class Router:
     def recommend(self, missing: Sequence[int], claimed: Sequence[int], fits: Sequence[bool]) -> int:
         """The replica of least cost of those where the request fits, of all where it fits on none.
 
-        Among equals it is the one with the fewest claimed requests, then the lowest index.
-
-        Args:
-            missing: per replica, pages of the request that are not cached there.
-            claimed: per replica, requests that hold a row.
-            fits: per replica, whether there are a row and pages for the request now.
+        Of each replica are given: pages of the request that are `missing` there, `claimed` requests, whether it `fits`
+        now. Among equals it is the one with the fewest claimed requests, then the lowest index.
         """
         weight = self.routing.load_weight
         costs = [miss + weight * load for miss, load in zip(missing, self._loads, strict=True)]

@@ -48,9 +48,8 @@ def estimated_memory_size(
 ) -> int:
     """Bytes that the pages will take over all devices: the budget, or less where full-length requests need less.
 
-    Raises:
-        InvalidParamsError: (a ValueError) a size that cannot work.
-        UnknownArgumentError: (a TypeError) a keyword that nothing uses.
+    Raises `InvalidParamsError` (a ValueError), and `UnknownArgumentError` (a TypeError) for a keyword that nothing
+    uses.
     """
     _refuse_unknown("estimated_memory_size", unknown)
     batch, longest, layers = check_sizes(params, max_batch_size, max_seq_len, num_layers)
@@ -72,9 +71,7 @@ def infer_optimal_batch_size(
 ) -> int:
     """Requests of full length that the budget holds at a time: one a replica at least, `MOST_REQUESTS` at most.
 
-    Raises:
-        InvalidParamsError: (a ValueError) a size that cannot work.
-        UnknownArgumentError: (a TypeError) a keyword that nothing uses.
+    Raises as `estimated_memory_size`.
     """
     _refuse_unknown("infer_optimal_batch_size", unknown)
     check_params(params)
@@ -89,11 +86,7 @@ def infer_optimal_batch_size(
 def max_supported_sequence_length(
     params: KVCacheParams, num_layers: int, memory_available: int, page_size: int = 128
 ) -> int:
-    """Tokens of the longest request that each replica can hold, a multiple of the page size.
-
-    Raises:
-        InvalidParamsError: (a ValueError) a size that cannot work.
-    """
+    """Tokens of the longest request that each replica can hold, a multiple of the page size; `InvalidParamsError`."""
     check_params(params)
     size, layers = resolve_page_size(params, page_size), check_layers(num_layers)
     memory = whole("memory_available", memory_available, 0, MOST_BYTES)
@@ -110,9 +103,8 @@ def pages_per_replica(
 ) -> int:
     """Pages of each replica when `memory` bytes are split over the replicas.
 
-    Raises:
-        InvalidParamsError: (a ValueError) no number of bytes, or more pages than have an id.
-        PoolTooSmallError: (a RuntimeError) not one page, or more than the host has memory for.
+    Raises `InvalidParamsError` for no number of bytes, or more pages than have an id; `PoolTooSmallError` (a
+    RuntimeError) for not one page, or more than the host has memory for.
     """
     if memory is None:
         raise InvalidParamsError("available_cache_memory is not given: a number of bytes is needed")

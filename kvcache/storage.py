@@ -19,10 +19,7 @@ def allocate_blocks(layout: PageLayout, num_pages: int, device: torch.device) ->
     """Zeroed pages of one shard, `[num_pages, sides, layers, page_size, heads, head_dim]`, strided by `layout`.
 
     On the CPU the memory is private, anonymous and in huge pages, touched here: a transfer that meets an untouched or
-    4 KiB page runs at a fraction of the rate (measured: 0.4 to 8 GB/s in place of 15).
-
-    Raises:
-        PoolTooSmallError: (a RuntimeError) the device has not that much memory.
+    4 KiB page runs at a fraction of the rate (measured: 0.4 to 8 GB/s in place of 15). Raises `PoolTooSmallError`.
     """
     elements = num_pages * layout.page_elements
     dtype: torch.dtype = getattr(torch, layout.dtype)
@@ -41,10 +38,8 @@ def allocate_blocks(layout: PageLayout, num_pages: int, device: torch.device) ->
 def allocate_host_rows(rows: int, row_bytes: int, pinned_for: object = None) -> torch.Tensor:
     """Zeroed host memory, uint8 `[rows, row_bytes]`, in huge pages; pinned for the life of `pinned_for` where given.
 
-    Pinned memory is registered with the driver and not allocated by torch, which rounds up to a power of two.
-
-    Raises:
-        PoolTooSmallError: (a RuntimeError) the host has not that much memory, or may not pin it.
+    Pinned memory is registered with the driver and not allocated by torch, which rounds up to a power of two. Raises
+    `PoolTooSmallError` where there is not that much, or it may not be pinned.
     """
     try:
         memory = _huge_pages(rows * row_bytes)[: rows * row_bytes]

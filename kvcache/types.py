@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvcache.arguments import flag, integer, number, shown
+from kvcache.arguments import flag, integer, number, shown, whole
 from kvcache.errors import InvalidRequestError
 
 RequestID = str
@@ -37,19 +37,10 @@ class RaggedKVCacheInputs(NamedTuple):
 
 
 class RangeRetention(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A `Retention` of some of a request's tokens: its system prompt, its tool definitions.
+    """A `Retention` of some of a request's tokens: its system prompt, its tool definitions. Raises as that one."""
 
-    Attributes:
-        start: the first of these tokens.
-        end: the token after the last one; None: all tokens from `start` on.
-        session_continues, priority, ttl_s: as of `Retention`.
-
-    Raises:
-        InvalidRequestError: (a ValueError) a value out of range.
-    """
-
-    start: int
-    end: int | None = None
+    start: int  # the first of these tokens
+    end: int | None = None  # the token after the last one; None: all tokens from `start` on
     session_continues: bool | None = None
     priority: int = 50
     ttl_s: float | None = None
@@ -60,61 +51,45 @@ class RangeRetention(msgspec.Struct, frozen=True, omit_defaults=True):
             raise InvalidRequestError(
                 f"retention: a range from token {shown(self.start)} to {shown(self.end)} has no tokens"
             )
-        _check_hint(self.session_continues, self.priority, self.ttl_s)
+        _check_hint(self)
 
 
 class Retention(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a client knows about the future of a request's pages. A hint biases the order of eviction, never locks.
 
     It is read when the request is admitted and when it is released: the latter counts for its pages. A wrong hint costs
-    little (see `kvcache.pool.retention`), a true `session_continues` can be worth twice the pool.
-
-    Attributes:
-        session_continues: another request is expected to extend this one (True), none is (False), or unknown (None).
-        priority: 0 (first to go) to 100 (last to go), in steps of 25.
-        ttl_s: seconds, from the release on, for which the hint is worth anything; None: no end but its decay.
-        ranges: for some of the tokens, what is said of them alone. The last range that holds a page counts.
-
-    Raises:
-        InvalidRequestError: (a ValueError) a value out of range.
+    little (see `kvcache.pool.retention`), a true `session_continues` can be worth twice the pool. Raises
+    `InvalidRequestError` (a ValueError) for a value out of range.
     """
 
-    session_continues: bool | None = None
-    priority: int = 50
-    ttl_s: float | None = None
-    ranges: tuple[RangeRetention, ...] = ()
+    session_continues: bool | None = None  # whether another request is expected to extend this one; None: unknown
+    priority: int = 50  # 0 (first to go) to 100 (last to go), in steps of 25
+    ttl_s: float | None = None  # seconds from the release on for which the hint is worth anything; None: it decays
+    ranges: tuple[RangeRetention, ...] = ()  # what is said of some tokens alone: the last that holds a page counts
 
     def __post_init__(self) -> None:
-        _check_hint(self.session_continues, self.priority, self.ttl_s)
+        _check_hint(self)
         ranges = cast("tuple[object, ...]", self.ranges)
         if not isinstance(cast("object", ranges), tuple) or not all(isinstance(one, RangeRetention) for one in ranges):
             raise InvalidRequestError(f"retention: ranges is {shown(ranges)}, a tuple of RangeRetention is needed")
 
 
-def _check_hint(session_continues: object, priority: object, ttl_s: object) -> None:
-    if session_continues is not None:
-        flag("retention: session_continues", session_continues, InvalidRequestError)
-    wanted = integer(priority)
-    if wanted is None or not 0 <= wanted <= 100:
-        raise InvalidRequestError(f"retention: priority is {shown(priority)}, 0 to 100 is needed")
-    if ttl_s is not None and number("retention: ttl_s", ttl_s, InvalidRequestError) <= 0:
-        raise InvalidRequestError(f"retention: ttl_s is {shown(ttl_s)}, a number of seconds above 0 is needed, or None")
+def _check_hint(hint: Retention | RangeRetention) -> None:
+    if hint.session_continues is not None:
+        flag("retention: session_continues", hint.session_continues, InvalidRequestError)
+    whole("retention: priority", hint.priority, 0, 100, InvalidRequestError)
+    if hint.ttl_s is not None and number("retention: ttl_s", hint.ttl_s, InvalidRequestError) <= 0:
+        raise InvalidRequestError(f"retention: ttl_s is {hint.ttl_s}, a number of seconds above 0 is needed, or None")
 
 
 class Admission(NamedTuple):
-    """Where a request that is not claimed yet is best claimed, and what would come of it.
-
-    Attributes:
-        replica_idx: the replica.
-        cached_pages: pages of the request that are published there.
-        missing_pages: pages that it would have to be given there, to begin with.
-        fits: whether there are a free row and so many free pages now. False: on no replica, where the rule weighs them
-            (`prefix`), else not on this one; the request has to wait for another's release.
-    """
+    """Where a request that is not claimed yet is best claimed, and what would come of it."""
 
     replica_idx: int
-    cached_pages: int
-    missing_pages: int
+    cached_pages: int  # of the request, published there
+    missing_pages: int  # that it would have to be given there, to begin with
+    # Whether there are a free row and so many free pages now. False: on no replica, where the rule weighs them
+    # (`prefix`), else not on this one; the request has to wait for another's release.
     fits: bool
 
 
@@ -123,12 +98,10 @@ Part = NDArray[np.uint8]
 
 
 class PageIO(Protocol):
-    """Moves bytes between memory and an open file. All of them, or it raises `OSError`."""
+    """Moves bytes between an open file, from `offset` on, and parts of memory, one after another.
 
-    def write(self, file: int, parts: Sequence[Part], offset: int) -> None:
-        """Write the parts, one after another, from `offset` on."""
-        ...
+    All of them, or it raises `OSError`.
+    """
 
-    def read(self, file: int, parts: Sequence[Part], offset: int) -> None:
-        """Fill the parts, one after another, with what lies from `offset` on."""
-        ...
+    def write(self, file: int, parts: Sequence[Part], offset: int) -> None: ...  # noqa: D102 - as the class says
+    def read(self, file: int, parts: Sequence[Part], offset: int) -> None: ...  # noqa: D102

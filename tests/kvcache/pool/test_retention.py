@@ -81,7 +81,7 @@ def test_a_range_speaks_for_the_pages_that_lie_in_it() -> None:
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda: Retention(priority=101), "priority is 101, 0 to 100"),
+        (lambda: Retention(priority=101), "priority is 101: an integer from 0 to 100"),
         (lambda: Retention(priority=-1), "priority is -1"),
         (lambda: Retention(ttl_s=0.0), "ttl_s is 0.0"),
         (lambda: Retention(ttl_s=math.inf), "ttl_s is inf"),
