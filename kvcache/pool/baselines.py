@@ -28,17 +28,14 @@ class LruBaseline:
 
     The sample is by digest, so a page is in it at each of its uses or at none; counts of such a sample stand for the
     whole (C. Waldspurger and others, "Efficient MRC construction with SHARDS", FAST 2015).
-
-    Attributes:
-        rate: one digest in so many is looked at: those whose first word
-        mask: has none of these bits.
     """
 
     def __init__(self, num_pages: int) -> None:
         self.rate = 1
         while num_pages // (2 * self.rate) >= _LEAST_SAMPLE:
             self.rate *= 2
-        self.mask = np.uint64((self.rate - 1) << 32)  # other bits than the prefix index takes for its buckets
+        # None of these bits is set in the first word of a digest that is looked at: others than the prefix index takes.
+        self.mask = np.uint64((self.rate - 1) << 32)
         self._room = max(1, num_pages // self.rate)  # as of the last visit
         self._kept: OrderedDict[int, None] = OrderedDict()  # least recently used first
 
@@ -67,7 +64,6 @@ class LruBaseline:
             self._kept.pop(word, None)
 
     def clear(self) -> None:
-        """Every page left."""
         self._kept.clear()
 
     def _touch(self, sample: list[int]) -> None:
@@ -88,7 +84,8 @@ class HintedBaseline:
     """The order of a pool's hints at a `share` of its own, over the same sample of digests as an `LruBaseline` has.
 
     The real cache shows what hints are worth at the share that they have now. A share may be too small to hold any page
-    until it is asked for again, and then right hints show nothing: this baseline tells them from wrong ones.
+    until it is asked for again, and then right hints show nothing: this baseline tells them from wrong ones. Its calls
+    mean what those of an `LruBaseline` mean.
     """
 
     def __init__(self, num_pages: int, rate: int, mask: np.uint64, share: float) -> None:
@@ -103,7 +100,6 @@ class HintedBaseline:
         self._free = [*range(most, 0, -1)]
 
     def visit(self, words: Words, room: int) -> int:
-        """As of an `LruBaseline`."""
         self._room = min(self._most, max(1, room // self.rate))
         sample = words[self._sampled(words)].tolist()
         found = next((at for at, word in enumerate(sample) if word not in self._ids), len(sample))
@@ -111,7 +107,6 @@ class HintedBaseline:
         return found
 
     def touch(self, words: Words) -> None:
-        """These pages were used, the first of them last."""
         self._append(self._take(words[self._sampled(words)].tolist()))
 
     def leave(self, words: Words, hints: PageHints | None) -> None:
@@ -125,7 +120,6 @@ class HintedBaseline:
         self._append(pages)
 
     def forget(self, words: Words) -> None:
-        """These pages left the pool by another's decision than that of any order."""
         gone = {self._ids[word] for word in words.tolist() if word in self._ids}
         if gone:
             pages = np.array([*gone], np.int32)
@@ -133,7 +127,6 @@ class HintedBaseline:
             self._drop(pages)
 
     def clear(self) -> None:
-        """Every page left."""
         self._drop(self._order.pop(self._order.count))
 
     def _sampled(self, words: Words) -> NDArray[np.intp]:

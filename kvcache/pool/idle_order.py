@@ -36,19 +36,14 @@ class IdleOrder:
     leaves from the middle by clearing its stamp. An empty chunk is used again; when there is none, two neighbours that
     fit into one are merged. There are chunks for twice the pool, so two such neighbours exist. No call costs more than
     what it changes and one chunk: a log squeezed as a whole stops a server of 4 million pages for 50 ms now and then.
-
-    Attributes:
-        count: pages of the order.
-        log: that it writes to, of its own or of several orders of the same pages.
-        chunks: of the log, those that are this order's, oldest first.
     """
 
     def __init__(self, num_pages: int, log: OrderLog | None = None) -> None:
-        self.log = log = log or OrderLog(num_pages)
+        self.log = log = log or OrderLog(num_pages)  # of its own, or of several orders of the same pages
         self._log, self._stamp, self._live, self._spare = log.entries, log.stamp, log.live, log.spare
         self._family = log.orders
         self._family.append(self)
-        self.chunks: list[int] = []
+        self.chunks: list[int] = []  # of the log, those that are this order's, oldest first
         self._head = 0  # entries of the oldest chunk that need not be looked at again
         self._filled = CHUNK  # entries of the newest chunk
         self._open_chunk()
@@ -121,7 +116,7 @@ class IdleOrder:
         return pages[np.argsort(places[chunks] * CHUNK + offsets)]
 
     def pages(self) -> Pages:
-        """Every page of the order, oldest first."""
+        """Oldest first."""
         return np.concatenate([self._entries(chunk, 0, self._end_of(chunk)) for chunk in self.chunks])
 
     def check(self) -> None:

@@ -92,17 +92,8 @@ def merge_codes(old: Codes, new: Codes | None) -> Codes:
 class HintedOrder:
     """The idle pages of one pool in the order in which they go. See the module.
 
-    Args:
-        num_pages: of the pool.
-        recent: the pages that are idle now, in a log with room for `MOST_ORDERS`.
-        quotas: whose pages go first of all where a tenant has too many; None: nobody has a quota.
-        on_surplus: told of the pages that go for a quota.
-        clock: seconds, for hints with a time to live.
-
-    Attributes:
-        share: of the idle pages, how many follow the hints, 0.0 to 1.0.
-        count: pages of the order.
-        codes: uint8 `[num_pages + 1]`, what was said of each page; set while a page is not idle.
+    `recent` has the pages that are idle now, in a log with room for `MOST_ORDERS`. `quotas` say whose pages go first of
+    all, and `on_surplus` is told of these. `clock` gives seconds, for hints with a time to live.
     """
 
     def __init__(
@@ -113,7 +104,8 @@ class HintedOrder:
         on_surplus: Callable[[Pages], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.share = 0.0
+        self.share = 0.0  # of the idle pages, how many follow the hints
+        # What was said of each page; set while it is not idle.
         self.codes = np.full(num_pages + 1, NEUTRAL, np.uint8)
         self._quotas = quotas
         self._on_surplus = on_surplus
@@ -177,7 +169,6 @@ class HintedOrder:
         return gone
 
     def pages(self) -> Pages:
-        """Every page of the order: those that follow hints first, then the others, oldest first."""
         return np.concatenate([*(order.pages() for order in self._older.values()), self._recent.pages()])
 
     def check(self) -> None:

@@ -33,25 +33,16 @@ _STEPS_KEPT = 256  # updates that a batch holds before it hands them to the cont
 
 
 class Gathered:
-    """What one call needs of its requests, as arrays `[len]`.
-
-    Attributes:
-        contexts: the requests, in batch order.
-        replicas, rows: the replica of each, and its row there.
-        run: the rows as a slice, where they are one run of one replica; arrays of rows are read without a copy then.
-        starts, actives, ends: tokens cached, the end of those to run, and tokens known.
-        slack: tokens that every request can surely grow by on its pages; -1 if not known.
-        due: tokens that every request can surely compute before one fills a page; 0 if not known.
-        unbound: whether some hold no pages yet: their rows know no context so far.
-    """
+    """What one call needs of its requests, as arrays `[len]`, in batch order."""
 
     __slots__ = ("actives", "contexts", "due", "ends", "replicas", "rows", "run", "slack", "starts", "unbound")
 
     def __init__(self, contexts: Sequence[Context], replicas: Ints, rows: Ints, *, starts_only: bool = False) -> None:
         self.contexts: Sequence[Context] = contexts
-        self.replicas = replicas
-        self.rows = rows
-        self.unbound = False
+        self.replicas = replicas  # of each its replica,
+        self.rows = rows  # and its row there
+        self.unbound = False  # whether some hold no pages yet: their rows know no context so far
+        # The rows where they are one run of one replica: arrays of rows are read without a copy then.
         self.run: slice | None = None
         count = len(rows)
         if count == 1 or (
@@ -64,7 +55,8 @@ class Gathered:
         """Read the indices of every context; `starts_only`: `actives` and `ends` are not asked for."""
         contexts, count = self.contexts, len(self.contexts)
         self.starts: Ints = np.fromiter([context.start_idx for context in contexts], np.int64, count)
-        self.slack, self.due = -1, 0
+        self.slack = -1  # tokens that every request can surely grow by on its pages; -1: not known
+        self.due = 0  # tokens that every request can surely compute before one fills a page; 0: not known
         if starts_only:
             return
         self.actives: Ints = np.fromiter([context.active_idx for context in contexts], np.int64, count)
@@ -118,12 +110,10 @@ class Gathered:
         return next_digests(hashers, firsts, rows, from_the_context)
 
     def tokens(self, place: int) -> NDArray[np.integer[Any]]:
-        """The known tokens of the context at `place`."""
         context: Context = self.contexts[place]
         return context.tokens
 
     def hashers(self, at: list[int], hasher_of: HasherOf) -> list[PrefixHasher]:
-        """The hashers of the contexts at the places `at`."""
         return [hasher_of(int(self.replicas[place]), int(self.rows[place]), self.contexts[place]) for place in at]
 
 
@@ -157,7 +147,6 @@ class Batch(Gathered, Sequence[Context]):
         return iter(self.contexts)
 
     def gather(self, *, starts_only: bool = False) -> None:
-        """Read every context, and lead those that can follow."""
         super().gather(starts_only=starts_only)
         self._count = self._page_size
         self._seen = [self._count] * len(self.contexts)
@@ -177,7 +166,6 @@ class Batch(Gathered, Sequence[Context]):
         self._stale = False  # after all have followed: a context that follows anew leaves this same batch first
 
     def part(self, mine: Ints | None) -> BatchState:
-        """As of `Gathered`."""
         if mine is not None or not self._updated:
             return super().part(mine)
         # One token each: what `max` would find is known.
@@ -192,9 +180,8 @@ class Batch(Gathered, Sequence[Context]):
     def update(self, tokens: Sequence[int] | NDArray[np.integer]) -> None:
         """Give each request its next token, int `[len]`, as `TextContext.update` does; or touch nothing.
 
-        Raises:
-            InvalidRequestError: (a ValueError) not one integer from 0 to 2**31 - 1 a request.
-            SequenceTooLongError: (a RuntimeError) a request has its `max_length` already.
+        Raises `InvalidRequestError` unless there is one integer from 0 to 2**31 - 1 a request, and
+        `SequenceTooLongError` where a request has its `max_length` already.
         """
         array = self._checked(tokens)
         self.refresh()
@@ -221,7 +208,6 @@ class Batch(Gathered, Sequence[Context]):
         self.starts = self.ends - 1
 
     def digests(self, places: Ints, firsts: Ints, lasts: Ints, hasher_of: HasherOf) -> NDArray[np.uint64]:
-        """As of `Gathered`."""
         columns = self._count - self.ends[places] + firsts * self._page_size
         column = int(columns[0])
         if not self._together or column < 0 or (columns != column).any() or (lasts - firsts != 1).any():
@@ -232,7 +218,7 @@ class Batch(Gathered, Sequence[Context]):
         return self.digest_pages(at, self.hashers(at, hasher_of), firsts.tolist(), page_rows(tokens, self._page_size))
 
     def hashers(self, at: list[int], hasher_of: HasherOf) -> list[PrefixHasher]:
-        """As of `Gathered`, looked up once."""
+        """Looked up once."""
         kept = self._hashers
         for place in at:
             if place not in kept:
@@ -240,7 +226,6 @@ class Batch(Gathered, Sequence[Context]):
         return [kept[place] for place in at]
 
     def catch_up(self, place: int) -> None:
-        """Bring the context at `place` up to date."""
         seen, context = self._seen[place], self.contexts[place]
         if seen != self._count and isinstance(context, TextContext):
             self._seen[place] = self._count
@@ -248,7 +233,6 @@ class Batch(Gathered, Sequence[Context]):
             context.append(tokens, int(self.starts[place]), int(self.actives[place]))
 
     def lose(self, place: int) -> None:
-        """Bring the context at `place` up to date; it moves by itself from now on."""
         self.catch_up(place)
         self._stale = True
 

@@ -24,81 +24,47 @@ class BlockTable(msgspec.Struct, frozen=True, tag="block_table/1", omit_defaults
     """Where the KV of one request lies: the contract between a manager, a transfer, and another manager.
 
     The page ids mean something only to the manager that made the table, and only while it holds them for the request.
-
-    Attributes:
-        request_id: the request, as the maker of the table calls it.
-        replica_idx: the maker's replica that holds the pages.
-        num_tokens: tokens whose KV the pages hold; the last page may be partly filled.
-        page_size: tokens of a page.
-        groups: per group of layers the page ids in logical order.
-        fingerprint: names the geometry of the pages on all shards (`kvcache.layout.replica_fingerprint`): where two
-            agree, pages may be copied as they are. A transfer that plans from the layouts does not need it.
-        hash_algorithm: of `digests`; empty where prefix caching is off.
-        digests: one after another, the digests of all full pages; none where prefix caching is off.
+    Where the fingerprints of two managers agree (`kvcache.layout.replica_fingerprint`), pages may be copied as they
+    are; a transfer that plans from the layouts does not need them.
     """
 
-    request_id: str
-    replica_idx: int
-    num_tokens: int
-    page_size: int
-    groups: tuple[tuple[int, ...], ...]
-    fingerprint: str
-    hash_algorithm: str = ""
-    digests: bytes = b""
+    request_id: str  # as the maker of the table calls it
+    replica_idx: int  # the maker's replica that holds the pages
+    num_tokens: int  # tokens whose KV the pages hold; the last page may be partly filled
+    page_size: int  # tokens of a page
+    groups: tuple[tuple[int, ...], ...]  # per group of layers the page ids in logical order
+    fingerprint: str  # names the geometry of the pages on all shards
+    hash_algorithm: str = ""  # of `digests`; empty where prefix caching is off
+    digests: bytes = b""  # one after another, of all full pages; none where prefix caching is off
 
 
 class PageCopy(NamedTuple):
-    """Pages to copy from another manager: what a transfer takes for one group of layers.
+    """Pages to copy from another manager, of one group of layers: of the logical pages that `tokens` touch."""
 
-    Attributes:
-        dst_pages: int32, ours, of the logical pages of our page size that the tokens touch; the last may be left over.
-        src_pages: int32, the other manager's, of the logical pages of its own page size that the tokens touch.
-        tokens: the first token to copy, and the one after the last. Nothing before the first may be written.
-    """
-
-    dst_pages: ArrayLike
-    src_pages: ArrayLike
-    tokens: tuple[int, int]
+    dst_pages: ArrayLike  # int32, ours, of our page size; the last may be left over
+    src_pages: ArrayLike  # int32, the other manager's, of its own page size
+    tokens: tuple[int, int]  # the first to copy, and the one after the last; nothing before the first may be written
 
 
 @dataclass(eq=False, slots=True)
 class PendingImport:
-    """Pages that another manager's block table is being copied into. Made by `import_block_table`.
+    """Pages that another manager's block table is being copied into. Made by `import_block_table`."""
 
-    Attributes:
-        request_id: whose pages.
-        owner: whose import it is: a replica of the manager that made it.
-        page_size: tokens of our pages.
-        src_page_size: tokens of the other manager's.
-        replica_idx: ours.
-        src_replica_idx: the other manager's.
-        num_tokens: tokens that the table covers; more once it is extended.
-        tokens: first token that is not here yet, and the one after the last that the table covers (the first again
-            where nothing is to be copied).
-        src_pages: int32, page ids of the other manager, in its page size, from the page of the first token on.
-        dst_pages: int32, ours to write, from the page of the first token on. They belong to the transfer until the
-            import is closed.
-        hasher: of the request's own tokens, in the page size and algorithm of the table; None where that has no
-            digests.
-        closed: committed or cancelled.
-        wholes: of each further group of layers the other manager's page and ours: pages of the request as a whole.
-        on_free: called when a cancelled import has given its pages back, for who keeps further ones for it.
-    """
-
-    request_id: RequestID
-    owner: object
-    page_size: int
-    src_page_size: int
-    replica_idx: int
-    src_replica_idx: int
-    num_tokens: int
-    tokens: tuple[int, int]
-    src_pages: Pages
-    dst_pages: Pages
+    request_id: RequestID  # whose pages
+    owner: object  # the replica, of the manager that made it
+    page_size: int  # tokens of our pages
+    src_page_size: int  # tokens of the other manager's
+    replica_idx: int  # ours
+    src_replica_idx: int  # the other manager's
+    num_tokens: int  # that the table covers; more once it is extended
+    tokens: tuple[int, int]  # those to copy by now: from the first that is not here yet to the end of the table
+    src_pages: Pages  # the other manager's ids, from the page of the first token on
+    dst_pages: Pages  # ours, from the page of the first token on; the transfer's until the import is closed
+    # Of the request's tokens, in the page size and algorithm of the table; None where that has no digests.
     hasher: PrefixHasher | None = None
-    closed: bool = False
-    wholes: tuple[tuple[int, int], ...] = ()
-    on_free: Callable[[], None] | None = None
+    closed: bool = False  # committed or cancelled
+    wholes: tuple[tuple[int, int], ...] = ()  # of each further group the other's page of the whole request, and ours
+    on_free: Callable[[], None] | None = None  # called when a cancelled import has given its pages back
 
     @property
     def copy(self) -> PageCopy:

@@ -105,7 +105,6 @@ class TextContext:
 
     @property
     def cache_salt(self) -> str | None:
-        """Requests with different salts never share a page."""
         return self.named[0]
 
     @cache_salt.setter
@@ -115,7 +114,6 @@ class TextContext:
 
     @property
     def extra_keys(self) -> ExtraKeys:
-        """What else than tokens the KV depends on: `(position, key)`."""
         return self.named[1]
 
     @extra_keys.setter
@@ -125,7 +123,6 @@ class TextContext:
 
     @property
     def retention(self) -> Retention | None:
-        """What the client knows about the future of these pages."""
         return self._retention
 
     @retention.setter
@@ -145,28 +142,24 @@ class TextContext:
 
     @property
     def start_idx(self) -> int:
-        """Tokens whose KV is in the cache."""
         if self._follows is not None:
             self._follows.catch_up(self._place)
         return self._start
 
     @property
     def active_idx(self) -> int:
-        """End of the tokens to run now; a chunk ends before `end_idx`."""
         if self._follows is not None:
             self._follows.catch_up(self._place)
         return self._active
 
     @property
     def end_idx(self) -> int:
-        """Tokens known."""
         if self._follows is not None:
             self._follows.catch_up(self._place)
         return self._end
 
     @property
     def active_length(self) -> int:
-        """Tokens to run now."""
         if self._follows is not None:
             self._follows.catch_up(self._place)
         return self._active - self._start
@@ -183,11 +176,8 @@ class TextContext:
         """Take up what the model made of the active tokens.
 
         After the chunk that ends the known tokens, `token` is appended. After an earlier chunk the model's output means
-        nothing: `token` is dropped, and the rest of the known tokens becomes active.
-
-        Raises:
-            InvalidRequestError: the token is out of range.
-            SequenceTooLongError: the request has `max_length` tokens already.
+        nothing: `token` is dropped, and the rest of the known tokens becomes active. Raises `InvalidRequestError` for a
+        token out of range, `SequenceTooLongError` where the request has `max_length` tokens already.
         """
         self.leave()
         if self._active < self._end:
@@ -212,8 +202,7 @@ class TextContext:
     ) -> None:
         """Move the indices that are given; `end_idx` may only drop tokens from the end.
 
-        Raises:
-            InvalidRequestError: not `0 <= start_idx < active_idx <= end_idx <= tokens known`; nothing is moved.
+        Raises `InvalidRequestError` unless `0 <= start_idx < active_idx <= end_idx <= tokens known`; nothing is moved.
         """
         self.leave()
         start = self._start if start_idx is None else self._index("start_idx", start_idx)

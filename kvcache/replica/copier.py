@@ -8,26 +8,21 @@ of an import is handed out once, and what it proves counts once.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvcache.errors import InvalidRequestError
 from kvcache.replica.block_table import PageCopy, PendingImport
 
 
+@dataclass(frozen=True, eq=False, slots=True)
 class ImportProof:
     """That the pages of one import were copied, and were their source's when they were. Made by `ImportCopier.prove`.
 
     It is good for that import, once, as long as the import is not extended. A copy of it proves nothing.
-
-    Attributes:
-        request_id: whose pages.
-        num_tokens: the token up to which they were copied.
     """
 
-    __slots__ = ("num_tokens", "request_id")
-
-    def __init__(self, request_id: str, num_tokens: int) -> None:
-        self.request_id = request_id
-        self.num_tokens = num_tokens
+    request_id: str  # whose pages
+    num_tokens: int  # the token up to which they were copied
 
 
 class ImportCopier:
@@ -38,11 +33,6 @@ class ImportCopier:
     passed its fence, a program that copies tensors in its own process proves what it has copied.
 
     Made by `PagedKVCacheManager.copier`.
-
-    Attributes:
-        pending: the import.
-        proof: what it has proven; None before.
-        is_over: whether it has ended: it writes to no page any more.
     """
 
     __slots__ = ("_ended", "_has_all", "_taken", "is_over", "pending", "proof")
@@ -52,18 +42,15 @@ class ImportCopier:
         self._ended = ended
         self._taken = pending.tokens[0]
         self._has_all = False
-        self.is_over = False
+        self.is_over = False  # it writes to no page any more
         self.proof: ImportProof | None = None
 
     def take(self, *, last: bool = True) -> list[PageCopy]:
         """What is to be copied by now and was not taken before: an entry for each group of layers.
 
-        Args:
-            last: nothing will be taken after this. Only then is there anything to copy of a group whose pages stand for
-                the whole request (a recurrent state).
-
-        Raises:
-            InvalidRequestError: (a ValueError) the import is closed, this copier has ended, or the last was taken.
+        `last`: nothing will be taken after this. Only then is there anything to copy of a group whose pages stand for
+        the whole request (a recurrent state). Raises `InvalidRequestError` where the import is closed, this copier has
+        ended, or the last was taken.
         """
         pending = self.pending
         if self.is_over or self._has_all or pending.closed:
@@ -76,8 +63,7 @@ class ImportCopier:
     def prove(self) -> ImportProof:
         """All that was taken has been copied, and was its source's meanwhile: what `commit_import` asks for.
 
-        Raises:
-            InvalidRequestError: (a ValueError) this copier has ended, or has not taken all.
+        Raises `InvalidRequestError` where this copier has ended, or has not taken all.
         """
         pending = self.pending
         if self.is_over or not self._has_all:

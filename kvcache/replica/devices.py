@@ -20,12 +20,7 @@ from kvcache.types import RaggedKVCacheInputs
 
 
 class PlacedReplica:
-    """A replica, its page tensors, and its lookup tables.
-
-    Attributes:
-        replica: state and rules, free of devices.
-        blocks: per shard the pool, `[pages + 1, sides, layers, page_size, heads, head_dim]`.
-    """
+    """A replica, which knows of no device, its page tensors, and its lookup tables."""
 
     def __init__(
         self, replica: Replica, layouts: Sequence[PageLayout], devices: Sequence[torch.device], stream: Any
@@ -33,6 +28,7 @@ class PlacedReplica:
         self.replica = replica
         self._stream = stream
         pages = replica.pool.num_pages + 1  # page 0, the null page, comes on top of the budget
+        # Per shard `[pages + 1, sides, layers, page_size, heads, head_dim]`.
         self.blocks = [allocate_blocks(layout, pages, device) for layout, device in zip(layouts, devices, strict=True)]
         with self._on_stream():
             per_device = {device: DeviceTables(replica.rows, device) for device in devices}
@@ -51,7 +47,6 @@ class PlacedReplica:
             return build_inputs(self.blocks, self._tables, state, self.replica.page_size, num_steps)
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copy one page into another, on every shard."""
         with self._on_stream():
             for blocks in self.blocks:
                 blocks[target].copy_(blocks[source], non_blocking=True)

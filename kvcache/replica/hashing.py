@@ -27,19 +27,9 @@ _TOKEN = np.dtype("<i4")
 class PrefixHasher:
     """The page digests of one request, extended as it grows and never computed twice.
 
-    Two hashers agree on a page exactly when algorithm, page size, salt, and all tokens and extra keys up to its end
-    agree, in any process: the digests may be compared across hosts. With `xxh3_128` collisions can be crafted; with
-    sha256 not.
-
-    None is a salt of its own. Extra keys are `(position, key)`: what else the KV from this token on depends on, say a
-    LoRA adapter (position 0) or the content of an image (its first token).
-
-    Attributes:
-        running: the running hash, after the pages whose digests are known.
-        known: those digests, one after another.
-        width: bytes of one digest.
-        keys_left: the extra keys of pages to come, `(page, bytes to hash)`, the next one last.
-        matches: index → the generation of it, first and last page, and what they were found as (see `Replica.match`).
+    Two hashers agree on a page exactly when algorithm, page size, salt (None is one of its own), and all tokens and
+    extra keys up to its end agree, in any process: the digests may be compared across hosts. With `xxh3_128` collisions
+    can be crafted; with sha256 not.
     """
 
     __slots__ = ("algorithm", "extra_keys", "keys_left", "known", "matches", "page_size", "running", "salt", "width")
@@ -51,10 +41,11 @@ class PrefixHasher:
         self.page_size = page_size
         self.salt = salt
         self.extra_keys = extra_keys
-        self.running: Any = _seeded(algorithm, page_size, salt).copy()
-        self.known = bytearray()
+        self.running: Any = _seeded(algorithm, page_size, salt).copy()  # after the pages whose digests are known
+        self.known = bytearray()  # those digests, one after another
         self.width = DIGEST_BYTES[algorithm]
-        # -1 is no token: where one is due it says that a key follows, and the length says where the key ends.
+        # The extra keys of pages to come, `(page, bytes to hash)`, the next one last. -1 is no token: where one is due
+        # it says that a key follows, and the length says where the key ends.
         self.keys_left: list[tuple[int, bytes]] = []
         if extra_keys:
             marked = [
@@ -62,20 +53,17 @@ class PrefixHasher:
                 for position, key in sorted(extra_keys)
             ]
             self.keys_left = marked[::-1]
+        # Index → the generation of it, first and last page, and what they were found as (see `Replica.match`).
         self.matches: dict[object, tuple[int, int, int, NDArray[np.int32]]] = {}
 
     def copy(self) -> PrefixHasher:
-        """A hasher that goes on from here by itself."""
         twin = copy(self)
         twin.running, twin.known = self.running.copy(), self.known[:]
         twin.keys_left, twin.matches = self.keys_left[:], {}
         return twin
 
     def digests(self, tokens: NDArray[np.integer[Any]], first: int, last: int) -> NDArray[np.uint64]:
-        """Digests of the pages `first` to `last` (excluded) as uint64 `[pages, DIGEST_BYTES / 8]`.
-
-        `tokens` are all tokens of the request so far, at least `last * page_size` of them.
-        """
+        """Digests of pages `first` to `last` (excluded) of all known `tokens`: uint64 `[pages, DIGEST_BYTES / 8]`."""
         width = self.width
         known = len(self.known) // width
         if known < last:

@@ -71,7 +71,6 @@ class ReplicaHints:
             baseline.touch(words)
 
     def reset(self) -> None:
-        """Every idle page was forgotten."""
         for baseline in self._baselines:
             baseline.clear()
         self._begin_with_what_is_there()

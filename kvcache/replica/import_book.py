@@ -10,23 +10,16 @@ from kvcache.replica.rows import BlockRows
 
 
 class ImportBook:
-    """Imports from their beginning until nobody writes to their pages any more.
-
-    Attributes:
-        each: all of them, those included that were cancelled while their copier may still write.
-        of_row: the import of each row whose request is claimed; the request cannot run.
-        copiers: who writes, or wrote, to the pages of each import whose copier was handed out.
-    """
+    """Imports from their beginning until nobody writes to their pages any more."""
 
     def __init__(self, pool: PagePool, rows: BlockRows) -> None:
-        self.each: list[PendingImport] = []
-        self.of_row: dict[int, PendingImport] = {}
-        self.copiers: dict[PendingImport, ImportCopier] = {}
+        self.each: list[PendingImport] = []  # also those cancelled while their copier may still write
+        self.of_row: dict[int, PendingImport] = {}  # of each claimed row that waits for one, and cannot run
+        self.copiers: dict[PendingImport, ImportCopier] = {}  # those handed out
         self._pool = pool
         self._rows = rows
 
     def begin(self, row: int, pending: PendingImport) -> None:
-        """The destination pages belong to a transfer from now on."""
         self._pool.add_writer(pending.dst_pages)
         self._rows.measure(row, usable=False)
         self.of_row[row] = pending

@@ -47,7 +47,6 @@ class DeviceTables:
             self._mirror.index_copy_(0, self.upload(changed), self.upload(self._rows.table[changed]))
 
     def upload(self, array: NDArray[Any]) -> torch.Tensor:
-        """`array` as a tensor on the device."""
         tensor = from_numpy(array)
         return tensor if self._mirror is None else tensor.pin_memory().to(self._device, non_blocking=True)
 
@@ -137,15 +136,10 @@ def data_parallel_splits(replicas: Ints, count: int) -> torch.Tensor:
 
 
 class RaggedKVCacheInputSymbols(NamedTuple):
-    """Shapes of `fetch`'s inputs on one device, fit for `torch.export`.
+    """Shapes of `fetch`'s inputs on one device, fit for `torch.export`."""
 
-    Attributes:
-        inputs: meta tensors.
-        dynamic_shapes: for each of them the named dimensions that vary between calls.
-    """
-
-    inputs: RaggedKVCacheInputs
-    dynamic_shapes: RaggedKVCacheInputs
+    inputs: RaggedKVCacheInputs  # meta tensors
+    dynamic_shapes: RaggedKVCacheInputs  # for each of them the named dimensions that vary between calls
 
 
 def input_symbols(layouts: Sequence[PageLayout], num_pages: Sequence[int]) -> list[RaggedKVCacheInputSymbols]:

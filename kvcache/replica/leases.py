@@ -19,23 +19,18 @@ class PageLease:
     """A hold on what one request has computed. Made by `PagedKVCacheManager.lease`, ended by `end_lease`.
 
     It covers every page in which tokens of the request are computed between the two, also those that are still to come.
-
-    Attributes:
-        request_id: the request, as it was called when the lease was made; its id may be another request's by now.
-        replica_idx: where its pages are.
-        owner: the books that it is in.
     """
 
     __slots__ = ("owner", "replica_idx", "request_id")
 
     def __init__(self, owner: PageLeases, request_id: RequestID, replica_idx: int) -> None:
         self.owner = owner
-        self.request_id = request_id
+        self.request_id = request_id  # as it was called when the lease was made; it may be another request's by now
         self.replica_idx = replica_idx
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended: it holds nothing any more."""
+        """It holds nothing any more."""
         return self not in self.owner
 
     def __repr__(self) -> str:
@@ -43,16 +38,11 @@ class PageLease:
 
 
 class PageLeases:
-    """The open leases of one replica, and what each holds.
-
-    Attributes:
-        of_row: the leases of each row whose request is claimed; empty where nobody leases, and then nothing costs more.
-        told: int64 `[rows]`, tokens of each leased row that its readers may have been told of.
-    """
+    """The open leases of one replica, and what each holds."""
 
     def __init__(self, pool: PagePool, rows: BlockRows) -> None:
-        self.of_row: dict[int, list[PageLease]] = {}
-        self.told = np.zeros(len(rows.request_ids), np.int64)
+        self.of_row: dict[int, list[PageLease]] = {}  # of claimed rows; empty where nobody leases: then nothing costs
+        self.told = np.zeros(len(rows.request_ids), np.int64)  # by row, tokens that readers may have been told of
         self._pool = pool
         self._rows = rows
         self._held: dict[PageLease, list[Pages]] = {}

@@ -19,12 +19,10 @@ _MOST_SIBLINGS = 64  # pages looked at of those that continue one prefix, the la
 
 
 class PartialReuse:
-    """The published pages of one replica by the prefix that they continue.
+    """The published pages of one replica by the prefix that they continue. Below `min_tokens` none is worth a copy.
 
     An entry is not removed when its page is evicted: it counts only while the page is published under the digest that
     it had, and is replaced when the page is published again. So nothing on the way of an eviction knows of this.
-
-    Of fewer tokens than `min_tokens` none are worth a copy.
     """
 
     def __init__(self, replica: Replica, min_tokens: int) -> None:

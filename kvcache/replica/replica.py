@@ -53,10 +53,7 @@ class _Reservation(NamedTuple):
 
 
 class Replica:
-    """State and rules of one replica of `num_pages` pages; knows nothing of tensors or devices.
-
-    `tier` has published pages by the time that they are evicted.
-    """
+    """State and rules of one replica; knows nothing of tensors or devices."""
 
     def __init__(self, params: KVCacheParams, rows: BlockRows, num_pages: int) -> None:
         self.page_size = rows.page_size
@@ -75,7 +72,6 @@ class Replica:
 
     @property
     def metrics(self) -> KVCacheMetrics:
-        """Counters since the replica was made."""
         return KVCacheMetrics(self.counter.ran, self.counter.found, evictions=self.pool.evictions)
 
     def reserve(self, row: int, context: Context, num_steps: int) -> int | None:
@@ -170,7 +166,7 @@ class Replica:
     def reserve_decoding(self, rows: Rows, lengths: Ints) -> bool:
         """Give each of `rows`, which have one token to run, pages for `lengths` tokens: all of them or none.
 
-        False also where the answer takes a closer look: `reserve` each of them then.
+        False also where it takes a closer look: `reserve` each of them then.
         """
         state = self.rows
         short = (state.capacity[rows] < lengths).nonzero()[0]
@@ -260,7 +256,6 @@ class Replica:
         self.pool.release(pages)
 
     def forget_idle(self) -> None:
-        """Withdraw every idle page from the index."""
         self.pool.forget_idle()
         self.hints.reset()
 

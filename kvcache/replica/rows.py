@@ -19,41 +19,28 @@ Rows = Ints | slice
 
 
 def as_rows(rows: Rows) -> Ints:
-    """The rows as an array."""
     return np.arange(rows.start, rows.stop, dtype=np.int64) if isinstance(rows, slice) else rows
 
 
 class BlockRows:
-    """One row per running request: its page ids, and how far it has come. Unused entries name the null page.
-
-    Attributes:
-        table: int32 `[rows, columns]`, page ids in logical order.
-        tensor: the same memory as a torch tensor, pinned for a GPU.
-        changed: bool `[rows]`, set where a row changed; who copies rows elsewhere clears it.
-        num_pages: pages of each row.
-        committed: pages of each row, from the first on, that are published.
-        cached: tokens of each row with KV, as of its last `step`.
-        prompt: tokens that each row's request had when it was first reserved, -1 before.
-        counted: tokens of each row that the metrics have seen.
-        capacity: tokens that the pages of each row hold; -1 while they may not be used (an import is pending). Part of
-            an array for all replicas, which calls of one request look up.
-        commit_at: computed tokens at which the next page of each row is full.
-    """
+    """One row per running request: its page ids, and how far it has come. Unused entries name the null page."""
 
     def __init__(self, capacity: Ints, max_seq_len: int, page_size: int, *, pinned: bool) -> None:
         rows = len(capacity)
         self.page_size = page_size
         self.max_seq_len = max_seq_len
         self.tensor = torch.zeros((rows, -(-max_seq_len // page_size)), dtype=torch.int32, pin_memory=pinned)
-        self.table: Pages = self.tensor.numpy()
-        self.changed = np.zeros(rows, np.bool_)
+        self.table: Pages = self.tensor.numpy()  # `[rows, columns]`, page ids in logical order; the same memory
+        self.changed = np.zeros(rows, np.bool_)  # set where a row changed; who copies rows elsewhere clears it
         self.num_pages = np.zeros(rows, np.int64)
-        self.committed = np.zeros(rows, np.int64)
-        self.cached = np.zeros(rows, np.int64)
-        self.prompt = np.full(rows, -1, np.int64)
-        self.counted = np.zeros(rows, np.int64)
+        self.committed = np.zeros(rows, np.int64)  # pages, from the first on, that are published
+        self.cached = np.zeros(rows, np.int64)  # tokens with KV, as of the last `step`
+        self.prompt = np.full(rows, -1, np.int64)  # tokens of the request when it was first reserved, -1 before
+        self.counted = np.zeros(rows, np.int64)  # tokens that the metrics have seen
+        # Tokens that the pages hold; -1 while they may not be used (an import is pending). Part of an array for all
+        # replicas, which calls of one request look up.
         self.capacity = capacity
-        self.commit_at = np.full(rows, page_size, np.int64)
+        self.commit_at = np.full(rows, page_size, np.int64)  # computed tokens at which the next page is full
         self.request_ids: list[RequestID | None] = [None] * rows
         self.row_of: dict[RequestID, int] = {}
         self._free = list(range(rows))  # a heap: the lowest row first, so that a batch is often one run of rows
@@ -161,5 +148,4 @@ class PromptCounter:
         self._open.discard(row)
 
     def forget(self, row: int) -> None:
-        """The row was given back."""
         self._open.discard(row)
