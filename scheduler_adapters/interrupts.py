@@ -16,12 +16,7 @@ _AGAIN_S = 0.01
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal has told the command to end.
-
-    Attributes:
-        signal: which.
-        status: exit status that says so, by the convention of shells.
-    """
+    """A signal has told the command to end; `status` is the exit status that says so, by the convention of shells."""
 
     def __init__(self, number: int) -> None:
         self.signal = signal.Signals(number)

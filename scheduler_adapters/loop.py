@@ -45,37 +45,22 @@ class ModelRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a client asks for.
+    """What a client asks for."""
 
-    Attributes:
-        request_id: unique among the requests that the loop knows.
-        prompt: tokens, at least one.
-        max_new_tokens: most tokens to generate, at least one.
-        hold_pages: at its end the request keeps its pages until `free` is called: somebody else still reads them.
-        cache_salt: requests with different salts never share a page.
-    """
-
-    request_id: str
-    prompt: Sequence[int]
-    max_new_tokens: int
-    hold_pages: bool = False
-    cache_salt: str | None = None
+    request_id: str  # unique among the requests that the loop knows
+    prompt: Sequence[int]  # tokens, at least one
+    max_new_tokens: int  # most tokens to generate, at least one
+    hold_pages: bool = False  # at its end it keeps its pages until `free` is called: somebody else still reads them
+    cache_salt: str | None = None  # requests with different salts never share a page
 
 
 class Output(NamedTuple):
-    """One token of one request, or its end, or both.
-
-    Attributes:
-        request_id: whose.
-        token: the new token; None where the request failed.
-        finished: why it ended; None while it goes on.
-        error: what failed, where `finished` is "error".
-    """
+    """One token of one request, or its end, or both."""
 
     request_id: str
-    token: int | None
-    finished: FinishReason | None
-    error: str = ""
+    token: int | None  # None where the request failed
+    finished: FinishReason | None  # why it ended; None while it goes on
+    error: str = ""  # what failed, where `finished` is "error"
 
 
 @dataclass(slots=True, eq=False)
@@ -90,14 +75,8 @@ class _Entry:
 class ServingLoop(Generic[PagesT_co]):
     """Serves requests from one manager with one model. Not thread-safe: one thread calls it.
 
-    Args:
-        manager: holds the pages. Others may hold pages of it too (pulls, handed-over requests).
-        runner: the model.
-        token_budget: most tokens of one step, but at least one for each running request that decodes.
-
-    Attributes:
-        preemptions: requests that had to give way.
-        on_admit: called with a request's id and replica when it has pages and is about to run.
+    Others may hold pages of the manager too (pulls, handed-over requests). A step runs `token_budget` tokens at most,
+    but at least one for each running request that decodes.
     """
 
     def __init__(self, manager: PagesT_co, runner: ModelRunner, token_budget: int = 512) -> None:
@@ -108,8 +87,8 @@ class ServingLoop(Generic[PagesT_co]):
         self.token_budget = token_budget
         # A runner without a vocabulary takes every token.
         self.vocab_size: int | None = getattr(runner, "vocab_size", None)
-        self.preemptions = 0
-        self.on_admit: Callable[[str, int], None] | None = None
+        self.preemptions = 0  # requests that had to give way
+        self.on_admit: Callable[[str, int], None] | None = None  # told of a request that runs now, and its replica
         self._waiting: deque[_Entry] = deque()
         self._running: list[_Entry] = []  # oldest first
         self._held: set[str] = set()
@@ -132,10 +111,8 @@ class ServingLoop(Generic[PagesT_co]):
     def add(self, request: Request) -> None:
         """Queue a request.
 
-        Raises:
-            PromptTooLongError: it can never fit, however long it waits.
-            InvalidRequestError: no prompt, bad tokens, or a `max_new_tokens` below 1.
-            AlreadyClaimedError: the loop knows a request of that id.
+        Raises `PromptTooLongError` where it can never fit, `AlreadyClaimedError` where the loop knows a request of that
+        id, `InvalidRequestError` for no prompt, bad tokens, or a `max_new_tokens` below 1.
         """
         self._waiting.append(_Entry(request, self.context_for(request)))
 

@@ -24,12 +24,7 @@ class _File:
 
 
 class FileIndex:
-    """The pages of all known files, of `max_bytes` together. An entry stands for one page; arrays have what is kept.
-
-    Attributes:
-        bytes: of all files together.
-        reading: bool by entry, for the caller's own use; an entry keeps it when it is given to another page.
-    """
+    """The pages of all known files, of `max_bytes` together. An entry stands for one page; arrays have what is kept."""
 
     def __init__(self, max_bytes: int, page_bytes: int, digest_words: int) -> None:
         capacity = max_bytes // page_bytes
@@ -42,7 +37,8 @@ class FileIndex:
         self._files: OrderedDict[str, _File] = OrderedDict()  # least recently used first
         self._names: dict[int, str] = {}
         self._numbers = 0
-        self.bytes = 0
+        self.bytes = 0  # of all files together
+        # For the caller's own use; an entry keeps it when it is given to another page.
         self.reading = np.zeros(capacity + 1, np.bool_)
 
     def __contains__(self, name: str) -> bool:
@@ -50,7 +46,6 @@ class FileIndex:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of all known files."""
         return frozenset(self._files)
 
     def find(self, digests: Digests) -> Entries:

@@ -60,10 +60,6 @@ class FileTier:
     """Files of pages below a host tier, least recently used first, of `max_bytes` together.
 
     `make_io` is called once for each of the two threads. Raises `PoolTooSmallError` where not a file of one page fits.
-
-    Attributes:
-        written, read: pages so far.
-        refusals: pages so far that were wrong, cut short or gone when they were to be read, by the reason.
     """
 
     def __init__(self, folder: PageFolder, layout: FileFormat, max_bytes: int, host: HostTier, make_io: MakeIO) -> None:
@@ -87,8 +83,8 @@ class FileTier:
         self._scan: Future[Scan] | None = None
         self._scanned = self._clock()
         self._paused_until = 0.0
-        self.written = self.read = 0
-        self.refusals = FileRefusals()
+        self.written = self.read = 0  # pages so far
+        self.refusals = FileRefusals()  # pages that were wrong, cut short or gone when they were to be read
         self._take_up_scan(folder.scan(layout, frozenset(), first=True))
 
     # ---- up: from files to host slots
@@ -180,11 +176,9 @@ class FileTier:
         """Files that lay in the folder and were not taken up. `PageFolder.refusals` has the reasons."""
         return self._folder.refusals.total()
 
-    # ---- recounted by `check`
-
     @property
     def held_slots(self) -> list[Slots]:
-        """The host slots of each open read and write."""
+        """The host slots of each open read and write: recounted by `check`."""
         return [read.slots for read in self._reads] + ([] if self._write is None else [self._write.slots])
 
     def check(self) -> None:

@@ -78,29 +78,23 @@ class ReplicaTier(PagesBelow):
     """One replica's side of the host tier: what is to be copied there, and what is on its way back.
 
     What a replica calls, `PagesBelow` says.
-
-    Attributes:
-        lower: where the pages are that left the host tier, if anywhere.
-        waiting: published pages to be copied to the host, oldest first, with their digests; an entry without pages
-            says that those digests were used.
-        storing: bool by page: whether it is waiting to be copied, or being copied.
-        stores: copies that are begun and not over, oldest first.
-        stored, loaded: pages copied to the host, and back, so far.
     """
 
     def __init__(self, host: HostTier, pool: PagePool, blocks: Sequence[torch.Tensor], stream: Any) -> None:
         self.host = host
         self.pool = pool
-        self.lower: LowerTier | None = None
+        self.lower: LowerTier | None = None  # where the pages are that left the host tier, if anywhere
         self._movers = [PageMover(shard, memory, stream) for shard, memory in zip(blocks, host.memory, strict=True)]
         self._at_once = all(mover.at_once for mover in self._movers)
         self._no_digests: Digests = pool.index.digests_of(NO_SLOTS)
-        self.storing = np.zeros(pool.num_pages + 1, np.bool_)
+        self.storing = np.zeros(pool.num_pages + 1, np.bool_)  # whether it waits to be copied, or is being copied
+        # Published pages to be copied to the host, oldest first, with their digests; an entry without pages says that
+        # those digests were used.
         self.waiting: deque[tuple[Pages, Digests]] = deque()
         self._loads: dict[int, list[HostLoad]] = {}  # by row, what is on its way back for it
         self._left: list[HostLoad] = []  # begun, and their rows do not wait for them any more
-        self.stores: deque[HostStore] = deque()
-        self.stored = self.loaded = 0
+        self.stores: deque[HostStore] = deque()  # copies that are begun and not over, oldest first
+        self.stored = self.loaded = 0  # pages so far
         pool.guard = self.keep
 
     # ---- to the host
@@ -230,7 +224,6 @@ class ReplicaTier(PagesBelow):
             self.store(self._next_entry())
 
     def load_all(self) -> None:
-        """Bring back everything that is promised, and wait for it."""
         self.arrive(np.array(list(self._loads), np.int64))
         for load in self._left:
             for mark in load.marks or ():

@@ -89,7 +89,6 @@ class FileFormat:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of the row of one page."""
         return self.digest_bytes + _SUM_BYTES
 
     def size_of(self, count: int) -> int:

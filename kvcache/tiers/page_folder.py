@@ -56,16 +56,12 @@ class PageFolder:
     somebody else's, is refused. A root that holds other things than tiers is left as it is, and refused where others
     may rename what is in it. A folder that is deleted is made again when something is to be written.
 
-    Attributes:
-        drafts: names for files that are being written.
-        refusals: why files that lay in the folder were not taken up, and how many.
-
     Raises `InvalidParamsError` where nothing can be written there, or others could.
     """
 
     def __init__(self, root: Path, namespace: bytes) -> None:
         self.drafts = draft_names()
-        self.refusals = FileRefusals()
+        self.refusals = FileRefusals()  # why files that lay there were not taken up
         self._refused: set[str] = set()
         try:
             self._root = _own_link(root)
@@ -127,7 +123,6 @@ class PageFolder:
 
     @staticmethod
     def remove(folder: Path) -> None:
-        """Remove a folder of an epoch that is over."""
         shutil.rmtree(folder, ignore_errors=True)
 
     def _look_at(self, layout: FileFormat, name: str) -> list[tuple[int, str, int, NDArray[np.uint64]]]:

@@ -12,39 +12,22 @@ from scheduler_adapters.errors import MissingExtraError
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The figures of a run, as `--json` writes them.
+    """The figures of a run, as `--json` writes them."""
 
-    Attributes:
-        requests: prompts served.
-        tokens_equal: every output is the model's own, rounding ties excepted.
-        ties: outputs whose first difference is a rounding tie.
-        prompt_tokens: of all prompts.
-        cached_tokens: prompt tokens that prefill found in its prefix cache.
-        hit_rate: cached over prompt tokens, 0 to 1.
-        pages_pulled: pages that decode read from prefill.
-        bytes_pulled: their bytes.
-        gbps: bytes over the time in which at least one READ was in flight, in units of 1e9 bytes per second.
-        ttft_ms_p50: median time from submission to the first token, in milliseconds.
-        tpot_ms_p50: median over the requests of the mean time per further token, in milliseconds.
-        leaked_pages: pages still held in either process after the last request.
-        failed: the requests that were not served, and why; only with `--chaos`, which lets them be.
-        faults: how often each fault was injected, in all processes; only with `--chaos`.
-    """
-
-    requests: int
-    tokens_equal: bool
-    ties: int
-    prompt_tokens: int
-    cached_tokens: int
-    hit_rate: float
-    pages_pulled: int
-    bytes_pulled: int
-    gbps: float
-    ttft_ms_p50: float
-    tpot_ms_p50: float
-    leaked_pages: int
-    failed: dict[str, str] | None = None
-    faults: dict[str, int] | None = None
+    requests: int  # prompts served
+    tokens_equal: bool  # every output is the model's own, rounding ties excepted
+    ties: int  # outputs whose first difference is a rounding tie
+    prompt_tokens: int  # of all prompts
+    cached_tokens: int  # of these, those that prefill found in its prefix cache
+    hit_rate: float  # cached over prompt tokens, 0 to 1
+    pages_pulled: int  # that decode read from prefill
+    bytes_pulled: int  # of these
+    gbps: float  # bytes over the time in which at least one READ was in flight, in units of 1e9 bytes per second
+    ttft_ms_p50: float  # median time from submission to the first token, in milliseconds
+    tpot_ms_p50: float  # median over the requests of the mean time per further token, in milliseconds
+    leaked_pages: int  # still held in either process after the last request
+    failed: dict[str, str] | None = None  # requests that were not served, and why; only `--chaos` lets them be
+    faults: dict[str, int] | None = None  # how often each fault was injected, in all processes; only with `--chaos`
 
 
 class Reporter:

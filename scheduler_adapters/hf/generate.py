@@ -40,18 +40,12 @@ class PagedGenerator:
 
     What comes out is what the model's own `generate(do_sample=False)` gives for each prompt alone, rounding aside.
     Pages of one call are found by the next, where the manager caches prefixes. Between calls the model is as it was:
-    its own `generate` works.
+    its own `generate` works. The manager (`hf.manager_for` makes what a model needs) may have other users. A step runs
+    `token_budget` tokens at most, but at least one for each request that decodes.
 
-    Args:
-        model: a causal language model of `transformers`.
-        manager: its pages fit the model; for a hybrid model a `HybridKVCacheManager` (`hf.manager_for` makes what a
-            model needs). Other requests may hold pages of it.
-        token_budget: most tokens of one step, but at least one for each request that decodes.
-
-    Raises:
-        InvalidParamsError: (a ValueError) the manager's pages are of other layers, heads or element types.
-        UnsupportedModelError: (a ValueError) the model cannot run over pages, or its generation settings change greedy
-            tokens in a way that is not computed here.
+    Raises `InvalidParamsError` where the manager's pages are of other layers, heads or element types, and
+    `UnsupportedModelError` (ValueErrors) where the model cannot run over pages, or its generation settings change
+    greedy tokens in a way that is not computed here.
     """
 
     def __init__(self, model: PreTrainedModel, manager: PagedKVCacheManager, token_budget: int = 512) -> None:
@@ -66,17 +60,9 @@ class PagedGenerator:
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 32, cache_salt: str | None = None
     ) -> list[list[int]]:
-        """The tokens that follow each prompt, up to and with its end token, at most `max_new_tokens`.
+        """The tokens that follow each of any number of prompts, up to and with its end token, at most `max_new_tokens`.
 
-        However it ends, no page is held afterwards.
-
-        Args:
-            prompts: tokens, at least one for each prompt; of any lengths, as many prompts as you like.
-            max_new_tokens: most tokens to generate for each.
-            cache_salt: cached pages are shared among calls of one salt only.
-
-        Returns:
-            One list for each prompt, in their order.
+        Cached pages are shared among calls of one `cache_salt` only. However it ends, no page is held afterwards.
 
         Raises:
             InvalidRequestError: (a ValueError) a prompt without tokens, or with one that the model does not know.

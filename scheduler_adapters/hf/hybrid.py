@@ -29,26 +29,17 @@ from scheduler_adapters.hf.state_pages import StatePages
 class HybridKVCacheManager(PagedKVCacheManager):
     """A manager whose every claimed request holds a state page as well, from `external_claim` to `release`.
 
-    A serving loop drives it as it drives the other one. What differs:
+    A serving loop drives it as it drives the other one, whose arguments it takes after the shape of the recurrent
+    layers; `num_layers` counts those that keep keys and values. What differs:
 
     - No prefix caching: a state is of all tokens before it, so no page of keys and values can stand for it.
     - `block_table` has a second group, the state page. `import_block_table` takes such a table; the import's copier
       names both, `commit_import` and `cancel_import` are for both. So are leases.
-    - One replica: its state pages are of one set of devices.
+    - One replica: its state pages are of one set of devices. `max_batch_size` state pages come out of
+      `available_cache_memory`.
 
-    Args:
-        state: the model's recurrent layers.
-        params, max_batch_size, max_seq_len, num_layers, devices: as in `PagedKVCacheManager`; `num_layers` counts the
-            layers that keep keys and values.
-        available_cache_memory: bytes for pages over all devices, state pages included: `max_batch_size` of these.
-        kwargs: as there.
-
-    Attributes:
-        states: the state pages.
-
-    Raises:
-        InvalidParamsError: (a ValueError) prefix caching is on, or there are several replicas, or as there.
-        PoolTooSmallError: (a RuntimeError) nothing is left beside the state pages, or as there.
+    Raises `InvalidParamsError` also where prefix caching is on, or there are several replicas, and `PoolTooSmallError`
+    where nothing is left beside the state pages.
     """
 
     def __init__(
@@ -124,7 +115,7 @@ class HybridKVCacheManager(PagedKVCacheManager):
         return lease
 
     def end_lease(self, lease: PageLease) -> None:
-        """As the base; the state page goes as well."""
+        """As the base, for the state page too."""
         super().end_lease(lease)
         self.states.end_lease(lease)
 
@@ -152,12 +143,12 @@ class HybridKVCacheManager(PagedKVCacheManager):
         return super().extend_import(context, pending, of_pages, last=last)
 
     def commit_import(self, context: Context, pending: PendingImport, proof: ImportProof | None = None) -> None:
-        """As the base; the state page has been copied as well."""
+        """As the base, for the state page too."""
         super().commit_import(context, pending, proof)
         self.states.commit_import(context.request_id, pending.num_tokens)
 
     def check(self) -> None:
-        """As the base, and the state pages too."""
+        """As the base, for the state pages too."""
         super().check()
         imports = self._replicas.each[0].imports.each
         self.states.check(self._claims.places, [page for pending in imports for _, page in pending.wholes])

@@ -37,12 +37,9 @@ class _EqualCounts:
 class PagedBatch:
     """Where the tokens of one forward pass lie in the pages: made once per pass, read by every layer.
 
-    Args:
-        inputs: of one replica, one entry per shard, as `PagedKVCacheManager.fetch` gives them. The shards' tables are
-            equal; each shard holds its own range of heads. All must be on the model's device.
-        starts: of each request, the tokens that are cached already.
-        counts: of each request, the new tokens.
-        layers: where the pages keep each of the model's layers that attend.
+    `inputs` are of one replica, one entry per shard, as `PagedKVCacheManager.fetch` gives them, on the model's device.
+    The shards' tables are equal; each shard holds its own range of heads. Of each request `starts` has the tokens that
+    are cached, `counts` the new ones. `layers`: where the pages keep each of the model's layers that attend.
     """
 
     def __init__(
@@ -161,10 +158,8 @@ def paged_attention_forward(
 
     `query` is `[rows, heads, tokens, head_dim]`, the new tokens, row after row, and so are `key` and `value` with
     `kv_heads`; `paged_batch` is passed as a keyword argument of the model call. Returns the output,
-    `[rows, tokens, heads, head_dim]`, and None for the weights.
-
-    Raises:
-        UnsupportedModelError: the layer asks for something that is not computed here.
+    `[rows, tokens, heads, head_dim]`, and None for the weights. Raises `UnsupportedModelError` where the layer asks for
+    something that is not computed here.
     """
     if paged_batch is None:
         raise UnsupportedModelError(

@@ -49,11 +49,7 @@ def recurrent_layers_of(config: PretrainedConfig) -> list[int]:
 
 
 def check_supported(config: PretrainedConfig) -> None:
-    """Refuse models that keep more of a layer than keys and values, or a Mamba-2 state.
-
-    Raises:
-        UnsupportedModelError: with the first layer, or the setting, that is not served.
-    """
+    """Refuse models that keep more of a layer than keys and values, or a Mamba-2 state: `UnsupportedModelError`."""
     known, text = ATTENTION_KINDS, text_config_of(config)
     if text.model_type in HYBRID_MODEL_TYPES:
         known = known | _BOTH_KINDS | _RECURRENT_KINDS | _STATELESS_KINDS
@@ -99,12 +95,8 @@ class PagedStates:
     """The cache object of one forward pass of requests that run equally many tokens. Nothing is stored before `store`.
 
     The mixers change what they are given in place, or hand over a new one: both are kept here. A pass that fails has
-    changed no page, and can run again.
-
-    Args:
-        states: the state pages.
-        places: the model's layer to its place among the recurrent layers.
-        pages: int64 `[requests]`, the state page of each row.
+    changed no page, and can run again. `places`: of the model's layer the place among the recurrent layers; `pages`:
+    int64 `[requests]`, the state page of each row.
     """
 
     def __init__(self, states: StatePages, places: Mapping[int, int], pages: torch.Tensor) -> None:

@@ -54,15 +54,10 @@ class Tokenizer(Protocol):
 class HFRunner:
     """Greedy next tokens of a batch whose keys and values lie in pages.
 
-    From its construction on the model attends over pages only; `own_attention` gives it back for a while.
-
-    Args:
-        model: any causal language model of `transformers` whose attention goes through its attention interface.
-        states: the state pages of a hybrid model, those of the manager (`HybridKVCacheManager.states`).
-
-    Raises:
-        UnsupportedModelError: the model has layers that neither keys and values nor state pages serve, or does not take
-            the interface, or has recurrent layers and no state pages.
+    From its construction on the model, any causal one of `transformers` whose attention goes through its attention
+    interface, attends over pages only; `own_attention` gives it back for a while. A hybrid model needs the `states` of
+    its manager. Raises `UnsupportedModelError` for layers that neither keys and values nor state pages serve, or a
+    model that does not take the interface.
     """
 
     def __init__(self, model: PreTrainedModel, states: StatePages | None = None) -> None:
@@ -136,11 +131,8 @@ def load_model(path: str | Path | None, seed: int = 0, device: str = "cpu") -> P
     """The model of a directory as `save_pretrained` writes it, in float32; the small Llama of `seed` for None.
 
     Nothing is downloaded. What greedy decoding depends on besides the logits (a repetition penalty and the like) is
-    dropped from the generation settings; the end-of-sequence tokens stay.
-
-    Raises:
-        MissingExtraError: `transformers` is not installed.
-        ModelLoadError: no such directory or device, no model in it, weights that are missing or of another shape.
+    dropped from the generation settings; the end-of-sequence tokens stay. Raises `MissingExtraError`, or
+    `ModelLoadError` for no such directory or device, no model in it, weights that are missing or of another shape.
     """
     transformers = _transformers()
     model: Any = tiny_llama(seed) if path is None else _load_directory(Path(path))
@@ -179,12 +171,8 @@ def kv_params_of(
     """Cache parameters for a model; `num_layers_of` gives the manager's layer count.
 
     `enable_prefix_caching` None means: on, but for a model with recurrent layers. Its states cannot be had from cached
-    pages, so there True is an error.
-
-    Raises:
-        UnsupportedModelError: the model has layers that neither keys and values nor state pages serve, or prefix
-            caching is asked of one with recurrent layers.
-        InvalidParamsError: the heads cannot be split over the devices, or another value cannot work.
+    pages, so there True is an error. Raises `UnsupportedModelError`, or `InvalidParamsError` where heads cannot be
+    split.
     """
     check_supported(config)
     recurrent = recurrent_layers_of(config)

@@ -30,28 +30,17 @@ SSM_KIND = "ssm"
 class StateShape:
     """The recurrent layers of a model, all alike.
 
-    Attributes:
-        layers: recurrent layers.
-        heads: heads of one layer.
-        head_dim: channels of x for each head.
-        groups: groups of heads that share one B and one C.
-        d_state: elements of the state for each channel of x; channels of B, and of C, for each group.
-        kernel: width of the convolution, which keeps one input less.
-        conv_dtype: of the convolution's inputs.
-        ssm_dtype: of the matrices.
-
-    Raises:
-        InvalidParamsError: a number below 1, a kernel below 2, or heads that are no multiple of the groups.
+    Raises `InvalidParamsError` for a number below 1, a kernel below 2, or heads that are no multiple of the groups.
     """
 
-    layers: int
-    heads: int
-    head_dim: int
-    groups: int
-    d_state: int
-    kernel: int
-    conv_dtype: torch.dtype
-    ssm_dtype: torch.dtype = torch.float32
+    layers: int  # recurrent ones
+    heads: int  # of one layer
+    head_dim: int  # channels of x for each head
+    groups: int  # of heads that share one B and one C
+    d_state: int  # elements of the state for each channel of x; channels of B, and of C, for each group
+    kernel: int  # width of the convolution, which keeps one input less
+    conv_dtype: torch.dtype  # of the convolution's inputs
+    ssm_dtype: torch.dtype = torch.float32  # of the matrices
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "head_dim", "groups", "d_state"):
@@ -67,9 +56,7 @@ def state_layouts(shape: StateShape, shards: int) -> list[Mapping[str, PageLayou
     """The page of each kind on each of `shards` shards.
 
     Heads are split evenly. Groups are too; where there are fewer groups than shards, several shards hold the same one.
-
-    Raises:
-        InvalidParamsError: shards that can neither split nor share evenly.
+    Raises `InvalidParamsError` for shards that can neither split nor share evenly.
     """
     if shape.heads % shards or (shape.groups % shards and shards % shape.groups):
         raise InvalidParamsError(

@@ -33,22 +33,13 @@ class StatePages:
     not run on from the tokens that were told of it. What a request may do when is for the manager to check
     (`HybridKVCacheManager`).
 
-    Args:
-        shape: of the model.
-        num_pages: most requests that hold a state at a time.
-        devices: one for each shard.
-
-    Attributes:
-        layouts: of each shard the page of each kind.
-        tensors: of each shard the memory of each kind, page after page; page 0 is nobody's.
-
-    Raises:
-        InvalidParamsError: shards that cannot share the heads.
-        PoolTooSmallError: (a RuntimeError) a device has not that much memory.
+    There are `num_pages`, one for each request that may hold a state at a time, on a device for each shard. Raises
+    `InvalidParamsError` for shards that cannot share the heads, `PoolTooSmallError` where a device is too small.
     """
 
     def __init__(self, shape: StateShape, num_pages: int, devices: Sequence[torch.device | str] = ("cpu",)) -> None:
         self.num_pages = num_pages
+        # Of each shard the page of each kind, and its memory, page after page; page 0 is nobody's.
         self.layouts = state_layouts(shape, len(devices))
         self.tensors = [
             [allocate_blocks(layout, num_pages + 1, torch.device(device)) for layout in kinds.values()]
@@ -157,11 +148,8 @@ class StatePages:
         """The requests' pages, int64 `[requests]`, whose states have taken up just `tokens`.
 
         A state cannot go back, and does not say by itself how far it is: a step run twice would take tokens up twice.
-        And it is written over: one that others were told of, under a lease, cannot run on.
-
-        Raises:
-            UnknownRequestError: (a KeyError) a request holds no page.
-            StatePageError: (a ValueError) a state is elsewhere, or leased, or a transfer is writing it.
+        And it is written over: one that others were told of, under a lease, cannot run on. Raises
+        `UnknownRequestError`, and `StatePageError` for a state that is elsewhere, or leased, or that a transfer writes.
         """
         pages: list[int] = []
         for request_id, start in zip(request_ids, tokens, strict=True):
@@ -217,8 +205,7 @@ class StatePages:
     def check(self, request_ids: Iterable[str], written: Sequence[int] = ()) -> None:
         """Recount: just these requests have a page, transfers write `written`, and page 0 is empty.
 
-        Raises:
-            InvariantError: (a RuntimeError) naming the first discrepancy.
+        Raises `InvariantError` at the first discrepancy.
         """
         if wrong := set(request_ids).symmetric_difference(self._page_of):
             raise InvariantError(f"state pages and rows are not of the same requests: {sorted(wrong)}")

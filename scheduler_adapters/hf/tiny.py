@@ -19,9 +19,8 @@ _INITIALIZER_RANGE = 0.15
 class ByteTokenizer:
     """Text as UTF-8 bytes, behind one start token.
 
-    Args:
-        vocab_size: of the model that reads the tokens. Where the vocabulary is smaller than ours, bytes wrap around and
-            there is no start token, but any prompt still gives valid tokens.
+    Where the model's vocabulary is smaller than ours, bytes wrap around and there is no start token, but any prompt
+    still gives valid tokens.
     """
 
     def __init__(self, vocab_size: int = VOCAB_SIZE) -> None:

@@ -32,30 +32,24 @@ _LONGEST_LINE = 64 << 20  # bytes; a file without line ends must not fill the me
 
 
 class ReplayResult(msgspec.Struct, frozen=True):
-    """What a replay found.
-
-    Attributes:
-        reference_lru_hits: of a plain LRU in one pool of the capacity; `optimum_hits` of the best that such a pool can.
-        gap_closed: share of what the optimum hits beyond the reference LRU: 0.0 for a manager that hits as often as
-            the reference, below 0.0 where it hits less, None where the two leave no gap.
-        window_load_mean: blocks that the busiest replica computes, of an even share, 1.0 or more: mean over the windows
-            of `WINDOW` requests. None for one replica, or where there are no computed blocks.
-        window_load_max: the same of the worst window.
-        restored: blocks among the hits that were copied back from the host tier.
-    """
+    """What a replay found."""
 
     requests: int
     block_refs: int
     hits: int
     hit_rate: float
     evictions: int
-    reference_lru_hits: int
-    optimum_hits: int
+    reference_lru_hits: int  # of a plain LRU in one pool of the capacity
+    optimum_hits: int  # of the best that such a pool can
+    # Share of what the optimum hits beyond the reference LRU: 0.0 for a manager that hits as often as the reference,
+    # below 0.0 where it hits less, None where the two leave no gap.
     gap_closed: float | None
     us_per_request_p50: float
+    # Blocks that the busiest replica computes, of an even share, 1.0 or more: mean over the windows of `WINDOW`
+    # requests, and the worst. None for one replica, or where there are no computed blocks.
     window_load_mean: float | None = None
     window_load_max: float | None = None
-    restored: int = 0
+    restored: int = 0  # blocks among the hits that were copied back from the host tier
 
 
 class _Request(msgspec.Struct):
