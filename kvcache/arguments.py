@@ -3,8 +3,6 @@
 numpy's integers are integers here, a bool is none, and nothing is rounded.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from typing import Any, SupportsIndex, cast

@@ -1,7 +1,5 @@
 """Recounts a replica from scratch and names the first place where its books do not agree."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Which replica and row each claimed request has."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import cast
 

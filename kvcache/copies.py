@@ -5,8 +5,6 @@ so that the copy engine is asked once for a run of slots, not once for a page: a
 each time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import pairwise

@@ -4,8 +4,6 @@ Each error also subclasses the built-in that code written for the documented API
 `RuntimeError`). None is an `AssertionError`: an assert is for our own mistakes, these are for a caller's.
 """
 
-from __future__ import annotations
-
 
 class KVCacheError(Exception):
     """Base of every error that pagewire raises on purpose. Nothing is half done when one is raised."""

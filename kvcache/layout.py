@@ -1,7 +1,5 @@
 """`PageLayout`: where each element of a page lies in memory, on one shard. Pure arithmetic."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 

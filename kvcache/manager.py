@@ -1,7 +1,5 @@
 """`PagedKVCacheManager`: what a serving loop drives."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any

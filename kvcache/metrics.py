@@ -1,7 +1,5 @@
 """Counters of the manager, read as one frozen value."""
 
-from __future__ import annotations
-
 import msgspec
 
 
@@ -34,8 +32,8 @@ class KVCacheMetrics(msgspec.Struct, frozen=True):
         """Share of the prompt tokens that were found, 0.0 to 1.0."""
         return self.cache_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
-    def __add__(self, other: KVCacheMetrics) -> KVCacheMetrics:
+    def __add__(self, other: "KVCacheMetrics") -> "KVCacheMetrics":
         return KVCacheMetrics(*(getattr(self, name) + getattr(other, name) for name in self.__struct_fields__))
 
-    def __sub__(self, other: KVCacheMetrics) -> KVCacheMetrics:
+    def __sub__(self, other: "KVCacheMetrics") -> "KVCacheMetrics":
         return KVCacheMetrics(*(getattr(self, name) - getattr(other, name) for name in self.__struct_fields__))

@@ -1,7 +1,5 @@
 """`KVCacheParams`: what a KV cache is made of, with every check on it in one place."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike

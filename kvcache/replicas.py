@@ -1,7 +1,5 @@
 """What a call on a batch does on each replica."""
 
-from __future__ import annotations
-
 import functools
 from array import array
 from collections.abc import Sequence
@@ -36,7 +34,7 @@ def place_replicas(
     devices: Sequence[Sequence[torch.device]],
     stream: Any,
     pages: int,
-) -> Replicas:
+) -> "Replicas":
     """Replicas of `pages` pages each, on the `devices` of each, with the tiers below them."""
     rows = sizes.max_batch_size // len(devices)
     # The rows write by numpy; calls of one request read an array of Python's own, which answers them faster.
@@ -54,7 +52,7 @@ class Replicas:
     """All replicas of a manager. Its calls raise as those of `PagedKVCacheManager` that use them."""
 
     def __init__(
-        self, placed: Sequence[PlacedReplica], capacity: array[int], params: KVCacheParams, tiers: Tiers | None
+        self, placed: Sequence[PlacedReplica], capacity: "array[int]", params: KVCacheParams, tiers: Tiers | None
     ) -> None:
         self.placed = placed
         self.capacity = capacity  # by place, tokens that its pages hold; place -1, nobody's, holds none

@@ -1,7 +1,5 @@
 """A socket on which another process asks for the prefix cache to be dropped (new weights, say)."""
 
-from __future__ import annotations
-
 import logging
 from typing import cast
 
@@ -22,7 +20,7 @@ def check_endpoint(endpoint_base: object) -> None:
         raise InvalidParamsError(f"zmq_endpoint_base is {shown(endpoint_base)}: the beginning of an address is needed")
 
 
-def open_endpoint(endpoint_base: str | None, *, caching: bool) -> ResetEndpoint | None:
+def open_endpoint(endpoint_base: str | None, *, caching: bool) -> "ResetEndpoint | None":
     """The endpoint; None where none is asked for, or there is nothing to drop."""
     if endpoint_base is not None and not caching:
         _log.warning("zmq_endpoint_base opens nothing without prefix caching")

@@ -1,7 +1,5 @@
 """Which replica a request should be claimed on. Answers, claims nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args

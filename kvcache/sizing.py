@@ -4,8 +4,6 @@ The page size is that of the params, else of the argument, as of the manager. Ke
 on to some other manager are refused, as nothing here would follow them.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Sequence

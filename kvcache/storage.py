@@ -1,7 +1,5 @@
 """Allocates the page tensors of one shard, and the host memory of a tier."""
 
-from __future__ import annotations
-
 import mmap
 import weakref
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Small values that cross the manager's border."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, cast
 

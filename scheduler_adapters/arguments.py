@@ -4,8 +4,6 @@ The types refuse what is out of range before anything is started or allocated. S
 need not look at them again.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

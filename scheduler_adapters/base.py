@@ -21,8 +21,6 @@ One thread, the scheduler's, calls all of these. Every error is a `KVCacheError`
 each call takes, gives and raises is said at `PagedKVCacheManager`; here stands what a scheduler may rely on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

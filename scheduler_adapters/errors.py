@@ -1,7 +1,5 @@
 """Errors of the adapters. They belong to the one tree under `kvcache.errors.KVCacheError`."""
 
-from __future__ import annotations
-
 from kvcache.errors import KVCacheError, NoFreeRowError
 
 

@@ -9,8 +9,6 @@ Each `step` does five things, in this order:
     finish    release what ended; report tokens
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

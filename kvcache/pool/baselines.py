@@ -1,7 +1,5 @@
 """What plain LRU, or full trust in hints, would have hit, counted beside the real cache; and what hints earn by it."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 import numpy as np

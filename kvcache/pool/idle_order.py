@@ -1,7 +1,5 @@
 """`IdleOrder`: pages in the order in which they came, leaving from its old end or from anywhere."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -4,8 +4,6 @@ A hash table with chained buckets whose links are arrays over page ids: no Pytho
 its place at once. Open addressing was rejected: its tombstones ask for a rebuild of the whole table now and then.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -12,8 +12,6 @@ A page is in exactly one state:
 A page with a writer (a transfer that may still put bytes there) is neither fresh nor idle, whoever held it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

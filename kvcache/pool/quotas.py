@@ -4,8 +4,6 @@ A tenant is a `cache_salt`; requests without one are nobody's. A quota bounds id
 scheduler's to admit, and an idle page above its quota stays findable until its place is needed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

@@ -10,8 +10,6 @@ hint decays and never pins, and whatever the hints say, the cache holds what pla
 the share. Rejected: strict classes, which pin; and leads without a share, whose cost by wrong hints has no bound.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

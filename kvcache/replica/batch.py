@@ -1,7 +1,5 @@
 """`Batch`: the requests of a step, looked up once and moved together; `Gathered`: the same for one call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, overload
 

@@ -4,8 +4,6 @@ The maker of a table says where the KV of a request lies. The manager that takes
 and whoever copies is handed a `PageCopy` for each group of layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple

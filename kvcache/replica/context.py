@@ -1,7 +1,5 @@
 """Request contexts: the tokens of one request, how far each has come, and the hasher of its pages."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
@@ -222,14 +220,14 @@ class TextContext:
         self.leave()
         self._start, self._active = 0, self._end
 
-    def fork(self, request_id: RequestID | None = None) -> TextContext:
+    def fork(self, request_id: RequestID | None = None) -> "TextContext":
         """A request of its own with the same tokens, indices, salt and keys (beam search, several answers)."""
         twin = TextContext(self.tokens, self.max_length, request_id, self.cache_salt, self.retention, self.extra_keys)
         twin.set_token_indices(start_idx=self.start_idx, active_idx=self.active_idx)
         twin.prefix_hasher = None if self.prefix_hasher is None else self.prefix_hasher.copy()
         return twin
 
-    def follow(self, leader: Leader, place: int) -> None:
+    def follow(self, leader: "Leader", place: int) -> None:
         """Let `leader` move this context, at its place `place`, until `leave`. Another leader loses it."""
         self.leave()
         self._follows, self._place = leader, place

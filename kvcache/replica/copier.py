@@ -5,8 +5,6 @@ them, and to nobody else: a READ may have failed, or its source may have given t
 of an import is handed out once, and what it proves counts once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

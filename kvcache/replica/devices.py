@@ -1,7 +1,5 @@
 """A replica on its devices: the pools of its shards, and the tables that each device reads."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -51,7 +49,7 @@ class PlacedReplica:
             for blocks in self.blocks:
                 blocks[target].copy_(blocks[source], non_blocking=True)
 
-    def copy_pages_of(self, other: PlacedReplica, sources: Pages, targets: Pages) -> None:
+    def copy_pages_of(self, other: "PlacedReplica", sources: Pages, targets: Pages) -> None:
         """Copy pages of another replica of this process into as many of ours, distinct, shard by shard.
 
         In the order of the devices' work: after what was launched before on either, before what comes after.

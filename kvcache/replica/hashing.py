@@ -4,8 +4,6 @@ One running hash takes the pages in turn and gives its digest after each. That m
 equal prefix) at the cost of one update and one digest a page; hashing `parent + page` anew takes sha256 60 % longer.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import struct
@@ -56,7 +54,7 @@ class PrefixHasher:
         # Index → the generation of it, first and last page, and what they were found as (see `Replica.match`).
         self.matches: dict[object, tuple[int, int, int, NDArray[np.int32]]] = {}
 
-    def copy(self) -> PrefixHasher:
+    def copy(self) -> "PrefixHasher":
         twin = copy(self)
         twin.running, twin.known = self.running.copy(), self.known[:]
         twin.keys_left, twin.matches = self.keys_left[:], {}

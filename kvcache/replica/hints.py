@@ -1,7 +1,5 @@
 """`ReplicaHints`: takes what requests say about the future to the pages that they leave, and sees what came of it."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from kvcache.params import KVCacheParams

@@ -1,7 +1,5 @@
 """`ImportBook`: the imports of one replica that have not given their pages back, and who writes to each."""
 
-from __future__ import annotations
-
 from kvcache.errors import InvalidRequestError, InvariantError
 from kvcache.pool.pages import PagePool
 from kvcache.replica.block_table import PendingImport

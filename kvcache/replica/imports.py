@@ -3,8 +3,6 @@
 Until `commit_import` the pages are in no index and no batch: bytes that never arrived are never read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import msgspec

@@ -1,7 +1,5 @@
 """What a model's attention reads: built from the rows of a batch, described as symbols, advanced by a step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 

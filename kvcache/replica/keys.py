@@ -1,7 +1,5 @@
 """What the KV of a request depends on besides its tokens: a salt, and keys at positions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import cast
 

@@ -5,8 +5,6 @@ every lease of it that is open, and go when the last of these ends. So no caller
 its readers. A page that leaves the row earlier, as content like its own was found, passes to the leases as well.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from kvcache.errors import InvalidRequestError, InvariantError
@@ -23,7 +21,7 @@ class PageLease:
 
     __slots__ = ("owner", "replica_idx", "request_id")
 
-    def __init__(self, owner: PageLeases, request_id: RequestID, replica_idx: int) -> None:
+    def __init__(self, owner: "PageLeases", request_id: RequestID, replica_idx: int) -> None:
         self.owner = owner
         self.request_id = request_id  # as it was called when the lease was made; it may be another request's by now
         self.replica_idx = replica_idx

@@ -1,7 +1,5 @@
 """`PagesBelow`: what a replica asks of the tier below its pool."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -4,8 +4,6 @@ Off by default: on public traces it is worth under one point of hit rate, and it
 a few hundred bytes of Python objects for each published page. Long pages and short prompts are what it is for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -4,8 +4,6 @@ Off by default (`Routing.copy_pages`): a copy takes room that another prompt's p
 prefixes leaves little to copy. It is for what routing alone cannot give: an owner that is busy, a head that all share.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from kvcache.pool.index import NO_PAGE

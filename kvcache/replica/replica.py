@@ -1,7 +1,5 @@
 """One data-parallel replica: its pages, its prefix index, and the rows of its running requests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

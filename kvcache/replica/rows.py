@@ -1,7 +1,5 @@
 """The rows of a replica's running requests: the block table in memory, how far each has come, and what was counted."""
 
-from __future__ import annotations
-
 import heapq
 
 import numpy as np

@@ -5,8 +5,6 @@ The kernel takes the lock back when the process ends in whatever way, so a draft
 process has left.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import itertools

@@ -1,7 +1,5 @@
 """`FileIndex`: page digest → file and place, and which file goes first."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from dataclasses import dataclass
 

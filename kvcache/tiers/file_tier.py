@@ -5,8 +5,6 @@ and to host slots that are held meanwhile. Several processes may share the folde
 and then, and takes a file that is gone for a miss.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

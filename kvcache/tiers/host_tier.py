@@ -5,8 +5,6 @@ the device takes them up from there. Slots are kept as device pages are: a `Page
 a copy, or idle, least recently used first.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ another model, is refused as a corrupted one is. It guards against accidents: wh
 anything, with a checksum to match.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

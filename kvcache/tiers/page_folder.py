@@ -1,7 +1,5 @@
 """The folder of page files: its names, and what else lies there."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import logging

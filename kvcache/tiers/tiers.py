@@ -1,7 +1,5 @@
 """What lies below the device pools, as a whole: when copies are made, and what the tiers count."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from pathlib import Path

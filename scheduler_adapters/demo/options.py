@@ -1,7 +1,5 @@
 """The options of `pagewire demo`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The prompts of the demo: questions that share long heads, or the lines of a file."""
 
-from __future__ import annotations
-
 from itertools import cycle, islice
 from pathlib import Path
 

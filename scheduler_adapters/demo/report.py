@@ -1,7 +1,5 @@
 """What the demo shows: progress while it works, and a table at the end. Plain lines where there is no terminal."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager

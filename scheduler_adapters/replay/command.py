@@ -1,7 +1,5 @@
 """`pagewire replay`: a progress bar, a table, and figures as JSON and plots where asked to."""
 
-from __future__ import annotations
-
 import msgspec
 from rich.console import Console
 from rich.progress import Progress

@@ -1,7 +1,5 @@
 """The options of `pagewire replay`."""
 
-from __future__ import annotations
-
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Literal

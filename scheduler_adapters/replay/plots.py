@@ -1,7 +1,5 @@
 """Sweeps of a trace over capacities and replicas, and their pictures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any

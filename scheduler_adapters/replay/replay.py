@@ -6,8 +6,6 @@ follows the prompt, so that its last block is full of computed tokens and can be
 made from the trace's own future (see `trace_hints`); the reference and the optimum are those of one pool without hints.
 """
 
-from __future__ import annotations
-
 import heapq
 import statistics
 import time

@@ -1,7 +1,5 @@
 """Retention hints for a trace, made from its future: an upper bound for what clients could say, not a prediction."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 
