@@ -11,9 +11,9 @@ from kvcache.metrics import KVCacheMetrics
 from kvcache.params import HashAlgorithm, KVCacheParams
 from kvcache.pool.pages import PagePool
 from kvcache.replica.context import Context, hasher_of, salt_and_keys
+from kvcache.replica.copier import ImportBook
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
 from kvcache.replica.hints import ReplicaHints
-from kvcache.replica.import_book import ImportBook
 from kvcache.replica.keys import ExtraKeys
 from kvcache.replica.leases import PageLeases
 from kvcache.replica.pages_below import NO_SLOTS, PagesBelow, Slots

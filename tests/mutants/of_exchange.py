@@ -10,7 +10,7 @@ _VOUCHERS = "tests/transfer/nixl/test_vouchers.py"
 
 EXCHANGE: tuple[Module, ...] = (
     Module(
-        "kvcache.replica.import_book",
+        "kvcache.replica.copier",
         [_OWNERSHIP],
         [
             Mutation(

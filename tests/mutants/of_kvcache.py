@@ -238,7 +238,7 @@ KVCACHE: tuple[Module, ...] = (
         [Mutation("PendingImport.take_up", "max(first, table.num_tokens)", "table.num_tokens")],
     ),
     Module(
-        "kvcache.replica.import_book",
+        "kvcache.replica.copier",
         [
             "tests/kvcache/test_handover.py",
             "tests/kvcache/replica/test_imports.py",
