@@ -5,6 +5,7 @@ numpy's integers are integers here, a bool is none, and nothing is rounded.
 
 import math
 import operator
+from collections.abc import Callable
 from typing import Any, SupportsIndex, cast
 
 import numpy as np
@@ -48,20 +49,47 @@ def whole(
     return found
 
 
-def number(name: str, value: object, error: type[KVCacheError] = InvalidParamsError) -> float:
-    """`value`, a finite number; else `error`."""
+def number(
+    name: str,
+    value: object,
+    least: float = -math.inf,
+    most: float = math.inf,
+    error: type[KVCacheError] = InvalidParamsError,
+) -> float:
+    """`value`, a finite number from `least` to `most`; else `error`."""
     given = cast("Any", value)
     if isinstance(given, int | float | np.integer | np.floating) and not isinstance(given, bool):
         found = cast("float", given)
-        if -(1 << 62) < found < 1 << 62 and math.isfinite(found):  # a huge int is no float
+        if -(1 << 62) < found < 1 << 62 and least <= found <= most:  # a huge int is no float
             return found
-    raise error(f"{name} is {shown(value)}: a finite number is needed")
+    limits = "a finite number" if math.isinf(least) else f"a number from {least} to {most}"
+    raise error(f"{name} is {shown(value)}: {limits} is needed")
 
 
-def flag(name: str, value: object, error: type[KVCacheError] = InvalidParamsError) -> None:
-    """Raise `error` unless `value` is True or False."""
+def flag(name: str, value: object, error: type[KVCacheError] = InvalidParamsError) -> bool:
+    """`value`, which is True or False; else `error`."""
     if not isinstance(value, bool | np.bool_):
         raise error(f"{name} is {shown(value)}: True or False is needed")
+    return bool(value)
+
+
+def one_of(name: str, value: object, choices: tuple[str, ...]) -> str:
+    """`value`, which is one of these texts; else `InvalidParamsError`."""
+    if not isinstance(value, str) or value not in choices:
+        raise InvalidParamsError(f"{name} is {shown(value)}: one of {', '.join(choices)} is needed")
+    return value
+
+
+def of_kind(name: str, value: object, kind: Any, needed: str) -> object:
+    """`value`, which is of this kind; else `InvalidParamsError`."""
+    if not isinstance(value, kind):
+        raise InvalidParamsError(f"{name} is {shown(value)}: {needed} is needed")
+    return value
+
+
+def optional(rule: Callable[[str, Any], object]) -> Callable[[str, Any], object]:
+    """`rule`, or None."""
+    return lambda name, value: None if value is None else rule(name, value)
 
 
 def steps(num_steps: object) -> int:

@@ -1,5 +1,6 @@
 """`KVCacheParams`: what a KV cache is made of, with every check on it in one place."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
@@ -8,7 +9,7 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 
-from kvcache.arguments import MOST, flag, number, shown, whole
+from kvcache.arguments import flag, number, of_kind, one_of, optional, shown, whole
 from kvcache.errors import InvalidParamsError
 from kvcache.routing import Routing
 from kvcache.types import PageIO
@@ -18,21 +19,26 @@ PageOrder = Literal["head,layer,side,token,dim", "layer,side,head,token,dim", "l
 
 MAX_DEVICES = 1 << 10
 _CACHING, _SWAPPING = "enable_prefix_caching", "enable_kvcache_swapping_to_host"
-_WHOLE = {
-    "n_kv_heads": (1, MOST),
-    "head_dim": (1, MOST),
-    "n_devices": (1, MAX_DEVICES),
-    "data_parallel_degree": (1, MAX_DEVICES),
-    "partial_reuse_min_tokens": (0, MOST),
-    "page_size": (1, MOST),
+_share = functools.partial(number, least=0.0, most=1.0)
+_RULES: dict[str, Callable[[str, Any], object]] = {
+    "dtype": functools.partial(of_kind, kind=torch.dtype, needed="a torch.dtype"),
+    **dict.fromkeys((_CACHING, _SWAPPING, "is_mla"), flag),
+    **dict.fromkeys(("n_kv_heads", "head_dim"), functools.partial(whole, least=1)),
+    **dict.fromkeys(("n_devices", "data_parallel_degree"), functools.partial(whole, least=1, most=MAX_DEVICES)),
+    "page_size": optional(functools.partial(whole, least=1)),
+    "partial_reuse_min_tokens": functools.partial(whole, least=0),
+    "hash_algorithm": functools.partial(one_of, choices=get_args(HashAlgorithm)),
+    "page_order": functools.partial(one_of, choices=get_args(PageOrder)),
+    "routing": functools.partial(of_kind, kind=Routing, needed="a Routing"),
+    **dict.fromkeys(("max_hint_share", "tenant_quota"), _share),
+    "tenant_quotas": functools.partial(of_kind, kind=Mapping, needed="a dict of salts and shares"),
+    **dict.fromkeys(("host_kvcache_swap_space_gb", "file_tier_max_gb"), optional(number)),
+    "file_tier_dir": functools.partial(of_kind, kind=(NoneType, str, PathLike), needed="the name of a folder"),
+    "file_tier_key": functools.partial(of_kind, kind=str, needed="a string"),
+    "file_tier_io": optional(
+        functools.partial(of_kind, kind=Callable, needed="a function that makes a `PageIO` of the tier's memory")
+    ),
 }
-_CHOICES = {"hash_algorithm": get_args(HashAlgorithm), "page_order": get_args(PageOrder)}
-_KINDS: tuple[tuple[str, Any, str], ...] = (
-    ("routing", Routing, "a Routing"),
-    ("tenant_quotas", Mapping, "a dict of salts and shares"),
-    ("file_tier_dir", (NoneType, str, PathLike), "the name of a folder"),
-    ("file_tier_key", str, "a string"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,31 +111,14 @@ class KVCacheParams:
     file_tier_io: Callable[[Sequence[torch.Tensor]], PageIO] | None = None
 
     def __post_init__(self) -> None:
-        _check(type(self.dtype) is torch.dtype, f"dtype is {shown(self.dtype)}: a torch.dtype is needed")
-        for name in (_CACHING, _SWAPPING, "is_mla"):
-            flag(name, getattr(self, name))
-        for name, (least, most) in _WHOLE.items():
-            if name != "page_size" or self.page_size is not None:
-                object.__setattr__(self, name, whole(name, getattr(self, name), least, most))  # numpy's become Python's
+        for name, rule in _RULES.items():
+            object.__setattr__(self, name, rule(name, getattr(self, name)))  # numpy's integers become Python's
         dp, tp = self.data_parallel_degree, self.tensor_parallel_degree
         _check(self.n_devices % dp == 0, f"n_devices is {self.n_devices}: not a multiple of data_parallel_degree {dp}")
         _check(
             self.n_kv_heads % tp == 0 or tp % self.n_kv_heads == 0,
             f"n_kv_heads is {self.n_kv_heads}: {tp} shards can neither split these heads evenly nor share them evenly",
         )
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            _check(
-                isinstance(value, str) and value in choices,
-                f"{name} is {shown(value)}: one of {', '.join(choices)} is needed",
-            )
-        for name, kind, needed in _KINDS:
-            value = getattr(self, name)
-            _check(isinstance(value, kind), f"{name} is {shown(value)}: {needed} is needed")
-        io = self.file_tier_io
-        _check(io is None or callable(io), f"file_tier_io is {shown(io)}: a function of the tier's memory is needed")
-        for name in ("max_hint_share", "tenant_quota"):
-            _share(name, getattr(self, name))
         for salt, share in self.tenant_quotas.items():
             _check(isinstance(cast("object", salt), str), f"tenant_quotas names {shown(salt)}: a salt is a string")
             _share(f"tenant_quotas[{salt!r}]", share)
@@ -180,9 +169,6 @@ class KVCacheParams:
         ]
 
     def _check_tiers(self) -> None:
-        for name in ("host_kvcache_swap_space_gb", "file_tier_max_gb"):
-            if getattr(self, name) is not None:
-                number(name, getattr(self, name))
         for name, given, needed in (
             ("partial_reuse_min_tokens", self.partial_reuse_min_tokens > 0, _CACHING),
             (_SWAPPING, self.enable_kvcache_swapping_to_host, _CACHING),
@@ -223,7 +209,3 @@ def resolve_page_size(params: KVCacheParams, page_size: int | None, default: int
 def _check(holds: bool, message: str) -> None:
     if not holds:
         raise InvalidParamsError(message)
-
-
-def _share(name: str, value: float) -> None:
-    _check(0.0 <= number(name, value) <= 1.0, f"{name} is {value!r}: a share from 0.0 to 1.0 is needed")

@@ -1,11 +1,11 @@
 """Which replica a request should be claimed on. Answers, claims nothing."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from kvcache.arguments import flag, number, shown
-from kvcache.errors import InvalidParamsError
+from kvcache.arguments import flag, number, one_of
 
 RoutingRule = Literal["prefix", "least-loaded", "round-robin"]
 
@@ -30,12 +30,9 @@ class Routing:
     copy_pages: bool = False  # pages that a request misses on its replica, and another one has, are copied from there
 
     def __post_init__(self) -> None:
-        if self.rule not in get_args(RoutingRule):
-            raise InvalidParamsError(f"rule is {shown(self.rule)}: one of {', '.join(get_args(RoutingRule))} is needed")
-        if number("load_weight", self.load_weight) < 0.0:
-            raise InvalidParamsError(f"load_weight is {self.load_weight}: at least 0 is needed")
-        if not 0.0 <= number("load_decay", self.load_decay) < 1.0:
-            raise InvalidParamsError(f"load_decay is {self.load_decay}: 0 to below 1 is needed")
+        one_of("rule", self.rule, get_args(RoutingRule))
+        number("load_weight", self.load_weight, 0.0)
+        number("load_decay", self.load_decay, 0.0, math.nextafter(1.0, 0.0))
         flag("copy_pages", self.copy_pages)
 
 

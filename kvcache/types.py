@@ -76,7 +76,7 @@ def _check_hint(hint: Retention | RangeRetention) -> None:
     if hint.session_continues is not None:
         flag("retention: session_continues", hint.session_continues, InvalidRequestError)
     whole("retention: priority", hint.priority, 0, 100, InvalidRequestError)
-    if hint.ttl_s is not None and number("retention: ttl_s", hint.ttl_s, InvalidRequestError) <= 0:
+    if hint.ttl_s is not None and number("retention: ttl_s", hint.ttl_s, error=InvalidRequestError) <= 0:
         raise InvalidRequestError(f"retention: ttl_s is {hint.ttl_s}, a number of seconds above 0 is needed, or None")
 
 

@@ -65,11 +65,6 @@ class PendingImport:
     on_free: Callable[[], None] | None = None  # called when a cancelled import has given its pages back
 
     @property
-    def copy(self) -> PageCopy:
-        """All that is to be copied by now, of the pages of tokens."""
-        return PageCopy(self.dst_pages, self.src_pages, self.tokens)
-
-    @property
     def needs_copy(self) -> bool:
         """Whether anything is to be copied by now: False where all was cached here."""
         return self.tokens[0] < self.tokens[1] or bool(self.wholes)

@@ -116,7 +116,7 @@ def test_a_table_shorter_than_what_is_cached_here_takes_nothing_back(make: Any, 
     pending = target.import_block_table(second, part)
     assert pending.src_pages.size == pending.dst_pages.size == 0
     here = -(-covers // 4) * 4  # what is here ends with a page
-    assert pending.tokens == pending.copy.tokens == (here, here)
+    assert pending.tokens == pending.copy_from(here).tokens == (here, here)
     target.commit_import(second, pending)
     assert (second.start_idx, second.active_idx) == (16, 19)
     assert target.maybe_reserve(second)
@@ -246,7 +246,7 @@ def test_a_table_of_another_page_size_names_what_is_lacking_in_both_sizes(
     target = make(40, page_size=ours, params={"hash_algorithm": hashes[1]})
     first = receiver(target, tokens)
     pending = target.import_block_table(first, table)
-    assert pending.copy == (pending.dst_pages, pending.src_pages, (0, 70))
+    assert pending.tokens == (0, 70)
     assert pending.src_pages.tolist() == list(table.groups[0])
     assert pending.dst_pages.tolist() == target.get_req_blocks("d")[: -(-70 // ours)]
     target.commit_import(first, pending, proven(target, pending))
@@ -302,7 +302,7 @@ def test_an_import_that_grows_names_each_page_when_it_is_there(make: Any, theirs
     dst, src, span = target.extend_import(context, pending, table, last=True)
     assert span == (48, 70)
     assert src.tolist() == list(table.groups[0][48 // theirs :])
-    assert pending.copy.tokens == (0, 70)
+    assert pending.tokens == (0, 70)
     target.commit_import(context, pending, proven(target, pending))
     assert (context.start_idx, context.active_idx, context.end_idx) == (70, 71, 71)
     target.fetch([context])
