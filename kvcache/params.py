@@ -48,66 +48,47 @@ class KVCacheParams:
     `n_devices` is `data_parallel_degree × tp`; devices are listed replica by replica. Heads are split over the `tp`
     shards of a replica; where there are fewer heads than shards, each head is held by several shards.
 
-    Attributes:
-        dtype: element type of keys and values.
-        n_kv_heads: key/value heads of the whole model.
-        head_dim: elements of one head of one token (for MLA: latent plus rope part).
-        enable_prefix_caching: keep the pages of finished requests and reuse them by content.
-        enable_kvcache_swapping_to_host: copy published pages to host memory too, and back where a prompt needs them
-            after they were evicted.
-        host_kvcache_swap_space_gb: size of that host memory, which all replicas share, in units of 2**30 bytes. It
-            holds what the device holds, too: several times the device's pages are worth having.
-        file_tier_dir: folder for pages below the host tier, found again after a restart, shared by any number of
-            processes of one user; None means no files. Files and folders are that user's alone, whatever the umask:
-            a folder with wider rights is tightened, another user's or a link in its place is refused. Who may write
-            there is trusted: checksums guard against accidents alone.
-        file_tier_max_gb: most bytes of the files of this key and layout, in units of 2**30.
-        file_tier_key: names what KV depends on besides tokens, salt and layout: the model and its weights. Pages of
-            different keys are never mixed up.
-        file_tier_io: makes what moves bytes between files and the host tier (`kvcache.types.PageIO`), given the tier's
-            memory, once for each of two threads; None means preadv and pwritev.
-        page_size: tokens per page; None leaves the choice to the manager's argument of the same name.
-        n_devices: devices of all replicas together.
-        is_mla: one latent side in place of keys and values.
-        data_parallel_degree: number of replicas, each with a pool and an index of its own.
-        hash_algorithm: digest of the prefix chain; `xxh3_128` is faster, but collisions in it can be crafted.
-        partial_reuse_min_tokens: a prompt that shares at least this many tokens of a cached page, but not all, copies
-            the page (see `kvcache.replica.partial`); 0 means never.
-        page_order: order of the bytes of one page, outermost first (see `kvcache.layout`).
-        routing: which replica a request is claimed on, and whether replicas copy pages from each other.
-        max_hint_share: of a replica's idle pages, how many may follow the retention hints of requests at most, 0.0 to
-            1.0; the rest is least recently used first (see `kvcache.pool.retention`). 0.0: hints are ignored.
-        tenant_quota: of a replica's pages, how many the idle pages of one `cache_salt` may take before they go first,
-            0.0 to 1.0.
-        tenant_quotas: the same for particular salts.
+    Files of `file_tier_dir` are found again after a restart, and shared by any number of processes of one user. Files
+    and folders are that user's alone, whatever the umask: a folder with wider rights is tightened, another user's or a
+    link in its place is refused. Who may write there is trusted: checksums guard against accidents alone.
 
     What policy needs prefix caching, the host tier or several replicas changes nothing without them; the manager logs
-    a warning that names what was given in vain.
-
-    Raises:
-        InvalidParamsError: (a ValueError) on the first value that cannot work, with the limit it broke.
+    a warning that names what was given in vain. Raises `InvalidParamsError` (a ValueError) on the first value that
+    cannot work, with the limit it broke.
     """
 
-    dtype: torch.dtype
-    n_kv_heads: int
-    head_dim: int
-    enable_prefix_caching: bool = False
+    dtype: torch.dtype  # of keys and values
+    n_kv_heads: int  # key/value heads of the whole model
+    head_dim: int  # elements of one head of one token (for MLA: latent plus rope part)
+    enable_prefix_caching: bool = False  # keep the pages of finished requests and reuse them by content
+    # Copy published pages to host memory too, and back where a prompt needs them after they were evicted.
     enable_kvcache_swapping_to_host: bool = False
+    # Size of that memory, which all replicas share, in units of 2**30 bytes. It holds what the device holds, too:
+    # several times the device's pages are worth having.
     host_kvcache_swap_space_gb: float | None = None
-    page_size: int | None = None
-    n_devices: int = 1
-    is_mla: bool = False
-    data_parallel_degree: int = 1
-    hash_algorithm: HashAlgorithm = "sha256"
+    page_size: int | None = None  # tokens per page; None leaves the choice to the manager's argument of the same name
+    n_devices: int = 1  # of all replicas together
+    is_mla: bool = False  # one latent side in place of keys and values
+    data_parallel_degree: int = 1  # replicas, each with a pool and an index of its own
+    hash_algorithm: HashAlgorithm = "sha256"  # of the prefix chain; collisions in the faster one can be crafted
+    # A prompt that shares at least this many tokens of a cached page, but not all, copies the page (see
+    # `kvcache.replica.partial`); 0 means never.
     partial_reuse_min_tokens: int = 0
-    page_order: PageOrder = "head,layer,side,token,dim"
-    routing: Routing = field(default_factory=Routing)
+    page_order: PageOrder = "head,layer,side,token,dim"  # of the bytes of a page, outermost first (`kvcache.layout`)
+    routing: Routing = field(default_factory=Routing)  # which replica a request is claimed on, and copies between them
+    # Of a replica's idle pages, how many may follow retention hints at most, 0.0 to 1.0; the rest is least recently
+    # used first (see `kvcache.pool.retention`). 0.0: hints are ignored.
     max_hint_share: float = 0.95
+    # Of a replica's pages, how many the idle pages of one `cache_salt` may take before they go first, 0.0 to 1.0; and
+    # the same for particular salts.
     tenant_quota: float = 1.0
     tenant_quotas: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
-    file_tier_dir: str | None = None
-    file_tier_max_gb: float | None = None
+    file_tier_dir: str | None = None  # folder for pages below the host tier; None: no files
+    file_tier_max_gb: float | None = None  # most bytes of the files of this key and layout, in units of 2**30
+    # What KV depends on besides tokens, salt and layout: the model and its weights. Different keys are never mixed up.
     file_tier_key: str = ""
+    # Makes what moves bytes between files and the host tier (`kvcache.types.PageIO`), given the tier's memory, once for
+    # each of two threads; None: preadv and pwritev.
     file_tier_io: Callable[[Sequence[torch.Tensor]], PageIO] | None = None
 
     def __post_init__(self) -> None:

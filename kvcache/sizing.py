@@ -52,10 +52,10 @@ def estimated_memory_size(
     _refuse_unknown("estimated_memory_size", unknown)
     batch, longest, layers = check_sizes(params, max_batch_size, max_seq_len, num_layers)
     check_devices(params, devices)
-    memory = whole("available_cache_memory", available_cache_memory, 0, MOST_BYTES)
-    dp, size = params.data_parallel_degree, resolve_page_size(params, page_size)
+    size, memory = _each_replica(params, page_size, "available_cache_memory", available_cache_memory)
+    dp = params.data_parallel_degree
     pages = -(-longest // size) * -(-batch // dp)
-    return min(memory // dp, pages * page_bytes(params, layers, size)) * dp
+    return min(memory, pages * page_bytes(params, layers, size)) * dp
 
 
 def infer_optimal_batch_size(
@@ -73,11 +73,11 @@ def infer_optimal_batch_size(
     """
     _refuse_unknown("infer_optimal_batch_size", unknown)
     check_params(params)
-    dp, size = params.data_parallel_degree, resolve_page_size(params, page_size)
+    dp = params.data_parallel_degree
     _, longest, layers = check_sizes(params, dp, max_seq_len, num_layers)
     check_devices(params, devices)
-    memory = whole("available_cache_memory", available_cache_memory, 0, MOST_BYTES)
-    pages = memory // dp // page_bytes(params, layers, size)
+    size, memory = _each_replica(params, page_size, "available_cache_memory", available_cache_memory)
+    pages = memory // page_bytes(params, layers, size)
     return max(dp, min(MOST_REQUESTS, pages // -(-longest // size) * dp))
 
 
@@ -86,9 +86,14 @@ def max_supported_sequence_length(
 ) -> int:
     """Tokens of the longest request that each replica can hold, a multiple of the page size; `InvalidParamsError`."""
     check_params(params)
-    size, layers = resolve_page_size(params, page_size), check_layers(num_layers)
-    memory = whole("memory_available", memory_available, 0, MOST_BYTES)
-    return memory // params.data_parallel_degree // page_bytes(params, layers, size) * size
+    layers = check_layers(num_layers)
+    size, memory = _each_replica(params, page_size, "memory_available", memory_available)
+    return memory // page_bytes(params, layers, size) * size
+
+
+def _each_replica(params: KVCacheParams, page_size: int, name: str, memory: object) -> tuple[int, int]:
+    """Tokens of a page, and bytes of each replica."""
+    return resolve_page_size(params, page_size), whole(name, memory, 0, MOST_BYTES) // params.data_parallel_degree
 
 
 def page_bytes(params: KVCacheParams, num_layers: int, page_size: int) -> int:

@@ -4,7 +4,6 @@ import numpy as np
 
 from kvcache.params import KVCacheParams
 from kvcache.pool.baselines import HintedBaseline, HintShare, LruBaseline, Words
-from kvcache.pool.idle_order import Pages
 from kvcache.pool.pages import PagePool
 from kvcache.pool.quotas import TenantQuotas
 from kvcache.pool.retention import HintedOrder, page_hints
@@ -148,8 +147,7 @@ class ReplicaHints:
 
     def _order_pages(self) -> HintedOrder:
         pool = self._pool
-        self._order = pool.idle = HintedOrder(pool.num_pages, pool.lru, self._quotas, self._left_by_quota)
+        self._order = pool.idle = HintedOrder(
+            pool.num_pages, pool.lru, self._quotas, lambda surplus: self._forget(pool.index.words_of(surplus))
+        )
         return self._order
-
-    def _left_by_quota(self, pages: Pages) -> None:
-        self._forget(self._pool.index.words_of(pages))

@@ -4,7 +4,7 @@ Off by default: on public traces it is worth under one point of hit rate, and it
 a few hundred bytes of Python objects for each published page. Long pages and short prompts are what it is for.
 """
 
-from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -57,7 +57,7 @@ class PartialReuse:
             return None
         siblings = self._siblings.get(self._prefix(row, context, at), {})
         best, length = 0, max(self._min_tokens - 1, start - at * size)
-        for page, (digest, tokens) in _latest(siblings):
+        for page, (digest, tokens) in islice(reversed(siblings.items()), _MOST_SIBLINGS):
             same = _common(tokens, wanted)
             if same > length and self._is_published(page, digest):
                 best, length = page, same
@@ -74,12 +74,6 @@ class PartialReuse:
             return self._replica.pool.index.digests_of(before).tobytes()
         salt: str | None = getattr(context, "cache_salt", None)
         return b"" if salt is None else b"=" + salt.encode()
-
-
-def _latest(
-    siblings: dict[int, tuple[bytes, NDArray[np.int32]]],
-) -> Iterable[tuple[int, tuple[bytes, NDArray[np.int32]]]]:
-    return list(reversed(siblings.items()))[:_MOST_SIBLINGS]
 
 
 def _common(tokens: NDArray[np.int32], wanted: NDArray[np.integer[Any]]) -> int:
