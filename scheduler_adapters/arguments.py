@@ -44,13 +44,10 @@ def whole(least: int, most: int) -> Callable[[str], int]:
     """The type of a whole number from `least` to `most`."""
 
     def parse(text: str) -> int:
-        try:
-            value = int(text) if len(text) <= _MOST_DIGITS else None
-        except ValueError:
-            value = None
-        if value is None or not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{_shown(text)} is no whole number from {least:,} to {most:,}")
-        return value
+        with contextlib.suppress(ValueError):
+            if len(text) <= _MOST_DIGITS and least <= int(text) <= most:
+                return int(text)
+        raise argparse.ArgumentTypeError(f"{_shown(text)} is no whole number from {least:,} to {most:,}")
 
     return parse
 
@@ -59,13 +56,10 @@ def number(above: int, most: int) -> Callable[[str], float]:
     """The type of a number that is more than `above`, and at most `most`."""
 
     def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = float("nan")
-        if not above < value <= most:
-            raise argparse.ArgumentTypeError(f"{_shown(text)} is no number above {above:,} and up to {most:,}")
-        return value
+        with contextlib.suppress(ValueError):
+            if above < float(text) <= most:
+                return float(text)
+        raise argparse.ArgumentTypeError(f"{_shown(text)} is no number above {above:,} and up to {most:,}")
 
     return parse
 

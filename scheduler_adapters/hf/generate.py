@@ -15,24 +15,14 @@ from scheduler_adapters.loop import Request, ServingLoop
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Settings of `generate` that change a greedy token, and the values beside None with which they do not.
-_CHANGES_GREEDY: dict[str, tuple[object, ...]] = {
-    "repetition_penalty": (1.0,),
-    "no_repeat_ngram_size": (0,),
-    "bad_words_ids": (),
-    "sequence_bias": (),
-    "min_length": (0,),
-    "min_new_tokens": (0,),
-    "suppress_tokens": ([],),
-    "begin_suppress_tokens": ([],),
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": (),
-    "exponential_decay_length_penalty": (),
-    "guidance_scale": (1.0,),
-    "num_beams": (1,),
-    "stop_strings": (),
-    "watermarking_config": (),
-}
+# Settings of `generate` that change a greedy token, by the values beside None with which they do not.
+_CHANGES_GREEDY: tuple[tuple[tuple[object, ...], tuple[str, ...]], ...] = (
+    ((0,), ("no_repeat_ngram_size", "min_length", "min_new_tokens")),
+    ((1,), ("repetition_penalty", "guidance_scale", "num_beams")),
+    (([],), ("suppress_tokens", "begin_suppress_tokens")),
+    ((), ("bad_words_ids", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id", "stop_strings")),
+    ((), ("exponential_decay_length_penalty", "watermarking_config")),
+)
 
 
 class PagedGenerator:
@@ -123,7 +113,7 @@ def _check_pages(model: PreTrainedModel, manager: PagedKVCacheManager) -> None:
 
 
 def _check_settings(model: PreTrainedModel) -> None:
-    for name, neutral in _CHANGES_GREEDY.items():
+    for name, neutral in ((name, neutral) for neutral, names in _CHANGES_GREEDY for name in names):
         value = getattr(model.generation_config, name, None)
         if value is not None and value not in neutral:
             raise UnsupportedModelError(

@@ -1,5 +1,6 @@
 """Retention hints for a trace, made from its future: an upper bound for what clients could say, not a prediction."""
 
+import contextlib
 import random
 from collections.abc import Sequence
 
@@ -34,14 +35,9 @@ def hints_for(trace: Sequence[Blocks], kind: str, seed: int = 0) -> list[Retenti
 
 def _share_wrong(kind: str) -> float:
     """The share of requests whose hint is inverted."""
-    name, _, text = kind.partition("=")
-    known = {"true": 0.0, "inverted": 1.0}
-    if kind in known:
-        return known[kind]
-    try:
-        share = float(text) if name == "wrong" else -1.0
-    except ValueError:
-        share = -1.0
-    if not 0.0 <= share <= 1.0:
-        raise ReplayError(f"--hints {kind!a}: none, true, inverted or wrong=SHARE is needed, a share from 0 to 1")
-    return share
+    text = {"true": "wrong=0", "inverted": "wrong=1"}.get(kind, kind)
+    with contextlib.suppress(ValueError):
+        share = float(text.removeprefix("wrong=")) if text.startswith("wrong=") else -1.0
+        if 0.0 <= share <= 1.0:
+            return share
+    raise ReplayError(f"--hints {kind!a}: none, true, inverted or wrong=SHARE is needed, a share from 0 to 1")

@@ -366,7 +366,7 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
         ["tests/scheduler_adapters/replay/test_trace_hints.py"],
         [
             Mutation("continues", "(len(blocks) - 1) // 2", "-1"),
-            Mutation("_share_wrong", "if not 0.0 <= share <= 1.0:", "if not -1.0 <= share <= 1.0:"),
+            Mutation("_share_wrong", "if 0.0 <= share <= 1.0:", "if -1.0 <= share <= 1.0:"),
         ],
     ),
 )
