@@ -13,7 +13,7 @@ the share. Rejected: strict classes, which pin; and leads without a share, whose
 import math
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,24 +47,14 @@ class PageHints(NamedTuple):
 
 def page_hints(retention: Retention, pages: int, page_size: int) -> PageHints:
     """The hints of a request's first `pages` pages. A range speaks for the pages that lie in it with all tokens."""
-    code, life = _code_of(retention), retention.ttl_s
-    codes = np.full(pages, code, np.uint8)
-    if life is None and all(one.ttl_s is None for one in retention.ranges):
-        _fill(codes, retention, page_size, _code_of)
-        return PageHints(codes, None)
-    lives = np.full(pages, math.inf if life is None else life)
-    _fill(codes, retention, page_size, _code_of)
-    _fill(lives, retention, page_size, lambda one: math.inf if one.ttl_s is None else one.ttl_s)
-    return PageHints(codes, lives)
-
-
-def _fill(
-    values: NDArray[Any], retention: Retention, page_size: int, value_of: Callable[[RangeRetention], float]
-) -> None:
-    """Put what the ranges say over what the whole says."""
-    for one in retention.ranges:
-        last = len(values) if one.end is None else one.end // page_size
-        values[-(-one.start // page_size) : last] = value_of(one)
+    codes, lives = np.zeros(pages, np.uint8), np.zeros(pages)
+    for hint in (retention, *retention.ranges):  # what a range says stands over what the whole says
+        first, last = 0, pages
+        if isinstance(hint, RangeRetention):
+            first, last = -(-hint.start // page_size), pages if hint.end is None else hint.end // page_size
+        codes[first:last] = _code_of(hint)
+        lives[first:last] = math.inf if hint.ttl_s is None else hint.ttl_s
+    return PageHints(codes, lives if np.isfinite(lives).any() else None)
 
 
 def _code_of(hint: Retention | RangeRetention) -> int:

@@ -17,8 +17,8 @@ KVCACHE_TIERS: tuple[Module, ...] = (
         "kvcache.pool.retention",
         ["tests/kvcache/pool/test_retention.py"],
         [
-            Mutation("page_hints", "_fill(codes, retention, page_size, _code_of)\n        return", "return"),
-            Mutation("_fill", "-(-one.start // page_size)", "one.start // page_size"),
+            Mutation("page_hints", "(retention, *retention.ranges)", "(retention,)"),
+            Mutation("page_hints", "-(-hint.start // page_size)", "hint.start // page_size"),
             Mutation("merge_codes", "refuted | (old == SHARED)", "refuted"),
             Mutation("HintedOrder.append", "(1.0 - self.share)", "self.share"),
             Mutation("HintedOrder.pop", "self.codes[gone] = NEUTRAL", "pass"),
