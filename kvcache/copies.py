@@ -114,23 +114,23 @@ class PageMover:
             self._side = torch.cuda.Stream(blocks.device)  # pyright: ignore[reportUnknownMemberType] - as above
         self.at_once = self._side is None
 
-    def store(self, pages: Ids, slots: Ids) -> CopyMark | None:
+    def store(self, pages: Ids, slots: Ids) -> list[CopyMark]:
         """Copy device pages into host slots, as many, distinct."""
         return self._copy(self._pages, pages, self._slots, slots)
 
-    def load(self, slots: Ids, pages: Ids) -> CopyMark | None:
+    def load(self, slots: Ids, pages: Ids) -> list[CopyMark]:
         """Copy host slots into device pages, as many, distinct."""
         return self._copy(self._slots, slots, self._pages, pages)
 
-    def _copy(self, source: torch.Tensor, taken: Ids, target: torch.Tensor, given: Ids) -> CopyMark | None:
+    def _copy(self, source: torch.Tensor, taken: Ids, target: torch.Tensor, given: Ids) -> list[CopyMark]:
         if self._side is None:
             copy_pages(source, taken, target, given)
-            return None
+            return []
         # What was launched before may still write the pages that are stored, or read what is overwritten.
         self._side.wait_stream(self._main())
         with torch.cuda.stream(self._side):
             copy_pages(source, taken, target, given)
-            return CopyMark(self._side, self._main)
+            return [CopyMark(self._side, self._main)]
 
     def _main(self) -> Any:
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):

@@ -117,9 +117,8 @@ class ReplicaTier(PagesBelow):
         fits = min(len(new), pool.free_count)  # where copies hold every other slot, the rest is not kept
         if fits:
             slots = pool.allocate(fits)
-            marks = [mover.store(new[:fits], slots) for mover in self._movers]
-            begun = [mark for mark in marks if mark is not None]
-            self.stores.append(HostStore(new[:fits], slots, names[:fits], begun))
+            marks = [mark for mover in self._movers for mark in mover.store(new[:fits], slots)]
+            self.stores.append(HostStore(new[:fits], slots, names[:fits], marks))
             self.stored += fits
         kept = np.ones(len(pages), np.bool_)
         kept[np.flatnonzero(absent)[:fits]] = False
@@ -278,8 +277,7 @@ class ReplicaTier(PagesBelow):
 
     def _begin(self, load: HostLoad) -> list[CopyMark]:
         if load.marks is None:
-            marks = [mover.load(load.slots, load.pages) for mover in self._movers]
-            load.marks = [mark for mark in marks if mark is not None]
+            load.marks = [mark for mover in self._movers for mark in mover.load(load.slots, load.pages)]
             self.loaded += len(load.pages)
         return load.marks
 

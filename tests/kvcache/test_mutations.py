@@ -10,7 +10,7 @@ import pytest
 
 import kvcache.replica.batch
 import kvcache.replica.replica
-from kvcache.copies import PageMover
+from kvcache.copies import CopyMark, PageMover
 from kvcache.pool.idle_order import IdleOrder
 from kvcache.pool.index import PrefixIndex
 from kvcache.pool.pages import PagePool
@@ -113,8 +113,8 @@ def evicts_without_a_copy(tier: ReplicaTier, pages: np.ndarray) -> None:
         tier.forget_waiting()
 
 
-def copies_another_page(mover: PageMover, pages: np.ndarray, slots: np.ndarray) -> None:
-    STORE(mover, pages[::-1], slots)
+def copies_another_page(mover: PageMover, pages: np.ndarray, slots: np.ndarray) -> list[CopyMark]:
+    return STORE(mover, pages[::-1], slots)
 
 
 def holds_no_slot(_tier: ReplicaTier, _slots: np.ndarray) -> None:
