@@ -25,6 +25,7 @@ def params(**changes: Any) -> KVCacheParams:
         ({"n_devices": True}, "n_devices is True"),
         ({"n_devices": 1 << 11}, "n_devices is 2048: an integer from 1 to 1024"),
         ({"page_size": 0}, "page_size is 0"),
+        ({"tenant_quota": 1.5}, "tenant_quota is 1.5: a number from 0.0 to 1.0"),
         ({"n_devices": 3, "data_parallel_degree": 2}, "n_devices is 3: not a multiple of data_parallel_degree 2"),
         ({"n_devices": 3}, "n_kv_heads is 8: 3 shards"),
         ({"hash_algorithm": "md5"}, "hash_algorithm is 'md5': one of sha256, xxh3_128"),

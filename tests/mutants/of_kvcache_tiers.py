@@ -37,7 +37,7 @@ KVCACHE_TIERS: tuple[Module, ...] = (
             Mutation("ReplicaHints._judge", "promised * plain.rate", "promised"),
             Mutation("ReplicaHints._judge", "gained * plain.rate", "gained"),
             Mutation("ReplicaHints._forget_given_up", "computed < last", "computed > last"),
-            Mutation("ReplicaHints._left_by_quota", "self._forget(self._pool.index.words_of(pages))", "pass"),
+            Mutation("ReplicaHints._order_pages", "self._forget(pool.index.words_of(surplus))", "None"),
         ],
     ),
     Module(

@@ -54,7 +54,7 @@ SCHEDULER_ADAPTERS_EDGES: tuple[Module, ...] = (
         "scheduler_adapters.arguments",
         ["tests/scheduler_adapters/test_cli.py::test_a_hostile_value_is_one_line_or_is_taken"],
         [
-            Mutation("number", "if not above < value <= most:", "if value <= above:"),
+            Mutation("number", "above < float(text) <= most", "above < float(text)"),
             Mutation("output_file", "if path.is_dir():", "if not path:"),
         ],
     ),
