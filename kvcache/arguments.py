@@ -70,7 +70,7 @@ def flag(name: str, value: object, error: type[KVCacheError] = InvalidParamsErro
     """`value`, which is True or False; else `error`."""
     if not isinstance(value, bool | np.bool_):
         raise error(f"{name} is {shown(value)}: True or False is needed")
-    return bool(value)
+    return bool(cast("Any", value))
 
 
 def one_of(name: str, value: object, choices: tuple[str, ...]) -> str:
