@@ -114,11 +114,9 @@ class IdleOrder:
         return pages[np.argsort(places[chunks] * CHUNK + offsets)]
 
     def pages(self) -> Pages:
-        """Oldest first."""
         return np.concatenate([self._entries(chunk, 0, self._end_of(chunk)) for chunk in self.chunks])
 
     def check(self) -> None:
-        """Raise `InvariantError` unless log, stamps and counts of all orders of these pages agree."""
         found = np.concatenate([order.pages() for order in self._family])
         stamped = np.flatnonzero(self._stamp >= 0)
         counts = sum(order.count for order in self._family)

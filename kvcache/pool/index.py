@@ -101,7 +101,6 @@ class PrefixIndex:
         return np.flatnonzero(self.published & ((self._words & mask) == 0))
 
     def check(self) -> None:
-        """Raise `InvariantError` unless every published page, and no other, is found by its digest."""
         linked = np.flatnonzero(self.published).astype(np.int32)
         found = self.find(self._digests[linked])
         for page in linked[found != linked][:1]:

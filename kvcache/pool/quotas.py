@@ -42,7 +42,6 @@ class TenantQuotas:
             self._weigh(owner)
 
     def remove(self, pages: Pages | Indices) -> None:
-        """`pages` are idle no more."""
         owners = self._owner[pages]
         for owner in set(owners.tolist()) - {_NOBODY}:
             self._orders[owner].remove(pages[owners == owner])
@@ -59,7 +58,6 @@ class TenantQuotas:
         return np.concatenate(taken) if taken else np.zeros(0, np.int32)
 
     def check(self, idle: Pages) -> None:
-        """Raise `InvariantError` unless these, all idle pages, are here under their owners."""
         owned = idle[self._owner[idle] != _NOBODY]
         found = np.concatenate([order.pages() for order in self._orders.values()])
         if not np.array_equal(np.sort(owned), np.sort(found)):

@@ -127,7 +127,6 @@ class HintedOrder:
             self._settle(self._recent.pop(excess))
 
     def remove(self, pages: Pages | Indices) -> None:
-        """Take `pages`, all of them in the order, out of it."""
         if self._quotas is not None:
             self._quotas.remove(pages)
         self._take(pages)
@@ -160,7 +159,6 @@ class HintedOrder:
         return np.concatenate([*(order.pages() for order in self._older.values()), self._recent.pages()])
 
     def check(self) -> None:
-        """Raise `InvariantError` unless every page is in the order that its code names, in the order of its place."""
         self._recent.check()
         if self.count != len(self.pages()) or int(self._settled.sum()) != self.count - self._recent.count:
             raise InvariantError(f"idle order: {len(self.pages())} pages, {self.count} counted")

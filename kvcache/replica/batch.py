@@ -216,7 +216,6 @@ class Batch(Gathered, Sequence[Context]):
         return self.digest_pages(at, self.hashers(at, hasher_of), firsts.tolist(), page_rows(tokens, self._page_size))
 
     def hashers(self, at: list[int], hasher_of: HasherOf) -> list[PrefixHasher]:
-        """Looked up once."""
         kept = self._hashers
         for place in at:
             if place not in kept:

@@ -109,7 +109,6 @@ class ImportBook:
         return copier
 
     def commit(self, pending: PendingImport) -> None:
-        """Every byte is there: the pages are the request's alone."""
         pending.closed = True
         self._free(pending)
 
@@ -121,7 +120,6 @@ class ImportBook:
             self._give_back(pending)
 
     def check(self) -> None:
-        """Raise `InvariantError` unless each import can still give its pages back, and rows name no other one."""
         for pending in self.each:
             copier = self.copiers.get(pending)
             if pending.closed and (copier is None or copier.is_over):

@@ -28,7 +28,6 @@ class PageLease:
 
     @property
     def is_over(self) -> bool:
-        """It holds nothing any more."""
         return self not in self.owner
 
     def __repr__(self) -> str:
@@ -50,7 +49,6 @@ class PageLeases:
         return lease in self._held
 
     def grant(self, request_id: RequestID, replica_idx: int, row: int) -> PageLease:
-        """A lease of the request in `row`."""
         lease = PageLease(self, request_id, replica_idx)
         self.of_row.setdefault(row, []).append(lease)
         self._row_of[lease] = row
@@ -120,7 +118,6 @@ class PageLeases:
         return counts
 
     def check(self) -> None:
-        """Raise `InvariantError` unless each lease of a claimed request is booked with its row, and no other one is."""
         booked = [(lease, row) for row, leases in self.of_row.items() for lease in leases]
         if len(booked) != len(self._row_of) or any(self._row_of.get(lease) != row for lease, row in booked):
             raise InvariantError(f"leases are booked with rows {booked}, their own are {self._row_of}")

@@ -77,7 +77,6 @@ class PartialReuse:
 
 
 def _common(tokens: NDArray[np.int32], wanted: NDArray[np.integer[Any]]) -> int:
-    """How many of the first tokens agree."""
     differ = np.flatnonzero(tokens[: len(wanted)] != wanted)
     return int(differ[0]) if differ.size else len(wanted)
 

@@ -293,7 +293,6 @@ class Replica:
             self.leases.refuse_rewrite(np.array([row]), np.array([context.start_idx]))
 
     def refuse_pending(self, row: int, call: str) -> None:
-        """Raise `NotReservedError` while an import of the row is pending."""
         if row in self.imports.of_row:
             raise NotReservedError(
                 f"request {self.rows.request_ids[row]!r}: {call} while its import is pending: "

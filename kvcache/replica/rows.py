@@ -44,7 +44,6 @@ class BlockRows:
         self._free = list(range(rows))  # a heap: the lowest row first, so that a batch is often one run of rows
 
     def claim(self, request_id: RequestID) -> int:
-        """Bind a free row to the request. Raises `NoFreeRowError`."""
         if not self._free:
             raise NoFreeRowError(f"request {request_id!r}: all {len(self.request_ids)} rows of the replica are claimed")
         row = heapq.heappop(self._free)
@@ -53,7 +52,6 @@ class BlockRows:
         return row
 
     def pages(self, row: int) -> Pages:
-        """The page ids of a row, a view."""
         return self.table[row, : self.num_pages[row]]
 
     def write(self, row: int, first: int, pages: Pages) -> None:
@@ -73,19 +71,16 @@ class BlockRows:
         self.capacity[rows] = np.minimum(self.num_pages[rows] * self.page_size, self.max_seq_len)
 
     def append_one(self, row: int, page: int) -> None:
-        """`append` for one row."""
         self.table[row, self.num_pages[row]] = page
         self.num_pages[row] += 1
         self.changed[row] = True
         self.measure(row)
 
     def commit(self, rows: Ints | int, pages: Ints | int) -> None:
-        """The first `pages` pages of `rows` are published."""
         self.committed[rows] = pages
         self.commit_at[rows] = (pages + 1) * self.page_size
 
     def measure(self, row: int, *, usable: bool = True) -> None:
-        """Bring the row's `capacity` up to date."""
         self.capacity[row] = min(int(self.num_pages[row]) * self.page_size, self.max_seq_len) if usable else -1
 
     def unbind(self, row: int) -> None:

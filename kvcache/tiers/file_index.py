@@ -108,7 +108,6 @@ class FileIndex:
         self._give_back(entries)
 
     def check(self) -> None:
-        """Raise `InvariantError` unless files, entries and bytes agree."""
         self._index.check()
         listed = [file.entries[file.entries != NO_ENTRY] for file in self._files.values()]
         entries = np.concatenate([*listed, np.zeros(0, np.int32)])

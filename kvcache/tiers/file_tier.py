@@ -180,7 +180,6 @@ class FileTier:
         return [read.slots for read in self._reads] + ([] if self._write is None else [self._write.slots])
 
     def check(self) -> None:
-        """Raise `InvariantError` unless files, entries, bytes and open reads agree."""
         self._index.check()
         reading = np.concatenate([*(read.entries for read in self._reads), np.zeros(0, np.int32)])
         if not np.array_equal(np.sort(reading), np.flatnonzero(self._index.reading)):

@@ -150,7 +150,6 @@ class ReplicaTier(PagesBelow):
             self._end(load)
 
     def forget_waiting(self) -> None:
-        """Copy nothing of what waits to be copied."""
         for pages, _ in self.waiting:
             self.storing[pages] = False
         self.waiting.clear()
@@ -215,7 +214,6 @@ class ReplicaTier(PagesBelow):
         return [load.pages for load in (self.open_loads if row is None else self._loads.get(row, ()))]
 
     def store_all(self) -> None:
-        """Copy every page that waits, and wait for it."""
         while self.waiting or self.stores:
             self._await_stores()
             self.store(self._next_entry())
@@ -256,7 +254,6 @@ class ReplicaTier(PagesBelow):
         return np.concatenate([pages for pages, _ in taken]), np.concatenate([digests for _, digests in taken])
 
     def _next_entry(self) -> int:
-        """Pages of the entry that waits longest."""
         self._pass_uses()
         return len(self.waiting[0][0]) if self.waiting else 0
 

@@ -90,7 +90,6 @@ class FileFormat:
         return self.digest_bytes + _SUM_BYTES
 
     def size_of(self, count: int) -> int:
-        """Bytes of a file of `count` pages."""
         return count * (self.page_bytes + self.row_bytes) + _FOOTER.size
 
     def count_of(self, size: int) -> int:
@@ -99,18 +98,15 @@ class FileFormat:
         return 0 if rest or count < 0 else count
 
     def most_in(self, size: int) -> int:
-        """Most pages of a file of at most `size` bytes."""
         return max(0, size - _FOOTER.size) // (self.page_bytes + self.row_bytes)
 
     def checksum(self, digest: bytes, parts: Sequence[Part]) -> bytes:
-        """Of one page, whose bytes are those of the parts."""
         running = xxhash.xxh3_128(self.namespace + digest)
         for part in parts:
             running.update(part)  # pyright: ignore[reportArgumentType] - any buffer will do
         return running.digest()
 
     def footer(self, rows: bytes, count: int) -> bytes:
-        """What ends a file with these rows."""
         fields = (_MAGIC, self.namespace, self.page_bytes, count, self.digest_bytes)
         covered = _FOOTER.pack(*fields, bytes(_SUM_BYTES))[:-_SUM_BYTES]
         return covered + xxhash.xxh3_128_digest(covered + rows)

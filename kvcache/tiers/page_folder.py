@@ -72,7 +72,6 @@ class PageFolder:
 
     @property
     def path(self) -> Path:
-        """The folder of the current epoch."""
         return self._home / self._epoch
 
     def renew(self) -> Path:

@@ -46,7 +46,6 @@ class Tiers:
 
     @property
     def metrics(self) -> KVCacheMetrics:
-        """What the tiers did, in pages; the other counters are 0."""
         return KVCacheMetrics(
             h2d_blocks_copied=sum(tier.loaded for tier in self.replicas),
             d2h_blocks_copied=sum(tier.stored for tier in self.replicas),
@@ -78,7 +77,6 @@ class Tiers:
         return first < last and self.files.coming(hasher.digests(context.tokens, first, last))
 
     def settle(self) -> None:
-        """Copy every page that waits, whatever the time it takes."""
         for tier in self.replicas:
             tier.store_all()
 
