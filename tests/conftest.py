@@ -2,8 +2,12 @@
 
 import importlib.util
 import signal
+from collections.abc import Iterator
+from multiprocessing import forkserver, resource_tracker
 
 import pytest
+
+from tests.orphans import adopt, children, end_children
 
 # Each needs an environment of its own, and collects nothing elsewhere.
 ENGINES = {"sglang": "tests/sglang_engine (make test-sglang)", "vllm": "tests/vllm_engine (make test-vllm)"}
@@ -17,6 +21,18 @@ def pytest_configure() -> None:
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
+    adopt()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_process_is_left() -> Iterator[None]:
+    """No test file leaves a process behind, whether its tests pass or fail, and whoever its parent was."""
+    before = set(children())
+    yield
+    # Python's own servants live as long as this process does, and end with it.
+    servants = {resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid}
+    left = end_children(but=before | servants)
+    assert not left, f"processes that tests have left behind, now killed: {left}"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -8,13 +8,14 @@ import contextlib
 import importlib
 import json
 import os
-import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Sequence
 from typing import Any
+
+from tests.orphans import adopt, end_children
 
 # What the packages and their tests import. None of it starts a thread, so that a fork is a whole process.
 _LIBRARIES = (
@@ -49,10 +50,8 @@ def run(tests: Sequence[str], options: Sequence[str], limit_s: float, *, compile
         if child == 0:
             _become_pytest([*options, *tests], output.fileno(), compiled=compiled)
         status = _wait(child, limit_s)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)  # also what a test has started and left behind
-        if status is None:
-            os.waitpid(child, 0)
+        end_children()  # the fork, where its time is up, and all that its tests have left behind
+        _bury()
         output.seek(max(0, output.seek(0, os.SEEK_END) - 20_000))
         return {"status": status, "output": output.read().decode(errors="replace")}
 
@@ -65,6 +64,13 @@ def _wait(child: int, limit_s: float) -> int | None:
             return os.waitstatus_to_exitcode(status)
         time.sleep(_LOOK_S)
     return None
+
+
+def _bury() -> None:
+    """Take note of every child that has ended, so that none stays in the kernel's table."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def _become_pytest(arguments: Sequence[str], output: int, *, compiled: bool) -> None:
@@ -89,6 +95,7 @@ def _become_pytest(arguments: Sequence[str], output: int, *, compiled: bool) -> 
 
 def main() -> None:
     """Serve runs until the input ends."""
+    adopt()
     for name in _LIBRARIES:
         try:
             importlib.import_module(name)

@@ -8,6 +8,8 @@ import threading
 import time
 from pathlib import Path
 
+from tests.orphans import die_with_parent
+
 MARK = "PAGEWIRE_TEST_RUN"
 COMMAND = (sys.executable, "-m", "scheduler_adapters.cli")
 STAGES = {"start": "starting ", "serving": "serving ", "checking": "checking "}
@@ -45,6 +47,7 @@ class Run:
             text=True,
             env=environment,
             start_new_session=True,
+            preexec_fn=die_with_parent,  # noqa: PLW1509  (one call of the kernel: it takes no lock)
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -54,7 +57,7 @@ class Run:
         for line in self.process.stdout:
             self.lines.append(line)
 
-    def wait_for(self, beginning: str, timeout_s: float = 150) -> None:
+    def wait_for(self, beginning: str, timeout_s: float = 100) -> None:
         """Wait until the command has printed a line that begins so."""
         deadline = time.monotonic() + timeout_s
         while not any(line.startswith(beginning) for line in self.lines):
@@ -104,6 +107,19 @@ class Run:
         while left := self.leftovers(files=files):
             assert time.monotonic() < deadline, left
             time.sleep(0.02)
+
+
+def wait_for_work(pid: int, seconds: float) -> None:
+    """Until a process has used so much more processor time: unlike waiting, that is the same on a busy machine."""
+
+    def used() -> float:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    begin, deadline = used(), time.monotonic() + 90
+    while used() < begin + seconds:
+        assert time.monotonic() < deadline, f"process {pid} does nothing"
+        time.sleep(0.02)
 
 
 def shared_files() -> set[str]:

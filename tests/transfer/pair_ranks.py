@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
-import signal
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -13,6 +11,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from typing import Any
 
+from tests.orphans import die_with_parent
 from tests.transfer.pair_model import JUNK, GroupSpec, Pair, RankCaches, Side, group_config, reach, worker_config
 from transfer.connector.metadata import ConnectorMetadata, Progress, WorkerOutput
 from transfer.connector.scheduler import NixlConnectorScheduler
@@ -20,7 +19,6 @@ from transfer.connector.worker import NixlConnectorWorker
 from transfer.pull.rank import new_incarnation
 
 QUIET = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
-_PR_SET_PDEATHSIG = 1
 
 
 class RankHost:
@@ -105,7 +103,7 @@ class ChildRank:
 
     def __init__(self, context: BaseContext) -> None:
         self.conn, theirs = multiprocessing.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, os.getpid()), daemon=True)
+        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -133,10 +131,8 @@ class ChildRank:
         self.conn.close()
 
 
-def _serve(conn: Connection, parent: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1 and parent != 1:
-        return
+def _serve(conn: Connection) -> None:
+    die_with_parent()
     os.environ.update(QUIET)
     host = RankHost()
     while True:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import signal
 import sys
 from multiprocessing.connection import Connection
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.orphans import die_with_parent
 from transfer.nixl.agent import Agent, Handle
 
 PAGE = 64 << 10
 FILLED = 7
-_PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -68,7 +67,7 @@ class Peer:
 
 
 def main() -> None:
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     conn, peer = Connection(int(sys.argv[1])), Peer(int(sys.argv[2]))
     conn.send(None)
     while True:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import sys
 import traceback
 from multiprocessing.connection import Connection
@@ -13,8 +11,7 @@ import numpy as np
 import torch
 
 import transfer
-
-_PR_SET_PDEATHSIG = 1
+from tests.orphans import die_with_parent
 
 
 def filled(pages: int, bytes_per_page: int, seed: int) -> np.ndarray:
@@ -81,8 +78,7 @@ class Worker:
 
 
 def main() -> None:
-    # No test may leave this behind, whatever happens to the parent.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if os.getppid() != int(sys.argv[2]):
         return
     conn, worker = Connection(int(sys.argv[1])), Worker()

@@ -19,6 +19,7 @@ from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.fleet import Fleet
 from scheduler_adapters.service.server import ServerConfig
 from scheduler_adapters.service.sockets import FrontendQueue, received
+from tests.scheduler_adapters.leftovers import wait_for_work
 from tests.scheduler_adapters.service.processes import Service, Side
 
 PROMPT = tuple(range(60, 76))
@@ -225,15 +226,22 @@ def test_a_front_that_submits_without_end_and_reads_is_refused_beyond_its_limit(
     assert [(one.pages_held, one.open_requests) for one in stats.values()] == [(0, 0)] * 2
 
 
+def ask_without_end(fleet: Fleet) -> None:
+    for _ in range(1 << 20):
+        fleet.send("decode", msg.Ask())
+
+
 @pytest.mark.slow
 def test_a_front_that_reads_nothing_loses_its_own_requests_and_no_more(tiny_model: Any) -> None:
     requests, new = 300, 60
-    with Fleet(configs(max_unread=500)) as fleet:
+    with Fleet(configs(max_unread=500), send_timeout_s=1.0) as fleet:
         for number in range(requests):
             fleet.send(
                 "decode", msg.Submit(request_id=f"r{number}", prompt=(number % 200, *PROMPT), max_new_tokens=new)
             )
-        time.sleep(20.0)
+        wait_for_work(fleet.pids["decode"], 2.0)
+        with pytest.raises(ServiceError, match="has taken no message"):
+            ask_without_end(fleet)  # a front is heard until too much of what it was told is unread
         tokens, ended = collected(fleet, requests)
         failed = [end.error for end in ended.values() if end.finished == "error"]
         assert failed

@@ -1,0 +1,104 @@
+"""Nothing that a test starts outlives its run: no process with a session of its own, none whose parent is gone."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import orphans
+
+ROOT = Path(__file__).parents[1]
+# A process of another session, whose parent ends at once, with a child of its own: all that a signal to a group misses.
+ESCAPES = """
+import os, time
+os.setsid()
+if os.fork():
+    os._exit(0)
+os.fork()
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+TEST = """
+import subprocess, sys, time
+def test_that_leaves_processes():
+    with open({told!r}, "w") as file:
+        subprocess.run([sys.executable, "-c", {escapes!r}], stdout=file, check=True)
+    {then}
+"""
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def told(path: Path, count: int = 2) -> list[int]:
+    deadline = time.monotonic() + 30
+    while len(pids := path.read_text().split()) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return list(map(int, pids))
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> list[int]:
+    """Two processes that have escaped."""
+    with (tmp_path / "told").open("w") as file:
+        subprocess.run([sys.executable, "-c", ESCAPES], stdout=file, check=True)
+    return told(tmp_path / "told")
+
+
+def test_who_has_escaped_is_a_child_again_and_is_ended(left: list[int]) -> None:
+    before = set(orphans.children()) - set(left)
+    assert all(map(is_alive, left))
+    ended = orphans.end_children(but=before)
+    assert {int(line.partition(":")[0]) for line in ended} == set(left)
+    assert all("os.setsid()" in line for line in ended)
+    assert not any(map(is_alive, left))
+
+
+def test_who_is_to_stay_stays() -> None:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        assert orphans.end_children(but=set(orphans.children())) == []
+        assert process.poll() is None
+        process.kill()
+
+
+def leaves(folder: Path, then: str) -> tuple[Path, Path]:
+    """A test that leaves two processes and then does something; and the file that says which they are."""
+    path, file = folder / "test_leaves.py", folder / "told"
+    path.write_text(TEST.format(told=str(file), escapes=ESCAPES, then=then))
+    return path, file
+
+
+@pytest.mark.parametrize("then", ["pass", "time.sleep(60)"], ids=["passes", "runs out of time"])
+def test_the_runs_of_mutants_leave_nothing(tmp_path: Path, then: str) -> None:
+    path, file = leaves(tmp_path, then)
+    asked = {"tests": [str(path)], "options": ["-p", "no:cacheprovider"], "limit_s": 8.0, "compiled": True}
+    command = [sys.executable, "-m", "tests.mutants.forker"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as runner:
+        assert runner.stdin is not None
+        assert runner.stdout is not None
+        runner.stdin.write(json.dumps(asked) + "\n")
+        runner.stdin.flush()
+        answer = json.loads(runner.stdout.readline())
+        assert answer["status"] == (0 if then == "pass" else None), answer["output"]
+        if then == "pass":
+            assert not any(map(is_alive, told(file)))
+        elif file.exists():  # on a busy machine its time may be up before it has told
+            assert not any(map(is_alive, map(int, file.read_text().split())))
+        runner.stdin.close()
+
+
+def test_a_test_file_that_leaves_processes_fails(tmp_path: Path) -> None:
+    path, file = leaves(tmp_path, "pass")
+    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "processes that tests have left behind, now killed" in done.stdout
+    assert not any(map(is_alive, told(file)))
