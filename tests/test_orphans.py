@@ -1,6 +1,5 @@
 """Nothing that a test starts outlives its run: no process with a session of its own, none whose parent is gone."""
 
-import json
 import subprocess
 import sys
 import time
@@ -79,20 +78,14 @@ def leaves(folder: Path, then: str) -> tuple[Path, Path]:
 @pytest.mark.parametrize("then", ["pass", "time.sleep(60)"], ids=["passes", "runs out of time"])
 def test_the_runs_of_mutants_leave_nothing(tmp_path: Path, then: str) -> None:
     path, file = leaves(tmp_path, then)
-    asked = {"tests": [str(path)], "options": ["-p", "no:cacheprovider"], "limit_s": 8.0, "compiled": True}
-    command = [sys.executable, "-m", "tests.mutants.forker"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as runner:
-        assert runner.stdin is not None
-        assert runner.stdout is not None
-        runner.stdin.write(json.dumps(asked) + "\n")
-        runner.stdin.flush()
-        answer = json.loads(runner.stdout.readline())
-        assert answer["status"] == (0 if then == "pass" else None), answer["output"]
-        if then == "pass":
-            assert not any(map(is_alive, told(file)))
-        elif file.exists():  # on a busy machine its time may be up before it has told
-            assert not any(map(is_alive, map(int, file.read_text().split())))
-        runner.stdin.close()
+    options, limit_s = ["-q", "-p", "no:cacheprovider"], 60.0 if then == "pass" else 4.0
+    code = f"from tests.mutants.forker import run; print(run([{str(path)!r}], {options}, {limit_s}, compiled=True))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert f"'status': {0 if then == 'pass' else None}" in done.stdout
+    if then == "pass":
+        assert not any(map(is_alive, told(file)))
+    elif file.exists():  # on a busy machine its time may be up before it has told
+        assert not any(map(is_alive, map(int, file.read_text().split())))
 
 
 def test_a_test_file_that_leaves_processes_fails(tmp_path: Path) -> None:

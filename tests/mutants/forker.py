@@ -34,7 +34,7 @@ _LOOK_S = 0.01
 
 
 def run(tests: Sequence[str], options: Sequence[str], limit_s: float, *, compiled: bool) -> dict[str, Any]:
-    """Run tests in a fork.
+    """Run tests in a fork. No child of this process outlives the run, and nobody who descends from one.
 
     Args:
         tests: paths and node ids.
@@ -45,6 +45,7 @@ def run(tests: Sequence[str], options: Sequence[str], limit_s: float, *, compile
     Returns:
         `status`: of the fork, negative where a signal ended it, None where it ran out of time; `output`: its last part.
     """
+    adopt()
     with tempfile.TemporaryFile() as output:
         child = os.fork()
         if child == 0:
@@ -95,7 +96,6 @@ def _become_pytest(arguments: Sequence[str], output: int, *, compiled: bool) -> 
 
 def main() -> None:
     """Serve runs until the input ends."""
-    adopt()
     for name in _LIBRARIES:
         try:
             importlib.import_module(name)

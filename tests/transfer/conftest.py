@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from tests.transfer import worker
+from tests.transfer.forked import QUIET, start
 
+if TYPE_CHECKING:
     from transfer import KVTransferEngine
 
-ROOT = Path(__file__).resolve().parents[2]
-QUIET = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
 TRANSPORTS = {"shm": {}, "tcp": {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}}
 
 os.environ.update(QUIET)  # this process's own agents: faults are provoked on purpose, and each prints lines
@@ -38,17 +35,12 @@ class RaisedError(Exception):
 
 
 class Worker:
-    """A child process that runs `worker.py`. Each call has a deadline."""
+    """A child process that serves as `worker.py` says. Each call has a deadline."""
 
     Raised = RaisedError
 
     def __init__(self, env: dict[str, str]) -> None:
-        clean = {key: value for key, value in os.environ.items() if not key.startswith(("UCX_", "NIXL_"))}
-        clean |= QUIET | env | {"PYTHONPATH": str(ROOT)}
-        self.conn, theirs = multiprocessing.Pipe()
-        command = [sys.executable, str(Path(__file__).parent / "worker.py"), str(theirs.fileno()), str(os.getpid())]
-        self.process = subprocess.Popen(command, env=clean, pass_fds=[theirs.fileno()])
-        theirs.close()
+        self.process, self.conn = start(worker.serve, env)
         self.busy = True
 
     def send(self, name: str, *args: object) -> None:
@@ -70,35 +62,62 @@ class Worker:
         return self.wait()
 
     def signal(self, number: int) -> None:
-        self.process.send_signal(number)
         if number == signal.SIGKILL:
-            self.process.wait(10)
+            self.process.kill()  # safe twice
+            self.process.join(10)
+        else:
+            os.kill(self.process.pid, number)
 
     def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGCONT)
+        if self.process.is_alive():
+            os.kill(self.process.pid, signal.SIGCONT)
             try:
                 self.send("quit")
                 self.wait(10)
-                self.process.wait(10)
-            except (OSError, EOFError, AssertionError, RaisedError, subprocess.TimeoutExpired):
-                self.process.kill()
-        self.process.wait(10)
+                self.process.join(10)
+            except (OSError, EOFError, AssertionError, RaisedError):
+                pass
+        self.process.kill()
+        self.process.join(10)
         self.conn.close()
 
 
-@pytest.fixture(scope="module")
-def hire():
-    """Returns `hire(env)`, which starts a worker. All are gone when the module's tests are."""
-    workers = []
+@contextmanager
+def hired() -> Generator[Callable[..., Worker]]:
+    """Starts workers, and ends them at the end of the block. Each polls its engine: the fewer live the better."""
+    workers: list[Worker] = []
 
-    def start(env: dict[str, str] | None = None) -> Worker:
+    def hire(env: dict[str, str] | None = None) -> Worker:
         workers.append(Worker(env or {}))
         return workers[-1]
 
-    yield start
-    for worker in workers:
-        worker.close()
+    try:
+        yield hire
+    finally:
+        for one in workers:
+            one.close()
+
+
+@pytest.fixture
+def hire() -> Iterator[Callable[..., Worker]]:
+    """Returns `hire(env)`, which starts a worker for the test."""
+    with hired() as start_one:
+        yield start_one
+
+
+@pytest.fixture(scope="module")
+def couples() -> Iterator[Callable[[dict[str, str]], tuple[Worker, Worker]]]:
+    """Returns `couples(env)`: two workers for each transport serve the whole module."""
+    found: dict[tuple[tuple[str, str], ...], tuple[Worker, Worker]] = {}
+    with hired() as start_one:
+
+        def get(env: dict[str, str]) -> tuple[Worker, Worker]:
+            key = tuple(sorted(env.items()))
+            if key not in found:
+                found[key] = (start_one(env), start_one(env))
+            return found[key]
+
+        yield get
 
 
 @pytest.fixture

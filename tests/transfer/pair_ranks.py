@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext
 from typing import Any
 
-from tests.orphans import die_with_parent
+from tests.transfer.forked import start
 from tests.transfer.pair_model import JUNK, GroupSpec, Pair, RankCaches, Side, group_config, reach, worker_config
 from transfer.connector.metadata import ConnectorMetadata, Progress, WorkerOutput
 from transfer.connector.scheduler import NixlConnectorScheduler
 from transfer.connector.worker import NixlConnectorWorker
 from transfer.pull.rank import new_incarnation
-
-QUIET = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
 
 
 class RankHost:
@@ -101,11 +97,8 @@ class LocalRank:
 class ChildRank:
     """A rank in a process of its own, which takes one command after another."""
 
-    def __init__(self, context: BaseContext) -> None:
-        self.conn, theirs = multiprocessing.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
-        self.process.start()
-        theirs.close()
+    def __init__(self) -> None:
+        self.process, self.conn = start(_serve)
 
     def send(self, name: str, *args: object) -> None:
         self.conn.send((name, args))
@@ -132,8 +125,6 @@ class ChildRank:
 
 
 def _serve(conn: Connection) -> None:
-    die_with_parent()
-    os.environ.update(QUIET)
     host = RankHost()
     while True:
         try:
@@ -150,11 +141,8 @@ def _serve(conn: Connection) -> None:
 
 
 def children(count: int) -> list[ChildRank]:
-    """Processes for ranks: forked from one that has torch and nixl imported, so that each starts at once."""
-    os.environ.update(QUIET)  # NIXL reads it when it is imported
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.transfer.pair_ranks", "nixl._api"])
-    return [ChildRank(context) for _ in range(count)]
+    """Processes for ranks."""
+    return [ChildRank() for _ in range(count)]
 
 
 Rank = LocalRank | ChildRank

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import os
-import sys
 import traceback
 from multiprocessing.connection import Connection
 
 import numpy as np
 import torch
+import xxhash
 
 import transfer
-from tests.orphans import die_with_parent
 
 
 def filled(pages: int, bytes_per_page: int, seed: int) -> np.ndarray:
     """Returns uint8 `[pages, bytes_per_page]` of bytes that depend on `seed` alone; 256 pages differ."""
     row = np.random.default_rng(seed).integers(0, 256, bytes_per_page, np.uint8)
     return row + np.arange(pages, dtype=np.uint8)[:, None]
+
+
+def digest(pages: np.ndarray) -> bytes:
+    """Stands for every byte of some pages, where they are too many for a pipe."""
+    return xxhash.xxh3_128_digest(pages)
 
 
 class Worker:
@@ -55,6 +59,9 @@ class Worker:
     def pool(self, replica: int, shard: int) -> bytes:
         return self.pools[replica][shard].numpy().tobytes()
 
+    def digests(self) -> list[list[bytes]]:
+        return [[digest(shard.numpy()) for shard in replica] for replica in self.pools]
+
     def set_polls(self, polls: bool) -> None:
         self.polls = polls
 
@@ -77,18 +84,12 @@ class Worker:
         return True
 
 
-def main() -> None:
-    die_with_parent()
-    if os.getppid() != int(sys.argv[2]):
-        return
-    conn, worker = Connection(int(sys.argv[1])), Worker()
+def serve(conn: Connection) -> None:
+    """Serve a test until it says so, or is gone."""
+    worker = Worker()
     conn.send(("done", os.getpid()))
     try:
         while worker.step(conn):
             pass
     except EOFError:
         os._exit(1)
-
-
-if __name__ == "__main__":
-    main()

@@ -171,13 +171,19 @@ def collected(fleet: Fleet, requests: int, timeout_s: float = 120.0) -> tuple[di
     return tokens, ended
 
 
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    """For tests that leave nothing behind."""
+    with Fleet(configs()) as started:
+        yield started
+
+
 @pytest.mark.slow
-def test_a_front_that_submits_4000_requests_before_it_reads_is_served(tiny_model: Any) -> None:
-    with Fleet(configs()) as fleet:
-        for number in range(4000):
-            fleet.send("decode", msg.Submit(request_id=f"r{number}", prompt=PROMPT, max_new_tokens=1 + number % 2))
-        tokens, ended = collected(fleet, 4000)
-        stats = settled_stats(fleet)
+def test_a_front_that_submits_4000_requests_before_it_reads_is_served(tiny_model: Any, fleet: Fleet) -> None:
+    for number in range(4000):
+        fleet.send("decode", msg.Submit(request_id=f"r{number}", prompt=PROMPT, max_new_tokens=1 + number % 2))
+    tokens, ended = collected(fleet, 4000)
+    stats = settled_stats(fleet)
     wanted = reference_tokens(tiny_model, PROMPT, 2)
     assert {end.finished for end in ended.values()} <= {"length", "eos"}
     assert all(tokens[f"r{number}"] == wanted[: 1 + number % 2] for number in range(4000))
@@ -277,10 +283,9 @@ def send_without_end(fleet: Fleet) -> None:
 
 
 @pytest.mark.slow
-def test_rubbish_of_a_front_ends_no_process(tiny_model: Any) -> None:
-    with Fleet(configs()) as fleet:
-        for name in fleet.running:
-            for frames in ([b"\xff"], [b"a", b"b"], [msg.encode(msg.Ready(name="x"))]):
-                fleet._socket.send_multipart([name.encode(), *frames])
-        fleet.send("decode", msg.Submit(request_id="next", prompt=PROMPT, max_new_tokens=8))
-        assert collected(fleet, 1)[0] == {"next": reference_tokens(tiny_model, PROMPT, 8)}
+def test_rubbish_of_a_front_ends_no_process(tiny_model: Any, fleet: Fleet) -> None:
+    for name in fleet.running:
+        for frames in ([b"\xff"], [b"a", b"b"], [msg.encode(msg.Ready(name="x"))]):
+            fleet._socket.send_multipart([name.encode(), *frames])
+    fleet.send("decode", msg.Submit(request_id="next", prompt=PROMPT, max_new_tokens=8))
+    assert collected(fleet, 1)[0] == {"next": reference_tokens(tiny_model, PROMPT, 8)}

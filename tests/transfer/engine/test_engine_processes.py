@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 import signal
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.transfer.worker import digest, filled
+
 BYTES = 1000
-
-
-@pytest.fixture(scope="module")
-def couples(hire: Any):
-    """Workers are dear to start: one couple for each transport serves the whole module."""
-    from_name = {}
-
-    def get(env: dict[str, str]) -> tuple:
-        key = tuple(sorted(env.items()))
-        if key not in from_name:
-            from_name[key] = (hire(env), hire(env))
-        return from_name[key]
-
-    return get
-
-
-def filled(pages: int, bytes_per_page: int, seed: int) -> np.ndarray:
-    row = np.random.default_rng(seed).integers(0, 256, bytes_per_page, np.uint8)
-    return row + np.arange(pages, dtype=np.uint8)[:, None]
 
 
 class Side:
@@ -36,13 +20,21 @@ class Side:
     def __init__(self, worker: Any, name: str, dp: int, tp: int, pages: int, seed: int, size: int = BYTES) -> None:
         self.worker, self.name, self.dp, self.tp, self.pages = worker, name, dp, tp, pages
         self.metadata = worker("make", name, dp, tp, pages, size, seed)
-        self.expected = [[filled(pages, size, seed + r * tp + t) for t in range(tp)] for r in range(dp)]
+        self._of = (pages, size, seed)
+
+    @cached_property
+    def expected(self) -> list[list[np.ndarray]]:
+        pages, size, seed = self._of
+        return [[filled(pages, size, seed + r * self.tp + t) for t in range(self.tp)] for r in range(self.dp)]
 
     def check(self) -> None:
-        for replica, shards in enumerate(self.expected):
-            for shard, expected in enumerate(shards):
-                got = np.frombuffer(self.worker("pool", replica, shard), np.uint8).reshape(expected.shape)
-                np.testing.assert_array_equal(got, expected, err_msg=f"{self.name} [{replica}][{shard}]")
+        for replica, digests in enumerate(self.worker("digests")):
+            for shard, found in enumerate(digests):
+                expected = self.expected[replica][shard]
+                if found != digest(expected):
+                    got = np.frombuffer(self.worker("pool", replica, shard), np.uint8).reshape(expected.shape)
+                    np.testing.assert_array_equal(got, expected, err_msg=f"{self.name} [{replica}][{shard}]")
+                    pytest.fail("digests differ, and the bytes do not")
 
 
 def join(left: Side, right: Side) -> None:
