@@ -40,7 +40,7 @@ class Worker:
     Raised = RaisedError
 
     def __init__(self, env: dict[str, str]) -> None:
-        self.process, self.conn = start(worker.serve, env)
+        self.process, self.conn = start(worker.serve, settings=env)
         self.busy = True
 
     def send(self, name: str, *args: object) -> None:

@@ -14,27 +14,30 @@ _PRELOAD = ["tests.transfer.pair_ranks", "tests.transfer.worker", "nixl._api"]
 
 
 def start(
-    serve: Callable[[Connection], Any], settings: Mapping[str, str] | None = None
+    serve: Callable[..., Any], *arguments: object, settings: Mapping[str, str] | None = None
 ) -> tuple[BaseProcess, Connection]:
     """A process that serves its end of a pipe, and our end. It dies with this process, whatever happens to that.
 
     Args:
-        serve: a function of a module.
+        serve: a function of a module; it takes the end of the pipe, and the arguments.
+        arguments: what it takes beside that.
         settings: of UCX and NIXL, as environment variables, in place of this process's own.
     """
     os.environ.update(QUIET)  # NIXL reads it when it is imported
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(serve, theirs, dict(settings or {})), daemon=True)
+    process = context.Process(target=_serve, args=(serve, theirs, arguments, dict(settings or {})), daemon=True)
     process.start()
     theirs.close()
     return process, ours
 
 
-def _serve(serve: Callable[[Connection], Any], conn: Connection, settings: dict[str, str]) -> None:
+def _serve(
+    serve: Callable[..., Any], conn: Connection, arguments: tuple[object, ...], settings: dict[str, str]
+) -> None:
     die_with_parent()  # that is the forkserver, which ends with the process that started it
     for key in [key for key in os.environ if key.startswith(("UCX_", "NIXL_"))]:
         del os.environ[key]
     os.environ.update(QUIET | settings)  # UCX reads it when the first agent is made
-    serve(conn)
+    serve(conn, *arguments)

@@ -141,13 +141,13 @@ class Target:
         self.give(data)
 
     def give(self, data: bytes) -> None:
-        begin = time.perf_counter()
+        begin = time.thread_time()  # processor time: this thread may have to wait for others
         try:
             self._take(data)
             self.verdicts["taken"] += 1
         except TransferError:
             self.verdicts["refused"] += 1
-        self.slowest_s = max(self.slowest_s, time.perf_counter() - begin)
+        self.slowest_s = max(self.slowest_s, time.thread_time() - begin)
 
 
 class SealedTarget(Target):

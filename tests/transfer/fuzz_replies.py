@@ -6,7 +6,6 @@ reply has ended it. Every reply whose metadata the source vouches for is loaded 
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import time
 from collections import Counter
@@ -16,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from tests.transfer.forked import start
 from tests.transfer.replicas import TOKENS, Engine
 from transfer.plan.page_lists import PagesOfGroup
 from transfer.pull.lease import LeaseRef
@@ -69,11 +69,7 @@ class _Source:
         self.start()
 
     def start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs,), daemon=True)
-        self.process.start()
-        theirs.close()
+        self.process, self.pipe = start(serve)
         found: tuple[bytes, list[LeaseRef]] = self.pipe.recv()
         self.metadata, self.leases = found
         self.deaths += 1

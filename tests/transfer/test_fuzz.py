@@ -15,7 +15,7 @@ from transfer.wire.messages import open_rank, sealed_rank
 
 def test_nothing_that_comes_in_ends_or_fills_a_process():
     said: list[str] = []
-    assert fuzz.run(15_000, random.randrange(1 << 32), said.append) == []
+    assert fuzz.run(6000, random.randrange(1 << 32), said.append) == []
     assert any(line.startswith("sealed metadata") and "'refused'" in line and "'taken'" in line for line in said), said
 
 
@@ -40,7 +40,7 @@ def test_boxes_that_cut_each_other_into_too_many_cells_are_refused_at_once(count
         for rank in range(2)
     ]
     mine = open_rank(sealed_rank(fuzz.rank_metadata(0, "d"), fuzz.KEY), fuzz.KEY)
-    begin = time.monotonic()
+    begin = time.process_time()
     with pytest.raises(MetadataError, match="cells"):
         RemoteEngine(ranks, mine, {})
-    assert time.monotonic() - begin < 5  # a bound on work done, not on speed: without the limit it takes terabytes
+    assert time.process_time() - begin < 5  # a bound on work done, not on speed: without the limit it takes terabytes
