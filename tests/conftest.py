@@ -16,15 +16,22 @@ ENGINES = {"sglang": "tests/sglang_engine (make test-sglang)", "vllm": "tests/vl
 def pytest_configure() -> None:
     """Undo what a shell does to a command in the background, so that each process that a test starts can be ended.
 
-    Such a command ignores SIGINT, under nohup SIGHUP, and hands that on. A handler is not handed on.
+    Such a command ignores SIGINT, under nohup SIGHUP, and hands that on. A handler is not handed on. What is blocked
+    is handed on too, and would hold up the alarm by which tests run out of time.
     """
-    for number in (signal.SIGINT, signal.SIGHUP):
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
     adopt()
 
 
-@pytest.fixture(autouse=True, scope="module")
+def _file_or_session(fixture_name: str, config: pytest.Config) -> str:  # noqa: ARG001  (as pytest calls it)
+    """The engines' tests share processes between files."""
+    return "session" if any(map(importlib.util.find_spec, ENGINES)) else "module"
+
+
+@pytest.fixture(autouse=True, scope=_file_or_session)
 def _no_process_is_left() -> Iterator[None]:
     """No test file leaves a process behind, whether its tests pass or fail, and whoever its parent was."""
     before = set(children())

@@ -1,0 +1,45 @@
+"""However the tests are started: what they start can be ended, and they themselves run out of time."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = """
+import signal, subprocess, sys, time
+import pytest
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM])
+def test_a_process_can_be_ended(number):
+    command = [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, restore_signals=False) as process:
+        process.stdout.readline()
+        process.send_signal(number)
+        assert process.wait(20)
+
+@pytest.mark.timeout(1)
+def test_that_is_too_slow():
+    time.sleep(60)
+"""
+
+
+def ignore_and_block() -> None:
+    """What a process may inherit."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+
+
+def test_signals_that_are_ignored_and_blocked_are_neither_in_a_test(tmp_path: Path) -> None:
+    (tmp_path / "test_any.py").write_text(TESTS)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1],
+        stdin=subprocess.DEVNULL,
+        preexec_fn=ignore_and_block,
+        check=False,
+    )
+    assert "1 failed, 3 passed" in done.stdout, done.stdout + done.stderr
+    assert "Timeout (>1.0s)" in done.stdout
