@@ -1,9 +1,12 @@
 """What concerns all tests."""
 
 import importlib.util
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
+from typing import IO
 
 import pytest
 
@@ -40,6 +43,20 @@ def _no_process_is_left() -> Iterator[None]:
     servants = {resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid}
     left = end_children(but=before | servants)
     assert not left, f"processes that tests have left behind, now killed: {left}"
+
+
+@pytest.fixture(scope="module")
+def forked_fleets() -> Iterator[None]:
+    """The processes of fleets that are started here are forks of one that has imported everything."""
+    from scheduler_adapters.service.fleet import Fleet
+    from tests.forked import ForkedProgram
+
+    def spawn(fleet: Fleet, log: IO[bytes]) -> ForkedProgram:
+        return ForkedProgram(fleet._program, log, {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Fleet, "_spawn", spawn)
+        yield
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

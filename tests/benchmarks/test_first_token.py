@@ -79,6 +79,7 @@ def test_without_the_trace_the_command_says_so(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("forked_fleets")
 def test_both_ways_are_measured_part_by_part() -> None:
     requests = fleet_trace.synthetic_requests(8, seed=5)
     rows = {row["part"]: row for row in first_token.rows_of(first_token.measure(requests, 20.0, seed=0, rounds=2))}

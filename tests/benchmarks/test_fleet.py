@@ -105,6 +105,7 @@ def test_wrong_tokens_and_silent_failures_are_named() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+@pytest.mark.usefixtures("forked_fleets")
 def test_a_small_fleet_loses_two_processes_and_no_page() -> None:
     requests = fleet_trace.synthetic_requests(24, seed=3)
     ran = fleet.run(requests, seed=3)

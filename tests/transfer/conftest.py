@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from tests.forked import QUIET, start
 from tests.transfer import worker
-from tests.transfer.forked import QUIET, start
 
 if TYPE_CHECKING:
     from transfer import KVTransferEngine

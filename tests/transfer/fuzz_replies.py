@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from tests.transfer.forked import start
+from tests.forked import start
 from tests.transfer.replicas import TOKENS, Engine
 from transfer.plan.page_lists import PagesOfGroup
 from transfer.pull.lease import LeaseRef

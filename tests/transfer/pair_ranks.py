@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tests.transfer.forked import start
+from tests.forked import start
 from tests.transfer.pair_model import JUNK, GroupSpec, Pair, RankCaches, Side, group_config, reach, worker_config
 from transfer.connector.metadata import ConnectorMetadata, Progress, WorkerOutput
 from transfer.connector.scheduler import NixlConnectorScheduler

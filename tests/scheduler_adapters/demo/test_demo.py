@@ -1,4 +1,7 @@
-"""The demo as a user runs it: real processes, real NIXL, the real command line."""
+"""The demo as a user runs it: real processes, real NIXL, the real command line.
+
+Where a test asks for `here`, the command runs in this process, and what it starts is forked: that saves seconds.
+"""
 
 import json
 import os
@@ -8,8 +11,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -34,12 +38,30 @@ ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP
 COMMAND = [sys.executable, "-m", "scheduler_adapters.cli", "demo"]
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+class Done(NamedTuple):
+    """What became of a command."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run(*arguments: object) -> Done:
     command = [*COMMAND, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=110, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=110, check=False)
+    return Done(done.returncode, done.stdout, done.stderr)
 
 
-def assert_equal_run(done: subprocess.CompletedProcess[str], json_file: Path, requests: int) -> dict[str, Any]:
+@pytest.fixture
+def here(forked_fleets: None, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:  # noqa: ARG001
+    def run(*arguments: object) -> Done:
+        status = cli.main(["demo", *map(str, arguments)])
+        return Done(status, *capsys.readouterr())
+
+    return run
+
+
+def assert_equal_run(done: Done, json_file: Path, requests: int) -> dict[str, Any]:
     assert not done.stderr, done.stderr
     assert done.returncode == 0
     figures = json.loads(json_file.read_text())
@@ -66,12 +88,12 @@ def test_the_default_model_on_the_default_prompts(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("sides", [(), ("--decode-tp", 2)], ids=["verified", "tp 1 to 2"])
 def test_under_chaos_what_is_answered_is_right_and_what_is_not_has_a_reason(
-    tmp_path: Path, sides: tuple[Any, ...]
+    here: Callable[..., Done], tmp_path: Path, sides: tuple[Any, ...]
 ) -> None:
     out = tmp_path / "o.json"
     happened: Counter[str] = Counter()
     for seed in (3, 4, 5):  # one run mostly makes all of them
-        done = run("--requests", 40, "--max-new-tokens", 8, "--chaos", seed, "--json", out, *sides)
+        done = here("--requests", 40, "--max-new-tokens", 8, "--chaos", seed, "--json", out, *sides)
         assert done.returncode == 0, done.stdout + done.stderr
         figures = json.loads(out.read_text())
         assert_right_under_chaos(figures)
@@ -96,12 +118,12 @@ def assert_right_under_chaos(figures: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "page_size", "tp"), [("qwen3", 128, 2), ("mistral", 16, 1)])
 def test_a_saved_model_of_another_architecture(
-    model_dirs: Path, tmp_path: Path, kind: str, page_size: int, tp: int
+    here: Callable[..., Done], model_dirs: Path, tmp_path: Path, kind: str, page_size: int, tp: int
 ) -> None:
     out, prompts = tmp_path / "o.json", tmp_path / "p.jsonl"
     head = "The same long head stands before every one of these questions. " * 4
     prompts.write_text("".join(json.dumps({"prompt": f"{head}{n}?"}) + "\n" for n in range(5)))
-    done = run(
+    done = here(
         *("--model", model_dirs / kind, "--prompts", prompts, "--page-size", page_size),
         *("--tp", tp, "--json", out, "--cache-mb", 4, "--max-new-tokens", 20, "--concurrency", 2),
     )
@@ -110,7 +132,7 @@ def test_a_saved_model_of_another_architecture(
 
 @pytest.mark.slow
 def test_a_wrong_token_is_found_and_shown(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    here: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     serve = demo.serve
 
@@ -120,11 +142,11 @@ def test_a_wrong_token_is_found_and_shown(
 
     monkeypatch.setattr(demo, "serve", serve_and_spoil)
     out = tmp_path / "o.json"
-    assert cli.main(["demo", "--requests", "2", "--json", str(out)]) == 1
+    done = here("--requests", 2, "--json", out)
+    assert done.returncode == 1
     assert json.loads(out.read_text())["tokens_equal"] is False
-    shown = capsys.readouterr().out
-    assert re.search("prompt-2: differs: token 3 is", shown)
-    assert "prompt-1" not in shown
+    assert re.search("prompt-2: differs: token 3 is", done.stdout)
+    assert "prompt-1" not in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from scheduler_adapters.service.sockets import FrontendQueue, received
 from tests.scheduler_adapters.service.processes import Service, Side
 
 PROMPT = tuple(range(60, 76))
+pytestmark = pytest.mark.usefixtures("forked_fleets")
 _names = itertools.count()
 
 

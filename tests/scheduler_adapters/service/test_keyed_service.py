@@ -1,14 +1,13 @@
 """A service whose sockets have keys: it serves, and a client without a key, or with a wrong one, gets nothing."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
 
+from scheduler_adapters import cli
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.sockets import bind_router
 from transfer.errors import HandshakeError
@@ -58,11 +57,10 @@ def test_keys_are_refused_where_nobody_would_look_at_the_list(tmp_path: Path) ->
     context.destroy(linger=0)
 
 
-def test_the_demo_serves_with_keys(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "scheduler_adapters.cli", "demo", "--curve", "--requests", "3"]
-    command += ["--max-new-tokens", "4", "--json", str(tmp_path / "figures.json")]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert found.returncode == 0, found.stderr
+@pytest.mark.usefixtures("forked_fleets")
+def test_the_demo_serves_with_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["demo", "--curve", "--requests", "3", "--max-new-tokens", "4", "--json", str(tmp_path / "figures.json")]
+    assert cli.main(command) == 0, capsys.readouterr()
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["tokens_equal"]
     assert figures["leaked_pages"] == 0

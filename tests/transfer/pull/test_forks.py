@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.forked import start
 from tests.transfer import fork_source
-from tests.transfer.forked import start
 from tests.transfer.replicas import TOKENS, Engine, run
 from transfer.plan.page_lists import PagesOfGroup
 from transfer.pull.lease import LeaseRef, make_words

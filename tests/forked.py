@@ -1,0 +1,111 @@
+"""Processes that start at once: forks of one that has torch, nixl and transformers imported.
+
+What they do is what a process does that imports these itself, which takes seconds and most of the time of such a test.
+"""
+
+import multiprocessing
+import os
+import runpy
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from typing import IO, Any
+
+from tests.orphans import die_with_parent
+
+QUIET = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
+_PRELOAD = [
+    "nixl._api",
+    "scheduler_adapters.service.server",
+    "tests.transfer.pair_ranks",
+    "tests.transfer.worker",
+    "transformers.models.llama.modeling_llama",  # of an optional extra
+]
+
+
+def _context() -> ForkServerContext:
+    os.environ.update(QUIET)  # NIXL reads it when it is imported
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context
+
+
+def start(
+    serve: Callable[..., Any], *arguments: object, settings: Mapping[str, str] | None = None
+) -> tuple[BaseProcess, Connection]:
+    """A process that serves its end of a pipe, and our end. It dies with this process, whatever happens to that.
+
+    Args:
+        serve: a function of a module; it takes the end of the pipe, and the arguments.
+        arguments: what it takes beside that.
+        settings: of UCX and NIXL, as environment variables, in place of this process's own.
+    """
+    context = _context()
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(serve, theirs, arguments, dict(settings or {})), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _serve(
+    serve: Callable[..., Any], conn: Connection, arguments: tuple[object, ...], settings: dict[str, str]
+) -> None:
+    die_with_parent()  # that is the forkserver, which ends with the process that started it
+    for key in [key for key in os.environ if key.startswith(("UCX_", "NIXL_"))]:
+        del os.environ[key]
+    os.environ.update(QUIET | settings)  # UCX reads it when the first agent is made
+    serve(conn, *arguments)
+
+
+class ForkedProgram:
+    """What `subprocess.Popen` is to a Python program, as far as a fleet uses it.
+
+    Args:
+        command: the interpreter, `-m` and a module or `-c` and a program, and their arguments.
+        log: takes standard output and standard error.
+        environment: of the process.
+    """
+
+    def __init__(self, command: Sequence[str], log: IO[bytes], environment: Mapping[str, str]) -> None:
+        read, write = os.pipe()
+        given = Connection(read, writable=False), Connection(os.dup(log.fileno()))
+        arguments = (*given, list(command[1:]), dict(environment))
+        self._process = _context().Process(target=_become, args=arguments, daemon=True)
+        self._process.start()
+        for one in given:
+            one.close()
+        self.stdin = os.fdopen(write, "wb")
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self) -> int | None:
+        self._process.join()
+        return self._process.exitcode
+
+
+def _become(stdin: Connection, log: Connection, arguments: list[str], environment: dict[str, str]) -> None:
+    os.setsid()
+    for ours, theirs in ((stdin, 0), (log, 1), (log, 2)):
+        os.dup2(ours.fileno(), theirs)
+    stdin.close()
+    log.close()
+    os.environ.clear()
+    os.environ.update(environment)
+    how, program, *rest = arguments
+    sys.stdin, sys.argv = open(0, closefd=False), [program, *rest]  # noqa: SIM115  (as long as the process)
+    if how == "-m":
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    else:
+        exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})  # noqa: S102  (that is what -c does)
