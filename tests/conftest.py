@@ -41,7 +41,7 @@ def _no_process_is_left() -> Iterator[None]:
     yield
     # Python's own servants live as long as this process does, and end with it.
     servants = {resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid}
-    left = end_children(but=before | servants)
+    left = end_children(but=before | servants, grace_s=10.0)
     assert not left, f"processes that tests have left behind, now killed: {left}"
 
 

@@ -40,16 +40,20 @@ def children() -> dict[int, str]:
     return found
 
 
-def end_children(but: AbstractSet[int] = frozenset(), within_s: float = 10.0) -> list[str]:
+def end_children(but: AbstractSet[int] = frozenset(), grace_s: float = 0.0, within_s: float = 10.0) -> list[str]:
     """Kill the children of this process, and whom it adopts from them, until there are none.
 
     Args:
         but: ids of those that stay.
-        within_s: seconds until those that are still there are given up.
+        grace_s: seconds in which they may end by themselves.
+        within_s: seconds after that until those that are still there are given up.
 
     Returns:
-        The process ids and command lines of those that lived.
+        The process ids and command lines of those that were killed.
     """
+    own = time.monotonic() + grace_s
+    while children().keys() - but and time.monotonic() < own:
+        time.sleep(_LOOK_S)
     ended: dict[int, str] = {}
     deadline, empty = time.monotonic() + within_s, 0
     while empty < 2 and time.monotonic() < deadline:  # whose parent ends during a look may be missed by that one
