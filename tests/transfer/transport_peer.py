@@ -5,13 +5,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import sys
 from multiprocessing.connection import Connection
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.orphans import die_with_parent
 from transfer.nixl.agent import Agent, Handle
 
 PAGE = 64 << 10
@@ -66,9 +64,9 @@ class Peer:
         return self.agent.done(self.handle)
 
 
-def main() -> None:
-    die_with_parent()
-    conn, peer = Connection(int(sys.argv[1])), Peer(int(sys.argv[2]))
+def serve(conn: Connection, pages: int) -> None:
+    """Serve a test until it is gone."""
+    peer = Peer(pages)
     conn.send(None)
     while True:
         if conn.poll(0.0005):
@@ -78,7 +76,3 @@ def main() -> None:
                 os._exit(0)  # with a transfer in flight, perhaps: nothing is to be given back in order
             conn.send(getattr(peer, name)(*args))
         peer.agent.notifications()
-
-
-if __name__ == "__main__":
-    main()

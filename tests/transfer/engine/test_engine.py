@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 import uuid
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
@@ -16,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.forked import start
 from transfer import (
     AgentError,
     AlreadyConnectedError,
@@ -36,8 +35,6 @@ from transfer import (
     UnknownTransferError,
 )
 from transfer.engine.metadata import sealed
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def page_of(engine: KVTransferEngine, page: int, shard: int = 0, replica: int = 0) -> list[int]:
@@ -623,8 +620,8 @@ def test_cleanup_twice_and_nothing_after_it(make_engine: Any):
             call()
 
 
-def clean_up_with_a_copy_in_flight() -> None:
-    """Run in a process of its own: prints how many bytes are written after the engine's end."""
+def clean_up_with_a_copy_in_flight(conn: Connection) -> None:
+    """Run in a process of its own: tells how many bytes are written after the engine's end."""
     tensors = [torch.randint(0, 256, (256, 1 << 18), dtype=torch.uint8) for _ in range(2)]
     left, right = (KVTransferEngine(name, [[of]], total_num_pages=256) for name, of in zip("lr", tensors, strict=True))
     left.connect(right.metadata)
@@ -632,16 +629,18 @@ def clean_up_with_a_copy_in_flight() -> None:
     left.cleanup(drain_s=0)
     after = tensors[0].clone()
     time.sleep(0.1)
-    sys.stdout.write(f"{int((tensors[0] != after).sum())} bytes")
-    sys.stdout.flush()
+    conn.send(int((tensors[0] != after).sum()))
     os._exit(0)
 
 
 def test_cleanup_with_a_copy_in_flight():
     """NIXL may abort the process whose copy is cut off (`test_transport` shows it): then nothing writes, either."""
-    code = f"from {__name__} import clean_up_with_a_copy_in_flight as run; run()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
-    assert (done.returncode, done.stdout) in ((0, "0 bytes"), (-signal.SIGABRT, ""))
+    process, conn = start(clean_up_with_a_copy_in_flight)
+    process.join(100)
+    if process.exitcode == 0:
+        assert conn.recv() == 0
+    else:
+        assert process.exitcode == -signal.SIGABRT
 
 
 def test_cleanup_gives_up_on_a_transfer_that_never_ends(make_engine: Any, monkeypatch: pytest.MonkeyPatch):

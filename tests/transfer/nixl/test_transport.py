@@ -7,44 +7,48 @@ made stricter: read the chapter on the transport before changing the test.
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.forked import start
+from tests.transfer import transport_peer
 from tests.transfer.transport_peer import FILLED, PAGE, region, runs
 from transfer.errors import AgentError
 from transfer.nixl.agent import Agent, Handle
 
-ROOT = Path(__file__).parents[3]
 MANY, FEW = 2048, 64  # pages: a copy that takes tens of milliseconds, and one that does not
 QUIET_S = 0.1  # longer than any copy here
 EMPTY = 0
 HALF_GONE, GONE = 0, 1  # pages of the peer
 
-names = (f"here@{number}" for number in itertools.count())
+numbers = itertools.count()
 Order = NDArray[np.int64]
+
+
+class Described(NamedTuple):
+    """The agent of the other process."""
+
+    name: str
+    metadata: bytes
+    pool: int  # its address
+    gone: int
 
 
 class Remote:
     """The other process."""
 
     def __init__(self) -> None:
-        self.conn, theirs = multiprocessing.Pipe()
-        command = [sys.executable, "-m", "tests.transfer.transport_peer", str(theirs.fileno()), str(MANY)]
-        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=ROOT)
-        theirs.close()
+        self.process, self.conn = start(transport_peer.serve, MANY)
         self.wait()
-        self.name, self.metadata, self.pool, self.gone = self("describe")
+        self.described = Described(*self("describe"))
 
     def wait(self) -> Any:
         assert self.conn.poll(60), "the peer did not answer"
@@ -58,10 +62,10 @@ class Remote:
 class Here:
     """An agent of this process, over memory of its own, that has read from `remote` before."""
 
-    def __init__(self, remote: Remote, pages: int) -> None:
+    def __init__(self, remote: Described, pages: int) -> None:
         self.remote = remote
         self.memory = region(pages, EMPTY)
-        self.agent = Agent(next(names))
+        self.agent = Agent(f"here@{os.getpid()}.{next(numbers)}")
         self.agent.register([(self.memory.ctypes.data, self.memory.nbytes, 0)])
         self.agent.add_peer(remote.name, remote.metadata)
         self.read(np.arange(1))
@@ -97,7 +101,8 @@ def remote() -> Iterator[Remote]:
     peer = Remote()
     yield peer
     peer.conn.close()
-    peer.process.wait(10)
+    peer.process.join(10)
+    peer.process.kill()
 
 
 @pytest.fixture
@@ -106,7 +111,7 @@ def meet(remote: Remote) -> Iterator[Callable[[int], Here]]:
     met: list[Here] = []
 
     def make(pages: int) -> Here:
-        met.append(Here(remote, pages))
+        met.append(Here(remote.described, pages))
         return met[-1]
 
     yield make
@@ -142,9 +147,9 @@ def test_when_an_error_is_reported_nothing_is_in_flight(meet: Callable[[int], He
     assert place in before
 
 
-def destroy_in_flight() -> None:
-    """Run in a process of its own: prints how many pages are missing when the agent is gone, and how many later."""
-    here = Here(Remote(), MANY)
+def destroy_in_flight(conn: Connection, remote: Described) -> None:
+    """Run in a process of its own: tells how many pages are missing when the agent is gone, and how many later."""
+    here = Here(remote, MANY)
     here.read(shuffled(FEW))  # the thread that copies makes a connection of its own
     here.memory[:] = EMPTY
     handle, done = here.start(shuffled(MANY))
@@ -154,35 +159,36 @@ def destroy_in_flight() -> None:
     here.agent.close(in_flight=True)
     at_once = len(here.missing())
     time.sleep(QUIET_S)
-    sys.stdout.write(f"{at_once} {len(here.missing())}")
-    sys.stdout.flush()
+    conn.send((at_once, len(here.missing())))
     os._exit(0)
 
 
 @pytest.mark.slow
-def test_when_the_agent_that_reads_is_destroyed_nothing_is_in_flight_or_the_process_is_gone():
-    code = "from tests.transfer.nixl.test_transport import destroy_in_flight; destroy_in_flight()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
-    if done.returncode == 0:
-        at_once, later = done.stdout.split()
+def test_when_the_agent_that_reads_is_destroyed_nothing_is_in_flight_or_the_process_is_gone(remote: Remote):
+    process, conn = start(destroy_in_flight, remote.described)
+    process.join(100)
+    if process.exitcode == 0:
+        at_once, later = conn.recv()
         assert at_once == later
     else:
-        assert (done.returncode, done.stdout) == (-signal.SIGABRT, "")
+        assert process.exitcode == -signal.SIGABRT
+        with pytest.raises(EOFError):
+            conn.recv()
 
 
 @pytest.mark.parametrize("how", ["deregistered", "destroyed"])
-def test_nothing_that_is_done_here_stops_a_peer_that_writes(meet: Callable[[int], Here], how: str):
+def test_nothing_that_is_done_here_stops_a_peer_that_writes(meet: Callable[[int], Here], remote: Remote, how: str):
     here = meet(FEW)
-    here.remote("prepare_write", here.agent.name, here.agent.metadata, here.memory.ctypes.data, FEW)
-    done = here.remote("write")  # the first makes the connection, which needs both sides
-    here.wait(lambda: done or here.remote("has_written"))
+    remote("prepare_write", here.agent.name, here.agent.metadata, here.memory.ctypes.data, FEW)
+    done = remote("write")  # the first makes the connection, which needs both sides
+    here.wait(lambda: done or remote("has_written"))
     here.memory[:] = EMPTY
     if how == "destroyed":
         here.agent.close()
     else:
         for registered in here.agent._registered:  # pyright: ignore[reportPrivateUsage]
             here.agent._agent.deregister_memory(registered)  # pyright: ignore[reportPrivateUsage]
-    done = here.remote("write")
+    done = remote("write")
     while not done:
-        done = here.remote("has_written")
+        done = remote("has_written")
     assert here.missing() == []
