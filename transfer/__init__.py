@@ -7,7 +7,6 @@ Imports `kvcache`: its errors, page layouts and block tables, and nothing else o
 from transfer.connector.config import GroupConfig, StatePart, Timing, WorkerConfig
 from transfer.connector.metadata import ConnectorMetadata, LoadRequest, Progress, SendRequest, WorkerOutput
 from transfer.connector.scheduler import NixlConnectorScheduler
-from transfer.connector.transfer_params import RemotePages
 from transfer.connector.worker import NixlConnectorWorker
 from transfer.engine.engine import KVTransferEngine
 from transfer.engine.metadata import (
@@ -47,8 +46,11 @@ from transfer.nixl.settings import settings_fingerprint
 from transfer.pull.exchange import ExchangeEvent, PageExchange
 from transfer.pull.lease import LeaseRef
 from transfer.pull.pull_state import PullEvent
-from transfer.pull.replica import LeaseOver, Offered, Source
+from transfer.pull.replica import LeaseOver, Offered
+from transfer.pull.source import Source
 from transfer.wire.handshake import EngineCard
+from transfer.wire.messages import Wanted
+from transfer.wire.prompt import Prompt
 
 __all__ = [
     "WIRE_VERSION",
@@ -77,9 +79,9 @@ __all__ = [
     "PageExchange",
     "PeerFailedError",
     "Progress",
+    "Prompt",
     "PullEvent",
     "PullFailedError",
-    "RemotePages",
     "SendRequest",
     "SettingsMismatchError",
     "Source",
@@ -95,6 +97,7 @@ __all__ = [
     "TransferTimeoutError",
     "UnknownPeerError",
     "UnknownTransferError",
+    "Wanted",
     "WorkerConfig",
     "WorkerOutput",
     "available_port",

@@ -20,7 +20,7 @@ from transfer.pull.parts import Part
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankTransfer
 from transfer.pull.remote import RemoteEngine
-from transfer.pull.replica import Source
+from transfer.pull.source import Source
 from transfer.pull.thread import TransferThread
 
 _TIMEOUT_S = 60.0

@@ -219,6 +219,10 @@ class DecodeScheduler:
             self._fail(request, f"prefill process {prefill.name!r} has offered two leases for one attempt")
         elif request.has_had(message):
             self.counts["late"] += 1
+        elif message.prompt_digest != (digest := request.digest(message.table.num_tokens)):
+            reason = f"prefill process {prefill.name!r} has offered the pages of another prompt: the digest of their "
+            reason += f"{message.table.num_tokens} tokens is {message.prompt_digest.hex()[:16]}, that of the request's "
+            self._fail(request, f"{reason}is {digest.hex()[:16]}")
         elif message.token is not None and not self._loop.knows(message.token):
             reason = f"prefill process {prefill.name!r} sent token {message.token}, which the model does not know"
             self._fail(request, reason)

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from kvcache.replica.block_table import BlockTable
 from scheduler_adapters.errors import MessageError
-from transfer.pull.replica import Source
+from transfer.pull.source import Source
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -116,6 +116,7 @@ class PagesOffer(OfAttempt, frozen=True, kw_only=True, tag=True):
 
     source: Source  # the same in every offer of an attempt
     table: BlockTable  # the pages by now
+    prompt_digest: bytes  # `Prompt.digest` of the tokens that these hold, as prefill has computed them
     token: Token | None = None  # the first new token; None where the prompt still runs
 
 

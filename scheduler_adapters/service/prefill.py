@@ -20,7 +20,7 @@ from kvcache.errors import InvalidRequestError, KVCacheError
 from scheduler_adapters.errors import MessageError, ServiceError
 from scheduler_adapters.loop import Output, Request, ServingLoop
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.requests import PrefillRequest, PrefillTimes, Recent
+from scheduler_adapters.service.requests import PrefillRequest, PrefillTimes, Recent, prompt_of
 from scheduler_adapters.service.sockets import Socket, received
 from transfer.pull.lease_slots import LEASE_SLOTS
 from transfer.pull.replica import LeaseOver, Offered
@@ -201,7 +201,15 @@ class PrefillScheduler:
         key = f"{reader.name}/{request_id}#{attempt}.{next(self._serial)}"
         by = self._clock() + min(message.within_s, self._times.compute_s)
         request = PrefillRequest(
-            request_id, attempt, "queued", by, compute_by=by, reader=sender, key=key, chunkwise=message.chunkwise
+            request_id,
+            attempt,
+            "queued",
+            by,
+            compute_by=by,
+            reader=sender,
+            key=key,
+            chunkwise=message.chunkwise,
+            prompt=prompt_of(message.prompt, message.cache_salt),
         )
         try:
             if len(self._requests) >= LEASE_SLOTS:
@@ -301,8 +309,14 @@ class PrefillScheduler:
             request.move("offered", request.compute_by)
         request.told = table.num_tokens
         self._exchange.seal(request.replica, table.groups)
-        name, attempt, token = request.request_id, request.attempt, request.token
-        offer = msg.PagesOffer(request_id=name, attempt=attempt, source=source, table=table, token=token)
+        offer = msg.PagesOffer(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            source=source,
+            table=table,
+            prompt_digest=request.prompt.digest(table.num_tokens),
+            token=request.token,
+        )
         self._send(request.reader, offer)
 
     # ---- the end

@@ -36,10 +36,13 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar
 
+import numpy as np
+
 from kvcache.replica.context import TextContext
 from scheduler_adapters.errors import IllegalMoveError
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.prefill_router import route
+from transfer.wire.prompt import Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
@@ -47,7 +50,7 @@ if TYPE_CHECKING:
     from kvcache.replica.block_table import BlockTable, PendingImport
     from scheduler_adapters.loop import Request
     from scheduler_adapters.service.prefill_router import PrefillConnection
-    from transfer.pull.replica import Source
+    from transfer.pull.source import Source
 
 PREFILL_MOVES: dict[str, frozenset[str]] = {
     "queued": frozenset({"leasing", "over"}),
@@ -125,6 +128,11 @@ class Recent(Generic[_Name]):
         return True
 
 
+def prompt_of(tokens: Sequence[int], cache_salt: str | None) -> Prompt:
+    """What the KV of a request of the service depends on."""
+    return Prompt(np.array(tokens, np.int32), "" if cache_salt is None else f"={cache_salt}")
+
+
 @dataclass(slots=True, eq=False)
 class TrackedRequest:
     """What both sides keep of a request.
@@ -171,6 +179,7 @@ class PrefillRequest(TrackedRequest):
         table: of the whole prompt, once computed.
         token: the first new token, likewise.
         told: tokens that the reader has been offered.
+        prompt: what it computes.
         silent: the reader need not be told of the end: it asked for it, or is gone.
         final: it would fail elsewhere too.
     """
@@ -186,6 +195,7 @@ class PrefillRequest(TrackedRequest):
     table: BlockTable | None = None
     token: int | None = None
     told: int = 0
+    prompt: Prompt = field(kw_only=True)
     silent: bool = False
     final: bool = False
 
@@ -246,6 +256,10 @@ class DecodeRequest(TrackedRequest):
         """A context of all that is known of it."""
         limit = len(self.spec.prompt) + self.spec.max_new_tokens
         return TextContext(self.tokens, limit, self.request_id, self.spec.cache_salt)
+
+    def digest(self, num_tokens: int) -> bytes:
+        """By what pages of its first tokens are known to be its own."""
+        return prompt_of(self.tokens[:num_tokens], self.spec.cache_salt).digest(num_tokens)
 
     def ask(self, connections: Sequence[PrefillConnection], within_s: float, *, chunkwise: bool) -> bool:
         """Have the prompt computed. Whether somebody was there to take the message."""

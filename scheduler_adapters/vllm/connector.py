@@ -5,8 +5,9 @@ vLLM finds it by its module; nothing else of ours imports vLLM:
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "PagewireConnector", "kv_role": "kv_producer",
       "kv_connector_module_path": "scheduler_adapters.vllm"}'
 
-for prefill, and with `kv_consumer` for decode. Requests, proxies and `kv_transfer_params` are those of vLLM's own NIXL
-connector, and so are `VLLM_NIXL_SIDE_CHANNEL_HOST` and `_PORT`; `scheduler_adapters.vllm.config.Options` has the rest.
+for prefill, and with `kv_consumer` for decode. Requests and proxies are those of vLLM's own NIXL connector,
+and so are `VLLM_NIXL_SIDE_CHANNEL_HOST` and `_PORT`; `scheduler_adapters.vllm.config.Options` has the rest. Of the keys
+of its `kv_transfer_params` ours have those that say whom to ask.
 
 Who owns what: vLLM keeps its blocks and its scheduler. A lease of ours stands over the blocks of a request that was
 prefilled; vLLM keeps them until every rank says that it has ended. The two sides may differ in block size, layout in

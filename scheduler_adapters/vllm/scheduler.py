@@ -20,11 +20,12 @@ from vllm.v1.request import RequestStatus
 
 from scheduler_adapters.vllm.config import read_options, worker_config
 from scheduler_adapters.vllm.metadata import RankHandshakeMetadata, StepMetadata
+from scheduler_adapters.vllm.prompt import prompt_of
 from transfer.connector.metadata import WorkerOutput
 from transfer.connector.scheduler import NixlConnectorScheduler
-from transfer.connector.transfer_params import RemotePages
 from transfer.errors import InvalidEngineError, TransferError
 from transfer.wire.handshake import differences
+from transfer.wire.messages import Wanted
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -57,7 +58,7 @@ class SchedulerSide:
         self._connector = NixlConnectorScheduler(config, options.host, f"tcp://{address}:{options.port}", options.keys)
         self._sources: set[str] = set()  # with a lease, until they end
         self._unsaved: dict[str, Request] = {}  # of these, those whose blocks are not in host buffers yet
-        self._waiting: dict[str, RemotePages] = {}  # readers that have no blocks yet
+        self._waiting: dict[str, Wanted] = {}  # readers that have no blocks yet
         self._refused: set[str] = set()  # readers whose load cannot be, until they are parked
         self._next = StepMetadata()
         self._failed = 0  # requests since the last stats
@@ -77,11 +78,14 @@ class SchedulerSide:
         """A request has come. Its source, if it names one, is told that somebody waits."""
         request_id, params = request.request_id, request.kv_transfer_params
         try:
-            pages = self._connector.read(request_id, params)
-            if pages is not None:
-                self._connector.external_tokens(request_id, pages, request.num_prompt_tokens, 0)
-                self._connector.hold(request_id, pages)
-                self._waiting[request_id] = pages
+            wanted = (
+                None
+                if params is None
+                else self._connector.read(request_id, params, prompt_of(request, request.num_prompt_tokens))
+            )
+            if wanted is not None:
+                self._connector.hold(request_id, wanted)
+                self._waiting[request_id] = wanted
         except TransferError as error:
             self._refuse(request_id, str(error))
         if _is_source(params):
@@ -114,10 +118,10 @@ class SchedulerSide:
         request_id = request.request_id
         if request_id in self._refused:
             return max(0, request.num_prompt_tokens - num_computed_tokens)
-        pages, limit = self._waiting.get(request_id), self._limit(request)
-        if pages is None or (self._has_states and pages.num_tokens > limit):
+        wanted, limit = self._waiting.get(request_id), self._limit(request)
+        if wanted is None or (self._has_states and wanted.num_tokens > limit):
             return 0
-        return self._connector.external_tokens(request_id, pages, limit, num_computed_tokens)
+        return max(0, min(wanted.num_tokens, limit) - num_computed_tokens)
 
     def _limit(self, request: Request) -> int:
         """Tokens of a prompt that are loaded at most. vLLM runs the last one again where it has all of them.
@@ -156,14 +160,14 @@ class SchedulerSide:
         if self._saves:  # also what was saved before: its blocks are others now
             self._unsaved[request.request_id] = request
 
-    def _load(self, request: Request, pages: RemotePages, blocks: KVCacheBlocks, num_external_tokens: int) -> bool:
+    def _load(self, request: Request, wanted: Wanted, blocks: KVCacheBlocks, num_external_tokens: int) -> bool:
         """Has every rank read what is missing. Whether that can be."""
         block_ids, first_blocks = _without_null(self._select(blocks.get_block_ids()))
         # Where nothing is missing the source is told that all is here.
         total = self._limit(request) if num_external_tokens else request.num_prompt_tokens
-        computed = min(pages.num_tokens, total) - num_external_tokens
+        computed = min(wanted.num_tokens, total) - num_external_tokens
         try:
-            self._connector.load(request.request_id, pages, block_ids, total, computed, first_blocks=first_blocks)
+            self._connector.load(request.request_id, wanted, block_ids, total, computed, first_blocks=first_blocks)
         except TransferError as error:
             self._connector.cancel(request.request_id, str(error))
             logger.exception("request %r cannot be loaded", request.request_id)
@@ -220,7 +224,8 @@ class SchedulerSide:
         computed = request.num_computed_tokens  # with steps in flight, maybe more than has run; a prompt has
         tokens = computed if self._has_states else min(computed, request.num_prompt_tokens)
         try:
-            params = self._connector.params(request_id, blocks, tokens, first_blocks=first_blocks, granted=False)
+            prompt = prompt_of(request, tokens)
+            params = self._connector.params(request_id, prompt, blocks, tokens, first_blocks=first_blocks)
         except TransferError:
             logger.exception("request %r: nobody can read it", request_id)
             self._connector.abort(request_id, "its params could not be made")

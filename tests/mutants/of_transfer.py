@@ -243,19 +243,11 @@ TRANSFER: tuple[Module, ...] = (
             Mutation("ReplicaTransfer._passed", "return min(", "return max("),
             Mutation(
                 "ReplicaTransfer._start",
-                'pull.source.incarnation not in ("", peer.incarnation)',
+                "_is_of_other_start(pull.source, peer)",
                 "False",
                 [
                     "tests/transfer/pull/test_replica.py::test_the_first_request_of_a_restarted_engine_is_served",
                     "tests/transfer/pull/test_replica.py::test_an_engine_restarted_at_its_address_is_found_out_and_read_from_anew",
-                ],
-            ),
-            Mutation(
-                "ReplicaTransfer._start",
-                "_check_ranks(key, pull.source, len(remote.ranks))",
-                "pass",
-                [
-                    "tests/transfer/pull/test_replica.py::test_a_source_that_has_other_ranks_than_was_said_is_not_read_from"
                 ],
             ),
             Mutation(
@@ -283,13 +275,59 @@ TRANSFER: tuple[Module, ...] = (
                 ],
             ),
             Mutation(
-                "_check_ranks",
-                "{0, ranks}",
-                "{source.ranks, ranks}",
+                "ReplicaTransfer._ask",
+                "if self._pulls.get(key) is pull and not pull.error:",
+                "if self._pulls:",
+                equivalent="a name is free again when its pull is over, and an answer to it finds another or none",
+            ),
+            Mutation(
+                "ReplicaTransfer._on_answer",
+                "elif not answer.pages:",
+                "elif answer is None:",
+                ["tests/transfer/pull/test_replica.py::test_a_reader_waits_until_the_lease_stands_on_every_rank"],
+            ),
+            Mutation(
+                "ReplicaTransfer._on_answer",
+                "min(2 * pull.pause_s, _MAX_PAUSE_S)",
+                "pull.pause_s",
+                ["tests/transfer/pull/test_replica.py::test_a_reader_does_not_wait_longer_than_its_own_time"],
+            ),
+            Mutation(
+                "ReplicaTransfer._on_answer",
+                "elif answer.error:",
+                "elif not answer:",
+                ["tests/transfer/pull/test_replica.py::test_a_lease_that_is_not_for_this_reader_is_not_touched_by_it"],
+            ),
+            Mutation(
+                "ReplicaTransfer.cancel",
+                "self._ask(refusal)",
+                "pass",
                 [
-                    "tests/transfer/pull/test_replica.py::test_a_source_that_has_other_ranks_than_was_said_is_not_read_from"
+                    "tests/transfer/pull/test_replica.py::test_a_source_that_has_not_said_what_it_holds_is_told_of_a_cancelled_pull_when_it_does"
                 ],
             ),
+            Mutation(
+                "ReplicaTransfer.cancel",
+                ", is_failure=False",
+                "",
+                [
+                    "tests/transfer/pull/test_replica.py::test_a_source_that_has_not_said_what_it_holds_is_told_of_a_cancelled_pull_when_it_does"
+                ],
+            ),
+            Mutation(
+                "_is_of_other_start",
+                'source.incarnation not in ("", peer.incarnation)',
+                "not source.incarnation",
+                ["tests/transfer/pull/test_replica.py::test_a_lease_of_another_start_of_the_source_is_not_read_under"],
+            ),
+        ],
+    ),
+    Module(
+        "transfer.pull.source",
+        [],
+        [
+            Mutation("answered", "if pages.prompt_digest != wanted.digest:", "if not pages.prompt_digest:"),
+            Mutation("answered", "pages.duration_s)", "pages.slot + 1.0)"),
         ],
     ),
     Module(
@@ -348,7 +386,9 @@ TRANSFER: tuple[Module, ...] = (
         ["tests/transfer/wire/test_handshake.py", "tests/transfer/wire/test_keys.py"],
         [
             Mutation("differences", "{*ours, *theirs}", "ours"),
-            Mutation("HandshakeServer._answer", "if not self._throttle.admits(identity):", "if not identity:"),
+            Mutation("HandshakeServer._answer", "if not throttle.admits(identity):", "if not identity:"),
+            Mutation("HandshakeServer._answer", "self._lease_throttle if isinstance(query, LeaseQuery) else ", ""),
+            Mutation("HandshakeServer._answer_to", "if card.leased is None:", "if query is None:"),
             Mutation("HandshakeServer._answer_to", "if cards and not engine_id else None", "if cards else None"),
             Mutation(
                 "HandshakeServer._answer_to",
@@ -370,7 +410,15 @@ TRANSFER: tuple[Module, ...] = (
         ["tests/transfer/wire/test_messages.py", "tests/transfer/engine/test_metadata.py"],
         [
             Mutation(
-                "open_rank", "if not hmac.compare_digest(rank.digest, _digest(rank, key)):", "if not rank.digest:"
+                "_check_seal",
+                "if not hmac.compare_digest(message.digest, _digest(message, key)):",
+                "if not message.digest:",
+            ),
+            Mutation(
+                "open_pages",
+                "if (pages.engine_id, pages.lease_id) != (engine_id, lease_id):",
+                "if not pages:",
+                ["tests/transfer/pull/test_source.py"],
             ),
             Mutation("open_rank", "if len(data) > MAX_METADATA_BYTES:", "if not data:"),
             Mutation("open_rank", "check(rank.layout)", "pass"),

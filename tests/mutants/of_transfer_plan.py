@@ -126,8 +126,10 @@ TRANSFER_PLAN: tuple[Module, ...] = (
         "transfer.connector.scheduler",
         [],
         [
-            Mutation("NixlConnectorScheduler._missing", "if left and granted", "if granted and not granted"),
-            Mutation("NixlConnectorScheduler._missing", 'return "it is being ended"', 'return ""'),
+            Mutation("NixlConnectorScheduler._leased", "if offer is None:", "if offer is not None and offer.over:"),
+            Mutation("NixlConnectorScheduler.params", "if offer is None or offer.ended:", "if offer is None:"),
+            Mutation("NixlConnectorScheduler.params", "if len(prompt.token_ids) < num_tokens:", "if not prompt:"),
+            Mutation("NixlConnectorScheduler._lease_over", ", self._by_lease[offer.lease.lease_id]", ""),
             Mutation("NixlConnectorScheduler.update", 'self.abort(request_id, "not granted by every rank")', "pass"),
             Mutation(
                 "NixlConnectorScheduler._lease_over",
@@ -144,8 +146,32 @@ TRANSFER_PLAN: tuple[Module, ...] = (
             Mutation(
                 "NixlConnectorScheduler._book_loads", "self._metadata.reqs_to_cancel[request_id] = reason", "pass"
             ),
-            Mutation("NixlConnectorScheduler.external_tokens", "if total > num_tokens and", "if total < 0 and"),
+            Mutation("NixlConnectorScheduler.read", "found.num_tokens > count", "found.num_tokens < 0"),
             Mutation("NixlConnectorScheduler.load", "elif missing:", "elif not missing:"),
+        ],
+    ),
+    Module(
+        "transfer.connector.offer",
+        ["tests/transfer/connector/test_scheduler.py"],
+        [
+            Mutation("Offer.ended", "if self.aborted:", "if self.over and self.aborted:"),
+            Mutation("Offer.missing", "set(range(self.ranks)) - self.offered", "set(range(1)) - self.offered"),
+            Mutation("Offer.answer", "not 0 <= count <= held.num_tokens", "not 0 <= count"),
+            Mutation("Offer.answer", "not 0 <= count", "not count"),
+            Mutation("Offer.answer", " or self.missing:", ":"),
+            Mutation("Offer.answer", "held.prompt.digest(count)", "held.prompt.digest(held.num_tokens)"),
+            Mutation("Offer.answer", "sealed_pages(pages, key)", "sealed_pages(pages)"),
+        ],
+    ),
+    Module(
+        "transfer.wire.prompt",
+        [],
+        [
+            Mutation("Prompt.digest", "if key[0] < num_tokens", "if key"),
+            Mutation("Prompt.digest", "len(salt), ", "0, "),
+            Mutation("Prompt.digest", 'struct.pack("<QQ", position, len(key)) + key', "key"),
+            Mutation("Prompt.digest", "sorted(", "list("),
+            Mutation("Prompt.digest", "self.token_ids[:num_tokens]", "self.token_ids"),
         ],
     ),
     Module(
@@ -166,13 +192,11 @@ TRANSFER_PLAN: tuple[Module, ...] = (
         "transfer.connector.transfer_params",
         [],
         [
-            Mutation("_rules", "ranks > MAX_RANKS", "not ranks"),
-            Mutation("_rules", "not _HOST.fullmatch(pages.host)", "not _HOST.match(pages.host)"),
-            Mutation("_rules", "longest > tokens", "longest > MAX_BLOCK_ID"),
-            Mutation("_rules", "not pages.request_id.isprintable()", "False"),
+            Mutation("read_params", "not _HOST.fullmatch(found.host)", "not _HOST.match(found.host)"),
+            Mutation("read_params", "not found.request_id.isprintable()", "False"),
             Mutation("_LEASE_ID", "(?=.*[1-9a-f])", ""),
-            Mutation("RemotePages", "Meta(ge=1, le=65535)", "Meta(ge=1)"),
-            Mutation("RemotePages", "Meta(ge=0, le=MAX_BLOCK_ID)", "Meta(le=MAX_BLOCK_ID)"),
+            Mutation("TransferParams", "Meta(ge=1, le=65535)", "Meta(ge=1)"),
+            Mutation("TransferParams.wanted", "min(self.num_tokens, len(prompt.token_ids))", "self.num_tokens"),
             Mutation("read_params", 'if known.get("do_remote_decode") is True:', "if not known:"),
         ],
     ),

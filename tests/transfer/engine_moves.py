@@ -28,7 +28,8 @@ from transfer.plan.shapes import dense
 from transfer.pull.lease import LeaseRef, new_lease_id
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation
-from transfer.pull.replica import LeaseOver, Offered, ReplicaTransfer, Source
+from transfer.pull.replica import LeaseOver, Offered, ReplicaTransfer
+from transfer.pull.source import Source
 from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer
 
 HEADS, PAGES, PAGE_SIZE, HEAD_BYTES = 2, 12, 4, 256

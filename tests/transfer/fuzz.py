@@ -21,6 +21,8 @@ import zmq
 
 from kvcache.layout import PageLayout
 from tests.transfer import fuzz_replies
+from transfer.connector.config import WorkerConfig
+from transfer.connector.offer import Held, Offer
 from transfer.engine.metadata import (
     KVTransferEngineMetadata,
     TensorAgentMetadata,
@@ -32,20 +34,26 @@ from transfer.errors import TransferError
 from transfer.memory import MemoryType
 from transfer.nixl.settings import agreed_settings
 from transfer.plan.shapes import dense
-from transfer.pull.lease import LeaseBook
+from transfer.pull.lease import LeaseBook, LeaseRef
 from transfer.pull.remote import RemoteEngine
 from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer
 from transfer.wire.messages import (
+    LeasedPages,
+    LeaseQuery,
     MetadataQuery,
     Ping,
     Pong,
     RankMetadata,
     ReaderNote,
     decode_note,
+    decode_query,
     encode_message,
+    open_pages,
     open_rank,
+    sealed_pages,
     sealed_rank,
 )
+from transfer.wire.prompt import Prompt
 
 KEY = b"fleet"
 SLOW_S = 2.0
@@ -198,12 +206,24 @@ def make_targets(server: HandshakeServer) -> list[Target]:
     queries = [
         encode_message(MetadataQuery(query_id=1, engine_id="p", compatibility={"model": "m", "dtype": "bfloat16"})),
         encode_message(Ping(query_id=2, engine_id="p")),
+        encode_message(LeaseQuery(query_id=3, engine_id="p", lease_id=5, num_tokens=20)),
     ]
+    pages = LeasedPages(
+        engine_id="p",
+        incarnation="i",
+        lease_id=5,
+        slot=1,
+        duration_s=9.0,
+        num_tokens=20,
+        block_ids=((3, 4), (9,)),
+        prompt_digest=b"d" * 32,
+    )
     notes = [encode_message(ReaderNote(slot, "d", 0, 2, "done")) for slot in range(1, 9)]
     return [
-        Target("handshake query", queries, server._answer_to),
+        Target("handshake query", queries, lambda data: server._answer_to(decode_query(data))),
         Target("rank metadata", [sealed_rank(rank_metadata(), KEY)], lambda data: open_rank(data, KEY)),
         Target("engine metadata", [engine_metadata()], decode_metadata),
+        Target("pages of a lease", [sealed_pages(pages, KEY)], lambda data: open_pages(data, "p", 5, KEY)),
         Target("reader's note", notes, hear),
         SealedTarget(),
     ]
@@ -258,7 +278,10 @@ def resident_kib() -> int:
 def run(messages: int, seed: int, say: Callable[[str], None]) -> list[str]:
     """Feeds everything, and returns what went wrong. An exception that is none of ours is raised."""
     rng = random.Random(seed)
-    card = EngineCard("p", "p1", tuple(sealed_rank(rank_metadata(rank), KEY) for rank in range(2)), {"model": "m"})
+    ranks = tuple(sealed_rank(rank_metadata(rank), KEY) for rank in range(2))
+    offer = Offer(LeaseRef(5, 1, 9.0), 1, Held(Prompt(range(20)), 20, ((3, 4),)), offered={0})
+    config = WorkerConfig(engine_id="p", incarnation="p1", groups=(), model="m")
+    card = EngineCard("p", "p1", ranks, {"model": "m"}, lambda query: offer.answer(query, config, KEY))
     wrong: list[str] = []
     with HandshakeServer([card]) as server:
         server._throttle.admits = lambda _: True  # what it would drop is to be looked at
@@ -268,7 +291,7 @@ def run(messages: int, seed: int, say: Callable[[str], None]) -> list[str]:
             if rng.random() < 0.2:
                 flood.send(rng)
             else:
-                rng.choices(targets, (10, 10, 10, 10, 1))[0].feed(rng)
+                rng.choices(targets, (10, 10, 10, 10, 10, 1))[0].feed(rng)
             if number == messages // 2:
                 half_kib = resident_kib()
             if number % 20_000 == 19_999 and not flood.still_answers():
@@ -281,7 +304,7 @@ def run(messages: int, seed: int, say: Callable[[str], None]) -> list[str]:
             f"{target.name}: one took {target.slowest_s:.1f} s" for target in targets if target.slowest_s > SLOW_S
         ]
         if messages >= ENOUGH:
-            wrong += [f"{one.name}: nothing was refused" for one in targets[1:3] if not one.verdicts["refused"]]
+            wrong += [f"{one.name}: nothing was refused" for one in targets[1:4] if not one.verdicts["refused"]]
         if server.counts["failed"]:
             wrong.append(f"the server failed on {server.counts['failed']} messages")
         for target in targets:

@@ -19,7 +19,7 @@ from tests.forked import start
 from tests.transfer.replicas import TOKENS, Engine
 from transfer.plan.page_lists import PagesOfGroup
 from transfer.pull.lease import LeaseRef
-from transfer.pull.replica import Source
+from transfer.pull.source import Source
 from transfer.wire.handshake import EngineCard, HandshakeServer
 from transfer.wire.messages import RankMetadata, open_rank, sealed_rank
 

@@ -15,6 +15,7 @@ from transfer.connector.metadata import ConnectorMetadata, Progress, WorkerOutpu
 from transfer.connector.scheduler import NixlConnectorScheduler
 from transfer.connector.worker import NixlConnectorWorker
 from transfer.pull.rank import new_incarnation
+from transfer.wire.prompt import Prompt
 
 
 class RankHost:
@@ -198,6 +199,11 @@ def run_until(done: Callable[[], object], *engines: EngineUnderTest, seconds: fl
         time.sleep(5e-4)
 
 
+def prompt_of(pair: Pair) -> Prompt:
+    """The tokens of a pair's request, of which the source has computed all."""
+    return Prompt(range(pair.num_tokens))
+
+
 def transfer(pair: Pair, source: EngineUnderTest, reader: EngineUnderTest, request_id: str = "r") -> None:
     """Sends a pair's request from one engine to the other. The source may free it then, and the reader has it."""
     source.call("fill_source", pair)
@@ -206,9 +212,9 @@ def transfer(pair: Pair, source: EngineUnderTest, reader: EngineUnderTest, reque
         source.scheduler.save(request_id, pair.source_blocks)
     source.scheduler.offer(request_id)
     run_until(lambda: source.scheduler.is_offered(request_id), source)
-    params = source.scheduler.params(request_id, pair.source_blocks, pair.num_tokens)
-    pages = reader.scheduler.read(request_id, params)
+    params = source.scheduler.params(request_id, prompt_of(pair), pair.source_blocks, pair.num_tokens)
+    wanted = reader.scheduler.read(request_id, params, prompt_of(pair))
     firsts = [reach(pair, number)[0] // group.block_size for number, group in enumerate(groups)]
-    reader.scheduler.load(request_id, pages, pair.reader_blocks, pair.num_tokens, pair.computed, first_blocks=firsts)
+    reader.scheduler.load(request_id, wanted, pair.reader_blocks, pair.num_tokens, pair.computed, first_blocks=firsts)
     silent = pair.computed >= pair.num_tokens
     run_until(lambda: request_id in source.sent and (silent or request_id in reader.received), source, reader)

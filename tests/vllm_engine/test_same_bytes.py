@@ -52,6 +52,12 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return
 
 
+def held(prefill: Engine, params: dict[str, Any]) -> list[list[int]]:
+    """The blocks that our source says it holds."""
+    offer = prefill.connector._scheduling._connector._by_lease[int(params["lease_id"], 16)]
+    return [list(blocks) for blocks in offer.held.block_ids]
+
+
 def moved(make: Make, monkeypatch: pytest.MonkeyPatch, connector: Any, left: Any, right: Any) -> tuple[Any, ...]:
     """Blocks on both sides, and all bytes of decode's caches after a pull from caches of random bytes."""
     engines: list[Engine] = []
@@ -68,6 +74,7 @@ def moved(make: Make, monkeypatch: pytest.MonkeyPatch, connector: Any, left: Any
             cache = caches[f"model.layers.{layer * len(prefill.shape.windows)}.self_attn.attn"]
             cache.copy_(torch.randint(0, 2000, cache.shape, generator=generator))
     params = prefill.params("p")
+    theirs = params["remote_block_ids"] if connector == THEIRS else held(prefill, params)
     decode.add("d", WHOLE, 3, params)
     decode.step()
     blocks = decode.scheduler.kv_cache_manager.get_block_ids("d")
@@ -77,7 +84,7 @@ def moved(make: Make, monkeypatch: pytest.MonkeyPatch, connector: Any, left: Any
     run_until([prefill, decode], lambda: decode.finish_reason("d"))
     for engine in engines:
         engine.close()
-    return params["remote_block_ids"], blocks, found
+    return theirs, blocks, found
 
 
 SIDES = {

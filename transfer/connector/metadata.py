@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import msgspec
 
-from transfer.connector.transfer_params import RemotePages
 from transfer.pull.lease import LeaseRef
+from transfer.wire.messages import Wanted
 
 
 class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Pages that a request needs from elsewhere; where its source was held before, once more, now with blocks.
 
     Attributes:
-        pages: the source's, as its params said.
+        wanted: the source, and which tokens' pages it is to have.
         local_block_ids: for each group, our blocks from the one that holds the first token on that is to be read. More
             of them than the tokens need are left alone. Without any group nothing is read yet: the source's lease is
             renewed until there are blocks.
@@ -23,7 +23,7 @@ class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
         num_tokens: tokens that are wanted at most.
     """
 
-    pages: RemotePages
+    wanted: Wanted
     local_block_ids: tuple[tuple[int, ...], ...] = ()
     first_blocks: tuple[int, ...] = ()
     num_computed_tokens: int = 0
@@ -32,7 +32,7 @@ class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def total_tokens(self) -> int:
         """Tokens that are to be here in the end."""
-        return min(self.pages.num_tokens, self.num_tokens)
+        return min(self.wanted.num_tokens, self.num_tokens)
 
 
 class SendRequest(msgspec.Struct, frozen=True, kw_only=True):

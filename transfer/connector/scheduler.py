@@ -13,24 +13,15 @@ from typing import Any
 
 from transfer.connector.config import GroupConfig, WorkerConfig, check_config
 from transfer.connector.metadata import ConnectorMetadata, LoadRequest, Progress, SendRequest, WorkerOutput, as_blocks
-from transfer.connector.transfer_params import RemotePages, params_of, read_params
+from transfer.connector.offer import Held, Offer
+from transfer.connector.transfer_params import TransferParams, params_of, read_params
 from transfer.errors import HandshakeError, InvalidLeaseError, InvalidTransferError, TransferParamsError
-from transfer.pull.lease import LeaseRef
 from transfer.pull.lease_slots import LEASE_SLOTS, LeaseSlots
 from transfer.pull.start import fleet_keys
 from transfer.wire.handshake import EngineCard, HandshakeServer
 from transfer.wire.keys import Keyring
-
-
-@dataclass(slots=True, eq=False)
-class _Offer:
-    """The lease of one request, which every rank grants and ends on its own."""
-
-    lease: LeaseRef
-    offered: set[int] = field(default_factory=set[int])  # ranks on which it has stood
-    over: set[int] = field(default_factory=set[int])  # ranks on which it has ended, or was not granted
-    reason: str = "read"  # or the first other one why it ended on a rank
-    aborted: bool = False  # its end was asked for
+from transfer.wire.messages import LeaseQuery, LeaseReply, Wanted
+from transfer.wire.prompt import Prompt
 
 
 @dataclass(slots=True, eq=False)
@@ -65,11 +56,12 @@ class NixlConnectorScheduler:
         self.config = check_config(config)
         self._host = host
         self._bind = bind
-        _, self._keyring = fleet_keys(f"engine {config.engine_id!r}", config.secret, config.key, keyring)
+        self._key, self._keyring = fleet_keys(f"engine {config.engine_id!r}", config.secret, config.key, keyring)
         self._server: HandshakeServer | None = None
         self._metadata = ConnectorMetadata()
         self._slots = LeaseSlots()
-        self._offers: dict[str, _Offer] = {}
+        self._offers: dict[str, Offer] = {}
+        self._by_lease: dict[int, Offer] = {}
         self._loads: dict[str, _Load] = {}
 
     def set_handshake_metadata(self, ranks: Mapping[int, bytes], fingerprint: Mapping[str, str] | None = None) -> str:
@@ -88,7 +80,7 @@ class NixlConnectorScheduler:
             )
         metadata = tuple(ranks[rank] for rank in range(self.config.ranks))
         agreed = self.config.fingerprint() if fingerprint is None else fingerprint
-        card = EngineCard(self.config.engine_id, self.config.incarnation, metadata, agreed)
+        card = EngineCard(self.config.engine_id, self.config.incarnation, metadata, agreed, self._leased)
         if self._server is None:
             secure = None if self._keyring is None else self._keyring.secure_server
             self._server = HandshakeServer([card], self._bind, secure)
@@ -135,7 +127,8 @@ class NixlConnectorScheduler:
         lease = self._slots.take(self.config.timing.lease)
         if lease is None:
             raise InvalidLeaseError(f"request {request_id!r}: all {LEASE_SLOTS} lease slots are taken")
-        self._offers[request_id] = _Offer(lease)
+        offer = Offer(lease, self.config.ranks)
+        self._offers[request_id] = self._by_lease[lease.lease_id] = offer
         self._metadata.reqs_to_send[request_id] = SendRequest(
             lease=lease, engines=engines, running=running, block_ids=as_blocks(block_ids)
         )
@@ -146,72 +139,70 @@ class NixlConnectorScheduler:
 
     def is_offered(self, request_id: str) -> bool:
         """Whether a request's lease stands on every rank."""
-        return not self._missing(request_id)
-
-    def _missing(self, request_id: str, *, granted: bool = True) -> str:
-        """Why no lease stands for a request; empty where one does, or, if it need not be granted yet, where it may."""
         offer = self._offers.get(request_id)
+        return offer is not None and not offer.missing
+
+    def _leased(self, query: LeaseQuery) -> LeaseReply:
+        """What a lease holds, for a reader that asks. In the thread of the handshake's server."""
+        offer = self._by_lease.get(query.lease_id)
         if offer is None:
-            return "it has none"
-        if offer.aborted:
-            return "it is being ended"
-        if offer.over:
-            return f"it has ended on ranks {sorted(offer.over)[:16]}: {offer.reason}"
-        left = sorted(set(range(self.config.ranks)) - offer.offered)
-        return f"ranks {left[:16]} have not granted it yet" if left and granted else ""
+            error = f"lease {query.lease_id:#018x} has ended, or engine {self.config.engine_id!r} never had it"
+            return LeaseReply(query_id=query.query_id, error=error)
+        return offer.answer(query, self.config, self._key)
 
     def params(
         self,
         request_id: str,
+        prompt: Prompt,
         block_ids: Sequence[Sequence[int]],
         num_tokens: int,
         *,
         first_blocks: Sequence[int] = (),
-        granted: bool = True,
     ) -> dict[str, Any]:
-        """Returns `kv_transfer_params` for the reader of a request whose lease stands.
+        """Returns `kv_transfer_params` for the reader of a request that has a lease, and says what this holds.
 
+        They are a pointer: whoever asks for the lease with them is told of its pages, once it stands on every rank.
         Blocks that no sliding window reaches are left out.
 
         Args:
             request_id: the request.
+            prompt: its tokens, and what else its KV depends on.
             block_ids: for each group its blocks; more than the tokens fill are left out. Of a state the last one.
-            num_tokens: tokens whose pages are written.
+            num_tokens: tokens whose pages are written, or will be by the end of the step that is under way.
             first_blocks: for each group, which block of the request the first of them is; 0 for all where empty.
-            granted: every rank must have said that the lease stands. A scheduler that has to answer in the step in
-                which the workers were told of it leaves this out: a reader that is quicker than a worker is refused.
 
         Raises:
-            InvalidLeaseError: the lease does not stand on every rank, or not any more.
-            InvalidTransferError: too few blocks for the tokens, or blocks of another number of groups.
+            InvalidLeaseError: it has no lease, or that has ended on a rank.
+            InvalidTransferError: too few blocks or tokens, or blocks of another number of groups.
         """
-        if missing := self._missing(request_id, granted=granted):
-            raise InvalidLeaseError(f"request {request_id!r}: no lease of it stands: {missing}")
-        groups, lease = self.config.groups, self._offers[request_id].lease
+        offer = self._offers.get(request_id)
+        if offer is None or offer.ended:
+            reason = "it has none" if offer is None else offer.ended
+            raise InvalidLeaseError(f"request {request_id!r}: no lease of it stands: {reason}")
+        groups = self.config.groups
         firsts = tuple(first_blocks) or (0,) * len(groups)
         if len(block_ids) != len(groups) or len(firsts) != len(groups):
             raise InvalidTransferError(
                 f"request {request_id!r}: blocks of {len(block_ids)} groups, there are {len(groups)}"
             )
+        if len(prompt.token_ids) < num_tokens:
+            raise InvalidTransferError(
+                f"request {request_id!r}: a prompt of {len(prompt.token_ids)} tokens, the pages of {num_tokens}"
+            )
         kept = [
             _kept(f"request {request_id!r}: group {number}", group, blocks, first, num_tokens)
             for number, (group, blocks, first) in enumerate(zip(groups, block_ids, firsts, strict=True))
         ]
-        pages = RemotePages(
+        offer.held = Held(prompt, num_tokens, as_blocks(kept))
+        params = TransferParams(
             engine_id=self.config.engine_id,
             request_id=request_id,
             host=self._host,
             port=self._port,
-            incarnation=self.config.incarnation,
-            tp_size=self.config.tp_size,
-            pp_size=self.config.pp_size,
-            lease_id=f"{lease.lease_id:#018x}",
-            lease_slot=lease.slot,
-            lease_duration_s=lease.duration_s,
-            block_ids=as_blocks(kept),
+            lease_id=f"{offer.lease.lease_id:#018x}",
             num_tokens=num_tokens,
         )
-        return params_of(pages)
+        return params_of(params)
 
     def abort(self, request_id: str, reason: str) -> bool:
         """Ends a request's lease, whoever reads. Whether it has one: its pages may go once it is among the sent."""
@@ -220,31 +211,27 @@ class NixlConnectorScheduler:
             self._metadata.reqs_not_processed[request_id] = reason
         return offer is not None
 
-    def read(self, request_id: str, params: object) -> RemotePages | None:
-        """Returns what `kv_transfer_params` from outside say; None where they ask for no pages from elsewhere.
+    def read(self, request_id: str, params: object, prompt: Prompt) -> Wanted | None:
+        """Returns whom a request's `kv_transfer_params` name as its source; None where they ask for no pages.
+
+        Args:
+            request_id: the request.
+            params: from outside.
+            prompt: of the request: the pages must be those of its tokens. It may have more than the source has
+                computed, or fewer.
 
         Raises:
             TransferParamsError: (a ValueError) names the request, the key, its value, and what may be there.
         """
-        return read_params(request_id, params, len(self.config.groups))
-
-    def external_tokens(self, request_id: str, pages: RemotePages, num_tokens: int, num_computed_tokens: int) -> int:
-        """Returns how many tokens a load would bring a request of `num_tokens`, beyond those that are here.
-
-        It may have more tokens than the source has computed, or fewer.
-
-        Raises:
-            TransferParamsError: the source's pages are of no use.
-        """
-        total = pages.num_tokens
-        if total > num_tokens and any(group.is_state for group in self.config.groups):
+        found, count = read_params(request_id, params), len(prompt.token_ids)
+        if found is not None and found.num_tokens > count and any(group.is_state for group in self.config.groups):
             raise TransferParamsError(
-                f"request {request_id!r}: kv_transfer_params['remote_num_tokens'] is {total}: a state after more "
-                f"tokens than the {num_tokens} of the request is of no use"
+                f"request {request_id!r}: kv_transfer_params['remote_num_tokens'] is {found.num_tokens}: a state after "
+                f"more tokens than the {count} of the request is of no use"
             )
-        return max(0, min(total, num_tokens) - num_computed_tokens)
+        return None if found is None else found.wanted(prompt)
 
-    def hold(self, request_id: str, pages: RemotePages) -> None:
+    def hold(self, request_id: str, wanted: Wanted) -> None:
         """Tells a source that a request waits for its pages, which has no blocks yet: the lease is renewed until then.
 
         The time of the load runs from now on. `load` goes on with it; `cancel` gives it up, and the source is told.
@@ -254,13 +241,13 @@ class NixlConnectorScheduler:
         """
         if request_id in self._loads:
             raise InvalidTransferError(f"request {request_id!r}: its load has not ended on every rank yet")
-        asked = LoadRequest(pages=pages)
+        asked = LoadRequest(wanted=wanted)
         self._loads[request_id], self._metadata.reqs_to_recv[request_id] = _Load(asked), asked
 
     def load(
         self,
         request_id: str,
-        pages: RemotePages,
+        wanted: Wanted,
         block_ids: Sequence[Sequence[int]],
         num_tokens: int,
         num_computed_tokens: int,
@@ -273,7 +260,7 @@ class NixlConnectorScheduler:
 
         Args:
             request_id: the request.
-            pages: of `read`.
+            wanted: of `read`.
             block_ids: for each group our blocks to read into, for all that is to come. Of a state the last one.
             num_tokens: of the request.
             num_computed_tokens: tokens that are here.
@@ -284,7 +271,7 @@ class NixlConnectorScheduler:
             InvalidTransferError: the request has a load that is not over, or blocks of another number of groups.
             TransferParamsError: the source's pages are of no use.
         """
-        missing = self.external_tokens(request_id, pages, num_tokens, num_computed_tokens)
+        missing = min(wanted.num_tokens, num_tokens) > num_computed_tokens
         groups, load = self.config.groups, self._loads.get(request_id)
         if load is not None and (load.asked.local_block_ids or load.failed):
             raise InvalidTransferError(f"request {request_id!r}: its load has not ended on every rank yet")
@@ -294,7 +281,7 @@ class NixlConnectorScheduler:
                 f"request {request_id!r}: blocks of {len(block_ids)} groups, there are {len(groups)}"
             )
         asked = LoadRequest(
-            pages=pages,
+            wanted=wanted,
             local_block_ids=as_blocks(block_ids),
             first_blocks=firsts,
             num_computed_tokens=num_computed_tokens,
@@ -354,7 +341,7 @@ class NixlConnectorScheduler:
         if offer.reason == "read":
             offer.reason = reason
         if len(offer.over) == self.config.ranks:
-            del self._offers[request_id]
+            del self._offers[request_id], self._by_lease[offer.lease.lease_id]
             self._slots.give_back(offer.lease)
             progress.sent[request_id] = offer.reason
 

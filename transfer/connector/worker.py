@@ -30,6 +30,9 @@ from transfer.wire.allowed_peers import AllowedPeers
 from transfer.wire.handshake import HandshakeClient
 from transfer.wire.keys import Keyring
 
+_GRANT_S = 5.0
+"""Most that a step waits for its leases to stand. Readers ask again where they come later."""
+
 
 class NixlConnectorWorker:
     """Moves the pages of one rank. All methods are for one thread, that of the step loop.
@@ -170,7 +173,7 @@ class NixlConnectorWorker:
         self._drain()
         self._book.check_new(metadata)
         for request_id, send in metadata.reqs_to_send.items():
-            leases[request_id] = send.lease.lease_id
+            self._book.lease(request_id, send.lease.lease_id)
             pages = [self._pages(*group) for group in enumerate(send.block_ids)] if self.config.page_checks else None
             thread.call_soon(
                 ReplicaTransfer.offer, request_id, send.lease, engines=send.engines, pages=pages, running=send.running
@@ -201,7 +204,7 @@ class NixlConnectorWorker:
                 thread.call_soon(ReplicaTransfer.cancel, load.key, str(error))
             return
         if before is None:
-            thread.pull(load.key, asked.pages.source, groups, self.config.timing.load)
+            thread.pull(load.key, asked.wanted, groups, self.config.timing.load)
         elif groups is not None:
             thread.call_soon(ReplicaTransfer.add_pages, load.key, groups, last=True)
 
@@ -234,6 +237,12 @@ class NixlConnectorWorker:
                 for number, pages in enumerate(load.pages):
                     self._host.restore(number, pages)
 
+    def _are_granted(self) -> bool:
+        """Whether every lease stands that was asked for, or is known not to."""
+        if self._book.ungranted:
+            self._drain()
+        return not self._book.ungranted
+
     def _output(self) -> WorkerOutput:
         """What has happened since it was taken, up to now."""
         self._drain()
@@ -242,9 +251,14 @@ class NixlConnectorWorker:
     def take_output(self) -> WorkerOutput:
         """Returns all that has happened since it was last taken, for the scheduler's side.
 
+        What it was told to lease stands by then: that takes a fraction of a millisecond, mostly while the model runs.
+        Without a next step, which an idle engine does not make, the scheduler would not learn of it any more.
+
         Raises:
             EngineClosedError: the transfer thread has died.
         """
+        if self._thread is not None:
+            self._thread.wait(self._are_granted, _GRANT_S)
         self._raise_failure()
         output, self._book.output = self._output(), WorkerOutput()
         return output

@@ -15,7 +15,7 @@ from transfer.plan.page_lists import BlocksOfGroup, kernel_pages
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.replica import LeaseOver, Offered
 
-_NONE = BlocksOfGroup((), (), 0, (0, 0), 0)
+_NONE = BlocksOfGroup((), (0, 0), 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -37,12 +37,18 @@ class WorkerBook:
 
     def __init__(self, groups: Sequence[GroupConfig]) -> None:
         self.leases: dict[str, int] = {}  # ids of those that were asked for and have not ended, by request
+        self.ungranted: set[str] = set()  # of these, those of which the transfer thread has said nothing yet
         self.whole_pages = False  # a load must begin with a page: host buffers are copied back page by page
         self.output = WorkerOutput()
         self._groups = groups
         self._numbers = itertools.count()
         self._by_request: dict[str, OpenLoad] = {}
         self._by_key: dict[str, OpenLoad] = {}
+
+    def lease(self, request_id: str, lease_id: int) -> None:
+        """Books a lease that the transfer thread is asked for."""
+        self.leases[request_id] = lease_id
+        self.ungranted.add(request_id)
 
     def find(self, request_id: str) -> OpenLoad | None:
         """The load of a request that is going on."""
@@ -80,7 +86,7 @@ class WorkerBook:
         return found
 
     def _pages(self, where: str, asked: LoadRequest, start: int, stop: int) -> list[BlocksOfGroup]:
-        sizes = [len(found) for found in (asked.local_block_ids, asked.first_blocks, asked.pages.block_ids)]
+        sizes = [len(found) for found in (asked.local_block_ids, asked.first_blocks)]
         if set(sizes) != {len(self._groups)}:
             raise InvalidTransferError(f"{where}: blocks of {sizes} groups, there are {len(self._groups)}")
         if start < 0:
@@ -91,16 +97,11 @@ class WorkerBook:
         ]
 
     def _pages_of(self, where: str, number: int, asked: LoadRequest, start: int, stop: int) -> BlocksOfGroup:
-        group, blocks, remote = self._groups[number], asked.local_block_ids[number], asked.pages.block_ids[number]
+        group, blocks = self._groups[number], asked.local_block_ids[number]
         if start >= stop:
             return _NONE
-        end = asked.pages.num_tokens
         if group.is_state:
-            if stop != end:
-                raise InvalidTransferError(
-                    f"{where}: the source's state is that after {end} tokens, {stop} are to be loaded"
-                )
-            return BlocksOfGroup(blocks[-1:], remote, end, (start, stop), 0)
+            return BlocksOfGroup(blocks[-1:], (start, stop), 0)
         needed = max(start, group.needed(stop))
         begin = max(start, needed // group.block_size * group.block_size)
         if begin >= stop:
@@ -116,7 +117,7 @@ class WorkerBook:
         # From the page that holds token `begin` on, up to the one that holds the last.
         pages = kernel_pages(blocks[skipped:], group.block_pages)[begin % group.block_size // group.page_size :]
         pages = pages[: -(-stop // group.page_size) - begin // group.page_size]
-        return BlocksOfGroup(pages, remote, end, (begin, stop), needed)
+        return BlocksOfGroup(pages, (begin, stop), needed)
 
     def fail(self, load: OpenLoad, reason: str, *, safe: bool) -> None:
         """Books a failure, and the end of the load where nothing of it is in flight."""
@@ -144,6 +145,7 @@ class WorkerBook:
         """Books what became of a lease; of an earlier one of the request nothing counts."""
         if self.leases.get(event.request_id) != event.lease_id:
             return
+        self.ungranted.discard(event.request_id)
         if isinstance(event, Offered):
             self.output.offered[event.request_id] = event.error
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -32,18 +32,19 @@ class BlocksOfGroup(NamedTuple):
 
     Attributes:
         local: our pages of the logical pages that the tokens touch, in our page size.
-        blocks: the source's blocks; the last one holds token `end` - 1, or the state after it.
-        end: tokens that the source has computed.
         tokens: first token, and the one after the last.
         needed: the first token that must be read. Those before it, from the first one on, only where the source has
             them: with a sliding window, the page that holds `needed` begins before it, and elsewhere on each side.
+        blocks: the source's blocks; the last one holds token `end` - 1, or the state after it. The source says them:
+            `with_blocks` puts them in, and `end`.
+        end: tokens that the source has computed.
     """
 
     local: ArrayLike
-    blocks: ArrayLike
-    end: int
     tokens: tuple[int, int]
     needed: int
+    blocks: ArrayLike = ()
+    end: int = 0
 
 
 PageList: TypeAlias = tuple[ArrayLike, ArrayLike, tuple[int, int]]
@@ -52,6 +53,30 @@ PageLists: TypeAlias = Sequence[PageList | BlocksOfGroup]
 """What is read of each group of a layout, in order."""
 
 NOTHING = PagesOfGroup((), (), (0, 0))
+
+
+class _NamedBlocks(Protocol):
+    """What a source says that it holds of a request."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def block_ids(self) -> Sequence[Sequence[int]]: ...
+
+
+def with_blocks(where: str, groups: PageLists, there: _NamedBlocks) -> PageLists:
+    """Returns what is read, with the blocks that the source has named of each group.
+
+    Raises:
+        InvalidTransferError: it has named those of another number of groups.
+    """
+    if len(groups) != len(there.block_ids):
+        raise InvalidTransferError(f"{where}: the source has {len(there.block_ids)} groups, ours are {len(groups)}")
+    return [
+        group._replace(blocks=blocks, end=there.num_tokens) if isinstance(group, BlocksOfGroup) else group
+        for group, blocks in zip(groups, there.block_ids, strict=True)
+    ]
 
 
 def pages_of(where: str, named: PageList | BlocksOfGroup, local: Group, remote: Group) -> PageList:
@@ -73,6 +98,10 @@ def pages_of(where: str, named: PageList | BlocksOfGroup, local: Group, remote: 
     if local.state:
         if not len(blocks):
             raise InvalidTransferError(f"{where}: the source names 0 blocks for a state, 1 is needed")
+        if stop != named.end:
+            raise InvalidTransferError(
+                f"{where}: the source's state is that after {named.end} tokens, {stop} are to be loaded"
+            )
         return PagesOfGroup(named.local, blocks[-1:], named.tokens)
     size = remote.page_size * remote.block_pages
     first = -(-named.end // size) - len(blocks)

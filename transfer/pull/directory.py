@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from transfer.errors import HandshakeError, MetadataError, TransferError
 from transfer.nixl.vouchers import is_vouched
 from transfer.pull.rank import RankTransfer
 from transfer.pull.remote import RemoteEngine
+from transfer.pull.source import Place
 from transfer.wire.handshake import HandshakeClient
 from transfer.wire.messages import Answer, MetadataReply, Pong, RankMetadata, open_rank
 
@@ -23,9 +24,6 @@ _UNKNOWN = (
     "no key authenticates its metadata, and no process of this user on this host says that it is its own; "
     "sources on other hosts need a shared `secret`, the same on both sides"
 )
-
-Place: TypeAlias = tuple[str, str]
-"""ZMQ endpoint of a handshake, and the id of the engine that is expected there."""
 
 
 class Times(NamedTuple):

@@ -17,7 +17,8 @@ from transfer.pull.lease import LeaseRef
 from transfer.pull.lease_slots import LeaseSlots
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation
-from transfer.pull.replica import LeaseOver, Offered, ReplicaTransfer, Source
+from transfer.pull.replica import LeaseOver, Offered, ReplicaTransfer
+from transfer.pull.source import Source
 from transfer.pull.start import ShardMemory, fleet_keys, make_rank, start_thread
 from transfer.pull.thread import TransferThread
 from transfer.wire.allowed_peers import AllowedPeers, host_of

@@ -6,47 +6,25 @@ Single-threaded: `transfer.pull.thread` runs it. `transfer.pull.directory` finds
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
-from msgspec import Meta
 from numpy.typing import ArrayLike
 
 from transfer.errors import PullFailedError, TransferError
-from transfer.plan.page_lists import PageLists
-from transfer.pull.directory import Directory, Peer, Place, Times
+from transfer.plan.page_lists import PageLists, with_blocks
+from transfer.pull.directory import Directory, Peer, Times
 from transfer.pull.lease import LeaseRef
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankTransfer
+from transfer.pull.source import Place, Source, answered
 from transfer.stats import TransferStats
 from transfer.wire.handshake import HandshakeClient
-
-
-class Source(NamedTuple):
-    """Where a request's pages are to be read from. What msgspec decodes is within its limits.
-
-    Attributes:
-        address: ZMQ endpoint of the handshake.
-        engine_id: the engine there.
-        lease: under which it holds the pages.
-        incarnation: the start of the engine that granted the lease; empty where that is not known, and then a source
-            that was restarted is only noticed by the lease word.
-        ranks: ranks that the engine is said to have; 0 where nothing is said.
-    """
-
-    address: Annotated[str, Meta(min_length=1, max_length=512)]
-    engine_id: Annotated[str, Meta(min_length=1, max_length=256)]
-    lease: LeaseRef
-    incarnation: Annotated[str, Meta(max_length=256)] = ""
-    ranks: Annotated[int, Meta(ge=0)] = 0
-
-    @property
-    def place(self) -> Place:
-        """Where the directory finds it."""
-        return (self.address, self.engine_id)
+from transfer.wire.messages import Answer, LeasedPages, LeaseReply, Wanted
 
 
 class LeaseOver(NamedTuple):
@@ -73,6 +51,8 @@ class Offered(NamedTuple):
 
 _ALL = 1 << 62
 _REFUSED = "\0refused "  # names that no pull of an owner has
+# Until a source is asked again whether a lease stands by now on all its ranks; doubled each time.
+_PAUSE_S, _MAX_PAUSE_S = 1e-3, 0.05
 Event = PullEvent | LeaseOver | Offered
 
 
@@ -81,6 +61,9 @@ class _Pull:
     """A pull by all ranks: what waits until its source is known, and which ranks are not through. Each has its READs.
 
     Attributes:
+        source: a `Wanted` until it has said what it holds.
+        pages: that; None where the owner names the pages.
+        ask_at: when it is to be asked again.
         waiting: adds pages on a rank.
         open_ranks: those that may still read.
         passed: of each rank, how many calls of `add_pages` a fence has passed.
@@ -88,8 +71,11 @@ class _Pull:
         refusal: what its source is to be told, of which the owner has had the last event.
     """
 
-    source: Source
+    source: Source | Wanted
     deadline: float
+    pages: LeasedPages | None = None
+    ask_at: float = math.inf
+    pause_s: float = _PAUSE_S
     waiting: deque[Callable[[RankTransfer], None]] = field(default_factory=deque[Callable[[RankTransfer], None]])
     open_ranks: set[int] = field(default_factory=set[int])
     passed: dict[int, int] = field(default_factory=dict[int, int])
@@ -136,7 +122,7 @@ class ReplicaTransfer:
         self._pulls: dict[str, _Pull] = {}
         self._refusals = itertools.count()
         self._leases: dict[int, set[int]] = {}
-        times = Times(handshake_timeout_s, heartbeat_s, dead_after_s, idle_s)
+        self._times = times = Times(handshake_timeout_s, heartbeat_s, dead_after_s, idle_s)
         self.directory = Directory(self.ranks, client, times, clock, self._start_all, self._fail_all)
 
     def offer(
@@ -189,27 +175,68 @@ class ReplicaTransfer:
             rank.end_lease(lease_id, reason)
         self._collect_leases()
 
-    def pull(self, key: str, source: Source, timeout_s: float) -> None:
-        """Begins a pull by all ranks; `add_pages` says of what. Its `PullEvent`s come as events, also for bad input."""
+    def pull(self, key: str, source: Source | Wanted, timeout_s: float) -> None:
+        """Begins a pull by all ranks; `add_pages` says of what. Its `PullEvent`s come as events, also for bad input.
+
+        Of a `Wanted` the source says which pages it holds. Where these are of other tokens the pull fails, and its
+        lease stays as it is: it is not this reader's.
+        """
         if key in self._pulls:
             # Nothing is known of it under this name yet, so the owner is told at once and the older one goes on.
             raise PullFailedError(f"request {key!r}: a pull of this name has not ended yet")
         self._pulls[key] = _Pull(source, self._clock() + timeout_s)
         self.directory.connect(source.place)
+        self._ask(key)
         self._start(key)
+
+    def _ask(self, key: str) -> None:
+        """Asks the source of a pull what it holds, where it has not said so."""
+        pull = self._pulls[key]
+        wanted, pull.ask_at = pull.source, math.inf
+        if isinstance(wanted, Source):
+            return
+
+        def done(answer: Answer | TransferError) -> None:
+            if self._pulls.get(key) is pull and not pull.error:
+                self._on_answer(key, wanted, answer)
+
+        self._client.ask_leased(wanted, done, self._times.handshake)
+
+    def _on_answer(self, key: str, wanted: Wanted, answer: Answer | TransferError) -> None:
+        pull, where = self._pulls[key], f"request {key!r}"
+        if not isinstance(answer, LeaseReply):
+            self._fail(key, f"{where}: asking engine {wanted.engine_id!r} for the pages of its lease: {answer}")
+        elif answer.error:
+            self._fail(key, f"{where}: engine {wanted.engine_id!r} at {wanted.address}: {answer.error}")
+        elif not answer.pages:
+            pull.ask_at, pull.pause_s = self._clock() + pull.pause_s, min(2 * pull.pause_s, _MAX_PAUSE_S)
+        else:
+            try:
+                pull.source, pull.pages = answered(where, wanted, answer.pages, self.ranks[0].identity.key)
+            except TransferError as error:
+                self._fail(key, str(error))
+            else:
+                self._start(key)
 
     def add_pages(self, key: str, groups: PageLists, *, last: bool) -> None:
         """Reads pages of a pull, or further ones. Nothing happens where it has ended already.
 
         Args:
             key: the pull.
-            groups: for each group of the layout the pages here and there, and their tokens.
+            groups: for each group of the layout the pages here and there, and their tokens; only ours (`BlocksOfGroup`)
+                where the source says which pages it holds.
             last: nothing more will be read.
         """
         pull = self._pulls.get(key)
         if pull is None or pull.error:
             return
-        pull.waiting.append(lambda rank: rank.add_pages(key, groups, last=last))
+
+        def add(rank: RankTransfer) -> None:
+            there = pull.pages
+            named = groups if there is None else with_blocks(f"request {key!r}", groups, there)
+            rank.add_pages(key, named, last=last)
+
+        pull.waiting.append(add)
         self._start(key)
         self._collect_pulls()  # few pages are here by now
 
@@ -222,9 +249,10 @@ class ReplicaTransfer:
         if pull is None:
             return
         if not pull.started and not pull.error:
-            refused = _Pull(pull.source, pull.deadline, refusal=reason)
-            self._pulls[f"{_REFUSED}{next(self._refusals)}"] = refused
-        self._fail(key, reason)
+            refusal = f"{_REFUSED}{next(self._refusals)}"
+            self._pulls[refusal] = _Pull(pull.source, pull.deadline, refusal=reason)
+            self._ask(refusal)
+        self._fail(key, reason, is_failure=False)
 
     def poll(self) -> bool:
         """Moves everything on. Whether READs are under way, or a source is waited for.
@@ -275,7 +303,7 @@ class ReplicaTransfer:
     def _start_all(self, peer: Peer) -> None:
         """The source has just said who it is: what another start of it has promised comes to nothing."""
         for key in self._of(peer.place):
-            if self._pulls[key].source.incarnation not in ("", peer.incarnation):
+            if _is_of_other_start(self._pulls[key].source, peer):
                 self._fail(key, f"engine {peer.place[1]!r} is not the start of it that granted the lease")
             else:
                 self._start(key)
@@ -283,7 +311,7 @@ class ReplicaTransfer:
     def _fail_all(self, peer: Peer, reason: str) -> None:
         for key in self._of(peer.place):
             pull = self._pulls[key]
-            if peer.incarnation and not pull.started and pull.source.incarnation not in ("", peer.incarnation):
+            if peer.incarnation and not pull.started and _is_of_other_start(pull.source, peer):
                 self.directory.connect(peer.place)  # another start has promised it: most likely the one that is there
             else:
                 self._fail(key, reason)
@@ -292,9 +320,9 @@ class ReplicaTransfer:
         """Opens a pull on every rank once its source is known, and reads what has been asked for."""
         pull = self._pulls[key]
         peer = self.directory.ready(pull.source.place)
-        if pull.error or peer is None:
+        if pull.error or peer is None or isinstance(pull.source, Wanted):
             return
-        if pull.source.incarnation not in ("", peer.incarnation):
+        if _is_of_other_start(pull.source, peer):
             self.directory.check(peer.place)  # it was restarted, or the request is older: only the source knows
             return
         try:
@@ -306,7 +334,6 @@ class ReplicaTransfer:
                     if remote is not None:
                         rank.puller.open(key, remote, pull.source.lease, left)
                         pull.open_ranks.add(at)
-                        _check_ranks(key, pull.source, len(remote.ranks))  # opened: the source learns of a refusal
             if pull.refusal:
                 self._fail(key, pull.refusal)
             while pull.waiting:
@@ -333,13 +360,13 @@ class ReplicaTransfer:
     def _passed(self, pull: _Pull) -> int:
         return min((pull.passed.get(at, 0) for at in range(len(self.ranks))), default=0)
 
-    def _fail(self, key: str, reason: str) -> None:
+    def _fail(self, key: str, reason: str, *, is_failure: bool = True) -> None:
         """All or none: what one rank lacks, no rank needs. Tells of it at once, and again when the pages are safe."""
         pull = self._pulls[key]
         if not pull.error:
             pull.error = reason
             pull.waiting.clear()
-            if not pull.refusal:
+            if is_failure and not pull.refusal:
                 self.stats.record_failure()
             for at in sorted(pull.open_ranks):
                 pull.passed[at], is_safe = self.ranks[at].puller.withdraw(key, reason)
@@ -355,8 +382,12 @@ class ReplicaTransfer:
 
     def _expire(self) -> None:
         now = self._clock()
-        for key in [key for key, pull in self._pulls.items() if not pull.started and now >= pull.deadline]:
-            self._fail(key, f"timed out: engine {self._pulls[key].source.engine_id!r} did not answer the handshake")
+        for key, pull in [(key, pull) for key, pull in self._pulls.items() if not pull.started]:
+            if now >= pull.deadline:
+                missing = "answer the handshake" if isinstance(pull.source, Source) else "say that its lease stands"
+                self._fail(key, f"timed out: engine {pull.source.engine_id!r} did not {missing}")
+            elif now >= pull.ask_at:
+                self._ask(key)
 
     def close(self) -> None:
         """Ends everything; events of what was still open are there to be taken. Safe to call twice."""
@@ -371,8 +402,6 @@ class ReplicaTransfer:
         self._client.close()
 
 
-def _check_ranks(key: str, source: Source, ranks: int) -> None:
-    if source.ranks not in {0, ranks}:
-        raise PullFailedError(
-            f"request {key!r}: engine {source.engine_id!r} is said to have {source.ranks} ranks, it has {ranks}"
-        )
+def _is_of_other_start(source: Source | Wanted, peer: Peer) -> bool:
+    """Whether another start of the engine has granted the lease than the one that is known."""
+    return isinstance(source, Source) and source.incarnation not in ("", peer.incarnation)

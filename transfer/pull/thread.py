@@ -18,8 +18,10 @@ from typing import Concatenate, ParamSpec, TypeVar
 from transfer.errors import EngineClosedError, TransferError
 from transfer.plan.page_lists import PageLists
 from transfer.pull.pull_state import PullEvent
-from transfer.pull.replica import Event, ReplicaTransfer, Source
+from transfer.pull.replica import Event, ReplicaTransfer
+from transfer.pull.source import Source
 from transfer.stats import StatsSnapshot
+from transfer.wire.messages import Wanted
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -85,7 +87,7 @@ class TransferThread:
         """Has a method of `ReplicaTransfer` called in the thread, and waits for nothing: its events tell of it."""
         self._hand_over(lambda: method(self._replica, *args, **options))
 
-    def pull(self, key: str, source: Source, groups: PageLists | None, timeout_s: float) -> None:
+    def pull(self, key: str, source: Source | Wanted, groups: PageLists | None, timeout_s: float) -> None:
         """Begins a pull, with all its pages unless `groups` is None. Its `PullEvent`s come as events."""
 
         def run() -> None:

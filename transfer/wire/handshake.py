@@ -23,12 +23,15 @@ from transfer.wire.messages import (
     MAX_METADATA_BYTES,
     MAX_RANKS,
     Answer,
+    LeaseQuery,
+    LeaseReply,
     MetadataQuery,
     MetadataReply,
     Ping,
     Pong,
     Query,
     QueryRefusal,
+    Wanted,
     decode_answer,
     decode_query,
     encode_message,
@@ -47,6 +50,7 @@ _WAIT_MS = 100
 _BATCH = 64
 # An engine asks a source once, and for a sign of life once a second; a host may run many engines.
 _QUERIES_PER_S = 100
+_LEASES_PER_S = 4000  # of each rank of a reader: each asks for each request, and again while its lease is being granted
 
 Count = Literal["answered", "refused", "malformed", "throttled", "failed"]
 
@@ -64,12 +68,14 @@ class EngineCard:
         incarnation: random, new with each start.
         ranks: of each rank, what `sealed_rank` returned.
         compatibility: what a reader must have in common with it.
+        leased: says what a lease of its holds, in the server's thread; None where readers learn that in another way.
     """
 
     engine_id: str
     incarnation: str
     ranks: tuple[bytes, ...]
     compatibility: Mapping[str, str] = field(default_factory=dict[str, str])
+    leased: Callable[[LeaseQuery], LeaseReply] | None = None
 
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
@@ -99,6 +105,7 @@ class HandshakeServer:
     ) -> None:
         self.counts: Counter[Count] = Counter()
         self._throttle = Throttle(_QUERIES_PER_S, time.monotonic)
+        self._lease_throttle = Throttle(_LEASES_PER_S, time.monotonic)
         self._cards = {card.engine_id: card for card in cards}
         self._stopping = False
         self._socket = _context().socket(zmq.ROUTER)
@@ -151,41 +158,46 @@ class HandshakeServer:
 
     def _answer(self, frames: list[bytes]) -> None:
         identity, *rest = frames
-        if not self._throttle.admits(identity):
-            self.counts["throttled"] += 1  # no answer either: that is what it asks for too often
-            return
+        envelope = [identity]
         if rest and not rest[0]:
             rest = rest[1:]  # a REQ socket puts an empty frame first, and expects it back
             envelope = [identity, b""]
-        else:
-            envelope = [identity]
-        answer = self._answer_to(rest[0]) if len(rest) == 1 else self._malformed(f"{len(rest)} frames, 1 is expected")
+        query: Query | QueryRefusal
+        try:
+            query = decode_query(rest[0]) if len(rest) == 1 else _refusal(f"{len(rest)} frames, 1 is expected")
+        except MetadataError as error:
+            query = _refusal(str(error)[:500])
+        throttle = self._lease_throttle if isinstance(query, LeaseQuery) else self._throttle
+        if not throttle.admits(identity):
+            self.counts["throttled"] += 1  # no answer either: that is what it asks for too often
+            return
+        if isinstance(query, QueryRefusal):
+            self.counts["malformed"] += 1
+        answer = query if isinstance(query, QueryRefusal) else self._answer_to(query)
         self.counts["refused" if isinstance(answer, QueryRefusal) else "answered"] += 1
         self._socket.send_multipart([*envelope, encode_message(answer)], zmq.NOBLOCK)
 
-    def _malformed(self, reason: str) -> QueryRefusal:
-        self.counts["malformed"] += 1
-        return QueryRefusal(reason=reason)
-
-    def _answer_to(self, data: bytes) -> Answer:
-        try:
-            query = decode_query(data)
-        except MetadataError as error:
-            return self._malformed(str(error)[:500])
+    def _answer_to(self, query: Query) -> Answer:
         cards = self._cards
         engine_id = query.engine_id
         card = cards.get(engine_id) or (next(iter(cards.values())) if cards and not engine_id else None)
         if card is None:
-            reason = f"engine {engine_id[:100]!r} is not here: {sorted(cards)[:8]}"
-            return QueryRefusal(query_id=query.query_id, reason=reason)
+            return _refusal(f"engine {engine_id[:100]!r} is not here: {sorted(cards)[:8]}", query.query_id)
         if isinstance(query, Ping):
             return Pong(query_id=query.query_id, engine_id=card.engine_id, incarnation=card.incarnation)
+        if isinstance(query, LeaseQuery):
+            if card.leased is None:
+                return _refusal(f"engine {card.engine_id!r} says what it leases in messages of its own", query.query_id)
+            return card.leased(query)
         if differ := differences(card.compatibility, query.compatibility):
-            reason = f"engine {card.engine_id!r} is not compatible: {differ[:2000]}"
-            return QueryRefusal(query_id=query.query_id, reason=reason)
+            return _refusal(f"engine {card.engine_id!r} is not compatible: {differ[:2000]}", query.query_id)
         return MetadataReply(
             query_id=query.query_id, engine_id=card.engine_id, incarnation=card.incarnation, ranks=card.ranks
         )
+
+
+def _refusal(reason: str, query_id: int = -1) -> QueryRefusal:
+    return QueryRefusal(query_id=query_id, reason=reason)
 
 
 @dataclass(slots=True)
@@ -228,6 +240,12 @@ class HandshakeClient:
         """Asks the engine at a ZMQ address for its ranks. `done` gets a `MetadataReply`, or the error."""
         query = MetadataQuery(query_id=next(self._ids), engine_id=engine_id, compatibility=dict(compatibility))
         self._ask(address, query, done, timeout_s)
+
+    def ask_leased(self, wanted: Wanted, done: Done, timeout_s: float = 5.0) -> None:
+        """Asks an engine what a lease of its holds. `done` gets a `LeaseReply`, or the error."""
+        _, engine_id, lease_id, num_tokens, _ = wanted
+        query = LeaseQuery(query_id=next(self._ids), engine_id=engine_id, lease_id=lease_id, num_tokens=num_tokens)
+        self._ask(wanted.address, query, done, timeout_s)
 
     def ping(self, address: str, engine_id: str, done: Done, timeout_s: float = 2.0) -> None:
         """Asks the engine at a ZMQ address for a sign of life. `done` gets a `Pong`, or the error."""

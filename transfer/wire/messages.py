@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from transfer.errors import MetadataError
 from transfer.memory import MemoryType
 from transfer.plan.boxes import ShardLayout, check
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of everything in this file. Peers of another version are refused by name."""
 
 MAX_RANKS = 4096
 MAX_METADATA_BYTES = 16 << 20
 MAX_NOTE_BYTES = 1024
+MAX_LEASE_S = 86_400.0
+MAX_TOKENS = (1 << 31) - 1
 _MAX_NAME = 512
 _MAX_DEVICE = 1 << 16
 _ADDRESS_LIMIT = 1 << 63
@@ -109,6 +112,79 @@ class Pong(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_fi
     incarnation: str
 
 
+class Wanted(NamedTuple):
+    """Whom a reader asks for the pages of a request, and which tokens' they have to be.
+
+    Attributes:
+        address: ZMQ endpoint of the handshake.
+        engine_id: the engine there.
+        lease_id: the lease under which it holds the pages.
+        num_tokens: how many tokens of the request are to be read at most, from the first on.
+        digest: of these tokens, and of what else their KV depends on, as the reader knows them.
+    """
+
+    address: str
+    engine_id: str
+    lease_id: int
+    num_tokens: int
+    digest: bytes
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """Address and engine."""
+        return (self.address, self.engine_id)
+
+
+class LeaseQuery(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="lease-query/1"):
+    """Asks an engine what it holds under a lease, for a reader of the first `num_tokens` tokens of a request."""
+
+    query_id: int
+    engine_id: str
+    lease_id: int
+    num_tokens: int
+
+
+class LeaseReply(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="lease-reply/1"):
+    """Answers a `LeaseQuery`.
+
+    Attributes:
+        query_id: of the question.
+        pages: sealed `LeasedPages` where the lease stands on every rank.
+        error: why nothing can be read under it. Where this is empty as well some rank has not granted it yet: the
+            reader asks again.
+    """
+
+    query_id: int
+    pages: bytes = b""
+    error: str = ""
+
+
+class LeasedPages(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="pages/1"):
+    """What an engine holds under a lease that stands on all its ranks.
+
+    Attributes:
+        engine_id: the engine.
+        incarnation: the start of it that has granted the lease.
+        lease_id: the lease.
+        slot: of the lease word on every rank.
+        duration_s: seconds that a renewal lasts.
+        num_tokens: tokens whose KV the pages hold.
+        block_ids: for each group of layers its blocks; the last one holds the last token, or the state after it.
+        prompt_digest: of as many tokens as were asked for, from the first on, and of what else their KV depends on.
+        digest: keyed digest over all other fields; `sealed_pages` fills it in.
+    """
+
+    engine_id: str
+    incarnation: Annotated[str, Meta(min_length=1, max_length=_MAX_NAME)]
+    lease_id: int
+    slot: Annotated[int, Meta(ge=0)]
+    duration_s: Annotated[float, Meta(gt=0, le=MAX_LEASE_S)]
+    num_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+    block_ids: tuple[tuple[Annotated[int, Meta(ge=0, lt=1 << 31)], ...], ...]
+    prompt_digest: bytes
+    digest: bytes = b""
+
+
 class QueryRefusal(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="refusal/1"):
     """Answers what cannot be answered otherwise. `query_id` is -1 where the message had none."""
 
@@ -136,14 +212,15 @@ class ReaderNote(msgspec.Struct, frozen=True, array_like=True, tag="note/1"):
     reason: str = ""
 
 
-Query = MetadataQuery | Ping
-Answer = MetadataReply | Pong | QueryRefusal
+Query = MetadataQuery | LeaseQuery | Ping
+Answer = MetadataReply | LeaseReply | Pong | QueryRefusal
 
 _encoder = msgspec.msgpack.Encoder()
 _queries = msgspec.msgpack.Decoder(Query)
 _answers = msgspec.msgpack.Decoder(Answer)
 _notes = msgspec.msgpack.Decoder(ReaderNote)
 _ranks = msgspec.msgpack.Decoder(RankMetadata)
+_pages = msgspec.msgpack.Decoder(LeasedPages)
 
 
 def encode_message(message: Query | Answer | ReaderNote | RankMetadata) -> bytes:
@@ -179,8 +256,8 @@ def _decoded(decoder: msgspec.msgpack.Decoder[_T], data: bytes, kind: str) -> _T
         raise MetadataError(f"{len(data)} bytes are no {kind} of protocol {PROTOCOL}: {error}") from error
 
 
-def _digest(rank: RankMetadata, key: bytes) -> bytes:
-    blank = _encoder.encode(msgspec.structs.replace(rank, digest=b""))
+def _digest(message: RankMetadata | LeasedPages, key: bytes) -> bytes:
+    blank = _encoder.encode(msgspec.structs.replace(message, digest=b""))
     return hashlib.blake2b(blank, digest_size=16, key=hashlib.sha256(key).digest() if key else b"").digest()
 
 
@@ -189,14 +266,33 @@ def sealed_rank(rank: RankMetadata, key: bytes = b"") -> bytes:
     return _encoder.encode(msgspec.structs.replace(rank, digest=_digest(rank, key)))
 
 
+def sealed_pages(pages: LeasedPages, key: bytes = b"") -> bytes:
+    """Returns what a lease holds, encoded as `sealed_rank` does it."""
+    return _encoder.encode(msgspec.structs.replace(pages, digest=_digest(pages, key)))
+
+
+def _check_seal(where: str, message: RankMetadata | LeasedPages, key: bytes) -> None:
+    if not hmac.compare_digest(message.digest, _digest(message, key)):
+        raise MetadataError(f"{where} was changed on its way, or made with another key: its digest does not match")
+
+
+def open_pages(data: bytes, engine_id: str, lease_id: int, key: bytes = b"") -> LeasedPages:
+    """Returns what `sealed_pages` encoded of this lease of this engine; a `MetadataError` where it is not that."""
+    pages = _decoded(_pages, data, "pages of a lease")
+    where = f"what engine {engine_id!r} says of lease {lease_id:#018x}"
+    _check_seal(where, pages, key)
+    if (pages.engine_id, pages.lease_id) != (engine_id, lease_id):
+        raise MetadataError(f"{where} is of engine {pages.engine_id[:100]!r} and lease {pages.lease_id:#018x}")
+    return pages
+
+
 def open_rank(data: bytes, key: bytes = b"") -> RankMetadata:
     """Returns the metadata that `sealed_rank` encoded; a `MetadataError` where it is not that, or does not add up."""
     if len(data) > MAX_METADATA_BYTES:
         raise MetadataError(f"{len(data)} bytes of rank metadata, at most {MAX_METADATA_BYTES} are read")
     rank = _decoded(_ranks, data, "rank metadata")
     where = f"metadata of rank {rank.rank} of engine {rank.engine_id!r}"
-    if not hmac.compare_digest(rank.digest, _digest(rank, key)):
-        raise MetadataError(f"{where} was changed on its way, or made with another key: its digest does not match")
+    _check_seal(where, rank, key)
     for name in ("engine_id", "incarnation", "agent_name", "agent_metadata"):
         value = getattr(rank, name)
         if not value or (isinstance(value, str) and len(value) > _MAX_NAME):

@@ -5,7 +5,7 @@ from kvcache.replica.block_table import BlockTable
 from scheduler_adapters.errors import MessageError
 from scheduler_adapters.service import messages as msg
 from transfer.pull.lease import LeaseRef
-from transfer.pull.replica import Source
+from transfer.pull.source import Source
 
 TABLE = BlockTable(
     request_id="r",
@@ -28,7 +28,7 @@ MESSAGES = [
     msg.Tokens(request_id="r", tokens=(4,), finished="eos"),
     msg.Tokens(request_id="r", finished="error", error="why"),
     msg.Prefill(**ROOM, prompt=(1, 2), within_s=1.5, cache_salt="s", chunkwise=True),
-    msg.PagesOffer(**ROOM, source=SOURCE, table=TABLE, token=4),
+    msg.PagesOffer(**ROOM, source=SOURCE, table=TABLE, prompt_digest=b"d", token=4),
     msg.Failed(**ROOM, reason="why", final=True),
     msg.Cancel(**ROOM, reason="why"),
     msg.Ready(name="prefill"),

@@ -287,3 +287,34 @@ def test_what_is_remembered_is_bounded() -> None:
         *(True, True, False, True, True),
         *(False, False, True),
     ]
+
+
+@pytest.mark.parametrize("length", [5, 25])
+def test_pages_of_another_prompt_fail_the_attempt_and_another_follows(
+    service: Service, model: Any, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """Also of prompts that fill no page, of which the block table has no digest."""
+    prompts = {"r": PROMPT[:length], "s": OTHER[:length]}
+    held: list[tuple[bytes, msg.PagesOffer]] = []
+    send = service.prefill._send
+
+    def swapped(reader: bytes, message: msg.ToDecode) -> None:
+        if not isinstance(message, msg.PagesOffer) or message.token is None or len(held) == 2:
+            send(reader, message)
+            return
+        held.append((reader, message))
+        if len(held) == 2:
+            for (sender, mine), (_, theirs) in zip(held, reversed(held), strict=True):
+                pages = {"source": theirs.source, "table": theirs.table, "prompt_digest": theirs.prompt_digest}
+                send(sender, msgspec.structs.replace(mine, **pages))
+
+    monkeypatch.setattr(service.prefill, "_send", swapped)
+    service.decode._chunkwise = False
+    requests = [service.submit_one(name, prompt) for name, prompt in prompts.items()]
+    service.until(lambda: len(service.ended) == 2, "the last tokens")
+    for request, (name, prompt) in zip(requests, prompts.items(), strict=True):
+        assert service.tokens[name] == reference_tokens(model, prompt, NEW)
+        (reason,) = request.reasons
+        assert f"has offered the pages of another prompt: the digest of their {length} tokens is" in reason
+    assert service.decode.counts["retries"] == 2
+    service.assert_nothing_held()

@@ -11,6 +11,7 @@ from scheduler_adapters.service.requests import (
     DecodeRequest,
     PrefillRequest,
     TrackedRequest,
+    prompt_of,
 )
 
 TABLES = {"prefill": PREFILL_MOVES, "decode": DECODE_MOVES}
@@ -18,7 +19,7 @@ TABLES = {"prefill": PREFILL_MOVES, "decode": DECODE_MOVES}
 
 def request_in(side: str, phase: str) -> TrackedRequest:
     if side == "prefill":
-        return PrefillRequest("r", 1, phase, 5.0)
+        return PrefillRequest("r", 1, phase, 5.0, prompt=prompt_of([1], None))
     return DecodeRequest("r", 1, phase, 5.0, spec=Request("r", [1], 1))
 
 

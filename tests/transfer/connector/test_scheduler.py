@@ -17,23 +17,33 @@ from transfer.errors import (
     InvalidEngineError,
     InvalidLeaseError,
     InvalidTransferError,
+    MetadataError,
     TransferParamsError,
 )
 from transfer.pull.lease import LeaseBook
 from transfer.pull.lease_slots import LEASE_SLOTS
+from transfer.wire.messages import LeaseQuery, LeaseReply, open_pages
+from transfer.wire.prompt import Prompt
 
 FULL = GroupConfig(layers={"a": 0}, block_size=8, head_dim=4)
 WINDOW = GroupConfig(layers={"w": 1}, kind="sliding_window", window=10, block_size=8, head_dim=4)
 STATE = GroupConfig(layers={"m": 2}, kind="mamba", state=(StatePart(kind="ssm", units=4),))
+PROMPT = Prompt(range(100))
 
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., NixlConnectorScheduler]]:
     made: list[NixlConnectorScheduler] = []
 
-    def build(*groups: GroupConfig, tp: int = 1, **options: Any) -> NixlConnectorScheduler:
+    def build(*groups: GroupConfig, tp: int = 1, secret: str = "", **options: Any) -> NixlConnectorScheduler:
         config = WorkerConfig(
-            engine_id="p", incarnation="i", groups=groups or (FULL,), model="m", tp_size=tp, timing=Timing(lease=7.0)
+            engine_id="p",
+            incarnation="i",
+            groups=groups or (FULL,),
+            model="m",
+            tp_size=tp,
+            timing=Timing(lease=7.0),
+            secret=secret,
         )
         scheduler = NixlConnectorScheduler(config, **options)
         scheduler.set_handshake_metadata(dict.fromkeys(range(tp), b"rank"))
@@ -56,25 +66,79 @@ def offered(scheduler: NixlConnectorScheduler, request_id: str = "r", **options:
 def params(
     scheduler: NixlConnectorScheduler, request_id: str = "r", tokens: int = 20, **options: Any
 ) -> dict[str, Any]:
-    return scheduler.params(request_id, [[5, 6, 7]] * len(scheduler.config.groups), tokens, **options)
+    return scheduler.params(request_id, PROMPT, [[5, 6, 7]] * len(scheduler.config.groups), tokens, **options)
 
 
-def test_a_lease_s_id_leaves_when_it_stands_on_every_rank_and_not_before(make: Any) -> None:
+def answer(source: NixlConnectorScheduler, made: dict[str, Any], tokens: int = 20) -> LeaseReply:
+    """What the source says to a reader of so many tokens."""
+    query = LeaseQuery(query_id=7, engine_id="p", lease_id=int(made["lease_id"], 16), num_tokens=tokens)
+    return source._leased(query)
+
+
+def blocks(source: NixlConnectorScheduler, made: dict[str, Any]) -> list[list[int]]:
+    reply = answer(source, made)
+    return [list(group) for group in open_pages(reply.pages, "p", int(made["lease_id"], 16)).block_ids]
+
+
+def test_what_a_lease_holds_is_told_when_it_stands_on_every_rank_and_not_before(make: Any) -> None:
     scheduler = make(tp=2)
     with pytest.raises(InvalidLeaseError, match="request 'r': no lease of it stands: it has none"):
         params(scheduler)
-    scheduler.offer("r")
-    metadata = scheduler.build_metadata()
-    assert (metadata.reqs_to_send["r"].lease.duration_s, metadata.reqs_to_send["r"].running) == (7.0, False)
-    with pytest.raises(InvalidLeaseError, match=r"ranks \[0, 1\] have not granted it yet"):
-        params(scheduler)
+    scheduler.offer("r", running=True)
+    lease = scheduler.build_metadata().reqs_to_send["r"].lease
+    assert lease.duration_s == 7.0
+    made = params(scheduler)  # in the step that tells the workers of the lease
+    again = LeaseReply(query_id=7)
+    assert (answer(scheduler, made), scheduler.is_offered("r")) == (again, False)
     assert not scheduler.update(1, WorkerOutput(offered={"r": ""})).offered
-    with pytest.raises(InvalidLeaseError, match=r"ranks \[0\] have not granted it yet"):
-        params(scheduler)
+    assert (answer(scheduler, made), scheduler.is_offered("r")) == (again, False)
     assert scheduler.update(0, WorkerOutput(offered={"r": ""})).offered == {"r"}
+    pages = open_pages(answer(scheduler, made, 17).pages, "p", lease.lease_id)
+    assert (pages.incarnation, pages.slot, pages.duration_s) == ("i", lease.slot, 7.0)
+    assert (pages.num_tokens, pages.block_ids, pages.prompt_digest) == (20, ((5, 6, 7),), PROMPT.digest(17))
+
+
+def test_what_a_lease_holds_is_told_when_its_request_is_computed(make: Any) -> None:
+    scheduler = make()
+    offered(scheduler, running=True)
+    (lease_id,) = scheduler._by_lease
+    assert answer(scheduler, {"lease_id": hex(lease_id)}) == LeaseReply(query_id=7)
+    params(scheduler)
+    assert answer(scheduler, {"lease_id": hex(lease_id)}).pages
+
+
+@pytest.mark.parametrize("tokens", [21, -1, 1 << 40])
+def test_more_tokens_than_a_lease_holds_are_refused_with_both_numbers(make: Any, tokens: int) -> None:
+    scheduler = make()
+    offered(scheduler)
+    error = answer(scheduler, params(scheduler), tokens).error
+    assert error.endswith(f"it holds the pages of 20 tokens, {tokens} are asked for")
+
+
+def test_a_lease_that_is_over_or_never_was_holds_nothing(make: Any) -> None:
+    scheduler = make(tp=2)
+    offered(scheduler)
     made = params(scheduler)
-    assert made["lease_id"] == f"{metadata.reqs_to_send['r'].lease.lease_id:#018x}"
-    assert (made["tp_size"], made["remote_num_tokens"], made["remote_block_ids"]) == (2, 20, [[5, 6, 7]])
+    forged = {"lease_id": "0x1234"}
+    assert answer(scheduler, forged).error == "lease 0x0000000000001234 has ended, or engine 'p' never had it"
+    scheduler.update(0, WorkerOutput(sent={"r": "expired"}))
+    assert "it has ended on ranks [0]: expired" in answer(scheduler, made).error
+    scheduler.update(1, WorkerOutput(sent={"r": "expired"}))
+    assert "has ended, or engine 'p' never had it" in answer(scheduler, made).error
+    offered(scheduler)  # another lease of this request, perhaps over the same pages
+    assert params(scheduler)["lease_id"] != made["lease_id"]
+    assert "has ended" in answer(scheduler, made).error
+    aborted = params(scheduler)
+    scheduler.abort("r", "left")
+    assert "it is being ended" in answer(scheduler, aborted).error
+
+
+def test_what_a_lease_holds_is_sealed_with_the_key_of_the_fleet(make: Any) -> None:
+    scheduler = make(secret="known to all of a fleet")  # noqa: S106
+    offered(scheduler)
+    made = params(scheduler)
+    with pytest.raises(MetadataError, match="was changed on its way, or made with another key"):
+        blocks(scheduler, made)
 
 
 def test_pages_go_when_every_rank_s_lease_has_ended(make: Any) -> None:
@@ -134,13 +198,15 @@ def test_blocks_are_those_of_the_tokens_and_of_the_window(make: Any) -> None:
     scheduler = make(FULL, WINDOW, STATE)
     offered(scheduler)
     rows = [[*range(10, 18)], [*range(20, 28)], [1, 2, 3]]
-    assert scheduler.params("r", rows, 49)["remote_block_ids"] == [[*range(10, 17)], [24, 25, 26], [3]]
-    later = scheduler.params("r", [rows[0][3:], rows[1][3:], [3]], 49, first_blocks=(3, 3, 0))
-    assert later["remote_block_ids"] == [[13, 14, 15, 16], [24, 25, 26], [3]]
+    assert blocks(scheduler, scheduler.params("r", PROMPT, rows, 49)) == [[*range(10, 17)], [24, 25, 26], [3]]
+    later = scheduler.params("r", PROMPT, [rows[0][3:], rows[1][3:], [3]], 49, first_blocks=(3, 3, 0))
+    assert blocks(scheduler, later) == [[13, 14, 15, 16], [24, 25, 26], [3]]
     with pytest.raises(InvalidTransferError, match="group 0: blocks 0 to 8, 65 tokens fill 9 of 8"):
-        scheduler.params("r", rows, 65)
+        scheduler.params("r", PROMPT, rows, 65)
     with pytest.raises(InvalidTransferError, match="blocks of 2 groups, there are 3"):
-        scheduler.params("r", rows[:2], 49)
+        scheduler.params("r", PROMPT, rows[:2], 49)
+    with pytest.raises(InvalidTransferError, match="request 'r': a prompt of 48 tokens, the pages of 49"):
+        scheduler.params("r", Prompt(range(48)), rows, 49)
 
 
 def test_the_time_of_a_running_request_s_lease_runs_when_it_is_computed(make: Any) -> None:
@@ -159,39 +225,36 @@ def loading(scheduler: NixlConnectorScheduler, read: Any, tokens: int = 21, comp
 def test_what_was_made_is_read_and_loaded(make: Any) -> None:
     source, reader = make(tp=2), make()
     offered(source)
-    read = reader.read("R", params(source))
-    assert reader.external_tokens("R", read, 21, 8) == 12
+    read = reader.read("R", params(source), PROMPT)
     asked = loading(reader, read, 21, 8)
-    where = asked.pages.source
-    assert (where.address, where.engine_id, where.ranks) == (source.address, "p", 2)
+    assert (asked.wanted, read.place) == (read, (source.address, "p"))
     assert (asked.num_computed_tokens, asked.num_tokens, asked.total_tokens) == (8, 21, 20)
-    assert (asked.first_blocks, asked.local_block_ids, asked.pages.block_ids) == ((1,), ((1, 2, 3),), ((5, 6, 7),))
+    assert (asked.first_blocks, asked.local_block_ids) == ((1,), ((1, 2, 3),))
 
 
 def test_a_prompt_may_be_longer_or_shorter_than_what_the_source_computed(make: Any) -> None:
     scheduler = make()
     offered(scheduler)
-    read = scheduler.read("R", params(scheduler))
-    assert [scheduler.external_tokens("R", read, tokens, 0) for tokens in (10, 20, 21, 100)] == [10, 20, 20, 20]
-    assert scheduler.external_tokens("R", read, 21, 24) == 0
+    made = params(scheduler)
+    assert [scheduler.read("R", made, Prompt(range(n))).num_tokens for n in (10, 20, 21, 100)] == [10, 20, 20, 20]
+    read = scheduler.read("R", made, PROMPT)
     assert loading(scheduler, read, 10).total_tokens == 10
 
 
 def test_a_state_after_more_tokens_than_the_request_has_is_of_no_use(make: Any) -> None:
     scheduler = make(FULL, STATE)
     offered(scheduler)
-    read = scheduler.read("R", params(scheduler))
-    assert scheduler.external_tokens("R", read, 20, 0) == 20
+    assert scheduler.read("R", params(scheduler), Prompt(range(20))).num_tokens == 20
     with pytest.raises(TransferParamsError, match=r"request 'R'.*remote_num_tokens.* is 20: a state after more tokens"):
-        scheduler.external_tokens("R", read, 19, 0)
+        scheduler.read("R", params(scheduler), Prompt(range(19)))
 
 
 def test_a_load_is_over_when_every_rank_says_so(make: Any) -> None:
     scheduler = make(tp=2)
     offered(scheduler)
-    loading(scheduler, scheduler.read("R", params(scheduler)))
+    loading(scheduler, scheduler.read("R", params(scheduler), PROMPT))
     with pytest.raises(InvalidTransferError, match="request 'R': its load has not ended on every rank yet"):
-        scheduler.load("R", scheduler.read("R", params(scheduler)), [[1]], 21, 0)
+        scheduler.load("R", scheduler.read("R", params(scheduler), PROMPT), [[1]], 21, 0)
     assert not scheduler.update(0, WorkerOutput(received={"R"})).received
     assert not scheduler.update(0, WorkerOutput(received={"R"})).received
     assert scheduler.update(1, WorkerOutput(received={"R"})).received == {"R"}
@@ -201,7 +264,7 @@ def test_a_load_is_over_when_every_rank_says_so(make: Any) -> None:
 def test_a_load_fails_once_and_the_other_ranks_give_it_up(make: Any) -> None:
     scheduler = make(tp=2)
     offered(scheduler)
-    loading(scheduler, scheduler.read("R", params(scheduler)))
+    loading(scheduler, scheduler.read("R", params(scheduler), PROMPT))
     failed = WorkerOutput(failed={"R": "lost"}, block_ids_with_errors={1, 2})
     progress = scheduler.update(0, failed)
     assert (progress.failed, progress.block_ids_with_errors, progress.received) == ({"R": "lost"}, {1, 2}, set())
@@ -215,34 +278,22 @@ def test_a_load_fails_once_and_the_other_ranks_give_it_up(make: Any) -> None:
 def test_nothing_to_load_is_told_to_the_source_and_waited_for_by_nobody(make: Any) -> None:
     scheduler = make()
     offered(scheduler)
-    asked = loading(scheduler, scheduler.read("R", params(scheduler)), 20, 24)
+    asked = loading(scheduler, scheduler.read("R", params(scheduler), PROMPT), 20, 24)
     assert asked.num_computed_tokens > asked.total_tokens == 20
-    scheduler.load("R", scheduler.read("R", params(scheduler)), [[]], 20, 24)  # there is no load that has not ended
-
-
-def test_params_can_be_made_in_the_step_that_tells_the_workers_of_the_lease(make: Any) -> None:
-    scheduler = make(tp=2)
-    scheduler.offer("r")
-    with pytest.raises(InvalidLeaseError, match="have not granted it yet"):
-        params(scheduler)
-    early = params(scheduler, granted=False)
-    for rank in range(2):
-        scheduler.update(rank, WorkerOutput(offered={"r": ""}))
-    assert params(scheduler) == early
-    scheduler.abort("r", "the client left")
-    with pytest.raises(InvalidLeaseError, match="it is being ended"):
-        params(scheduler, granted=False)
+    scheduler.load(
+        "R", scheduler.read("R", params(scheduler), PROMPT), [[]], 20, 24
+    )  # there is no load that has not ended
 
 
 def test_a_source_is_held_until_there_are_blocks(make: Any) -> None:
     scheduler = make(tp=2)
     offered(scheduler)
-    read = scheduler.read("R", params(scheduler))
+    read = scheduler.read("R", params(scheduler), PROMPT)
     scheduler.hold("R", read)
     with pytest.raises(InvalidTransferError, match="request 'R': its load has not ended"):
         scheduler.hold("R", read)
     held = scheduler.build_metadata().reqs_to_recv["R"]
-    assert (held.pages, held.local_block_ids) == (read, ())
+    assert (held.wanted, held.local_block_ids) == (read, ())
     asked = loading(scheduler, read, 17, 8)
     assert (asked.num_computed_tokens, asked.total_tokens, asked.local_block_ids) == (8, 17, ((1, 2, 3),))
     with pytest.raises(InvalidTransferError, match="request 'R': its load has not ended"):
@@ -254,7 +305,7 @@ def test_a_source_is_held_until_there_are_blocks(make: Any) -> None:
 def test_where_nothing_is_missing_after_all_a_held_source_is_waited_for(make: Any) -> None:
     scheduler = make()
     offered(scheduler)
-    read = scheduler.read("R", params(scheduler))
+    read = scheduler.read("R", params(scheduler), PROMPT)
     scheduler.hold("R", read)
     scheduler.build_metadata()
     assert loading(scheduler, read, 20, 24).local_block_ids
@@ -267,7 +318,7 @@ def test_where_nothing_is_missing_after_all_a_held_source_is_waited_for(make: An
 def test_a_source_that_could_not_be_held_is_not_loaded_from(make: Any) -> None:
     scheduler = make(tp=2)
     offered(scheduler)
-    read = scheduler.read("R", params(scheduler))
+    read = scheduler.read("R", params(scheduler), PROMPT)
     scheduler.hold("R", read)
     scheduler.build_metadata()
     assert scheduler.update(0, WorkerOutput(failed={"R": "lost"})).failed == {"R": "lost"}
@@ -279,7 +330,7 @@ def test_a_load_is_given_up_on_every_rank(make: Any) -> None:
     scheduler = make()
     assert not scheduler.cancel("R", "left")
     offered(scheduler)
-    loading(scheduler, scheduler.read("R", params(scheduler)))
+    loading(scheduler, scheduler.read("R", params(scheduler), PROMPT))
     assert scheduler.cancel("R", "left")
     assert scheduler.build_metadata().reqs_to_cancel == {"R": "left"}
     assert scheduler.update(0, WorkerOutput(received={"R"})).received == {"R"}
@@ -289,7 +340,7 @@ def test_a_step_s_work_is_handed_out_once_and_travels(make: Any) -> None:
     scheduler = make()
     offered(scheduler)
     scheduler.save("r", [[1, 2]])
-    scheduler.load("R", scheduler.read("R", params(scheduler)), [[1, 2, 3]], 21, 0)
+    scheduler.load("R", scheduler.read("R", params(scheduler), PROMPT), [[1, 2, 3]], 21, 0)
     scheduler.offer("s", running=True, engines=2, block_ids=[[4, 5]])
     metadata = scheduler.build_metadata()
     for copy in (

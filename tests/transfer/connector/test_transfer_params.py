@@ -7,30 +7,20 @@ from typing import Any
 
 import pytest
 
-from transfer.connector.transfer_params import MAX_TOKENS, RemotePages, params_of, read_params
+from transfer.connector.transfer_params import TransferParams, params_of, read_params
 from transfer.errors import TransferError, TransferParamsError
-from transfer.pull.lease import LeaseRef
+from transfer.wire.messages import MAX_TOKENS
+from transfer.wire.prompt import Prompt
 
-PAGES = RemotePages(
-    engine_id="p",
-    request_id="r-1",
-    host="10.0.0.7",
-    port=5600,
-    incarnation="i",
-    tp_size=2,
-    pp_size=2,
-    lease_id="0xffffffffffffffff",
-    lease_slot=7,
-    lease_duration_s=30.0,
-    block_ids=((3, 4, 5), (9,)),
-    num_tokens=40,
+MADE = TransferParams(
+    engine_id="p", request_id="r-1", host="10.0.0.7", port=5600, lease_id="0xffffffffffffffff", num_tokens=40
 )
-GOOD = params_of(PAGES)
+GOOD = params_of(MADE)
 
 
 def test_what_a_source_makes_is_what_a_reader_reads_also_through_json() -> None:
-    assert read_params("r", GOOD, 2) == PAGES
-    assert read_params("r", json.loads(json.dumps(GOOD)), 2) == PAGES
+    assert read_params("r", GOOD) == MADE
+    assert read_params("r", json.loads(json.dumps(GOOD))) == MADE
     assert GOOD["lease_id"] == "0xffffffffffffffff"  # as a number, a proxy in JavaScript would round it
 
 
@@ -40,45 +30,36 @@ def test_the_keys_are_those_that_other_connectors_and_proxies_know() -> None:
         "do_remote_decode": False,
         "remote_engine_id": "p",
         "remote_request_id": "r-1",
-        "remote_block_ids": [[3, 4, 5], [9]],
         "remote_host": "10.0.0.7",
         "remote_port": 5600,
-        "tp_size": 2,
-        "pp_size": 2,
         "remote_num_tokens": 40,
-        "remote_incarnation": "i",
         "transfer_mode": "pull",
         "lease_id": "0xffffffffffffffff",
-        "lease_slot": 7,
-        "lease_duration_s": 30.0,
     }
 
 
-def test_a_pull_is_told_where_the_pages_are() -> None:
-    source = read_params("r", GOOD, 2).source
-    assert (source.address, source.engine_id, source.incarnation, source.ranks) == ("tcp://10.0.0.7:5600", "p", "i", 4)
-    assert source.lease == LeaseRef((1 << 64) - 1, 7, 30.0)
+@pytest.mark.parametrize(("tokens", "wanted"), [(39, 39), (40, 40), (41, 40)])
+def test_what_is_wanted_are_the_pages_of_the_reader_s_own_prompt(tokens: int, wanted: int) -> None:
+    prompt = Prompt(range(tokens), "salt")
+    assert MADE.wanted(prompt) == ("tcp://10.0.0.7:5600", "p", (1 << 64) - 1, wanted, prompt.digest(wanted))
 
 
 def test_an_ipv6_address_and_a_host_name_are_addresses() -> None:
     for host in ("[::1]", "node-7.rack.local", "a", "host_1"):
-        assert read_params("r", GOOD | {"remote_host": host}, 2).source.address == f"tcp://{host}:5600"
+        read = read_params("r", GOOD | {"remote_host": host})
+        assert read.wanted(Prompt([1])).address == f"tcp://{host}:5600"
 
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": False}, {"do_remote_decode": True}, {"other": 1}])
 def test_params_that_ask_for_nothing_are_none(params: object) -> None:
-    assert read_params("r", params, 2) is None
+    assert read_params("r", params) is None
 
 
-def test_what_may_be_absent_has_the_meaning_of_one_rank() -> None:
-    few = {
-        key: value
-        for key, value in GOOD.items()
-        if key not in {"tp_size", "pp_size", "remote_incarnation", "transfer_mode", "do_remote_decode"}
-    }
-    read = read_params("r", few, 2)
-    assert (read.source.ranks, read.incarnation) == (1, "")
-    assert read_params("r", GOOD | {"dcp_size": 1, "from_the_future": object()}, 2) == PAGES
+def test_what_says_where_the_pages_lie_decides_nothing() -> None:
+    """Params that other connectors make name blocks, ranks and starts: here the source itself says them."""
+    few = {key: value for key, value in GOOD.items() if key not in {"transfer_mode", "do_remote_decode"}}
+    more = {"remote_block_ids": [[1]], "tp_size": -1, "lease_slot": 7, "remote_incarnation": 5, "later": object()}
+    assert read_params("r", few) == read_params("r", GOOD | more) == MADE
 
 
 class Strange:
@@ -110,30 +91,9 @@ BAD: list[tuple[str, Any, str]] = [
     ("remote_port", True, "True: Expected `int`"),
     ("remote_port", 5600.0, "5600.0: Expected `int`"),
     ("remote_port", 10**5000, "an object of int: Expected `int` <= 65535"),
-    ("tp_size", 0, "0: Expected `int` >= 1"),
-    ("tp_size", 4097, "4097: Expected `int` <= 4096"),
-    ("tp_size", 4096, "4096: times pp_size is 8192, at most 4096 ranks may be"),
-    ("pp_size", "2", "'2': Expected `int`"),
     ("remote_num_tokens", 0, "0: Expected `int` >= 1"),
     ("remote_num_tokens", -5, "-5: Expected `int` >= 1"),
     ("remote_num_tokens", 1 << 40, f": Expected `int` <= {MAX_TOKENS}"),
-    ("remote_block_ids", None, "None: Expected `array`"),
-    ("remote_block_ids", [], "[]: a list of blocks for each of 2 groups"),
-    ("remote_block_ids", [[1]], "[[1]]: a list of blocks for each of 2 groups"),
-    ("remote_block_ids", [[1], [2], [3]], "a list of blocks for each of 2 groups"),
-    ("remote_block_ids", "12", "'12': Expected `array`"),
-    ("remote_block_ids", {"0": [1], "1": [2]}, ": Expected `array`"),
-    ("remote_block_ids", [[], []], "[[], []]: no block at all, for 40 tokens"),
-    ("remote_block_ids", [[1], 5], "[1] is 5: Expected `array`"),
-    ("remote_block_ids", [[1], "5"], "[1] is '5': Expected `array`"),
-    ("remote_block_ids", [[*range(41)], []], "a group has 41 blocks, at most 40, one a token, may be"),
-    ("remote_block_ids", [[1, -1], []], "[0][1] is -1: Expected `int` >= 0"),
-    ("remote_block_ids", [[1], [1 << 31]], "[1][0] is 2147483648: Expected `int` <= 2147483647"),
-    ("remote_block_ids", [[1.0], []], "[0][0] is 1.0: Expected `int`"),
-    ("remote_block_ids", [{-1}, []], "[0][0] is [{-1}, []]: Expected `int` >= 0"),
-    ("remote_block_ids", [[True], []], "[0][0] is True: Expected `int`"),
-    ("remote_block_ids", [[None], []], "[0][0] is None: Expected `int`"),
-    ("remote_block_ids", [[Strange()], []], "[0][0] is <Strange instance"),
     ("lease_id", None, "None: Expected `str`"),
     ("lease_id", 12, "12: Expected `str`"),
     ("lease_id", "12", "'12': a hexadecimal number of 64 bits above 0 is expected"),
@@ -141,13 +101,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("lease_id", "0x1" + "0" * 16, ": a hexadecimal number"),
     ("lease_id", "0x_1", ": a hexadecimal number"),
     ("lease_id", "-0x1", ": a hexadecimal number"),
-    ("lease_slot", -1, "-1: Expected `int` >= 0"),
-    ("lease_slot", None, "None: Expected `int`"),
-    ("lease_duration_s", 0, "0: Expected `float` > 0"),
-    ("lease_duration_s", float("nan"), "nan: Expected `float` > 0"),
-    ("lease_duration_s", float("inf"), "inf: Expected `float` <= 86400"),
-    ("lease_duration_s", "30", "'30': Expected `float`"),
-    ("lease_duration_s", True, "True: Expected `float`"),
+    ("lease_id", Strange(), "<Strange instance"),
 ]
 
 
@@ -156,7 +110,7 @@ BAD: list[tuple[str, Any, str]] = [
 )
 def test_a_bad_value_is_refused_with_the_request_the_key_and_the_value(key: str, value: Any, message: str) -> None:
     with pytest.raises(TransferParamsError) as raised:
-        read_params("r-9", GOOD | {key: value}, 2)
+        read_params("r-9", GOOD | {key: value})
     text = str(raised.value)
     assert text.startswith(f"request 'r-9': kv_transfer_params[{key!r}]")
     assert message in text
@@ -168,28 +122,25 @@ def test_a_bad_value_is_refused_with_the_request_the_key_and_the_value(key: str,
     [
         "remote_engine_id",
         "remote_request_id",
-        "remote_block_ids",
         "remote_host",
         "remote_port",
         "remote_num_tokens",
         "lease_id",
-        "lease_slot",
-        "lease_duration_s",
     ],
 )
 def test_a_missing_value_is_said_to_be_missing(key: str) -> None:
     few = {name: value for name, value in GOOD.items() if name != key}
     with pytest.raises(TransferParamsError, match=rf"request 'r': kv_transfer_params\['{key}'\] is missing: "):
-        read_params("r", few, 2)
+        read_params("r", few)
 
 
 @pytest.mark.parametrize("params", [[], "text", 7, [("do_remote_prefill", True)], Strange()])
 def test_what_is_no_dict_is_refused(params: object) -> None:
     with pytest.raises(TransferParamsError, match="request 'r': kv_transfer_params is .*, a dict is expected"):
-        read_params("r", params, 2)
+        read_params("r", params)
 
 
 def test_the_error_is_a_value_error_of_our_tree() -> None:
     with pytest.raises(ValueError, match="a dict"):
-        read_params("r", 1, 1)
+        read_params("r", 1)
     assert issubclass(TransferParamsError, TransferError)

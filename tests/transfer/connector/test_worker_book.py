@@ -8,13 +8,13 @@ import pytest
 
 from transfer.connector.config import GroupConfig, StatePart
 from transfer.connector.metadata import ConnectorMetadata, LoadRequest, SendRequest
-from transfer.connector.transfer_params import RemotePages
 from transfer.connector.worker_book import OpenLoad, WorkerBook
 from transfer.errors import InvalidTransferError
 from transfer.plan.page_lists import BlocksOfGroup
 from transfer.pull.lease import LeaseRef
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.replica import LeaseOver, Offered
+from transfer.wire.messages import Wanted
 
 FULL = GroupConfig(layers={"a": 0}, block_size=8, head_dim=4)
 KERNEL = GroupConfig(layers={"a": 0}, block_size=8, kernel_block_size=2, head_dim=4)
@@ -22,22 +22,11 @@ WINDOW = GroupConfig(layers={"w": 1}, kind="sliding_window", window=10, block_si
 STATE = GroupConfig(layers={"m": 2}, kind="mamba", state=(StatePart(kind="ssm", units=4),))
 
 
-def asked(local: Any, remote: Any, tokens: tuple[int, int], *, there: int = 0, first: Any = None) -> LoadRequest:
+def asked(local: Any, tokens: tuple[int, int], *, there: int = 0, first: Any = None) -> LoadRequest:
     """Tokens that are here and that are wanted, of a source that has computed `there`; all where 0."""
     start, stop = tokens
-    pages = RemotePages(
-        engine_id="p",
-        request_id="x",
-        host="x",
-        port=1,
-        lease_id="0x1",
-        lease_slot=0,
-        lease_duration_s=30.0,
-        block_ids=remote,
-        num_tokens=there or stop,
-    )
     return LoadRequest(
-        pages=pages,
+        wanted=Wanted("tcp://x:1", "p", 1, there or stop, b""),
         local_block_ids=local,
         first_blocks=first or (start // 8,) * len(local),
         num_computed_tokens=start,
@@ -61,68 +50,64 @@ def pages(found: BlocksOfGroup) -> tuple[list[int], tuple[int, int], int]:
 
 
 def test_the_whole_of_a_request() -> None:
-    load, (group,) = add(make(FULL), "r", asked(((4, 5, 6),), ((7, 8, 9),), (0, 20)))
+    load, (group,) = add(make(FULL), "r", asked(((4, 5, 6),), (0, 20)))
     assert pages(group) == ([4, 5, 6], (0, 20), 0)
-    assert (group.blocks, group.end) == ((7, 8, 9), 20)
     assert (load.closed, load.silent, load.blocks, load.pages) == (True, False, {4, 5, 6}, [[4, 5, 6]])
 
 
 def test_a_prompt_may_be_longer_or_shorter_than_what_the_source_computed() -> None:
     for wanted, tokens in ((25, (0, 20)), (17, (0, 17))):
-        load, (group,) = add(make(FULL), "r", asked(((4, 5, 6, 7),), ((7, 8, 9),), (0, wanted), there=20))
+        load, (group,) = add(make(FULL), "r", asked(((4, 5, 6, 7),), (0, wanted), there=20))
         assert (load.closed, pages(group)[:2]) == (True, ([4, 5, 6], tokens))
 
 
 def test_blocks_beyond_the_tokens_are_left_alone() -> None:
-    _, (group,) = add(make(FULL), "r", asked(((4, 5, 6, 7),), ((7, 8, 9),), (0, 20)))
+    _, (group,) = add(make(FULL), "r", asked(((4, 5, 6, 7),), (0, 20)))
     assert pages(group)[0] == [4, 5, 6]
 
 
 def test_kernel_pages_of_blocks() -> None:
-    _, (group,) = add(make(KERNEL), "r", asked(((3, 5),), ((7, 8),), (0, 11)))
+    _, (group,) = add(make(KERNEL), "r", asked(((3, 5),), (0, 11)))
     assert pages(group)[0] == [12, 13, 14, 15, 20, 21]
-    _, (group,) = add(make(KERNEL), "s", asked(((3, 5),), ((7, 8),), (5, 11)))
+    _, (group,) = add(make(KERNEL), "s", asked(((3, 5),), (5, 11)))
     assert pages(group)[0] == [14, 15, 20, 21]
 
 
 def test_a_window_is_clipped_to_what_it_needs() -> None:
-    _, (group,) = add(make(WINDOW), "r", asked(((1, 2, 3, 4, 5),), ((9,) * 5,), (0, 40)))
+    _, (group,) = add(make(WINDOW), "r", asked(((1, 2, 3, 4, 5),), (0, 40)))
     assert pages(group) == ([4, 5], (24, 40), 31)
-    _, (group,) = add(make(WINDOW), "s", asked(((4, 5),), ((9,) * 5,), (0, 40), first=(3,)))
+    _, (group,) = add(make(WINDOW), "s", asked(((4, 5),), (0, 40), first=(3,)))
     assert pages(group) == ([4, 5], (24, 40), 31)
-    _, (group,) = add(make(WINDOW), "t", asked(((5,),), ((9,) * 5,), (32, 40)))
+    _, (group,) = add(make(WINDOW), "t", asked(((5,),), (32, 40)))
     assert pages(group) == ([5], (32, 40), 32)
     with pytest.raises(InvalidTransferError, match="our blocks begin with token 32, token 24 is the first to read"):
-        add(make(WINDOW), "u", asked(((5,),), ((9,) * 5,), (0, 40), first=(4,)))
+        add(make(WINDOW), "u", asked(((5,),), (0, 40), first=(4,)))
 
 
 def test_a_state_is_one_page_and_comes_with_the_last_tokens() -> None:
     book = make(FULL, STATE)
-    ours, theirs = ((4, 5, 6), (3,)), ((7, 8, 9), (2,))
-    _, (full, state) = add(book, "r", asked(ours, theirs, (8, 20)))
+    ours = ((4, 5, 6), (3,))
+    _, (full, state) = add(book, "r", asked(ours, (8, 20)))
     assert (pages(full)[:2], pages(state)[:2]) == (([4, 5], (8, 20)), ([3], (8, 20)))
-    assert state.blocks == (2,)
-    with pytest.raises(InvalidTransferError, match="group 1: the source's state is that after 24 tokens, 20 are to be"):
-        add(book, "s", asked(ours, theirs, (0, 20), there=24))
 
 
 def test_nothing_is_read_of_a_source_before_there_are_blocks() -> None:
     book = make(FULL)
-    whole = asked(((4, 5),), ((7, 8),), (0, 16))
-    load, found = add(book, "r", LoadRequest(pages=whole.pages))
+    whole = asked(((4, 5),), (0, 16))
+    load, found = add(book, "r", LoadRequest(wanted=whole.wanted))
     assert (found, load.closed, load.silent) == (None, False, False)
     load, (group,) = add(book, "r", whole)
     assert (load.closed, load.silent, pages(group)[0]) == (True, False, [4, 5])
 
 
 def test_a_group_with_nothing_to_load_reads_nothing() -> None:
-    load, (full, window) = add(make(FULL, WINDOW), "r", asked(((), ()), ((5, 6), (7,)), (16, 16)))
+    load, (full, window) = add(make(FULL, WINDOW), "r", asked(((), ()), (16, 16)))
     assert (pages(full), pages(window)) == (([], (0, 0), 0), ([], (0, 0), 0))
     assert load.silent
 
 
 def test_too_few_blocks_are_not_nothing() -> None:
-    load, (group,) = add(make(FULL), "r", asked(((),), ((5, 6),), (0, 16)))
+    load, (group,) = add(make(FULL), "r", asked(((),), (0, 16)))
     assert group.tokens == (0, 16)
     assert not load.silent
 
@@ -130,8 +115,8 @@ def test_too_few_blocks_are_not_nothing() -> None:
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (asked(((1,), (2,)), ((1,),), (0, 8)), r"blocks of \[2, 2, 1\] groups, there are 1"),
-        (asked(((1,),), ((1,),), (-8, 8)), "tokens -8 to 8"),
+        (asked(((1,), (2,)), (0, 8)), r"blocks of \[2, 2\] groups, there are 1"),
+        (asked(((1,),), (-8, 8)), "tokens -8 to 8"),
     ],
 )
 def test_what_does_not_fit_is_an_error_of_its_request(request_: LoadRequest, message: str) -> None:
@@ -147,16 +132,16 @@ def test_what_does_not_fit_is_an_error_of_its_request(request_: LoadRequest, mes
 
 def test_host_buffers_take_whole_pages() -> None:
     with pytest.raises(InvalidTransferError, match="token 5 is within a page of 2"):
-        add(make(KERNEL, whole_pages=True), "r", asked(((3, 5),), ((7, 8),), (5, 11)))
-    add(make(KERNEL, whole_pages=True), "r", asked(((3, 5),), ((7, 8),), (6, 11)))
+        add(make(KERNEL, whole_pages=True), "r", asked(((3, 5),), (5, 11)))
+    add(make(KERNEL, whole_pages=True), "r", asked(((3, 5),), (6, 11)))
 
 
 def test_a_load_that_has_its_pages_takes_no_more_until_it_has_ended() -> None:
     book = make(FULL)
-    whole = asked(((4, 5, 6),), ((7, 8, 9),), (0, 20))
+    whole = asked(((4, 5, 6),), (0, 20))
     step = ConnectorMetadata(reqs_to_recv={"q": whole, "r": whole})
     book.check_new(step)
-    load, _ = add(book, "r", LoadRequest(pages=whole.pages))
+    load, _ = add(book, "r", LoadRequest(wanted=whole.wanted))
     book.check_new(step)
     add(book, "r", whole)
     with pytest.raises(InvalidTransferError, match="request 'r': its load has not ended yet"):
@@ -167,7 +152,7 @@ def test_a_load_that_has_its_pages_takes_no_more_until_it_has_ended() -> None:
 
 def test_a_failure_is_told_once_with_every_group_s_blocks_and_its_end_later() -> None:
     book = make(FULL, WINDOW)
-    load, _ = add(book, "r", asked(((4, 5), (14, 15)), ((7, 8), (9, 9)), (0, 16)))
+    load, _ = add(book, "r", asked(((4, 5), (14, 15)), (0, 16)))
     assert book.on_pull(PullEvent(load.key, "lost", safe=False)) is None
     output = book.output
     assert (output.failed, output.received) == ({"r": "request 'r': lost"}, set())
@@ -180,12 +165,12 @@ def test_a_failure_is_told_once_with_every_group_s_blocks_and_its_end_later() ->
 
 def test_what_was_given_up_is_no_failure_and_what_was_silent_is_nothing() -> None:
     book = make(FULL)
-    load, _ = add(book, "r", asked(((4, 5),), ((7, 8),), (0, 16)))
+    load, _ = add(book, "r", asked(((4, 5),), (0, 16)))
     load.cancelled = True
     book.on_pull(PullEvent(load.key, "left", safe=True))
     output = book.output
     assert (output.failed, output.received, output.block_ids_with_errors) == ({}, {"r"}, set())
-    silent, _ = add(book, "s", asked(((),), ((7, 8),), (16, 16)))
+    silent, _ = add(book, "s", asked(((),), (16, 16)))
     book.on_pull(PullEvent(silent.key, "no answer", safe=True))
     assert (output.failed, output.received, book.find("s")) == ({}, {"r"}, None)
 
@@ -194,7 +179,7 @@ def test_names_of_pulls_are_not_used_twice() -> None:
     book = make(FULL)
     keys = set()
     for _ in range(3):
-        load, _ = add(book, "r", asked(((4, 5),), ((7, 8),), (0, 16)))
+        load, _ = add(book, "r", asked(((4, 5),), (0, 16)))
         keys.add(load.key)
         assert book.on_pull(PullEvent(load.key, "", safe=True)) is load
     assert len(keys) == 3

@@ -25,8 +25,10 @@ from transfer.plan.shapes import SPLIT_HND, dense_strides, from_tensor
 from transfer.pull.lease import LeaseRef
 from transfer.pull.remote import RemoteEngine
 from transfer.wire.messages import RankMetadata, open_rank, sealed_rank
+from transfer.wire.prompt import Prompt
 
 PLAIN = Side()
+PROMPT = Prompt(range(64))
 FULL = (GroupSpec(layers=(0, 1)),)
 
 
@@ -57,7 +59,7 @@ def offer(source: EngineUnderTest, pair: Pair, request_id: str = "r", **options:
     source.call("fill_source", pair)
     source.scheduler.offer(request_id, **options)
     run_until(lambda: source.scheduler.is_offered(request_id), source)
-    return source.scheduler.params(request_id, pair.source_blocks, pair.num_tokens)
+    return source.scheduler.params(request_id, PROMPT, pair.source_blocks, pair.num_tokens)
 
 
 def test_1_latents_of_more_source_ranks_are_released_by_every_rank_at_once(engine: Any) -> None:
@@ -79,7 +81,7 @@ def test_2_a_failed_load_of_several_groups_does_not_pass_for_a_good_one(engine: 
     pair = Pair(groups, PLAIN, PLAIN, 16, source_blocks=((3, 4), (5, 6), (7,)), reader_blocks=((1, 2), (11, 12), (21,)))
     source, reader = engine("p", groups), engine("d", groups)
     params = offer(source, pair) | {"lease_id": "0xbad"}
-    reader.scheduler.load("r", reader.scheduler.read("r", params), pair.reader_blocks, 16, 0)
+    reader.scheduler.load("r", reader.scheduler.read("r", params, PROMPT), pair.reader_blocks, 16, 0)
     run_until(lambda: reader.received, source, reader)
     assert set(reader.failed) == {"r"}
     assert reader.bad_blocks == {1, 2, 11, 12, 21}
@@ -93,14 +95,11 @@ def test_3_failures_of_many_handshakes_are_each_told_once_while_the_loop_asks(en
         "remote_request_id": "x",
         "remote_host": "127.0.0.1",
         "remote_num_tokens": 8,
-        "remote_block_ids": [[1]],
         "lease_id": "0x1",
-        "lease_slot": 0,
-        "lease_duration_s": 9,
     }
     for number in range(60):
         where = {"remote_engine_id": f"dead{number % 20}", "remote_port": 1 + number % 20}
-        pages = reader.scheduler.read(f"r{number}", params | where)
+        pages = reader.scheduler.read(f"r{number}", params | where, PROMPT)
         reader.scheduler.load(f"r{number}", pages, [[number % 24]], 9, 0)
     ours.start_load_kv(reader.scheduler.build_metadata())
     failed, received, blocks = list[str](), list[str](), set[int]()
@@ -164,7 +163,7 @@ def test_8_a_prompt_that_is_longer_than_the_source_s_is_loaded_as_far_as_it_goes
     source, reader = engine("p"), engine("d")
     pair = Pair(FULL, PLAIN, PLAIN, 16, source_blocks=((3, 4),), reader_blocks=((1, 2, 9, 10, 11, 12),))
     params = offer(source, pair)
-    reader.scheduler.load("r", reader.scheduler.read("r", params), pair.reader_blocks, 16 + longer, 0)
+    reader.scheduler.load("r", reader.scheduler.read("r", params, PROMPT), pair.reader_blocks, 16 + longer, 0)
     run_until(lambda: reader.received, source, reader)
     assert reader.failed == {}
     assert reader.call("compare", pair) == [[]]
@@ -245,7 +244,7 @@ def test_12_first_contact_makes_nothing_for_each_page() -> None:
         ours, theirs = metadata(pages, 64, "d"), sealed_rank(metadata(pages, 64, "p"))
         tracemalloc.start()
         remote = RemoteEngine([open_rank(theirs)], ours, {})
-        parts = remote.parts("r", [BlocksOfGroup([1, 2], [5, 7], 32, (0, 32), 0)])
+        parts = remote.parts("r", [BlocksOfGroup([1, 2], (0, 32), 0, [5, 7], 32)])
         peaks[pages] = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert sum(part.num_bytes for part in parts) == 64 * 2 * 2 * 2 * 16 * 64 * 2
@@ -290,7 +289,8 @@ def test_14_a_reader_that_dies_costs_its_source_a_lease_and_no_more(engine: Any)
         source.call("fill_source", pair)
         source.scheduler.offer("r")
         run_until(lambda: source.scheduler.is_offered("r"), source)
-        reader.scheduler.hold("r", reader.scheduler.read("r", source.scheduler.params("r", pair.source_blocks, 16)))
+        params = source.scheduler.params("r", PROMPT, pair.source_blocks, 16)
+        reader.scheduler.hold("r", reader.scheduler.read("r", params, PROMPT))
         begin = time.monotonic()
         while time.monotonic() < begin + 1.5:  # it waits for blocks, and renews the lease: three times what that lasts
             source.step()
@@ -314,7 +314,7 @@ def test_15_a_question_for_a_rank_that_there_is_not_ends_no_listener(engine: Any
         socket.setsockopt(zmq.RCVTIMEO, 5000)
         socket.connect(source.scheduler.address)
         socket.send(message)
-        assert b"no query of protocol 1" in socket.recv()
+        assert b"no query of protocol 2" in socket.recv()
         socket.close()
     transfer(Pair(FULL, PLAIN, PLAIN, 8, source_blocks=((3,),), reader_blocks=((1,),)), source, reader)
     assert reader.failed == {}

@@ -18,7 +18,7 @@ def group(page_size: int = 4, block_pages: int = 1, state: bool = False) -> Grou
 
 
 def pages(local: list[int], blocks: list[int], end: int, tokens: tuple[int, int], needed: int = -1) -> BlocksOfGroup:
-    return BlocksOfGroup(local, blocks, end, tokens, tokens[0] if needed < 0 else needed)
+    return BlocksOfGroup(local, tokens, tokens[0] if needed < 0 else needed, blocks, end)
 
 
 def lists(found: PageList) -> tuple[list[int], list[int], tuple[int, int]]:

@@ -93,7 +93,7 @@ def test_other_page_sizes_states_and_a_sources_blocks_are_left_to_the_plan() -> 
     state = shard()
     state = ShardLayout((type(state.groups[0])(1, 8, boxes, state=True),), (8 * 4096,))
     assert ranked(plan(state, state)).few([PagesOfGroup([1], [1], (0, 1))]) is None
-    blocks = BlocksOfGroup([1], [1], 16, (0, 16), 0)
+    blocks = BlocksOfGroup([1], (0, 16), 0, [1], 16)
     assert ranked(plan(shard(), shard())).few([blocks]) is None
     assert ranked(plan(shard(), shard())).few(page) is not None
 
@@ -101,7 +101,7 @@ def test_other_page_sizes_states_and_a_sources_blocks_are_left_to_the_plan() -> 
 def test_blocks_become_pages_and_a_group_with_nothing_in_common_needs_none() -> None:
     named: PageList = PagesOfGroup([1], [2], (0, 16))
     assert ranked(plan(shard(), shard())).pages([named])[0] is named
-    blocks = BlocksOfGroup([1], [1], 8, (0, 16), 0)  # of which the source has computed too little
+    blocks = BlocksOfGroup([1], (0, 16), 0, [1], 8)  # of which the source has computed too little
     assert ranked(plan(shard(range(2)), shard(range(2, 4)))).pages([blocks]) == [NOTHING]
     with pytest.raises(InvalidTransferError, match="group 0: tokens up to 16 are asked for, the source has computed 8"):
         ranked(plan(shard(), shard())).pages([blocks])

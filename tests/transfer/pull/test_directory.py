@@ -17,7 +17,7 @@ from transfer.plan.page_lists import PagesOfGroup
 from transfer.pull import directory
 from transfer.pull.lease import LeaseRef, new_lease_id
 from transfer.pull.pull_state import PullEvent
-from transfer.pull.replica import Source
+from transfer.pull.source import Source
 from transfer.pull.thread import TransferThread
 from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer
 from transfer.wire.keys import make_keyrings
@@ -159,7 +159,7 @@ class Crowd:
     def draw(self, rng: random.Random) -> Source:
         lease = rng.choice([*self.leases, LeaseRef(new_lease_id(), rng.randrange(4), 5.0)])
         source = Source(rng.choice(self.addresses), rng.choice("pqzd"), lease)
-        return source._replace(incarnation=rng.choice(self.incarnations), ranks=rng.choice((0, 0, 0, 1, 7)))
+        return source._replace(incarnation=rng.choice(self.incarnations))
 
     def close(self) -> None:
         for server in self.servers:

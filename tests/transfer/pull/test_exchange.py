@@ -15,7 +15,8 @@ from tests.transfer.pull.test_ownership import MINE, Reader, Side, leased, manag
 from transfer.errors import InvalidEngineError, InvalidLeaseError, MetadataError
 from transfer.pull import directory
 from transfer.pull.exchange import PageExchange
-from transfer.pull.replica import LeaseOver, Offered, Source
+from transfer.pull.replica import LeaseOver, Offered
+from transfer.pull.source import Source
 from transfer.wire.keys import make_keyrings
 from transfer.wire.messages import MetadataQuery, encode_message, open_rank
 

@@ -18,7 +18,7 @@ from tests.transfer import fork_source
 from tests.transfer.replicas import TOKENS, Engine, run
 from transfer.plan.page_lists import PagesOfGroup
 from transfer.pull.lease import LeaseRef, make_words
-from transfer.pull.replica import Source
+from transfer.pull.source import Source
 
 LOCAL, REMOTE = [1, 2], [4, 5]
 _LIBC = ctypes.CDLL(None, use_errno=True)

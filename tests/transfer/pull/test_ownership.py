@@ -29,7 +29,8 @@ from kvcache import (
 from transfer.errors import EngineClosedError
 from transfer.pull.exchange import ExchangeEvent, PageExchange
 from transfer.pull.pull_state import PullEvent
-from transfer.pull.replica import LeaseOver, Offered, Source
+from transfer.pull.replica import LeaseOver, Offered
+from transfer.pull.source import Source
 
 PAGES, PAGE_SIZE, MINE, OTHERS = 8, 4, 1.0, 2.0
 PROMPT = list(range(16))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,14 +16,15 @@ import pytest
 from tests.transfer.replicas import KEY, PAGES, TOKENS, Engine, run
 from transfer.errors import HandshakeError, InvalidTransferError, MetadataError, PullFailedError, SettingsMismatchError
 from transfer.memory import MemoryType
-from transfer.plan.page_lists import PagesOfGroup
+from transfer.plan.page_lists import BlocksOfGroup, PagesOfGroup
 from transfer.plan.rank_plan import RankPlan
 from transfer.pull.lease import LeaseRef, new_lease_id
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.remote import RemoteEngine
-from transfer.pull.replica import LeaseOver, Offered, Source
+from transfer.pull.replica import LeaseOver, Offered
+from transfer.pull.source import Source
 from transfer.wire.handshake import EngineCard, HandshakeServer
-from transfer.wire.messages import open_rank
+from transfer.wire.messages import LeasedPages, LeaseQuery, LeaseReply, Wanted, open_rank, sealed_pages
 
 
 class Clock:
@@ -48,7 +52,7 @@ LOCAL, REMOTE = [1, 2, 3], [5, 6, 9]
 WHOLE = [PagesOfGroup(LOCAL, REMOTE, (0, 3 * TOKENS))]
 
 
-def pull(reader: Engine, source: Source, key: str = "r", groups: Any = WHOLE, timeout_s: float = 20.0) -> None:
+def pull(reader: Engine, source: Source | Wanted, key: str = "r", groups: Any = WHOLE, timeout_s: float = 20.0) -> None:
     reader.replica.pull(key, source, timeout_s)
     if groups is not None:
         reader.replica.add_pages(key, groups, last=True)
@@ -188,18 +192,6 @@ def test_a_prefill_that_nobody_reads_ends_its_lease_after_it_has_computed(engine
     assert p.overs[0].reason.startswith("expired")
 
 
-def test_a_source_that_has_other_ranks_than_was_said_is_not_read_from(engine: Any) -> None:
-    p, d = engine("p", 2), engine("d")
-    pull(d, p.source(p.offer())._replace(ranks=4))
-    run(p, d, until=settled(d))
-    assert d.pulls[-1].error == "request 'r': engine 'p' is said to have 4 ranks, it has 2"
-    run(p, d, until=lambda: p.overs)
-    assert "is said to have 4 ranks" in p.overs[0].reason
-    pull(d, p.source(p.offer("s", 1))._replace(ranks=2), key="s")
-    run(p, d, until=settled(d, "s"))
-    assert d.pulls[-1].error == ""
-
-
 def test_metadata_that_came_by_another_way_than_the_handshake_serves_as_well(engine: Any) -> None:
     p, d = engine("p", 2), engine("d", 2, heartbeat_s=0.01)
     assert d.replica.directory.add(p.serve(), p.card.ranks) == "p"
@@ -322,6 +314,135 @@ def test_a_pull_that_is_cancelled_before_its_source_has_answered_is_refused_ther
     assert {over.request_id: over.reason for over in p.overs} == {"r": "the client left", "other": "read"}
     assert d.pulls[1].error == ""
     assert not d.replica._pulls
+
+
+DIGEST = b"of the reader's own tokens"
+
+
+def answering(p: Engine, *answers: dict[str, Any]) -> list[int]:
+    """Has a source say so of what its leases hold, one after another, then the last again and again.
+
+    Returns how many tokens it was asked for each time.
+    """
+    asked: list[int] = []
+
+    def leased(query: LeaseQuery) -> LeaseReply:
+        asked.append(query.num_tokens)
+        answer = dict(answers[min(len(asked), len(answers)) - 1])
+        lease = answer.pop("lease", None)
+        if lease is not None:
+            fields = {"incarnation": p.incarnation, "num_tokens": 48, "block_ids": (REMOTE,), "prompt_digest": DIGEST}
+            found = {"engine_id": "p", "slot": lease.slot, "duration_s": lease.duration_s, "lease_id": lease.lease_id}
+            answer = {"pages": sealed_pages(LeasedPages(**(fields | found | answer)), KEY)}
+        return LeaseReply(query_id=query.query_id, **answer)
+
+    p.card = replace(p.card, leased=leased)
+    return asked
+
+
+def wanted(p: Engine, lease: LeaseRef) -> Wanted:
+    return Wanted(p.serve(), "p", lease.lease_id, 48, DIGEST)
+
+
+ASKED = [BlocksOfGroup(LOCAL, (0, 48), 0)]
+
+
+def test_a_source_says_itself_which_pages_it_holds(engine: Any) -> None:
+    p, d = engine("p", 2), engine("d")
+    d.blank()
+    lease = p.offer(slot=3)
+    asked = answering(p, {"lease": lease})
+    pull(d, wanted(p, lease), groups=ASKED)
+    run(p, d, until=lambda: settled(d)() and p.overs)
+    assert (d.pulls, p.overs[0].reason) == ([PullEvent("r", "", safe=True)], "read")
+    assert np.array_equal(d.heads(LOCAL), p.heads(REMOTE))
+    assert asked == [48]
+
+
+def test_a_reader_waits_until_the_lease_stands_on_every_rank(engine: Any) -> None:
+    p, d = engine("p"), engine("d")
+    lease = LeaseRef(new_lease_id(), 2, 30.0)
+    asked = answering(p, *[{}] * 6, {"lease": lease})
+    pull(d, wanted(p, lease), groups=ASKED)
+    run(p, d, until=lambda: len(asked) == 6)
+    assert d.pulls == []
+    p.replica.offer("r", lease)
+    run(p, d, until=lambda: settled(d)() and p.overs)
+    assert d.pulls[-1].error == ""
+    assert np.array_equal(d.heads(LOCAL), p.heads(REMOTE))
+
+
+def test_a_reader_does_not_wait_longer_than_its_own_time(engine: Any) -> None:
+    p, d = engine("p"), engine("d")
+    asked = answering(p, {})
+    pull(d, wanted(p, p.offer()), groups=ASKED, timeout_s=0.6)
+    run(p, d, until=settled(d))
+    assert d.pulls[-1].error == "timed out: engine 'p' did not say that its lease stands"
+    assert 8 < len(asked) < 100, "each 50 ms in the end, not each millisecond"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt_digest": b"another's"}, "request 'r': lease .* holds the pages of another prompt"),
+        ({"lease_id": 5}, "says of lease .* is of engine 'p' and lease 0x0000000000000005"),
+        ({"error": "it has ended"}, "request 'r': engine 'p' at tcp://.*: it has ended"),
+    ],
+    ids=str,
+)
+def test_a_lease_that_is_not_for_this_reader_is_not_touched_by_it(
+    engine: Any, change: dict[str, Any], message: str
+) -> None:
+    p, d = engine("p"), engine("d")
+    d.blank()
+    lease = p.offer()
+    answering(p, change if "error" in change else {"lease": lease, **change})
+    pull(d, wanted(p, lease), groups=ASKED)
+    run(p, d, until=settled(d))
+    assert re.search(message, d.pulls[-1].error)
+    end = time.monotonic() + 0.1
+    run(p, d, until=lambda: time.monotonic() > end)
+    assert (p.overs, sum(p.ranks[0].leases.counts.values())) == ([], 0)
+    assert (d.heads(LOCAL) == 0x5A).all()
+
+
+def test_pages_of_another_number_of_groups_fail_the_pull_and_end_the_lease(engine: Any) -> None:
+    p, d = engine("p"), engine("d")
+    lease = p.offer()
+    answering(p, {"lease": lease, "block_ids": (REMOTE, REMOTE)})
+    pull(d, wanted(p, lease), groups=ASKED)
+    run(p, d, until=lambda: settled(d)() and p.overs)
+    assert d.pulls[-1].error == "request 'r': the source has 2 groups, ours are 1"
+
+
+def test_a_lease_of_another_start_of_the_source_is_not_read_under(engine: Any) -> None:
+    p, d = engine("p"), engine("d")
+    lease = p.offer()
+    answering(p, {"lease": lease, "incarnation": "before"})
+    pull(d, wanted(p, lease), groups=ASKED)
+    run(p, d, until=settled(d))
+    assert "is not the start of it that granted the lease" in d.pulls[-1].error
+
+
+def test_a_source_that_has_not_said_what_it_holds_is_told_of_a_cancelled_pull_when_it_does(engine: Any) -> None:
+    p, d = engine("p", 2), engine("d", 2)
+    lease = p.offer()
+    asked = answering(p, {}, {}, {}, {"lease": lease})
+    pull(d, wanted(p, lease))
+    run(p, d, until=lambda: asked)
+    d.replica.cancel("r", "the client left")
+    d.take()
+    assert d.pulls == [PullEvent("r", "the client left", safe=True)]
+    run(p, d, until=lambda: p.overs and not d.replica._pulls)
+    assert p.overs[0].reason == "the client left"
+    assert d.replica.stats.snapshot().failed_pulls == 0, "who gave up has not failed"
+
+
+def test_an_engine_that_tells_readers_in_another_way_says_so(engine: Any) -> None:
+    p, d = engine("p"), engine("d")
+    pull(d, wanted(p, p.offer()), groups=ASKED)
+    run(p, d, until=settled(d))
+    assert "engine 'p' says what it leases in messages of its own" in d.pulls[-1].error
 
 
 def test_what_was_to_be_refused_is_forgotten_where_nobody_answers(engine: Any) -> None:

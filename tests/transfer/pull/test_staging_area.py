@@ -16,7 +16,8 @@ from transfer.pull import staging_area
 from transfer.pull.lease import LeaseRef, new_lease_id
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation
-from transfer.pull.replica import LeaseOver, ReplicaTransfer, Source
+from transfer.pull.replica import LeaseOver, ReplicaTransfer
+from transfer.pull.source import Source
 from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer
 
 HEAD_MAJOR, TOKEN_MAJOR = "head,layer,side,token,dim", "layer,side,token,head,dim"

@@ -12,12 +12,16 @@ import zmq
 
 from transfer.errors import HandshakeError
 from transfer.wire.handshake import MAX_QUERY_BYTES, EngineCard, HandshakeClient, HandshakeServer, differences
+from transfer.wire.keys import Throttle
 from transfer.wire.messages import (
+    LeaseQuery,
+    LeaseReply,
     MetadataQuery,
     MetadataReply,
     Ping,
     Pong,
     QueryRefusal,
+    Wanted,
     decode_answer,
     encode_message,
 )
@@ -156,7 +160,7 @@ def test_a_malformed_query_is_answered_with_the_reason(dealer: Any) -> None:
     socket.send(b"nonsense")
     answer = decode_answer(socket.recv())
     assert isinstance(answer, QueryRefusal)
-    assert "8 bytes are no query of protocol 1" in answer.reason
+    assert "8 bytes are no query of protocol 2" in answer.reason
     assert answer.query_id == -1
 
 
@@ -173,8 +177,8 @@ def test_an_error_of_our_own_is_counted_and_the_next_query_answered(
 ) -> None:
     socket = dealer()
     with monkeypatch.context() as patched:
-        patched.setattr(server, "_answer_to", lambda data: 1 / 0)
-        socket.send(b"x")
+        patched.setattr(server, "_answer_to", lambda query: 1 / 0)
+        socket.send(encode_message(Ping(query_id=1)))
         deadline = time.monotonic() + 5
         while not server.counts["failed"] and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -319,3 +323,32 @@ def test_many_questions_to_one_engine_are_all_answered(server: HandshakeServer, 
     answers.wait(40)
     assert len({answer.query_id for answer in answers}) == 40
     assert len(client._sockets) == 1
+
+
+def test_what_a_lease_holds_is_asked_of_the_engine_that_has_it(
+    server: HandshakeServer, client: HandshakeClient, answers: Answers
+) -> None:
+    queries: list[LeaseQuery] = []
+
+    def leased(query: LeaseQuery) -> LeaseReply:
+        queries.append(query)
+        return LeaseReply(query_id=query.query_id, error="none")
+
+    server.serve(EngineCard("q", "second", (), leased=leased))
+    client.ask_leased(Wanted(server.endpoint, "q", (1 << 64) - 1, 7, b""), answers.append)
+    assert answers.wait(1).error == "none"
+    assert [(query.engine_id, query.lease_id, query.num_tokens) for query in queries] == [("q", (1 << 64) - 1, 7)]
+    client.ask_leased(Wanted(server.endpoint, "p", 5, 7, b""), answers.append)
+    assert "engine 'p' says what it leases in messages of its own" in str(answers.wait(2))
+
+
+def test_leases_may_be_asked_for_hundreds_of_times_at_once(server: HandshakeServer, client: Any) -> None:
+    """Of each request, by each rank; metadata is asked for once."""
+    server._throttle = server_throttle = Throttle(100, lambda: 0.0)
+    answers = Answers(client)
+    server.serve(EngineCard("q", "second", (), leased=lambda query: LeaseReply(query_id=query.query_id)))
+    for _ in range(500):
+        client.ask_leased(Wanted(server.endpoint, "q", 5, 7, b""), answers.append)
+    answers.wait(500)
+    assert server.counts["throttled"] == 0
+    assert server_throttle.admits(b"anybody")

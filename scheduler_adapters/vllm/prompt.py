@@ -1,0 +1,32 @@
+"""What the KV of a vLLM request depends on: what vLLM's own block hashes are made of, by position instead of by block.
+
+An adapter goes in by its name alone, since its file may lie elsewhere on the other side. What an image or an embedding
+is goes in by vLLM's identifier of it, which is a hash of its content and of the model's name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from transfer.wire.prompt import Prompt
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+def prompt_of(request: Request, num_tokens: int) -> Prompt:
+    """Returns the first tokens of a request, its salt, and the keys of its adapter, images and embeddings."""
+    # A list becomes an array in a third of the time by way of `array`.
+    token_ids = np.array(array("i", request.all_token_ids[:num_tokens]), np.int32)
+    named = [(0, f"adapter {request.lora_request.lora_name}")] if request.lora_request else []
+    named += [(one.mm_position.offset, f"input {one.identifier}") for one in request.mm_features]
+    keys = [(position, name.encode(errors="surrogatepass")) for position, name in named]
+    if request.prompt_embeds is not None:
+        rows = request.prompt_embeds[:num_tokens].contiguous().view(torch.uint8).numpy()
+        keys += [(position, b"row " + hashlib.sha256(row).digest()) for position, row in enumerate(rows)]
+    return Prompt(token_ids, request.cache_salt or "", tuple(keys))

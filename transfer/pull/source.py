@@ -1,0 +1,58 @@
+"""Where pages are read from: a `Source`, or a `Wanted`, of which the engine there is asked first what it holds.
+
+What travels through clients is a pointer, and decides nothing: with it a reader asks the source itself which pages its
+lease holds, and of which tokens. It reads them if these are the tokens of its own request.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple, TypeAlias
+
+from msgspec import Meta
+
+from transfer.errors import PullFailedError
+from transfer.pull.lease import LeaseRef
+from transfer.wire.messages import LeasedPages, Wanted, open_pages
+
+Place: TypeAlias = tuple[str, str]
+"""ZMQ endpoint of a handshake, and the id of the engine that is expected there."""
+
+
+class Source(NamedTuple):
+    """Where a request's pages are to be read from. What msgspec decodes is within its limits.
+
+    Attributes:
+        address: ZMQ endpoint of the handshake.
+        engine_id: the engine there.
+        lease: under which it holds the pages.
+        incarnation: the start of the engine that granted the lease; empty where that is not known, and then a source
+            that was restarted is only noticed by the lease word.
+    """
+
+    address: Annotated[str, Meta(min_length=1, max_length=512)]
+    engine_id: Annotated[str, Meta(min_length=1, max_length=256)]
+    lease: LeaseRef
+    incarnation: Annotated[str, Meta(max_length=256)] = ""
+
+    @property
+    def place(self) -> Place:
+        """Where the directory finds it."""
+        return (self.address, self.engine_id)
+
+
+def answered(where: str, wanted: Wanted, data: bytes, key: bytes) -> tuple[Source, LeasedPages]:
+    """Returns where to read, and what: as the source's sealed answer says, where it is about the wanted tokens.
+
+    Raises:
+        PullFailedError: the lease holds the pages of other tokens; with both digests.
+        MetadataError: the answer was changed on its way, or is that of another engine or lease.
+    """
+    pages = open_pages(data, wanted.engine_id, wanted.lease_id, key)
+    if pages.prompt_digest != wanted.digest:
+        raise PullFailedError(
+            f"{where}: lease {wanted.lease_id:#018x} of engine {wanted.engine_id!r} holds the pages of another prompt: "
+            f"the digest of its first {wanted.num_tokens} tokens is {pages.prompt_digest.hex()[:16]}, that of the "
+            f"request's is {wanted.digest.hex()[:16]}"
+        )
+    lease = LeaseRef(pages.lease_id, pages.slot, pages.duration_s)
+    return Source(wanted.address, wanted.engine_id, lease, pages.incarnation), pages
