@@ -37,7 +37,7 @@ ROOMS: dict[str, set[str]] = {
     "transfer.wire": {"transfer values", "transfer.plan"},
     "transfer.nixl": {"transfer values"},
     "transfer.pull": {"kvcache values", "transfer values", "transfer.plan", "transfer.wire", "transfer.nixl"},
-    "transfer.engine": {"transfer values", "transfer.nixl"},
+    "transfer.engine": {"transfer values", "transfer.plan", "transfer.wire", "transfer.nixl"},
     "transfer.connector": {"transfer values", "transfer.plan", "transfer.wire", "transfer.pull"},
     "transfer": {
         *("transfer values", "transfer.wire", "transfer.nixl", "transfer.pull", "transfer.engine"),

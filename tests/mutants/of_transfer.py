@@ -437,34 +437,37 @@ TRANSFER: tuple[Module, ...] = (
         "transfer.engine.notifications",
         ["tests/transfer/engine/test_notifications.py"],
         [
-            Mutation("NotificationBook.accept", "if transfers.get(name) == self._shards", "if transfers.get(name)"),
+            Mutation(
+                "NotificationBook.accept", "if name in self.given_up and self.is_complete(peer, name):", "if not name:"
+            ),
+            Mutation("NotificationBook.accept", "self.is_complete(peer, name)", "name in transfers"),
             Mutation("NotificationBook._verdict", "peer is None or peer not in self.completed", "peer is None"),
             Mutation("NotificationBook.disconnect", "if shards == self._shards", "if not shards"),
         ],
     ),
     Module(
-        "transfer.engine.transfers",
-        ["tests/transfer/engine/test_engine.py"],
+        "transfer.engine.engine",
+        ["tests/transfer/engine/test_postings.py"],
         [
-            Mutation("TransferBook._fail", "self.quarantine.park(posting)", "pass"),
-            Mutation("TransferBook._drain", "self.quarantine.release(ended)", "pass"),
-            Mutation(
-                "TransferBook._is_ours",
-                "if self._name not in (request.src_name, request.dst_name):",
-                "if not request.src_name:",
-            ),
-            Mutation("TransferBook.wait", "if not timeout_s >= 0:", "if timeout_s < 0:"),
-            Mutation("TransferBook.disconnect", "self.notifications.disconnect(name)", "pass"),
+            Mutation("KVTransferEngine.sync_and_release", "if not timeout_s >= 0:", "if timeout_s < 0:"),
+            Mutation("KVTransferEngine.disconnect", "self._notifications.disconnect(name)", "pass"),
+            Mutation("KVTransferEngine.quarantined_pages", "if replica == replica_idx", "if pages"),
+            Mutation("KVTransferEngine.release_quarantine", "if request.initiator == peer:", "if request:"),
         ],
+    ),
+    Module(
+        "transfer.engine.checks",
+        ["tests/transfer/engine/test_engine.py"],
+        [Mutation("check_request", "if engine not in (request.src_name, request.dst_name):", "if not engine:")],
     ),
     Module(
         "transfer.engine.postings",
         ["tests/transfer/engine/test_engine.py"],
         [
-            Mutation("Quarantine.park", "if posting.pending:", "if posting:"),
-            Mutation("Quarantine.pages", "if held.replica == replica", "if held"),
-            Mutation("Quarantine.of_peer", "held.peer == peer and held.posting is None", "held.peer == peer"),
-            Mutation("Quarantine.reap", "if not posting.pending:", "if posting:"),
+            Mutation("Postings._fail", "self._park(posting)", "pass"),
+            Mutation("Postings._park", "if posting.pending:", "if posting:"),
+            Mutation("Postings.give_up", "self._park(posting)", "pass"),
+            Mutation("Postings.reap", "if posting.is_moving()", "if not posting.is_moving()"),
         ],
     ),
 )

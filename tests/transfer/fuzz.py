@@ -24,6 +24,7 @@ from tests.transfer import fuzz_replies
 from transfer.connector.config import WorkerConfig
 from transfer.connector.offer import Held, Offer
 from transfer.engine.metadata import (
+    WIRE_VERSION,
     KVTransferEngineMetadata,
     TensorAgentMetadata,
     decode_metadata,
@@ -182,13 +183,9 @@ class SealedTarget(Target):
 
 
 def engine_metadata() -> bytes:
-    agent = sealed(
-        TensorAgentMetadata(agent_name="a", metadata=b"nixl", base_addr=1 << 20, device_id=0, region_bytes=4096)
-    )
+    agent = TensorAgentMetadata(agent_name="a", metadata=b"nixl", base_addr=1 << 20, device_id=0)
     fields = {"total_num_pages": 4, "bytes_per_page": 1024, "memory_type": MemoryType.DRAM, "hostname": "h"}
-    whole = KVTransferEngineMetadata(
-        name="e", agents_meta=[[agent]], incarnation="1", settings_fingerprint="f", version=1, **fields
-    )
+    whole = KVTransferEngineMetadata(name="e", agents_meta=[[agent]], incarnation="1", version=WIRE_VERSION, **fields)
     return encode(sealed(whole))
 
 

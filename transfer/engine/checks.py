@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from transfer.engine.metadata import MAX_PAGES
+from transfer.engine.metadata import TransferReqData
 from transfer.errors import InvalidEngineError, InvalidTransferError
 from transfer.memory import MemoryType
-
-Indices: TypeAlias = npt.NDArray[np.int32]
+from transfer.plan.boxes import MAX_PAGES
+from transfer.plan.intersection import Ints
 
 _MEMORY_OF = {"cpu": MemoryType.DRAM, "cuda": MemoryType.VRAM}
 
@@ -26,6 +26,8 @@ def is_index(value: Any) -> bool:
 
 def check_tensors(name: str, tensors: Sequence[Sequence[torch.Tensor]], total_num_pages: int) -> MemoryType:
     """Checks that an engine can be built over `tensors`, `[replica][tp_shard]`, and returns where they live."""
+    if not isinstance(name, str) or not name:  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may be untyped
+        raise InvalidEngineError(f"an engine needs a name, got {name!r}")
     engine = f"engine {name!r}"
     if not is_index(total_num_pages) or not 0 < total_num_pages <= MAX_PAGES:
         raise InvalidEngineError(f"{engine}: total_num_pages is {total_num_pages!r}, the range is 1 to {MAX_PAGES}")
@@ -90,8 +92,8 @@ def _all_indices(values: Sequence[Any]) -> bool:
     return {int}.issuperset(map(type, values)) or all(map(is_index, values))
 
 
-def page_indices(label: str, idxs: Sequence[int] | npt.NDArray[Any], total_num_pages: int) -> Indices:
-    """Returns integers, a list or a numpy array, as int32 `[pages]`, each of them a page of the engine."""
+def page_indices(label: str, idxs: Sequence[int] | npt.NDArray[Any], total_num_pages: int) -> Ints:
+    """Returns integers, a list or a numpy array, as int64 `[pages]`, each of them a page of the engine."""
     try:
         values = np.asarray(idxs)
     except ValueError as error:
@@ -108,25 +110,22 @@ def page_indices(label: str, idxs: Sequence[int] | npt.NDArray[Any], total_num_p
     if low < 0 or high >= total_num_pages:
         wrong = int(low if low < 0 else high)
         raise InvalidTransferError(f"{label} holds page {wrong}, the engine has pages 0 to {total_num_pages - 1}")
-    return values.astype(np.int32)
-
-
-def sorted_pairs(label: str, src: Indices, dst: Indices) -> tuple[Indices, Indices]:
-    """Returns the pairs of source and destination pages in the order of their destinations.
-
-    Pairs that follow each other on both sides are then neighbours, which NIXL merges into one copy.
-    """
-    if src.size != dst.size:
-        raise InvalidTransferError(f"{label}: {src.size} source pages for {dst.size} destination pages")
-    order = np.argsort(dst)
-    src, dst = src[order], dst[order]
-    twice = dst[1:] == dst[:-1]
-    if twice.any():
-        raise InvalidTransferError(f"{label}: destination page {dst[1:][twice][0]} is named more than once")
-    return src, dst
+    return values.astype(np.int64)
 
 
 def check_replica(label: str, replica_idx: int, dp: int) -> None:
     """Checks the index of a replica."""
     if not is_index(replica_idx) or not 0 <= replica_idx < dp:
         raise InvalidTransferError(f"{label} is {replica_idx!r}, the engine has replicas 0 to {dp - 1}")
+
+
+def check_request(where: str, engine: str, request: TransferReqData, dp: int) -> None:
+    """Checks that a request is one, of this engine and one of its replicas."""
+    if not isinstance(request, TransferReqData):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may be untyped
+        raise InvalidTransferError(f"{where}: expected TransferReqData, got {type(request).__name__}")
+    name = request.transfer_name
+    if engine not in (request.src_name, request.dst_name):
+        raise InvalidTransferError(
+            f"{where} has no part in transfer {name} from {request.src_name!r} to {request.dst_name!r}"
+        )
+    check_replica(f"{where}: replica of transfer {name}", request.side_of(engine)[0], dp)

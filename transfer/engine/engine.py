@@ -11,23 +11,40 @@ import itertools
 import os
 import secrets
 import socket
+import time
 import uuid
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from transfer.engine.checks import check_replica, check_tensors, page_indices, sorted_pairs
+from transfer.engine.checks import check_replica, check_request, check_tensors, page_indices
 from transfer.engine.metadata import WIRE_VERSION, KVTransferEngineMetadata, TransferReqData, sealed
-from transfer.engine.postings import Posting
+from transfer.engine.notifications import NotificationBook
+from transfer.engine.peers import Peers
+from transfer.engine.postings import Posting, Postings, page_runs
 from transfer.engine.tensor_agent import TensorAgent
-from transfer.engine.transfers import TransferBook
-from transfer.errors import AgentError, EngineClosedError, InvalidEngineError, InvalidTransferError
+from transfer.errors import (
+    AgentError,
+    EngineClosedError,
+    InvalidTransferError,
+    PeerFailedError,
+    TransferFailedError,
+    TransferIncompleteError,
+    TransferTimeoutError,
+    UnknownPeerError,
+    UnknownTransferError,
+)
 from transfer.memory import MemoryType
-from transfer.nixl.settings import agreed_settings, fingerprint_of
+from transfer.nixl.agent import Agent
+from transfer.nixl.settings import agreed_settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Self
 
     import torch
+
+_FIRST_PAUSE_S = 20e-6  # most small transfers end within it
+_LAST_PAUSE_S = 1e-3  # a stuck one is looked at each millisecond: 2 % of a core
 
 
 class KVTransferEngine:
@@ -48,11 +65,9 @@ class KVTransferEngine:
         total_num_pages: pages of each tensor.
 
     Attributes:
-        name: as given.
-        total_num_pages: as given.
+        name, total_num_pages: as given.
         bytes_per_page: bytes of a page of one tensor.
-        dp: number of replicas.
-        tp: number of shards of a replica.
+        dp, tp: number of replicas, and of shards of a replica.
         memory_type: where the tensors live.
         metadata: what a peer's `connect` needs, for all replicas.
         tensor_agents: `[replica][tp_shard]`; empty after `cleanup`.
@@ -64,18 +79,19 @@ class KVTransferEngine:
 
     def __init__(self, name: str, tensors: Sequence[Sequence[torch.Tensor]], *, total_num_pages: int) -> None:
         self._owner = os.getpid()
+        self._here = f"engine {name!r}"
+        self._peers, self._postings = Peers(name), Postings(name)
+        self._suspects: set[str] = set()
+        self._ids = itertools.count()
         self.tensor_agents: list[list[TensorAgent]] = []
-        self._book: TransferBook | None = None
-        if not isinstance(name, str) or not name:  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may be untyped
-            raise InvalidEngineError(f"an engine needs a name, got {name!r}")
         self.name = name
         self.memory_type: MemoryType = check_tensors(name, tensors, total_num_pages)
         self.total_num_pages = int(total_num_pages)
         self.dp, self.tp = len(tensors), len(tensors[0])
         self.bytes_per_page: int = tensors[0][0].nbytes // self.total_num_pages
-        self._ids = itertools.count()
+        self._notifications = NotificationBook(self.tp)
         incarnation = uuid.uuid4().hex
-        pages = (self.total_num_pages, tensors[0][0].numel() // self.total_num_pages)
+        pages = self.total_num_pages, tensors[0][0].numel() // self.total_num_pages
         try:
             for replica, shards in enumerate(tensors):
                 self.tensor_agents.append([])
@@ -85,8 +101,19 @@ class KVTransferEngine:
         except BaseException:
             self.cleanup()
             raise
-        self.metadata: KVTransferEngineMetadata = self._describe(incarnation)
-        self._book = TransferBook(self.metadata, self.tensor_agents)
+        self.metadata: KVTransferEngineMetadata = sealed(
+            KVTransferEngineMetadata(
+                name=name,
+                total_num_pages=self.total_num_pages,
+                bytes_per_page=self.bytes_per_page,
+                memory_type=self.memory_type,
+                hostname=socket.gethostname(),
+                agents_meta=[[agent.to_metadata() for agent in shards] for shards in self.tensor_agents],
+                incarnation=incarnation,
+                settings=agreed_settings(self.memory_type),
+                version=WIRE_VERSION,
+            )
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -94,83 +121,58 @@ class KVTransferEngine:
     def __exit__(self, *_: object) -> None:
         self.cleanup()
 
-    def _describe(self, incarnation: str) -> KVTransferEngineMetadata:
-        settings = agreed_settings(self.memory_type)
-        return sealed(
-            KVTransferEngineMetadata(
-                name=self.name,
-                total_num_pages=self.total_num_pages,
-                bytes_per_page=self.bytes_per_page,
-                memory_type=self.memory_type,
-                hostname=socket.gethostname(),
-                agents_meta=[[agent.to_metadata() for agent in shards] for shards in self.tensor_agents],
-                incarnation=incarnation,
-                settings=settings,
-                settings_fingerprint=fingerprint_of(settings),
-                version=WIRE_VERSION,
-            )
-        )
-
-    def _open(self) -> TransferBook:
-        if self._book is None:
-            raise EngineClosedError(f"engine {self.name!r} was cleaned up")
-        return self._book
+    def _check_open(self) -> None:
+        if not self.tensor_agents:
+            raise EngineClosedError(f"{self._here} was cleaned up")
 
     @property
     def remote_connections(self) -> dict[str, KVTransferEngineMetadata]:
         """Engine name to metadata of each connected peer, dead ones included until `disconnect`."""
-        return {name: peer.metadata for name, peer in self._book.peers.connected.items()} if self._book else {}
+        return {name: peer.metadata for name, peer in self._peers.connected.items()}
 
     @property
     def remote_agent_to_engine(self) -> dict[str, str]:
         """Agent name to engine name, of each agent of a connected peer."""
-        return {agent: name for agent, (name, _) in self._book.peers.sender.items()} if self._book else {}
+        return {agent: name for agent, (name, _) in self._peers.sender.items()}
 
     @property
     def inflight_send_transfers(self) -> dict[str, TransferReqData]:
         """Transfer name to request of each WRITE that this engine started and that is not cleaned up."""
-        return self._started(is_read=False)
+        return self._postings.requests(is_read=False)
 
     @property
     def inflight_read_transfers(self) -> dict[str, TransferReqData]:
         """Transfer name to request of each READ that this engine started and that is not cleaned up."""
-        return self._started(is_read=True)
-
-    def _started(self, *, is_read: bool) -> dict[str, TransferReqData]:
-        requests = [posting.request for posting in self._book.postings.values()] if self._book else []
-        return {request.transfer_name: request for request in requests if request.is_read is is_read}
+        return self._postings.requests(is_read=True)
 
     @property
     def completed_recv_transfers(self) -> dict[str, dict[str, set[int]]]:
         """Engine name to transfer name to the shards that have ended, of the transfers that peers started."""
-        return self._book.notifications.completed if self._book else {}
+        return self._notifications.completed
 
     @property
     def notification_counts(self) -> dict[str, int]:
         """How many notifications were accepted, and how many dropped as unknown, malformed, duplicate or late."""
-        return {str(verdict): count for verdict, count in self._open().notifications.counts.items()}
+        return dict(self._notifications.counts)
 
     @property
     def suspect_peers(self) -> frozenset[str]:
         """Peers with whom a transfer timed out, and none that we started has ended well since."""
-        return frozenset(self._book.suspects) if self._book else frozenset()
+        return frozenset(self._suspects)
 
     @property
     def failed_peers(self) -> dict[str, str]:
         """Engine name to reason of each connected peer that is known to be dead. Only `disconnect` is of use for it."""
-        return self._book.peers.failed() if self._book else {}
+        return {name: str(peer.failure) for name, peer in self._peers.connected.items() if peer.failure is not None}
 
     def connect(self, remote: KVTransferEngineMetadata) -> None:
         """Connects to an engine, with all its replicas. The number of replicas and of pages may differ from ours.
 
-        Where the metadata comes from is the caller's responsibility: all around NIXL's own part of it is checked. Who
-        takes metadata from a network gives `encode` and `decode_metadata` a key, or uses `NixlConnectorWorker`.
+        Where `remote`, its `metadata`, comes from is the caller's responsibility: all around NIXL's own part of it is
+        checked. Who takes it from a network gives `encode` and `decode_metadata` a key, or uses `NixlConnectorWorker`.
 
         A name that is connected stays so until `disconnect`, even when its engine has died and a new incarnation calls:
         only the caller knows what is to become of the transfers with the old one.
-
-        Args:
-            remote: the other engine's `metadata`. Everything in it is checked before NIXL sees any of it.
 
         Raises:
             AlreadyConnectedError: an engine of this name is connected, or its last connection has not drained yet.
@@ -178,9 +180,8 @@ class KVTransferEngine:
             MetadataError: the metadata is damaged, or of pages, shards or a host that do not go with ours.
             AgentError: NIXL refuses the peer. None of it stays loaded.
         """
-        book = self._open()
-        book.poll()
-        book.notifications.connect(book.peers.connect(remote))
+        self.poll()
+        self._notifications.connect(self._peers.connect(self.metadata, self.tensor_agents, remote))
 
     def disconnect(self, name: str) -> None:
         """Forgets a peer. Transfers with it that have not ended fail; those in flight are drained by `poll`.
@@ -191,7 +192,11 @@ class KVTransferEngine:
         Raises:
             UnknownPeerError: no engine of this name is connected.
         """
-        self._open().disconnect(name)
+        self._check_open()
+        self._postings.disconnect(self._peers.disconnect(name))
+        self._notifications.disconnect(name)
+        self._suspects.discard(name)
+        self.poll()
 
     def initiate_send_transfer(
         self,
@@ -219,7 +224,7 @@ class KVTransferEngine:
             PeerFailedError: the peer is gone.
             TransferFailedError: NIXL refused a shard. Those started before it are parked; the transfer never completes.
         """
-        return self._initiate(False, remote_metadata, src_idxs, dst_idxs, src_replica_idx, dst_replica_idx)
+        return self._initiate(False, remote_metadata, (src_idxs, dst_idxs), (src_replica_idx, dst_replica_idx))
 
     def initiate_read_transfer(
         self,
@@ -233,27 +238,25 @@ class KVTransferEngine:
 
         The peer is notified once its pages have been read. Returns and raises as `initiate_send_transfer` does.
         """
-        return self._initiate(True, remote_metadata, src_idxs, dst_idxs, src_replica_idx, dst_replica_idx)
+        return self._initiate(True, remote_metadata, (src_idxs, dst_idxs), (src_replica_idx, dst_replica_idx))
 
     def _initiate(
         self,
         is_read: bool,
         remote: KVTransferEngineMetadata,
-        src_idxs: Sequence[int],
-        dst_idxs: Sequence[int],
-        src_replica_idx: int,
-        dst_replica_idx: int,
+        pages: tuple[Sequence[int], Sequence[int]],
+        replicas: tuple[int, int],
     ) -> TransferReqData:
-        book = self._open()
-        connection = book.peers.connection(remote)
+        self._check_open()
+        connection = self._peers.connection(remote)
         mine, theirs = self.metadata, connection.metadata
         source, destination = (theirs, mine) if is_read else (mine, theirs)
         pair = f"transfer from {source.name!r} to {destination.name!r}"
-        check_replica(f"{pair}: src_replica_idx", src_replica_idx, len(source.agents_meta))
-        check_replica(f"{pair}: dst_replica_idx", dst_replica_idx, len(destination.agents_meta))
-        src = page_indices(f"{pair}: src_idxs", src_idxs, source.total_num_pages)
-        dst = page_indices(f"{pair}: dst_idxs", dst_idxs, destination.total_num_pages)
-        sorted_src, sorted_dst = sorted_pairs(pair, src, dst)
+        check_replica(f"{pair}: src_replica_idx", replicas[0], len(source.agents_meta))
+        check_replica(f"{pair}: dst_replica_idx", replicas[1], len(destination.agents_meta))
+        src = page_indices(f"{pair}: src_idxs", pages[0], source.total_num_pages)
+        dst = page_indices(f"{pair}: dst_idxs", pages[1], destination.total_num_pages)
+        runs = page_runs(pair, src, dst, self.bytes_per_page)
         request = TransferReqData(
             dst_name=destination.name,
             src_name=source.name,
@@ -261,16 +264,15 @@ class KVTransferEngine:
             transfer_ids=[next(self._ids) for _ in range(self.tp)],
             src_idxs=src.tolist(),
             dst_idxs=dst.tolist(),
-            src_replica_idx=int(src_replica_idx),
-            dst_replica_idx=int(dst_replica_idx),
+            src_replica_idx=int(replicas[0]),
+            dst_replica_idx=int(replicas[1]),
             is_read=is_read,
             version=WIRE_VERSION,
         )
-        posting = Posting(request, connection)
-        if held := book.quarantine.pages(posting.replica).intersection(posting.pages):
+        replica, ours = request.side_of(self.name)
+        if held := self.quarantined_pages(replica).intersection(ours):
             raise InvalidTransferError(f"{pair}: pages {sorted(held)[:8]} of {self.name!r} are in quarantine")
-        local, there = (sorted_dst, sorted_src) if is_read else (sorted_src, sorted_dst)
-        book.start(posting, local, there)
+        self._postings.start(Posting(request, connection), self.tensor_agents[replica], runs)
         return request
 
     def is_complete(self, transfer_req: TransferReqData) -> bool:
@@ -285,18 +287,53 @@ class KVTransferEngine:
             UnknownPeerError: the peer that started it is not connected, so that no notification can come.
             InvalidTransferError: the request is not of this engine.
         """
-        return self._open().is_complete(transfer_req)
+        if not self._is_ours(transfer_req):
+            return self._has_arrived(transfer_req)
+        posting = self._postings.get(transfer_req.transfer_name)
+        if not self._postings.is_done(posting):
+            self._drain(transfer_req.side_of(self.name)[0])  # peers may be waiting for us while we wait for them
+            return False
+        self._suspects.discard(posting.connection.metadata.name)
+        return True
+
+    def _is_ours(self, request: TransferReqData) -> bool:
+        self._check_open()
+        check_request(self._here, self.name, request, self.dp)
+        return request.initiator == self.name
+
+    def _has_arrived(self, request: TransferReqData) -> bool:
+        self._drain(request.side_of(self.name)[0])
+        peer, name = request.initiator, request.transfer_name
+        if self._notifications.is_complete(peer, name):
+            return True
+        if self._notifications.has_ended(name):
+            raise UnknownTransferError(f"{self._here}: transfer {name} was cleaned up or given up")
+        connection = self._peers.connected.get(peer)
+        if connection is None:
+            raise UnknownPeerError(f"{self._here} is not connected to engine {peer!r}, which started transfer {name}")
+        if connection.failure is not None:
+            raise PeerFailedError(
+                f"{self._here}: transfer {name} cannot end, peer {peer!r} was lost: {connection.failure}"
+            )
+        return False
 
     def poll(self) -> int:
         """Serves the peers' transfers, books their notifications, and moves on what was given up.
 
-        Returns:
-            How many notifications were accepted.
-
-        Raises:
-            AgentError: NIXL fails.
+        Returns how many notifications were accepted. Raises `AgentError` where NIXL fails.
         """
-        return self._open().poll()
+        self._check_open()
+        accepted = sum(map(self._drain, range(self.dp)))
+        self._peers.reap(self._postings.reap())
+        return accepted
+
+    def _drain(self, replica: int) -> int:
+        before = self._notifications.counts["accepted"]
+        for shard, ours in enumerate(self.tensor_agents[replica]):
+            for sender, message in ours.agent.notifications():
+                peer, of_shard = self._peers.sender.get(sender, (None, shard))
+                self._notifications.accept(peer if of_shard == shard else None, shard, message)
+        return self._notifications.counts["accepted"] - before
 
     def cleanup_transfer(self, transfer_req: TransferReqData) -> None:
         """Forgets a transfer that has ended or failed. Each side does so for itself.
@@ -306,16 +343,33 @@ class KVTransferEngine:
             TransferFailedError: it turns out just now to have failed. The next call forgets it.
             UnknownTransferError: it was cleaned up or given up before.
         """
-        self._open().clean_up(transfer_req)
+        ours, peer, name = self._is_ours(transfer_req), transfer_req.initiator, transfer_req.transfer_name
+        if ours:
+            if self._postings.get(name).failure is None and not self.is_complete(transfer_req):
+                raise TransferIncompleteError(f"{self._here}: transfer {name} has not ended yet")
+            del self._postings.started[name]
+            return
+        with suppress(PeerFailedError):  # a dead peer's transfer is over
+            if not self._has_arrived(transfer_req):
+                raise TransferIncompleteError(f"{self._here}: transfer {name} of {peer!r} has not ended yet")
+        self._notifications.end(peer, name)
 
     def abandon_transfer(self, transfer_req: TransferReqData) -> None:
         """Stops waiting for a transfer, in any state. Nothing stops the copy: see `quarantined_pages`.
 
         Raises:
             UnknownTransferError: it was cleaned up or given up before.
-            InvalidTransferError: the request is not of this engine.
         """
-        self._open().give_up(transfer_req)
+        ours, name = self._is_ours(transfer_req), transfer_req.transfer_name
+        if ours:
+            self._postings.give_up(name)
+            return
+        page_indices(f"{self._here}: transfer {name}", transfer_req.side_of(self.name)[1], self.total_num_pages)
+        with suppress(UnknownPeerError, PeerFailedError):  # a peer that is not connected may be writing all the same
+            if self._has_arrived(transfer_req):
+                self._notifications.end(transfer_req.initiator, name)
+                return
+        self._notifications.given_up[name] = transfer_req
 
     def sync_and_release(self, transfer_req: TransferReqData, timeout_s: float = 30.0) -> None:
         """Waits for the end of a transfer, serves peers meanwhile, and forgets the transfer in every case.
@@ -323,10 +377,29 @@ class KVTransferEngine:
         Raises:
             TransferTimeoutError: it did not end within `timeout_s` seconds. It is given up, its local pages are in
                 quarantine, and the peer is among `suspect_peers`.
-            TransferFailedError: as `is_complete` raises it, like the other errors there.
-            InvalidTransferError: `timeout_s` is negative or no number, or the request is not of this engine.
+            InvalidTransferError: `timeout_s` is negative or no number. The other errors are those of `is_complete`.
         """
-        self._open().wait(transfer_req, timeout_s)
+        if not timeout_s >= 0:  # also refuses NaN, which no clock ever reaches
+            raise InvalidTransferError(f"{self._here}: timeout_s is {timeout_s}, it must be 0 or more")
+        check_request(self._here, self.name, transfer_req, self.dp)
+        peer = transfer_req.dst_name if transfer_req.src_name == self.name else transfer_req.src_name
+        deadline, pause = time.monotonic() + timeout_s, _FIRST_PAUSE_S
+        try:
+            while not self.is_complete(transfer_req):
+                if time.monotonic() >= deadline:
+                    self.abandon_transfer(transfer_req)
+                    self._suspects.add(peer)
+                    raise TransferTimeoutError(
+                        f"{self._here}: transfer {transfer_req.transfer_name} with peer {peer!r} did not end within "
+                        f"{timeout_s} s; its pages here are in quarantine until it has"
+                    )
+                self.poll()
+                time.sleep(pause)
+                pause = min(2 * pause, _LAST_PAUSE_S)
+        except TransferFailedError:
+            self.cleanup_transfer(transfer_req)
+            raise
+        self.cleanup_transfer(transfer_req)
 
     def quarantined_pages(self, replica_idx: int) -> frozenset[int]:
         """Returns the pages of one replica that a transfer which was given up or failed may still read or write.
@@ -334,33 +407,41 @@ class KVTransferEngine:
         A transfer of ours lets go of its pages when NIXL says that it has ended, which `poll` asks. A peer's does when
         its last notification comes in, or at `release_quarantine`. `cleanup` ends them all.
         """
-        check_replica(f"engine {self.name!r}: replica_idx", replica_idx, self.dp)
-        return self._book.quarantine.pages(replica_idx) if self._book else frozenset()
+        check_replica(f"{self._here}: replica_idx", replica_idx, self.dp)
+        parked = [posting.request for posting in self._postings.parked.values()]
+        requests = [*parked, *self._notifications.given_up.values()]
+        sides = [request.side_of(self.name) for request in requests]
+        return frozenset(page for replica, pages in sides if replica == replica_idx for page in pages)
 
     def release_quarantine(self, peer: str) -> None:
         """Lets go of the pages that transfers started by `peer` hold. Only where its process is known to be gone."""
-        self._open().release_quarantine(peer)
+        self._check_open()
+        for name, request in list(self._notifications.given_up.items()):
+            if request.initiator == peer:
+                self._notifications.end(peer, name)
 
     def cleanup(self, drain_s: float = 2.0) -> None:
         """Gives everything back to NIXL, and destroys its agents. Safe twice, and after a failed constructor.
 
-        No byte moves for this engine when it returns. Peers' transfers from and to it fail. In a fork of its process
-        the engine is only forgotten.
-
-        Args:
-            drain_s: seconds that transfers in flight are given to end. One that is cut off over TCP can crash the peer.
+        No byte moves for this engine when it returns. Peers' transfers from and to it fail. Those in flight are given
+        `drain_s` seconds to end: one that is cut off over TCP can crash the peer. In a fork of its process the engine
+        is only forgotten.
 
         Raises:
             AgentError: NIXL failed to give something back. All the rest was given back before this is raised.
         """
-        book, agents = self._book, self.tensor_agents
-        self._book, self.tensor_agents = None, []
-        if self._owner != os.getpid():
-            return
-        busy = book.close(drain_s) if book else ()
+        ours, deadline = self._owner == os.getpid(), time.monotonic() + drain_s
+        while ours and self._postings.moving() and time.monotonic() < deadline:
+            with suppress(AgentError):
+                self.poll()
+            time.sleep(0.5e-3)
+        busy = {agent for posting in self._postings.moving() for agent in posting.drop()} if ours else set[Agent]()
+        agents, peers = (self.tensor_agents, self._peers) if ours else ([], Peers(self.name))
+        self.tensor_agents, self._peers = [], Peers(self.name)
+        self._postings, self._notifications = Postings(self.name), NotificationBook(0)
+        peers.close()
         refused: list[AgentError] = []
         for made in itertools.chain.from_iterable(agents):
-            made.pages = None  # a list keeps the agent that made it
             try:
                 made.agent.close(in_flight=made.agent in busy)
             except AgentError as error:

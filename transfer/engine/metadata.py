@@ -1,27 +1,28 @@
 """What engines tell each other: the wire structs, their encoding, and every check that needs no second engine.
 
-NIXL's own bytes can crash the process that loads them when a bit of them is wrong. So each struct that carries them
-carries a digest too, and `check_metadata` looks at everything before NIXL sees any of it.
+NIXL's own bytes can crash the process that loads them when a bit of them is wrong. So an engine's metadata carries a
+digest, and `check_metadata` looks at everything before NIXL sees any of it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from typing import TypeVar
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from transfer.errors import InvalidTransferError, MetadataError
 from transfer.memory import MemoryType
+from transfer.plan.boxes import ADDRESS_LIMIT, MAX_PAGES
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 """Version of the structs below. Raised with each change that an older reader would misread."""
 
-_ADDRESS_LIMIT = 1 << 63
 _KEYED_BYTES = 32
-MAX_PAGES = (1 << 31) - 1
-"""NIXL takes int32 indices, and cuts larger ones silently."""
+
+_Text = Annotated[str, Meta(min_length=1)]
 
 
 class TensorAgentMetadata(
@@ -34,16 +35,12 @@ class TensorAgentMetadata(
         metadata: NIXL's own description of the agent, opaque.
         base_addr: address of the first byte of page 0 in the owner's address space.
         device_id: index of the device; 0 for host memory.
-        region_bytes: bytes of the tensor: pages times bytes per page.
-        digest: over all other fields; `sealed` fills it in.
     """
 
-    agent_name: str
-    metadata: bytes
-    base_addr: int
-    device_id: int
-    region_bytes: int = 0
-    digest: bytes = b""
+    agent_name: _Text
+    metadata: Annotated[bytes, Meta(min_length=1)]
+    base_addr: Annotated[int, Meta(gt=0)]
+    device_id: Annotated[int, Meta(ge=0)]
 
 
 class KVTransferEngineMetadata(
@@ -60,20 +57,18 @@ class KVTransferEngineMetadata(
         agents_meta: `[replica][tp_shard]`.
         incarnation: random, new with each engine object.
         settings: the effective settings that two processes must agree on, and the version of NIXL.
-        settings_fingerprint: digest of `settings`.
         version: `WIRE_VERSION` of the sender. 0 means that no engine made this, and is refused.
         digest: over all other fields; `sealed` fills it in.
     """
 
-    name: str
-    total_num_pages: int
-    bytes_per_page: int
+    name: _Text
+    total_num_pages: Annotated[int, Meta(ge=1, le=MAX_PAGES)]
+    bytes_per_page: Annotated[int, Meta(ge=1)]
     memory_type: MemoryType
     hostname: str
     agents_meta: list[list[TensorAgentMetadata]]
     incarnation: str = ""
     settings: dict[str, str] = {}
-    settings_fingerprint: str = ""
     version: int = 0
     digest: bytes = b""
 
@@ -112,18 +107,21 @@ class TransferReqData(
         """Name of the engine that started the transfer."""
         return self.dst_name if self.is_read else self.src_name
 
+    def side_of(self, engine: str) -> tuple[int, list[int]]:
+        """The replica of one of its two engines, and the pages there."""
+        if engine == self.dst_name:
+            return self.dst_replica_idx, self.dst_idxs
+        return self.src_replica_idx, self.src_idxs
 
-_Sealed = TypeVar("_Sealed", TensorAgentMetadata, KVTransferEngineMetadata)
 
-
-def _digest(struct: TensorAgentMetadata | KVTransferEngineMetadata) -> bytes:
-    blank = msgspec.structs.replace(struct, digest=b"")
+def _digest(metadata: KVTransferEngineMetadata) -> bytes:
+    blank = msgspec.structs.replace(metadata, digest=b"")
     return hashlib.blake2b(msgspec.msgpack.encode(blank), digest_size=16).digest()
 
 
-def sealed(struct: _Sealed) -> _Sealed:
-    """Returns `struct` with its digest filled in."""
-    return msgspec.structs.replace(struct, digest=_digest(struct))
+def sealed(metadata: KVTransferEngineMetadata) -> KVTransferEngineMetadata:
+    """Returns `metadata` with its digest filled in."""
+    return msgspec.structs.replace(metadata, digest=_digest(metadata))
 
 
 def encode(struct: KVTransferEngineMetadata | TransferReqData, key: bytes = b"") -> bytes:
@@ -201,31 +199,18 @@ def _check(metadata: KVTransferEngineMetadata) -> None:
         raise MetadataError(f"{engine} is of wire version {metadata.version}, this engine speaks {WIRE_VERSION}")
     if metadata.digest != _digest(metadata):
         raise MetadataError(f"{engine} was changed on its way: its digest does not match")
-    if not metadata.name or not metadata.incarnation or not metadata.settings_fingerprint:
-        raise MetadataError(f"{engine} lacks a name, an incarnation or a settings fingerprint")
-    if not 0 < metadata.total_num_pages <= MAX_PAGES:
-        raise MetadataError(f"{engine} has {metadata.total_num_pages} pages, the range is 1 to {MAX_PAGES}")
-    if metadata.bytes_per_page <= 0:
-        raise MetadataError(f"{engine} has pages of {metadata.bytes_per_page} bytes")
+    if not metadata.incarnation:
+        raise MetadataError(f"{engine} lacks an incarnation")
     replicas = metadata.agents_meta
     if not replicas or not replicas[0] or any(len(replica) != len(replicas[0]) for replica in replicas):
         raise MetadataError(f"{engine} has shard counts {[len(r) for r in replicas]}: they must be equal, at least 1")
     agents = [agent for replica in replicas for agent in replica]
     if len({agent.agent_name for agent in agents}) != len(agents):
         raise MetadataError(f"{engine} uses one agent name twice")
+    region_bytes = metadata.total_num_pages * metadata.bytes_per_page
     for agent in agents:
-        _check_agent(engine, agent, metadata.total_num_pages * metadata.bytes_per_page)
-
-
-def _check_agent(engine: str, agent: TensorAgentMetadata, region_bytes: int) -> None:
-    where = f"{engine}, agent {agent.agent_name!r}"
-    if agent.digest != _digest(agent):
-        raise MetadataError(f"{where}, was changed on its way: its digest does not match")
-    if not agent.agent_name or not agent.metadata:
-        raise MetadataError(f"{where}, lacks its name or NIXL's metadata")
-    if agent.region_bytes != region_bytes:
-        raise MetadataError(f"{where}, has {agent.region_bytes} bytes where its pages take {region_bytes}")
-    if not 0 < agent.base_addr < agent.base_addr + region_bytes <= _ADDRESS_LIMIT:
-        raise MetadataError(f"{where}, has {region_bytes} bytes at {agent.base_addr:#x}, outside of any address space")
-    if agent.device_id < 0:
-        raise MetadataError(f"{where}, has device {agent.device_id}")
+        if agent.base_addr + region_bytes > ADDRESS_LIMIT:
+            raise MetadataError(
+                f"{engine}, agent {agent.agent_name!r}, has {region_bytes} bytes at {agent.base_addr:#x}, outside of "
+                "any address space"
+            )

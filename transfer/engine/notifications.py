@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter, OrderedDict
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from transfer.engine.metadata import TransferReqData
 
 _NAME = re.compile(rb"[0-9a-f]{32}")
 _MAX_OPEN = 1 << 16
@@ -20,11 +23,13 @@ class NotificationBook:
         completed: engine name to transfer name to the shards that have ended. It is bounded: of more than 65,536 open
             transfers of one peer, the oldest is dropped.
         counts: how many notifications met which verdict.
+        given_up: transfer name to request of those that were given up here before their end was known.
     """
 
     def __init__(self, tp: int) -> None:
         self.completed: dict[str, dict[str, set[int]]] = {}
-        self.counts: Counter[Verdict] = Counter()
+        self.counts: Counter[str] = Counter()
+        self.given_up: dict[str, TransferReqData] = {}
         self._shards = set(range(tp))
         self._ended: OrderedDict[str, None] = OrderedDict()
 
@@ -38,20 +43,21 @@ class NotificationBook:
         if left:
             self.completed[peer] = left
 
-    def accept(self, peer: str | None, shard: int, message: bytes) -> str | None:
-        """Books a notification that our agent of `shard` got; returns its transfer if no shard of it is missing now.
+    def accept(self, peer: str | None, shard: int, message: bytes) -> None:
+        """Books a notification that our agent of `shard` got. The last one ends a transfer that was given up.
 
         `peer` is None where no connected engine has the agent that sent it on this shard.
         """
         verdict = self._verdict(peer, shard, message)
         self.counts[verdict] += 1
         if peer is None or verdict != "accepted":
-            return None
+            return
         transfers, name = self.completed[peer], message.decode()
         transfers.setdefault(name, set()).add(shard)
         if len(transfers) > _MAX_OPEN:
             del transfers[next(iter(transfers))]
-        return name if transfers.get(name) == self._shards else None
+        if name in self.given_up and self.is_complete(peer, name):
+            self.end(peer, name)
 
     def _verdict(self, peer: str | None, shard: int, message: bytes) -> Verdict:
         if peer is None or peer not in self.completed:
@@ -68,12 +74,13 @@ class NotificationBook:
         return self.completed.get(peer, {}).get(transfer_name) == self._shards
 
     def has_ended(self, transfer_name: str) -> bool:
-        """Whether `end` was called for a transfer not long ago."""
-        return transfer_name in self._ended
+        """Whether a transfer was given up, or `end` was called for it not long ago."""
+        return transfer_name in self.given_up or transfer_name in self._ended
 
     def end(self, peer: str, transfer_name: str) -> None:
         """Forgets a transfer: whatever still arrives for it is dropped."""
         self.completed.get(peer, {}).pop(transfer_name, None)
+        self.given_up.pop(transfer_name, None)
         self._ended[transfer_name] = None
         if len(self._ended) > _MAX_ENDED:
             self._ended.popitem(last=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, product
 from typing import TYPE_CHECKING
 
 from transfer.engine.metadata import KVTransferEngineMetadata, check_metadata
@@ -18,12 +18,11 @@ from transfer.errors import (
     UnknownPeerError,
 )
 from transfer.nixl.settings import reaches_other_hosts
+from transfer.wire.handshake import differences
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from transfer.engine.tensor_agent import TensorAgent
-    from transfer.nixl.agent import Agent, PageList
+    from transfer.nixl.agent import Agent
 
 
 class Connection:
@@ -32,33 +31,23 @@ class Connection:
     Attributes:
         metadata: the peer's, checked.
         failure: why the peer is taken for dead; None while it lives.
-        pages: (replica, remote replica, shard) to the list of the peer's pages there.
     """
 
     def __init__(self, agents: list[list[TensorAgent]], metadata: KVTransferEngineMetadata) -> None:
         self.metadata = metadata
         self.failure: TransferFailedError | None = None
-        self.pages: dict[tuple[int, int, int], PageList] = {}
         self._loaded: list[tuple[Agent, str]] = []
         try:
-            for replica, shards in enumerate(agents):
-                for shard, ours in enumerate(shards):
-                    for there in range(len(metadata.agents_meta)):
-                        self.pages[replica, there, shard] = self._load(ours.agent, there, shard)
+            for ours, theirs in product(agents, metadata.agents_meta):
+                for shard, found in zip(ours, theirs, strict=True):
+                    shard.agent.add_peer(found.agent_name, found.metadata)
+                    self._loaded.append((shard.agent, found.agent_name))
         except AgentError:
             self.close()
             raise
 
-    def _load(self, agent: Agent, replica: int, shard: int) -> PageList:
-        peer, found = self.metadata, self.metadata.agents_meta[replica][shard]
-        agent.add_peer(found.agent_name, found.metadata)
-        self._loaded.append((agent, found.agent_name))
-        pages = (found.base_addr, peer.bytes_per_page, found.device_id, peer.total_num_pages)
-        return agent.list_pages(pages, peer.memory_type, found.agent_name)
-
     def close(self) -> None:
         """Unloads the peer, over which nothing moves any more. What NIXL says of a dead one is of no use."""
-        self.pages.clear()  # a list keeps the agent that made it
         loaded, self._loaded = self._loaded, []
         for agent, name in loaded:
             with suppress(AgentError):
@@ -73,20 +62,20 @@ class Peers:
         sender: agent name to engine name and shard, of each agent of a connected peer.
     """
 
-    def __init__(self, mine: KVTransferEngineMetadata, agents: list[list[TensorAgent]]) -> None:
+    def __init__(self, engine: str) -> None:
         self.connected: dict[str, Connection] = {}
         self.sender: dict[str, tuple[str, int]] = {}
-        self._mine = mine
-        self._here = f"engine {mine.name!r}"
-        self._agents = agents
+        self._here = f"engine {engine!r}"
         self._retiring: list[Connection] = []
 
-    def connect(self, remote: KVTransferEngineMetadata) -> str:
+    def connect(
+        self, mine: KVTransferEngineMetadata, agents: list[list[TensorAgent]], remote: KVTransferEngineMetadata
+    ) -> str:
         """Checks a peer, loads it, and returns its name. Raises as `KVTransferEngine.connect` does."""
         remote = check_metadata(remote)
         self._check_free(remote)
-        _check_fit(self._mine, remote)
-        self.connected[remote.name] = Connection(self._agents, remote)
+        _check_fit(mine, remote)
+        self.connected[remote.name] = Connection(agents, remote)
         for shards in remote.agents_meta:
             self.sender |= {agent.agent_name: (remote.name, shard) for shard, agent in enumerate(shards)}
         return remote.name
@@ -122,10 +111,6 @@ class Peers:
             raise PeerFailedError(f"{self._here}: peer {remote.name!r} was lost: {connection.failure}")
         return connection
 
-    def failed(self) -> dict[str, str]:
-        """Why each connected peer that is dead is taken for dead."""
-        return {name: str(peer.failure) for name, peer in self.connected.items() if peer.failure is not None}
-
     def disconnect(self, name: str) -> Connection:
         """Forgets a peer, and returns its connection, which `reap` unloads once nothing moves over it."""
         connection = self.connected.pop(name, None)
@@ -135,9 +120,9 @@ class Peers:
         self._retiring.append(connection)
         return connection
 
-    def reap(self, moving: Callable[[Connection], bool]) -> None:
+    def reap(self, moving: set[Connection]) -> None:
         """Unloads each forgotten connection over which nothing moves."""
-        for connection in [old for old in self._retiring if not moving(old)]:
+        for connection in [old for old in self._retiring if old not in moving]:
             self._retiring.remove(connection)
             connection.close()
 
@@ -152,11 +137,8 @@ def _check_fit(mine: KVTransferEngineMetadata, remote: KVTransferEngineMetadata)
     pair = f"engines {mine.name!r} and {remote.name!r}"
     if remote.name == mine.name:
         raise MetadataError(f"engine {mine.name!r} cannot connect to an engine of its own name")
-    if remote.settings_fingerprint != mine.settings_fingerprint:
-        keys = sorted(mine.settings.keys() | remote.settings.keys())
-        differ = [key for key in keys if mine.settings.get(key) != remote.settings.get(key)]
-        said = "; ".join(f"{k} is {mine.settings.get(k)} here, {remote.settings.get(k)} there" for k in differ)
-        raise SettingsMismatchError(f"{pair} run with different settings: {said or 'their fingerprints differ'}")
+    if differ := differences(mine.settings, remote.settings):
+        raise SettingsMismatchError(f"{pair} run with different settings: {differ}")
     if remote.bytes_per_page != mine.bytes_per_page:
         raise MetadataError(f"{pair} have pages of {mine.bytes_per_page} and {remote.bytes_per_page} bytes")
     shards, remote_shards = len(mine.agents_meta[0]), len(remote.agents_meta[0])

@@ -1,22 +1,36 @@
-"""Transfers that this engine started, and the quarantine of pages for whose transfers nobody waits any more."""
+"""The transfers that this engine has started, each until NIXL has called every copy of it ended."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from transfer.errors import AgentError
+import numpy as np
+
+from transfer.errors import AgentError, InvalidTransferError, PeerFailedError, TransferFailedError, UnknownTransferError
+from transfer.plan.runs import PagePairs, Runs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
-    from transfer.engine.checks import Indices
     from transfer.engine.metadata import TransferReqData
     from transfer.engine.peers import Connection
     from transfer.engine.tensor_agent import TensorAgent
-    from transfer.errors import TransferFailedError
     from transfer.nixl.agent import Agent, Handle
+    from transfer.plan.intersection import Ints
+
+
+def page_runs(label: str, src: Ints, dst: Ints, page_bytes: int) -> Runs:
+    """Pairs of pages as runs from `dst` to `src`, counted from page 0. Neighbours on both sides are one run."""
+    if src.size != dst.size:
+        raise InvalidTransferError(f"{label}: {src.size} source pages for {dst.size} destination pages")
+    pairs = PagePairs(dst, src)
+    if pairs.repeated is not None:
+        raise InvalidTransferError(f"{label}: destination page {pairs.repeated} is named more than once")
+    written, read, count = pairs.chained()
+    length = np.full_like(written, page_bytes) if count is None else count * page_bytes
+    return Runs(written * page_bytes, read * page_bytes, length)
 
 
 @dataclass(eq=False)
@@ -28,53 +42,42 @@ class Posting:
     Attributes:
         request: the transfer.
         connection: the peer it goes to or comes from.
-        failure: how it failed; None otherwise. Set by the engine.
-        pending: shard to agent and handle, of those that have not ended.
+        failure: how it failed; None otherwise.
+        pending: agent and handle of each shard that has not ended.
     """
 
     request: TransferReqData
     connection: Connection
     failure: TransferFailedError | None = None
-    pending: dict[int, tuple[Agent, Handle]] = field(default_factory=dict[int, "tuple[Agent, Handle]"])
+    pending: list[tuple[Agent, Handle]] = field(default_factory=list["tuple[Agent, Handle]"])
 
-    @property
-    def peer(self) -> str:
-        """Name of the other engine."""
-        return self.connection.metadata.name
-
-    @property
-    def replica(self) -> int:
-        """Our replica."""
-        return self.request.dst_replica_idx if self.request.is_read else self.request.src_replica_idx
-
-    @property
-    def pages(self) -> list[int]:
-        """Pages of our replica: written by a READ, read by a WRITE."""
-        return self.request.dst_idxs if self.request.is_read else self.request.src_idxs
-
-    def post(self, shard: int, ours: TensorAgent, local_idxs: Indices, remote_idxs: Indices) -> None:
-        """Starts one shard. Where NIXL refuses it (`AgentError`), the shards before are still in flight."""
-        request = self.request
-        there = request.src_replica_idx if request.is_read else request.dst_replica_idx
-        remote = self.connection.pages[self.replica, there, shard]
-        operation: Literal["READ", "WRITE"] = "READ" if request.is_read else "WRITE"
-        note = request.transfer_name.encode()
-        handle, done = ours.agent.post(operation, (ours.pages, local_idxs), (remote, remote_idxs), note)
-        if done:
-            ours.agent.release(handle)
-        else:
-            self.pending[shard] = (ours.agent, handle)
+    def post(self, shards: Sequence[TensorAgent], runs: Runs) -> None:
+        """Starts every shard. Where NIXL refuses one (`AgentError`), those before it are still in flight."""
+        request, note = self.request, self.request.transfer_name.encode()
+        replica = request.src_replica_idx if request.is_read else request.dst_replica_idx
+        for ours, theirs in zip(shards, self.connection.metadata.agents_meta[replica], strict=True):
+            if request.is_read:
+                here, there, operation = runs.local, runs.remote, "READ"
+            else:
+                here, there, operation = runs.remote, runs.local, "WRITE"
+            at = Runs(ours.base_addr + here, theirs.base_addr + there, runs.length)
+            rows = at.descriptors(ours.device_id, theirs.device_id)
+            handle, done = ours.agent.post(operation, theirs.agent_name, *rows, note)
+            if done:
+                ours.agent.release(handle)
+            else:
+                self.pending.append((ours.agent, handle))
 
     def poll(self) -> None:
         """Moves every shard on, and releases those that have ended; raises the first error (`AgentError`) of them."""
         first: AgentError | None = None
-        for shard, (agent, handle) in list(self.pending.items()):
+        for agent, handle in list(self.pending):
             try:
                 if not agent.done(handle):
                     continue
             except AgentError as error:
                 first = first or error
-            del self.pending[shard]
+            self.pending.remove((agent, handle))
             try:
                 agent.release(handle)
             except AgentError as error:
@@ -82,68 +85,107 @@ class Posting:
         if first is not None:
             raise first
 
-    def drop(self) -> None:
-        """Releases the handles of shards in flight. Only just before their agents are destroyed: the copies go on."""
-        pending, self.pending = self.pending, {}
-        for agent, handle in pending.values():
+    def is_moving(self) -> bool:
+        """Whether anything of it is in flight, polled once more: an error ends a copy as well as success does."""
+        with suppress(AgentError):
+            self.poll()
+        return bool(self.pending)
+
+    def drop(self) -> set[Agent]:
+        """Releases the handles of shards in flight, just before their agents are destroyed: the copies go on."""
+        pending, self.pending = self.pending, []
+        for agent, handle in pending:
             with suppress(AgentError):
                 agent.release(handle)
+        return {agent for agent, _ in pending}
 
 
-@dataclass(frozen=True)
-class _Held:
-    """Pages of one replica of ours; of a transfer that we started its posting, too."""
+class Postings:
+    """Transfers of one engine. What its methods raise is said where `KVTransferEngine` calls them.
 
-    peer: str
-    replica: int
-    pages: frozenset[int]
-    posting: Posting | None
-
-
-class Quarantine:
-    """Holds the pages of transfers that were given up, each until its end is known.
-
-    The end of a transfer that this engine started is seen by `reap`. That of a peer's is its last notification, or the
-    caller's word that the peer is gone.
+    Attributes:
+        started: transfer name to those that nobody has cleaned up.
+        parked: likewise those that have failed or were given up, while anything of them is in flight.
     """
 
-    def __init__(self) -> None:
-        self._held: dict[str, _Held] = {}
+    def __init__(self, engine: str) -> None:
+        self.started: dict[str, Posting] = {}
+        self.parked: dict[str, Posting] = {}
+        self._here = f"engine {engine!r}"
 
-    def __contains__(self, transfer_name: str) -> bool:
-        return transfer_name in self._held
+    def requests(self, *, is_read: bool) -> dict[str, TransferReqData]:
+        """Returns the READs, or the WRITEs, that nobody has cleaned up."""
+        started = {name: posting.request for name, posting in self.started.items()}
+        return {name: request for name, request in started.items() if request.is_read is is_read}
 
-    def park(self, posting: Posting) -> None:
-        """Takes over a transfer of ours. Nothing is held where it has ended."""
-        if posting.pending:
-            self.hold(posting.request.transfer_name, posting.peer, posting.replica, posting.pages, posting)
+    def start(self, posting: Posting, shards: Sequence[TensorAgent], runs: Runs) -> None:
+        """Posts every shard of a transfer."""
+        try:
+            posting.post(shards, runs)
+        except AgentError as error:
+            raise self._fail(posting, error) from error
+        self.started[posting.request.transfer_name] = posting
 
-    def hold(
-        self, transfer_name: str, peer: str, replica: int, pages: Iterable[int], posting: Posting | None = None
-    ) -> None:
-        """Holds pages of one replica until `release` of the same transfer."""
-        self._held[transfer_name] = _Held(peer, replica, frozenset(pages), posting)
+    def get(self, name: str) -> Posting:
+        """Returns a transfer that nobody has cleaned up."""
+        if name not in self.started:
+            raise UnknownTransferError(
+                f"{self._here} has no transfer {name}: it was cleaned up or given up, or never started"
+            )
+        return self.started[name]
 
-    def release(self, transfer_name: str) -> None:
-        """Lets go of a transfer's pages; nothing happens where it holds none."""
-        self._held.pop(transfer_name, None)
+    def is_done(self, posting: Posting) -> bool:
+        """Whether a transfer has ended well."""
+        if posting.failure is not None:
+            raise posting.failure.with_traceback(None)
+        try:
+            posting.poll()
+        except AgentError as error:
+            raise self._fail(posting, error) from error
+        return not posting.pending
 
-    def reap(self) -> None:
-        """Polls the parked transfers, and lets go of the pages of those that have ended, in whatever way."""
-        for posting in self.parked():
-            with suppress(AgentError):  # nobody waits for it, and an error ends it as well as success
+    def give_up(self, name: str) -> None:
+        """Forgets a transfer in any state."""
+        posting = self.get(name)
+        del self.started[name]
+        posting.is_moving()
+        self._park(posting)
+
+    def disconnect(self, connection: Connection) -> None:
+        """Fails what is in flight over a connection."""
+        for name, posting in self.started.items():
+            if posting.connection is not connection or posting.failure is not None:
+                continue
+            try:
                 posting.poll()
-            if not posting.pending:
-                self.release(posting.request.transfer_name)
+            except AgentError as error:
+                self._fail(posting, error)
+            if posting.pending and posting.failure is None:
+                peer = connection.metadata.name
+                posting.failure = PeerFailedError(
+                    f"{self._here}: peer {peer!r} was disconnected before transfer {name} had ended"
+                )
+                self._park(posting)
 
-    def parked(self) -> list[Posting]:
-        """Transfers of ours that are in flight, and that nobody waits for."""
-        return [held.posting for held in self._held.values() if held.posting is not None]
+    def reap(self) -> set[Connection]:
+        """Polls what is parked, forgets what has ended of it, and returns the connections of the rest."""
+        self.parked = {name: posting for name, posting in self.parked.items() if posting.is_moving()}
+        return {posting.connection for posting in self.parked.values()}
 
-    def of_peer(self, peer: str) -> list[str]:
-        """The peer's own transfers that hold pages of ours."""
-        return [name for name, held in self._held.items() if held.peer == peer and held.posting is None]
+    def moving(self) -> set[Posting]:
+        """All transfers that anything is in flight of."""
+        return {posting for posting in (*self.started.values(), *self.parked.values()) if posting.is_moving()}
 
-    def pages(self, replica: int) -> frozenset[int]:
-        """Every page of one replica that is held."""
-        return frozenset[int]().union(*(held.pages for held in self._held.values() if held.replica == replica))
+    def _fail(self, posting: Posting, error: AgentError) -> TransferFailedError:
+        kind, gone = (PeerFailedError, " is gone") if error.peer_lost else (TransferFailedError, "")
+        name, connection = posting.request.transfer_name, posting.connection
+        failure = kind(f"{self._here}: transfer {name} failed, peer {connection.metadata.name!r}{gone}: {error}")
+        posting.failure = failure
+        if error.peer_lost and connection.failure is None:
+            connection.failure = failure
+        self._park(posting)
+        return failure
+
+    def _park(self, posting: Posting) -> None:
+        if posting.pending:
+            self.parked[posting.request.transfer_name] = posting

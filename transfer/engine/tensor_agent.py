@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from transfer.engine.metadata import TensorAgentMetadata, sealed
+from transfer.engine.metadata import TensorAgentMetadata
 from transfer.errors import InvalidEngineError
-from transfer.memory import MemoryType
-from transfer.nixl.agent import Agent, PageList
+from transfer.nixl.agent import Agent
 
 if TYPE_CHECKING:
     import torch
+
+    from transfer.memory import MemoryType
 
 _BACKGROUND_RUNS = 8
 
@@ -29,8 +30,6 @@ class TensorAgent:
         device_id: index of the device; 0 for host memory.
         agent_metadata: what another NIXL agent loads to reach this one.
         reg_dlist: NIXL's record of the registration.
-        memory_type: where the tensor lives.
-        pages: NIXL's list of the tensor's pages; None where the agent was not made by `create_agent`.
     """
 
     agent: Agent
@@ -41,8 +40,6 @@ class TensorAgent:
     device_id: int
     agent_metadata: bytes
     reg_dlist: Any
-    memory_type: MemoryType = MemoryType.DRAM
-    pages: PageList = None
 
     @classmethod
     def create_agent(
@@ -76,21 +73,14 @@ class TensorAgent:
             )
         agent = Agent(agent_name, memory_type, background_runs=_BACKGROUND_RUNS)
         base, device = tensor.data_ptr(), max(tensor.get_device(), 0)
-        page_bytes = elts_per_page * tensor.element_size()
-        registered = agent.register([(base, total_num_pages * page_bytes, device)])
-        pages = agent.list_pages((base, page_bytes, device, total_num_pages), memory_type)
-        return cls(
-            agent, agent_name, tensor, base, agent.backend, device, agent.metadata, registered, memory_type, pages
-        )
+        registered = agent.register([(base, tensor.nbytes, device)])
+        return cls(agent, agent_name, tensor, base, agent.backend, device, agent.metadata, registered)
 
     def to_metadata(self) -> TensorAgentMetadata:
-        """Returns what a peer needs to know of this tensor, with its digest."""
-        return sealed(
-            TensorAgentMetadata(
-                agent_name=self.agent_name,
-                metadata=self.agent_metadata,
-                base_addr=self.base_addr,
-                device_id=self.device_id,
-                region_bytes=self.tensor.numel() * self.tensor.element_size(),
-            )
+        """Returns what a peer needs to know of this tensor."""
+        return TensorAgentMetadata(
+            agent_name=self.agent_name,
+            metadata=self.agent_metadata,
+            base_addr=self.base_addr,
+            device_id=self.device_id,
         )

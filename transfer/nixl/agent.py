@@ -10,11 +10,8 @@ import importlib
 import os
 from contextlib import contextmanager
 from functools import cache
-from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from weakref import WeakSet
-
-import numpy as np
 
 from transfer.errors import AgentError
 from transfer.memory import MemoryType
@@ -24,13 +21,11 @@ from transfer.nixl.vouchers import Voucher
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
 
+    import numpy as np
     import numpy.typing as npt
 
 Handle: TypeAlias = Any
 """A transfer of NIXL's in flight. Dead once released: NIXL crashes on its next use."""
-
-PageList: TypeAlias = Any
-"""A list that NIXL has prepared of all pages of a tensor, ours or a peer's."""
 
 Descriptors: TypeAlias = "npt.NDArray[np.uint64]"
 """uint64 `[runs, 3]`: address, bytes and device of each run."""
@@ -78,10 +73,9 @@ def nixl_errors(doing: str) -> Generator[None]:
 class Agent:
     """One NIXL agent over any number of regions, for one thread. What NIXL refuses or fails in is an `AgentError`.
 
-    READs name addresses, which are handed over as arrays. Lists that NIXL prepares ahead would save 16 ns a descriptor;
-    against the 1.3 to 2.2 µs that each costs in the post that is nothing, while they must describe a whole pool at
-    first contact, can merge only within their own rows, and die with each connection. `KVTransferEngine`, whose pages
-    are equal on both sides, posts pages of such lists.
+    Transfers name addresses, which are handed over as arrays. Lists that NIXL prepares ahead would save 16 ns a
+    descriptor; against the 1.3 to 2.2 µs that each costs in the post that is nothing, while they must describe a whole
+    pool at first contact, can merge only within their own rows, and die with each connection.
 
     Args:
         name: a name that no agent has had before.
@@ -105,7 +99,6 @@ class Agent:
         self.name = name
         self.memory_type = memory_type
         self._registered: list[Any] = []
-        self._page_lists: dict[str, list[PageList]] = {}
         self._voucher: Voucher | None = None
         self._owner = os.getpid()
         os.environ.update(effective_settings(memory_type))
@@ -169,13 +162,9 @@ class Agent:
             raise AgentError(f"agent {self.name!r}: the metadata of {peer!r} is that of {loaded!r}")
 
     def remove_peer(self, peer: str) -> None:
-        """Unloads a peer, and its page lists. All handles of transfers with it must be released before."""
+        """Unloads a peer. All handles of transfers with it must be released before."""
         with nixl_errors(f"agent {self.name!r}: unloading agent {peer!r}"):
-            try:
-                for pages in self._page_lists.pop(peer, ()):
-                    pages.release()
-            finally:
-                self._agent.remove_remote_agent(peer)
+            self._agent.remove_remote_agent(peer)
 
     def read(
         self,
@@ -185,12 +174,25 @@ class Agent:
         note: bytes = b"",
         memory_types: tuple[MemoryType, MemoryType] | None = None,
     ) -> tuple[Handle, bool]:
-        """Starts to READ runs of a peer's memory into ours. Returns the handle, and whether it has ended already.
+        """Starts to READ runs of a peer's memory into ours, as `post`."""
+        return self.post("READ", peer, local, remote, note, memory_types)
+
+    def post(
+        self,
+        operation: Literal["READ", "WRITE"],
+        peer: str,
+        local: RunList,
+        remote: RunList,
+        note: bytes = b"",
+        memory_types: tuple[MemoryType, MemoryType] | None = None,
+    ) -> tuple[Handle, bool]:
+        """Starts to copy runs between our memory and a peer's. Returns the handle, and whether it has ended already.
 
         Args:
+            operation: READ into our memory; or WRITE into the peer's.
             peer: a loaded peer.
-            local: where the bytes go; registered memory of ours.
-            remote: where they lie; registered memory of the peer's, of the same lengths.
+            local: registered memory of ours.
+            remote: registered memory of the peer's, in runs of the same lengths.
             note: what the peer is told once all bytes have arrived; nothing where empty.
             memory_types: of the local and of the remote memory; the agent's own for both where None.
         """
@@ -199,46 +201,9 @@ class Agent:
         try:  # not `nixl_errors`: a READ of one page takes 10 µs, two context managers and their messages would add 4
             local_list = agent.get_xfer_descs(local, here.value)
             remote_list = agent.get_xfer_descs(remote, there.value)
-            handle = agent.initialize_xfer("READ", local_list, remote_list, peer, note)
+            handle = agent.initialize_xfer(operation, local_list, remote_list, peer, note)
         except _errors() as error:
-            raise _agent_error(f"agent {self.name!r}: reading {len(local)} runs of {peer!r}", error) from error
-        return handle, self.start(handle)
-
-    def list_pages(self, pages: tuple[int, int, int, int], memory_type: MemoryType, peer: str = "") -> PageList:
-        """Prepares a list of all pages of a tensor, for `post`. It lasts until the peer is removed, or until `close`.
-
-        Args:
-            pages: address of the first, bytes of one, device, and how many follow each other.
-            memory_type: where they live.
-            peer: a loaded peer that has registered them; ours where empty.
-        """
-        address, num_bytes, device, count = pages
-        # One strided row, (address, length, device, stride, count), stands for any number of equal pages.
-        rows = np.array([[address, num_bytes, device, num_bytes, count]], np.uint64)
-        with nixl_errors(f"agent {self.name!r}: preparing the pages of {peer or self.name!r}"):
-            found = self._agent.prep_xfer_dlist(peer, rows, memory_type.value)
-        self._page_lists.setdefault(peer, []).append(found)
-        return found
-
-    def post(
-        self,
-        operation: Literal["READ", "WRITE"],
-        local: tuple[PageList, npt.NDArray[np.int32]],
-        remote: tuple[PageList, npt.NDArray[np.int32]],
-        note: bytes,
-    ) -> tuple[Handle, bool]:
-        """Starts to copy pages of prepared lists. Returns the handle, and whether it has ended already.
-
-        NIXL merges pairs that follow each other on both sides into one copy, so sorted pairs are faster.
-
-        Args:
-            operation: READ into our pages; or WRITE into the peer's.
-            local: our list, and int32 `[pairs]` of its pages.
-            remote: likewise the peer's.
-            note: what the peer is told once all bytes have arrived.
-        """
-        with nixl_errors(f"agent {self.name!r}: posting {len(local[1])} pages"):
-            handle = self._agent.make_prepped_xfer(operation, *local, *remote, note)
+            raise _agent_error(f"agent {self.name!r}: {operation} of {len(local)} runs of {peer!r}", error) from error
         return handle, self.start(handle)
 
     def start(self, handle: Handle) -> bool:
@@ -296,11 +261,8 @@ class Agent:
             self._voucher.close()
         agent, self._agent = self._agent, None
         registered, self._registered = self._registered, []
-        page_lists, self._page_lists = self._page_lists, {}
         if agent is None or in_flight or not self.is_own:
             return
         with nixl_errors(f"closing agent {self.name!r}"):
-            for pages in chain.from_iterable(page_lists.values()):
-                pages.release()
             for dlist in registered:
                 agent.deregister_memory(dlist)

@@ -75,12 +75,7 @@ def agreed_settings(
 
 def settings_fingerprint(memory_type: MemoryType = MemoryType.DRAM, environ: Mapping[str, str] | None = None) -> str:
     """Returns a digest of `agreed_settings`: two processes may connect only if theirs are equal. Changes nothing."""
-    return fingerprint_of(agreed_settings(memory_type, environ))
-
-
-def fingerprint_of(settings: Mapping[str, str]) -> str:
-    """Returns the digest of settings as `agreed_settings` returns them: 32 hexadecimal digits."""
-    data = msgspec.msgpack.encode(dict(settings), order="sorted")
+    data = msgspec.msgpack.encode(agreed_settings(memory_type, environ))
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 

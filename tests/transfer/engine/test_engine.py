@@ -211,8 +211,8 @@ def test_peers_that_do_not_fit_are_refused(make_engine: Any):
 
 def test_other_settings_are_refused_by_name(make_engine: Any):
     left, right = make_engine("left"), make_engine("right").metadata
-    other = msgspec.structs.replace(right, settings=right.settings | {"nixl": "9"}, settings_fingerprint="other")
-    with pytest.raises(SettingsMismatchError, match=r"nixl is .* here, 9 there"):
+    other = msgspec.structs.replace(right, settings=right.settings | {"nixl": "9"})
+    with pytest.raises(SettingsMismatchError, match=r"nixl: '9' there, .* here"):
         left.connect(sealed(other))
     left.connect(right)
 
@@ -232,7 +232,7 @@ def test_connecting_twice_is_refused(pair: Any, make_engine: Any):
 def test_nixl_bytes_of_another_agent_are_refused_and_nothing_stays_loaded(make_engine: Any):
     left, right, third = make_engine("left", tp=2), make_engine("right", tp=2), make_engine("third", tp=2)
     first, second = right.metadata.agents_meta[0]
-    wrong = sealed(msgspec.structs.replace(second, metadata=third.metadata.agents_meta[0][1].metadata))
+    wrong = msgspec.structs.replace(second, metadata=third.metadata.agents_meta[0][1].metadata)
     with pytest.raises(AgentError, match="is that of 'third"):
         left.connect(sealed(msgspec.structs.replace(right.metadata, agents_meta=[[first, wrong]])))
     assert left.remote_connections == left.remote_agent_to_engine == {}
@@ -244,9 +244,12 @@ def test_nixl_bytes_of_another_agent_are_refused_and_nothing_stays_loaded(make_e
 def test_an_address_outside_of_the_registered_memory_is_refused(make_engine: Any):
     left, right = make_engine("left"), make_engine("right")
     agent = right.metadata.agents_meta[0][0]
-    moved = sealed(msgspec.structs.replace(agent, base_addr=agent.base_addr + 4096))
-    with pytest.raises(AgentError, match="preparing the pages of 'right"):
-        left.connect(sealed(msgspec.structs.replace(right.metadata, agents_meta=[[moved]])))
+    moved = msgspec.structs.replace(agent, base_addr=agent.base_addr + 4096)
+    left.connect(wrong := sealed(msgspec.structs.replace(right.metadata, agents_meta=[[moved]])))
+    for kind in ("read", "send"):
+        with pytest.raises(TransferFailedError, match="of 1 runs of 'right"):
+            getattr(left, f"initiate_{kind}_transfer")(wrong, [0], [7], 0, 0)
+    left.disconnect("right")
     left.connect(right.metadata)
 
 
@@ -373,8 +376,9 @@ def test_requests_of_others_are_refused(pair: Any):
     foreign = msgspec.structs.replace(request, src_name="x", dst_name="y")
     with pytest.raises(InvalidTransferError, match="'left' has no part"):
         left.is_complete(foreign)
-    with pytest.raises(InvalidTransferError, match="expected TransferReqData"):
-        left.is_complete("request")
+    for call in (left.is_complete, left.cleanup_transfer, left.abandon_transfer, left.sync_and_release):
+        with pytest.raises(InvalidTransferError, match="expected TransferReqData"):
+            call("request")
     with pytest.raises(UnknownPeerError, match="not connected to engine 'x'"):
         left.is_complete(msgspec.structs.replace(request, dst_name="x", src_name="left"))
     with pytest.raises(InvalidTransferError, match="replica of transfer"):

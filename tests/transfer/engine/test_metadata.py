@@ -24,7 +24,7 @@ PAGES, BYTES = 10, 4096
 
 def agent(name: str = "a/0.0@1", **changes: object) -> TensorAgentMetadata:
     fields = {"agent_name": name, "metadata": b"opaque", "base_addr": 1 << 20, "device_id": 0}
-    return sealed(TensorAgentMetadata(**(fields | {"region_bytes": PAGES * BYTES} | changes)))
+    return TensorAgentMetadata(**(fields | changes))
 
 
 def engine(**changes: object) -> KVTransferEngineMetadata:
@@ -37,7 +37,6 @@ def engine(**changes: object) -> KVTransferEngineMetadata:
         "agents_meta": [[agent()]],
         "incarnation": "1",
         "settings": {"nixl": "1"},
-        "settings_fingerprint": "f",
         "version": WIRE_VERSION,
     }
     return sealed(KVTransferEngineMetadata(**(fields | changes)))
@@ -101,14 +100,12 @@ def test_documented_fields_alone_are_refused():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": WIRE_VERSION + 1}, "wire version 2, this engine speaks 1"),
-        ({"name": ""}, "lacks a name"),
-        ({"incarnation": ""}, "lacks a name"),
-        ({"settings_fingerprint": ""}, "lacks a name"),
-        ({"total_num_pages": 0}, "0 pages"),
-        ({"total_num_pages": 1 << 31}, "2147483648 pages"),
-        ({"bytes_per_page": 0}, "pages of 0 bytes"),
-        ({"bytes_per_page": 64}, "40960 bytes where its pages take 640"),
+        ({"version": WIRE_VERSION + 1}, f"wire version {WIRE_VERSION + 1}, this engine speaks {WIRE_VERSION}"),
+        ({"name": ""}, r"length >= 1 - at `\$.name`"),
+        ({"incarnation": ""}, "lacks an incarnation"),
+        ({"total_num_pages": 0}, r">= 1 - at `\$.total_num_pages`"),
+        ({"total_num_pages": 1 << 31}, r"<= 2147483647 - at `\$.total_num_pages`"),
+        ({"bytes_per_page": 0}, r">= 1 - at `\$.bytes_per_page`"),
         ({"total_num_pages": True}, "bool"),
         ({"bytes_per_page": 4096.0}, "float"),
         ({"name": 7}, "int"),
@@ -117,13 +114,12 @@ def test_documented_fields_alone_are_refused():
         ({"agents_meta": [[]]}, "shard counts"),
         ({"agents_meta": [[agent()], [agent("b"), agent("c")]]}, r"shard counts \[1, 2\]"),
         ({"agents_meta": [[agent(), agent()]]}, "one agent name twice"),
-        ({"agents_meta": [[agent(metadata=b"")]]}, "lacks its name"),
-        ({"agents_meta": [[agent(name="")]]}, "lacks its name"),
-        ({"agents_meta": [[agent(base_addr=0)]]}, "outside of any address space"),
-        ({"agents_meta": [[agent(base_addr=-4096)]]}, "outside of any address space"),
+        ({"agents_meta": [[agent(metadata=b"")]]}, r"length >= 1 - at .*metadata`"),
+        ({"agents_meta": [[agent(name="")]]}, r"length >= 1 - at .*agent_name`"),
+        ({"agents_meta": [[agent(base_addr=0)]]}, r">= 1 - at .*base_addr`"),
+        ({"agents_meta": [[agent(base_addr=-4096)]]}, r">= 1 - at .*base_addr`"),
         ({"agents_meta": [[agent(base_addr=(1 << 63) - 1)]]}, "outside of any address space"),
-        ({"agents_meta": [[agent(device_id=-1)]]}, "device -1"),
-        ({"agents_meta": [[msgspec.structs.replace(agent(), metadata=b"opaqu3")]]}, "digest does not match"),
+        ({"agents_meta": [[agent(device_id=-1)]]}, r">= 0 - at .*device_id`"),
     ],
 )
 def test_what_does_not_add_up_is_refused(changes: dict[str, object], message: str):
@@ -134,6 +130,9 @@ def test_what_does_not_add_up_is_refused(changes: dict[str, object], message: st
 def test_an_unsealed_change_is_refused():
     with pytest.raises(MetadataError, match="engine 'b' was changed on its way"):
         check_metadata(msgspec.structs.replace(engine(), name="b"))
+    changed = msgspec.structs.replace(agent(), metadata=b"opaqu3")
+    with pytest.raises(MetadataError, match="engine 'a' was changed on its way"):
+        check_metadata(msgspec.structs.replace(engine(), agents_meta=[[changed]]))
 
 
 @pytest.mark.parametrize("other", [None, b"bytes", {}, REQUEST])
@@ -165,8 +164,8 @@ def test_defaults_are_not_sent():
 def test_requests_of_another_kind_or_version_are_refused():
     with pytest.raises(InvalidTransferError, match="no transfer request"):
         decode_request(encode(engine()))
-    with pytest.raises(InvalidTransferError, match="wire version 2"):
-        decode_request(encode(msgspec.structs.replace(REQUEST, version=2)))
+    with pytest.raises(InvalidTransferError, match=f"wire version {WIRE_VERSION + 1}"):
+        decode_request(encode(msgspec.structs.replace(REQUEST, version=WIRE_VERSION + 1)))
     with pytest.raises(InvalidTransferError, match="no transfer request"):
         decode_request(encode(REQUEST)[:-3])
     with pytest.raises(MetadataError, match="no engine metadata"):

@@ -11,10 +11,10 @@ NAME = "0123456789abcdef" * 2
 def test_a_transfer_is_complete_when_each_shard_has_said_so():
     book = NotificationBook(2)
     book.connect("p")
-    assert book.accept("p", 1, NAME.encode()) is None
-    assert book.accept("p", 1, NAME.encode()) is None
+    book.accept("p", 1, NAME.encode())
+    book.accept("p", 1, NAME.encode())
     assert not book.is_complete("p", NAME)
-    assert book.accept("p", 0, NAME.encode()) == NAME
+    book.accept("p", 0, NAME.encode())
     assert book.is_complete("p", NAME)
     assert book.counts == {"accepted": 2, "duplicate": 1}
 
@@ -23,15 +23,15 @@ def test_a_transfer_is_complete_when_each_shard_has_said_so():
 def test_malformed_names_open_no_entry(message: bytes):
     book = NotificationBook(1)
     book.connect("p")
-    assert book.accept("p", 0, message) is None
+    book.accept("p", 0, message)
     assert book.completed == {"p": {}}
     assert book.counts == {"malformed": 1}
 
 
 def test_peers_that_are_not_connected_open_no_entry():
     book = NotificationBook(1)
-    assert book.accept(None, 0, NAME.encode()) is None
-    assert book.accept("p", 0, NAME.encode()) is None
+    book.accept(None, 0, NAME.encode())
+    book.accept("p", 0, NAME.encode())
     assert book.completed == {}
     assert book.counts == {"unknown": 2}
 
@@ -46,8 +46,21 @@ def test_disconnect_keeps_what_is_complete():
     assert book.completed == {"p": {NAME: {0, 1}}}
     book.end("p", NAME)
     assert book.has_ended(NAME)
-    assert book.accept("p", 0, NAME.encode()) is None
+    book.accept("p", 0, NAME.encode())
     assert book.counts["late"] == 1
+
+
+def test_what_was_given_up_ends_with_its_last_notification():
+    book = NotificationBook(2)
+    book.connect("p")
+    book.given_up[NAME] = "the request"
+    assert book.has_ended(NAME)
+    book.accept("p", 0, NAME.encode())
+    assert book.given_up
+    book.accept("p", 1, NAME.encode())
+    assert not book.given_up
+    assert book.completed == {"p": {}}
+    assert book.has_ended(NAME)
 
 
 def test_a_peer_cannot_fill_the_memory(monkeypatch: pytest.MonkeyPatch):

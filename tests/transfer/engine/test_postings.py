@@ -1,49 +1,58 @@
-"""What is parked is parked once, and lets go of its pages once it has ended."""
+"""What is parked keeps its pages, and lets go of them once it has ended."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import uuid
 from typing import Any
 
-from transfer.engine.postings import Quarantine
+import numpy as np
+import pytest
+
+from tests.transfer.engine.test_engine import stuck, unstarted
+from transfer.engine.postings import page_runs
+from transfer.errors import InvalidTransferError
 
 
-def posting(name: str, *pages: int) -> Any:
-    return SimpleNamespace(
-        request=SimpleNamespace(transfer_name=name),
-        peer="p",
-        replica=0,
-        pages=pages,
-        pending={0: "a handle"},
-        poll=lambda: None,
-    )
+def test_neighbours_on_both_sides_are_one_run():
+    runs = page_runs("t", np.array([4, 9, 8, 2, 3]), np.array([1, 6, 5, 3, 4]), 100)
+    assert [runs.local.tolist(), runs.remote.tolist(), runs.length.tolist()] == [
+        [100, 300, 500],
+        [400, 200, 800],
+        [100, 200, 200],
+    ]
+    alone = page_runs("t", np.array([4, 4]), np.array([1, 2]), 100)  # a page may be read twice
+    assert [alone.remote.tolist(), alone.length.tolist()] == [[400, 400], [100, 100]]
+    with pytest.raises(InvalidTransferError, match="destination page 3 is named more than once"):
+        page_runs("t", np.array([1, 2]), np.array([3, 3]), 100)
 
 
-def test_a_transfer_that_is_parked_twice_is_one() -> None:
-    quarantine, slow = Quarantine(), posting("slow", 3, 4)
-    quarantine.park(slow)
-    quarantine.park(slow)
-    quarantine.reap()
-    assert quarantine.pages(0) == {3, 4}
-    assert quarantine.pages(1) == frozenset()
-    assert quarantine.parked() == [slow]
+def test_pages_of_one_replica_are_not_those_of_another(make_engine: Any, monkeypatch: pytest.MonkeyPatch, until: Any):
+    left, right = make_engine("left", dp=2), make_engine("right")
+    left.connect(right.metadata)
+    right.connect(left.metadata)
+    with monkeypatch.context() as patched:
+        stuck(patched, left.tensor_agents[1][0])
+        slow = left.initiate_read_transfer(right.metadata, [0, 1], [3, 4], 0, 1)
+        left.abandon_transfer(slow)
+        left.poll()
+        assert left.quarantined_pages(1) == {3, 4}
+        assert left.quarantined_pages(0) == frozenset()
+    until(lambda: right.poll() + left.poll() >= 0 and not left.quarantined_pages(1))
 
 
-def test_what_has_ended_is_not_parked_and_what_ends_is_let_go() -> None:
-    quarantine, slow, ended = Quarantine(), posting("slow", 3), posting("ended", 4)
-    ended.pending.clear()
-    quarantine.park(slow)
-    quarantine.park(ended)
-    assert quarantine.pages(0) == {3}
-    slow.pending.clear()
-    quarantine.reap()
-    assert quarantine.pages(0) == frozenset()
-    assert not quarantine.parked()
-
-
-def test_a_peer_s_own_transfers_are_told_from_ours_with_it() -> None:
-    quarantine = Quarantine()
-    quarantine.park(posting("ours", 3))
-    quarantine.hold("theirs", "p", 0, [4])
-    quarantine.hold("another's", "q", 0, [5])
-    assert quarantine.of_peer("p") == ["theirs"]
+def test_the_word_that_a_writer_is_gone_lets_go_of_its_own_transfers_alone(
+    pair: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch, until: Any
+):
+    left, right = pair
+    other = make_engine("other", tp=2)
+    right.connect(other.metadata)
+    with monkeypatch.context() as patched:
+        stuck(patched, right.tensor_agents[0][0])
+        right.abandon_transfer(right.initiate_read_transfer(left.metadata, [0], [3], 0, 0))
+        right.abandon_transfer(unstarted("left", "right", [4]))
+        right.abandon_transfer(unstarted("other", "right", [5]))
+        assert right.quarantined_pages(0) == {3, 4, 5}
+        right.release_quarantine("left")
+        right.release_quarantine(uuid.uuid4().hex)
+        assert right.quarantined_pages(0) == {3, 5}
+    until(lambda: left.poll() + right.poll() >= 0 and right.quarantined_pages(0) == {5})
