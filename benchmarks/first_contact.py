@@ -14,10 +14,11 @@ from contextlib import contextmanager
 import numpy as np
 
 from benchmarks.frame import Row, options, pin, report, samples, summary
+from benchmarks.pulls.layouts import per_layer
 from kvcache.layout import PageLayout
 from transfer.plan.boxes import ShardLayout
 from transfer.plan.page_lists import PagesOfGroup
-from transfer.plan.shapes import PACKED_HND, per_layer
+from transfer.plan.shapes import PACKED_HND
 from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation
 from transfer.pull.remote import RemoteEngine
 from transfer.wire.messages import open_rank

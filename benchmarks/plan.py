@@ -3,7 +3,7 @@
 check, sources, plan: first contact with a rank of 64 layers and 100,000 pages. runs: a pull of 2,048 pages, and the
 descriptors that NIXL takes. wire: READs between two processes by NIXL, of runs that no two of which are neighbours.
 copy: `Staging.permute` of slabs of 16 MiB between tokens-first and heads-first pages. The last two are fitted with a
-cost of a run and a cost of a byte; `transfer.plan.staging.Costs` holds what came out.
+cost of a run and a cost of a byte; `transfer/plan/staging.py` holds what came out.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.frame import Row, options, pin, report, samples, summary
+from benchmarks.pulls.layouts import per_layer
 from kvcache.layout import PageLayout
 from kvcache.storage import allocate_blocks
 from transfer.nixl.agent import Agent
 from transfer.plan.boxes import ShardLayout, check
 from transfer.plan.plan import Plan, plan
 from transfer.plan.runs import Runs
-from transfer.plan.shapes import PACKED_HND, SPLIT_NHD, dense, per_layer
+from transfer.plan.shapes import PACKED_HND, SPLIT_NHD, dense
 from transfer.plan.source_ranks import sources
 from transfer.pull.staging_area import SLAB_BYTES
 
@@ -83,7 +84,7 @@ def pulls(repeats: int) -> list[Row]:
     ]
     rows: list[Row] = []
     for case, local, remote, pages in cases:
-        made, given = plan(local, remote), (*pages, (0, PAGES * PAGE_SIZE), bases(local), bases(remote))
+        made, given = plan(local, remote, (bases(local), bases(remote))), (*pages, (0, PAGES * PAGE_SIZE))
         found = made.runs(0, *given)
         times = samples(repeats, lambda made=made: made, partial(_run, given))
         rows.append({"case": f"runs, {case}", "runs": len(found), **summary(times)})
@@ -175,7 +176,7 @@ def copies(repeats: int) -> list[Row]:
         local, remote = (dense(page(page_size=page_size, order=order, **sizes), pool) for order in (ours, theirs))
         made, tokens, pages = plan(local, remote), (0, count * page_size), rng.permutation(pool)[:count]
         staging, memory, slab = made.staging(0), _buffer(SOURCE_BYTES), _buffer(SLAB_BYTES)
-        runs = made.runs(0, pages, pages, tokens, [0], [0])
+        runs = made.runs(0, pages, pages, tokens)
 
         def home(_: object, staging=staging, given=(pages, tokens, slab, [memory])) -> None:  # noqa: ANN001
             staging.permute(*given)

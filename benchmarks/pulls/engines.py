@@ -13,10 +13,11 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.pools import expect
+from benchmarks.pulls.layouts import per_layer
 from kvcache.layout import PageLayout
 from kvcache.storage import allocate_blocks
 from transfer.plan.boxes import Box, ShardLayout
-from transfer.plan.shapes import dense, per_layer
+from transfer.plan.shapes import dense
 from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation
 from transfer.pull.replica import ReplicaTransfer
 from transfer.wire.handshake import EngineCard, HandshakeClient

@@ -172,8 +172,8 @@ class Reader:
             there = self._remote(rank).ranks
             for at, kept in sources(rank.layout, [one.layout for one in there], rank.identity.rank):
                 (group,) = pages.groups
-                planned = plan(kept, there[at].layout)
-                found.append(planned.runs(0, *group, rank.bases, there[at].bases).descriptors())
+                planned = plan(kept, there[at].layout, (rank.bases, there[at].bases))
+                found.append(planned.runs(0, *group).descriptors())
         return found
 
     def _remote(self, rank: RankTransfer) -> RemoteEngine:

@@ -48,14 +48,8 @@ def bounded_socket(context: Context, kind: int) -> Socket:
 def bind_router(context: Context, endpoint: str, keyring: Keyring | None = None) -> Socket:
     """A ROUTER that says so where a peer is gone, and lets a peer that comes back take its name over.
 
-    Args:
-        context: makes the socket.
-        endpoint: to bind.
-        keyring: lets in only the peers on its list, whose context must be the process's own; None for anybody.
-
-    Raises:
-        HandshakeError: the keyring cannot be used here.
-        ServiceError: the endpoint cannot be bound.
+    A keyring lets in only the peers on its list, and needs the process's own context: `HandshakeError` where it cannot
+    be used. `ServiceError` where the endpoint cannot be bound.
     """
     socket = bounded_socket(context, zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -90,12 +84,8 @@ def wait_for_any(sockets: list[Socket], timeout_ms: int) -> None:
 class FrontendQueue:
     """What a process tells its frontend, in order: it waits here until the frontend reads it, and nothing else waits.
 
-    Args:
-        socket: connected to the frontend.
-        max_unread: messages that may wait. Beyond that the frontend counts as deaf, until half of them are read.
-
-    Attributes:
-        is_deaf: it reads too little. What it says itself had better wait: each request makes more to read.
+    Where more than `max_unread` messages wait, the frontend counts as deaf (`is_deaf`) until half of them are read:
+    what it says itself had better wait, for each request makes more to read.
     """
 
     def __init__(self, socket: Socket, max_unread: int = MAX_UNREAD) -> None:

@@ -456,14 +456,10 @@ TRANSFER: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "transfer.engine.checks",
-        ["tests/transfer/engine/test_engine.py"],
-        [Mutation("check_request", "if engine not in (request.src_name, request.dst_name):", "if not engine:")],
-    ),
-    Module(
         "transfer.engine.postings",
         ["tests/transfer/engine/test_engine.py"],
         [
+            Mutation("page_runs", "if pairs.repeated is not None:", "if pairs.repeated:"),
             Mutation("Postings._fail", "self._park(posting)", "pass"),
             Mutation("Postings._park", "if posting.pending:", "if posting:"),
             Mutation("Postings.give_up", "self._park(posting)", "pass"),

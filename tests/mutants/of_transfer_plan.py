@@ -53,8 +53,13 @@ TRANSFER_PLAN: tuple[Module, ...] = (
     ),
     Module(
         "transfer.plan.plan",
-        ["tests/transfer/plan/test_plan.py"],
+        ["tests/transfer/plan/test_plan.py", "tests/transfer/plan/test_few_runs.py"],
         [
+            Mutation("Plan.few", "local == our_end and remote == their_end and", "local == our_end and"),
+            Mutation("_few_pairs", "0 <= theirs < most_remote", "0 <= theirs <= most_remote"),
+            Mutation("_few_pairs", "if count == 1 or len({ours for ours, _ in pairs}) == count else None", ""),
+            Mutation("_few_pairs", "if start % size or", "if"),
+            Mutation("Plan.pages", "isinstance(one, BlocksOfGroup) and not group.stacks", "not one"),
             Mutation(
                 "Plan.prefers_staging", " or copies_of(plan) > MAX_COPIES", "", ["tests/transfer/plan/test_staging.py"]
             ),
@@ -82,17 +87,6 @@ TRANSFER_PLAN: tuple[Module, ...] = (
             Mutation("pages_of", "if first < 0:", "if first < -1:"),
             Mutation("pages_of", "if first * size > named.needed:", "if first * size > stop:"),
             Mutation("pages_of", "blocks[-1:]", "blocks[:1]"),
-        ],
-    ),
-    Module(
-        "transfer.plan.rank_plan",
-        ["tests/transfer/plan/test_rank_plan.py"],
-        [
-            Mutation("RankPlan.few", "local == our_end and remote == their_end and", "local == our_end and"),
-            Mutation("_few_pairs", "0 <= theirs < most_remote", "0 <= theirs <= most_remote"),
-            Mutation("_few_pairs", "if count == 1 or len({ours for ours, _ in pairs}) == count else None", ""),
-            Mutation("_few_pairs", "if start % size or", "if"),
-            Mutation("RankPlan.pages", "isinstance(one, BlocksOfGroup) and not group.stacks", "not one"),
         ],
     ),
     Module(
@@ -221,7 +215,7 @@ TRANSFER_PLAN: tuple[Module, ...] = (
         ["tests/transfer/engine/test_engine.py"],
         [
             Mutation("page_indices", "high >= total_num_pages", "high > total_num_pages"),
-            Mutation("sorted_pairs", "if twice.any():", "if twice.all():"),
+            Mutation("check_request", "if engine not in (request.src_name, request.dst_name):", "if not engine:"),
             Mutation("_check_apart", "next_start < start + size", "next_start < start"),
             Mutation("check_replica", "0 <= replica_idx < dp", "0 <= replica_idx <= dp"),
         ],

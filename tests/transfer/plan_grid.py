@@ -195,13 +195,13 @@ def pulled(
 ) -> Pool:
     """The reader's pool after a pull."""
     there, size = layout(held, *remote), whole.groups[0].page_size
-    made = plan(part, there)
     local_pages = page_list(size, 0)[tokens[0] // size :]
     remote_pages = page_list(remote[1], 1)[tokens[0] // remote[1] :]
     pool = empty_pool(whole)
-    (start,), (remote_start,) = region_starts(whole), region_starts(there)
+    (start,), (remote_start,) = bases = region_starts(whole), region_starts(there)
+    made = plan(part, there, bases)
     if not staged:
-        given = local_pages, remote_pages, tokens, [start], [remote_start]
+        given = local_pages, remote_pages, tokens
         copied(runs_of(made.groups[0], lambda: made.runs(0, *given), tokens), filled(held, *remote, 1), pool)
         return pool
     staging = made.staging(0)

@@ -12,6 +12,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.pulls.layouts import per_layer
 from kvcache.layout import PageLayout
 from transfer.plan.boxes import Box, ShardLayout, check
 from transfer.plan.runs import Runs
@@ -23,7 +24,6 @@ from transfer.plan.shapes import (
     SPLIT_HND,
     SPLIT_NHD,
     dense,
-    per_layer,
 )
 
 Pool = NDArray[np.int32]

@@ -25,9 +25,11 @@ _KEYED_BYTES = 32
 _Text = Annotated[str, Meta(min_length=1)]
 
 
-class TensorAgentMetadata(
-    msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="agent_metadata"
-):
+class _Sent(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type"):
+    """Base of what travels between processes."""
+
+
+class TensorAgentMetadata(_Sent, frozen=True, kw_only=True, tag="agent_metadata"):
     """One tensor of an engine, as a peer needs to know it. Safe to send between processes.
 
     Attributes:
@@ -43,9 +45,7 @@ class TensorAgentMetadata(
     device_id: Annotated[int, Meta(ge=0)]
 
 
-class KVTransferEngineMetadata(
-    msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="engine_metadata"
-):
+class KVTransferEngineMetadata(_Sent, frozen=True, kw_only=True, tag="engine_metadata"):
     """One engine with all its replicas, as a peer needs to know it. Safe to send between threads and processes.
 
     Attributes:
@@ -73,9 +73,7 @@ class KVTransferEngineMetadata(
     digest: bytes = b""
 
 
-class TransferReqData(
-    msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="transfer_request"
-):
+class TransferReqData(_Sent, frozen=True, kw_only=True, tag="transfer_request"):
     """One transfer between two engines, as both sides name it. Safe to send between threads and processes.
 
     Attributes:
@@ -125,18 +123,9 @@ def sealed(metadata: KVTransferEngineMetadata) -> KVTransferEngineMetadata:
 
 
 def encode(struct: KVTransferEngineMetadata | TransferReqData, key: bytes = b"") -> bytes:
-    """Returns the msgpack bytes of `struct`; after a digest of 32 bytes where there is a key.
-
-    Args:
-        struct: what is to be sent.
-        key: secret of both sides, without which nobody makes the digest.
-    """
+    """Returns the msgpack bytes of `struct`; where both sides have a key, after a digest of 32 bytes made with it."""
     data = msgspec.msgpack.encode(struct)
-    return _keyed(data, key) + data if key else data
-
-
-def _keyed(data: bytes, key: bytes) -> bytes:
-    return hmac.digest(key, data, "sha256")
+    return hmac.digest(key, data, "sha256") + data if key else data
 
 
 def decode_metadata(data: bytes, key: bytes = b"") -> KVTransferEngineMetadata:
@@ -145,16 +134,12 @@ def decode_metadata(data: bytes, key: bytes = b"") -> KVTransferEngineMetadata:
     Without a key that shows that the bytes came unharmed, and not who made them: `KVTransferEngine.connect` hands
     NIXL's part of them to NIXL, which a wrong byte there can crash.
 
-    Args:
-        data: the bytes.
-        key: that of `encode`.
-
     Raises:
         MetadataError: the bytes are cut, changed, of another key, kind or version, or `check_metadata` finds a fault.
     """
     if key:
         digest, data = data[:_KEYED_BYTES], data[_KEYED_BYTES:]
-        if not hmac.compare_digest(digest, _keyed(data, key)):
+        if not hmac.compare_digest(digest, hmac.digest(key, data, "sha256")):
             raise MetadataError(f"{len(data)} bytes are no engine metadata that was encoded with this key")
     try:
         metadata = msgspec.msgpack.decode(data, type=KVTransferEngineMetadata)

@@ -186,15 +186,10 @@ class Agent:
         note: bytes = b"",
         memory_types: tuple[MemoryType, MemoryType] | None = None,
     ) -> tuple[Handle, bool]:
-        """Starts to copy runs between our memory and a peer's. Returns the handle, and whether it has ended already.
+        """Starts a READ into our memory or a WRITE into a peer's: its handle, and whether it has ended already.
 
-        Args:
-            operation: READ into our memory; or WRITE into the peer's.
-            peer: a loaded peer.
-            local: registered memory of ours.
-            remote: registered memory of the peer's, in runs of the same lengths.
-            note: what the peer is told once all bytes have arrived; nothing where empty.
-            memory_types: of the local and of the remote memory; the agent's own for both where None.
+        Both sides are registered memory, in runs of the same lengths. The peer gets the note, if there is one, once all
+        bytes have arrived. `memory_types` are of the local and the remote memory, the agent's own where None.
         """
         here, there = memory_types or (self.memory_type, self.memory_type)
         agent = self._agent

@@ -27,14 +27,10 @@ _POLL_S = 20e-6
 
 
 class NixlFileIO:
-    """Moves parts of registered memory to and from open files. One thread uses it.
+    """Moves parts of registered memory, uint8 tensors on the CPU, to and from open files. One thread uses it.
 
-    Args:
-        memory: uint8 tensors on the CPU. Every part that is moved lies within one of them.
-        queue: "uring" or "aio", as the plugin was built with; None leaves it the choice.
-
-    Raises:
-        AgentError: NIXL is missing, or has no POSIX plugin, or not this queue.
+    The queue is "uring" or "aio", as the plugin was built with; None leaves it the choice. `AgentError` where NIXL is
+    missing, or has no POSIX plugin, or not this queue.
     """
 
     def __init__(self, memory: Sequence[torch.Tensor], queue: str | None = None) -> None:

@@ -30,14 +30,7 @@ def _socket() -> socket.socket:
 
 
 class Voucher:
-    """Stands for the metadata of one agent until it is closed, or the process ends.
-
-    Args:
-        metadata: what `Agent.metadata` returned.
-
-    Raises:
-        AgentError: the socket cannot be made.
-    """
+    """Stands for an agent's metadata until it is closed, or the process ends. `AgentError` where it cannot listen."""
 
     def __init__(self, metadata: bytes) -> None:
         self._polls = 0

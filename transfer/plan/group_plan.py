@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from transfer.errors import InvalidTransferError
 from transfer.plan.boxes import Group
 from transfer.plan.intersection import Ints, Stack
-from transfer.plan.runs import PagePairs, PageRuns, Runs, concatenated, joined, page_runs, token_runs
+from transfer.plan.runs import PagePairs, PageRuns, Runs, concatenated, joined, no_runs, page_runs, token_runs
 
 MAX_RUNS = 1 << 25
 """Of one pull: a gigabyte of descriptors, and a minute on the wire. Only layouts that scatter single elements need
@@ -126,9 +126,13 @@ class GroupPlan:
         return found
 
     def runs(
-        self, local_pages: Ints, remote_pages: Ints, tokens: tuple[int, int], local_bases: Ints, remote_bases: Ints
+        self, local: ArrayLike, remote: ArrayLike, tokens: tuple[int, int], local_bases: Ints, remote_bases: Ints
     ) -> Runs:
-        """As `Plan.runs`, for checked pages, and tokens, at least one, that `tokens` has rounded."""
+        """As `Plan.runs`."""
+        tokens = self.tokens(tokens)
+        if tokens[0] == tokens[1]:
+            return no_runs()
+        local_pages, remote_pages = self.local_pages(local, tokens), self.remote_pages(remote, tokens)
         kinds = cut(tokens, self.local.page_size, self.remote.page_size)
         alike = len(kinds) == 1
         if not alike:  # else the pairs below find out, at no cost

@@ -7,15 +7,35 @@ case of its own. `transfer.plan.source_ranks` says which remote shards to plan w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
 import numpy as np
 from numpy.typing import ArrayLike
 
-from transfer.errors import InvalidTransferError, MetadataError
+from transfer.errors import MetadataError
 from transfer.plan.boxes import Group, ShardLayout
-from transfer.plan.group_plan import GroupPlan
-from transfer.plan.intersection import Ints, common
-from transfer.plan.runs import Runs, keep_memory, no_runs
-from transfer.plan.staging import MAX_COPIES, ONE_HOST, Costs, StagingPlan, copies_of
+from transfer.plan.group_plan import GroupPlan, PieceKind
+from transfer.plan.intersection import common
+from transfer.plan.page_lists import NOTHING, BlocksOfGroup, PageList, PageLists, pages_of
+from transfer.plan.runs import LONGEST_RUN, Runs, keep_memory
+from transfer.plan.staging import MAX_COPIES, StagingPlan, copies_of, copy_us, wire_us
+
+MOST_FEW = 64
+"""Runs up to which a list of tuples takes less time than arrays do."""
+
+Rows: TypeAlias = list[tuple[int, int, int]]
+"""Address, bytes and device of each run."""
+
+
+class _Run(NamedTuple):
+    """A run of page 0 on both sides: addresses, bytes, and bytes from a page to the next."""
+
+    local: int
+    remote: int
+    length: int
+    local_page: int
+    remote_page: int
 
 
 class Plan:
@@ -23,85 +43,128 @@ class Plan:
 
     Attributes:
         groups: one for each group of the layouts.
-        num_regions: regions of the local and of the remote shard.
+        rank: of the other shard.
+        bases: int64 `[regions]`, address of each region here and there.
+        devices: that they are on.
     """
 
-    def __init__(self, groups: tuple[GroupPlan, ...], num_regions: tuple[int, int]) -> None:
+    def __init__(
+        self, groups: tuple[GroupPlan, ...], rank: int, bases: Sequence[ArrayLike], devices: tuple[int, int]
+    ) -> None:
         self.groups = groups
-        self.num_regions = num_regions
+        self.rank = rank
+        self.bases = np.asarray(bases[0], np.int64), np.asarray(bases[1], np.int64)
+        self.devices = devices
         self._staging: dict[int, StagingPlan] = {}
+        self._runs_of_page: list[tuple[_Run, ...]] | None = None
 
-    def runs(
-        self,
-        group: int,
-        local_pages: ArrayLike,
-        remote_pages: ArrayLike,
-        tokens: tuple[int, int],
-        local_bases: ArrayLike,
-        remote_bases: ArrayLike,
-    ) -> Runs:
+    def pages(self, named: PageLists) -> list[PageList]:
+        """The page lists of a pull, blocks turned into pages by `pages_of`; none of a group with nothing in common."""
+        return [
+            NOTHING
+            if isinstance(one, BlocksOfGroup) and not group.stacks
+            else pages_of(group.where, one, group.local, group.remote)
+            for group, one in zip(self.groups, named, strict=True)
+        ]
+
+    def runs(self, group: int, local_pages: ArrayLike, remote_pages: ArrayLike, tokens: tuple[int, int]) -> Runs:
         """The runs that bring `tokens` of one request from the remote pages to the local ones.
 
         Nothing before the first token is written: the pages before it may be shared. After the last one, the rest of
         its page is copied along, up to the nearer page end of the two sides. A state group has one page on each side,
-        and takes any tokens that are not empty.
-
-        Args:
-            group: index of the group.
-            local_pages: ids of the local pages from the one that holds the first token on; what is left over is
-                ignored. Integers, best as an array.
-            remote_pages: the same on the remote side.
-            tokens: first token to copy, and the one after the last.
-            local_bases: address of each local region.
-            remote_bases: address of each remote region.
+        and takes any tokens that are not empty. The pages of a side are integers, best as an array, from the page that
+        holds the first token on; what is left over is ignored.
 
         Raises:
             InvalidTransferError: too few pages for the tokens, a page that the pool does not have, a local page named
-                twice, a negative first token or more tokens than the pool holds, not one address for each region, or
-                more than `transfer.plan.group_plan.MAX_RUNS` runs.
+                twice, a negative first token or more tokens than the pool holds, or more than
+                `transfer.plan.group_plan.MAX_RUNS` runs.
         """
-        plan = self.groups[group]
-        tokens = plan.tokens(tokens)
-        if tokens[0] == tokens[1]:
-            return no_runs()
-        ours, theirs = plan.local_pages(local_pages, tokens), plan.remote_pages(remote_pages, tokens)
-        return plan.runs(ours, theirs, tokens, *self._bases(local_bases, remote_bases))
+        return self.groups[group].runs(local_pages, remote_pages, tokens, *self.bases)
+
+    def few(self, named: PageLists) -> tuple[Rows, Rows, int] | None:
+        """The descriptors of both sides, and their bytes, of the runs that `runs` gives for all groups.
+
+        In plain Python, for a page or two: the calls into numpy would take eight times as long as the sums. None where
+        they are many, or `runs` has to be asked: page sizes that differ, tokens within a page, states, a source's
+        blocks, and whatever is wrong.
+        """
+        if self._runs_of_page is None:  # not at first contact, which would wait for it
+            self._runs_of_page = [self._of_page_0(group) for group in self.groups]
+        here, there, num_bytes = list[tuple[int, int, int]](), list[tuple[int, int, int]](), 0
+        our_device, their_device = self.devices
+        for group, runs, pages in zip(self.groups, self._runs_of_page, named, strict=True):
+            pairs = _few_pairs(group, len(runs), pages)
+            if pairs is None:
+                return None
+            for run in runs:
+                our_end = their_end = joined = 0
+                for ours, theirs in pairs:
+                    local, remote = run.local + ours * run.local_page, run.remote + theirs * run.remote_page
+                    if local == our_end and remote == their_end and joined + run.length <= LONGEST_RUN:
+                        joined += run.length  # neighbours on both sides: NIXL takes 2 to 4 µs for each run
+                        here[-1], there[-1] = (here[-1][0], joined, our_device), (there[-1][0], joined, their_device)
+                    else:
+                        joined = run.length
+                        here.append((local, joined, our_device))
+                        there.append((remote, joined, their_device))
+                    our_end, their_end = local + run.length, remote + run.length
+                    num_bytes += run.length
+        return (here, there, num_bytes) if len(here) <= MOST_FEW else None
+
+    def _of_page_0(self, group: GroupPlan) -> tuple[_Run, ...]:
+        """The runs of a page of a group; none where they are not for `few`."""
+        size, (ours, theirs) = group.local.page_size, (bases.tolist() for bases in self.bases)
+        if group.local.state or size != group.remote.page_size:
+            return ()
+        none = np.empty(0, np.int64)
+        found = [
+            _Run(ours[region] + offset, theirs[there] + remote, length, runs.local_page, runs.remote_page)
+            for runs in group.page_runs(PieceKind(0, 0, size, none, none))
+            for region, offset, there, remote, length in zip(
+                runs.local_region.tolist(),
+                runs.local_offset.tolist(),
+                runs.remote_region.tolist(),
+                runs.remote_offset.tolist(),
+                runs.length.tolist(),
+                strict=True,
+            )
+        ]
+        return tuple(found) if len(found) <= MOST_FEW else ()
 
     def staging(self, group: int) -> StagingPlan:
-        """The other way for a group: whole remote pages into a staging area, and home from there. Host memory only.
-
-        Raises:
-            InvalidTransferError: as `StagingPlan`; `prefers_staging` is never True then.
-        """
+        """The other way for a group: whole remote pages into a staging area, and home from there. Host memory only."""
         found = self._staging.get(group)
         if found is None:
             found = self._staging[group] = StagingPlan(self.groups[group])
         return found
 
-    def prefers_staging(self, group: int, tokens: tuple[int, int], costs: Costs = ONE_HOST) -> bool:
+    def prefers_staging(self, group: int, tokens: tuple[int, int]) -> bool:
         """Whether a pull of `tokens` is estimated to take less time staged than with direct runs."""
         plan = self.groups[group]
         rounded = plan.tokens(tokens)
         if rounded[0] == rounded[1]:
             return False
         runs, num_bytes = plan.size(rounded)
-        direct = costs.wire_us(runs, num_bytes)
+        direct = wire_us(runs, num_bytes)
         # What is copied home is what direct runs would copy: as many bytes, and as many runs.
-        home = costs.copy_us(runs, num_bytes)
+        home = copy_us(runs, num_bytes)
         if home >= direct or copies_of(plan) > MAX_COPIES:
             return False
-        return costs.wire_us(*self.staging(group).size(rounded)) + home < direct
-
-    def _bases(self, local: ArrayLike, remote: ArrayLike) -> tuple[Ints, Ints]:
-        bases = np.asarray(local, np.int64), np.asarray(remote, np.int64)
-        for side, found, needed in zip(("local", "remote"), bases, self.num_regions, strict=True):
-            if found.shape != (needed,):
-                raise InvalidTransferError(f"{found.size} addresses of {side} regions: the shard has {needed}")
-        return bases
+        return wire_us(*self.staging(group).size(rounded)) + home < direct
 
 
-def plan(local: ShardLayout, remote: ShardLayout) -> Plan:
+def plan(
+    local: ShardLayout,
+    remote: ShardLayout,
+    bases: Sequence[ArrayLike] | None = None,
+    devices: tuple[int, int] = (0, 0),
+    rank: int = 0,
+) -> Plan:
     """What `local` copies from `remote`: all that both hold. Both must have passed `transfer.plan.boxes.check`.
+
+    `bases` are the addresses of each region, here and there (0 where only the shape of a plan is of interest),
+    `devices` what they are on, and `rank` that of the other shard.
 
     Raises:
         MetadataError: the sides differ in the number or the kind of their groups, or in the type of common elements.
@@ -111,16 +174,35 @@ def plan(local: ShardLayout, remote: ShardLayout) -> Plan:
         raise MetadataError(
             f"{len(local.groups)} groups on one side, {len(remote.groups)} on the other: there must be as many"
         )
-    return Plan(
-        tuple(
-            _plan_group(f"group {number}", ours, theirs)
-            for number, (ours, theirs) in enumerate(zip(local.groups, remote.groups, strict=True))
-        ),
-        (len(local.region_bytes), len(remote.region_bytes)),
-    )
+    groups = [
+        _plan_group(f"group {number}", ours, theirs)
+        for number, (ours, theirs) in enumerate(zip(local.groups, remote.groups, strict=True))
+    ]
+    zeros = [0] * len(local.region_bytes), [0] * len(remote.region_bytes)
+    return Plan(tuple(groups), rank, zeros if bases is None else bases, devices)
 
 
 def _plan_group(where: str, local: Group, remote: Group) -> GroupPlan:
     if local.state != remote.state:
         raise MetadataError(f"{where}: recurrent state on one side, tokens on the other")
     return GroupPlan(where, local, remote, common(where, local.boxes, remote.boxes))
+
+
+def _few_pairs(group: GroupPlan, num_runs: int, named: PageList | BlocksOfGroup) -> list[tuple[int, int]] | None:
+    """The local and remote pages, in pairs, where they are few and nothing is wrong with them."""
+    if not num_runs or isinstance(named, BlocksOfGroup):
+        return None
+    local, remote, (start, stop) = named
+    size, most_local, most_remote = group.local.page_size, group.local.num_pages, group.remote.num_pages
+    count = -(-stop // size) - start // size
+    if start % size or not 0 <= start < stop or count * num_runs > MOST_FEW:
+        return None
+    here: Any = local
+    there: Any = remote
+    try:
+        pairs = [(int(here[at]), int(there[at])) for at in range(count)]
+    except (IndexError, TypeError, ValueError):
+        return None
+    if not all(0 <= ours < most_local and 0 <= theirs < most_remote for ours, theirs in pairs):
+        return None
+    return pairs if count == 1 or len({ours for ours, _ in pairs}) == count else None

@@ -179,9 +179,11 @@ _PLACE = [_LOCAL_REGION, _REMOTE_REGION, _LOCAL_PAGE, _REMOTE_PAGE]
 def page_runs(stacks: Iterable[Stack], local_token: int, remote_token: int, num_tokens: int) -> tuple[PageRuns, ...]:
     """The fewest runs of a pair of pages: `num_tokens`, from `local_token` and `remote_token` of their page on."""
     tables = [_expanded(stack, local_token, remote_token, num_tokens) for stack in stacks]
-    if not tables:
-        return ()
-    table = _abutting_joined(np.concatenate(tables, axis=1))
+    return runs_of_table(_abutting_joined(np.concatenate(tables, axis=1))) if tables else ()
+
+
+def runs_of_table(table: Ints) -> tuple[PageRuns, ...]:
+    """The runs in a table, int64 `[7, runs]` of the fields of `PageRuns`, those with equal page strides together."""
     chains = (table[_LENGTH] == table[_LOCAL_PAGE]) & (table[_LENGTH] == table[_REMOTE_PAGE])
     keys = np.stack([table[_LOCAL_PAGE], table[_REMOTE_PAGE], chains])
     alike: dict[tuple[int, ...], list[int]] = {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from kvcache.layout import AXES as PAGE_AXES
 from kvcache.layout import PageLayout
 from transfer.errors import InvalidEngineError
 from transfer.plan.boxes import AXES, KV, Box, Group, Index, ShardLayout, Sizes
@@ -88,10 +87,7 @@ def dense_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
 def dense(layout: PageLayout, num_pages: int, first_layer: int = 0) -> ShardLayout:
     """A pool of `kvcache`: one region over all layers, page after page, each dense in the order of `layout`.
 
-    Args:
-        layout: the geometry of a page.
-        num_pages: pages of the pool, the null page included.
-        first_layer: the model's first layer that this pipeline stage holds.
+    `num_pages` counts the null page too; `first_layer` is the model's first one that this pipeline stage holds.
     """
     axes = ["page", *layout.order.split(",")]
     shape = [num_pages, *(layout.extents[axis] for axis in axes[1:])]
@@ -104,37 +100,3 @@ def dense(layout: PageLayout, num_pages: int, first_layer: int = 0) -> ShardLayo
         first=(first_layer, 0, layout.first_head, 0),
     )
     return ShardLayout((Group(layout.page_size, num_pages, (box,)),), (num_pages * layout.page_bytes,))
-
-
-def per_layer(layout: PageLayout, num_pages: int, axes: str, first_layer: int = 0) -> ShardLayout:
-    """One dense tensor and region for each layer.
-
-    Args:
-        layout: what a page holds; its `order` is not used.
-        num_pages: pages of each tensor.
-        axes: order of a layer's tensor, as one of the names in this module.
-        first_layer: the model's first layer that this pipeline stage holds.
-
-    Raises:
-        InvalidEngineError: as `from_tensor`, or `axes` name the layer, or leave out an axis that has several elements.
-    """
-    names = axes.split(",")
-    left_out = [axis for axis in PAGE_AXES if axis not in (*names, "layer") and layout.extents[axis] > 1]
-    if "layer" in names or "page" not in names or left_out:
-        raise InvalidEngineError(f"axes {axes!r}: page and {left_out or 'the rest'} are needed, layer is not")
-    sizes = layout.extents | {"page": num_pages}
-    shape = [sizes.get(axis, 1) for axis in names]
-    boxes = tuple(
-        from_tensor(
-            shape,
-            dense_strides(shape, layout.itemsize),
-            axes,
-            dtype=layout.dtype,
-            itemsize=layout.itemsize,
-            region=layer,
-            first=(first_layer + layer, 0, layout.first_head, 0),
-        )
-        for layer in range(layout.num_layers)
-    )
-    num_bytes = math.prod(shape) * layout.itemsize
-    return ShardLayout((Group(layout.page_size, num_pages, boxes),), (num_bytes,) * layout.num_layers)

@@ -27,15 +27,10 @@ def sources(local: ShardLayout, remotes: Sequence[ShardLayout], local_rank: int)
 
     What one remote shard alone holds is read from it. What several hold (replicated heads, latents) is read from one of
     those that are read from anyway, else from any of them; the reader's rank picks, so that the readers spread.
+    `remotes` are the layouts of every rank of the peer, over all its pipeline stages, checked.
 
-    Args:
-        local: the reader's layout.
-        remotes: the layout of every rank of the peer, over all its pipeline stages, checked.
-        local_rank: the reader's rank.
-
-    Returns:
-        Pairs of an index into `remotes`, ascending, and `local` with its boxes cut to what that shard fills: the
-        parts are disjoint, and together they are `local`.
+    Returns pairs of an index into `remotes`, ascending, and `local` with its boxes cut to what that shard fills: the
+    parts are disjoint, and together they are `local`.
 
     Raises:
         MetadataError: an element that no remote shard holds, naming its group, kind, layer and head; or a remote shard
@@ -65,10 +60,8 @@ def sources(local: ShardLayout, remotes: Sequence[ShardLayout], local_rank: int)
 
 
 def _with_boxes(layout: ShardLayout, boxes: list[list[Box]]) -> ShardLayout:
-    groups = tuple(
-        msgspec.structs.replace(group, boxes=tuple(kept)) for group, kept in zip(layout.groups, boxes, strict=True)
-    )
-    return msgspec.structs.replace(layout, groups=groups)
+    groups = [msgspec.structs.replace(group, boxes=(*of,)) for group, of in zip(layout.groups, boxes, strict=True)]
+    return msgspec.structs.replace(layout, groups=tuple(groups))
 
 
 class _Grid:

@@ -18,45 +18,33 @@ from numpy.typing import ArrayLike, NDArray
 from transfer.errors import InvalidTransferError
 from transfer.plan.group_plan import GroupPlan, PieceKind, cut
 from transfer.plan.intersection import Axis, Ints, Stack, merged
-from transfer.plan.runs import PagePairs, PageRuns, Runs, concatenated, no_runs
+from transfer.plan.runs import PagePairs, Runs, concatenated, no_runs, runs_of_table
 
 Bytes: TypeAlias = NDArray[np.uint8]
 
 
-class Costs(NamedTuple):
-    """What a transfer costs, for the choice between direct runs and staging.
-
-    The defaults are those of NIXL between two processes of one host, as `python -m benchmarks.plan` fits them, rounded
-    (three runs on a busy machine gave 2.6 to 2.8 µs, 8.7 to 10.4 GB/s, 3.1 to 3.8 ns, 9.2 to 12.2 GB/s). So a
-    run of less than some 28 KB costs more on the wire than its bytes cost in a copy.
-
-    Attributes:
-        run_us: microseconds of one run on the wire, whatever its length: a system call.
-        wire_gbps: bytes on the wire, GB/s.
-        copy_run_ns: nanoseconds of one run in a strided copy.
-        copy_gbps: bytes in a strided copy, GB/s.
-    """
-
-    run_us: float = 2.6
-    wire_gbps: float = 10.0
-    copy_run_ns: float = 3.5
-    copy_gbps: float = 11.0
-
-    def wire_us(self, runs: int, num_bytes: int) -> float:
-        """Microseconds of `runs` on the wire."""
-        return runs * self.run_us + num_bytes / self.wire_gbps / 1e3
-
-    def copy_us(self, runs: int, num_bytes: int) -> float:
-        """Microseconds of a strided copy."""
-        return (runs * self.copy_run_ns + num_bytes / self.copy_gbps) / 1e3
-
-
-ONE_HOST = Costs()
+# What a transfer costs between two processes of one host, as `python -m benchmarks.plan` fits it, rounded (three runs
+# on a busy machine gave 2.6 to 2.8 µs, 8.7 to 10.4 GB/s, 3.1 to 3.8 ns, 9.2 to 12.2 GB/s). So a run of less than some
+# 28 KB costs more on the wire than its bytes cost in a copy.
+_RUN_US = 2.6  # of one run on the wire, whatever its length: a system call
+_WIRE_GBPS = 10.0
+_COPY_RUN_NS = 3.5  # of one run in a strided copy
+_COPY_GBPS = 11.0
 MAX_COPIES = 1 << 14
 """Strided copies of one pull. A tensor for each layer, with K and V apart and heads outside of pages, takes thousands;
 only a layout that scatters its elements takes more."""
 _LINE = 64  # bytes of a cache line: where each segment of the staging area begins
 _NEVER = 1 << 63  # stride of the pages of a pool that has one
+
+
+def wire_us(runs: int, num_bytes: int) -> float:
+    """Microseconds of `runs` on the wire."""
+    return runs * _RUN_US + num_bytes / _WIRE_GBPS / 1e3
+
+
+def copy_us(runs: int, num_bytes: int) -> float:
+    """Microseconds of a strided copy."""
+    return (runs * _COPY_RUN_NS + num_bytes / _COPY_GBPS) / 1e3
 
 
 class _Segment(NamedTuple):
@@ -93,13 +81,10 @@ def copies_of(plan: GroupPlan) -> int:
 
 
 class StagingPlan:
-    """One group of a plan, staged. Made by `Plan.staging`.
+    """One group of a plan, staged. Made by `Plan.staging`; refused where it takes more than `MAX_COPIES`.
 
     The staging area holds, for each segment, that segment of every remote page of the pull, in the order of the
     request.
-
-    Raises:
-        InvalidTransferError: the remote layout scatters its elements so that more than `MAX_COPIES` are needed.
     """
 
     def __init__(self, plan: GroupPlan) -> None:
@@ -110,7 +95,12 @@ class StagingPlan:
         self._copies = [one for stack in plan.stacks for one in _copies(stack, _NEVER if single else stack.remote_page)]
         self._copies.sort(key=lambda copy: (copy.remote_region, copy.stack.remote_page, copy.remote_offset))
         self._segments, self._segment_of = _segments(self._copies, plan.remote.page_size, single=single)
-        self._page_runs = _page_runs(self._segments)
+        # Each segment is a local region of its own.
+        rows = [
+            (at, 0, one.region, one.offset, one.length, one.staged_page, one.remote_page)
+            for at, one in enumerate(self._segments)
+        ]
+        self._page_runs = runs_of_table(np.array(rows, np.int64).reshape(-1, 7).T.copy())
 
     def num_bytes(self, tokens: tuple[int, int]) -> int:
         """Bytes of the staging area that a pull of `tokens` needs."""
@@ -119,11 +109,7 @@ class StagingPlan:
     def runs(
         self, remote_pages: ArrayLike, tokens: tuple[int, int], staging_base: int, remote_bases: ArrayLike
     ) -> Runs:
-        """The runs that bring the remote pages of `tokens` to the staging area at `staging_base`, of `num_bytes`.
-
-        Raises:
-            InvalidTransferError: as `Plan.runs`.
-        """
+        """The runs that bring the remote pages of `tokens` to the staging area at `staging_base`; as `Plan.runs`."""
         tokens = self._plan.tokens(tokens)
         if tokens[0] == tokens[1]:
             return no_runs()
@@ -223,7 +209,7 @@ def _segments(copies: Sequence[_StridedCopy], page_size: int, *, single: bool) -
     A gap between two copies is pulled along where that costs less than a run of its own; but no segment is longer than
     a page, for the bytes of the next page would be pulled twice.
     """
-    worth = int(ONE_HOST.run_us * ONE_HOST.wire_gbps * 1e3)
+    worth = int(_RUN_US * _WIRE_GBPS * 1e3)
     found: list[_Segment] = []
     segment_of: list[int] = []
     for copy in copies:
@@ -243,27 +229,6 @@ def _segments(copies: Sequence[_StridedCopy], page_size: int, *, single: bool) -
     return [
         one._replace(staged_page=one.length if one.length == one.remote_page else _lines(one.length)) for one in found
     ], segment_of
-
-
-def _page_runs(segments: Sequence[_Segment]) -> list[PageRuns]:
-    """The segments as runs of a page; each is a local region of its own."""
-    alike: dict[tuple[int, int, bool], list[int]] = {}
-    for number, one in enumerate(segments):
-        chains = one.length == one.remote_page == one.staged_page
-        alike.setdefault((one.staged_page, one.remote_page, chains), []).append(number)
-    return [
-        PageRuns(
-            local_region=np.array(numbers, np.int64),
-            local_offset=np.zeros(len(numbers), np.int64),
-            remote_region=np.array([segments[number].region for number in numbers], np.int64),
-            remote_offset=np.array([segments[number].offset for number in numbers], np.int64),
-            length=np.array([segments[number].length for number in numbers], np.int64),
-            local_page=staged_page,
-            remote_page=remote_page,
-            chains=chains,
-        )
-        for (staged_page, remote_page, chains), numbers in alike.items()
-    ]
 
 
 def _evenly(places: Ints) -> slice:

@@ -25,7 +25,7 @@ from transfer.nixl.agent import Agent
 from transfer.plan.boxes import Box, Group, ShardLayout
 from transfer.plan.intersection import Ints
 from transfer.plan.page_lists import PageList
-from transfer.plan.rank_plan import RankPlan
+from transfer.plan.plan import Plan
 from transfer.plan.runs import concatenated
 from transfer.pull.lease import WORD_BYTES, make_words
 from transfer.pull.parts import Part
@@ -147,7 +147,7 @@ class Verifier:
         self._words = [make_words(group.num_pages) for group in there.layout.groups]
         agent.register([(words.ctypes.data, words.nbytes, 0) for words in self._words], MemoryType.DRAM)
 
-    def part(self, key: str, plan: RankPlan, groups: Sequence[PageList]) -> Part | None:
+    def part(self, key: str, plan: Plan, groups: Sequence[PageList]) -> Part | None:
         """Returns what to read, with the checks of its pages; None where nothing is to be read."""
         pairs: list[_Pair] = []
         for group, (local, remote, (start, stop)) in zip(self._groups, groups, strict=True):
@@ -156,14 +156,12 @@ class Verifier:
             pairs.append(_Pair(np.asarray(local, np.int64)[:count], np.asarray(remote, np.int64)[:count]))
         return self._part(key, plan, groups, pairs, ATTEMPTS)
 
-    def _part(
-        self, key: str, plan: RankPlan, groups: Sequence[PageList], pairs: list[_Pair], attempts: int
-    ) -> Part | None:
-        runs = concatenated([plan.runs(group, pages) for group, pages in enumerate(groups)])
+    def _part(self, key: str, plan: Plan, groups: Sequence[PageList], pairs: list[_Pair], attempts: int) -> Part | None:
+        runs = concatenated([plan.runs(group, *pages) for group, pages in enumerate(groups)])
         if not len(runs):
             return None
         spans = np.array([self._span(group, pair) for group, pair in enumerate(pairs) if len(pair.remote)], np.uint64)
-        local, remote = plan.descriptors(runs)
+        local, remote = runs.descriptors(*plan.devices)
         return Part(
             plan.rank,
             np.concatenate([local, spans[:, [0, 2, 3]]]),
@@ -178,7 +176,7 @@ class Verifier:
         here, there = self._words[group].ctypes.data, self._there.checks_addrs[group]
         return here + WORD_BYTES * first, there + WORD_BYTES * first, WORD_BYTES * (last - first + 1), 0
 
-    def _compare(self, key: str, plan: RankPlan, pairs: list[_Pair], attempts: int) -> Part | None:
+    def _compare(self, key: str, plan: Plan, pairs: list[_Pair], attempts: int) -> Part | None:
         """Compares what has arrived. Returns what has to be read again, if anything."""
         bad: list[_Pair] = []
         for group, pair in enumerate(pairs):

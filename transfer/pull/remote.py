@@ -17,8 +17,7 @@ from transfer.nixl.agent import Agent
 from transfer.nixl.settings import reaches_other_hosts
 from transfer.plan.boxes import ShardLayout
 from transfer.plan.page_lists import PageLists
-from transfer.plan.plan import plan
-from transfer.plan.rank_plan import RankPlan
+from transfer.plan.plan import Plan, plan
 from transfer.plan.runs import Runs, concatenated
 from transfer.plan.source_ranks import sources
 from transfer.pull.page_checks import Verifier
@@ -117,7 +116,7 @@ class RemoteEngine:
                 raise InvalidTransferError(f"{where}: {error}") from error
         return found
 
-    def _parts_of(self, key: str, planned: RankPlan, named: PageLists) -> list[Part]:
+    def _parts_of(self, key: str, planned: Plan, named: PageLists) -> list[Part]:
         if self.verifier is None and (few := planned.few(named)) is not None:
             return [Part(planned.rank, *few)]
         groups = planned.pages(named)
@@ -128,16 +127,16 @@ class RemoteEngine:
         for group, pages in enumerate(groups):
             parts = None if self.staging is None else staged_parts(self.staging, planned, group, pages)
             if parts is None:
-                direct.append(planned.runs(group, pages))
+                direct.append(planned.runs(group, *pages))
             else:
                 staged += parts
         runs = concatenated(direct)
         runs = runs.shortened(longest_run(runs.num_bytes))
-        return [Part(planned.rank, *planned.descriptors(runs), runs.num_bytes), *staged]
+        return [Part(planned.rank, *runs.descriptors(*planned.devices), runs.num_bytes), *staged]
 
-    def _plan(self, at: int, local: ShardLayout, mine: RankMetadata) -> RankPlan:
+    def _plan(self, at: int, local: ShardLayout, mine: RankMetadata) -> Plan:
         there = self.ranks[at]
-        return RankPlan(at, plan(local, there.layout), (mine.bases, there.bases), (mine.device, there.device))
+        return plan(local, there.layout, (mine.bases, there.bases), (mine.device, there.device), at)
 
 
 def _check_ranks(ranks: Sequence[RankMetadata]) -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from transfer.plan.boxes import ShardLayout
 from transfer.plan.page_lists import PageList
-from transfer.plan.rank_plan import RankPlan
+from transfer.plan.plan import Plan
 from transfer.pull.parts import Part
 
 SLABS = 4
@@ -61,8 +61,8 @@ class StagedPart(Part):
 
     __slots__ = ("_area", "_pages", "_rows", "_slab", "_staging")
 
-    def __init__(self, area: StagingArea, plan: RankPlan, group: int, pages: PageList) -> None:
-        self._staging = plan.plan.staging(group)
+    def __init__(self, area: StagingArea, plan: Plan, group: int, pages: PageList) -> None:
+        self._staging = plan.staging(group)
         runs = self._staging.runs(*pages[1:], 0, plan.bases[1])
         local, remote = runs.descriptors(0, plan.devices[1])
         super().__init__(plan.rank, local, remote, runs.num_bytes, self._move)
@@ -89,17 +89,17 @@ class StagedPart(Part):
             self._staging.permute(local, tokens, self._area.view(self._slab), self._area.regions)
 
 
-def staged_parts(area: StagingArea, plan: RankPlan, group: int, pages: PageList) -> list[Part] | None:
+def staged_parts(area: StagingArea, plan: Plan, group: int, pages: PageList) -> list[Part] | None:
     """What is read of a group in parts that fit a slab each; None where it is to be read directly.
 
     Raises:
         InvalidTransferError: as `Plan.runs`.
     """
     local, _, (start, stop) = pages
-    of_group = plan.plan.groups[group]
-    if start >= stop or of_group.local.state or not plan.plan.prefers_staging(group, (start, stop)):
+    of_group = plan.groups[group]
+    if start >= stop or of_group.local.state or not plan.prefers_staging(group, (start, stop)):
         return None
-    staging, sides = plan.plan.staging(group), (of_group.local, of_group.remote)
+    staging, sides = plan.staging(group), (of_group.local, of_group.remote)
     step = math.lcm(*(side.page_size for side in sides))
     held = min(side.page_size * side.num_pages for side in sides)  # no pull has more tokens
     if step > held or staging.num_bytes((0, step)) > SLAB_BYTES:

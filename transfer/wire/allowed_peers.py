@@ -21,13 +21,9 @@ _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 
 class AllowedPeers:
-    """Hosts and networks. A name is on the list only if it stands there itself: no name is looked up to decide that.
+    """Addresses, networks ("10.0.0.0/8") and host names, beside the loopback; `InvalidEngineError` at anything else.
 
-    Args:
-        entries: addresses, networks ("10.0.0.0/8") and host names, beside the loopback.
-
-    Raises:
-        InvalidEngineError: an entry that is none of these.
+    A name is on the list only if it stands there itself: no name is looked up to decide that.
     """
 
     def __init__(self, entries: Iterable[str] = ()) -> None:

@@ -85,12 +85,10 @@ def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
 
 
 class HandshakeServer:
-    """Answers for one or several engines of this process, until `close`.
+    """Answers for one or several engines of this process, until `close`; for more of them by `serve`.
 
-    Args:
-        cards: the engines. More can be added by `serve`.
-        bind: ZMQ endpoint. The loopback unless told otherwise: whoever reaches it learns addresses of this process.
-        secure: sets the socket's CURVE options before it binds; None for plain sockets.
+    It binds the loopback unless told otherwise: whoever reaches it learns addresses of this process. `secure` sets the
+    socket's CURVE options before that; None for plain sockets.
 
     Attributes:
         endpoint: as bound, with the port that a `:0` turned into.
@@ -211,13 +209,8 @@ class _Asked:
 class HandshakeClient:
     """Asks any number of engines at once. Single-threaded; `poll` delivers what has come, and what has timed out.
 
-    Args:
-        secure: sets a socket's CURVE options before it connects; None for plain sockets.
-        clock: seconds, monotonic.
-        allowed: who may be asked; this host alone where None. No socket is opened to anybody else.
-
-    Attributes:
-        is_keyed: whoever answers has the keys of the fleet.
+    `allowed` says who may be asked, this host alone where None: no socket is opened to anybody else. `secure` is as in
+    `HandshakeServer`; with it, whoever answers has the keys of the fleet (`is_keyed`).
     """
 
     def __init__(

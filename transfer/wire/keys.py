@@ -11,11 +11,12 @@ import os
 import threading
 from collections import OrderedDict
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import msgspec
 import zmq
 import zmq.auth.thread
+from msgspec import Meta
 
 from transfer.errors import HandshakeError
 
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-_KEY_CHARS = 40
 _MAX_SENDERS = 4096
+Key: TypeAlias = Annotated[str, Meta(pattern="^[!-~]{40}$")]
 
 
 class Keyring(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,26 +37,13 @@ class Keyring(msgspec.Struct, frozen=True, kw_only=True):
         public: of this process as a client.
         secret: likewise.
         allowed: public keys of the clients that an engine lets in.
-
-    Raises:
-        HandshakeError: a key that is none.
     """
 
-    service_public: str
-    public: str
-    secret: str
-    service_secret: str = ""
-    allowed: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Checks every key's length."""
-        named = {"service_public": self.service_public, "public": self.public, "secret": self.secret}
-        named |= {f"allowed[{at}]": key for at, key in enumerate(self.allowed)}
-        if self.service_secret:
-            named["service_secret"] = self.service_secret
-        for name, key in named.items():
-            if len(key) != _KEY_CHARS or not key.isascii():
-                raise HandshakeError(f"keyring: {name} has {len(key)} characters, a key has {_KEY_CHARS}")
+    service_public: Key
+    public: Key
+    secret: Key
+    service_secret: Annotated[str, Meta(pattern="^([!-~]{40})?$")] = ""
+    allowed: tuple[Key, ...] = ()
 
     def __repr__(self) -> str:
         return f"Keyring(service_public={self.service_public!r}, public={self.public!r}, ...)"
@@ -131,11 +119,7 @@ def _key_pair() -> tuple[str, str]:
 
 
 def save_keyring(keyring: Keyring, path: Path) -> None:
-    """Writes a keyring to a new file that only its owner can read.
-
-    Raises:
-        HandshakeError: the file exists, or cannot be written.
-    """
+    """Writes a keyring to a new file that only its owner can read; `HandshakeError` where that cannot be."""
     try:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(keyring)))
@@ -144,17 +128,18 @@ def save_keyring(keyring: Keyring, path: Path) -> None:
 
 
 def load_keyring(path: Path) -> Keyring:
-    """Returns the keyring in a file.
-
-    Raises:
-        HandshakeError: it cannot be read, others can read it, or it holds no keyring.
-    """
+    """Returns the keyring in a file; `HandshakeError` where others can read it, nobody can, or it holds none."""
     try:
-        if path.stat().st_mode & 0o077:
-            raise HandshakeError(f"keyring {path}: others can read it; its mode must be 600")
-        return msgspec.json.decode(path.read_bytes(), type=Keyring)
+        return msgspec.json.decode(private_bytes(path), type=Keyring)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise HandshakeError(f"keyring {path}: {error}") from error
+
+
+def private_bytes(path: Path) -> bytes:
+    """Returns what is in a file that its owner alone may read; `OSError` where it is not that."""
+    if path.stat().st_mode & 0o077:
+        raise PermissionError(f"others can read it; its mode must be 600: {str(path)!r}")
+    return path.read_bytes()
 
 
 class Throttle:

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from transfer.errors import MetadataError
 from transfer.memory import MemoryType
-from transfer.plan.boxes import ShardLayout, check
+from transfer.plan.boxes import ADDRESS_LIMIT, ShardLayout, check
 
 PROTOCOL = 2
 """Version of everything in this file. Peers of another version are refused by name."""
@@ -25,10 +25,7 @@ MAX_METADATA_BYTES = 16 << 20
 MAX_NOTE_BYTES = 1024
 MAX_LEASE_S = 86_400.0
 MAX_TOKENS = (1 << 31) - 1
-_MAX_NAME = 512
-_MAX_DEVICE = 1 << 16
-_ADDRESS_LIMIT = 1 << 63
-
+_Name = Annotated[str, Meta(min_length=1, max_length=512)]
 _T = TypeVar("_T")
 
 
@@ -55,17 +52,17 @@ class RankMetadata(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True
         digest: keyed digest over all other fields; `sealed_rank` fills it in.
     """
 
-    engine_id: str
-    incarnation: str
+    engine_id: _Name
+    incarnation: _Name
     rank: int
     ranks: int
     hostname: str
-    agent_name: str
-    agent_metadata: bytes
+    agent_name: _Name
+    agent_metadata: Annotated[bytes, Meta(min_length=1)]
     memory_type: MemoryType
     layout: ShardLayout
     bases: tuple[int, ...]
-    device: int
+    device: Annotated[int, Meta(ge=0, le=1 << 16)]
     words_addr: int
     words: int
     checks_addrs: tuple[int, ...] = ()
@@ -175,7 +172,7 @@ class LeasedPages(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True,
     """
 
     engine_id: str
-    incarnation: Annotated[str, Meta(min_length=1, max_length=_MAX_NAME)]
+    incarnation: _Name
     lease_id: int
     slot: Annotated[int, Meta(ge=0)]
     duration_s: Annotated[float, Meta(gt=0, le=MAX_LEASE_S)]
@@ -293,10 +290,6 @@ def open_rank(data: bytes, key: bytes = b"") -> RankMetadata:
     rank = _decoded(_ranks, data, "rank metadata")
     where = f"metadata of rank {rank.rank} of engine {rank.engine_id!r}"
     _check_seal(where, rank, key)
-    for name in ("engine_id", "incarnation", "agent_name", "agent_metadata"):
-        value = getattr(rank, name)
-        if not value or (isinstance(value, str) and len(value) > _MAX_NAME):
-            raise MetadataError(f"{where}: {name} has {len(value)} characters, 1 to {_MAX_NAME} may be")
     if not 0 <= rank.rank < rank.ranks <= MAX_RANKS:
         raise MetadataError(f"{where}: rank {rank.rank} of {rank.ranks}; at most {MAX_RANKS} may be")
     check(rank.layout)
@@ -312,7 +305,5 @@ def _check_memory(where: str, rank: RankMetadata) -> None:
         raise MetadataError(f"{where}: {len(rank.checks_addrs)} page checks for {len(rank.layout.groups)} groups")
     checks = [(base, 8 * group.num_pages) for base, group in zip(rank.checks_addrs, rank.layout.groups, strict=False)]
     for base, size in [*zip(rank.bases, sizes, strict=True), (rank.words_addr, 8 * rank.words), *checks]:
-        if not 0 < base < base + size <= _ADDRESS_LIMIT:
+        if not 0 < base < base + size <= ADDRESS_LIMIT:
             raise MetadataError(f"{where}: {size} bytes at {base:#x} are outside of any address space")
-    if not 0 <= rank.device <= _MAX_DEVICE:
-        raise MetadataError(f"{where}: device {rank.device}, 0 to {_MAX_DEVICE} may be")

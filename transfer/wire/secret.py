@@ -13,7 +13,7 @@ import zmq
 import zmq.utils.z85
 
 from transfer.errors import InvalidEngineError
-from transfer.wire.keys import Keyring
+from transfer.wire.keys import Keyring, private_bytes
 
 MIN_BYTES = 16
 _FILE, _VARIABLE = "file:", "env:"
@@ -25,9 +25,6 @@ class Secret:
     Attributes:
         metadata_key: 32 bytes, of the digest over a rank's metadata.
         keyring: keys of the sockets of the side channel. All who know the secret have the same.
-
-    Raises:
-        InvalidEngineError: it is too short.
     """
 
     def __init__(self, value: bytes) -> None:
@@ -35,14 +32,10 @@ class Secret:
             raise InvalidEngineError(f"the shared secret has {len(value)} bytes, at least {MIN_BYTES} are needed")
         root = hashlib.blake2b(value, digest_size=64, person=b"pagewire secret").digest()
         self.metadata_key = _derived(root, b"metadata")
-        service_public, service_secret = _key_pair(_derived(root, b"service"))
+        service = _key_pair(_derived(root, b"service"))
         public, secret = _key_pair(_derived(root, b"client"))
         self.keyring = Keyring(
-            service_public=service_public,
-            service_secret=service_secret,
-            public=public,
-            secret=secret,
-            allowed=(public,),
+            service_public=service[0], service_secret=service[1], public=public, secret=secret, allowed=(public,)
         )
 
     def __repr__(self) -> str:
@@ -70,11 +63,8 @@ def read_secret(text: str) -> Secret | None:
         InvalidEngineError: there is no such file or variable, others may read the file, or the secret is too short.
     """
     if text.startswith(_FILE):
-        path = Path(text.removeprefix(_FILE))
         try:
-            if path.stat().st_mode & 0o077:
-                raise InvalidEngineError(f"shared secret: others can read {path}; its mode must be 600")
-            value = path.read_bytes()
+            value = private_bytes(Path(text.removeprefix(_FILE)))
         except OSError as error:
             raise InvalidEngineError(f"shared secret: {error}") from error
     elif text.startswith(_VARIABLE):

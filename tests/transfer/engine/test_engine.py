@@ -242,15 +242,22 @@ def test_nixl_bytes_of_another_agent_are_refused_and_nothing_stays_loaded(make_e
 
 
 def test_an_address_outside_of_the_registered_memory_is_refused(make_engine: Any):
-    left, right = make_engine("left"), make_engine("right")
-    agent = right.metadata.agents_meta[0][0]
-    moved = msgspec.structs.replace(agent, base_addr=agent.base_addr + 4096)
-    left.connect(wrong := sealed(msgspec.structs.replace(right.metadata, agents_meta=[[moved]])))
+    left, right = make_engine("left", tp=2), make_engine("right", tp=2)
+    moved = [
+        [
+            msgspec.structs.replace(agent, base_addr=agent.base_addr + 4 * right.bytes_per_page)
+            for agent in right.metadata.agents_meta[0]
+        ]
+    ]
+    wrong = sealed(msgspec.structs.replace(right.metadata, agents_meta=moved))
+    left.connect(wrong)
     for kind in ("read", "send"):
+        pages = ([7], [0]) if kind == "read" else ([0], [7])  # the peer's page 7 would lie behind its memory
         with pytest.raises(TransferFailedError, match="of 1 runs of 'right"):
-            getattr(left, f"initiate_{kind}_transfer")(wrong, [0], [7], 0, 0)
+            getattr(left, f"initiate_{kind}_transfer")(wrong, *pages, 0, 0)
     left.disconnect("right")
     left.connect(right.metadata)
+    works(left, right)
 
 
 # ---- starting a transfer ----

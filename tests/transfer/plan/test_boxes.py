@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.pulls.layouts import per_layer
 from kvcache.layout import as_blocks
 from tests.transfer.plan_oracle import ORDERS, PER_LAYER, elements, page_layout, shard
 from transfer.errors import InvalidEngineError, MetadataError
 from transfer.plan.boxes import ADDRESS_LIMIT, MAX_INDEX, MAX_PAGES, Box, Group, ShardLayout, check, sub_box
-from transfer.plan.shapes import LATENT, SPLIT_NHD, dense, dense_strides, from_tensor, per_layer
+from transfer.plan.shapes import LATENT, SPLIT_NHD, dense, dense_strides, from_tensor
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -151,7 +152,3 @@ def test_axes_that_do_not_fit_a_tensor_are_refused() -> None:
         box((4, 2, 2), "page,token,token")
     with pytest.raises(InvalidEngineError, match="may be named once"):
         box((4, 2, 2), "page,token,channel")
-    layout = page_layout(range(3))
-    for axes in ("page,token,head,dim", "page,layer,side,token,head,dim", "side,token,head,dim"):
-        with pytest.raises(InvalidEngineError, match="are needed, layer is not"):
-            per_layer(layout, 4, axes)

@@ -101,5 +101,5 @@ def test_a_block_has_pages_and_a_state_has_one() -> None:
 def test_logical_pages_become_the_kernels() -> None:
     assert kernel_pages([5, 0], 3).tolist() == [15, 16, 17, 0, 1, 2]
     local, remote = shard(range(2), page_size=4, pages=12), shard(range(2), page_size=4, pages=12)
-    runs = plan(local, remote).runs(0, kernel_pages([2, 0], 4), kernel_pages([1, 2], 4), (0, 32), [0], [0])
+    runs = plan(local, remote).runs(0, kernel_pages([2, 0], 4), kernel_pages([1, 2], 4), (0, 32))
     assert len(runs) == 2

@@ -48,7 +48,7 @@ def pull(local: ShardLayout, remotes: list[ShardLayout], tokens: tuple[int, int]
         stop = reach(local, remote, tokens)
         source = fill(remote, [remote_pages], (0, 10**6), tokens[0] // remote_size)
         starts = region_starts(local), region_starts(remote)
-        runs = plan(part, remote).runs(0, local_pages, remote_pages, tokens, *starts)
+        runs = plan(part, remote, starts).runs(0, local_pages, remote_pages, tokens)
         missed, pairs = len(runs) - fewest(runs), max(len(local_pages), len(remote_pages))
         tensors = 2 * max(len(local.region_bytes), len(remote.region_bytes))  # K and V may lie apart
         assert missed < pairs * tensors if len(runs) > pairs * tensors else missed == 0
@@ -88,9 +88,9 @@ def test_any_tensor_parallelism_either_way(order: str, heads: int, ranks: tuple[
 
 def test_equal_layouts_take_one_run_for_a_page_and_one_for_neighbours() -> None:
     local, remote = shard(range(2)), shard(range(2))
-    made = plan(local, remote)
+    made = plan(local, remote, ([1000], [5000]))
     num_bytes = local.region_bytes[0] // 12
-    runs = made.runs(0, [7, 3, 4, 5, 0], [1, 8, 9, 10, 2], (0, 20), [1000], [5000])
+    runs = made.runs(0, [7, 3, 4, 5, 0], [1, 8, 9, 10, 2], (0, 20))
     assert runs.local.tolist() == [1000, 1000 + 3 * num_bytes, 1000 + 7 * num_bytes]
     assert runs.remote.tolist() == [5000 + 2 * num_bytes, 5000 + 8 * num_bytes, 5000 + num_bytes]
     assert runs.length.tolist() == [num_bytes, 3 * num_bytes, num_bytes]
@@ -105,7 +105,7 @@ def test_equal_layouts_take_one_run_for_a_page_and_one_for_neighbours() -> None:
 def test_neighbours_join_in_each_tensor_of_its_own() -> None:
     local, remote = shard(range(2), order=SPLIT_NHD, pages=8), shard(range(2), order=SPLIT_NHD, pages=9)
     size = 4 * 2 * 2 * 4
-    runs = plan(local, remote).runs(0, [2, 1, 6], [5, 4, 0], (0, 12), [0, 10_000], [0, 20_000])
+    runs = plan(local, remote, ([0, 10_000], [0, 20_000])).runs(0, [2, 1, 6], [5, 4, 0], (0, 12))
     places = [(region + side * 8 * size, side) for region in (0, 10_000) for side in (0, 1)]
     assert runs.local.tolist() == [at + page * size for at, _ in places for page in (1, 6)]
     assert runs.length.tolist() == [2 * size, size] * 4
@@ -117,7 +117,7 @@ def test_tokens_go_on_over_pages_of_another_size() -> None:
     remote = shard(range(2), order=SPLIT_NHD, page_size=16, pages=4, layers=range(1))
     token = 2 * 2 * 4
     # Tokens 2 to 32 in pages of 4 and 16: four local pages and half a remote one make a stretch, then it breaks.
-    runs = plan(local, remote).runs(0, [4, 5, 6, 7, 0, 1, 2, 3], [1, 3], (2, 32), [0], [0])
+    runs = plan(local, remote).runs(0, [4, 5, 6, 7, 0, 1, 2, 3], [1, 3], (2, 32))
     assert runs.local.tolist()[:2] == [0, (4 * 4 + 2) * token]
     assert runs.remote.tolist()[:2] == [3 * 16 * token, (16 + 2) * token]
     assert runs.length.tolist() == [16 * token, 14 * token] * 2
@@ -130,7 +130,7 @@ def test_pages_of_one_token_go_on_too() -> None:
     box = replace(box, strides=(*box.strides[:3], 0, box.strides[4]))  # a stride without effect may be anything
     local = check(replace(local, groups=(replace(local.groups[0], boxes=(box,)),)))
     remote = shard(range(2), order=SPLIT_NHD, pages=12, layers=range(1))
-    runs = plan(local, remote).runs(0, [*range(8, 16), 3, 4, 5, 6], [3, 4, 7], (0, 12), [0], [0])
+    runs = plan(local, remote).runs(0, [*range(8, 16), 3, 4, 5, 6], [3, 4, 7], (0, 12))
     token = 2 * 2 * 4
     assert runs.length.tolist() == [4 * token, 8 * token] * 2
 
@@ -144,7 +144,7 @@ def test_the_last_page_is_copied_to_the_nearer_end_and_nothing_before_the_first(
 def test_a_pull_takes_one_run_a_page_whatever_its_last_token() -> None:
     made = plan(shard(range(2)), shard(range(2)))
     for stop in (17, 18, 20):
-        runs = made.runs(0, [0, 2, 4, 6, 8], [1, 3, 5, 7, 9], (0, stop), [0], [0])
+        runs = made.runs(0, [0, 2, 4, 6, 8], [1, 3, 5, 7, 9], (0, stop))
         assert len(runs) == 5
 
 
@@ -161,15 +161,15 @@ def test_more_ranks_than_heads_need_no_rule_for_block_lengths(ours: int, theirs:
 def test_a_group_with_nothing_to_load_reads_nothing() -> None:
     made: Plan = plan(shard(range(2)), shard(range(2)))
     for tokens in ((0, 0), (8, 8), (9, 4)):
-        assert len(made.runs(0, [], [5, 6], tokens, [0], [0])) == 0
-        assert len(made.runs(0, [3], [5, 6], tokens, [0], [0])) == 0
+        assert len(made.runs(0, [], [5, 6], tokens)) == 0
+        assert len(made.runs(0, [3], [5, 6], tokens)) == 0
 
 
 def test_a_reader_with_one_page_more_than_the_source_is_an_error_of_that_pull_alone() -> None:
     made = plan(shard(range(2)), shard(range(2)))
     with pytest.raises(InvalidTransferError, match="remote pages: 2 for tokens 0 to 12, which take 3 of 4 tokens"):
-        made.runs(0, [0, 1, 2], [5, 6], (0, 12), [0], [0])
-    assert len(made.runs(0, [0, 1, 2], [5, 6], (0, 8), [0], [0])) == 1
+        made.runs(0, [0, 1, 2], [5, 6], (0, 12))
+    assert len(made.runs(0, [0, 1, 2], [5, 6], (0, 8))) == 1
 
 
 @pytest.mark.parametrize("order", [BLOCKS_FIRST_NHD, BLOCKS_FIRST_HND])
@@ -188,8 +188,7 @@ def test_blocks_first_pages_of_several_remote_ones_keep_keys_and_values_apart(
 def test_lists_that_do_not_fit_name_the_value_and_the_limit() -> None:
     made = plan(shard(range(2), pages=12), shard(range(2), page_size=8, pages=6))
     good: dict[str, Any] = {"local_pages": [0, 1, 2], "remote_pages": [0, 1], "tokens": (0, 12)}
-    bases = {"local_bases": [0], "remote_bases": [0]}
-    assert len(made.runs(0, **good, **bases)) > 0
+    assert len(made.runs(0, **good)) > 0
     for changes, message in (
         ({"local_pages": [0, 1]}, "group 0: local pages: 2 for tokens 0 to 12, which take 3 of 4 tokens"),
         ({"remote_pages": [0]}, "group 0: remote pages: 1 for tokens 0 to 12, which take 2 of 8 tokens"),
@@ -208,25 +207,21 @@ def test_lists_that_do_not_fit_name_the_value_and_the_limit() -> None:
         ({"tokens": (-1, 4)}, "group 0: tokens -1 to 4: they count from 0 to"),
     ):
         with pytest.raises(InvalidTransferError) as refused:
-            made.runs(0, **(good | changes), **bases)
+            made.runs(0, **(good | changes))
         assert message in str(refused.value)
-    with pytest.raises(InvalidTransferError, match="2 addresses of local regions: the shard has 1"):
-        made.runs(0, **good, local_bases=[0, 1], remote_bases=[0])
-    with pytest.raises(InvalidTransferError, match="0 addresses of remote regions: the shard has 1"):
-        made.runs(0, **good, local_bases=[0], remote_bases=[])
 
 
 def test_a_page_named_twice_is_found_among_equal_pages_too() -> None:
     made = plan(shard(range(2)), shard(range(2)))
     for pages in ([3, 3], [7, 1, 7], [1, 7, 7]):
         with pytest.raises(InvalidTransferError, match=f"group 0: local page {pages[-1]} is named twice"):
-            made.runs(0, pages, [3, 4, 5], (0, 4 * len(pages)), [0], [0])
-    assert len(made.runs(0, [3, 4, 5], [7, 7, 1], (0, 12), [0], [0])) == 3  # reading a page twice harms nobody
+            made.runs(0, pages, [3, 4, 5], (0, 4 * len(pages)))
+    assert len(made.runs(0, [3, 4, 5], [7, 7, 1], (0, 12))) == 3  # reading a page twice harms nobody
 
 
 def test_pages_past_the_last_token_are_left_alone() -> None:
     made = plan(shard(range(2)), shard(range(2)))
-    runs = made.runs(0, np.array([3, 3, 99], np.int32), np.array([5, -4], np.int32), (4, 8), [0], [0])
+    runs = made.runs(0, np.array([3, 3, 99], np.int32), np.array([5, -4], np.int32), (4, 8))
     assert len(runs) == 1
 
 
@@ -238,9 +233,9 @@ def test_a_peer_whose_layout_scatters_every_element_takes_no_memory() -> None:
     scattered = msgspec.structs.replace(scattered, page_stride=2 * box.page_stride)
     group = msgspec.structs.replace(ours.groups[0], boxes=(scattered,))
     made = plan(ours, check(ShardLayout((group,), (2 * ours.region_bytes[0],))))
-    assert len(made.runs(0, [1], [1], (0, 16), [0], [0])) == 32 * 2 * 8 * 16 * 128
+    assert len(made.runs(0, [1], [1], (0, 16))) == 32 * 2 * 8 * 16 * 128
     with pytest.raises(InvalidTransferError, match="group 0: tokens 0 to 1024 take 67108864 runs, at most 33554432"):
-        made.runs(0, range(64), range(64), (0, 1024), [0], [0])
+        made.runs(0, range(64), range(64), (0, 1024))
 
 
 def test_shards_of_two_models_are_refused() -> None:
@@ -264,7 +259,7 @@ def test_shards_of_two_models_are_refused() -> None:
         with pytest.raises(MetadataError, match=message):
             plan(local, remote)
     other = plan(local, replace(local, groups=(replace(group, boxes=(replace(box, kind="ssm"),)),)))
-    assert len(other.runs(0, [0], [0], (0, 4), [0], [0])) == 0  # kinds do not meet
+    assert len(other.runs(0, [0], [0], (0, 4))) == 0  # kinds do not meet
 
 
 FAULTS = """
@@ -272,12 +267,14 @@ import resource
 import numpy as np
 from tests.transfer.plan_oracle import page_layout
 from transfer.plan.plan import plan
-from transfer.plan.shapes import PACKED_HND, per_layer
+from benchmarks.pulls.layouts import per_layer
+from transfer.plan.shapes import PACKED_HND
 
 layout = per_layer(page_layout(range(8), layers=64), 5000, PACKED_HND)
-made, pages, bases = plan(layout, layout), np.arange(0, 4096, 2), np.arange(64) << 32
+pages, bases = np.arange(0, 4096, 2), np.arange(64) << 32
+made = plan(layout, layout, (bases, bases))
 def pull():
-    return len(made.runs(0, pages, pages, (0, 8192), bases, bases).descriptors()[0])
+    return len(made.runs(0, pages, pages, (0, 8192)).descriptors()[0])
 pull(), pull()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 assert pull() == 131_072

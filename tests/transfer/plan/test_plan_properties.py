@@ -129,7 +129,8 @@ def test_a_pull_of_any_shape_copies_each_element_once(pull: Pull, staged: bool) 
     pool, starts = empty_pool(pull.local), region_starts(pull.local)
     expected = empty_pool(pull.local)
     for index, part in sources(pull.local, pull.remotes, pull.rank):
-        remote, made = pull.remotes[index], plan(part, pull.remotes[index])
+        remote = pull.remotes[index]
+        made = plan(part, remote, (starts, region_starts(remote)))
         for group, tokens in enumerate(pull.tokens):
             ours, theirs = pull.local_pages[group], pull.remote_pages[index][group]
             source = _filled(remote, group, theirs, (0, 160), tokens[0])
@@ -139,7 +140,7 @@ def test_a_pull_of_any_shape_copies_each_element_once(pull: Pull, staged: bool) 
                 copied(staging.runs(theirs, tokens, 0, region_starts(remote)), source, area)
                 staging.permute(ours, tokens, area.view(np.uint8), views(pull.local, pool))
             else:
-                runs = made.runs(group, ours, theirs, tokens, starts, region_starts(remote))
+                runs = made.runs(group, ours, theirs, tokens)
                 copied(runs, source, pool)
             if tokens[0] < tokens[1]:
                 sizes = part.groups[group].page_size, remote.groups[group].page_size

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from benchmarks.pulls.layouts import per_layer
 from tests.transfer.plan_oracle import (
     ORDERS,
     PER_LAYER,
@@ -24,7 +25,7 @@ from tests.transfer.plan_oracle import (
 from transfer.errors import MetadataError
 from transfer.plan.boxes import Group, ShardLayout, check
 from transfer.plan.plan import plan
-from transfer.plan.shapes import LATENT, SPLIT_NHD, per_layer
+from transfer.plan.shapes import LATENT, SPLIT_NHD
 from transfer.plan.source_ranks import sources
 
 
@@ -119,9 +120,9 @@ def test_states_of_hybrids_arrive_element_by_element(theirs: int, ours: int, gro
         assert len(read) == len(set(read)) <= max(1, -(-theirs // ours) + (theirs % ours > 0 or ours % theirs > 0))
         for index, part in sources(local, remotes, rank):
             source = fill(remotes[index], [[3, 5], [2]], (0, 160))
-            made = plan(part, remotes[index])
+            made = plan(part, remotes[index], (starts, region_starts(remotes[index])))
             for group, pages in ((0, [[1, 7], [3, 5]]), (1, [[1], [2]])):
-                runs = made.runs(group, *pages, (0, 8), starts, region_starts(remotes[index]))
+                runs = made.runs(group, *pages, (0, 8))
                 copied(runs, source, pool)
         assert np.array_equal(pool, fill(local, [[1, 7], [1]], (0, 160)))
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from benchmarks.pulls.layouts import per_layer
 from tests.transfer.plan_oracle import (
     ITEMSIZE,
     ORDERS,
@@ -29,7 +30,7 @@ from transfer.errors import InvalidTransferError
 from transfer.plan.boxes import Group, ShardLayout, check
 from transfer.plan.plan import Plan, plan
 from transfer.plan.runs import Runs
-from transfer.plan.shapes import dense, per_layer
+from transfer.plan.shapes import dense
 from transfer.plan.source_ranks import sources
 
 

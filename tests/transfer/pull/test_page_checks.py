@@ -13,7 +13,6 @@ from kvcache.layout import PageLayout
 from tests.transfer.wire.test_messages import rank
 from transfer.errors import InvalidTransferError, PullFailedError
 from transfer.plan.plan import plan
-from transfer.plan.rank_plan import RankPlan
 from transfer.plan.shapes import dense
 from transfer.pull.page_checks import ATTEMPTS, PageChecks, Verifier
 
@@ -53,7 +52,7 @@ def test_a_page_that_never_comes_right_is_read_three_times() -> None:
     there = msgspec.structs.replace(mine, checks_addrs=(checks.words[0].ctypes.data,))
     agent: Any = SimpleNamespace(register=lambda *_: None)
     verifier = Verifier(checks, mine, there, 1.0, agent)
-    planned = RankPlan(0, plan(LAYOUT, LAYOUT), (mine.bases, there.bases), (0, 0))
+    planned = plan(LAYOUT, LAYOUT, (mine.bases, there.bases))
     part = verifier.part("r", planned, [([1], [2], (0, 16))])
     for _ in range(ATTEMPTS - 1):
         assert part is not None

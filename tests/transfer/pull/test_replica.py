@@ -17,7 +17,7 @@ from tests.transfer.replicas import KEY, PAGES, TOKENS, Engine, run
 from transfer.errors import HandshakeError, InvalidTransferError, MetadataError, PullFailedError, SettingsMismatchError
 from transfer.memory import MemoryType
 from transfer.plan.page_lists import BlocksOfGroup, PagesOfGroup
-from transfer.plan.rank_plan import RankPlan
+from transfer.plan.plan import Plan
 from transfer.pull.lease import LeaseRef, new_lease_id
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.remote import RemoteEngine
@@ -808,8 +808,8 @@ def test_an_engine_has_as_many_lease_words_as_the_rank_with_the_fewest(engine: A
 def test_pages_of_all_ranks_are_read_where_a_rank_leaves_the_quick_way(engine: Any, monkeypatch: Any) -> None:
     ranks = [open_rank(data, KEY) for data in engine("p", 2).card.ranks]
     remote = RemoteEngine(ranks, open_rank(engine("d").card.ranks[0], KEY), {"model": "m"})
-    whole, few = sum(part.num_bytes for part in remote.parts("r", WHOLE)), RankPlan.few
-    monkeypatch.setattr(RankPlan, "few", lambda plan, named: None if plan.rank else few(plan, named))
+    whole, few = sum(part.num_bytes for part in remote.parts("r", WHOLE)), Plan.few
+    monkeypatch.setattr(Plan, "few", lambda plan, named: None if plan.rank else few(plan, named))
     assert sum(part.num_bytes for part in remote.parts("r", WHOLE)) == whole
     checked = object()
     remote.verifier = SimpleNamespace(part=lambda *_: checked)

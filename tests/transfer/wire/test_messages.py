@@ -107,9 +107,9 @@ def test_without_the_key_nothing_can_be_sealed() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"engine_id": ""}, "engine_id has 0 characters, 1 to 512 may be"),
-        ({"agent_name": "x" * 513}, "agent_name has 513 characters"),
-        ({"agent_metadata": b""}, "agent_metadata has 0"),
+        ({"engine_id": ""}, "length >= 1 - at .*engine_id"),
+        ({"agent_name": "x" * 513}, "length <= 512 - at .*agent_name"),
+        ({"agent_metadata": b""}, "length >= 1 - at .*agent_metadata"),
         ({"rank": 2}, "rank 2 of 2"),
         ({"rank": -1}, "rank -1 of 2"),
         ({"ranks": 5000}, "rank 0 of 5000; at most 4096 may be"),
@@ -119,13 +119,13 @@ def test_without_the_key_nothing_can_be_sealed() -> None:
         ({"bases": ((1 << 63) - 1,)}, "are outside of any address space"),
         ({"words": 0}, "0 bytes at 0x1000 are outside"),
         ({"words_addr": -8}, "outside"),
-        ({"device": -1}, "device -1, 0 to 65536 may be"),
+        ({"device": -1}, ">= 0 - at .*device"),
         ({"checks_addrs": (8, 8)}, "2 page checks for 1 groups"),
         ({"checks_addrs": (0,)}, "outside"),
         ({"layout": ShardLayout((), (1,))}, "groups: 0 is not within 1 to 256"),
     ],
 )
-def test_metadata_that_does_not_add_up_is_refused_with_its_value(changes: dict[str, object], message: str) -> None:
+def test_metadata_that_does_not_add_up_is_refused_by_name(changes: dict[str, object], message: str) -> None:
     with pytest.raises(MetadataError, match=message):
         open_rank(sealed_rank(rank(**changes)))
 

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.pulls.layouts import per_layer
 from kvcache.layout import PageLayout
 from tests.transfer.plan_oracle import mamba_boxes
 from transfer.errors import InvalidTransferError
 from transfer.plan.boxes import ShardLayout
 from transfer.plan.page_lists import NOTHING, BlocksOfGroup, PageList, PagesOfGroup
-from transfer.plan.plan import Plan, plan
-from transfer.plan.rank_plan import MOST_FEW, RankPlan, Rows
-from transfer.plan.shapes import PACKED_HND, dense, per_layer
+from transfer.plan.plan import MOST_FEW, Plan, Rows, plan
+from transfer.plan.shapes import PACKED_HND, dense
 
 HEAD_MAJOR = "head,layer,side,token,dim"
 BASES = ([1 << 20, 1 << 30], [1 << 40, 1 << 44])
@@ -26,9 +26,9 @@ def shard(heads: range = range(4), order: str = HEAD_MAJOR, page_size: int = 16,
     return per_layer(layout, pages, axes) if axes else dense(layout, pages)
 
 
-def ranked(planned: Plan) -> RankPlan:
-    regions = planned.num_regions
-    return RankPlan(3, planned, (BASES[0][: regions[0]], BASES[1][: regions[1]]), (1, 2))
+def made_of(local: ShardLayout, remote: ShardLayout) -> Plan:
+    bases = BASES[0][: len(local.region_bytes)], BASES[1][: len(remote.region_bytes)]
+    return plan(local, remote, bases, (1, 2), rank=3)
 
 
 def rows(found: tuple[Rows, Rows, int]) -> set[tuple[int, int, int]]:
@@ -42,8 +42,7 @@ def rows(found: tuple[Rows, Rows, int]) -> set[tuple[int, int, int]]:
 @pytest.mark.parametrize("remote", [shard(), shard(range(2)), shard(range(2, 4)), shard(order=PACKED_HND, pages=64)])
 @pytest.mark.parametrize("local", [shard(), shard(range(1, 3)), shard(order=PACKED_HND)])
 def test_the_runs_are_those_of_the_plan(local: ShardLayout, remote: ShardLayout) -> None:
-    planned = plan(local, remote)
-    few, (ours, theirs) = ranked(planned), planned.num_regions
+    planned = made_of(local, remote)
     made = 0
     for here, there, tokens in (
         ([7], [31], (0, 16)),
@@ -53,8 +52,8 @@ def test_the_runs_are_those_of_the_plan(local: ShardLayout, remote: ShardLayout)
         ([3, 4, 5, 9], [6, 7, 8, 9], (0, 64)),
         ([3, 4, 5, 6], [6, 7, 9, 10], (0, 50)),
     ):
-        found = few.few([PagesOfGroup(here, there, tokens)])
-        runs = planned.runs(0, here, there, tokens, BASES[0][:ours], BASES[1][:theirs])
+        found = planned.few([PagesOfGroup(here, there, tokens)])
+        runs = planned.runs(0, here, there, tokens)
         if found is None:
             assert len(runs) > MOST_FEW
             continue
@@ -62,8 +61,8 @@ def test_the_runs_are_those_of_the_plan(local: ShardLayout, remote: ShardLayout)
         assert found[2] == runs.num_bytes
         expected = {*zip(runs.local.tolist(), runs.remote.tolist(), runs.length.tolist(), strict=True)}
         assert rows(found) == expected
-        assert few.few([(here, there, tokens)]) == found, "any tuple of this shape will do"
-    assert made or len(planned.runs(0, [7], [31], (0, 16), BASES[0][:ours], BASES[1][:theirs])) > MOST_FEW
+        assert planned.few([(here, there, tokens)]) == found, "any tuple of this shape will do"
+    assert made or len(planned.runs(0, [7], [31], (0, 16))) > MOST_FEW
 
 
 @pytest.mark.parametrize(
@@ -82,26 +81,26 @@ def test_the_runs_are_those_of_the_plan(local: ShardLayout, remote: ShardLayout)
 )
 def test_what_is_unusual_or_wrong_is_left_to_the_plan(local: object, remote: object, tokens: tuple[int, int]) -> None:
     named: Any = [PagesOfGroup(local, remote, tokens)]  # pyright: ignore[reportArgumentType]
-    assert ranked(plan(shard(), shard())).few(named) is None
+    assert made_of(shard(), shard()).few(named) is None
 
 
 def test_other_page_sizes_states_and_a_sources_blocks_are_left_to_the_plan() -> None:
     page = [PagesOfGroup([1], [1], (0, 16))]
-    assert ranked(plan(shard(), shard(page_size=32))).few(page) is None
+    assert made_of(shard(), shard(page_size=32)).few(page) is None
     sizes = {"x": range(4), "b": range(2), "c": range(2), "conv_length": 3, "ssm_heads": range(2), "ssm_dims": 8}
     boxes = mamba_boxes(layer=0, page_stride=4096, **sizes)
     state = shard()
     state = ShardLayout((type(state.groups[0])(1, 8, boxes, state=True),), (8 * 4096,))
-    assert ranked(plan(state, state)).few([PagesOfGroup([1], [1], (0, 1))]) is None
+    assert made_of(state, state).few([PagesOfGroup([1], [1], (0, 1))]) is None
     blocks = BlocksOfGroup([1], (0, 16), 0, [1], 16)
-    assert ranked(plan(shard(), shard())).few([blocks]) is None
-    assert ranked(plan(shard(), shard())).few(page) is not None
+    assert made_of(shard(), shard()).few([blocks]) is None
+    assert made_of(shard(), shard()).few(page) is not None
 
 
 def test_blocks_become_pages_and_a_group_with_nothing_in_common_needs_none() -> None:
     named: PageList = PagesOfGroup([1], [2], (0, 16))
-    assert ranked(plan(shard(), shard())).pages([named])[0] is named
+    assert made_of(shard(), shard()).pages([named])[0] is named
     blocks = BlocksOfGroup([1], (0, 16), 0, [1], 8)  # of which the source has computed too little
-    assert ranked(plan(shard(range(2)), shard(range(2, 4)))).pages([blocks]) == [NOTHING]
+    assert made_of(shard(range(2)), shard(range(2, 4))).pages([blocks]) == [NOTHING]
     with pytest.raises(InvalidTransferError, match="group 0: tokens up to 16 are asked for, the source has computed 8"):
-        ranked(plan(shard(), shard())).pages([blocks])
+        made_of(shard(), shard()).pages([blocks])
