@@ -315,6 +315,14 @@ TRANSFER: tuple[Module, ...] = (
                 ],
             ),
             Mutation(
+                "ReplicaTransfer._fail_all",
+                "isinstance(pull.source, Wanted) or ",
+                "",
+                [
+                    "tests/transfer/pull/test_replica.py::test_a_source_that_is_lost_before_it_has_said_what_it_holds_is_looked_for_anew"
+                ],
+            ),
+            Mutation(
                 "_is_of_other_start",
                 'source.incarnation not in ("", peer.incarnation)',
                 "not source.incarnation",

@@ -311,8 +311,10 @@ class ReplicaTransfer:
     def _fail_all(self, peer: Peer, reason: str) -> None:
         for key in self._of(peer.place):
             pull = self._pulls[key]
-            if peer.incarnation and not pull.started and _is_of_other_start(pull.source, peer):
-                self.directory.connect(peer.place)  # another start has promised it: most likely the one that is there
+            another = isinstance(pull.source, Wanted) or _is_of_other_start(pull.source, peer)
+            if peer.incarnation and not pull.started and another:
+                # Another start has promised it, or none has yet: most likely the one that is there.
+                self.directory.connect(peer.place)
             else:
                 self._fail(key, reason)
 

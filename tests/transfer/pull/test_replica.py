@@ -424,6 +424,22 @@ def test_a_lease_of_another_start_of_the_source_is_not_read_under(engine: Any) -
     assert "is not the start of it that granted the lease" in d.pulls[-1].error
 
 
+def test_a_source_that_is_lost_before_it_has_said_what_it_holds_is_looked_for_anew(engine: Any) -> None:
+    """What was known there was an earlier start of it: the one that is there now has made the params."""
+    p, d = engine("p"), engine("d")
+    pull(d, p.source(p.offer("before")), key="before")
+    run(p, d, until=settled(d, "before"))
+    lease = p.offer(slot=1)
+    asked = answering(p, {}, {}, {}, {"lease": lease})
+    p.server.serve(p.card)
+    pull(d, wanted(p, lease), groups=ASKED)
+    run(p, d, until=lambda: asked)
+    (peer,) = d.replica.directory._peers.values()
+    d.replica.directory._forget(peer, "engine 'p' was restarted")
+    run(p, d, until=settled(d))
+    assert d.pulls[-1].error == ""
+
+
 def test_a_source_that_has_not_said_what_it_holds_is_told_of_a_cancelled_pull_when_it_does(engine: Any) -> None:
     p, d = engine("p", 2), engine("d", 2)
     lease = p.offer()
