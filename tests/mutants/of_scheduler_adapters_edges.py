@@ -54,7 +54,12 @@ SCHEDULER_ADAPTERS_EDGES: tuple[Module, ...] = (
         "scheduler_adapters.arguments",
         ["tests/scheduler_adapters/test_cli.py::test_a_hostile_value_is_one_line_or_is_taken"],
         [
-            Mutation("number", "above < float(text) <= most", "above < float(text)"),
+            Mutation(
+                "number",
+                "above < float(text) <= most",
+                "above < float(text)",
+                ["tests/scheduler_adapters/test_cli.py::test_a_number_is_within_both_its_limits"],
+            ),
             Mutation("output_file", "if path.is_dir():", "if not path:"),
         ],
     ),
