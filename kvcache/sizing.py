@@ -156,7 +156,11 @@ def warn_of_what_falls_short(params: KVCacheParams, sizes: Sizes, page_size: int
     if pages < rows:
         _log.warning("%d pages a replica for up to %d requests", pages, rows)
     if pages * page_size < longest:
-        _log.warning("a request of max_seq_len %d cannot run: %d pages of %d tokens", longest, pages, page_size)
+        _log.warning(
+            "a request of max_seq_len %d cannot run: a replica has %d pages of %d tokens, so that requests of up to %d "
+            "tokens can; a larger available_cache_memory, or a smaller max_seq_len, ends this warning",
+            *(longest, pages, page_size, pages * page_size),
+        )
 
 
 def check_params(params: object) -> None:

@@ -400,7 +400,7 @@ TRANSFER: tuple[Module, ...] = (
             Mutation("HandshakeServer._answer_to", "if cards and not engine_id else None", "if cards else None"),
             Mutation(
                 "HandshakeServer._answer_to",
-                "differences(card.compatibility, query.compatibility)",
+                "differences(query.compatibility, card.compatibility)",
                 "differences({}, {})",
             ),
             Mutation("HandshakeServer.serve", "{**self._cards, card.engine_id: card}", "{card.engine_id: card}"),

@@ -52,6 +52,7 @@ def cache_layout(config: WorkerConfig, caches: Mapping[str, Cache], cross_layer:
         raise InvalidEngineError(f"{where}: no caches to register")
     if len(devices) != 1:
         raise InvalidEngineError(f"{where}: caches are on {sorted(map(str, devices))}; one device is expected")
+    given = {*caches, *cross_layer}
     unknown = set(caches) - {name for group in config.groups for name in group.layers}
     if unknown:
         raise InvalidEngineError(f"{where}: layer {min(unknown)!r} is in none of the {len(config.groups)} groups")
@@ -64,6 +65,11 @@ def cache_layout(config: WorkerConfig, caches: Mapping[str, Cache], cross_layer:
         layout = check(ShardLayout(groups, tuple(storages.sizes)))
     except MetadataError as error:
         raise InvalidEngineError(f"{where}: {error}") from error
+    if config.pp_size == 1 and (missing := {name for group in config.groups for name in group.layers} - given):
+        raise InvalidEngineError(
+            f"{where}: {len(missing)} of its layers have no cache, the first of them {min(missing)!r}: with pp_size 1 a "
+            "rank has all layers"
+        )
     return ShardMemory(layout, tuple(storages.bases), devices.pop())
 
 
@@ -192,7 +198,7 @@ class _Layer:
         if len(names) != len(shape) or "page" not in names:
             raise InvalidEngineError(f"{self.label}: shape {shape} for the axes {','.join(names)!r}")
         wrong = [
-            f"{axis} {size}, {expected[axis]} expected"
+            f"{axis} {size}, {expected[axis]} expected{self._share(axis)}"
             for axis, size in zip(names, shape, strict=True)
             if axis != "page" and size != expected[axis]
         ]
@@ -202,6 +208,11 @@ class _Layer:
             wrong.append(f"elements of {dtype}, {self.group.dtype} expected")
         if wrong:
             raise InvalidEngineError(f"{self.label}: {'; '.join(wrong)}")
+
+    def _share(self, axis: str) -> str:
+        config = self.config
+        of_rank = f" ({self.group.num_kv_heads} heads over tp_size {config.tp_size}, tp_rank {config.tp_rank})"
+        return of_rank if axis == "head" else ""
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -53,6 +53,9 @@ They name the dimensions of the tensor, outermost first; how they lie in memory 
 """
 
 
+_AXES = {"page", "layer", "side", "head", "token", "dim"}
+
+
 def share(units: int, ranks: int, rank: int) -> range:
     """What rank `rank` of `ranks` holds of `units` heads or groups of channels: an even cut, or one, replicated."""
     if ranks >= units:
@@ -278,6 +281,8 @@ def _faults_of_group(group: GroupConfig) -> Iterator[str]:
         yield f"{group.num_kv_heads} heads of kind {group.kind!r}"
     if not group.is_state and group.head_dim < 1:
         yield f"heads of {group.head_dim} elements, at least 1 is needed"
+    if not group.is_state and not {"page", "token"} <= set(group.axes.split(",")) <= _AXES:
+        yield f"layout {group.layout!r} is none of {', '.join(LAYOUTS)}, nor axes such as {SPLIT_HND!r}"
     if group.is_state != bool(group.state):
         yield f"kind {group.kind!r} with {len(group.state)} parts of a state"
     for part in group.state:

@@ -51,7 +51,7 @@ class NixlConnectorWorker:
         self._host: HostBuffers | None = None
         self._copy: CopyBlocks | None = None
         self._events: deque[Event] = deque()
-        self._has_news = False
+        self._has_news = self._is_shut = False
         self._close: Callable[[], object] | None = None
         self.config = check_config(config)
         self._key, self._keyring = fleet_keys(self._where, config.secret, config.key, keyring)
@@ -145,7 +145,7 @@ class NixlConnectorWorker:
             EngineClosedError: no caches are registered, or the worker was shut down.
         """
         if self._rank is None:
-            raise EngineClosedError(f"{self._where}: no caches are registered")
+            raise EngineClosedError(f"{self._where}: {self._why_none()}")
         return self._rank.metadata
 
     def add_remote_agent(self, address: str, ranks: Sequence[bytes]) -> str:
@@ -308,8 +308,11 @@ class NixlConnectorWorker:
 
     def _running(self) -> TransferThread:
         if self._thread is None:
-            raise EngineClosedError(f"{self._where}: no caches are registered, or it was shut down")
+            raise EngineClosedError(f"{self._where}: {self._why_none()}")
         return self._thread
+
+    def _why_none(self) -> str:
+        return "it was shut down" if self._is_shut else "no caches are registered: register_kv_caches comes first"
 
     def _raise_failure(self) -> None:
         if self._thread is not None:
@@ -320,7 +323,7 @@ class NixlConnectorWorker:
 
         Safe to call twice, and after a failed start.
         """
-        self._thread = None
+        self._thread, self._is_shut = None, True
         rank, self._rank = self._rank, None
         if self._close is not None:
             self._close()

@@ -301,14 +301,15 @@ class Puller:
             if word != pull.lease.lease_id and not pull.error:
                 self._fail(
                     pull,
-                    f"engine {pull.engine.engine_id!r} rank {rank} had given the pages away: its lease word "
-                    f"{pull.lease.slot} holds {word:#x}, the lease is {pull.lease.lease_id:#x}",
+                    f"engine {pull.engine.engine_id!r} rank {rank} had given the pages away: the lease {_ended(pull)}: "
+                    f"its lease word {pull.lease.slot} holds {word:#x}, the lease is {pull.lease.lease_id:#x}",
                 )
             elif not pull.fencing and not pull.error:
                 self._passed(pull)
 
     def _on_error(self, pull: RankPull, error: AgentError) -> None:
-        self._fail(pull, f"reading from engine {pull.engine.engine_id!r}: {error}")
+        gone = "its process is gone, so its pages are to be computed, or had elsewhere: " if error.peer_lost else ""
+        self._fail(pull, f"reading from engine {pull.engine.engine_id!r}: {gone}{error}")
         if error.peer_lost and not pull.engine.failure:
             pull.engine.failure = str(error)
 
@@ -364,6 +365,14 @@ class Puller:
             pull.reading.clear()
             pull.fencing.clear()
             self._advance(pull)
+
+
+def _ended(pull: RankPull) -> str:
+    """What a reader can say of a lease whose word holds another value. The log of the source has the reason."""
+    return (
+        f"expired (it lasts {pull.lease.duration_s:g} s without a word of its reader, who may read or renew sooner), "
+        "was ended by the source, or never stood"
+    )
 
 
 def _is_over(agent: Agent, handle: Handle) -> tuple[bool, AgentError | None]:

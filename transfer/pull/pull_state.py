@@ -16,11 +16,12 @@ class PullEvent(NamedTuple):
     """What became of a pull. The last event of each has `safe` set; an earlier one, at most, says that it failed.
 
     Attributes:
-        key: the pull.
+        key: the pull, as `pull` or `open_pull` were told to call it.
         error: why it failed; empty where every byte was under the lease when it was read.
         safe: nothing of it is in flight any more: its pages may be given back or, without error, be used.
-        passed: of a pull that failed, how many calls of `add_pages`, from the first on, brought pages that were under
-            the lease when they were read: those may be kept, and only the rest be pulled from elsewhere.
+        passed: of a pull that failed, how many of its reads (`PageExchange.read`, or the one of `PageExchange.pull`),
+            from the first on, brought pages that were under the lease when they were read: those may be kept, and only
+            the rest be pulled from elsewhere.
     """
 
     key: str

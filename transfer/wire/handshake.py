@@ -78,10 +78,21 @@ class EngineCard:
     leased: Callable[[LeaseQuery], LeaseReply] | None = None
 
 
-def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    """Returns the entries in which two compatibility maps differ, with both values; empty where they agree."""
-    keys = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
-    return ", ".join(f"{key}: {theirs.get(key)!r} there, {ours.get(key)!r} here" for key in keys)
+def differences(reader: Mapping[str, str], source: Mapping[str, str]) -> str:
+    """Returns the entries in which two compatibility maps differ, with both values; empty where they agree.
+
+    Of values that are lists of as many properties, only those properties that differ.
+    """
+    keys = sorted(key for key in {*reader, *source} if reader.get(key) != source.get(key))
+    return ", ".join(_difference(key, reader.get(key), source.get(key)) for key in keys)
+
+
+def _difference(key: str, reader: str | None, source: str | None) -> str:
+    of_reader, of_source = ((value or "").split(", ") for value in (reader, source))
+    if len(of_reader) == len(of_source) > 1:
+        pairs = [pair for pair in zip(of_source, of_reader, strict=True) if len(set(pair)) == 2]
+        source, reader = (", ".join(values) for values in zip(*pairs, strict=True))
+    return f"{key}: {source!r} at the source, {reader!r} at the reader"
 
 
 class HandshakeServer:
@@ -187,7 +198,7 @@ class HandshakeServer:
             if card.leased is None:
                 return _refusal(f"engine {card.engine_id!r} says what it leases in messages of its own", query.query_id)
             return card.leased(query)
-        if differ := differences(card.compatibility, query.compatibility):
+        if differ := differences(query.compatibility, card.compatibility):
             return _refusal(f"engine {card.engine_id!r} is not compatible: {differ[:2000]}", query.query_id)
         return MetadataReply(
             query_id=query.query_id, engine_id=card.engine_id, incarnation=card.incarnation, ranks=card.ranks
@@ -201,6 +212,7 @@ def _refusal(reason: str, query_id: int = -1) -> QueryRefusal:
 @dataclass(slots=True)
 class _Asked:
     address: str
+    timeout_s: float
     deadline: float
     done: Done
     refused: HandshakeError | None = None
@@ -245,13 +257,13 @@ class HandshakeClient:
         self._ask(address, Ping(query_id=next(self._ids), engine_id=engine_id), done, timeout_s)
 
     def _ask(self, address: str, query: Query, done: Done, timeout_s: float) -> None:
-        asked = self._asked[query.query_id] = _Asked(address, self._clock() + timeout_s, done)
+        asked = self._asked[query.query_id] = _Asked(address, timeout_s, self._clock() + timeout_s, done)
         try:
             self._allowed.check(address)
             self._socket(address).send(encode_message(query), zmq.NOBLOCK)
         except (zmq.ZMQError, TypeError, ValueError) as error:  # the address came with a request: it may be anything
             asked.deadline = -1.0  # reported by the next poll, never from within this call
-            log.debug("cannot ask %s: %s", address, error)
+            asked.refused = HandshakeError(f"cannot ask {address[:100]!r}: {error}")
         except HandshakeError as error:
             asked.deadline, asked.refused = -1.0, error
 
@@ -289,7 +301,8 @@ class HandshakeClient:
             del self._asked[query_id]
             self.forget(asked.address)  # a socket whose peer is gone queues questions for its successor
             keys = " (who has other keys than ours, or none, gives none)" if self._secure is not None else ""
-            asked.done(asked.refused or HandshakeError(f"no answer from {asked.address} in time{keys}"))
+            silent = HandshakeError(f"no answer from {asked.address} in time{keys}: waited {asked.timeout_s:g} s")
+            asked.done(asked.refused or silent)
 
     def _deliver(self, address: str, data: bytes) -> None:
         try:

@@ -134,7 +134,12 @@ def test_a_state_is_a_box_for_each_part() -> None:
 BAD: list[tuple[str, WorkerConfig, dict[str, Any], str]] = [
     ("none", config(attention()), {}, "no caches to register"),
     ("unknown layer", config(attention()), {"z": layer(2, N, H, T, D)}, "layer 'z' is in none of the 1 groups"),
-    ("heads", config(attention()), {"a": layer(2, N, 3, T, D)}, "layer 'a': head 3, 4 expected"),
+    (
+        "heads",
+        config(attention()),
+        {"a": layer(2, N, 3, T, D)},
+        "layer 'a': head 3, 4 expected (4 heads over tp_size 1, tp_rank 0)",
+    ),
     ("tokens", config(attention()), {"a": layer(2, N, H, T + 1, D)}, "token 9, 8 expected"),
     ("dim", config(attention()), {"a": layer(2, N, H, T, D + 1)}, "dim 17, 16 expected"),
     ("sides", config(attention()), {"a": layer(1, N, H, T, D)}, "side 1, 2 expected"),
@@ -148,6 +153,12 @@ BAD: list[tuple[str, WorkerConfig, dict[str, Any], str]] = [
         "elements of float32, bfloat16 expected",
     ),
     ("no page", config(attention("head,token,side,dim")), {"a": layer(H, T, 2, D)}, "shape [4, 8, 2, 16] for the axes"),
+    (
+        "layers missing",
+        config(attention()),
+        {"b": layer(2, N, H, T, D)},
+        "1 of its layers have no cache, the first of them 'a': with pp_size 1 a rank has all layers",
+    ),
     ("pages", config(attention()), {"a": layer(2, N, H, T, D), "b": layer(2, 9, H, T, D)}, "must have as many"),
     ("apart", config(attention()), {"a": (layer(N, H, T, D), layer(9, H, T, D))}, "its tensors have [9, 10] pages"),
     (

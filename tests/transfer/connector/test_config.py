@@ -45,6 +45,8 @@ def group(**changes: Any) -> WorkerConfig:
         (group(kind="mla"), "4 heads of kind 'mla'"),
         (group(num_kv_heads=0), "0 heads"),
         (group(head_dim=0), "heads of 0 elements, at least 1 is needed"),
+        (group(layout="HDN"), "group 0: layout 'HDN' is none of NHD, HND, blocks-first, "),
+        (group(layout="head,token,side,dim"), "nor axes such as 'side,page,head,token,dim'"),
         (group(kind="mamba"), "kind 'mamba' with 0 parts of a state"),
         (group(state=STATE.state), "kind 'full' with 1 parts of a state"),
         (

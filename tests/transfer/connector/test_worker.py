@@ -365,7 +365,7 @@ def test_shutting_down_tells_of_what_was_open_and_can_be_done_twice(engine: Any)
         ours.get_handshake_metadata,
         lambda: ours.add_remote_agent("tcp://x:1", [b""]),
     ):
-        with pytest.raises(EngineClosedError, match="engine 'd' rank 0"):
+        with pytest.raises(EngineClosedError, match="engine 'd' rank 0: it was shut down"):
             call()
     assert ours.get_kv_connector_stats() is None
 
@@ -373,7 +373,7 @@ def test_shutting_down_tells_of_what_was_open_and_can_be_done_twice(engine: Any)
 def test_shutting_down_after_a_failed_start_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
     config = worker_config(FULL, Side(), 0, "e", "i")
     fresh = NixlConnectorWorker(config)
-    with pytest.raises(EngineClosedError, match="no caches are registered"):
+    with pytest.raises(EngineClosedError, match="no caches are registered: register_kv_caches comes first"):
         fresh.start_load_kv(ConnectorMetadata())
     fresh.shutdown()
     broken = NixlConnectorWorker(config)

@@ -195,7 +195,9 @@ def test_a_fence_that_does_not_bring_the_lease_s_id_fails_the_pull(rig: Rig, wor
     rig.open()
     rig.add(part(0), part(1))
     (event,) = [event for event in rig.polled() if event.safe]
-    assert event.error.startswith("engine 'p' rank 0 had given the pages away: its lease word 2 holds")
+    assert event.error.startswith("engine 'p' rank 0 had given the pages away: the lease expired (")
+    assert f"it lasts {LEASE.duration_s:g} s without a word of its reader" in event.error
+    assert "its lease word 2 holds" in event.error
     assert rig.puller.events[-1] is event
 
 
@@ -246,6 +248,18 @@ def test_a_post_that_is_refused_stops_the_others_and_waits_for_what_is_in_flight
     rig.agent.end(0)
     assert [event.safe for event in rig.polled()] == [False, True]
     assert rig.engine.failure == ""  # refused, not lost: the next pull may be taken
+
+
+def test_of_a_source_that_is_gone_the_reason_says_so_and_what_is_left_to_do(rig: Rig) -> None:
+    rig.agent.raise_at = {0: AgentError("posting: NIXL_ERR_REMOTE_DISCONNECT", peer_lost=True)}
+    rig.open()
+    rig.add(part(0))
+    (event,) = rig.polled()
+    assert event.error == (
+        "reading from engine 'p': its process is gone, so its pages are to be computed, or had elsewhere: posting: "
+        "NIXL_ERR_REMOTE_DISCONNECT"
+    )
+    assert event.safe
 
 
 def test_a_fence_of_two_ranks_has_passed_when_both_words_match(rig: Rig) -> None:

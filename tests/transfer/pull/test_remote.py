@@ -31,9 +31,9 @@ def test_what_one_rank_alone_runs_with_is_compared_too(rank: int) -> None:
     settings = MINE.settings | {"UCX_TLS": "tcp"}
     with pytest.raises(SettingsMismatchError, match=f"{where}runs with other UCX or NIXL settings: UCX_TLS: 'tcp'"):
         remote(rank, settings=settings)
-    with pytest.raises(SettingsMismatchError, match=f"{where}runs with other .* nixl: None there"):
+    with pytest.raises(SettingsMismatchError, match=f"{where}runs with other .* nixl: None at the source"):
         remote(rank, settings={key: value for key, value in MINE.settings.items() if key != "nixl"})
-    with pytest.raises(HandshakeError, match=f"{where}is not compatible: model: 'm' there, None here"):
+    with pytest.raises(HandshakeError, match=f"{where}is not compatible: model: 'm' at the source, None at the reader"):
         remote(rank, compatibility={"model": "m"})
     with pytest.raises(MetadataError, match=f"{where}is on host 'elsewhere'"):
         remote(rank, hostname="elsewhere")

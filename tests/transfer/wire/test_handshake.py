@@ -127,12 +127,25 @@ def test_compatibility_is_compared_first_and_both_values_are_named(
 ) -> None:
     client.ask_metadata(server.endpoint, "p", {"model": "m", "dtype": "fp8", "page": "16"}, answers.append)
     error = answers.wait(1)
-    assert "engine 'p' is not compatible: dtype: 'fp8' there, 'bf16' here, page: '16' there, None here" in str(error)
+    differ = "dtype: 'bf16' at the source, 'fp8' at the reader, page: None at the source, '16' at the reader"
+    assert str(error) == f"{server.endpoint} refuses: engine 'p' is not compatible: {differ}"
 
 
 def test_differences_name_what_either_side_has() -> None:
     assert differences({"a": "1"}, {"a": "1"}) == ""
-    assert differences({"a": "1", "b": "2"}, {"a": "3"}) == "a: '3' there, '1' here, b: None there, '2' here"
+    found = differences({"a": "1", "b": "2"}, {"a": "3"})
+    assert found == "a: '3' at the source, '1' at the reader, b: None at the source, '2' at the reader"
+
+
+def test_of_long_values_only_the_properties_that_differ_are_named() -> None:
+    reader, source = {"g": "full, 4 layers, 2 heads, window 0"}, {"g": "full, 4 layers, 8 heads, window 9"}
+    assert differences(reader, source) == "g: '8 heads, window 9' at the source, '2 heads, window 0' at the reader"
+    assert differences({"g": "a, b"}, {"g": "a, b, c"}) == "g: 'a, b, c' at the source, 'a, b' at the reader"
+
+
+def test_an_address_that_cannot_be_asked_is_said_to_be_so(client: Any, answers: Answers) -> None:
+    client.ask_metadata("tcp://127.0.0.1:99999", "p", SAME, answers.append)
+    assert str(answers.wait(1)).startswith("cannot ask 'tcp://127.0.0.1:99999': ")
 
 
 def test_nothing_received_ends_the_server(server: HandshakeServer, dealer: Any, client: Any, answers: Answers) -> None:
@@ -233,7 +246,7 @@ def test_each_peer_has_its_own_time(server: HandshakeServer, client: Any) -> Non
         time.sleep(1e-3)
         assert time.monotonic() < start + 5
     assert [name for name, _ in got] == ["alive", "0.2", "0.4"]
-    assert "no answer from tcp://127.0.0.1:10 in time" in str(got[1][1])
+    assert "no answer from tcp://127.0.0.1:10 in time: waited 0.2 s" in str(got[1][1])
     assert client._asked == {}
 
 
