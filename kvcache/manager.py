@@ -29,7 +29,7 @@ class PagedKVCacheManager:
     """A paged KV cache over data-parallel replicas of tensor-parallel shards.
 
     The life of a request: `external_claim`, then for each step `maybe_reserve`, `fetch`, the model, `context.update`,
-    `step`; at the end `release`. Not thread-safe: one serving loop owns it.
+    `step`; at the end `release` (`with claim` is both ends). Not thread-safe: one serving loop owns it.
 
     Every error is a `KVCacheError` and leaves everything as it was. Beside those that a call names:
 

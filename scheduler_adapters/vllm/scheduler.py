@@ -69,7 +69,7 @@ class SchedulerSide:
             return
         tp_size, first = self._connector.config.tp_size, ranks[min(ranks)].fingerprint
         for (pp, tp), rank in ranks.items():
-            if differ := differences(first, rank.fingerprint):
+            if differ := differences(first, rank.fingerprint, ("on it", "on the first")):
                 raise InvalidEngineError(f"rank {pp * tp_size + tp} of this engine differs from the first: {differ}")
         data = {pp * tp_size + tp: rank.data for (pp, tp), rank in ranks.items()}
         self._connector.set_handshake_metadata(data, first)

@@ -67,8 +67,8 @@ def cache_layout(config: WorkerConfig, caches: Mapping[str, Cache], cross_layer:
         raise InvalidEngineError(f"{where}: {error}") from error
     if config.pp_size == 1 and (missing := {name for group in config.groups for name in group.layers} - given):
         raise InvalidEngineError(
-            f"{where}: {len(missing)} of its layers have no cache, the first of them {min(missing)!r}: with pp_size 1 a "
-            "rank has all layers"
+            f"{where}: {len(missing)} of its layers have no cache, the first of them {min(missing)!r}: with pp_size 1 "
+            "a rank has all layers"
         )
     return ShardMemory(layout, tuple(storages.bases), devices.pop())
 

@@ -132,7 +132,7 @@ class WorkerBook:
         if event.error and not load.error:
             load.error = event.error
             if not load.silent and not load.cancelled:
-                self.output.failed[load.request_id] = _naming(load.request_id, event.error)
+                self.output.failed[load.request_id] = _naming(load, event.error)
                 self.output.block_ids_with_errors |= load.blocks
         if not event.safe:
             return None
@@ -154,5 +154,7 @@ class WorkerBook:
             del self.leases[event.request_id]
 
 
-def _naming(request_id: str, reason: str) -> str:
-    return reason if repr(request_id) in reason else f"request {request_id!r}: {reason}"
+def _naming(load: OpenLoad, reason: str) -> str:
+    """The reason by the name that the scheduler knows, in place of the key, which only the transfer thread does."""
+    reason = reason.removeprefix(f"request {load.key!r}: ")
+    return reason if repr(load.request_id) in reason else f"request {load.request_id!r}: {reason}"

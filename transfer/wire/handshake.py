@@ -78,21 +78,24 @@ class EngineCard:
     leased: Callable[[LeaseQuery], LeaseReply] | None = None
 
 
-def differences(reader: Mapping[str, str], source: Mapping[str, str]) -> str:
+def differences(
+    ours: Mapping[str, str], theirs: Mapping[str, str], where: tuple[str, str] = ("at the source", "at the reader")
+) -> str:
     """Returns the entries in which two compatibility maps differ, with both values; empty where they agree.
 
-    Of values that are lists of as many properties, only those properties that differ.
+    Of values that are lists of as many properties, only those properties that differ. `where` names the place of what
+    is theirs, then of what is ours: this is read in the log of the reader.
     """
-    keys = sorted(key for key in {*reader, *source} if reader.get(key) != source.get(key))
-    return ", ".join(_difference(key, reader.get(key), source.get(key)) for key in keys)
-
-
-def _difference(key: str, reader: str | None, source: str | None) -> str:
-    of_reader, of_source = ((value or "").split(", ") for value in (reader, source))
-    if len(of_reader) == len(of_source) > 1:
-        pairs = [pair for pair in zip(of_source, of_reader, strict=True) if len(set(pair)) == 2]
-        source, reader = (", ".join(values) for values in zip(*pairs, strict=True))
-    return f"{key}: {source!r} at the source, {reader!r} at the reader"
+    found: list[str] = []
+    for key in sorted({*ours, *theirs}):
+        values = theirs.get(key), ours.get(key)
+        parts = [(value or "").split(", ") for value in values]
+        if len(parts[0]) == len(parts[1]) > 1:
+            pairs = [pair for pair in zip(*parts, strict=True) if len(set(pair)) == 2]
+            values = tuple(", ".join(part) for part in zip(*pairs, strict=True)) or ("", "")
+        if values[0] != values[1]:
+            found.append(f"{key}: {values[0]!r} {where[0]}, {values[1]!r} {where[1]}")
+    return ", ".join(found)
 
 
 class HandshakeServer:

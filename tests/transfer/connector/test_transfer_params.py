@@ -96,7 +96,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("remote_num_tokens", 1 << 40, f": Expected `int` <= {MAX_TOKENS}"),
     ("lease_id", None, "None: Expected `str`"),
     ("lease_id", 12, "12: Expected `str`"),
-    ("lease_id", "12", "'12': 0x and 1 to 16 lower-case hexadecimal digits are expected, and not 0"),
+    ("lease_id", "12", "'12': 0x and up to 16 digits of 0-9 and a-f, not all 0, are expected"),
     ("lease_id", "0x0", "'0x0': a hexadecimal number"),
     ("lease_id", "0x1" + "0" * 16, ": a hexadecimal number"),
     ("lease_id", "0x_1", ": a hexadecimal number"),

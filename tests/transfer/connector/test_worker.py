@@ -197,6 +197,7 @@ def test_what_is_wrong_with_one_load_touches_no_other(engine: Any) -> None:
     run_until(lambda: len(reader.received) == 10, source, reader)
     assert set(reader.failed) == set(wrong)
     assert all(f"request {request_id!r}" in reason for request_id, reason in reader.failed.items())
+    assert not any("#" in reason for reason in reader.failed.values())  # our key is nobody else's name
     for request_id, (_, _, part) in wrong.items():
         assert part in reader.failed[request_id], reader.failed[request_id]
     # What was not this reader's lease is not ended by it.

@@ -799,7 +799,11 @@ def test_an_engine_that_was_lost_stays_loaded_while_a_read_from_it_is_in_flight(
         ({"agent_name": "p/0"}, MetadataError, "two ranks have one agent name"),
         ({"hostname": "elsewhere"}, MetadataError, "rank 1 is on host 'elsewhere'; our transports stay on"),
         ({"settings": {"nixl": "0"}}, SettingsMismatchError, "rank 1 runs with other UCX or NIXL settings: .*nixl"),
-        ({"compatibility": {"model": "n"}}, HandshakeError, "rank 1 is not compatible: model: 'n' at the source, 'm' at the reader"),
+        (
+            {"compatibility": {"model": "n"}},
+            HandshakeError,
+            "rank 1 is not compatible: model: 'n' at the source, 'm' at the reader",
+        ),
         ({"layout": None}, MetadataError, "rank 1 has 2 page groups, ours has 1"),
     ],
 )
