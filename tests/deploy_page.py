@@ -1,0 +1,155 @@
+"""The tables of options in `docs/deploy.md`, made of the code: `python -m tests.deploy_page` writes them.
+
+Sources are read, not imported: what they need (vLLM, say) may not be here.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs/deploy.md"
+OPTIONS = {
+    "Options": "scheduler_adapters/vllm/config.py",
+    "WorkerConfig": "transfer/connector/config.py",
+    "GroupConfig": "transfer/connector/config.py",
+    "Timing": "transfer/connector/config.py",
+    "PageExchange": "transfer/pull/exchange.py",
+    "ReplicaTransfer": "transfer/pull/replica.py",
+    "PagedKVCacheManager": "kvcache/manager.py",
+    "KVCacheParams": "kvcache/params.py",
+    "Routing": "kvcache/routing.py",
+    "ServerConfig": "scheduler_adapters/service/server.py",
+}
+"""Classes whose fields, or whose arguments, are options."""
+
+_FACTORIES = {"dict": "{}", "list": "[]"}
+
+
+class Option(NamedTuple):
+    """One row: its default as Python spells it, "" where it must be given, and what the docstring says."""
+
+    name: str
+    default: str
+    meaning: str
+
+
+@cache
+def source(path: str) -> str:
+    """A file of the repository."""
+    return (ROOT / path).read_text()
+
+
+def class_of(name: str, path: str) -> ast.ClassDef:
+    """A class of a file."""
+    return next(node for node in ast.parse(source(path)).body if isinstance(node, ast.ClassDef) and node.name == name)
+
+
+def fields_of(name: str, path: str) -> list[str]:
+    """The fields of a class, in order."""
+    nodes = class_of(name, path).body
+    return [node.target.id for node in nodes if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
+
+
+def constant(name: str) -> ast.expr:
+    """What a constant of the packages is set to, wherever it is."""
+    for package in ("kvcache", "transfer", "scheduler_adapters"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for node in ast.parse(source(str(path.relative_to(ROOT)))).body:
+                if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+                    return node.value
+    raise LookupError(name)
+
+
+def _default(node: ast.expr | None) -> str:
+    match node:
+        case None:
+            return ""
+        case ast.Call(func=func, keywords=[ast.keyword(arg="default_factory", value=value), *_]):
+            assert ast.unparse(func) in {"field", "msgspec.field"}
+            if isinstance(value, ast.Lambda):
+                return ast.unparse(value.body).removeprefix("envs.")
+            return _FACTORIES.get(ast.unparse(value).partition("[")[0], f"{ast.unparse(value)}()")
+        case ast.Attribute(value=ast.Name(id="_TIMING"), attr=name):
+            return next(option.default for option in options_of("Timing") if option.name == name)
+        case ast.Name(id=name) if name.isupper():
+            return str(ast.literal_eval(ast.unparse(constant(name))))
+        case _:
+            return ast.unparse(node).replace("'", '"')
+
+
+def _meanings(node: ast.ClassDef) -> dict[str, str]:
+    """Of the attributes and arguments that a docstring names; "a, b: text" is said of both."""
+    found: dict[str, str] = {}
+    for section in re.findall(
+        r"^(?:Attributes|Args):\n((?:    .*\n?|\n)+)", ast.get_docstring(node) or "", re.MULTILINE
+    ):
+        for names, text in re.findall(r"^    ([\w, ]+): ((?:.*\n?)(?:(?:     .*)\n?)*)", section, re.MULTILINE):
+            found |= dict.fromkeys(names.split(", "), " ".join(text.split()))
+    return found
+
+
+def _comment(path: str, node: ast.AnnAssign) -> str:
+    lines = source(path).splitlines()
+    before = node.lineno - 2
+    above: list[str] = []
+    while lines[before].strip().startswith("#"):
+        above.insert(0, lines[before].strip()[1:].strip())
+        before -= 1
+    return lines[node.lineno - 1].partition("#")[2].strip() or " ".join(above)
+
+
+def _entries(node: ast.ClassDef, path: str) -> Iterator[tuple[str, ast.expr | None, str]]:
+    init = next((one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"), None)
+    if init is None:
+        for one in node.body:
+            if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
+                yield one.target.id, one.value, _comment(path, one)
+        return
+    arguments = init.args.args[1:]
+    missing: list[ast.expr | None] = [None] * (len(arguments) - len(init.args.defaults))
+    for argument, value in zip(arguments, [*missing, *init.args.defaults], strict=True):
+        yield argument.arg, value, ""
+    for argument, value in zip(init.args.kwonlyargs, init.args.kw_defaults, strict=True):
+        yield argument.arg, value, ""
+
+
+def options_of(name: str) -> list[Option]:
+    """The options of a class of `OPTIONS`, in order."""
+    node = class_of(name, OPTIONS[name])
+    meanings = _meanings(node)
+    return [
+        Option(field, _default(value), meanings.get(field) or comment)
+        for field, value, comment in _entries(node, OPTIONS[name])
+    ]
+
+
+def table(name: str) -> str:
+    """The table of a class in Markdown."""
+    rows = ["| option | default | what it is |", "|---|---|---|"]
+    for option in options_of(name):
+        default = f"`{option.default}`" if option.default else "must be given"
+        rows.append(f"| `{option.name}` | {default} | {option.meaning.replace('|', chr(92) + '|')} |")
+    return "\n".join(rows)
+
+
+def with_tables(page: str) -> str:
+    """The page with each table as the code has it now."""
+    for name in OPTIONS:
+        page, count = re.subn(
+            rf"(<!-- options: {name} -->\n).*?(<!-- end of options -->)",
+            lambda found, name=name: f"{found[1]}{table(name)}\n{found[2]}",
+            page,
+            flags=re.DOTALL,
+        )
+        assert count == 1, f"{PAGE.name} has {count} places for the options of {name}"
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text()))

@@ -1,0 +1,84 @@
+"""`docs/deploy.md` has every option of the code with its default, every error, and every counter."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+from tests.deploy_page import OPTIONS, PAGE, class_of, constant, fields_of, options_of, source, with_tables
+
+TEXT = PAGE.read_text()
+
+
+def section(title: str) -> str:
+    return TEXT.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def first_cells(title: str) -> list[str]:
+    """What stands in backticks in the first cells of a section's table."""
+    cells = re.findall(r"^\| (.*?) \| ", section(title), re.MULTILINE)
+    return [name for cell in cells for name in re.findall(r"`([\w()]+)`", cell)]
+
+
+def test_the_tables_of_options_are_those_of_the_code() -> None:
+    assert with_tables(TEXT) == TEXT, "python -m tests.deploy_page writes them"
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_has_a_meaning(name: str) -> None:
+    options = options_of(name)
+    assert options
+    assert [option.name for option in options if not option.meaning] == []
+
+
+def test_every_error_is_in_the_table_once() -> None:
+    known = [
+        node.name
+        for path in ("kvcache/errors.py", "transfer/errors.py")
+        for node in ast.parse(source(path)).body
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert len(known) > 30
+    assert sorted(first_cells("Errors")) == sorted(known)
+
+
+def literals(path: str, name: str) -> list[str]:
+    """What a name of a file is a `Literal` of."""
+    return re.findall(r'"(\w+)"', next(line for line in source(path).splitlines() if line.startswith(f"{name} = Lit")))
+
+
+def properties_of(name: str, path: str) -> list[str]:
+    found = [node for node in class_of(name, path).body if isinstance(node, ast.FunctionDef)]
+    return [node.name for node in found if "property" in map(ast.unparse, node.decorator_list)]
+
+
+COUNTERS = {
+    "metrics": fields_of("KVCacheMetrics", "kvcache/metrics.py")
+    + properties_of("KVCacheMetrics", "kvcache/metrics.py"),
+    "manager": [
+        name
+        for name in properties_of("PagedKVCacheManager", "kvcache/manager.py")
+        if re.search(r"^num_.*_blocks$|_pct$|^hint_share$|^total_num_pages$", name)
+    ],
+    "transfer": fields_of("StatsSnapshot", "transfer/stats.py"),
+    "vllm": [
+        ast.literal_eval(key)
+        for name in ("_COUNTS", "_LISTS")
+        if isinstance(found := constant(name), ast.Dict)
+        for key in found.keys
+        if key is not None
+    ],
+    "service": [
+        name for name in fields_of("Stats", "scheduler_adapters/service/messages.py") if name not in {"name", "role"}
+    ],
+    "handshake": literals("transfer/wire/handshake.py", "Count"),
+    "notes": literals("transfer/pull/lease.py", "Verdict"),
+}
+
+
+@pytest.mark.parametrize("where", COUNTERS)
+def test_every_counter_is_in_the_table(where: str) -> None:
+    assert len(COUNTERS[where]) >= 5
+    assert set(COUNTERS[where]) - set(first_cells("Counters")) == set()
