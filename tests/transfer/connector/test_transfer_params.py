@@ -97,10 +97,10 @@ BAD: list[tuple[str, Any, str]] = [
     ("lease_id", None, "None: Expected `str`"),
     ("lease_id", 12, "12: Expected `str`"),
     ("lease_id", "12", "'12': 0x and up to 16 digits of 0-9 and a-f, not all 0, are expected"),
-    ("lease_id", "0x0", "'0x0': a hexadecimal number"),
-    ("lease_id", "0x1" + "0" * 16, ": a hexadecimal number"),
-    ("lease_id", "0x_1", ": a hexadecimal number"),
-    ("lease_id", "-0x1", ": a hexadecimal number"),
+    ("lease_id", "0x0", "'0x0': 0x and up to 16 digits"),
+    ("lease_id", "0x1" + "0" * 16, ": 0x and up to 16 digits"),
+    ("lease_id", "0x_1", ": 0x and up to 16 digits"),
+    ("lease_id", "-0x1", ": 0x and up to 16 digits"),
     ("lease_id", Strange(), "<Strange instance"),
 ]
 
