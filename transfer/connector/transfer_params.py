@@ -90,7 +90,11 @@ def read_params(request_id: str, params: object) -> TransferParams | None:
         ("remote_engine_id", not found.engine_id.isprintable(), _PRINTABLE),
         ("remote_request_id", not found.request_id.isprintable(), _PRINTABLE),
         ("remote_host", not _HOST.fullmatch(found.host), "a host name or an IP address is expected"),
-        ("lease_id", not _LEASE_ID.fullmatch(found.lease_id), "0x and up to 16 digits of 0-9 and a-f, not all 0, are expected"),
+        (
+            "lease_id",
+            not _LEASE_ID.fullmatch(found.lease_id),
+            "0x and up to 16 digits of 0-9 and a-f, not all 0, are expected",
+        ),
     ):
         if is_wrong:
             raise _refusal(request_id, known, (key,), expected)
