@@ -119,14 +119,22 @@ class _Proof:
             cache: torch.Tensor = layer.kv_cache
             given, slots = content.to(cache.device, self.dtype), slots.to(cache.device)
             if self.group.kind == "mla":
-                rank = layer.kv_lora_rank
+                rank, scale = layer.kv_lora_rank, layer._k_scale  # noqa: SLF001
+                given = self._scaled(given, scale)
                 latents, rotary = given[:, 0, :rank].contiguous(), given[..., rank:].contiguous()
-                layer.impl.do_kv_cache_update(latents, rotary, cache, slots, layer.kv_cache_dtype, layer._k_scale)  # noqa: SLF001
+                layer.impl.do_kv_cache_update(latents, rotary, cache, slots, layer.kv_cache_dtype, scale)
             else:
-                keys, values = given[..., : layer.head_size].contiguous(), given[..., layer.head_size :].contiguous()
-                layer.impl.do_kv_cache_update(layer, keys, values, cache, slots)
+                keys, values = given[..., : layer.head_size], given[..., layer.head_size :]
+                keys, values = self._scaled(keys, layer._k_scale), self._scaled(values, layer._v_scale)  # noqa: SLF001
+                layer.impl.do_kv_cache_update(layer, keys.contiguous(), values.contiguous(), cache, slots)
         except Exception as error:
             raise InvalidEngineError(
                 f"{self.where}: {self._writer} cannot write to it, to show that it is read where it is written: "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+    def _scaled(self, given: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        """What is kept as `given` where a kernel divides by a scale, of all or of each head, as those for 8 bits do."""
+        if scale is None or self.view.itemsize > 1:
+            return given
+        return (given.float() * scale.float().reshape(1, -1, 1)).to(given.dtype)

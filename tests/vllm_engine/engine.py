@@ -174,6 +174,7 @@ class Layer(AttentionLayerBase):
     """What vLLM's workers know of a layer of the small model."""
 
     head_size = HEAD_DIM
+    _k_scale = _v_scale = None
 
     def __init__(self, backend: type[AttentionBackend]) -> None:
         self.backend = backend

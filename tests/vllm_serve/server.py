@@ -21,7 +21,7 @@ from tests.vllm_serve.client import Answer, ask
 
 OURS = {"kv_connector": "PagewireConnector", "kv_connector_module_path": "scheduler_adapters.vllm"}
 THEIRS = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
-LEASE = 10
+LEASE = 20
 """Seconds that a lease of ours lasts without a word: so long blocks are kept that nobody fetches."""
 START = 400
 _REPOSITORY = Path(__file__).resolve().parents[2]

@@ -101,5 +101,5 @@ def test_two_copies_of_a_model_under_one_name(servers: Any, model: Model, expect
     target, copy = model("llama"), model("llama", 0).parent / "copy of llama"
     if not copy.exists():
         copy.symlink_to(target)
-    extra = '{"kv_lease_duration": 10, "model_id": "llama"}'
+    extra = '{"kv_lease_duration": 20, "model_id": "llama"}'
     works(servers.pair(Settings(target, extra=extra), Settings(copy, extra=extra)), expected(target)[AT])

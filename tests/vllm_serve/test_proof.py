@@ -27,9 +27,12 @@ def impl_of(cls: type[Any], **known: Any) -> Any:
     return found
 
 
-def cpu_layer(cache: torch.Tensor, isa: str) -> Any:
-    impl = impl_of(CPUAttentionBackendImpl, attn_type="decoder", kv_cache_dtype="auto")
-    return SimpleNamespace(kv_cache=cache, impl=impl, isa=isa, head_size=DIM, _k_scale_float=1.0, _v_scale_float=1.0)
+def cpu_layer(cache: torch.Tensor, isa: str, kept: str = "auto", scales: tuple[float, float] = (1.0, 1.0)) -> Any:
+    impl = impl_of(CPUAttentionBackendImpl, attn_type="decoder", kv_cache_dtype=kept)
+    return SimpleNamespace(
+        kv_cache=cache, impl=impl, isa=isa, head_size=DIM, _k_scale_float=scales[0], _v_scale_float=scales[1],
+        _k_scale=torch.tensor(scales[0]), _v_scale=torch.tensor(scales[1]),
+    )  # fmt: skip
 
 
 def config_of(group: GroupConfig) -> WorkerConfig:
@@ -61,12 +64,24 @@ def test_the_cpus_kernel_writes_columns_of_keys_and_rows_of_values(
     assert torch.equal(cache, before), "nothing of it stays"
 
 
-@pytest.mark.parametrize("contents", [ROWS, Contents("keys and values in rows", columns=False)], ids=str)
-def test_boxes_that_are_elsewhere_are_refused(contents: Contents) -> None:
+@pytest.mark.parametrize("kept", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.004, 0.5), (30.0, 0.01)], ids=str)
+def test_a_cache_of_eight_bits_is_read_whatever_its_scales(kept: str, scales: tuple[float, float]) -> None:
+    cache = torch.randint(0, 100, (PAGES, HEADS, 32, 2 * DIM), dtype=torch.uint8)
+    before, layer = cache.clone(), cpu_layer(cache, "vec", kept, scales)
+    caches = {"0.attn": COLUMNS.tensors("", cache)}
+    assert prove(attention(32, torch.uint8), {"0.attn": layer}, caches, torch.bfloat16) == 1
+    assert torch.equal(cache, before)
+    rows = {"0.attn": ROWS.tensors("", cache)}
+    with pytest.raises(InvalidEngineError, match="differ"):
+        prove(attention(32, torch.uint8), {"0.attn": layer}, rows, torch.bfloat16)
+
+
+def test_boxes_that_are_elsewhere_are_refused() -> None:
     cache = random_cache(32, torch.float32)
     before, layer = cache.clone(), cpu_layer(cache, "vec")
     with pytest.raises(InvalidEngineError, match=r"CPUAttentionBackendImpl writes to a page is not where .* differ"):
-        prove(attention(32, torch.float32), {"0.attn": layer}, {"0.attn": contents.tensors("", cache)}, torch.float32)
+        prove(attention(32, torch.float32), {"0.attn": layer}, {"0.attn": ROWS.tensors("", cache)}, torch.float32)
     assert torch.equal(cache, before)
 
 
