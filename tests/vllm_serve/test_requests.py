@@ -172,7 +172,7 @@ _OF_KINDS: dict[str, tuple[Any, ...]] = {
     "remote_host": ("127.0.0.2", "no.such.host.invalid", "localhost:1/../", "*"),
     "remote_port": (1, 65535),
     "remote_engine_id": ("another",),
-    "remote_block_ids": ([[1]], [list(range(1, 40)), [1]], [[7] * 40]),
+    "remote_num_tokens": (31, 32, 33, 64, 99, 101),
     "lease_id": ("0x1", "1"),
 }
 
@@ -207,3 +207,12 @@ def test_params_that_say_something_else(engines: Engines, policy: str) -> None:
 
 def _is_fine(answer: Answer, tokens: list[int]) -> bool:
     return answer.tokens == tokens if answer.status == 200 else 400 <= answer.status <= 500
+
+
+def test_params_of_another_prompt(engines: Engines) -> None:
+    """Its tokens are not the prompt's: an error, or computed here, and nothing of it stays in a cache."""
+    theirs, prompt = PROMPTS[LATER], PROMPTS[MEDIUM]
+    answer = ask(engines.pair.decode.url, prompt, kv_transfer_params=engines.pair.prefilled(theirs))
+    assert _is_fine(answer, engines.expected[MEDIUM]), answer
+    again = ask(engines.other.decode.url, prompt, kv_transfer_params=engines.other.prefilled(theirs))
+    assert again.tokens == engines.expected[MEDIUM]
