@@ -51,7 +51,7 @@ $(SGLANG)/.installed: tests/sglang_engine/requirements.txt pyproject.toml constr
 	@$(SGLANG_PIP) --no-deps 'sglang==0.5.23' 'openai==2.8.0' 'xgrammar==0.2.7' --editable .
 	@touch $@
 
-test-sglang: $(SGLANG)/.installed ## run SGLang's real scheduler and a model over our cache, on the CPU
+test-sglang: $(SGLANG)/.installed ## run SGLang's real schedulers and a model over our cache and our transfer, on the CPU
 	@for size in 16 1; do \
 	  PAGEWIRE_SGLANG_PAGE_SIZE=$$size $(SGLANG)/bin/python -m pytest tests/sglang_engine -W ignore $(ARGS) || exit 1; \
 	done

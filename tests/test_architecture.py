@@ -55,7 +55,10 @@ ROOMS: dict[str, set[str]] = {
         *("scheduler_adapters values", "scheduler_adapters.hf", "scheduler_adapters.service"),
     },
     "scheduler_adapters.replay": {"kvcache values", "kvcache", "scheduler_adapters values"},
-    "scheduler_adapters.sglang": {"kvcache values", "kvcache.pool", "kvcache.replica"},
+    "scheduler_adapters.sglang": {
+        *("kvcache values", "kvcache.pool", "kvcache.replica"),
+        *("transfer values", "transfer.wire", "transfer.pull", "transfer.connector", "scheduler_adapters.service"),
+    },
     "scheduler_adapters.vllm": {"transfer values", "transfer.wire", "transfer.connector"},
     "scheduler_adapters": {
         *("kvcache values", "scheduler_adapters values", "scheduler_adapters.demo", "scheduler_adapters.replay"),

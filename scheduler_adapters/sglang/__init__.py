@@ -1,7 +1,10 @@
-"""Our prefix index behind SGLang's cache interface. SGLang calls `register` by its plugin entry point.
+"""Our prefix index and our transfer under SGLang, which calls `register` by its plugin entry point.
 
-Imports `kvcache.pool`, `kvcache.replica` and the values of `kvcache`, and SGLang in `cache.py` alone: importing the
-plugin needs none. Start reading at `cache.py`.
+Importing the plugin needs no SGLang.
+
+Imports `kvcache.pool`, `kvcache.replica`, `transfer.wire`, `transfer.pull`, `transfer.connector`,
+`scheduler_adapters.service`, the values of `kvcache` and the values of `transfer`.
+Start reading at `cache.py` and `conn.py`.
 """
 
 from scheduler_adapters.sglang.plugin import register

@@ -1,21 +1,30 @@
-"""SGLang's plugin: it makes the name of our cache known, and imports the cache where a scheduler asks for it.
+"""SGLang's plugin: it makes our cache and our transfer known by name, and imports them where they are asked for.
 
-SGLang calls `register` in each of its processes, and most of them have no cache: so this imports nothing by itself.
+SGLang calls `register` in each of its processes, and most of them have neither: so this imports little by itself.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
 BACKEND = "pagewire"
+_PREFILL = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue"
+_DECODE = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
+QUEUES = (_PREFILL, _DECODE)
+
+building: ContextVar[Any] = ContextVar("building")
+"""SGLang's queue that makes its manager: a manager is told of pointers alone, the queue has the pools."""
 
 
 def register() -> None:
-    """Make `--radix-cache-backend pagewire` known. Safe twice: SGLang asks its plugins in every process."""
+    """Make `--radix-cache-backend pagewire` and `--disaggregation-transfer-backend pagewire` known. Safe twice."""
     from sglang.srt.mem_cache.registry import (  # noqa: PLC0415  (where SGLang is not, this can be imported)
         get_radix_cache_factory,
         register_radix_cache_backend,
@@ -23,9 +32,92 @@ def register() -> None:
 
     if get_radix_cache_factory(BACKEND) is None:
         register_radix_cache_backend(BACKEND, _build)
+    _register_transfer()
 
 
 def _build(context: TreeCacheBuildContext) -> BasePrefixCache:
     from scheduler_adapters.sglang.cache import build  # noqa: PLC0415  (heavy: torch and the whole index)
 
     return build(context)
+
+
+def _register_transfer() -> None:
+    """SGLang lets a plugin add the name. What stands behind a name it looks up in an enum, by value.
+
+    An enum asks its `_missing_` for values that it has not: there the name becomes a member, and what it needs is
+    hooked, in those processes alone that were started with it.
+    """
+    from sglang.srt.arg_groups.choices import (  # noqa: PLC0415
+        DISAGG_TRANSFER_BACKEND_CHOICES,
+        add_disagg_transfer_backend_choices,
+    )
+    from sglang.srt.disaggregation.utils import TransferBackend  # noqa: PLC0415
+
+    if BACKEND in DISAGG_TRANSFER_BACKEND_CHOICES:
+        return
+    add_disagg_transfer_backend_choices([BACKEND])
+    member = object.__new__(TransferBackend)
+    member._name_, member._value_ = BACKEND.upper(), BACKEND
+
+    def missing(_: type[TransferBackend], value: object) -> TransferBackend | None:
+        if value != BACKEND:
+            return None
+        _hook(member)
+        return member
+
+    TransferBackend._missing_ = classmethod(missing)
+
+
+def _hook(member: object) -> None:
+    """Have SGLang's own registry of hooks answer for our classes, and show us the queue that makes a manager."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
+
+    targets = ("sglang.srt.disaggregation.utils.get_kv_class", *(f"{queue}._init_kv_manager" for queue in QUEUES))
+    if targets[0] in HookRegistry._patched:  # noqa: SLF001  (it has no other way to ask)
+        return
+
+    def classes(original: Callable[..., Any], backend: object, kind: Any) -> Any:
+        return _class(kind.value) if backend is member and kind.value != "kvargs" else original(backend, kind)
+
+    HookRegistry.register(targets[0], classes, HookType.AROUND)
+    for target in targets[1:]:
+        HookRegistry.register(target, _show, HookType.AROUND)
+    # Each turn of its loop calls these, also where no request is there that would be polled.
+    HookRegistry.register(f"{_PREFILL}.pop_bootstrapped", _step, HookType.BEFORE)
+    HookRegistry.register(f"{_DECODE}.resume_retracted_reqs", _step, HookType.BEFORE)
+    # A sender and a receiver are told a number alone: the request itself has the tokens that the pages are of.
+    HookRegistry.register(f"{_PREFILL}.create_sender", _name_sender, HookType.AFTER)
+    HookRegistry.register(f"{_DECODE}._create_receiver_and_enqueue", _name_receiver, HookType.AFTER)
+    HookRegistry.apply_hooks()
+
+
+def _show(original: Callable[[Any], Any], queue: Any) -> Any:
+    token = building.set(queue)
+    try:
+        return original(queue)
+    finally:
+        building.reset(token)
+
+
+def _step(queue: Any, *_: Any, **__: Any) -> None:
+    queue.kv_manager.step()
+
+
+def _name_sender(made: bool, _: Any, req: Any, *__: Any, **___: Any) -> None:
+    if made:
+        req.disagg_kv_sender.request = req
+
+
+def _name_receiver(made: Any, *_: Any, **__: Any) -> None:
+    made.kv_receiver.request = made.req
+
+
+def _class(kind: str) -> Any:
+    from scheduler_adapters.sglang import conn  # noqa: PLC0415  (heavy: NIXL)
+
+    return {
+        "manager": conn.PagewireKVManager,
+        "sender": conn.PagewireKVSender,
+        "receiver": conn.PagewireKVReceiver,
+        "bootstrap_server": conn.PagewireKVBootstrapServer,
+    }[kind]

@@ -1,6 +1,7 @@
 """These tests run in an environment of their own (`make test-sglang`); elsewhere there is nothing to collect."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,3 +62,29 @@ def engine(the_engine: Any) -> Any:
     assert the_engine.cache.protected_size() == 0
     assert the_engine.allocator.available_size() + the_engine.cache.evictable_size() == the_engine.allocator.size
     assert the_engine.scheduler.req_to_token_pool.available_size() == the_engine.scheduler.req_to_token_pool.size
+
+
+@pytest.fixture(scope="session")
+def plain(model_dir: Path, page_size: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """SGLang's engine as it is, in a process."""
+    from tests.sglang_engine.pd_pair import Options, Server
+
+    log = tmp_path_factory.mktemp("plain") / "plain.log"
+    server = Server(Options("null", str(model_dir), page_size, str(log))).wait_ready()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def expected(plain: Any) -> Any:
+    """What the plain engine answers."""
+    known: dict[tuple[int, ...], list[int]] = {}
+
+    def tokens(prompt: list[int], new: int = 12) -> list[int]:
+        key = (new, *prompt)
+        if key not in known:
+            plain.ask("generate", name="plain", prompt=prompt, new=new)
+            known[key] = plain.answer("plain", 120)["tokens"]
+        return known[key]
+
+    return tokens

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 PACKAGES = (
     "IPython",
-    "aiohttp",
     "compressed_tensors",
     "cuda",
     "flashinfer",
@@ -122,6 +121,8 @@ def install() -> bool:
     """Put the finder last. Whether SGLang is there at all."""
     if importlib.util.find_spec("sglang") is None:
         return False
+    import nixl  # noqa: F401  (it looks for CUDA's package, and would take a stand-in for it)
+
     if not any(isinstance(finder, StandIns) for finder in sys.meta_path):
         sys.meta_path.append(StandIns())
     return True

@@ -1,0 +1,322 @@
+"""SGLang's manager, sender, receiver and bootstrap server, over our leases and pulls.
+
+SGLang's own base classes keep what is theirs: the states of a room, its timeouts, the HTTP rendezvous and its signs of
+life, ranks that agree poll by poll. Where its backends write from prefill, here decode reads: a sender offers its pages
+under a lease, and a receiver pulls them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
+from sglang.srt.disaggregation.common.conn import (
+    CommonKVBootstrapServer,
+    CommonKVManager,
+    CommonKVReceiver,
+    CommonKVSender,
+)
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_parallel
+
+from scheduler_adapters.sglang.engine import caches, check_supported, new_engine_id, worker_config
+from scheduler_adapters.sglang.leases import Computed, FollowerLeases, RoomLeases
+from scheduler_adapters.sglang.plugin import building
+from scheduler_adapters.sglang.prompt import prompt_digest
+from scheduler_adapters.sglang.pulls import Destination, RoomPulls
+from scheduler_adapters.sglang.ranks import Follower, Leader
+from scheduler_adapters.sglang.rooms import RoomClient, RoomServer, endpoint
+from scheduler_adapters.sglang.settings import read_settings
+from transfer.connector.scheduler import NixlConnectorScheduler
+from transfer.connector.worker import NixlConnectorWorker
+from transfer.pull.start import fleet_keys
+from transfer.wire.allowed_peers import AllowedPeers
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from sglang.srt.disaggregation.base.conn import KVArgs
+    from sglang.srt.disaggregation.common.conn import PrefillServerInfo
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.server_args import ServerArgs
+
+
+class PagewireKVManager(CommonKVManager):
+    """One rank's transfers, on either side. Made by SGLang.
+
+    Raises:
+        InvalidEngineError: a setting, a model or a topology that is not supported, by name.
+    """
+
+    supports_deferred_decode_kv_release = True
+    reports_transfer_latency = True
+
+    def __init__(
+        self,
+        args: KVArgs,
+        disaggregation_mode: DisaggregationMode,
+        server_args: ServerArgs,
+        is_mla_backend: bool | None = False,
+    ) -> None:
+        self.leases: RoomLeases | FollowerLeases | None = None
+        self.pulls: RoomPulls | None = None
+        self._queue = building.get()
+        check_supported(self._queue, args)
+        self._settings = read_settings()
+        self._keyring = fleet_keys("SGLang", self._settings.secret)[1]
+        super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        self.server_socket.close(linger=0)  # SGLang's own channel, on which nothing is said here
+        if disaggregation_mode == DisaggregationMode.DECODE:
+            self._start_decode()
+            self._start_heartbeat_checker_thread()
+
+    # ---- start
+
+    def _start_worker(self, engine_id: str) -> NixlConnectorWorker:
+        found = caches(self._queue, self.attn_tp_size)
+        engine = engine_id, self.attn_tp_rank, self.attn_tp_size
+        self.config = worker_config(self._queue, found, self._settings, engine, self.local_ip)
+        worker = NixlConnectorWorker(self.config)
+        worker.register_kv_caches(found.tensors)
+        return worker
+
+    def _shared(self, made: Callable[[], Any]) -> Any:
+        """What rank 0 makes, on every rank."""
+        group = get_parallel().attn_tp_group
+        return group.broadcast_object(made() if self.attn_tp_rank == 0 else None, src=0)
+
+    def register_to_bootstrap(self) -> None:
+        """Start prefill's side, and tell SGLang's rendezvous where decode may ask."""
+        server = RoomServer(self.local_ip, self._keyring) if self.attn_tp_rank == 0 else None
+        engine_id, port, token = self._shared(
+            lambda: (new_engine_id("prefill", self.local_ip), server and server.port, secrets.token_bytes(16))
+        )
+        worker = self._start_worker(engine_id)
+        ranks = [worker.get_handshake_metadata()]
+        if self.attn_tp_size > 1:
+            ranks = get_parallel().attn_tp_group.all_gather_object(ranks[0])
+        if server is None:
+            follower = Follower(endpoint(self.local_ip, port), self.attn_tp_rank, token, self._keyring)
+            self.leases = FollowerLeases(worker, follower, self)
+        else:
+            scheduler = NixlConnectorScheduler(self.config, self.local_ip, endpoint(self.local_ip, 0))
+            scheduler.set_handshake_metadata(dict(enumerate(ranks)))
+            leader = Leader(server, self.attn_tp_size, token)
+            timeout_s = float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get())
+            self.leases = RoomLeases(worker, scheduler, server, leader, self, timeout_s)
+            self.rank_port = server.port
+        super().register_to_bootstrap()
+
+    def _start_decode(self) -> None:
+        worker = self._start_worker(self._shared(lambda: new_engine_id("decode", self.local_ip)))
+        alone = msgspec.structs.replace(self.config, tp_rank=0, tp_size=1)
+        client = RoomClient(self._keyring, AllowedPeers(self.config.allowed_peers))
+        self.pulls = RoomPulls(worker, NixlConnectorScheduler(alone), client, self)
+
+    def _resolve_rank_mapping(self, info: PrefillServerInfo) -> None:
+        """One process of prefill speaks for all its ranks; which of them a page comes from, the plan says."""
+        info.target_tp_rank = 0
+        info.target_tp_ranks = info.target_cp_ranks = info.target_pp_ranks = [0]
+        info.required_dst_info_num = info.required_prefill_response_num = 1
+
+    # ---- what becomes of a room
+
+    def step(self) -> None:
+        """Take what has come, without waiting: once in each turn of the scheduler's loop."""
+        if self.leases is not None:
+            self.leases.step()
+        if self.pulls is not None:
+            self.pulls.step()
+
+    def room_wanted(self, room: int) -> None:
+        """Decode has asked for it."""
+        self.update_status(room, KVPoll.WaitingForInput)
+
+    def room_loading(self, room: int) -> None:
+        """Its pages are being read."""
+        self.update_status(room, KVPoll.Transferring)
+
+    def room_read(self, room: int) -> None:
+        """Decode has all of it."""
+        self.update_status(room, KVPoll.Success)
+
+    room_loaded = room_read
+
+    def room_failed(self, room: int, reason: str) -> None:
+        """It will not be read; the first reason stays."""
+        if self.request_status.get(room) not in {None, KVPoll.Failed, KVPoll.Success}:
+            self.record_failure(room, reason)
+            self.update_status(room, KVPoll.Failed)
+
+    def prefill_gone(self, address: str) -> None:
+        """The process that answered there has ended: the next request asks the rendezvous where it is now."""
+        with self.connection_lock:
+            for key, infos in list(self.connection_pool.items()):
+                if any(endpoint(info["rank_ip"], info["rank_port"]) == address for info in infos):
+                    del self.connection_pool[key]
+
+    def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:  # noqa: ARG002  (ours are reads)
+        """Whether nothing is written to the pages of a failed request any more."""
+        return self.pulls is None or self.pulls.is_over(bootstrap_room)
+
+    def shutdown(self) -> None:
+        """End every lease and read."""
+        for side in (self.leases, self.pulls):
+            if side is not None:
+                side.shutdown()
+
+    # ---- the row of metadata
+
+    def read_row(self, index: int) -> tuple[bytes, ...]:
+        """SGLang's row of metadata, buffer by buffer."""
+        return tuple(
+            ctypes.string_at(pointer + index * size, size)
+            for pointer, size in zip(self.kv_args.aux_data_ptrs, self.kv_args.aux_item_lens, strict=True)
+        )
+
+    def write_row(self, index: int, row: Sequence[bytes]) -> None:
+        """Put a row where SGLang reads it. A ValueError where the other side has other buffers."""
+        sizes = list(self.kv_args.aux_item_lens)
+        if [len(data) for data in row] != sizes:
+            raise ValueError(
+                f"prefill's rows of metadata have {[len(data) for data in row]} bytes, {sizes} here: both sides need "
+                f"the same model, speculative decoding and options of metadata"
+            )
+        for pointer, size, data in zip(self.kv_args.aux_data_ptrs, sizes, row, strict=True):
+            ctypes.memmove(pointer + index * size, data, size)
+
+
+class PagewireKVSender(CommonKVSender):
+    """A request at prefill: its pages are offered when all of them are computed."""
+
+    kv_mgr: PagewireKVManager
+    request: Req | None = None
+
+    def __init__(
+        self,
+        mgr: PagewireKVManager,
+        bootstrap_addr: str,
+        bootstrap_room: int,
+        req_has_disagg_prefill_dp_rank: bool = False,
+    ) -> None:
+        self._pages: list[int] = []
+        self._num_tokens = 0
+        super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
+        self._leases.open(bootstrap_room)
+
+    @property
+    def _leases(self) -> RoomLeases | FollowerLeases:
+        leases = self.kv_mgr.leases
+        assert leases is not None  # noqa: S101  (SGLang makes senders at prefill alone)
+        return leases
+
+    def send(
+        self,
+        kv_indices: NDArray[np.int32],
+        state_indices: list[Any] | None = None,
+        num_kv_tokens: int | None = None,
+        indices_event: object | None = None,  # noqa: ARG002  (of backends that copy indices later)
+    ) -> None:
+        """Take a chunk's pages; offer them all with the last chunk's."""
+        if self.conclude_state in {KVPoll.Success, KVPoll.Failed}:
+            return
+        if self._transfer_start_time is None:
+            self._transfer_start_time = time.perf_counter()
+        self._pages += np.asarray(kv_indices).tolist()
+        self._num_tokens += num_kv_tokens or 0
+        self._record_transfer_indices(kv_indices, state_indices)
+        self.curr_idx += len(kv_indices)
+        if self.curr_idx < self.num_kv_indices:
+            return
+        blocks, firsts = [self._pages], [0]
+        for pages in state_indices or ():  # of the sliding window: its last pages
+            end = -(-self._num_tokens // self.kv_mgr.config.groups[1].block_size)
+            blocks.append(np.asarray(pages).tolist())
+            firsts.append(end - len(blocks[-1]))
+        row, digest = self.kv_mgr.read_row(self.aux_index), prompt_digest(self.request, self._num_tokens)
+        self._leases.offer(self.bootstrap_room, Computed(blocks, firsts, self._num_tokens, row, digest))
+        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Transferring)
+
+    def abort(self) -> None:
+        """End the request: nobody reads its pages when this returns."""
+        super().abort()
+        self._leases.close(self.bootstrap_room, "aborted at prefill")
+
+    def clear(self) -> None:
+        """SGLang has done with the request, or releases its pages next: nobody reads them when this returns."""
+        super().clear()
+        with self.kv_mgr.failure_lock:
+            reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "given up at prefill")
+        self._leases.close(self.bootstrap_room, reason)
+
+
+class PagewireKVReceiver(CommonKVReceiver):
+    """A request at decode: prefill is asked for it at once, and read when both sides have pages."""
+
+    kv_mgr: PagewireKVManager
+    request: Req | None = None
+
+    def init(self, prefill_dp_rank: int) -> None:
+        """The prefill process is known: ask it."""
+        self.kv_mgr.step()  # whose connections are gone is asked for again
+        super().init(prefill_dp_rank)
+        if self.conclude_state == KVPoll.Failed or not self.bootstrap_infos:
+            return
+        info = self.bootstrap_infos[0]
+        self._pulls.want(self.bootstrap_room, endpoint(info["rank_ip"], info["rank_port"]))
+
+    @property
+    def _pulls(self) -> RoomPulls:
+        pulls = self.kv_mgr.pulls
+        assert pulls is not None  # noqa: S101  (SGLang makes receivers at decode alone)
+        return pulls
+
+    def _register_kv_args(self) -> bool:
+        return True  # prefill is told nothing of our memory
+
+    def send_metadata(
+        self,
+        kv_indices: NDArray[np.int32],
+        aux_index: int | None = None,
+        state_indices: list[Any] | None = None,
+        decode_prefix_len: int | None = None,
+        destination: KVTransferDestination = KVTransferDestination.DEVICE,
+        device_kv_indices: NDArray[np.int32] | None = None,
+    ) -> None:
+        """There are pages for the request: nothing is sent, they are read into."""
+        if destination != KVTransferDestination.DEVICE or device_kv_indices is not None:
+            raise NotImplementedError("pages of the host are not read into")
+        index = int(aux_index or 0)
+        blocks = [np.asarray(kv_indices).tolist(), *(np.asarray(pages).tolist() for pages in state_indices or ())]
+        firsts: list[int | None] = [(decode_prefix_len or 0) // self.kv_mgr.config.groups[0].block_size]
+        self._pulls.place(
+            self.bootstrap_room,
+            Destination(
+                blocks,
+                firsts + [None] * (len(blocks) - 1),
+                decode_prefix_len or 0,
+                lambda row: self.kv_mgr.write_row(index, row),
+                lambda num_tokens: prompt_digest(self.request, num_tokens),
+            ),
+        )
+        self.init_time = time.time()
+
+    def _send_abort_notification(self, *, force_arm: bool = False) -> None:  # noqa: ARG002
+        self._pulls.give_up(self.bootstrap_room, "aborted at decode")
+
+    def clear(self) -> None:
+        """SGLang has done with the request."""
+        super().clear()
+        self._pulls.forget(self.bootstrap_room)
+
+
+class PagewireKVBootstrapServer(CommonKVBootstrapServer):
+    """SGLang's rendezvous. It tells no page size: pages of any two sizes go together."""
+
+    page_size = property(lambda self: None, lambda self, value: None)  # noqa: ARG005

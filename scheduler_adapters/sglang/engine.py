@@ -1,0 +1,97 @@
+"""What our workers are told of an SGLang engine, out of its scheduler. What is not supported is refused at start."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.disaggregation.base.conn import StateType
+from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_disagg, get_parallel
+
+from scheduler_adapters.sglang.pools import Caches, caches_of
+from transfer.connector.config import WorkerConfig
+from transfer.errors import InvalidEngineError
+from transfer.wire.allowed_peers import listed_peers
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.base.conn import KVArgs
+
+    from scheduler_adapters.sglang.settings import Settings
+
+
+def check_supported(queue: Any, args: KVArgs) -> None:
+    """Refuse what the transfer does not do.
+
+    Args:
+        queue: SGLang's, of requests that bootstrap: it has the pools and the scheduler.
+        args: what SGLang tells its backends of them.
+
+    Raises:
+        InvalidEngineError: the first such setting, in one line.
+    """
+    parallel, disagg = get_parallel(), get_disagg()
+    states = [state.value for state in args.state_types if state != StateType.SWA]
+    refused = {
+        f"--pp-size {parallel.pp_size}": parallel.pp_size > 1,
+        f"context parallelism of {parallel.attn_cp_size}": parallel.attn_cp_size > 1,
+        f"decode context parallelism of {parallel.attn_dcp_size}": parallel.attn_dcp_size > 1,
+        "--enable-kv-cache-sharding": parallel.enable_kv_cache_sharding,
+        f"the state {states[:1]}": bool(states),
+        "a draft model with a cache of its own": queue.draft_token_to_kv_pool is not None,
+        "--enable-pd-role-switch": queue.scheduler.server_args.enable_pd_role_switch,
+        "HiSparse": getattr(queue.scheduler, "enable_hisparse", False),
+        "SGLANG_DISAGG_STAGING_BUFFER": envs.SGLANG_DISAGG_STAGING_BUFFER.get(),
+        "decode host buffers": disagg.disaggregation_decode_host_receive_threshold < 1,
+        "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0, which gives pages away while they are written": (
+            not envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get()
+        ),
+        "rows of metadata on a device": queue.metadata_buffers.output_ids.device.type != "cpu",
+    }
+    for what, asked in refused.items():
+        if asked:
+            raise InvalidEngineError(f"--disaggregation-transfer-backend pagewire does not support {what}")
+
+
+def caches(queue: Any, tp_size: int) -> Caches:
+    """The groups and tensors of this rank's pool."""
+    scheduler = queue.scheduler
+    return caches_of(
+        queue.token_to_kv_pool,
+        tp_size=tp_size,
+        total_kv_heads=scheduler.model_config.get_total_num_kv_heads(),
+        window=scheduler.sliding_window_size or 0,
+    )
+
+
+def worker_config(
+    queue: Any, found: Caches, settings: Settings, engine: tuple[str, int, int], host: str
+) -> WorkerConfig:
+    """Returns the config of one rank.
+
+    Args:
+        queue: as in `check_supported`.
+        found: its caches.
+        settings: the operator's.
+        engine: its id, this rank, and the number of ranks.
+        host: our own address.
+    """
+    engine_id, rank, ranks = engine
+    model = queue.scheduler.model_config
+    return WorkerConfig(
+        engine_id=engine_id,
+        incarnation=engine_id,
+        groups=found.groups,
+        model=str(queue.scheduler.server_args.served_model_name or model.model_path),
+        tp_rank=rank,
+        tp_size=ranks,
+        timing=settings.timing,
+        secret=settings.secret,
+        allowed_peers=listed_peers(settings.allowed_peers, f"tcp://{host}:0"),
+    )
+
+
+def new_engine_id(role: str, host: str) -> str:
+    """An id that no other engine has, and that says where this one is."""
+    return f"{role}-{host}-{os.getpid()}-{uuid.uuid4().hex[:12]}"

@@ -1,0 +1,342 @@
+"""Prefill's side: for each room a lease over its pages, from their computation until decode has read them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from scheduler_adapters.sglang.ranks import Follower, Leader
+from scheduler_adapters.sglang.rooms import (
+    FromDecode,
+    FromPrefill,
+    RankOutput,
+    RoomDropped,
+    RoomFailed,
+    RoomReady,
+    RoomServer,
+    short,
+)
+from transfer.connector.metadata import ConnectorMetadata, SendRequest, WorkerOutput
+from transfer.connector.scheduler import NixlConnectorScheduler
+from transfer.connector.worker import NixlConnectorWorker
+from transfer.errors import InvalidLeaseError, MetadataError, TransferError
+
+log = logging.getLogger("pagewire.sglang")
+
+_MAX_UNOPENED = 65_536
+_WAIT_S = 100e-6
+
+
+class Told(Protocol):
+    """What SGLang's manager hears of a room."""
+
+    def room_wanted(self, room: int) -> None:
+        """Decode has asked for it: it may be computed."""
+        ...
+
+    def room_read(self, room: int) -> None:
+        """Decode has all of it."""
+        ...
+
+    def room_failed(self, room: int, reason: str) -> None:
+        """It will not be read."""
+        ...
+
+
+def _over(output: WorkerOutput) -> list[tuple[int, str]]:
+    """The rooms whose lease has ended on a rank, or was not granted there, and why."""
+    refused = {name: error for name, error in output.offered.items() if error}
+    return [(int(name), reason) for name, reason in (refused | output.sent).items()]
+
+
+def _tell_end(told: Told, room: int, reason: str) -> None:
+    if reason == "read":
+        told.room_read(room)
+    else:
+        told.room_failed(room, f"the pages were leased and not read: {reason}")
+
+
+@dataclass(slots=True, eq=False)
+class Computed:
+    """A room's pages.
+
+    Attributes:
+        block_ids: for each group, its pages.
+        first_blocks: for each group, which page of the request the first of them is.
+        num_tokens: that they hold.
+        row: SGLang's row of metadata.
+        digest: of the tokens.
+    """
+
+    block_ids: Sequence[Sequence[int]]
+    first_blocks: Sequence[int]
+    num_tokens: int
+    row: tuple[bytes, ...]
+    digest: bytes = b""
+
+
+@dataclass(slots=True, eq=False)
+class _Room:
+    readers: set[bytes] = field(default_factory=set[bytes])
+    opened: bool = False
+    dropped: str = ""  # why decode does not want it any more
+    computed: Computed | None = None
+    offered: bool = False  # its lease was asked for, and is not over here
+    answer: FromPrefill | None = None
+
+
+class RoomLeases:
+    """The rooms of a prefill engine, at its rank 0. For the thread of the scheduler.
+
+    Args:
+        worker: of this rank.
+        scheduler: of the engine.
+        server: where decode asks, and the other ranks answer.
+        leader: tells the other ranks what to do.
+        told: hears what becomes of each room.
+        expect_s: how long a question is kept for a request that has not come yet.
+    """
+
+    def __init__(
+        self,
+        worker: NixlConnectorWorker,
+        scheduler: NixlConnectorScheduler,
+        server: RoomServer,
+        leader: Leader,
+        told: Told,
+        expect_s: float,
+    ) -> None:
+        self._worker = worker
+        self._scheduler = scheduler
+        self._server = server
+        self._leader = leader
+        self._told = told
+        self._expect_s = expect_s
+        self._rooms: dict[int, _Room] = {}
+        self._unopened: OrderedDict[int, float] = OrderedDict()  # asked for, but not here yet: since when
+        self._failed: OrderedDict[int, str] = OrderedDict()  # requests that came to nothing, and why: the last ones
+        self._waiting: list[int] = []  # computed, and without a lease yet
+
+    @property
+    def open_count(self) -> int:
+        """Requests of SGLang that are known, without those that decode alone has asked for."""
+        return sum(known.opened for known in self._rooms.values())
+
+    def open(self, room: int) -> None:
+        """A request has come. Whatever decode said of its room before holds for it."""
+        known = self._rooms.setdefault(room, _Room())
+        known.opened = True
+        self._failed.pop(room, None)
+        self._unopened.pop(room, None)
+        self._tell_wishes(room, known)
+
+    def offer(self, room: int, computed: Computed) -> None:
+        """Have the pages of a room leased, and decode told of them."""
+        known = self._rooms[room]
+        known.computed = computed
+        self._waiting.append(room)
+        self.step()
+
+    def close(self, room: int, reason: str) -> None:
+        """Forget a room: when this returns, nobody reads its pages any more."""
+        known = self._rooms.pop(room, None)
+        if known is None:
+            return
+        if known.offered:
+            self._scheduler.abort(str(room), reason)
+            self._rooms[room] = known
+            while known.offered:
+                self.step()
+                time.sleep(_WAIT_S)
+            del self._rooms[room]
+        if room in self._waiting:
+            self._waiting.remove(room)
+        if not isinstance(known.answer, RoomReady):
+            self._answer(known, RoomFailed(room=room, reason=short(reason)))
+            self._failed[room] = reason  # for who asks after its end
+            while len(self._failed) > _MAX_UNOPENED:
+                self._failed.popitem(last=False)
+
+    def step(self) -> None:
+        """Hear decode, and take what the transfer thread has done, without waiting.
+
+        Raises:
+            EngineClosedError: the transfer thread has died.
+        """
+        self._hear()
+        for room in self._waiting[:]:
+            try:
+                self._scheduler.offer(str(room))
+            except InvalidLeaseError:  # no slot is free, or an earlier request's lease is not over on every rank
+                continue
+            self._waiting.remove(room)
+            self._rooms[room].offered = True
+        metadata = self._scheduler.build_metadata()
+        if metadata != ConnectorMetadata():
+            self._leader.tell(metadata)
+            self._worker.start_load_kv(metadata)
+        output = self._worker.take_output()
+        self._book(0, output)
+        for room, reason in _over(output):
+            known = self._rooms.get(room)
+            if known is not None and known.offered:
+                known.offered = False
+                _tell_end(self._told, room, reason)
+
+    def _book(self, rank: int, output: WorkerOutput) -> None:
+        for name in self._scheduler.update(rank, output).offered:
+            self._tell_ready(int(name))
+
+    def _tell_ready(self, room: int) -> None:
+        known = self._rooms.get(room)
+        if known is None or known.computed is None:
+            return
+        made = known.computed
+        try:
+            params = self._scheduler.params(
+                str(room), made.block_ids, made.num_tokens, first_blocks=tuple(made.first_blocks)
+            )
+        except TransferError as error:
+            self._told.room_failed(room, str(error))
+            return
+        self._answer(known, RoomReady(room=room, params=msgspec.json.encode(params), digest=made.digest, row=made.row))
+
+    def _answer(self, known: _Room, answer: FromPrefill) -> None:
+        known.answer = answer
+        reached = [self._server.send(reader, answer) for reader in known.readers]
+        if isinstance(answer, RoomReady) and not all(reached):
+            log.warning("room %d: a rank of decode is not connected any more; its lease runs out", answer.room)
+
+    def _hear(self) -> None:
+        for sender, message in self._server.received():
+            if not isinstance(message, RankOutput):
+                self._hear_decode(sender, message)
+                continue
+            try:
+                self._book(*self._leader.heard(sender, message))
+            except MetadataError as error:
+                log.warning("%s", error)
+        self._forget_unopened()
+
+    def _hear_decode(self, reader: bytes, message: FromDecode) -> None:
+        room = message.room
+        known = self._rooms.get(room)
+        if known is None and room in self._failed:
+            self._server.send(reader, RoomFailed(room=room, reason=short(self._failed[room])))
+            return
+        if known is None:
+            known = self._rooms[room] = _Room()
+            self._unopened[room] = time.monotonic()
+        if isinstance(message, RoomDropped):
+            known.dropped = message.reason or "decode has given it up"
+        else:
+            known.dropped = ""  # what was dropped was an earlier request of this number
+            known.readers.add(reader)
+            if known.answer is not None:
+                self._server.send(reader, known.answer)
+        if known.opened:
+            self._tell_wishes(room, known)
+
+    def _tell_wishes(self, room: int, known: _Room) -> None:
+        if known.dropped:
+            self._told.room_failed(room, f"decode: {known.dropped}")
+        elif known.readers:
+            self._told.room_wanted(room)
+
+    def _forget_unopened(self) -> None:
+        """Requests that never came: answered as such, the oldest ones first."""
+        now = time.monotonic()
+        while self._unopened:
+            room, since = next(iter(self._unopened.items()))
+            if now - since < self._expect_s and len(self._unopened) <= _MAX_UNOPENED:
+                return
+            del self._unopened[room]
+            reason = f"prefill was asked for room {room}, and no request of it came in {now - since:.0f} s"
+            self._answer(self._rooms.pop(room), RoomFailed(room=room, reason=reason))
+
+    def shutdown(self) -> None:
+        """End every lease, and close the sockets."""
+        self._worker.shutdown()
+        self._scheduler.close()
+        self._server.close()
+
+
+class FollowerLeases:
+    """The rooms of a prefill engine, at any other rank: it grants the leases that rank 0 takes, once it has the pages.
+
+    Args:
+        worker: of this rank.
+        follower: hears rank 0.
+        told: hears what becomes of each room.
+    """
+
+    def __init__(self, worker: NixlConnectorWorker, follower: Follower, told: Told) -> None:
+        self._worker = worker
+        self._follower = follower
+        self._told = told
+        self._computed: set[int] = set()
+        self._offered: set[int] = set()
+        self._unsent: dict[str, SendRequest] = {}  # what rank 0 wants granted, and is not computed here yet
+
+    @property
+    def open_count(self) -> int:
+        """Rooms that are known."""
+        return len(self._computed | self._offered) + len(self._unsent)
+
+    def open(self, room: int) -> None:
+        """A request has come. Whether decode wants it, rank 0 knows: SGLang waits for the last of its ranks."""
+        self._told.room_wanted(room)
+
+    def offer(self, room: int, computed: Computed) -> None:  # noqa: ARG002  (SGLang gives all ranks the same pages)
+        """The room's pages are computed here."""
+        self._computed.add(room)
+        self.step()
+
+    def close(self, room: int, reason: str) -> None:
+        """Forget a room: when this returns, nobody reads its pages on this rank any more."""
+        if room in self._offered:
+            self._worker.start_load_kv(ConnectorMetadata(reqs_not_processed={str(room): reason}))
+        while room in self._offered:
+            self.step()
+            time.sleep(_WAIT_S)
+        self._computed.discard(room)
+
+    def step(self) -> None:
+        """Do what rank 0 says, and tell it what has happened here, without waiting.
+
+        Raises:
+            EngineClosedError: the transfer thread has died.
+        """
+        ended = WorkerOutput()
+        for metadata in self._follower.steps():
+            self._unsent |= metadata.reqs_to_send
+            for name in [name for name in metadata.reqs_not_processed if name in self._unsent]:
+                del self._unsent[name]
+                ended.sent[name] = metadata.reqs_not_processed.pop(name)
+            metadata.reqs_to_send = {}
+            if metadata != ConnectorMetadata():
+                self._worker.start_load_kv(metadata)
+        if ready := {name: send for name, send in self._unsent.items() if int(name) in self._computed}:
+            self._worker.start_load_kv(ConnectorMetadata(reqs_to_send=ready))
+            for name in ready:
+                del self._unsent[name]
+                self._offered.add(int(name))
+        output = self._worker.take_output()
+        for told in (ended, output):
+            if told:
+                self._follower.report(told)
+        for room, reason in _over(output):
+            if room in self._offered:
+                self._offered.discard(room)
+                _tell_end(self._told, room, reason)
+
+    def shutdown(self) -> None:
+        """End every lease, and close the socket."""
+        self._worker.shutdown()
+        self._follower.close()

@@ -1,0 +1,89 @@
+"""SGLang's KV pools as the groups and tensors of a connector worker. What is not known here is refused at start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+from transfer.connector.config import GroupConfig
+from transfer.errors import InvalidEngineError
+
+if TYPE_CHECKING:
+    import torch
+
+_MHA = "page,side,token,head,dim"
+_MLA = "page,token,dim"
+
+
+class Caches(NamedTuple):
+    """The groups of a model, and this rank's tensors by the name of their layer.
+
+    The first group is that of the pages that SGLang calls KV; a second one, if any, that of its sliding window.
+    """
+
+    groups: tuple[GroupConfig, ...]
+    tensors: dict[str, tuple[torch.Tensor, ...]]
+
+
+def caches_of(pool: Any, *, tp_size: int, total_kv_heads: int, window: int) -> Caches:
+    """Returns what of a pool is moved.
+
+    Args:
+        pool: SGLang's.
+        tp_size: ranks over which heads are split.
+        total_kv_heads: of the model.
+        window: SGLang's number: tokens before the one that looks.
+
+    Raises:
+        InvalidEngineError: a pool, or a shape, that is not known here.
+    """
+    parts = [(pool, 0)]
+    if type(pool) is SWAKVPool:
+        parts = [(pool.full_kv_pool, 0), (pool.swa_kv_pool, window + 1)]
+        if window < 1 or pool.full_kv_pool.layer_num < 1:
+            raise InvalidEngineError(f"--disaggregation-transfer-backend pagewire: a window of {window} tokens alone")
+    groups: list[GroupConfig] = []
+    tensors: dict[str, tuple[torch.Tensor, ...]] = {}
+    for part, reach in parts:
+        layers = dict(_layers(part))
+        tensors |= {f"layer.{number}": found for number, found in layers.items()}
+        groups.append(_group(part, list(layers), reach, tp_size, total_kv_heads))
+    return Caches(tuple(groups), tensors)
+
+
+def _layers(pool: Any) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
+    """Each layer's number in the model, and its tensors by pages. A page is what SGLang numbers: slot // page size."""
+    if type(pool) is MHATokenToKVPool and pool.kv_cache_layout == "nhd" and pool.head_dim == pool.v_head_dim:
+        buffers = list(zip(pool.k_buffer, pool.v_buffer, strict=True))
+    elif type(pool) is MLATokenToKVPool and pool.kv_scale_buffer is None and not pool.use_dsa:
+        buffers = [(buffer[:, 0],) for buffer in pool.kv_buffer]
+    else:
+        shape = {name: getattr(pool, name, None) for name in ("kv_cache_layout", "head_dim", "v_head_dim")}
+        raise InvalidEngineError(
+            f"--disaggregation-transfer-backend pagewire does not know the pool {type(pool).__name__}, {shape}"
+        )
+    for number, sides in zip(pool.model_layer_ids, buffers, strict=True):
+        pages = sides[0].shape[0] // pool.page_size
+        yield number, tuple(side[: pages * pool.page_size].unflatten(0, (pages, pool.page_size)) for side in sides)
+
+
+def _group(pool: Any, layers: list[int], window: int, tp_size: int, total_kv_heads: int) -> GroupConfig:
+    mla = type(pool) is MLATokenToKVPool
+    heads = 1 if mla else pool.head_num * tp_size
+    if not mla and pool.head_num == 1 < tp_size:
+        heads = total_kv_heads  # fewer heads than ranks: some hold the same one
+    dtype = str(pool.store_dtype).removeprefix("torch.")
+    return GroupConfig(
+        layers={f"layer.{number}": number for number in layers},
+        kind="mla" if mla else "sliding_window" if window else "full",
+        block_size=pool.page_size,
+        layout=_MLA if mla else _MHA,
+        num_kv_heads=heads,
+        head_dim=pool.kv_cache_dim if mla else pool.head_dim,
+        dtype=dtype,
+        window=window,
+        content=str(pool.dtype).removeprefix("torch."),
+    )

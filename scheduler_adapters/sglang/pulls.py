@@ -1,0 +1,233 @@
+"""Decode's side: for each room the question to prefill, and the read of its pages into those of this rank."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from scheduler_adapters.sglang.rooms import RoomClient, RoomDropped, RoomFailed, RoomReady, RoomWanted, short
+from transfer.connector.metadata import ConnectorMetadata
+from transfer.connector.scheduler import NixlConnectorScheduler
+from transfer.connector.transfer_params import RemotePages
+from transfer.connector.worker import NixlConnectorWorker
+from transfer.errors import TransferError
+
+
+class Told(Protocol):
+    """What SGLang's manager hears of a room."""
+
+    def room_loading(self, room: int) -> None:
+        """Its pages are being read."""
+        ...
+
+    def room_loaded(self, room: int) -> None:
+        """They are here, and the row of metadata as well."""
+        ...
+
+    def room_failed(self, room: int, reason: str) -> None:
+        """They will not come. They may still be written until `is_over`."""
+        ...
+
+    def prefill_gone(self, address: str) -> None:
+        """The process that answered there has ended."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Destination:
+    """Where a room's pages go.
+
+    Attributes:
+        block_ids: for each group, our pages.
+        first_blocks: for each group, which page of the request the first of them is; None where the group's window
+            decides, which reaches back from the last token.
+        num_computed_tokens: of the prompt, that are here already.
+        write_row: puts SGLang's row of metadata where it belongs; a ValueError where it does not fit.
+        digest: of so many first tokens of the request as it is known here; empty where that cannot be told.
+    """
+
+    block_ids: Sequence[Sequence[int]]
+    first_blocks: Sequence[int | None]
+    num_computed_tokens: int
+    write_row: Callable[[Sequence[bytes]], None]
+    digest: Callable[[int], bytes] = lambda _: b""
+
+
+@dataclass(slots=True, eq=False)
+class _Room:
+    room: int
+    key: str
+    endpoint: str
+    destination: Destination | None = None
+    ready: RoomReady | None = None
+    pages: RemotePages | None = None
+    is_held: bool = False  # prefill's lease is renewed until there is a destination
+    is_loading: bool = False  # its pages may be written
+    is_given_up: bool = False
+
+
+class RoomPulls:
+    """The rooms of a rank of decode. For the thread of the scheduler.
+
+    Args:
+        worker: of this rank.
+        scheduler: of this rank alone: SGLang agrees with the other ranks by itself, poll by poll.
+        client: asks prefill.
+        told: hears what becomes of each room.
+    """
+
+    def __init__(
+        self, worker: NixlConnectorWorker, scheduler: NixlConnectorScheduler, client: RoomClient, told: Told
+    ) -> None:
+        self._worker = worker
+        self._scheduler = scheduler
+        self._client = client
+        self._told = told
+        self._numbers = itertools.count()
+        self._rooms: dict[int, _Room] = {}
+        self._open: dict[str, _Room] = {}  # of which something is held or loaded, those given up among them
+
+    @property
+    def open_count(self) -> int:
+        """Rooms of which something is expected, or may still be written."""
+        return len(self._rooms) + len(self._open)
+
+    def want(self, room: int, endpoint: str) -> None:
+        """Ask the prefill process at `endpoint` for a room."""
+        known = self._rooms[room] = _Room(room, f"{room}#{next(self._numbers)}", endpoint)
+        if error := self._client.send(endpoint, RoomWanted(room=room)):
+            self._fail(known, error)
+
+    def place(self, room: int, destination: Destination) -> None:
+        """There are pages for a room now."""
+        if (known := self._rooms.get(room)) is not None:
+            known.destination = destination
+            self._load(known)
+
+    def give_up(self, room: int, reason: str) -> None:
+        """Tell prefill that a room is not wanted. Its pages may be used for something else when it `is_over`."""
+        if (known := self._rooms.pop(room, None)) is not None:
+            self._drop(known, reason)
+
+    def forget(self, room: int) -> None:
+        """SGLang has done with a room."""
+        self.give_up(room, "given up")
+
+    def is_over(self, room: int) -> bool:
+        """Whether nothing is written to the pages of a room any more."""
+        self.step()
+        return not any(known.room == room and known.is_loading for known in self._open.values())
+
+    def step(self) -> None:
+        """Hear prefill, and take what the transfer thread has done, without waiting.
+
+        Raises:
+            EngineClosedError: the transfer thread has died.
+        """
+        for message in self._client.received():
+            known = self._rooms.get(message.room)
+            if known is None or known.ready is not None:
+                continue
+            if isinstance(message, RoomFailed):
+                self._fail(known, f"prefill: {message.reason}", is_told=True)
+            else:
+                known.ready = message
+                self._load(known)
+        for endpoint in self._client.lost():
+            self._told.prefill_gone(endpoint)
+            for known in list(self._rooms.values()):
+                if known.endpoint == endpoint and known.ready is None:
+                    self._fail(known, f"the prefill process at {endpoint} is gone")
+        metadata = self._scheduler.build_metadata()
+        if metadata != ConnectorMetadata():
+            self._worker.start_load_kv(metadata)
+        progress = self._scheduler.update(0, self._worker.take_output())
+        for key, reason in progress.failed.items():
+            self._fail(self._open[key], reason)
+        for key in progress.received:
+            self._received(self._open.pop(key))
+
+    def _load(self, known: _Room) -> None:
+        """Begin to read where prefill is ready and there are pages; where there are none yet, keep its lease."""
+        if known.ready is None or known.is_loading:
+            return
+        try:
+            if known.pages is None:
+                known.pages = self._read(known, known.ready)
+            if known.destination is None:
+                self._hold(known, known.pages)
+            else:
+                self._begin(known, known.pages, known.destination)
+        except (TransferError, msgspec.DecodeError) as error:
+            self._fail(known, str(error))
+
+    def _read(self, known: _Room, ready: RoomReady) -> RemotePages:
+        pages = self._scheduler.read(known.key, msgspec.json.decode(ready.params))
+        if pages is None:
+            raise TransferError(f"room {known.room}: prefill's params ask for no pages")
+        return pages
+
+    def _hold(self, known: _Room, pages: RemotePages) -> None:
+        if not known.is_held:
+            self._scheduler.hold(known.key, pages)
+            self._open[known.key] = known
+            known.is_held = True
+
+    def _begin(self, known: _Room, pages: RemotePages, destination: Destination) -> None:
+        total, done = pages.num_tokens, destination.num_computed_tokens
+        ours, theirs = destination.digest(total), known.ready.digest if known.ready else b""
+        if ours and theirs and ours != theirs:
+            raise TransferError(f"room {known.room}: prefill has the pages of other tokens than this request's")
+        firsts: list[int] = []
+        for group, blocks, first in zip(
+            self._scheduler.config.groups, destination.block_ids, destination.first_blocks, strict=True
+        ):
+            end = -(-total // group.block_size)
+            firsts.append(end - len(blocks) if first is None else first)
+            if firsts[-1] + len(blocks) != end or firsts[-1] < 0:
+                raise TransferError(
+                    f"room {known.room}: prefill has {total} tokens, which end in page {end - 1} of "
+                    f"{group.block_size}; there are {len(blocks)} pages from {firsts[-1]} on"
+                )
+        self._scheduler.load(known.key, pages, destination.block_ids, total, done, first_blocks=tuple(firsts))
+        self._told.room_loading(known.room)
+        if done >= total and not known.is_held:
+            self._received(known)  # all of it was here
+            return
+        self._open[known.key] = known
+        known.is_loading = True
+
+    def _received(self, known: _Room) -> None:
+        known.is_loading = False
+        if known.is_given_up or known.ready is None or known.destination is None:
+            return
+        try:
+            known.destination.write_row(known.ready.row)
+        except ValueError as error:
+            self._fail(known, str(error))
+            return
+        del self._rooms[known.room]
+        self._told.room_loaded(known.room)
+
+    def _fail(self, known: _Room, reason: str, *, is_told: bool = False) -> None:
+        if not known.is_given_up:
+            self._rooms.pop(known.room, None)
+            self._drop(known, reason, is_told=is_told)
+            self._told.room_failed(known.room, reason)
+
+    def _drop(self, known: _Room, reason: str, *, is_told: bool = False) -> None:
+        known.is_given_up = True
+        if known.key in self._open:
+            self._scheduler.cancel(known.key, reason)  # which tells prefill as well
+        elif not is_told:
+            self._client.send(known.endpoint, RoomDropped(room=known.room, reason=short(reason)))
+
+    def shutdown(self) -> None:
+        """Give up every load, and close the sockets."""
+        self._worker.shutdown()
+        self._scheduler.close()
+        self._client.close()

@@ -1,0 +1,108 @@
+"""Tensor parallelism at prefill: rank 0 decides about leases and speaks with decode, the others do as it says.
+
+What a rank is told in a step, and what it answers, is that of any engine's workers (`transfer.connector.metadata`).
+Here it goes through the socket at which decode asks, with a token that only the ranks have.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+
+from scheduler_adapters.sglang.rooms import RankOutput, RankStep, RoomServer, connect
+from transfer.connector.metadata import ConnectorMetadata, WorkerOutput
+from transfer.errors import MetadataError
+
+if TYPE_CHECKING:
+    from transfer.wire.keys import Keyring
+
+_encode = msgspec.msgpack.Encoder().encode
+_metadata = msgspec.msgpack.Decoder(ConnectorMetadata)
+_output = msgspec.msgpack.Decoder(WorkerOutput)
+
+
+class Leader:
+    """Rank 0's end. Ranks are known by their first message, and what was told before waits until then.
+
+    Args:
+        server: where decode and the ranks speak.
+        ranks: that there are, this one included.
+        token: of the ranks.
+    """
+
+    def __init__(self, server: RoomServer, ranks: int, token: bytes) -> None:
+        self._server = server
+        self._ranks = ranks
+        self._token = token
+        self._peers: dict[int, bytes] = {}
+        self._unsaid: list[bytes] = []
+
+    def tell(self, metadata: ConnectorMetadata) -> None:
+        """Have every other rank do this step's work."""
+        data = _encode(metadata)
+        if len(self._peers) < self._ranks - 1:
+            self._unsaid.append(data)
+            return
+        self._say(data)
+
+    def _say(self, data: bytes) -> None:
+        for peer in self._peers.values():
+            self._server.send(peer, RankStep(metadata=data))
+
+    def heard(self, peer: bytes, message: RankOutput) -> tuple[int, WorkerOutput]:
+        """What a rank tells, and which it is.
+
+        Raises:
+            MetadataError: the message is of no rank of ours.
+        """
+        if not hmac.compare_digest(message.token, self._token) or not 0 < message.rank < self._ranks:
+            raise MetadataError(f"an output of rank {message.rank} that is not ours")
+        if message.rank not in self._peers:
+            self._peers[message.rank] = peer
+            if len(self._peers) == self._ranks - 1:
+                for data in self._unsaid:
+                    self._say(data)
+                self._unsaid.clear()
+        try:
+            return message.rank, _output.decode(message.output)
+        except msgspec.DecodeError as error:
+            raise MetadataError(f"rank {message.rank}: {error}") from error
+
+
+class Follower:
+    """The end of any other rank.
+
+    Args:
+        endpoint: of rank 0.
+        rank: this one.
+        token: of the ranks.
+        keyring: of the fleet.
+    """
+
+    def __init__(self, endpoint: str, rank: int, token: bytes, keyring: Keyring | None) -> None:
+        self._socket = connect(endpoint, keyring)
+        self._rank = rank
+        self._token = token
+        self.report(WorkerOutput())  # rank 0 knows us from now on
+
+    def report(self, output: WorkerOutput) -> None:
+        """Tell rank 0 what has happened here."""
+        self._socket.send(_encode(RankOutput(rank=self._rank, token=self._token, output=_encode(output))))
+
+    def steps(self) -> Iterator[ConnectorMetadata]:
+        """What rank 0 wants done."""
+        decoder = msgspec.msgpack.Decoder(RankStep)
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            yield _metadata.decode(decoder.decode(frames[-1]).metadata)
+
+    def close(self) -> None:
+        """Closes the socket."""
+        self._socket.close(linger=0)

@@ -1,0 +1,214 @@
+"""How decode asks prefill for a request: messages, and sockets at both ends. A room is SGLang's number of a request.
+
+decode ──RoomWanted──► prefill    as soon as decode has the request: from then on prefill computes it
+decode ◄──RoomReady─── prefill    its pages are computed and leased
+decode ◄──RoomFailed── prefill
+decode ──RoomDropped─► prefill    decode has given it up
+
+What is said here are pointers and SGLang's own row of metadata. The bytes of pages are read by the transfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+import zmq
+from msgspec import Meta
+from zmq.utils.monitor import recv_monitor_message
+
+from scheduler_adapters.service.sockets import Socket, bind_router, bounded_socket, received
+from transfer.errors import HandshakeError
+from transfer.wire.allowed_peers import AllowedPeers
+from transfer.wire.keys import Keyring
+
+_MAX_REASON = 2000
+Room: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Reason: TypeAlias = Annotated[str, Meta(max_length=_MAX_REASON)]
+
+
+class RoomWanted(msgspec.Struct, frozen=True, tag="wanted"):
+    """A rank of decode will read the room's pages."""
+
+    room: Room
+
+
+class RoomDropped(msgspec.Struct, frozen=True, tag="dropped"):
+    """It will not."""
+
+    room: Room
+    reason: Reason
+
+
+class RoomReady(msgspec.Struct, frozen=True, tag="ready"):
+    """The room's pages are computed, and a lease stands over them.
+
+    Attributes:
+        room: the room.
+        params: `kv_transfer_params`, as JSON.
+        digest: of the tokens that they are of; empty where that cannot be told.
+        row: SGLang's row of metadata, buffer by buffer: the first token, its probabilities, the room.
+    """
+
+    room: Room
+    params: bytes
+    digest: Annotated[bytes, Meta(max_length=64)]
+    row: Annotated[tuple[bytes, ...], Meta(max_length=64)]
+
+
+class RoomFailed(msgspec.Struct, frozen=True, tag="failed"):
+    """Prefill has given it up, or has never had it."""
+
+    room: Room
+    reason: Reason
+
+
+class RankOutput(msgspec.Struct, frozen=True, tag="output"):
+    """What a rank of prefill tells rank 0, which knows it by its token."""
+
+    rank: int
+    token: bytes
+    output: bytes
+
+
+class RankStep(msgspec.Struct, frozen=True, tag="step"):
+    """What rank 0 of prefill tells the others."""
+
+    metadata: bytes
+
+
+ToServer: TypeAlias = RoomWanted | RoomDropped | RankOutput
+FromDecode: TypeAlias = RoomWanted | RoomDropped
+FromPrefill: TypeAlias = RoomReady | RoomFailed
+_to_server = msgspec.msgpack.Decoder(ToServer)
+_from_prefill = msgspec.msgpack.Decoder(FromPrefill)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def short(reason: str) -> str:
+    """A reason as a message may carry it."""
+    return reason[:_MAX_REASON]
+
+
+def endpoint(host: str, port: int) -> str:
+    """A ZMQ endpoint."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def _context() -> Any:
+    return zmq.Context.instance()
+
+
+def _dealer(endpoint: str, keyring: Keyring | None) -> Socket:
+    socket = bounded_socket(_context(), zmq.DEALER)
+    if keyring is not None:
+        keyring.secure_client(socket)
+    socket.setsockopt(zmq.IPV6, int("[" in endpoint))
+    return socket
+
+
+def connect(endpoint: str, keyring: Keyring | None) -> Socket:
+    """A socket to a `RoomServer`."""
+    socket = _dealer(endpoint, keyring)
+    socket.connect(endpoint)
+    return socket
+
+
+def _close(socket: Socket, watch: Socket) -> None:
+    socket.disable_monitor()
+    watch.close(linger=0)
+    socket.close(linger=0)
+
+
+class RoomServer:
+    """Prefill's end. For the thread of the scheduler, which never waits here.
+
+    Args:
+        host: address to bind, on a port of the system's choice.
+        keyring: lets in only the processes of the fleet; None for anybody.
+
+    Attributes:
+        port: as bound.
+        malformed: messages that were none.
+    """
+
+    def __init__(self, host: str, keyring: Keyring | None) -> None:
+        self._socket: Socket = bind_router(_context(), endpoint(host, 0), keyring)
+        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self.malformed = 0
+
+    def received(self) -> Iterator[tuple[bytes, ToServer]]:
+        """What has come, and from which rank of decode or of our own."""
+        for frames in received(self._socket):
+            try:
+                yield frames[0], _to_server.decode(frames[-1])
+            except msgspec.DecodeError:
+                self.malformed += 1
+
+    def send(self, reader: bytes, message: FromPrefill | RankStep) -> bool:
+        """Whether the rank is still connected."""
+        try:
+            self._socket.send_multipart([reader, _encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Closes the socket."""
+        self._socket.close(linger=0)
+
+
+class RoomClient:
+    """Decode's end: a socket for each prefill process. For the thread of the scheduler, which never waits here.
+
+    Args:
+        keyring: speaks only to processes of the fleet; None to whoever answers.
+        allowed: who may be asked: addresses come with requests.
+    """
+
+    def __init__(self, keyring: Keyring | None, allowed: AllowedPeers) -> None:
+        self._keyring = keyring
+        self._allowed = allowed
+        self._sockets: dict[str, tuple[Socket, Socket]] = {}  # and what ZMQ tells of the connection
+
+    def send(self, address: str, message: FromDecode) -> str:
+        """Sends, and returns why that was not possible; empty where it was."""
+        try:
+            socket, _ = self._sockets.get(address) or self._connect(address)
+            socket.send(_encode(message), zmq.NOBLOCK)
+        except (HandshakeError, zmq.ZMQError) as error:
+            return f"prefill at {address} cannot be asked: {error}"
+        return ""
+
+    def _connect(self, address: str) -> tuple[Socket, Socket]:
+        self._allowed.check(address)
+        socket = _dealer(address, self._keyring)
+        watch = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        socket.connect(address)
+        self._sockets[address] = socket, watch
+        return socket, watch
+
+    def received(self) -> Iterator[FromPrefill]:
+        """What has come."""
+        for socket, _ in list(self._sockets.values()):
+            for frames in received(socket):
+                try:
+                    yield _from_prefill.decode(frames[-1])
+                except msgspec.DecodeError:
+                    continue  # its room runs into its deadline
+
+    def lost(self) -> Iterator[str]:
+        """The endpoints that have gone away. What was asked there is answered by nobody; a new process may be there."""
+        for address, (socket, watch) in list(self._sockets.items()):
+            if watch.poll(0):
+                recv_monitor_message(watch, zmq.NOBLOCK)
+                del self._sockets[address]
+                _close(socket, watch)
+                yield address
+
+    def close(self) -> None:
+        """Closes the sockets."""
+        while self._sockets:
+            _, (socket, watch) = self._sockets.popitem()
+            _close(socket, watch)

@@ -1,0 +1,53 @@
+"""What the operator says, in environment variables: SGLang passes no options of a transfer backend through."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from transfer.connector.config import Timing
+from transfer.errors import InvalidEngineError
+
+PREFIX = "PAGEWIRE_"
+_TIMING = Timing()
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Each is the variable of this name in capitals, with `PAGEWIRE_` before it.
+
+    Attributes:
+        secret: as `WorkerConfig` has it: "file:PATH", "env:NAME" or the secret itself; plain sockets where empty.
+        allowed_peers: addresses, networks and host names of prefill, with commas; the own host is among them.
+        lease_s: seconds that prefill keeps pages without a word of decode.
+        load_s: seconds until a read fails by itself.
+    """
+
+    secret: str = ""
+    allowed_peers: str = ""
+    lease_s: float = _TIMING.lease
+    load_s: float = _TIMING.load
+
+    @property
+    def timing(self) -> Timing:
+        """Seconds, as a worker is told."""
+        return Timing(lease=self.lease_s, load=self.load_s)
+
+
+def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
+    """Returns the settings of this process.
+
+    Raises:
+        InvalidEngineError: a value that is none, by the name of its variable.
+    """
+    found: dict[str, Any] = {
+        name: environ[variable]
+        for name in Settings.__struct_fields__
+        if (variable := f"{PREFIX}{name.upper()}") in environ
+    }
+    try:
+        return msgspec.convert(found, Settings, strict=False)
+    except msgspec.ValidationError as error:
+        raise InvalidEngineError(f"{PREFIX}*: {error}") from error

@@ -1,0 +1,237 @@
+"""One process of a disaggregated pair: SGLang's scheduler with its own event loop, and a tokenizer that is a stand-in.
+
+The scheduler, its queues, its sockets, the rendezvous on HTTP, the model and its attention are SGLang's. What stands in
+is what would turn text into tokens: a thread that speaks to the scheduler's real socket, and JSON lines to the test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import logging
+import os
+import signal
+import threading
+from array import array
+from typing import TYPE_CHECKING, Any
+
+from tests.sglang_engine import stand_ins
+
+stand_ins.install()
+os.environ |= {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+}
+
+import torch  # noqa: E402
+import zmq  # noqa: E402
+from sglang.srt.disaggregation.base.conn import KVPoll  # noqa: E402
+from sglang.srt.managers.disagg_service import start_disagg_service  # noqa: E402
+from sglang.srt.managers.io_struct import (  # noqa: E402
+    AbortReq,
+    BatchTokenIDOutput,
+    ShutdownReq,
+    TokenizedGenerateReqInput,
+    sock_recv,
+    sock_send,
+)
+from sglang.srt.managers.scheduler import Scheduler  # noqa: E402
+from sglang.srt.models import registry  # noqa: E402, F401  (imports every model, which takes seconds)
+from sglang.srt.plugins import load_plugins  # noqa: E402
+from sglang.srt.runtime_context import SpawnRanks, publish  # noqa: E402
+from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
+from sglang.srt.server_args import PortArgs, ServerArgs  # noqa: E402
+from sglang.srt.utils.network import get_zmq_socket  # noqa: E402
+
+from transfer.nixl.agent import Agent  # noqa: E402
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from tests.sglang_engine.pd_pair import Options
+
+torch.set_num_threads(1)  # before anything is forked from here
+load_plugins()  # as every process of a server does
+BACKEND = "pagewire"
+ABORTED = {"type": "abort", "message": "aborted while it waited"}
+
+
+def server_arguments(options: Options) -> ServerArgs:
+    roles: dict[str, Any] = {
+        "disaggregation_mode": options.role,
+        "disaggregation_transfer_backend": BACKEND,
+        "disaggregation_bootstrap_port": options.port,
+        "num_reserved_decode_tokens": 16,
+        "disaggregation_decode_retraction_backup": "cpu_tensor",  # a host pool is pinned, which needs CUDA
+    }
+    return ServerArgs(
+        model_path=options.model,
+        host="127.0.0.1",
+        device="cpu",
+        dtype="float32",
+        attention_backend="torch_native",
+        sampling_backend="pytorch",
+        grammar_backend="none",
+        disable_cuda_graph=True,
+        disable_overlap_schedule=True,
+        skip_tokenizer_init=True,
+        page_size=options.page_size,
+        tp_size=options.tp,
+        max_total_tokens=640,
+        max_running_requests=8,
+        chunked_prefill_size=64,
+        **(roles if options.role != "null" else {}),
+        **options.more,
+    )
+
+
+class Tokenizer:
+    """What SGLang's tokenizer manager says to a scheduler and hears from it, for prompts that are tokens already."""
+
+    def __init__(self, ports: Any, connection: Connection) -> None:
+        self._connection = connection
+        self._one_at_a_time = threading.Lock()
+        context = zmq.Context(1)
+        self._heard = get_zmq_socket(context, zmq.PULL, ports.tokenizer_ipc_name, True)
+        self._told = get_zmq_socket(context, zmq.PUSH, ports.scheduler_input_ipc_name, True)
+        self.scheduler: Any = None
+        self.rows = 0
+
+    def run(self) -> None:
+        threading.Thread(target=self._hear, daemon=True).start()
+        with contextlib.suppress(EOFError):
+            while True:
+                asked = self._connection.recv()
+                getattr(self, asked.pop("op"))(**asked)
+
+    def say(self, **fields: Any) -> None:
+        """Tell the test."""
+        with self._one_at_a_time:
+            self._connection.send(fields)
+
+    def _send(self, request: Any) -> None:
+        sock_send(self._told, request)
+
+    def _hear(self) -> None:
+        while True:
+            output = sock_recv(self._heard)
+            if isinstance(output, AbortReq):
+                self.say(
+                    name=output.rid, tokens=[], finished=output.finished_reason or {"type": "abort", "message": ""}
+                )
+            elif isinstance(output, BatchTokenIDOutput):
+                for place, name in enumerate(output.rids):
+                    self.say(
+                        name=name,
+                        tokens=list(output.output_ids[place]) if output.output_ids else [],
+                        finished=output.finished_reasons[place],
+                        cached=output.cached_tokens[place],
+                    )
+
+    def generate(self, name: str, prompt: list[int], new: int, room: int = 0, host: str = "", port: int = 0) -> None:
+        sampling = SamplingParams(max_new_tokens=new, temperature=0.0)
+        sampling.normalize(None)
+        pair = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room} if room else {}
+        self._send(
+            TokenizedGenerateReqInput(
+                rid=name,
+                input_text=None,
+                input_ids=array("q", prompt),
+                input_embeds=None,
+                mm_inputs=None,
+                token_type_ids=None,
+                sampling_params=sampling,
+                return_logprob=False,
+                logprob_start_len=-1,
+                top_logprobs_num=0,
+                token_ids_logprob=None,
+                stream=False,
+                **pair,
+            )
+        )
+
+    def abort(self, name: str) -> None:
+        self._send(AbortReq(rid=name))
+
+    def hold(self, on: bool) -> None:
+        """A READ whose bytes have arrived is told as going on, until this ends."""
+        HELD["on"] = on
+        self.say(held=on)
+
+    def usage(self) -> None:
+        scheduler = self.scheduler
+        allocator, cache = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
+        slots = getattr(scheduler, "req_to_metadata_buffer_idx_allocator", None)
+        manager = manager_of(scheduler)
+        self.say(
+            usage={
+                "tokens": allocator.size - allocator.available_size() - cache.evictable_size(),
+                "locked": cache.protected_size(),
+                "rows": self.rows - scheduler.req_to_token_pool.available_size(),
+                "metadata": slots.size - slots.available_size() if slots is not None else 0,
+                "rooms": 0 if manager is None else open_rooms(manager),
+                "states": 0 if manager is None else len(manager.request_status),
+                "idle": int(not scheduler.is_fully_idle()),
+            }
+        )
+
+    def phase(self, room: int) -> None:
+        """SGLang's own name of a room's state; empty where it has none."""
+        names = {value: name for name, value in vars(KVPoll).items() if isinstance(value, int)}
+        self.say(phase=names.get(manager_of(self.scheduler).request_status.get(room, -1), ""))
+
+    def stop(self) -> None:
+        self._send(ShutdownReq())
+
+
+HELD = {"on": False}
+
+
+def manager_of(scheduler: Any) -> Any:
+    queue = scheduler.disagg_prefill_bootstrap_queue or scheduler.disagg_decode_prealloc_queue
+    return None if queue is None else queue.kv_manager
+
+
+def open_rooms(manager: Any) -> int:
+    sides = [side for side in (manager.leases, manager.pulls) if side is not None]
+    return sum(side.open_count for side in sides)
+
+
+def hold_reads() -> None:
+    """The one thing about the transfer that a test changes: how long a READ takes."""
+    done = Agent.done
+    start = Agent.start
+    Agent.done = lambda agent, handle: not HELD["on"] and done(agent, handle)  # type: ignore[method-assign]
+    Agent.start = lambda agent, handle: start(agent, handle) and not HELD["on"]  # type: ignore[method-assign]
+
+
+def main(options: Options, connection: Connection) -> None:
+    """Run one rank of a server until it is told to stop."""
+    with open(options.log, "a") as log:  # noqa: PTH123
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    os.environ |= options.environment
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(name)s %(message)s")
+    faulthandler.register(signal.SIGUSR1)  # where it is, into the log: for who asks why it hangs
+    arguments = server_arguments(options)
+    ports = PortArgs(**options.ports) if options.ports else PortArgs.init_new(arguments)
+    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=options.rank, dp_rank=None, gpu_id=options.rank))
+    hold_reads()
+    if options.rank:
+        Scheduler(arguments, ports).run_event_loop()
+        return
+    if options.role == "prefill":
+        start_disagg_service()  # as its tokenizer's process does
+    tokenizer = Tokenizer(ports, connection)
+    tokenizer.say(ports=dataclasses.asdict(ports))
+    scheduler = tokenizer.scheduler = Scheduler(arguments, ports)
+    tokenizer.rows = scheduler.req_to_token_pool.available_size()
+    threading.Thread(target=tokenizer.run, daemon=True).start()
+    tokenizer.say(ready=True)
+    scheduler.run_event_loop()
+    manager = manager_of(scheduler)
+    if manager is not None:
+        manager.shutdown()

@@ -1,0 +1,59 @@
+"""Deaths of SGLang's prefill or decode server in each phase of a request; what stands in is what `test_transfer` names.
+
+The process that stays is never started again: it states an error, holds nothing, and the next request is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.sglang_engine.pd_pair import NEW, Pair, reason, works
+from tests.sglang_engine.test_engine import PROMPTS
+
+pytestmark = pytest.mark.timeout(300)
+LEASE_S = 3
+ENVIRONMENT = {
+    "PAGEWIRE_LEASE_S": str(LEASE_S),
+    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "4",
+    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "60",
+}
+
+
+@pytest.fixture(scope="module")
+def pair(model_dir: Path, page_size: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    pair = Pair(model_dir, tmp_path_factory.mktemp("deaths"), (page_size, page_size), environment=ENVIRONMENT)
+    yield pair
+    pair.close()
+
+
+def test_prefill_dies_while_decode_waits_and_while_it_reads(pair: Pair, expected: Any) -> None:
+    waits = pair.send("waits", PROMPTS[0], NEW, to="decode")
+    pair.decode.wait_phase(waits, "WaitingForInput")
+    pair.decode.hold(on=True)
+    reads = pair.send("reads", PROMPTS[1], NEW)
+    pair.decode.wait_phase(reads, "Transferring")
+    pair.prefill.kill()
+    assert "is gone" in reason(pair.decode.answer("waits"))
+    pair.decode.hold(on=False)
+    assert reason(pair.decode.answer("reads"))
+    pair.decode.wait_usage()
+    pair.prefill = pair.start("prefill").wait_ready()
+    works(pair, expected)
+
+
+def test_decode_dies_before_it_asks_while_prefill_computes_and_while_it_reads(pair: Pair, expected: Any) -> None:
+    never = pair.send("never", PROMPTS[1], NEW, to="prefill")
+    pair.prefill.wait_phase(never, "Bootstrapping")
+    pair.decode.hold(on=True)
+    reads = pair.send("reads", PROMPTS[0], NEW)
+    pair.decode.wait_phase(reads, "Transferring")
+    pair.decode.kill()
+    assert "not read: " in reason(pair.prefill.answer("reads"))
+    assert "timed out" in reason(pair.prefill.answer("never"))
+    pair.prefill.wait_usage()
+    pair.decode = pair.start("decode").wait_ready()
+    works(pair, expected)
