@@ -214,6 +214,11 @@ def main(options: Options, connection: Connection) -> None:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     os.environ |= options.environment
+    if options.tp > 1:  # SGLang wants to know which core is whose
+        cores = sorted(os.sched_getaffinity(0))
+        os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
+            str(cores[rank % len(cores)]) for rank in range(options.tp)
+        )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(name)s %(message)s")
     faulthandler.register(signal.SIGUSR1)  # where it is, into the log: for who asks why it hangs
     arguments = server_arguments(options)
