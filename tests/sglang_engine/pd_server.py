@@ -24,6 +24,7 @@ os.environ |= {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+    "TORCH_COMPILE_DISABLE": "1",  # what one rank among several compiles takes a minute
 }
 
 import torch  # noqa: E402
