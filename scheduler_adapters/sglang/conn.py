@@ -29,7 +29,7 @@ from sglang.srt.runtime_context import get_parallel
 from scheduler_adapters.sglang.engine import caches, check_supported, new_engine_id, worker_config
 from scheduler_adapters.sglang.leases import Computed, FollowerLeases, RoomLeases
 from scheduler_adapters.sglang.plugin import building
-from scheduler_adapters.sglang.prompt import prompt_digest
+from scheduler_adapters.sglang.prompt import prompt_of
 from scheduler_adapters.sglang.pulls import Destination, RoomPulls
 from scheduler_adapters.sglang.ranks import Follower, Leader
 from scheduler_adapters.sglang.rooms import RoomClient, RoomServer, endpoint
@@ -196,7 +196,7 @@ class PagewireKVSender(CommonKVSender):
     """A request at prefill: its pages are offered when all of them are computed."""
 
     kv_mgr: PagewireKVManager
-    request: Req | None = None
+    request: Req  # a hook sets it
 
     def __init__(
         self,
@@ -239,8 +239,8 @@ class PagewireKVSender(CommonKVSender):
             end = -(-self._num_tokens // self.kv_mgr.config.groups[1].block_size)
             blocks.append(np.asarray(pages).tolist())
             firsts.append(end - len(blocks[-1]))
-        row, digest = self.kv_mgr.read_row(self.aux_index), prompt_digest(self.request, self._num_tokens)
-        self._leases.offer(self.bootstrap_room, Computed(blocks, firsts, self._num_tokens, row, digest))
+        row, prompt = self.kv_mgr.read_row(self.aux_index), prompt_of(self.request)
+        self._leases.offer(self.bootstrap_room, Computed(blocks, firsts, self._num_tokens, row, prompt))
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Transferring)
 
     def abort(self) -> None:
@@ -260,7 +260,7 @@ class PagewireKVReceiver(CommonKVReceiver):
     """A request at decode: prefill is asked for it at once, and read when both sides have pages."""
 
     kv_mgr: PagewireKVManager
-    request: Req | None = None
+    request: Req  # a hook sets it
 
     def init(self, prefill_dp_rank: int) -> None:
         """The prefill process is known: ask it."""
@@ -269,7 +269,7 @@ class PagewireKVReceiver(CommonKVReceiver):
         if self.conclude_state == KVPoll.Failed or not self.bootstrap_infos:
             return
         info = self.bootstrap_infos[0]
-        self._pulls.want(self.bootstrap_room, endpoint(info["rank_ip"], info["rank_port"]))
+        self._pulls.want(self.bootstrap_room, endpoint(info["rank_ip"], info["rank_port"]), prompt_of(self.request))
 
     @property
     def _pulls(self) -> RoomPulls:
@@ -302,7 +302,6 @@ class PagewireKVReceiver(CommonKVReceiver):
                 firsts + [None] * (len(blocks) - 1),
                 decode_prefix_len or 0,
                 lambda row: self.kv_mgr.write_row(index, row),
-                lambda num_tokens: prompt_digest(self.request, num_tokens),
             ),
         )
         self.init_time = time.time()

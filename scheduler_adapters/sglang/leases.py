@@ -26,6 +26,7 @@ from transfer.connector.metadata import ConnectorMetadata, SendRequest, WorkerOu
 from transfer.connector.scheduler import NixlConnectorScheduler
 from transfer.connector.worker import NixlConnectorWorker
 from transfer.errors import InvalidLeaseError, MetadataError, TransferError
+from transfer.wire.prompt import Prompt
 
 log = logging.getLogger("pagewire.sglang")
 
@@ -71,14 +72,14 @@ class Computed:
         first_blocks: for each group, which page of the request the first of them is.
         num_tokens: that they hold.
         row: SGLang's row of metadata.
-        digest: of the tokens.
+        prompt: what the KV is of.
     """
 
     block_ids: Sequence[Sequence[int]]
     first_blocks: Sequence[int]
     num_tokens: int
     row: tuple[bytes, ...]
-    digest: bytes = b""
+    prompt: Prompt
 
 
 @dataclass(slots=True, eq=False)
@@ -200,12 +201,12 @@ class RoomLeases:
         made = known.computed
         try:
             params = self._scheduler.params(
-                str(room), made.block_ids, made.num_tokens, first_blocks=tuple(made.first_blocks)
+                str(room), made.prompt, made.block_ids, made.num_tokens, first_blocks=tuple(made.first_blocks)
             )
         except TransferError as error:
             self._told.room_failed(room, str(error))
             return
-        self._answer(known, RoomReady(room=room, params=msgspec.json.encode(params), digest=made.digest, row=made.row))
+        self._answer(known, RoomReady(room=room, params=msgspec.json.encode(params), row=made.row))
 
     def _answer(self, known: _Room, answer: FromPrefill) -> None:
         known.answer = answer

@@ -12,9 +12,10 @@ import msgspec
 from scheduler_adapters.sglang.rooms import RoomClient, RoomDropped, RoomFailed, RoomReady, RoomWanted, short
 from transfer.connector.metadata import ConnectorMetadata
 from transfer.connector.scheduler import NixlConnectorScheduler
-from transfer.connector.transfer_params import RemotePages
 from transfer.connector.worker import NixlConnectorWorker
 from transfer.errors import TransferError
+from transfer.wire.messages import Wanted
+from transfer.wire.prompt import Prompt
 
 
 class Told(Protocol):
@@ -47,14 +48,12 @@ class Destination:
             decides, which reaches back from the last token.
         num_computed_tokens: of the prompt, that are here already.
         write_row: puts SGLang's row of metadata where it belongs; a ValueError where it does not fit.
-        digest: of so many first tokens of the request as it is known here; empty where that cannot be told.
     """
 
     block_ids: Sequence[Sequence[int]]
     first_blocks: Sequence[int | None]
     num_computed_tokens: int
     write_row: Callable[[Sequence[bytes]], None]
-    digest: Callable[[int], bytes] = lambda _: b""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,9 +61,10 @@ class _Room:
     room: int
     key: str
     endpoint: str
+    prompt: Prompt
     destination: Destination | None = None
     ready: RoomReady | None = None
-    pages: RemotePages | None = None
+    wanted: Wanted | None = None
     is_held: bool = False  # prefill's lease is renewed until there is a destination
     is_loading: bool = False  # its pages may be written
     is_given_up: bool = False
@@ -96,9 +96,9 @@ class RoomPulls:
         """Rooms of which something is expected, or may still be written."""
         return len(self._rooms) + len(self._open)
 
-    def want(self, room: int, endpoint: str) -> None:
-        """Ask the prefill process at `endpoint` for a room."""
-        known = self._rooms[room] = _Room(room, f"{room}#{next(self._numbers)}", endpoint)
+    def want(self, room: int, endpoint: str, prompt: Prompt) -> None:
+        """Ask the prefill process at `endpoint` for a room, whose pages must be of this prompt."""
+        known = self._rooms[room] = _Room(room, f"{room}#{next(self._numbers)}", endpoint, prompt)
         if error := self._client.send(endpoint, RoomWanted(room=room)):
             self._fail(known, error)
 
@@ -156,32 +156,29 @@ class RoomPulls:
         if known.ready is None or known.is_loading:
             return
         try:
-            if known.pages is None:
-                known.pages = self._read(known, known.ready)
+            if known.wanted is None:
+                known.wanted = self._read(known, known.ready)
             if known.destination is None:
-                self._hold(known, known.pages)
+                self._hold(known, known.wanted)
             else:
-                self._begin(known, known.pages, known.destination)
+                self._begin(known, known.wanted, known.destination)
         except (TransferError, msgspec.DecodeError) as error:
             self._fail(known, str(error))
 
-    def _read(self, known: _Room, ready: RoomReady) -> RemotePages:
-        pages = self._scheduler.read(known.key, msgspec.json.decode(ready.params))
-        if pages is None:
+    def _read(self, known: _Room, ready: RoomReady) -> Wanted:
+        wanted = self._scheduler.read(known.key, msgspec.json.decode(ready.params), known.prompt)
+        if wanted is None:
             raise TransferError(f"room {known.room}: prefill's params ask for no pages")
-        return pages
+        return wanted
 
-    def _hold(self, known: _Room, pages: RemotePages) -> None:
+    def _hold(self, known: _Room, wanted: Wanted) -> None:
         if not known.is_held:
-            self._scheduler.hold(known.key, pages)
+            self._scheduler.hold(known.key, wanted)
             self._open[known.key] = known
             known.is_held = True
 
-    def _begin(self, known: _Room, pages: RemotePages, destination: Destination) -> None:
-        total, done = pages.num_tokens, destination.num_computed_tokens
-        ours, theirs = destination.digest(total), known.ready.digest if known.ready else b""
-        if ours and theirs and ours != theirs:
-            raise TransferError(f"room {known.room}: prefill has the pages of other tokens than this request's")
+    def _begin(self, known: _Room, wanted: Wanted, destination: Destination) -> None:
+        total, done = wanted.num_tokens, destination.num_computed_tokens
         firsts: list[int] = []
         for group, blocks, first in zip(
             self._scheduler.config.groups, destination.block_ids, destination.first_blocks, strict=True
@@ -193,7 +190,7 @@ class RoomPulls:
                     f"room {known.room}: prefill has {total} tokens, which end in page {end - 1} of "
                     f"{group.block_size}; there are {len(blocks)} pages from {firsts[-1]} on"
                 )
-        self._scheduler.load(known.key, pages, destination.block_ids, total, done, first_blocks=tuple(firsts))
+        self._scheduler.load(known.key, wanted, destination.block_ids, total, done, first_blocks=tuple(firsts))
         self._told.room_loading(known.room)
         if done >= total and not known.is_held:
             self._received(known)  # all of it was here

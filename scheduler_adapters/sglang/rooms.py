@@ -47,13 +47,11 @@ class RoomReady(msgspec.Struct, frozen=True, tag="ready"):
     Attributes:
         room: the room.
         params: `kv_transfer_params`, as JSON.
-        digest: of the tokens that they are of; empty where that cannot be told.
         row: SGLang's row of metadata, buffer by buffer: the first token, its probabilities, the room.
     """
 
     room: Room
     params: bytes
-    digest: Annotated[bytes, Meta(max_length=64)]
     row: Annotated[tuple[bytes, ...], Meta(max_length=64)]
 
 

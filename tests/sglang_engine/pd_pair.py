@@ -129,6 +129,16 @@ class Server:
             assert time.monotonic() < end, f"{self.role} holds {usage}, {checked} expected:\n{self.tail()}"
             time.sleep(0.05)
 
+    def wait_reads(self, timeout_s: float = ANSWER_S) -> None:
+        """Wait until a READ that is held was posted."""
+        end = time.monotonic() + timeout_s
+        while time.monotonic() < end:
+            self.ask("reads")
+            if self._until("reads", ANSWER_S):
+                return
+            time.sleep(0.02)
+        raise AssertionError(f"{self.role} reads nothing:\n{self.tail()}")
+
     def wait_phase(self, room: int, phase: str, timeout_s: float = ANSWER_S) -> None:
         """Wait until SGLang's state of a room has this name."""
         end, found = time.monotonic() + timeout_s, ""

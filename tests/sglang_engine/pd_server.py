@@ -159,8 +159,12 @@ class Tokenizer:
 
     def hold(self, on: bool) -> None:
         """A READ whose bytes have arrived is told as going on, until this ends."""
-        HELD["on"] = on
+        HELD["on"], HELD["reads"] = on, 0
         self.say(held=on)
+
+    def reads(self) -> None:
+        """How often a READ was asked about while it was held."""
+        self.say(reads=HELD["reads"])
 
     def usage(self) -> None:
         scheduler = self.scheduler
@@ -188,7 +192,7 @@ class Tokenizer:
         self._send(ShutdownReq())
 
 
-HELD = {"on": False}
+HELD = {"on": False, "reads": 0}
 
 
 def manager_of(scheduler: Any) -> Any:
@@ -203,10 +207,14 @@ def open_rooms(manager: Any) -> int:
 
 def hold_reads() -> None:
     """The one thing about the transfer that a test changes: how long a READ takes."""
-    done = Agent.done
-    start = Agent.start
-    Agent.done = lambda agent, handle: not HELD["on"] and done(agent, handle)  # type: ignore[method-assign]
-    Agent.start = lambda agent, handle: start(agent, handle) and not HELD["on"]  # type: ignore[method-assign]
+    done, start = Agent.done, Agent.start
+
+    def is_held() -> bool:
+        HELD["reads"] += HELD["on"]
+        return bool(HELD["on"])
+
+    Agent.done = lambda agent, handle: not is_held() and done(agent, handle)
+    Agent.start = lambda agent, handle: start(agent, handle) and not is_held()
 
 
 def main(options: Options, connection: Connection) -> None:

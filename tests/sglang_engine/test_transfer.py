@@ -53,7 +53,7 @@ def test_a_room_under_which_prefill_computed_another_prompt_is_refused(pair: Pai
     room = next(pair.rooms)
     pair.send_half(pair.prefill, "theirs", PROMPTS[0], NEW, room)
     pair.send_half(pair.decode, "ours", [*PROMPTS[0][:-1], 5], NEW, room)
-    assert "the pages of other tokens" in reason(pair.decode.answer("ours"))
+    assert "the pages of another prompt" in reason(pair.decode.answer("ours"))
     assert reason(pair.prefill.answer("theirs"))
     works(pair, expected)
 
@@ -89,8 +89,8 @@ def test_an_abort_at_decode_that_waits_for_prefill(pair: Pair, expected: Any) ->
 
 def test_an_abort_at_decode_keeps_the_pages_until_the_read_is_over(pair: Pair, expected: Any) -> None:
     pair.decode.hold(on=True)
-    room = pair.send("cut", PROMPTS[0], NEW)
-    pair.decode.wait_phase(room, "Transferring")
+    pair.send("cut", PROMPTS[0], NEW)
+    pair.decode.wait_reads()
     pair.decode.ask("abort", name="cut")
     assert "Abort" in reason(pair.decode.answer("cut"))
     assert pair.decode.usage()["tokens"] >= len(PROMPTS[0]) - len(PROMPTS[0]) % 16
@@ -101,8 +101,8 @@ def test_an_abort_at_decode_keeps_the_pages_until_the_read_is_over(pair: Pair, e
 
 def test_an_abort_at_prefill_while_decode_reads_is_seen_by_the_fence(pair: Pair, expected: Any) -> None:
     pair.decode.hold(on=True)
-    room = pair.send("cut", PROMPTS[0], NEW)
-    pair.decode.wait_phase(room, "Transferring")
+    pair.send("cut", PROMPTS[0], NEW)
+    pair.decode.wait_reads()
     pair.prefill.ask("abort", name="cut")
     pair.prefill.answer("cut")
     pair.prefill.wait_usage()  # its pages are free while they are read

@@ -18,6 +18,7 @@ from transfer.connector.config import GroupConfig, Timing, WorkerConfig
 from transfer.connector.scheduler import NixlConnectorScheduler
 from transfer.connector.worker import NixlConnectorWorker
 from transfer.wire.allowed_peers import AllowedPeers
+from transfer.wire.prompt import Prompt
 
 HEADS, DIM, PAGE, TOKENS = 2, 4, 4, 10
 ROOM = 1 << 40
@@ -29,6 +30,7 @@ GROUP = GroupConfig(
     head_dim=DIM,
     dtype="float32",
 )
+PROMPT = Prompt(range(TOKENS))
 WRITTEN = torch.arange(1.0, 3 * PAGE + 1)
 
 
@@ -103,19 +105,19 @@ class Sides:
     def hears(self, told: Told, text: str) -> None:
         self.until(lambda: any(text in heard for heard in told.heard))
 
-    def compute(self, digest: bytes = b"") -> None:
+    def compute(self, prompt: Prompt = PROMPT) -> None:
         """Pages 5, 2 and 7 hold the tokens on every rank."""
         for rank, keys in enumerate(self.keys):
             keys[[5, 2, 7]] = WRITTEN.view(3, PAGE, 1, 1) + 100 * rank
         for lease in self.leases:
-            lease.offer(ROOM, Computed([[5, 2, 7]], [0], TOKENS, (b"row",), digest))
+            lease.offer(ROOM, Computed([[5, 2, 7]], [0], TOKENS, (b"row",), prompt))
 
     def open(self) -> None:
         for lease in self.leases:
             lease.open(ROOM)
 
-    def place(self, blocks: list[int], done: int = 0, digest: bytes = b"") -> None:
-        self.pulls.place(ROOM, Destination([blocks], [done // PAGE], done, self.rows.append, lambda _: digest))
+    def place(self, blocks: list[int], done: int = 0) -> None:
+        self.pulls.place(ROOM, Destination([blocks], [done // PAGE], done, self.rows.append))
 
     def close(self) -> None:
         for side in (*self.leases, self.pulls):
@@ -140,7 +142,7 @@ def arrived(sides: Sides, blocks: list[int], first: int = 0) -> None:
 @pytest.mark.parametrize("sides", [{"ranks": 1}, {"ranks": 2}], indirect=True)
 def test_a_room_goes_from_its_question_to_its_end(sides: Sides) -> None:
     sides.open()
-    sides.pulls.want(ROOM, sides.address)
+    sides.pulls.want(ROOM, sides.address, PROMPT)
     sides.hears(sides.prefill, "room_wanted")
     sides.place([1, 4, 3])
     sides.compute()
@@ -159,7 +161,7 @@ def test_a_room_goes_from_its_question_to_its_end(sides: Sides) -> None:
 
 @pytest.mark.parametrize("sides", [{"lease_s": 0.5}], indirect=True)
 def test_decode_without_pages_keeps_the_lease_until_it_has_some(sides: Sides) -> None:
-    sides.pulls.want(ROOM, sides.address)  # before prefill has the request
+    sides.pulls.want(ROOM, sides.address, PROMPT)  # before prefill has the request
     sides.open()
     sides.hears(sides.prefill, "room_wanted")
     sides.compute()
@@ -173,7 +175,7 @@ def test_decode_without_pages_keeps_the_lease_until_it_has_some(sides: Sides) ->
 
 def test_what_decode_has_is_not_read(sides: Sides) -> None:
     sides.open()
-    sides.pulls.want(ROOM, sides.address)
+    sides.pulls.want(ROOM, sides.address, PROMPT)
     sides.hears(sides.prefill, "room_wanted")
     sides.place([4, 3], done=PAGE)
     sides.compute()
@@ -185,20 +187,20 @@ def test_what_decode_has_is_not_read(sides: Sides) -> None:
 @pytest.mark.parametrize("sides", [{"ranks": 1}, {"ranks": 2}], indirect=True)
 def test_a_room_that_prefill_closes_is_told_why_and_so_is_who_asks_later(sides: Sides) -> None:
     sides.open()
-    sides.pulls.want(ROOM, sides.address)
+    sides.pulls.want(ROOM, sides.address, PROMPT)
     sides.hears(sides.prefill, "room_wanted")
     for lease in sides.leases:
         lease.close(ROOM, "aborted for a reason")
     sides.hears(sides.decode, "room_failed: prefill: aborted for a reason")
     sides.decode.heard.clear()
-    sides.pulls.want(ROOM, sides.address)
+    sides.pulls.want(ROOM, sides.address, PROMPT)
     sides.hears(sides.decode, "room_failed: prefill: aborted for a reason")
 
 
 @pytest.mark.parametrize("sides", [{"ranks": 1}, {"ranks": 2}], indirect=True)
 def test_a_room_that_is_closed_while_its_lease_stands_is_free_at_once(sides: Sides) -> None:
     sides.open()
-    sides.pulls.want(ROOM, sides.address)
+    sides.pulls.want(ROOM, sides.address, PROMPT)
     sides.hears(sides.prefill, "room_wanted")
     sides.compute()
     sides.until(lambda: ROOM in sides.pulls._rooms and sides.pulls._rooms[ROOM].ready is not None)
@@ -212,13 +214,13 @@ def test_a_room_that_is_closed_while_its_lease_stands_is_free_at_once(sides: Sid
 
 
 def test_a_room_that_decode_drops_before_and_after_prefill_has_it(sides: Sides) -> None:
-    sides.pulls.want(ROOM, sides.address)
+    sides.pulls.want(ROOM, sides.address, PROMPT)
     sides.pulls.give_up(ROOM, "its client went away")
     sides.until(lambda: ROOM in sides.leases[0]._rooms and bool(sides.leases[0]._rooms[ROOM].dropped))
     sides.open()
     sides.hears(sides.prefill, "room_failed: decode: its client went away")
     sides.leases[0].close(ROOM, "dropped")
-    sides.pulls.want(ROOM + 1, sides.address)
+    sides.pulls.want(ROOM + 1, sides.address, PROMPT)
     sides.leases[0].open(ROOM + 1)
     sides.hears(sides.prefill, "room_wanted")
     sides.pulls.give_up(ROOM + 1, "its client went away, too")
@@ -227,18 +229,18 @@ def test_a_room_that_decode_drops_before_and_after_prefill_has_it(sides: Sides) 
 
 def test_pages_of_other_tokens_are_not_read(sides: Sides) -> None:
     sides.open()
-    sides.pulls.want(ROOM, sides.address)
+    sides.pulls.want(ROOM, sides.address, PROMPT)
     sides.hears(sides.prefill, "room_wanted")
-    sides.place([1, 4, 3], digest=b"ours")
-    sides.compute(digest=b"theirs")
-    sides.hears(sides.decode, "room_failed: room 1099511627776: prefill has the pages of other tokens")
-    sides.hears(sides.prefill, "room_failed: decode: ")
+    sides.place([1, 4, 3])
+    sides.compute(Prompt(range(1, TOKENS + 1)))
+    sides.hears(sides.decode, "holds the pages of another prompt")
+    sides.hears(sides.prefill, "room_failed: the pages were leased and not read: ")
     assert not sides.here.any()
 
 
 def test_pages_that_do_not_fit_are_not_read(sides: Sides) -> None:
     sides.open()
-    sides.pulls.want(ROOM, sides.address)
+    sides.pulls.want(ROOM, sides.address, PROMPT)
     sides.hears(sides.prefill, "room_wanted")
     sides.place([1, 4])
     sides.compute()
@@ -248,7 +250,7 @@ def test_pages_that_do_not_fit_are_not_read(sides: Sides) -> None:
 
 @pytest.mark.parametrize("sides", [{"expect_s": 0.2}], indirect=True)
 def test_a_request_that_never_comes_to_prefill(sides: Sides) -> None:
-    sides.pulls.want(ROOM, sides.address)
+    sides.pulls.want(ROOM, sides.address, PROMPT)
     sides.hears(
         sides.decode, "room_failed: prefill: prefill was asked for room 1099511627776, and no request of it came"
     )
@@ -258,7 +260,7 @@ def test_a_request_that_never_comes_to_prefill(sides: Sides) -> None:
 @pytest.mark.parametrize("sides", [{"lease_s": 0.3}], indirect=True)
 def test_a_decode_that_is_gone_costs_prefill_one_lease(sides: Sides) -> None:
     sides.open()
-    sides.pulls.want(ROOM, sides.address)
+    sides.pulls.want(ROOM, sides.address, PROMPT)
     sides.hears(sides.prefill, "room_wanted")
     sides.pulls.shutdown()
     sides.compute()
@@ -271,7 +273,7 @@ def test_a_decode_that_is_gone_costs_prefill_one_lease(sides: Sides) -> None:
 
 def test_a_prefill_that_is_gone_fails_what_waits_for_it(sides: Sides) -> None:
     sides.open()
-    sides.pulls.want(ROOM, sides.address)
+    sides.pulls.want(ROOM, sides.address, PROMPT)
     sides.hears(sides.prefill, "room_wanted")
     sides.server.close()
     end = time.monotonic() + 10
@@ -283,7 +285,7 @@ def test_a_prefill_that_is_gone_fails_what_waits_for_it(sides: Sides) -> None:
 
 
 def test_an_address_outside_of_the_allowed_peers_is_not_asked(sides: Sides) -> None:
-    sides.pulls.want(ROOM, "tcp://192.0.2.77:5555")
+    sides.pulls.want(ROOM, "tcp://192.0.2.77:5555", PROMPT)
     assert "outside of allowed_peers" in sides.decode.heard[-1]
 
 
