@@ -18,5 +18,5 @@ def prompt_of(req: "Req") -> Prompt:
     For an image SGLang has tokens made of its hash. The number of an adapter is each server's own, so it is not part of
     this: a router sends a request for an adapter to servers that have it.
     """
-    tokens = np.array((*req.origin_input_ids, *req.output_ids), np.int64) & _INT32
-    return Prompt(tokens.astype(np.int32), req.cache_salt or "")
+    tokens = np.concatenate([np.asarray(ids, np.int64) for ids in (req.origin_input_ids, req.output_ids)])
+    return Prompt((tokens & _INT32).astype(np.int32), req.cache_salt or "")
