@@ -219,8 +219,8 @@ class RoomPulls:
     def _drop(self, known: _Room, reason: str, *, is_told: bool = False) -> None:
         known.is_given_up = True
         if known.key in self._open:
-            self._scheduler.cancel(known.key, reason)  # which tells prefill as well
-        elif not is_told:
+            self._scheduler.cancel(known.key, reason)
+        if not is_told:  # no lease need run out for a request that nobody reads
             self._client.send(known.endpoint, RoomDropped(room=known.room, reason=short(reason)))
 
     def shutdown(self) -> None:
