@@ -31,7 +31,7 @@ from scheduler_adapters.sglang.leases import Computed, FollowerLeases, RoomLease
 from scheduler_adapters.sglang.plugin import building
 from scheduler_adapters.sglang.prompt import prompt_of
 from scheduler_adapters.sglang.pulls import Destination, RoomPulls
-from scheduler_adapters.sglang.ranks import Follower, Leader
+from scheduler_adapters.sglang.ranks import RankFollower, RankLeader
 from scheduler_adapters.sglang.rooms import RoomClient, RoomServer, endpoint
 from scheduler_adapters.sglang.settings import read_settings
 from transfer.connector.scheduler import NixlConnectorScheduler
@@ -102,12 +102,12 @@ class PagewireKVManager(CommonKVManager):
         if self.attn_tp_size > 1:
             ranks = get_parallel().attn_tp_group.all_gather_object(ranks[0])
         if server is None:
-            follower = Follower(endpoint(self.local_ip, port), self.attn_tp_rank, token, self._keyring)
+            follower = RankFollower(endpoint(self.local_ip, port), self.attn_tp_rank, token, self._keyring)
             self.leases = FollowerLeases(worker, follower, self)
         else:
             scheduler = NixlConnectorScheduler(self.config, self.local_ip, endpoint(self.local_ip, 0))
             scheduler.set_handshake_metadata(dict(enumerate(ranks)))
-            leader = Leader(server, self.attn_tp_size, token)
+            leader = RankLeader(server, self.attn_tp_size, token)
             timeout_s = float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get())
             self.leases = RoomLeases(worker, scheduler, server, leader, self, timeout_s)
             self.rank_port = server.port

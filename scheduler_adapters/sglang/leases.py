@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from scheduler_adapters.sglang.ranks import Follower, Leader
+from scheduler_adapters.sglang.ranks import RankFollower, RankLeader
 from scheduler_adapters.sglang.rooms import (
     FromDecode,
     FromPrefill,
@@ -34,7 +34,7 @@ _MAX_UNOPENED = 65_536
 _WAIT_S = 100e-6
 
 
-class Told(Protocol):
+class LeasesTold(Protocol):
     """What SGLang's manager hears of a room."""
 
     def room_wanted(self, room: int) -> None:
@@ -56,7 +56,7 @@ def _over(output: WorkerOutput) -> list[tuple[int, str]]:
     return [(int(name), reason) for name, reason in (refused | output.sent).items()]
 
 
-def _tell_end(told: Told, room: int, reason: str) -> None:
+def _tell_end(told: LeasesTold, room: int, reason: str) -> None:
     if reason == "read":
         told.room_read(room)
     else:
@@ -83,7 +83,7 @@ class Computed:
 
 
 @dataclass(slots=True, eq=False)
-class _Room:
+class _LeasedRoom:
     readers: set[bytes] = field(default_factory=set[bytes])
     opened: bool = False
     dropped: str = ""  # why decode does not want it any more
@@ -109,8 +109,8 @@ class RoomLeases:
         worker: NixlConnectorWorker,
         scheduler: NixlConnectorScheduler,
         server: RoomServer,
-        leader: Leader,
-        told: Told,
+        leader: RankLeader,
+        told: LeasesTold,
         expect_s: float,
     ) -> None:
         self._worker = worker
@@ -119,7 +119,7 @@ class RoomLeases:
         self._leader = leader
         self._told = told
         self._expect_s = expect_s
-        self._rooms: dict[int, _Room] = {}
+        self._rooms: dict[int, _LeasedRoom] = {}
         self._unopened: OrderedDict[int, float] = OrderedDict()  # asked for, but not here yet: since when
         self._failed: OrderedDict[int, str] = OrderedDict()  # requests that came to nothing, and why: the last ones
         self._waiting: list[int] = []  # computed, and without a lease yet
@@ -131,7 +131,7 @@ class RoomLeases:
 
     def open(self, room: int) -> None:
         """A request has come. Whatever decode said of its room before holds for it."""
-        known = self._rooms.setdefault(room, _Room())
+        known = self._rooms.setdefault(room, _LeasedRoom())
         known.opened = True
         self._failed.pop(room, None)
         self._unopened.pop(room, None)
@@ -208,7 +208,7 @@ class RoomLeases:
             return
         self._answer(known, RoomReady(room=room, params=msgspec.json.encode(params), row=made.row))
 
-    def _answer(self, known: _Room, answer: FromPrefill) -> None:
+    def _answer(self, known: _LeasedRoom, answer: FromPrefill) -> None:
         known.answer = answer
         reached = [self._server.send(reader, answer) for reader in known.readers]
         if isinstance(answer, RoomReady) and not all(reached):
@@ -232,7 +232,7 @@ class RoomLeases:
             self._server.send(reader, RoomFailed(room=room, reason=short(self._failed[room])))
             return
         if known is None:
-            known = self._rooms[room] = _Room()
+            known = self._rooms[room] = _LeasedRoom()
             self._unopened[room] = time.monotonic()
         if isinstance(message, RoomDropped):
             known.dropped = message.reason or "decode has given it up"
@@ -244,7 +244,7 @@ class RoomLeases:
         if known.opened:
             self._tell_wishes(room, known)
 
-    def _tell_wishes(self, room: int, known: _Room) -> None:
+    def _tell_wishes(self, room: int, known: _LeasedRoom) -> None:
         if known.dropped:
             self._told.room_failed(room, f"decode: {known.dropped}")
         elif known.readers:
@@ -277,7 +277,7 @@ class FollowerLeases:
         told: hears what becomes of each room.
     """
 
-    def __init__(self, worker: NixlConnectorWorker, follower: Follower, told: Told) -> None:
+    def __init__(self, worker: NixlConnectorWorker, follower: RankFollower, told: LeasesTold) -> None:
         self._worker = worker
         self._follower = follower
         self._told = told

@@ -18,7 +18,7 @@ from transfer.wire.messages import Wanted
 from transfer.wire.prompt import Prompt
 
 
-class Told(Protocol):
+class PullsTold(Protocol):
     """What SGLang's manager hears of a room."""
 
     def room_loading(self, room: int) -> None:
@@ -57,7 +57,7 @@ class Destination:
 
 
 @dataclass(slots=True, eq=False)
-class _Room:
+class _WantedRoom:
     room: int
     key: str
     endpoint: str
@@ -81,15 +81,15 @@ class RoomPulls:
     """
 
     def __init__(
-        self, worker: NixlConnectorWorker, scheduler: NixlConnectorScheduler, client: RoomClient, told: Told
+        self, worker: NixlConnectorWorker, scheduler: NixlConnectorScheduler, client: RoomClient, told: PullsTold
     ) -> None:
         self._worker = worker
         self._scheduler = scheduler
         self._client = client
         self._told = told
         self._numbers = itertools.count()
-        self._rooms: dict[int, _Room] = {}
-        self._open: dict[str, _Room] = {}  # of which something is held or loaded, those given up among them
+        self._rooms: dict[int, _WantedRoom] = {}
+        self._open: dict[str, _WantedRoom] = {}  # of which something is held or loaded, those given up among them
 
     @property
     def open_count(self) -> int:
@@ -98,7 +98,7 @@ class RoomPulls:
 
     def want(self, room: int, endpoint: str, prompt: Prompt) -> None:
         """Ask the prefill process at `endpoint` for a room, whose pages must be of this prompt."""
-        known = self._rooms[room] = _Room(room, f"{room}#{next(self._numbers)}", endpoint, prompt)
+        known = self._rooms[room] = _WantedRoom(room, f"{room}#{next(self._numbers)}", endpoint, prompt)
         if error := self._client.send(endpoint, RoomWanted(room=room)):
             self._fail(known, error)
 
@@ -151,7 +151,7 @@ class RoomPulls:
         for key in progress.received:
             self._received(self._open.pop(key))
 
-    def _load(self, known: _Room) -> None:
+    def _load(self, known: _WantedRoom) -> None:
         """Begin to read where prefill is ready and there are pages; where there are none yet, keep its lease."""
         if known.ready is None or known.is_loading:
             return
@@ -165,19 +165,19 @@ class RoomPulls:
         except (TransferError, msgspec.DecodeError) as error:
             self._fail(known, str(error))
 
-    def _read(self, known: _Room, ready: RoomReady) -> Wanted:
+    def _read(self, known: _WantedRoom, ready: RoomReady) -> Wanted:
         wanted = self._scheduler.read(known.key, msgspec.json.decode(ready.params), known.prompt)
         if wanted is None:
             raise TransferError(f"room {known.room}: prefill's params ask for no pages")
         return wanted
 
-    def _hold(self, known: _Room, wanted: Wanted) -> None:
+    def _hold(self, known: _WantedRoom, wanted: Wanted) -> None:
         if not known.is_held:
             self._scheduler.hold(known.key, wanted)
             self._open[known.key] = known
             known.is_held = True
 
-    def _begin(self, known: _Room, wanted: Wanted, destination: Destination) -> None:
+    def _begin(self, known: _WantedRoom, wanted: Wanted, destination: Destination) -> None:
         total, done = wanted.num_tokens, destination.num_computed_tokens
         firsts: list[int] = []
         for group, blocks, first in zip(
@@ -198,7 +198,7 @@ class RoomPulls:
         self._open[known.key] = known
         known.is_loading = True
 
-    def _received(self, known: _Room) -> None:
+    def _received(self, known: _WantedRoom) -> None:
         known.is_loading = False
         if known.is_given_up or known.ready is None or known.destination is None:
             return
@@ -210,13 +210,13 @@ class RoomPulls:
         del self._rooms[known.room]
         self._told.room_loaded(known.room)
 
-    def _fail(self, known: _Room, reason: str, *, is_told: bool = False) -> None:
+    def _fail(self, known: _WantedRoom, reason: str, *, is_told: bool = False) -> None:
         if not known.is_given_up:
             self._rooms.pop(known.room, None)
             self._drop(known, reason, is_told=is_told)
             self._told.room_failed(known.room, reason)
 
-    def _drop(self, known: _Room, reason: str, *, is_told: bool = False) -> None:
+    def _drop(self, known: _WantedRoom, reason: str, *, is_told: bool = False) -> None:
         known.is_given_up = True
         if known.key in self._open:
             self._scheduler.cancel(known.key, reason)

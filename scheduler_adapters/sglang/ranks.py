@@ -25,7 +25,7 @@ _metadata = msgspec.msgpack.Decoder(ConnectorMetadata)
 _output = msgspec.msgpack.Decoder(WorkerOutput)
 
 
-class Leader:
+class RankLeader:
     """Rank 0's end. Ranks are known by their first message, and what was told before waits until then.
 
     Args:
@@ -73,7 +73,7 @@ class Leader:
             raise MetadataError(f"rank {message.rank}: {error}") from error
 
 
-class Follower:
+class RankFollower:
     """The end of any other rank.
 
     Args:

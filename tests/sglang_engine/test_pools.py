@@ -137,7 +137,7 @@ def place(parts: list[tuple[Any, list[int]]], page_size: int) -> tuple[list[list
 def leases_of(source: Side, told: Told) -> tuple[list[Any], str]:
     """Prefill's side of all its ranks, and where it is asked."""
     from scheduler_adapters.sglang.leases import FollowerLeases, RoomLeases
-    from scheduler_adapters.sglang.ranks import Follower, Leader
+    from scheduler_adapters.sglang.ranks import RankFollower, RankLeader
     from scheduler_adapters.sglang.rooms import RoomServer, endpoint
     from transfer.connector.scheduler import NixlConnectorScheduler
 
@@ -147,9 +147,9 @@ def leases_of(source: Side, told: Told) -> tuple[list[Any], str]:
     scheduler.set_handshake_metadata(
         {rank: worker.get_handshake_metadata() for rank, worker in enumerate(source.workers)}
     )
-    leader = Leader(server, source.tp, token)
+    leader = RankLeader(server, source.tp, token)
     followers = [
-        FollowerLeases(worker, Follower(address, rank, token, None), Told())
+        FollowerLeases(worker, RankFollower(address, rank, token, None), Told())
         for rank, worker in enumerate(source.workers)
         if rank
     ]

@@ -12,7 +12,7 @@ import torch
 
 from scheduler_adapters.sglang.leases import Computed, FollowerLeases, RoomLeases
 from scheduler_adapters.sglang.pulls import Destination, RoomPulls
-from scheduler_adapters.sglang.ranks import Follower, Leader
+from scheduler_adapters.sglang.ranks import RankFollower, RankLeader
 from scheduler_adapters.sglang.rooms import RoomClient, RoomServer, connect, endpoint
 from transfer.connector.config import GroupConfig, Timing, WorkerConfig
 from transfer.connector.scheduler import NixlConnectorScheduler
@@ -62,10 +62,10 @@ class Sides:
         scheduler = NixlConnectorScheduler(configs[0])
         scheduler.set_handshake_metadata({rank: worker.get_handshake_metadata() for rank, worker in enumerate(workers)})
         self.leases: list[Any] = [
-            RoomLeases(workers[0], scheduler, server, Leader(server, ranks, token), self.prefill, expect_s)
+            RoomLeases(workers[0], scheduler, server, RankLeader(server, ranks, token), self.prefill, expect_s)
         ]
         self.leases += [
-            FollowerLeases(worker, Follower(self.address, rank, token, None), self.followers_told[rank - 1])
+            FollowerLeases(worker, RankFollower(self.address, rank, token, None), self.followers_told[rank - 1])
             for rank, worker in enumerate(workers)
             if rank
         ]
@@ -302,7 +302,7 @@ def test_what_is_no_message_harms_nobody(sides: Sides, message: bytes) -> None:
 
 
 def test_an_output_without_the_ranks_token_is_not_booked(sides: Sides, caplog: pytest.LogCaptureFixture) -> None:
-    follower = Follower(sides.address, 1, b"another token...", None)
+    follower = RankFollower(sides.address, 1, b"another token...", None)
     sides.until(lambda: "is not ours" in caplog.text)
     follower.close()
     test_a_room_goes_from_its_question_to_its_end(sides)
