@@ -26,9 +26,8 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_parallel
 
-from scheduler_adapters.sglang.engine import caches, check_supported, new_engine_id, worker_config
+from scheduler_adapters.sglang.engine import building, caches, check_supported, new_engine_id, worker_config
 from scheduler_adapters.sglang.leases import Computed, FollowerLeases, RoomLeases
-from scheduler_adapters.sglang.plugin import building
 from scheduler_adapters.sglang.prompt import prompt_of
 from scheduler_adapters.sglang.pulls import Destination, RoomPulls
 from scheduler_adapters.sglang.ranks import RankFollower, RankLeader

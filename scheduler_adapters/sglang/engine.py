@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.base.conn import StateType
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVArgs
 
     from scheduler_adapters.sglang.settings import Settings
+
+building: ContextVar[Any] = ContextVar("building")
+"""SGLang's queue that makes its manager: a manager is told of pointers alone, the queue has the pools."""
 
 
 def check_supported(queue: Any, args: KVArgs) -> None:

@@ -5,7 +5,6 @@ SGLang calls `register` in each of its processes, and most of them have neither:
 
 from __future__ import annotations
 
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,9 +17,6 @@ BACKEND = "pagewire"
 _PREFILL = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue"
 _DECODE = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
 QUEUES = (_PREFILL, _DECODE)
-
-building: ContextVar[Any] = ContextVar("building")
-"""SGLang's queue that makes its manager: a manager is told of pointers alone, the queue has the pools."""
 
 
 def register() -> None:
@@ -92,6 +88,8 @@ def _hook(member: object) -> None:
 
 
 def _show(original: Callable[[Any], Any], queue: Any) -> Any:
+    from scheduler_adapters.sglang.engine import building  # noqa: PLC0415  (as above)
+
     token = building.set(queue)
     try:
         return original(queue)
