@@ -1,12 +1,9 @@
 """What concerns all tests."""
 
 import importlib.util
-import os
 import signal
-import sys
 from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
-from typing import IO
 
 import pytest
 
@@ -48,14 +45,9 @@ def _no_process_is_left() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def forked_fleets() -> Iterator[None]:
     """The processes of fleets that are started here are forks of one that has imported everything."""
-    from scheduler_adapters.service.fleet import Fleet
-    from tests.forked import ForkedProgram
+    from tests import forked
 
-    def spawn(fleet: Fleet, log: IO[bytes]) -> ForkedProgram:
-        return ForkedProgram(fleet._program, log, {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Fleet, "_spawn", spawn)
+    with forked.fleets():
         yield
 
 

@@ -7,11 +7,14 @@ import multiprocessing
 import os
 import runpy
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import IO, Any
+
+import pytest
 
 from tests.orphans import die_with_parent
 
@@ -93,6 +96,19 @@ class ForkedProgram:
     def wait(self) -> int | None:
         self._process.join()
         return self._process.exitcode
+
+
+@contextmanager
+def fleets() -> Generator[None]:
+    """The processes of fleets that are started within the block are forked."""
+    from scheduler_adapters.service.fleet import Fleet
+
+    def spawn(fleet: Fleet, log: IO[bytes]) -> ForkedProgram:
+        return ForkedProgram(fleet._program, log, {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Fleet, "_spawn", spawn)
+        yield
 
 
 def _become(stdin: Connection, log: Connection, arguments: list[str], environment: dict[str, str]) -> None:

@@ -48,7 +48,7 @@ class Done(NamedTuple):
 
 def run(*arguments: object) -> Done:
     command = [*COMMAND, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=110, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=200, check=False)
     return Done(done.returncode, done.stdout, done.stderr)
 
 

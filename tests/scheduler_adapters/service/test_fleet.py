@@ -12,6 +12,7 @@ from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.fleet import Fleet
 from scheduler_adapters.service.server import ServerConfig
+from tests import forked
 
 pytestmark = pytest.mark.slow
 
@@ -87,14 +88,14 @@ def kill_and_listen(fleet: Fleet) -> None:
 
 def test_a_process_that_cannot_start_says_why() -> None:
     fleet = Fleet([msgspec.structs.replace(config, cache_bytes=100) for config in CONFIGS])
-    with pytest.raises(ServiceError, match="process failed: .*100"), fleet:
+    with forked.fleets(), pytest.raises(ServiceError, match="process failed: .*100"), fleet:
         pass
     assert_gone_soon(list(fleet.pids.values()))
 
 
 def test_an_error_of_ours_ends_both_processes() -> None:
     fleet = Fleet(CONFIGS)
-    with contextlib.suppress(ZeroDivisionError), fleet:
+    with forked.fleets(), contextlib.suppress(ZeroDivisionError), fleet:
         raise ZeroDivisionError
     assert len(fleet.pids) == 2
     assert_gone_soon(list(fleet.pids.values()))
