@@ -1,5 +1,6 @@
 """Prefill and decode schedulers in one process, polled in turns; the engines, the sockets and the model are real."""
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ from transfer.pull.exchange import PageExchange
 
 NEW = 10
 QUICK = {"heartbeat_s": 0.2, "dead_after_s": 1.0, "handshake_timeout_s": 1.0}
+
+_numbers = itertools.count()
 
 
 class Side(NamedTuple):
@@ -117,8 +120,9 @@ class Service:
     def start_decode(self, name: str) -> None:
         loop, exchange = self._start(name, self.sides["decode"])
         client, frontend = self.context.socket(zmq.PAIR), self.context.socket(zmq.PAIR)
-        client.bind(f"ipc://{self.directory}/{name}.frontend")
-        frontend.connect(f"ipc://{self.directory}/{name}.frontend")
+        endpoint = f"inproc://frontend-{next(_numbers)}"  # what has been said can be heard at once
+        client.bind(endpoint)
+        frontend.connect(endpoint)
         self.clients[name], self.frontends[name] = client, frontend
         prefills = [f"ipc://{self.directory}/p{number}" for number in range(self.sides["prefill"].count)]
         self.decodes[name] = DecodeScheduler(
