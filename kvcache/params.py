@@ -39,6 +39,7 @@ _RULES: dict[str, Callable[[str, Any], object]] = {
         functools.partial(of_kind, kind=Callable, needed="a function that makes a `PageIO` of the tier's memory")
     ),
 }
+_DEFAULT_PAGE_SIZE = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,18 +171,16 @@ class KVCacheParams:
             )
 
 
-def resolve_page_size(params: KVCacheParams, page_size: int | None, default: int = 128) -> int:
-    """Page size in tokens: of the params, else the argument, else `default`.
+def resolve_page_size(params: KVCacheParams, page_size: int | None) -> int:
+    """Page size in tokens: of the params, else the argument, else the default of 128.
 
     Raises `InvalidParamsError` where both are given, and differ; the argument's default counts as not given.
     """
-    if page_size is None:
-        page_size = default
-    page_size = whole("page_size", page_size, 1)
+    page_size = whole("page_size", _DEFAULT_PAGE_SIZE if page_size is None else page_size, 1)
     if params.page_size is None or params.page_size == page_size:
         return page_size
     _check(
-        page_size == default,
+        page_size == _DEFAULT_PAGE_SIZE,
         f"page_size is {page_size} in the call and {params.page_size} in the params: give one of them",
     )
     return params.page_size

@@ -94,11 +94,6 @@ class FrontendQueue:
         self._socket = socket
         self._unread: deque[bytes] = deque()
 
-    @property
-    def num_unread(self) -> int:
-        """Messages that wait here."""
-        return len(self._unread)
-
     def send(self, message: msg.ToFrontend) -> None:
         """Send, or keep what cannot be sent yet."""
         data = msg.encode(message)

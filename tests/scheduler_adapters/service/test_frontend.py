@@ -52,18 +52,18 @@ def test_what_is_not_read_waits_in_order_and_the_front_turns_deaf_at_its_limit(p
     told = [str(number) for number in range(28)]
     for name in told:
         frontend.send(msg.Tokens(request_id=name))
-    assert (frontend.num_unread, frontend.flush(), frontend.is_deaf) == (8, False, False)
+    assert (len(frontend._unread), frontend.flush(), frontend.is_deaf) == (8, False, False)
     frontend.send(msg.Tokens(request_id="one more"))
     assert [frontend.flush() for _ in range(3)] == [True, False, False]  # it turns deaf once
     assert frontend.is_deaf
     heard = [theirs.recv() for _ in range(3)]
     time.sleep(0.05)
     assert not frontend.flush()
-    assert frontend.is_deaf == (frontend.num_unread > 4)  # until half of it is read
+    assert frontend.is_deaf == (len(frontend._unread) > 4)  # until half of it is read
     heard += [data for (data,) in received(theirs)]
     assert ours.poll(5000, zmq.POLLOUT)
     frontend.send(msg.Tokens(request_id="the last"))  # there is room in the sockets: it waits all the same
-    while frontend.num_unread:
+    while frontend._unread:
         frontend.flush()
         heard += [data for (data,) in received(theirs)]
     heard += [data for (data,) in received(theirs)]
@@ -86,7 +86,7 @@ def test_requests_of_a_deaf_front_fail_and_their_pages_come_back(
     service.until(lambda: service.decode.frontend.is_deaf, "the limit")
     assert service.decode.counts["failed"] == 8
     service.assert_nothing_held()
-    assert service.decode.frontend.num_unread <= 20 + 8 + 4  # the limit, an end for each, a token for each row
+    assert len(service.decode.frontend._unread) <= 20 + 8 + 4  # the limit, an end for each, a token for each row
     service.clients.pop("d0").close()
     service.clients["d0"] = theirs
     service.until(lambda: len(service.ended) == 8, "their ends")
