@@ -80,9 +80,9 @@ class KVCacheParams:
     # Of a replica's idle pages, how many may follow retention hints at most, 0.0 to 1.0; the rest is least recently
     # used first (see `kvcache.pool.retention`). 0.0: hints are ignored.
     max_hint_share: float = 0.95
-    # Of a replica's pages, how many the idle pages of one `cache_salt` may take before they go first, 0.0 to 1.0; and
-    # the same for particular salts.
+    # Of a replica's pages, how many the idle pages of one `cache_salt` may take before they go first, 0.0 to 1.0.
     tenant_quota: float = 1.0
+    # `tenant_quota` of particular salts.
     tenant_quotas: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
     file_tier_dir: str | None = None  # folder for pages below the host tier; None: no files
     file_tier_max_gb: float | None = None  # most bytes of the files of this key and layout, in units of 2**30

@@ -24,7 +24,7 @@ class Routing:
     Raises `InvalidParamsError` (a ValueError) on the first value that cannot work.
     """
 
-    rule: RoutingRule = "prefix"
+    rule: RoutingRule = "prefix"  # how a request's replica is chosen, as above
     load_weight: float = 0.25  # of `prefix`: what a page that was computed of late counts, against one to compute
     load_decay: float = 0.995  # of `prefix`: what is left of the load with each admitted request
     copy_pages: bool = False  # pages that a request misses on its replica, and another one has, are copied from there

@@ -137,7 +137,7 @@ def _check_fit(mine: KVTransferEngineMetadata, remote: KVTransferEngineMetadata)
     pair = f"engines {mine.name!r} and {remote.name!r}"
     if remote.name == mine.name:
         raise MetadataError(f"engine {mine.name!r} cannot connect to an engine of its own name")
-    if differ := differences(mine.settings, remote.settings):
+    if differ := differences(mine.settings, remote.settings, (f"at {remote.name!r}", f"at {mine.name!r}")):
         raise SettingsMismatchError(f"{pair} run with different settings: {differ}")
     if remote.bytes_per_page != mine.bytes_per_page:
         raise MetadataError(f"{pair} have pages of {mine.bytes_per_page} and {remote.bytes_per_page} bytes")

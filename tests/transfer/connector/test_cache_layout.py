@@ -63,9 +63,9 @@ def test_groups_may_share_a_tensor() -> None:
 
 
 def test_keys_and_values_may_be_apart_or_share_a_dimension() -> None:
-    apart = cache_layout(config(attention()), {"a": (layer(N, H, T, D), layer(N, H, T, D))})
+    apart = cache_layout(config(attention(layers={"a": 0})), {"a": (layer(N, H, T, D), layer(N, H, T, D))})
     assert [box["first"][1] for box in boxes(apart.layout)] == [0, 1]
-    packed = cache_layout(config(attention("LBHNC")), {"a": layer(N, H, T, 2 * D)})
+    packed = cache_layout(config(attention("LBHNC", layers={"a": 0})), {"a": layer(N, H, T, 2 * D)})
     (box,) = boxes(packed.layout)
     assert box["extent"] == (1, 2, H, T, D)
     assert box["strides"][1] == D * 4
@@ -74,7 +74,7 @@ def test_keys_and_values_may_be_apart_or_share_a_dimension() -> None:
 
 def test_strides_and_not_shapes_say_how_a_tensor_lies() -> None:
     permuted = layer(N, H, 2, T, D).permute(2, 0, 1, 3, 4)
-    (box,) = boxes(cache_layout(config(attention()), {"a": permuted}).layout)
+    (box,) = boxes(cache_layout(config(attention(layers={"a": 0})), {"a": permuted}).layout)
     assert box["page_stride"] == H * 2 * T * D * 4
     assert box["strides"][:3] == (0, T * D * 4, 2 * T * D * 4)
 
@@ -83,13 +83,14 @@ def test_a_rank_holds_its_heads_and_its_stage() -> None:
     cut = config(attention(), tp_size=2, tp_rank=1, pp_size=2, pp_rank=1)
     (box,) = boxes(cache_layout(cut, {"b": layer(2, N, H // 2, T, D)}).layout)
     assert box["first"] == (1, 0, 2, 0)
-    replicated = config(attention(num_kv_heads=2), tp_size=4, tp_rank=3)
+    replicated = config(attention(num_kv_heads=2, layers={"a": 0}), tp_size=4, tp_rank=3)
     (box,) = boxes(cache_layout(replicated, {"a": layer(2, N, 1, T, D)}).layout)
     assert box["first"] == (0, 0, 1, 0)
 
 
 def test_a_stage_without_a_group_s_layers_has_the_group_all_the_same() -> None:
-    found = cache_layout(config(attention(layers={"a": 0}), attention(layers={"b": 1})), {"a": layer(2, N, H, T, D)})
+    stage = config(attention(layers={"a": 0}), attention(layers={"b": 1}), pp_size=2)
+    found = cache_layout(stage, {"a": layer(2, N, H, T, D)})
     assert [len(group.boxes) for group in found.layout.groups] == [1, 0]
     assert found.layout.groups[1].page_size == T
 
@@ -103,7 +104,8 @@ def test_a_cross_layer_tensor_is_one_box() -> None:
 
 
 def test_kernel_pages_are_those_of_the_tensor() -> None:
-    found = cache_layout(config(attention(block_size=32, kernel_block_size=T)), {"a": layer(2, 8, H, T, D)})
+    group = attention(block_size=32, kernel_block_size=T, layers={"a": 0})
+    found = cache_layout(config(group), {"a": layer(2, 8, H, T, D)})
     assert found.layout.groups[0].block_pages == 4
     assert found.layout.groups[0].num_pages == 8
 

@@ -212,7 +212,7 @@ def test_peers_that_do_not_fit_are_refused(make_engine: Any):
 def test_other_settings_are_refused_by_name(make_engine: Any):
     left, right = make_engine("left"), make_engine("right").metadata
     other = msgspec.structs.replace(right, settings=right.settings | {"nixl": "9"})
-    with pytest.raises(SettingsMismatchError, match=r"nixl: '9' there, .* here"):
+    with pytest.raises(SettingsMismatchError, match=r"nixl: '9' at 'right', .* at 'left'"):
         left.connect(sealed(other))
     left.connect(right)
 

@@ -144,8 +144,8 @@ def test_of_long_values_only_the_properties_that_differ_are_named() -> None:
 
 
 def test_an_address_that_cannot_be_asked_is_said_to_be_so(client: Any, answers: Answers) -> None:
-    client.ask_metadata("tcp://127.0.0.1:99999", "p", SAME, answers.append)
-    assert str(answers.wait(1)).startswith("cannot ask 'tcp://127.0.0.1:99999': ")
+    client.ask_metadata("ipc://" + "x" * 200, "p", SAME, answers.append)
+    assert str(answers.wait(1)).startswith("cannot ask 'ipc://xxx")
 
 
 def test_nothing_received_ends_the_server(server: HandshakeServer, dealer: Any, client: Any, answers: Answers) -> None:
