@@ -21,10 +21,15 @@ if TYPE_CHECKING:
     from transfer.plan.intersection import Ints
 
 
+_MOST_FEW = 8
+
+
 def page_runs(label: str, src: Ints, dst: Ints, page_bytes: int) -> Runs:
     """Pairs of pages as runs from `dst` to `src`, counted from page 0. Neighbours on both sides are one run."""
     if src.size != dst.size:
         raise InvalidTransferError(f"{label}: {src.size} source pages for {dst.size} destination pages")
+    if src.size == 1:
+        return Runs(dst * page_bytes, src * page_bytes, np.full_like(dst, page_bytes))
     pairs = PagePairs(dst, src)
     if pairs.repeated is not None:
         raise InvalidTransferError(f"{label}: destination page {pairs.repeated} is named more than once")
@@ -60,9 +65,16 @@ class Posting:
                 here, there, operation = runs.local, runs.remote, "READ"
             else:
                 here, there, operation = runs.remote, runs.local, "WRITE"
-            at = Runs(ours.base_addr + here, theirs.base_addr + there, runs.length)
-            rows = at.descriptors(ours.device_id, theirs.device_id)
-            handle, done = ours.agent.post(operation, theirs.agent_name, *rows, note)
+            if len(runs) <= _MOST_FEW:  # the calls into numpy would take longer than the sums
+                lengths = runs.length.tolist()
+                local = [(ours.base_addr + at, n, ours.device_id) for at, n in zip(here.tolist(), lengths, strict=True)]
+                remote = [
+                    (theirs.base_addr + at, n, theirs.device_id) for at, n in zip(there.tolist(), lengths, strict=True)
+                ]
+            else:
+                at = Runs(ours.base_addr + here, theirs.base_addr + there, runs.length)
+                local, remote = at.descriptors(ours.device_id, theirs.device_id)
+            handle, done = ours.agent.post(operation, theirs.agent_name, local, remote, note)
             if done:
                 ours.agent.release(handle)
             else:
