@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 _MOST_FEW = 8
+"""Runs that plain Python turns into descriptors sooner than numpy would."""
 
 
 def page_runs(label: str, src: Ints, dst: Ints, page_bytes: int) -> Runs:
