@@ -81,7 +81,7 @@ def blocks(source: NixlConnectorScheduler, made: dict[str, Any]) -> list[list[in
 
 
 def test_what_a_lease_holds_is_told_when_it_stands_on_every_rank_and_not_before(make: Any) -> None:
-    scheduler = make(tp=2)
+    scheduler = make(tp=3)
     with pytest.raises(InvalidLeaseError, match="request 'r': no lease of it stands: it has none"):
         params(scheduler)
     scheduler.offer("r", running=True)
@@ -90,9 +90,10 @@ def test_what_a_lease_holds_is_told_when_it_stands_on_every_rank_and_not_before(
     made = params(scheduler)  # in the step that tells the workers of the lease
     again = LeaseReply(query_id=7)
     assert (answer(scheduler, made), scheduler.is_offered("r")) == (again, False)
-    assert not scheduler.update(1, WorkerOutput(offered={"r": ""})).offered
-    assert (answer(scheduler, made), scheduler.is_offered("r")) == (again, False)
-    assert scheduler.update(0, WorkerOutput(offered={"r": ""})).offered == {"r"}
+    for rank in (1, 0):
+        assert not scheduler.update(rank, WorkerOutput(offered={"r": ""})).offered
+        assert (answer(scheduler, made), scheduler.is_offered("r")) == (again, False)
+    assert scheduler.update(2, WorkerOutput(offered={"r": ""})).offered == {"r"}
     pages = open_pages(answer(scheduler, made, 17).pages, "p", lease.lease_id)
     assert (pages.incarnation, pages.slot, pages.duration_s) == ("i", lease.slot, 7.0)
     assert (pages.num_tokens, pages.block_ids, pages.prompt_digest) == (20, ((5, 6, 7),), PROMPT.digest(17))
