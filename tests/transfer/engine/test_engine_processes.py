@@ -115,9 +115,7 @@ def test_settings_that_differ_are_refused_by_both(couples: Any, transports: Any)
     _, two = couples(transports["tcp"])
     left, right = Side(one, "left", 1, 1, 4, seed=1), Side(two, "right", 1, 1, 4, seed=2)
     for side, other in ((left, right), (right, left)):
-        with pytest.raises(
-            Exception, match=r"UCX_TLS: .* at '(left|right)', .* at '(left|right)'"
-        ) as caught:
+        with pytest.raises(Exception, match=r"UCX_TLS: .* at '(left|right)', .* at '(left|right)'") as caught:
             side.worker("connect", other.metadata)
         assert "SettingsMismatchError" in caught.value.kinds
         assert side.worker("look", "remote_connections") == {}
