@@ -20,7 +20,7 @@ ENGINES := .venvs/vllm-serve
 ENGINES_PIP := $(ENGINES)/bin/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test long pairs test-sglang test-vllm test-engines kills fuzz model mutants check lint types bench bench-pull bench-peers figures fleet first-token clean
+.PHONY: help demo test test-core test-rest long pairs test-sglang test-vllm test-engines kills fuzz model mutants check lint types bench bench-pull bench-peers figures fleet first-token clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -35,8 +35,20 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 demo: $(STAMP) ## serve prompts across a prefill and a decode process (ARGS="--requests 32 ...")
 	@$(BIN)/pagewire demo $(ARGS)
 
-test: $(STAMP) ## run all tests (ARGS="-k name ...")
+# Most tests wait for processes of their own, so two halves at once take little more than half of the time on two cores.
+CORE := tests/kvcache tests/transfer tests/mutants
+test: $(STAMP) ## run all tests, in two halves at once, or in one process those that are asked for (ARGS="-k name ...")
+ifeq ($(strip $(ARGS)),)
+	@$(MAKE) --no-print-directory --jobs 2 --keep-going test-core test-rest
+else
 	@$(BIN)/python -m pytest $(ARGS)
+endif
+
+test-core: $(STAMP)
+	@$(BIN)/python -m pytest $(CORE)
+
+test-rest: $(STAMP)
+	@$(BIN)/python -m pytest tests $(CORE:%=--ignore=%)
 
 long: $(STAMP) ## run the tests that take minutes: every signal in every stage of the demo, every message in every phase
 	@$(BIN)/python -m pytest -m long --timeout 600 $(ARGS)
