@@ -161,9 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm_serve", description=__doc__)
     parser.add_argument("--repeats", type=int, default=60, help="streams of each size")
     parser.add_argument("--rounds", type=int, default=3, help="bursts")
-    parser.add_argument(
-        "--ways", default=",".join(WAYS).replace("theirs, our", "theirs; our"), help="of these, by comma"
-    )
+    parser.add_argument("--ways", default=",".join(WAYS), help="of these, by comma")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows, and how, where and of what")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
