@@ -35,6 +35,7 @@ class Step(NamedTuple):
         command: after the interpreter; `{folder}` is where results go.
         seconds: how long it takes.
         quick: its command where it is only tried, and how long that takes.
+        environment: whose interpreter runs it, below `.venvs`; the present one where empty.
     """
 
     group: str
@@ -42,6 +43,7 @@ class Step(NamedTuple):
     command: str
     seconds: int
     quick: tuple[str, int]
+    environment: str = ""
 
 
 _MANAGER = ("decode_step", "admission", "growing_conversation", "release", "evict", "memory", "recommend")
@@ -72,6 +74,14 @@ STEPS = (
         (_alone("first_token", " --requests 24 --rounds 1"), 45),
     ),
     Step("serving", ("fleet",), _alone("fleet"), 180, (_alone("fleet", " --requests 60"), 60)),
+    Step(
+        "engines",
+        ("vllm_serve",),
+        _alone("vllm_serve"),
+        1200,
+        (_alone("vllm_serve", " --repeats 4 --rounds 1"), 300),
+        environment="vllm-serve",
+    ),
     Step("tiers", ("tiers",), _alone("tiers"), 150, (_alone("tiers", " --quick"), 40)),
     Step("traces", _TRACES, _all(_TRACES), 420, (_all(_TRACES) + " --quick", 60)),
     Step(
@@ -106,7 +116,11 @@ def _changed_since(made: Sequence[str]) -> list[str]:
 
 def run(step: Step, folder: Path, *, quick: bool) -> bool:
     """Run one; False: it failed."""
-    command = [sys.executable, *(step.quick[0] if quick else step.command).format(folder=folder).split()]
+    interpreter = ROOT / ".venvs" / step.environment / "bin" / "python" if step.environment else Path(sys.executable)
+    if not interpreter.exists():
+        progress(f"{' '.join(step.made)}: left out, for there is no {interpreter}: `make test-engines` makes it")
+        return True
+    command = [str(interpreter), *(step.quick[0] if quick else step.command).format(folder=folder).split()]
     progress(f"{' '.join(step.made)}: about {(step.quick[1] if quick else step.seconds) / 60:.1f} minutes")
     start = time.monotonic()
     failed = subprocess.run(command, cwd=ROOT, check=False).returncode  # noqa: S603 - our own files

@@ -313,6 +313,29 @@ ALONE = (
 )
 
 
+# ---- under real `vllm serve` processes
+
+
+def engines_table() -> list[str]:
+    """Our connector beside vLLM's."""
+    rows: list[Row] = load("vllm_serve")["rows"]
+    ways = {"ours": "pagewire", "theirs": "vLLM's connector", "theirs-ucx": "the same, UCX set as ours is"}
+    ways = {way: title for way, title in ways.items() if any(row["connector"] == way for row in rows)}
+    made = [["", *ways.values()]]
+    for size in dict.fromkeys(row["tokens"] for row in rows if "first p50" in row):
+        each = [one(rows, connector=way, tokens=size) for way in ways]
+        for name in ("first", "second"):
+            shares = ("p50", "p90", "p99")
+            cells = [some(*(row[f"{name} {share}"] for share in shares)) for row in each]
+            made.append([f"{name} token of {size:,} tokens, p50 / p90 / p99 ms", *cells])
+    each = [next(row for row in rows if row["connector"] == way and "requests/s" in row) for way in ways]
+    made.append(["requests a second, 16 at a time", *(number(row["requests/s"]) for row in each)])
+    made.append(["of these failed", *(f"{row['failed']} of {row['requests']}" for row in each)])
+    idle = [[100 * row[f"idle CPU {side}"] for side in ("prefill", "decode")] for row in each]
+    made.append(["processor time of an idle prefill / decode server", *(some(*both, unit="%") for both in idle)])
+    return [*table(made), "", origin(["vllm_serve"])]
+
+
 def lines_table(lines: Sequence[Line]) -> list[str]:
     """A table of single figures, and where each was made."""
     made = [["what", "figure", "of", "result"]]
@@ -329,6 +352,7 @@ def lines_table(lines: Sequence[Line]) -> list[str]:
 
 TABLES: dict[str, Callable[[], list[str]]] = {
     "manager": manager_table,
+    "engines": engines_table,
     "processes": lambda: lines_table(PROCESSES),
     "alone": lambda: lines_table(ALONE),
 }
