@@ -77,8 +77,8 @@ STEPS = (
     Step(
         "engines",
         ("vllm_serve",),
-        _alone("vllm_serve"),
-        1200,
+        _alone("vllm_serve", " --ways ours,theirs"),
+        1080,
         (_alone("vllm_serve", " --repeats 4 --rounds 1"), 300),
         environment="vllm-serve",
     ),

@@ -327,7 +327,7 @@ def engines_table() -> list[str]:
         for name in ("first", "second"):
             shares = ("p50", "p90", "p99")
             cells = [some(*(row[f"{name} {share}"] for share in shares)) for row in each]
-            made.append([f"{name} token of {size:,} tokens, p50 / p90 / p99 ms", *cells])
+            made.append([f"{name} token of {size:,} tokens, median / p90 / p99 ms", *cells])
     each = [next(row for row in rows if row["connector"] == way and "requests/s" in row) for way in ways]
     made.append(["requests a second, 16 at a time", *(number(row["requests/s"]) for row in each)])
     made.append(["of these failed", *(f"{row['failed']} of {row['requests']}" for row in each)])

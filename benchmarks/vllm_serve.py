@@ -165,13 +165,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows, and how, where and of what")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        each = (measure(way, Path(folder), chosen.repeats, chosen.rounds) for way in chosen.ways.split(","))
-        rows = [row for rows in each for row in rows]
+        rows: list[Row] = []
+        ways = chosen.ways.split(",")
+        for count, way in enumerate(ways, start=1):
+            rows += measure(way, Path(folder), chosen.repeats, chosen.rounds)
+            if chosen.json:  # a way takes up to 20 minutes: what is known is written
+                arguments = f"--ways {','.join(ways[:count])} --repeats {chosen.repeats} --rounds {chosen.rounds}"
+                command = f"python -m benchmarks.vllm_serve {arguments}"
+                write(chosen.json, {**header(command, _STATISTICS), "rows": rows})
     print(f"\nvllm_serve\n{table(rows)}", flush=True)
-    if chosen.json:
-        arguments = f"--ways {chosen.ways} --repeats {chosen.repeats} --rounds {chosen.rounds}"
-        command = f"python -m benchmarks.vllm_serve {arguments}"
-        write(chosen.json, {**header(command, _STATISTICS), "rows": rows})
 
 
 if __name__ == "__main__":
