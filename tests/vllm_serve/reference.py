@@ -1,4 +1,7 @@
-"""What plain vLLM says, with no connector: `python -m tests.vllm_serve.reference FILE MODEL...` writes it as JSON."""
+"""What plain vLLM says, with no connector: `python -m tests.vllm_serve.reference FILE MODEL...` writes it as JSON.
+
+It is asked for one prompt at a time: its latent attention on CPUs says other things in a batch than alone.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,7 @@ def main(target: Path, folders: list[str]) -> None:
             num_gpu_blocks_override=200, enable_prefix_caching=False,
         )  # fmt: skip
         sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
-        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-        answers = engine.generate(prompts, sampling, use_tqdm=False)
+        answers = [engine.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)[0] for prompt in PROMPTS]
         found[folder] = [list(answer.outputs[0].token_ids) for answer in answers]
         del engine
         target.write_text(json.dumps(found))
