@@ -78,10 +78,10 @@ $(VLLM)/.installed: tests/vllm_engine/requirements.txt pyproject.toml constraint
 test-vllm: $(VLLM)/.installed ## run vLLM's real schedulers and workers with our connector, on the CPU
 	@$(VLLM)/bin/python -m pytest tests/vllm_engine -W ignore $(ARGS)
 
-$(ENGINES)/.installed: tests/vllm_serve/requirements.txt tests/vllm_serve/name_vllm.py pyproject.toml
+$(ENGINES)/.installed: tests/vllm_serve/requirements.txt tests/vllm_serve/name_vllm.py pyproject.toml constraints.txt
 	@echo "setting up $(ENGINES) (once)"
 	@test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
-	@$(ENGINES_PIP) install --requirement tests/vllm_serve/requirements.txt
+	@$(ENGINES_PIP) install $(CONSTRAINTS) '$(TORCH)' --requirement tests/vllm_serve/requirements.txt
 	@$(ENGINES_PIP) uninstall --yes torchvision torchaudio torchcodec
 	@$(ENGINES_PIP) install --no-deps --editable .
 	@$(ENGINES)/bin/python tests/vllm_serve/name_vllm.py
