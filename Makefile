@@ -88,7 +88,7 @@ $(ENGINES)/.installed: tests/vllm_serve/requirements.txt tests/vllm_serve/name_v
 	@touch $@
 
 test-engines: $(ENGINES)/.installed ## run real `vllm serve` processes, prefill and decode, on the CPU (ARGS="-m 'long or not long'" for all)
-	@$(ENGINES)/bin/python -m pytest tests/vllm_serve -W ignore --timeout 1200 $(ARGS)
+	@$(ENGINES)/bin/python -m pytest tests/vllm_serve -W ignore --timeout 1200 -o faulthandler_timeout=20000 $(ARGS)
 
 kills: $(STAMP) ## kill, stop and restart processes of a service in every phase, 240 times (ARGS="--seed 1")
 	@$(BIN)/python -m tests.scheduler_adapters.kills --runs 240 $(ARGS)
