@@ -63,7 +63,8 @@ $(SGLANG)/.installed: tests/sglang_engine/requirements.txt pyproject.toml constr
 	@$(SGLANG_PIP) --no-deps 'sglang==0.5.23' 'openai==2.8.0' 'xgrammar==0.2.7' --editable .
 	@touch $@
 
-test-sglang: $(SGLANG)/.installed ## run SGLang's real schedulers and a model over our cache and our transfer, on the CPU
+test-sglang: $(STAMP) $(SGLANG)/.installed ## run SGLang's real schedulers and a model over our cache and our transfer, on the CPU
+	@$(BIN)/pyright --project tests/sglang_engine
 	@for size in 16 1; do \
 	  PAGEWIRE_SGLANG_PAGE_SIZE=$$size $(SGLANG)/bin/python -m pytest tests/sglang_engine -W ignore $(ARGS) || exit 1; \
 	done
@@ -75,7 +76,8 @@ $(VLLM)/.installed: tests/vllm_engine/requirements.txt pyproject.toml constraint
 	@$(VLLM_PIP) --no-deps 'vllm==0.33.0' --editable .
 	@touch $@
 
-test-vllm: $(VLLM)/.installed ## run vLLM's real schedulers and workers with our connector, on the CPU
+test-vllm: $(STAMP) $(VLLM)/.installed ## run vLLM's real schedulers and workers with our connector, on the CPU
+	@$(BIN)/pyright --project tests/vllm_engine
 	@$(VLLM)/bin/python -m pytest tests/vllm_engine -W ignore $(ARGS)
 
 $(ENGINES)/.installed: tests/vllm_serve/requirements.txt tests/vllm_serve/name_vllm.py pyproject.toml constraints.txt
@@ -109,8 +111,11 @@ lint: $(STAMP) ## ruff: rules and format
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 
-types: $(STAMP) ## pyright, strict on the packages (pyproject.toml lists what is left out)
+types: $(STAMP) ## pyright, strict; the adapters of SGLang and vLLM where their environments stand
 	@$(BIN)/pyright
+	@for engine in $(if $(wildcard $(SGLANG)/.installed),sglang) $(if $(wildcard $(VLLM)/.installed),vllm); do \
+	  $(BIN)/pyright --project tests/$${engine}_engine || exit 1; \
+	done
 
 bench: $(STAMP) ## measure the host cost of the manager, draw the plots (ARGS="--quick")
 	@$(BIN)/python -m benchmarks $(ARGS)

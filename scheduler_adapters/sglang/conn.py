@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.server_args import ServerArgs
 
+STATES: Any = KVPoll
+"""Of a room: numbers, which SGLang's annotations take for members of their class."""
+
 
 class PagewireKVManager(CommonKVManager):
     """One rank's transfers, on either side. Made by SGLang.
@@ -135,15 +138,15 @@ class PagewireKVManager(CommonKVManager):
 
     def room_wanted(self, room: int) -> None:
         """Decode has asked for it."""
-        self.update_status(room, KVPoll.WaitingForInput)
+        self.update_status(room, STATES.WaitingForInput)
 
     def room_loading(self, room: int) -> None:
         """Its pages are being read."""
-        self.update_status(room, KVPoll.Transferring)
+        self.update_status(room, STATES.Transferring)
 
     def room_read(self, room: int) -> None:
         """Decode has all of it."""
-        self.update_status(room, KVPoll.Success)
+        self.update_status(room, STATES.Success)
 
     room_loaded = room_read
 
@@ -151,14 +154,15 @@ class PagewireKVManager(CommonKVManager):
         """It will not be read; the first reason stays."""
         if self.request_status.get(room) not in {None, KVPoll.Failed, KVPoll.Success}:
             self.record_failure(room, reason)
-            self.update_status(room, KVPoll.Failed)
+            self.update_status(room, STATES.Failed)
 
     def prefill_gone(self, address: str) -> None:
         """The process that answered there has ended: the next request asks the rendezvous where it is now."""
         with self.connection_lock:
-            for key, infos in list(self.connection_pool.items()):
+            pool: dict[str, Any] = self.connection_pool  # of lists, whatever SGLang's annotation says
+            for key, infos in list(pool.items()):
                 if any(endpoint(info["rank_ip"], info["rank_port"]) == address for info in infos):
-                    del self.connection_pool[key]
+                    del pool[key]
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:  # noqa: ARG002  (ours are reads)
         """Whether nothing is written to the pages of a failed request any more."""
@@ -195,6 +199,7 @@ class PagewireKVSender(CommonKVSender):
     """A request at prefill: its pages are offered when all of them are computed."""
 
     kv_mgr: PagewireKVManager
+    aux_index: int  # `init` sets it before anything is sent
     request: Req  # a hook sets it
 
     def __init__(
@@ -240,7 +245,7 @@ class PagewireKVSender(CommonKVSender):
             firsts.append(end - len(blocks[-1]))
         row, prompt = self.kv_mgr.read_row(self.aux_index), prompt_of(self.request)
         self._leases.offer(self.bootstrap_room, Computed(blocks, firsts, self._num_tokens, row, prompt))
-        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Transferring)
+        self.kv_mgr.update_status(self.bootstrap_room, STATES.Transferring)
 
     def abort(self) -> None:
         """End the request: nobody reads its pages when this returns."""
@@ -259,15 +264,17 @@ class PagewireKVReceiver(CommonKVReceiver):
     """A request at decode: prefill is asked for it at once, and read when both sides have pages."""
 
     kv_mgr: PagewireKVManager
+    bootstrap_room: int  # of every request of a disaggregated server
     request: Req  # a hook sets it
 
     def init(self, prefill_dp_rank: int) -> None:
         """The prefill process is known: ask it."""
         self.kv_mgr.step()  # whose connections are gone is asked for again
         super().init(prefill_dp_rank)
-        if self.conclude_state == KVPoll.Failed or not self.bootstrap_infos:
+        if self.conclude_state == STATES.Failed or not self.bootstrap_infos:
             return
-        info = self.bootstrap_infos[0]
+        infos: Any = self.bootstrap_infos
+        info = infos[0]
         self._pulls.want(self.bootstrap_room, endpoint(info["rank_ip"], info["rank_port"]), prompt_of(self.request))
 
     @property

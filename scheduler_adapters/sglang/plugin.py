@@ -61,7 +61,8 @@ def _register_transfer() -> None:
         _hook(member)
         return member
 
-    TransferBackend._missing_ = classmethod(missing)
+    backends: Any = TransferBackend
+    backends._missing_ = classmethod(missing)
 
 
 def _hook(member: object) -> None:
@@ -69,7 +70,8 @@ def _hook(member: object) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
 
     targets = ("sglang.srt.disaggregation.utils.get_kv_class", *(f"{queue}._init_kv_manager" for queue in QUEUES))
-    if targets[0] in HookRegistry._patched:  # noqa: SLF001  (it has no other way to ask)
+    # It has no other way to ask.
+    if targets[0] in HookRegistry._patched:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         return
 
     def classes(original: Callable[..., Any], backend: object, kind: Any) -> Any:

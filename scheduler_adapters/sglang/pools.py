@@ -56,9 +56,10 @@ def caches_of(pool: Any, *, tp_size: int, total_kv_heads: int, window: int) -> C
 
 def _layers(pool: Any) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
     """Each layer's number in the model, and its tensors by pages. A page is what SGLang numbers: slot // page size."""
-    if type(pool) is MHATokenToKVPool and pool.kv_cache_layout == "nhd" and pool.head_dim == pool.v_head_dim:
+    kind: object = type(pool)
+    if kind is MHATokenToKVPool and pool.kv_cache_layout == "nhd" and pool.head_dim == pool.v_head_dim:
         buffers = list(zip(pool.k_buffer, pool.v_buffer, strict=True))
-    elif type(pool) is MLATokenToKVPool and pool.kv_scale_buffer is None and not pool.use_dsa:
+    elif kind is MLATokenToKVPool and pool.kv_scale_buffer is None and not pool.use_dsa:
         buffers = [(buffer[:, 0],) for buffer in pool.kv_buffer]
     else:
         shape = {name: getattr(pool, name, None) for name in ("kv_cache_layout", "head_dim", "v_head_dim")}
@@ -71,7 +72,8 @@ def _layers(pool: Any) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
 
 
 def _group(pool: Any, layers: list[int], window: int, tp_size: int, total_kv_heads: int) -> GroupConfig:
-    mla = type(pool) is MLATokenToKVPool
+    kind: object = type(pool)
+    mla = kind is MLATokenToKVPool
     heads = 1 if mla else pool.head_num * tp_size
     if not mla and pool.head_num == 1 < tp_size:
         heads = total_kv_heads  # fewer heads than ranks: some hold the same one

@@ -130,7 +130,9 @@ def _keys_and_values(spec: Any) -> str:
 
 def _instructions(vllm_config: VllmConfig, spec: Any, page_size: int) -> str:
     """The set of instructions that the CPU backend has chosen, and packs keys for."""
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415  (for CPUs alone)
+    from vllm.v1.attention.backends.cpu_attn import (  # noqa: PLC0415  (for CPUs alone)
+        _get_attn_isa,  # pyright: ignore[reportPrivateUsage] - vLLM tells it nowhere else
+    )
 
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
     return _get_attn_isa(vllm_config.model_config.dtype, page_size, spec.head_size, cache_dtype)

@@ -95,7 +95,7 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """Heads before tokens, so that a rank's share of heads is one run; of a latent any."""
-        model = vllm_config.model_config
+        model: Any = vllm_config.model_config  # None by default, whatever its type says
         return None if model is None or model.use_mla else "LBHNC"
 
     @classmethod

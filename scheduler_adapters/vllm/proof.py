@@ -93,13 +93,13 @@ class _Proof:
         codes[digits] = found.long()
         wrong = (codes[digits] != found).nonzero()
         if len(wrong):
-            token, head, element = wrong[0].tolist()
+            token, head, element = map(int, wrong[0])
             yield (
                 f"{len(wrong)} of {digits.numel()} elements differ, the first is {element} of head {head} of token "
                 f"{token % self.view.page_size} of page {pages[token // self.view.page_size]}"
             )
         elif not bool((codes.diff() > 0).all()):  # a bit pattern that is larger is a larger number, of positive ones
-            yield f"values that grow are found in another order: {codes.tolist()[:8]}"
+            yield f"values that grow are found in another order: {[int(code) for code in codes[:8]]}"
 
     def _whole(self, pages: Sequence[int]) -> Iterator[str]:
         """Each page of which some of what would be read is not its own. What lies where, only the backend knows."""

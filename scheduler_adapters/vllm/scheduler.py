@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from vllm.v1.request import RequestStatus
 
@@ -103,7 +103,8 @@ class SchedulerSide:
             del request.prompt_token_ids[-1]
         elif request.prompt_embeds is not None:
             request.prompt_embeds = request.prompt_embeds[:-1]
-        del request._all_token_ids[-1]  # noqa: SLF001 - vLLM's own connector does it so: there is no other way
+        # vLLM's own connector does it so: there is no other way.
+        del request._all_token_ids[-1]  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         request.num_prompt_tokens -= 1
         request.max_tokens = 1
         params["_shortened"] = True
@@ -238,7 +239,7 @@ class SchedulerSide:
         self._connector.close()
 
 
-def _is_source(params: object) -> bool:
+def _is_source(params: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
     """Whether a request is to be offered to a reader. One that names a source as well is refused, and is none."""
     if not isinstance(params, dict) or params.get("do_remote_decode") is not True:
         return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,15 +58,15 @@ class PullStats(KVConnectorStats):
         seconds, moved = self.data["pull_seconds"], self.data["pull_bytes"]
         if not seconds:
             return counts
-        p50, p90 = np.percentile(seconds, [50, 90]) * 1e3
+        p50, p90 = (float(np.percentile(seconds, at)) * 1e3 for at in (50, 90))
         return counts | {
             "pulls": len(seconds),
-            "p50 ms": round(float(p50), 3),
-            "p90 ms": round(float(p90), 3),
-            "mean post ms": round(float(np.mean(self.data["post_seconds"])) * 1e3, 3),
+            "p50 ms": round(p50, 3),
+            "p90 ms": round(p90, 3),
+            "mean post ms": round(fmean(self.data["post_seconds"]) * 1e3, 3),
             "mean MB": round(sum(moved) / len(moved) / 1e6, 3),
             "MB/s of a pull": round(sum(moved) / sum(seconds) / 1e6, 1),
-            "mean runs": round(float(np.mean(self.data["pull_runs"])), 1),
+            "mean runs": round(fmean(self.data["pull_runs"]), 1),
         }
 
     def is_empty(self) -> bool:
@@ -101,13 +102,13 @@ class PullMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         counter, histogram = metric_types[Counter], metric_types[Histogram]
-        self._counters = {
+        self._counters: dict[str, Any] = {
             name: create_metric_per_engine(
                 counter(name=f"vllm:pagewire_{name}", documentation=text, labelnames=labelnames), per_engine_labelvalues
             )
             for name, text in _COUNTS.items()
         }
-        self._histograms = {
+        self._histograms: dict[str, Any] = {
             name: create_metric_per_engine(
                 histogram(
                     name=f"vllm:pagewire_{name}", documentation=text, buckets=list(buckets), labelnames=labelnames
