@@ -50,13 +50,13 @@ class ReplayResult(msgspec.Struct, frozen=True):
     restored: int = 0  # blocks among the hits that were copied back from the host tier
 
 
-class _Request(msgspec.Struct):
+class _TraceLine(msgspec.Struct):
     hash_ids: list[int]
 
 
 def load_trace(path: Path) -> list[list[int]]:
     """The blocks of each request; `ReplayError` names the file, the line, and what is wrong with it."""
-    decoder, found = msgspec.json.Decoder(_Request), list[list[int]]()
+    decoder, found = msgspec.json.Decoder(_TraceLine), list[list[int]]()
     try:
         with path.open("rb") as file:
             for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE + 1), b""), 1):

@@ -13,8 +13,11 @@ import secrets
 import socket
 import time
 import uuid
-from contextlib import suppress
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from typing import Self
+
+import torch
 
 from transfer.engine.checks import check_replica, check_request, check_tensors, page_indices
 from transfer.engine.metadata import WIRE_VERSION, KVTransferEngineMetadata, TransferReqData, sealed
@@ -36,12 +39,6 @@ from transfer.errors import (
 from transfer.memory import MemoryType
 from transfer.nixl.agent import Agent
 from transfer.nixl.settings import agreed_settings
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import Self
-
-    import torch
 
 _FIRST_PAUSE_S = 20e-6  # most small transfers end within it
 _LAST_PAUSE_S = 1e-3  # a stuck one is looked at each millisecond: 2 % of a core
@@ -440,11 +437,6 @@ class KVTransferEngine:
         self.tensor_agents, self._peers = [], Peers(self.name)
         self._postings, self._notifications = Postings(self.name), NotificationBook(0)
         peers.close()
-        refused: list[AgentError] = []
-        for made in itertools.chain.from_iterable(agents):
-            try:
-                made.agent.close(in_flight=made.agent in busy)
-            except AgentError as error:
-                refused.append(error)
-        if refused:
-            raise refused[0]
+        with ExitStack() as closing:  # calls them all, and raises what one of them has raised
+            for made in itertools.chain.from_iterable(agents):
+                closing.callback(made.agent.close, in_flight=made.agent in busy)
