@@ -89,7 +89,7 @@ class PrefixIndex:
             self._next[before] = after
 
     def digests_of(self, pages: Pages) -> Digests:
-        """Digests that published `pages` are found by, uint64 `[len(pages), words]`."""
+        """Digests that `pages` are found by, or were when they were withdrawn, uint64 `[len(pages), words]`."""
         return self._digests[pages]
 
     def words_of(self, pages: NDArray[np.integer]) -> NDArray[np.uint64]:

@@ -45,6 +45,7 @@ from sglang.srt.runtime_context import get_schedule
 from kvcache.errors import InvalidParamsError, InvariantError
 from kvcache.pool.pages import PagePool
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
+from scheduler_adapters.sglang.events import event_recorder, record_removed, record_stored
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -77,7 +78,6 @@ def build(context: TreeCacheBuildContext) -> BasePrefixCache:
         "a model with recurrent state": context.is_hybrid_ssm,
         "the hierarchical cache": context.enable_hierarchical_cache,
         "keys of token pairs (EAGLE)": params.is_eagle,
-        "KV cache events": params.enable_kv_cache_events,
         "sessions in the cache": params.enable_session_radix_cache,
         "the schedule policy dfs-weight, which reads a tree": get_schedule().schedule_policy == "dfs-weight",
         f"pages of {allocator.page_size} tokens in the pool and {params.page_size} in the cache": (
@@ -134,6 +134,7 @@ class PagewireCache(BasePrefixCache):
         self.root_node = Prefix(np.zeros(0, np.int32), np.zeros((0, DIGEST_BYTES[_ALGORITHM] // 8), np.uint64))
         self._offsets = torch.arange(self.page_size, device=self.device)
         self._hashed: weakref.WeakKeyDictionary[Req, _Hashed] = weakref.WeakKeyDictionary()
+        self._events = self.kv_events = event_recorder(params)  # SGLang takes them out by that name
         self.reset()
         if params.enable_metrics:
             self.init_metrics_collector()
@@ -148,6 +149,7 @@ class PagewireCache(BasePrefixCache):
         self._published = 0
         self._locks: Counter[Prefix] = Counter()
         self._hashed.clear()  # what was found, was found in the old index
+        self._events.record_all_cleared()
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """The longest cached prefix of a key, whole pages of it."""
@@ -171,18 +173,22 @@ class PagewireCache(BasePrefixCache):
 
     # ---- keeping
 
-    def checkpoint(self, req: Req, *, up_to: int) -> None:
+    def checkpoint(self, req: Req, *, up_to: int, **_: Any) -> None:
         """Publish what a request has computed of its first `up_to` tokens, and lock all of it for the request.
 
         Content that was published before is shared: the row names the page to keep before the duplicate goes back.
         """
-        digests = self._hashed_of(req.full_untruncated_fill_ids, up_to, req.cache_salt, req.extra_key, req)[1]
+        ids, protected = req.full_untruncated_fill_ids, req.kv.cache_protected_len // self.page_size
+        hashed, digests = self._hashed_of(ids, up_to, req.cache_salt, req.extra_key, req)
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
         own = self._pages_of(row[: len(digests) * self.page_size])
-        kept = self._publish(own, digests, req.kv.cache_protected_len // self.page_size)
+        kept = self._publish(own, digests, protected)
         prefix = Prefix(kept, digests, self._pool.index.generation)
         lock = self.lock(prefix)
         duplicate = own != kept
+        new = ~duplicate
+        new[:protected] = False
+        record_stored(self._events, req, hashed.tokens, digests, new)
         if duplicate.any():
             self.req_to_token_pool.write((req.kv.req_pool_idx, slice(0, len(kept) * self.page_size)), self._slots(kept))
             self._give_back(own[duplicate])
@@ -218,18 +224,20 @@ class PagewireCache(BasePrefixCache):
         count = min(-(-max(0, params.num_tokens) // self.page_size), self._pool.free_count)
         if not count:
             return EvictResult()
-        self._give_back(self._pool.allocate(count))
+        pages = self._pool.allocate(count)
+        record_removed(self._events, self._pool.index.digests_of(pages))
+        self._give_back(pages)
         self._published -= count
         self.update_eviction_metrics(count * self.page_size, started)
         return EvictResult(num_tokens_evicted=count * self.page_size)
 
     # ---- counting
 
-    def evictable_size(self) -> int:
+    def evictable_size(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride] - SGLang's is 0 as such
         """Cached tokens that `evict` can take."""
         return self._pool.free_count * self.page_size
 
-    def protected_size(self) -> int:
+    def protected_size(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride] - as above
         """Cached tokens that are locked."""
         return self.total_size() - self.evictable_size()
 
@@ -317,5 +325,5 @@ class PagewireCache(BasePrefixCache):
         return (first[:, None] + self._offsets).reshape(-1)
 
     def _free_pages(self) -> Any:
-        allocator = self.token_to_kv_pool_allocator
+        allocator: Any = self.token_to_kv_pool_allocator
         return allocator.get_all_free_pages().cpu().numpy()

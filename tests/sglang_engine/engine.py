@@ -10,12 +10,13 @@ import json
 import logging
 import os
 import sys
-from array import array
 from typing import Any
 
 import torch
 
 from tests.sglang_engine import stand_ins
+from tests.sglang_engine.subscriber import CONFIG, Subscriber
+from tests.sglang_engine.tokenized import tokenized
 
 # SGLang itself recounts its pools and rows after every step, and dies of the first difference.
 os.environ |= {
@@ -64,6 +65,7 @@ class Engine:
             schedule_conservativeness=0.05,  # admits more than fits, so that requests are retracted
             enable_priority_scheduling=True,
             radix_cache_backend=backend,
+            kv_events_config=CONFIG,
         )
         ports = PortArgs.init_new(arguments)
         publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
@@ -76,27 +78,7 @@ class Engine:
 
     def submit(self, name: str, prompt: list[int], new: int, stop: int | None = None, **fields: Any) -> None:
         """Hand a request to the scheduler, as its tokenizer process would."""
-        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
-        from sglang.srt.sampling.sampling_params import SamplingParams
-
-        sampling = SamplingParams(max_new_tokens=new, temperature=0.0, stop_token_ids=None if stop is None else {stop})
-        sampling.normalize(None)
-        request = TokenizedGenerateReqInput(
-            rid=name,
-            input_text=None,
-            input_ids=array("q", prompt),
-            input_embeds=None,
-            mm_inputs=None,
-            token_type_ids=None,
-            sampling_params=sampling,
-            return_logprob=False,
-            logprob_start_len=-1,
-            top_logprobs_num=0,
-            token_ids_logprob=None,
-            stream=False,
-            **fields,
-        )
-        self.scheduler.process_input_requests([request])
+        self.scheduler.process_input_requests([tokenized(name, prompt, new, stop, **fields)])
         self.requests[name] = next(req for req in self.scheduler.waiting_queue if req.rid == name)
 
     def abort(self, name: str) -> None:
@@ -153,15 +135,24 @@ class Engine:
 
 
 def main() -> None:
-    """Print, as JSON, how many tokens each of the requests on standard input finds cached with SGLang's own tree."""
+    """What SGLang's own tree does with the requests on standard input, as JSON.
+
+    How many tokens each of them finds cached; with `--events` what a subscriber knows of the tree in the end.
+    """
     stand_ins.install()
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--page-size", type=int, required=True)
+    parser.add_argument("--events", action="store_true")
     options = parser.parse_args()
     requests, new = json.load(sys.stdin)
     engine = Engine(options.model, options.page_size, None)
-    sys.stdout.write(json.dumps(engine.cached_tokens(requests, new)) + "\n")
+    subscriber = Subscriber(engine)
+    found: Any = engine.cached_tokens(requests, new)
+    if options.events:
+        found = list(subscriber.flush())
+    subscriber.close()
+    sys.stdout.write(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import threading
-from array import array
 from typing import TYPE_CHECKING, Any
 
 from tests.sglang_engine import stand_ins
@@ -35,7 +34,6 @@ from sglang.srt.managers.io_struct import (  # noqa: E402
     AbortReq,
     BatchTokenIDOutput,
     ShutdownReq,
-    TokenizedGenerateReqInput,
     sock_recv,
     sock_send,
 )
@@ -43,10 +41,10 @@ from sglang.srt.managers.scheduler import Scheduler  # noqa: E402
 from sglang.srt.models import registry  # noqa: E402, F401  (imports every model, which takes seconds)
 from sglang.srt.plugins import load_plugins  # noqa: E402
 from sglang.srt.runtime_context import SpawnRanks, publish  # noqa: E402
-from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 from sglang.srt.server_args import PortArgs, ServerArgs  # noqa: E402
 from sglang.srt.utils.network import get_zmq_socket  # noqa: E402
 
+from tests.sglang_engine.tokenized import tokenized  # noqa: E402
 from transfer.nixl.agent import Agent  # noqa: E402
 
 if TYPE_CHECKING:
@@ -133,26 +131,8 @@ class Tokenizer:
                     )
 
     def generate(self, name: str, prompt: list[int], new: int, room: int = 0, host: str = "", port: int = 0) -> None:
-        sampling = SamplingParams(max_new_tokens=new, temperature=0.0)
-        sampling.normalize(None)
         pair = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room} if room else {}
-        self._send(
-            TokenizedGenerateReqInput(
-                rid=name,
-                input_text=None,
-                input_ids=array("q", prompt),
-                input_embeds=None,
-                mm_inputs=None,
-                token_type_ids=None,
-                sampling_params=sampling,
-                return_logprob=False,
-                logprob_start_len=-1,
-                top_logprobs_num=0,
-                token_ids_logprob=None,
-                stream=False,
-                **pair,
-            )
-        )
+        self._send(tokenized(name, prompt, new, **pair))
 
     def abort(self, name: str) -> None:
         self._send(AbortReq(rid=name))

@@ -257,7 +257,6 @@ def test_settings_that_need_what_is_not_here_are_refused_by_name(pools: Pools, p
         ({"is_hybrid_ssm": True}, "recurrent state"),
         ({"enable_hierarchical_cache": True}, "hierarchical"),
         ({"params": dataclasses.replace(params, is_eagle=True)}, "EAGLE"),
-        ({"params": dataclasses.replace(params, enable_kv_cache_events=True)}, "events"),
         ({"params": dataclasses.replace(params, enable_session_radix_cache=True)}, "sessions"),
         ({"params": dataclasses.replace(params, token_to_kv_pool_allocator=other)}, "the pool SimpleNamespace"),
         ({"params": dataclasses.replace(params, token_to_kv_pool_allocator=wide)}, f"pages of {2 * page_size} tokens"),

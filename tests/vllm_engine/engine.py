@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
 from vllm.config.parallel import ParallelConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -61,6 +69,7 @@ class Shape:
     policy: str = "fail"
     max_batched: int = 64
     rows: int = 16
+    events: str = ""  # name of the sockets of its KV events, in this process
     connector: tuple[str, str | None] = OURS
     backend: Any = TritonAttentionBackend  # what its layers say: the small model writes as this one does
     extra: dict[str, Any] = field(default_factory=lambda: {"host": "127.0.0.1", "port": 0})
@@ -112,6 +121,10 @@ def make_config(model: str, role: str, engine_id: str, shape: Shape, rank: int, 
             kv_connector_extra_config=shape.extra, kv_load_failure_policy=shape.policy, kv_buffer_device="cpu",
         ),
         parallel_config=ParallelConfig(),
+        kv_events_config=None if not shape.events else KVEventsConfig(
+            enable_kv_cache_events=True, endpoint=f"inproc://{shape.events}",
+            replay_endpoint=f"inproc://{shape.events}.replay",
+        ),
     )  # fmt: skip
     # Set afterwards: vLLM would look for as many devices, and this process plays all ranks.
     config.parallel_config.tensor_parallel_size = shape.tp_size

@@ -1,0 +1,103 @@
+"""What a router would know of a cache by SGLang's KV events alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import zmq
+
+CONFIG = '{"publisher": "zmq", "endpoint": "tcp://127.0.0.1:0", "bind": true}'
+Prefix = tuple[str | None, tuple[int, ...]]
+"""A salt, and the tokens up to the end of a page."""
+
+
+class Subscriber:
+    """Of one engine. Every event must fit those before it.
+
+    Attributes:
+        held: by its hash, what ends with each page that is there now.
+        cleared: what was held when everything was cleared last.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        (source,) = engine.scheduler.kv_events_publisher.local_kv_event_sources(engine.page_size)
+        self._engine = engine
+        self._socket = zmq.Context.instance().socket(zmq.SUB)
+        self._socket.subscribe("")
+        self._socket.connect(source["endpoint"])
+        self._number: int | None = None
+        self._clears = 0
+        self.held: dict[int, Prefix] = {}
+        self.cleared: set[Prefix] = set()
+        while not self._clears:  # what is published before the connection stands does not come
+            self._flush()
+            self._hear()
+
+    def catch_up(self) -> set[Prefix]:
+        """What is told of by now, all that SGLang has published heard."""
+        publisher = self._engine.scheduler.kv_events_publisher.kv_event_publisher
+        publisher._event_queue.join()
+        self.wait(lambda: self._number == publisher._buffer[-1][0])
+        return set(self.held.values())
+
+    def flush(self) -> set[Prefix]:
+        """Have the engine forget everything; what was told up to then."""
+        clears = self._clears
+        self._flush()
+        self.wait(lambda: self._clears > clears)
+        return self.cleared
+
+    def wait(self, for_what: Callable[[], bool], seconds: float = 60) -> None:
+        """Hear until something is so."""
+        deadline = time.monotonic() + seconds
+        while not for_what():
+            assert time.monotonic() < deadline, f"{len(self.held)} pages are told of, and no more comes"
+            self._hear()
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+    def _flush(self) -> None:
+        assert self._engine.scheduler.flush_cache()
+        self._engine.step()  # publishes
+
+    def _hear(self) -> None:
+        if not self._socket.poll(50):
+            return
+        _, number, payload = self._socket.recv_multipart()
+        assert self._number in {None, int.from_bytes(number, "big") - 1}, "a batch is lost"
+        self._number = int.from_bytes(number, "big")
+        for event in msgspec.msgpack.decode(payload)[1]:
+            getattr(self, f"_{event['type']}")(event)
+
+    def _AllBlocksCleared(self, _: dict[str, Any]) -> None:  # noqa: N802
+        self.cleared, self.held = set(self.held.values()), {}
+        self._clears += 1
+
+    def _BlockStored(self, event: dict[str, Any]) -> None:  # noqa: N802
+        if not self._clears:  # that goes on with what was told before we heard
+            return
+        size, hashes, parent = event["block_size"], event["block_hashes"], event["parent_block_hash"]
+        assert (size, event["medium"], event["lora_id"]) == (self._engine.page_size, "GPU", None)
+        assert len(event["token_ids"]) == len(hashes) * size
+        assert not self.held.keys() & set(hashes), "told of twice"
+        salt = event.get("cache_salt")
+        assert parent is None or self.held[parent][0] == salt
+        tokens = () if parent is None else self.held[parent][1]
+        for place, one in enumerate(hashes):
+            tokens += tuple(event["token_ids"][place * size : (place + 1) * size])
+            self.held[one] = (salt, tokens)
+
+    def _BlockRemoved(self, event: dict[str, Any]) -> None:  # noqa: N802
+        if not self._clears:
+            return
+        assert event["medium"] == "GPU"
+        for one in event["block_hashes"]:
+            del self.held[one]
+        there = set(self.held.values())
+        size = self._engine.page_size
+        for salt, tokens in there:
+            assert len(tokens) == size or (salt, tokens[:-size]) in there, "a page is gone that another continues"
