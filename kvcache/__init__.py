@@ -19,6 +19,7 @@ from kvcache.errors import (
     UnknownArgumentError,
     UnknownRequestError,
 )
+from kvcache.kv_events import KVEvents
 from kvcache.layout import PageLayout
 from kvcache.manager import PagedKVCacheManager
 from kvcache.metrics import KVCacheMetrics
@@ -47,6 +48,7 @@ __all__ = [
     "KVCacheError",
     "KVCacheMetrics",
     "KVCacheParams",
+    "KVEvents",
     "NoFreeRowError",
     "NotReservedError",
     "PageCopy",

@@ -96,6 +96,8 @@ class PagedKVCacheManager:
         check_endpoint(zmq_endpoint_base)
         sizing.warn_of_what_falls_short(params, sizes, self.page_size, pages)
         self._replicas = place_replicas(params, sizes, self.layouts, self.devices_per_replica, stream, pages)
+        # Of each replica where its KV events are bound, and their replays; none without `params.kv_events`.
+        self.kv_event_endpoints: list[tuple[str, str | None]] = self._replicas.event_endpoints
         self._claims = Claims(self._replicas.each)
         # What a decode step looks up: the place of a context, and the tokens that the pages of a place hold.
         self._place_of: Callable[[Any, int], int] = self._claims.bound.get
@@ -431,8 +433,7 @@ class PagedKVCacheManager:
 
     def flush_tiers(self) -> None:
         """Copy all published pages to host and files, and wait: for who stops or measures, as steps copy anyway."""
-        if self._replicas.tiers is not None:
-            self._replicas.tiers.flush()
+        self._replicas.flush()
 
     def check(self) -> None:
         """Recount everything. Raises `InvariantError` (a RuntimeError), naming the first discrepancy."""
@@ -440,9 +441,8 @@ class PagedKVCacheManager:
         self._claims.check()
 
     def close(self) -> None:
-        """Close the reset socket, and the file tier once all that is published is written. Safe twice."""
-        if self._replicas.tiers is not None:
-            self._replicas.tiers.close()
+        """Close the sockets, and the file tier once all that is published is written. Safe twice."""
+        self._replicas.close()
         if self._reset_endpoint is not None:
             self._reset_endpoint.close()
             self._reset_endpoint = None

@@ -11,6 +11,7 @@ import torch
 
 from kvcache.arguments import flag, number, of_kind, one_of, optional, shown, whole
 from kvcache.errors import InvalidParamsError
+from kvcache.kv_events import KVEvents
 from kvcache.routing import Routing
 from kvcache.types import PageIO
 
@@ -35,6 +36,7 @@ _RULES: dict[str, Callable[[str, Any], object]] = {
     **dict.fromkeys(("host_kvcache_swap_space_gb", "file_tier_max_gb"), optional(number)),
     "file_tier_dir": functools.partial(of_kind, kind=(NoneType, str, PathLike), needed="the name of a folder"),
     "file_tier_key": functools.partial(of_kind, kind=str, needed="a string"),
+    "kv_events": functools.partial(of_kind, kind=(NoneType, KVEvents), needed="KVEvents"),
     "file_tier_io": optional(
         functools.partial(of_kind, kind=Callable, needed="a function that makes a `PageIO` of the tier's memory")
     ),
@@ -91,6 +93,7 @@ class KVCacheParams:
     # Makes what moves bytes between files and the host tier (`kvcache.types.PageIO`), given the tier's memory, once for
     # each of two threads; None: preadv and pwritev.
     file_tier_io: Callable[[Sequence[torch.Tensor]], PageIO] | None = None
+    kv_events: KVEvents | None = None  # tells routers what is cached, as vLLM does; None: nobody is told
 
     def __post_init__(self) -> None:
         for name, rule in _RULES.items():
@@ -145,6 +148,7 @@ class KVCacheParams:
                 ("tenant_quota", self.tenant_quota != 1.0 and not caching, _CACHING),
                 ("tenant_quotas", self.tenant_quotas and not caching, _CACHING),
                 ("routing.copy_pages", self.routing.copy_pages and not caching, _CACHING),
+                ("kv_events", self.kv_events is not None and not caching, _CACHING),
                 ("routing.copy_pages", self.routing.copy_pages and self.data_parallel_degree == 1, "several replicas"),
             )
             if given

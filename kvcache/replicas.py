@@ -10,6 +10,10 @@ import torch
 from numpy.typing import NDArray
 
 from kvcache.check import check_replica
+from kvcache.events.book import EventBook
+from kvcache.events.log import FILES, HOST, EventLog
+from kvcache.events.publisher import EventPublisher
+from kvcache.kv_events import KVEvents
 from kvcache.layout import PageLayout
 from kvcache.metrics import KVCacheMetrics
 from kvcache.params import KVCacheParams
@@ -45,7 +49,10 @@ def place_replicas(
         pinned = any(device.type == "cuda" for device in group)
         block_rows = BlockRows(part, sizes.max_seq_len, layouts[0].page_size, pinned=pinned)
         placed.append(PlacedReplica(Replica(params, block_rows, pages), layouts, group, stream))
-    return Replicas(placed, capacity, params, make_tiers(params, layouts, placed, stream))
+    replicas = Replicas(placed, capacity, params, make_tiers(params, layouts, placed, stream))
+    if params.kv_events is not None and params.enable_prefix_caching:
+        replicas.publish_events(params.kv_events, "mla_attention" if params.is_mla else "full_attention")
+    return replicas
 
 
 class Replicas:
@@ -63,6 +70,8 @@ class Replicas:
         self._copies = PeerCopies(placed) if copies else None
         least = params.partial_reuse_min_tokens
         self._partial = [PartialReuse(replica, least) for replica in self.each] if least else None
+        self._events: EventPublisher | None = None
+        self._log: EventLog | None = None  # what is written down for them
 
     @property
     def metrics(self) -> KVCacheMetrics:
@@ -148,6 +157,8 @@ class Replicas:
         for place, state in zip(self.placed, states, strict=True):
             place.replica.counter.run(state.rows, state.starts, state.actives)
             fetched += place.inputs(state, num_steps)
+        if self._log is not None:
+            self._log.end_call()
         return fetched
 
     def step(self, gathered: Gathered) -> None:
@@ -171,6 +182,24 @@ class Replicas:
             _learn(self._partial, gathered, full)
         if isinstance(gathered, Batch):
             gathered.due = min(replica.due(*state) for replica, state in zip(self.each, states, strict=True))
+        if self._log is not None:
+            self._log.end_call()
+
+    def publish_events(self, options: KVEvents, kind: str) -> None:
+        """Tell subscribers what the pools and the tiers below them hold, from now on; each replica is a rank."""
+        indexes = {at: replica.pool.index for at, replica in enumerate(self.each)}
+        if self.tiers is not None:
+            indexes[HOST] = self.tiers.host.pool.index
+            if self.tiers.files is not None:
+                indexes[FILES] = self.tiers.files.index
+        log, capacity = EventLog(), sum(len(index.published) for index in indexes.values())
+        book = EventBook(len(self.each), capacity, self.each[0].page_size, kind)
+        self._events = EventPublisher(options, log, book, len(self.each))
+        for number, index in indexes.items():
+            log.watch(index, number)
+        self._log = log
+        for replica in self.each:
+            replica.log = log
 
     def forget_idle(self) -> None:
         """Forget every page that nobody holds."""
@@ -178,6 +207,23 @@ class Replicas:
             self.tiers.reset()
         for replica in self.each:
             replica.forget_idle()
+
+    @property
+    def event_endpoints(self) -> list[tuple[str, str | None]]:
+        """Of each replica where its KV events are bound, and their replays."""
+        return [] if self._events is None else self._events.endpoints
+
+    def flush(self) -> None:
+        """Copy and write what the tiers lack."""
+        if self.tiers is not None:
+            self.tiers.flush()
+
+    def close(self) -> None:
+        """Close the file tier once all that is published is written, and what tells of it. Safe twice."""
+        if self.tiers is not None:
+            self.tiers.close()
+        if self._events is not None:
+            self._events.close()
 
     def check(self) -> None:
         """Recount every replica, then what lies below. Raises `InvariantError` at the first discrepancy."""
@@ -216,7 +262,7 @@ class Replicas:
     def _digests(
         self, gathered: Gathered, mine: Ints | None, at: Ints, firsts: Ints, lasts: Ints
     ) -> NDArray[np.uint64]:
-        return gathered.digests(at if mine is None else mine[at], firsts, lasts, self._hasher_of)
+        return gathered.digests(at if mine is None else mine[at], firsts, lasts, self._hasher_of, self._log)
 
     def _hasher_of(self, replica_idx: int, row: int, context: Context) -> PrefixHasher:
         self.each[replica_idx].refuse_renamed(row, context)

@@ -4,6 +4,8 @@ A hash table with chained buckets whose links are arrays over page ids: no Pytho
 its place at once. Open addressing was rejected: its tombstones ask for a rebuild of the whole table now and then.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,6 +14,8 @@ from kvcache.errors import InvariantError
 Pages = NDArray[np.int32]
 Digests = NDArray[np.uint64]
 Buckets = NDArray[np.intp]
+Change = tuple[int, bool, Digests | int]
+"""Of the index of this number pages have come (True) or gone: their digests; of one page that went the last word."""
 
 NO_PAGE = 0  # the null page is never published
 
@@ -29,6 +33,8 @@ class PrefixIndex:
         self._words = self._digests[:, 0]  # enough to tell two digests apart, nearly always
         self.published = np.zeros(num_pages + 1, np.bool_)
         self.generation = 0  # counts the changes: a match made at the same generation still stands
+        self.log: Callable[[Change], None] | None = None  # told of each change, with the number of this index
+        self.number = 0
 
     def find(self, digests: Digests) -> Pages:
         """The published page of each digest, `NO_PAGE` where there is none. int32 `[len(digests)]`."""
@@ -64,8 +70,7 @@ class PrefixIndex:
         """Remove published `pages`, all distinct."""
         if not pages.size:
             return
-        self.published[pages] = False
-        self.generation += 1
+        self._changed(pages, False)
         buckets = self._buckets(self._digests[pages])
         while pages.size:
             # Two removals in one chain would each rewrite a link that the other has read: one a bucket and round.
@@ -75,8 +80,7 @@ class PrefixIndex:
 
     def withdraw_one(self, page: int) -> None:
         """`withdraw` for one page: a fifth of the cost."""
-        self.published[page] = False
-        self.generation += 1
+        self._changed(page, False)
         bucket = int(self._words[page]) & int(self._bucket_mask)
         after, current, before = self._next[page], int(self._heads[bucket]), NO_PAGE
         while current not in (page, NO_PAGE):
@@ -146,8 +150,7 @@ class PrefixIndex:
         if not pages.size:
             return
         self._digests[pages] = digests
-        self.published[pages] = True
-        self.generation += 1
+        self._changed(pages, True)
         while pages.size:
             heads = self._heads[buckets]
             self._heads[buckets] = pages
@@ -158,6 +161,14 @@ class PrefixIndex:
                 return
             self._next[pages[placed]] = heads[placed]
             pages, buckets = pages[~placed], buckets[~placed]
+
+    def _changed(self, pages: Pages | int, come: bool) -> None:
+        """These pages are published by now, or not any more. Nothing else says so: who follows the log misses none."""
+        self.published[pages] = come
+        self.generation += 1
+        if self.log is not None:
+            one = isinstance(pages, int)
+            self.log((self.number, come, int(self._digests[pages, -1]) if one else self._digests[pages]))
 
     def _unlink(self, pages: Pages, buckets: Buckets) -> None:
         current = self._heads[buckets]

@@ -7,8 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import InvalidRequestError, SequenceTooLongError
+from kvcache.events.log import Described, EventLog
 from kvcache.replica.context import Context, TextContext
-from kvcache.replica.hashing import PrefixHasher, next_digests, page_rows
+from kvcache.replica.hashing import PrefixHasher, next_digests, page_rows, token_bytes
 from kvcache.replica.rows import Ints, Rows
 
 HasherOf = Callable[[int, int, Context], PrefixHasher]
@@ -79,22 +80,35 @@ class Gathered:
             rows, starts, actives, ends, int((actives - starts).max()), int(actives.max()), int(ends.max())
         )
 
-    def digests(self, places: Ints, firsts: Ints, lasts: Ints, hasher_of: HasherOf) -> NDArray[np.uint64]:
-        """Of each context at `places` the digests of its pages `firsts` to `lasts`, one after another."""
+    def digests(
+        self, places: Ints, firsts: Ints, lasts: Ints, hasher_of: HasherOf, log: EventLog | None = None
+    ) -> NDArray[np.uint64]:
+        """Of each context at `places` the digests of its pages `firsts` to `lasts`, one after another.
+
+        `log` is told whose they are, and of what tokens.
+        """
         at, pages = places.tolist(), list(zip(firsts.tolist(), lasts.tolist(), strict=True))
         hashers = self.hashers(at, hasher_of)
+        size = hashers[0].page_size
         if any(last - first != 1 for first, last in pages):
+            if log is not None:
+                runs = [
+                    token_bytes(self.tokens(place)[first * size : last * size])
+                    for place, (first, last) in zip(at, pages, strict=True)
+                ]
+                log.describe(Described(hashers, firsts, lasts, runs))
             return np.concatenate(
                 [
                     hasher.digests(self.tokens(place), first, last)
                     for place, hasher, (first, last) in zip(at, hashers, pages, strict=True)
                 ]
             )
-        size = hashers[0].page_size
         rows = [
             page_rows(self.tokens(place)[first * size : last * size], size)[0]
             for place, (first, last) in zip(at, pages, strict=True)
         ]
+        if log is not None:
+            log.describe(Described(hashers, firsts, lasts, rows))
         return self.digest_pages(at, hashers, firsts.tolist(), rows)
 
     def digest_pages(
@@ -205,15 +219,20 @@ class Batch(Gathered, Sequence[Context]):
         self.actives = self.ends
         self.starts = self.ends - 1
 
-    def digests(self, places: Ints, firsts: Ints, lasts: Ints, hasher_of: HasherOf) -> NDArray[np.uint64]:
+    def digests(
+        self, places: Ints, firsts: Ints, lasts: Ints, hasher_of: HasherOf, log: EventLog | None = None
+    ) -> NDArray[np.uint64]:
         columns = self._count - self.ends[places] + firsts * self._page_size
         column = int(columns[0])
         if not self._together or column < 0 or (columns != column).any() or (lasts - firsts != 1).any():
-            return super().digests(places, firsts, lasts, hasher_of)
+            return super().digests(places, firsts, lasts, hasher_of, log)
         # The usual step: one page each, all of them full at this token. No context has to catch up.
         tokens = self._log[:, column : column + self._page_size][places]
         at = places.tolist()
-        return self.digest_pages(at, self.hashers(at, hasher_of), firsts.tolist(), page_rows(tokens, self._page_size))
+        hashers = self.hashers(at, hasher_of)
+        if log is not None:
+            log.describe(Described(hashers, firsts, lasts, tokens))
+        return self.digest_pages(at, hashers, firsts.tolist(), page_rows(tokens, self._page_size))
 
     def hashers(self, at: list[int], hasher_of: HasherOf) -> list[PrefixHasher]:
         kept = self._hashers

@@ -91,6 +91,11 @@ def _seeded(algorithm: HashAlgorithm, page_size: int, salt: str | None) -> Any:
     return hashlib.sha256(seed) if algorithm == "sha256" else xxhash.xxh3_128(seed)
 
 
+def token_bytes(tokens: NDArray[np.integer[Any]]) -> bytes:
+    """A copy of `tokens` as they are hashed."""
+    return np.ascontiguousarray(tokens, _TOKEN).tobytes()
+
+
 def page_rows(tokens: NDArray[np.integer[Any]], page_size: int) -> list[bytes]:
     """The bytes of each page of `tokens`, a whole number of pages, as they are hashed."""
     # A view of raw bytes becomes bytes objects in one call: half the cost of slicing a memoryview page by page.

@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 
 from kvcache.arguments import shown
 from kvcache.errors import BlockTableMismatchError, InvalidRequestError
+from kvcache.events.log import Described
 from kvcache.params import HashAlgorithm
 from kvcache.replica.block_table import BlockTable, PageCopy, PendingImport
 from kvcache.replica.context import Context, hasher_of, salt_and_keys
 from kvcache.replica.copier import ImportProof
-from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
+from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher, token_bytes
 from kvcache.replica.replica import Replica
 from kvcache.replica.rows import Ints
 
@@ -222,7 +223,13 @@ def finish_import(
     replica.counter.ran_elsewhere(row, cached)
 
     def digests_of(_at: Ints, firsts: Ints, lasts: Ints) -> NDArray[np.uint64]:
-        return replica.hasher(row, context).digests(context.tokens, int(firsts[0]), int(lasts[0]))
+        hasher, first, last = replica.hasher(row, context), int(firsts[0]), int(lasts[0])
+        if replica.log is not None:
+            run = token_bytes(context.tokens[first * replica.page_size : last * replica.page_size])
+            replica.log.describe(Described([hasher], firsts, lasts, [run]))
+        return hasher.digests(context.tokens, first, last)
 
     rows, computed = np.array([row]), np.array([cached])
     replica.publish(rows, computed, replica.filled(rows, computed, digests_of))
+    if replica.log is not None:
+        replica.log.end_call()

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import InvalidRequestError, NotReservedError, PromptTooLongError, SequenceTooLongError
+from kvcache.events.log import EventLog
 from kvcache.metrics import KVCacheMetrics
 from kvcache.params import HashAlgorithm, KVCacheParams
 from kvcache.pool.pages import PagePool
@@ -67,6 +68,7 @@ class Replica:
         self.counter = PromptCounter(rows)
         self.hints = ReplicaHints(self.pool, rows, self.hasher, params)
         self.tier = PagesBelow()
+        self.log: EventLog | None = None  # what is written down for KV events; None: nobody asks
 
     @property
     def metrics(self) -> KVCacheMetrics:

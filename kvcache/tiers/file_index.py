@@ -27,7 +27,7 @@ class FileIndex:
     def __init__(self, max_bytes: int, page_bytes: int, digest_words: int) -> None:
         capacity = max_bytes // page_bytes
         self._max_bytes = max_bytes
-        self._index = PrefixIndex(capacity, digest_words)
+        self.pages = PrefixIndex(capacity, digest_words)
         self._free = np.arange(capacity, 0, -1, dtype=np.int32)
         self._free_count = capacity
         self._file_of = np.zeros(capacity + 1, np.int32)
@@ -48,11 +48,11 @@ class FileIndex:
 
     def find(self, digests: Digests) -> Entries:
         """The entry of each page, `NO_ENTRY` where there is none."""
-        return self._index.find(digests)
+        return self.pages.find(digests)
 
     def match(self, digests: Digests) -> Entries:
         """The entries of the longest run of pages, from the first on, that are all known."""
-        return self._index.match(digests) if self._index.may_have(digests[0]) else np.zeros(0, np.int32)
+        return self.pages.match(digests) if self.pages.may_have(digests[0]) else np.zeros(0, np.int32)
 
     def whereabouts(self, entries: Entries) -> list[tuple[str, int, NDArray[np.intp]]]:
         """Each run of `entries` that lies side by side in a file: the file, its first place, and where in `entries`."""
@@ -80,7 +80,7 @@ class FileIndex:
         count = len(digests)
         self._free_count -= count
         entries = self._free[self._free_count : self._free_count + count].copy()
-        known = self._index.publish(entries, digests) != entries  # another file has the page, too
+        known = self.pages.publish(entries, digests) != entries  # another file has the page, too
         self._give_back(entries[known])
         self._numbers += 1
         self._file_of[entries], self._place_of[entries] = self._numbers, np.arange(count)
@@ -95,7 +95,7 @@ class FileIndex:
         if file is None:
             return
         entries = file.entries[file.entries != NO_ENTRY]
-        self._index.withdraw(entries)
+        self.pages.withdraw(entries)
         self._give_back(entries)
         del self._names[file.number]
         self.bytes -= file.size
@@ -104,14 +104,14 @@ class FileIndex:
         """Look for these pages no more; the others of their files stay."""
         for entry in entries.tolist():
             self._files[self._names[int(self._file_of[entry])]].entries[self._place_of[entry]] = NO_ENTRY
-        self._index.withdraw(entries)
+        self.pages.withdraw(entries)
         self._give_back(entries)
 
     def check(self) -> None:
-        self._index.check()
+        self.pages.check()
         listed = [file.entries[file.entries != NO_ENTRY] for file in self._files.values()]
         entries = np.concatenate([*listed, np.zeros(0, np.int32)])
-        if not np.array_equal(np.sort(entries), np.flatnonzero(self._index.published)):
+        if not np.array_equal(np.sort(entries), np.flatnonzero(self.pages.published)):
             raise InvariantError(f"file tier: its files list {len(entries)} entries, others can be found")
         free = self._free[: self._free_count]
         if not np.array_equal(np.sort(np.concatenate((entries, free))), np.arange(1, len(self._free) + 1)):

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from kvcache.errors import InvariantError, PoolTooSmallError
-from kvcache.pool.index import NO_PAGE, Digests
+from kvcache.pool.index import NO_PAGE, Digests, PrefixIndex
 from kvcache.replica.pages_below import Slots
 from kvcache.tiers.file_index import NO_ENTRY, Entries, FileIndex
 from kvcache.tiers.host_tier import HostTier
@@ -173,6 +173,11 @@ class FileTier:
     def files_refused(self) -> int:
         """Files that lay in the folder and were not taken up. `PageFolder.refusals` has the reasons."""
         return self._folder.refusals.total()
+
+    @property
+    def index(self) -> PrefixIndex:
+        """The pages of all files that are known."""
+        return self._index.pages
 
     @property
     def held_slots(self) -> list[Slots]:

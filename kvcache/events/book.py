@@ -1,0 +1,272 @@
+"""`EventBook`: what a subscriber should know, in arrays, and the events that bring it there.
+
+A page's content is kept once, under its hash, whoever has it: its tokens, the page that it continues, and who has it
+now. So the whole state can be told at any time, and a page that goes from one medium to another needs no tokens.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.events.log import FILES, HOST, Described, Entry
+from kvcache.events.wire import (
+    CPU,
+    GPU,
+    STORAGE,
+    BlockKeys,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    Hashes,
+    adapter_of,
+    hashes_of,
+    keys_of_block,
+)
+from kvcache.pool.index import NO_PAGE, PrefixIndex
+
+Ids = NDArray[np.int32]
+"""Contents by their number here; 0 is none."""
+
+_TOKENS_AN_EVENT = 1 << 14
+_SHARED = {HOST: CPU, FILES: STORAGE}
+_NOTHING: tuple[str | None, BlockKeys | None] = (None, None)
+
+
+class Told(NamedTuple):
+    """An event, and the source that it is of."""
+
+    source: int
+    event: Event
+
+
+class EventBook:
+    """The contents of `ranks` replicas and the tiers that they share, `capacity` pages in all media together.
+
+    Not thread-safe. `kind` is vLLM's `kv_cache_spec_kind`.
+    """
+
+    def __init__(self, ranks: int, capacity: int, page_size: int, kind: str) -> None:
+        # What is present, a parent for each, and what goes before the next end of a call.
+        most = 4 * capacity
+        self._ranks = ranks
+        self._page_size = page_size
+        self._kind = kind
+        self._index = PrefixIndex(most, 1)  # hash → content
+        self._tokens = np.zeros((most + 1, page_size), np.int32)
+        self._parent = np.zeros(most + 1, np.int32)
+        self._depth = np.zeros(most + 1, np.int32)  # which page of its prompt
+        self._described = np.zeros(most + 1, np.bool_)  # tokens and parent are known; else the hash is all
+        self._keys: dict[int, tuple[str | None, BlockKeys | None]] = {}  # adapter and extra keys of those that have any
+        self._present = np.zeros((ranks + 2, most + 1), np.bool_)  # by source, the shared ones last
+        self._kids = np.zeros((ranks, most + 1), np.int32)  # by rank, how many that continue it are present
+        self._refs = np.zeros(most + 1, np.int32)  # contents that continue it
+        self._next = np.zeros(most + 1, np.int32)  # scratch of `_chains`
+        self._free = np.arange(most, 0, -1, dtype=np.int32)
+        self._free_count = most
+        self._left: list[Ids] = []  # perhaps of no use any more
+        self._told: list[Told] = []
+
+    def apply(self, entries: Sequence[Entry]) -> list[Told]:
+        """What is to be told of these entries of the log, in order."""
+        self._told = []
+        for entry in entries:
+            if entry is None:
+                self._forget_left()
+            elif isinstance(entry, Described):
+                self._describe(entry)
+            else:
+                source, come, digests = entry
+                hashes = hashes_of(digests if isinstance(digests, np.ndarray) else np.array([[digests]], np.uint64))
+                (self._come if come else self._go)(source, hashes)
+        return self._told
+
+    def state(self, rank: int) -> Iterator[BlockStored]:
+        """All that is there of a rank, as events: what they continue comes before them."""
+        for source in (rank, HOST, FILES):
+            ids = np.flatnonzero(self._present[source]).astype(np.int32)
+            known = self._described[ids]
+            for run in self._chains(ids[known]):
+                yield from self._stored(source, run)
+            if not known.all():
+                yield self._bare(source, ids[~known])
+
+    def hashes(self, source: int) -> Hashes:
+        """What a source has."""
+        return self._index.words_of(np.flatnonzero(self._present[source]))
+
+    # ---- entries
+
+    def _describe(self, entry: Described) -> None:
+        chains: list[Hashes] = []
+        for hasher, first, last in zip(entry.hashers, entry.firsts.tolist(), entry.lasts.tolist(), strict=True):
+            # A copy, as the loop appends to what is known; of page 0 there is none before it, and 0 stands there.
+            known = bytes(hasher.known[max(0, first - 1) * hasher.width : last * hasher.width])
+            chain = hashes_of(np.frombuffer(known, np.uint64).reshape(-1, hasher.width // 8))
+            chains.append(chain if first else np.concatenate((np.zeros(1, np.uint64), chain)))
+        counts = entry.lasts - entry.firsts
+        owners = np.repeat(np.arange(len(counts)), counts)
+        depths = np.arange(len(owners)) + np.repeat(entry.firsts - np.cumsum(counts) + counts, counts)
+        hashes = np.concatenate([chain[1:] for chain in chains])
+        before = np.concatenate([chain[:-1] for chain in chains])
+        ids = self._index.find(hashes[:, None])
+        new = np.flatnonzero((ids == NO_PAGE) | ~self._described[ids])
+        if not new.size:
+            return
+        new = new[np.sort(np.unique(hashes[new], return_index=True)[1])]
+        raw = entry.tokens if isinstance(entry.tokens, np.ndarray) else np.frombuffer(b"".join(entry.tokens), np.int32)
+        ids = self._ids(hashes[new])
+        self._tokens[ids] = raw.reshape(-1, self._page_size)[new]
+        self._depth[ids] = depths[new]
+        self._described[ids] = True
+        begins = depths[new] == 0
+        self._parent[ids[begins]] = 0
+        self._parent[ids[~begins]] = self._ids(before[new][~begins])
+        np.add.at(self._refs, self._parent[ids], 1)
+        self._left.append(ids)
+        for one, owner, depth in zip(ids.tolist(), owners[new].tolist(), depths[new].tolist(), strict=True):
+            hasher = entry.hashers[int(owner)]
+            if hasher.salt or hasher.extra_keys:
+                keys = hasher.extra_keys or ()
+                named = keys_of_block(hasher.salt, keys, depth, self._page_size)
+                self._keys[one] = (adapter_of(keys), named)
+        self._tell_known(ids)
+
+    def _tell_known(self, ids: Ids) -> None:
+        """These are described by now: of those that are there already the hash alone was told."""
+        for source in (*range(self._ranks), HOST, FILES):
+            there = ids[self._present[source, ids]]
+            if source >= 0:
+                np.add.at(self._kids[source], self._parent[there], 1)
+            self._tell(source, there)
+
+    def _come(self, source: int, hashes: Hashes) -> None:
+        ids = self._ids(hashes)
+        self._present[source, ids] = True
+        known = self._described[ids]
+        if not known.all():
+            self._told.append(Told(source, self._bare(source, ids[~known])))
+            ids = ids[known]
+        if source < 0:
+            self._tell(source, ids)
+            return
+        orphaned = ids[self._kids[source, ids] > 0]
+        np.add.at(self._kids[source], self._parent[ids], 1)
+        self._tell(source, ids)
+        if orphaned.size:
+            # Dynamo's index has dropped what continues a page that went, and takes nothing up whose parent it lacks.
+            for run in self._chains(self._below(source, orphaned, ids)):
+                self._told += [Told(source, event) for event in self._stored(source, run)]
+
+    def _go(self, source: int, hashes: Hashes) -> None:
+        ids = self._index.find(hashes[:, None])
+        ids = ids[self._present[source, ids]]
+        self._present[source, ids] = False
+        if source >= 0:
+            np.subtract.at(self._kids[source], self._parent[ids[self._described[ids]]], 1)
+        self._left.append(ids)
+        gone = hashes.tolist()
+        last = self._told[-1] if self._told else None
+        if last is not None and last.source == source and isinstance(last.event, BlockRemoved):
+            last.event.block_hashes += gone
+        else:
+            self._told.append(Told(source, BlockRemoved(gone, _medium(source), group_idx=0)))
+
+    # ---- contents
+
+    def _ids(self, hashes: Hashes) -> Ids:
+        """The contents of these hashes; those that are new are known by their hash alone."""
+        ids = self._index.find(hashes[:, None])
+        if (ids == NO_PAGE).any():
+            new = np.unique(hashes[ids == NO_PAGE])
+            if len(new) > self._free_count:
+                self._forget_left()
+            self._free_count -= len(new)
+            made = self._free[self._free_count : self._free_count + len(new)]
+            self._index.publish(made.copy(), new[:, None])
+            ids = self._index.find(hashes[:, None])
+        return ids
+
+    def _forget_left(self) -> None:
+        """Forget what nobody has; of what something continues the hash stays."""
+        left = np.unique(np.concatenate(self._left)) if self._left else np.zeros(0, np.int32)
+        self._left = []
+        while (left := left[~self._present[:, left].any(axis=0)]).size:
+            parents = self._parent[left]
+            np.subtract.at(self._refs, parents, 1)
+            self._parent[left] = 0
+            self._described[left] = False
+            for one in left.tolist() if self._keys else ():
+                self._keys.pop(one, None)
+            free = left[self._refs[left] == 0]
+            self._index.withdraw(free)
+            self._free[self._free_count : self._free_count + len(free)] = free
+            self._free_count += len(free)
+            parents = np.unique(parents[parents > 0])
+            left = parents[(self._refs[parents] == 0) & ~self._described[parents] & self._index.published[parents]]
+
+    def _below(self, source: int, ids: Ids, told: Ids) -> Ids:
+        """What is present of all that continues `ids`, less what was `told` just now."""
+        there = np.flatnonzero(self._present[source] & self._described).astype(np.int32)
+        there = there[np.argsort(self._parent[there], kind="stable")]
+        parents = self._parent[there]
+        found: list[Ids] = []
+        while ids.size:
+            firsts, lasts = np.searchsorted(parents, ids), np.searchsorted(parents, ids, "right")
+            ids = np.concatenate([there[first:last] for first, last in zip(firsts, lasts, strict=True)])
+            found.append(ids)
+        below = np.concatenate(found)
+        return below[~np.isin(below, told)]
+
+    def _chains(self, ids: Ids) -> list[Ids]:
+        """`ids` as runs in which each continues the one before; a run comes after what it continues."""
+        follows, parents = self._next, self._parent[ids]
+        follows[parents] = ids  # of several that continue one, the last goes on with its run
+        heads = ids[(follows[parents] != ids) | ~np.isin(parents, ids)]
+        runs: list[Ids] = []
+        for head in heads[np.argsort(self._depth[heads], kind="stable")].tolist():
+            run = [head]
+            while after := int(follows[run[-1]]):
+                run.append(after)
+            runs.append(np.array(run, np.int32))
+        follows[parents] = 0
+        return runs
+
+    # ---- events
+
+    def _tell(self, source: int, ids: Ids) -> None:
+        cuts = np.flatnonzero(self._parent[ids[1:]] != ids[:-1]) + 1
+        for run in np.split(ids, cuts) if ids.size else ():
+            self._told += [Told(source, event) for event in self._stored(source, run)]
+
+    def _stored(self, source: int, run: Ids) -> Iterator[BlockStored]:
+        """What tells of a run: one event, where it is not very long."""
+        most = max(1, _TOKENS_AN_EVENT // self._page_size)
+        for first in range(0, len(run), most):
+            yield self._event(source, run[first : first + most])
+
+    def _event(self, source: int, run: Ids) -> BlockStored:
+        parent = self._parent[run[:1]]
+        names = [self._keys.get(one, _NOTHING) for one in run.tolist()] if self._keys else [_NOTHING] * len(run)
+        return BlockStored(
+            block_hashes=self._index.words_of(run).tolist(),
+            parent_block_hash=int(self._index.words_of(parent)[0]) if parent[0] else None,
+            token_ids=self._tokens[run].ravel().tolist(),
+            block_size=self._page_size,
+            lora_id=None,
+            medium=_medium(source),
+            lora_name=names[0][0],
+            extra_keys=[keys for _, keys in names],
+            group_idx=0,
+            kv_cache_spec_kind=self._kind,
+        )
+
+    def _bare(self, source: int, ids: Ids) -> BlockStored:
+        """As vLLM's offloading tells of blocks of which it knows but the hash: of files that were there before."""
+        hashes = self._index.words_of(ids).tolist()
+        return BlockStored(hashes, None, [], 0, None, _medium(source), None, group_idx=0)
+
+
+def _medium(source: int) -> str:
+    return _SHARED.get(source, GPU)

@@ -1,0 +1,62 @@
+"""What the serving loop writes down of its caches: references to what it has anyway, an entry a call.
+
+Nothing is looked up, encoded or copied page by page here. `EventBook` makes events of the entries, in another thread.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.pool.index import Change, PrefixIndex
+
+HOST, FILES = -1, -2
+"""Sources that all ranks share; a replica's pool is its number."""
+_MOST_ENTRIES = 1 << 14
+
+
+class Hashed(Protocol):
+    """What has hashed the pages of a request: a `PrefixHasher`. Digests of pages are only ever added."""
+
+    known: bytearray
+    width: int
+    salt: str | None
+    extra_keys: tuple[tuple[int, bytes], ...] | None
+
+
+@dataclass(slots=True)
+class Described:
+    """Of each request the pages from `firsts` to `lasts`, and the int32 bytes of their tokens, one after another."""
+
+    hashers: Sequence[Hashed]
+    firsts: NDArray[np.int64]
+    lasts: NDArray[np.int64]
+    tokens: NDArray[np.int32] | Sequence[bytes]
+
+
+Entry = Change | Described | None
+"""A change of an index; pages, described before they come; or the end of a call: what it described has come by then."""
+
+
+class EventLog:
+    """Entries of one manager, oldest first: its loop appends, `take` removes."""
+
+    def __init__(self) -> None:
+        self.entries: deque[Entry] = deque()
+        self.describe: Callable[[Described], None] = self.entries.append
+        self.full: Callable[[], None] | None = None  # called by the loop where nobody takes the entries
+
+    def watch(self, index: PrefixIndex, source: int) -> None:
+        """Write down every change of the index from now on; what is in it by now has come now."""
+        index.log, index.number = self.entries.append, source
+        if (there := np.flatnonzero(index.published).astype(np.int32)).size:
+            self.entries.append((source, True, index.digests_of(there)))
+
+    def end_call(self) -> None:
+        """A call of the manager is at its end."""
+        self.entries.append(None)
+        if len(self.entries) > _MOST_ENTRIES and self.full is not None:
+            self.full()

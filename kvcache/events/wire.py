@@ -1,0 +1,95 @@
+"""KV events as vLLM 0.33 puts them on the wire: msgpack maps with their kind under "type", in batches of one rank.
+
+Fields, their order and their defaults are those of vLLM's `kv_events.py`: what is None there is left out here, too.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Hashes = NDArray[np.uint64]
+"""Pages by the low 64 bits of their digests, read as big-endian integers."""
+BlockKeys = tuple[str | tuple[str, int], ...]
+"""What else than tokens a block depends on: names of adapters and salts, and `(identifier, offset)` of images."""
+
+GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+_IDENTIFIER_BYTES = 32
+
+
+class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
+    """Consecutive blocks of one prompt are there. `token_ids` are those of all of them, `extra_keys` has each one's."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None  # of the block before the first of them; None: they begin a prompt
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[BlockKeys | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
+    """These blocks are in this medium no more."""
+
+    block_hashes: list[int]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
+    """Nothing is there, in no medium."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """What happened on one rank between two looks at it, in order. `ts`: seconds since 1970."""
+
+    ts: float
+    events: Sequence[Event]
+    data_parallel_rank: int | None = None
+
+
+encode = msgspec.msgpack.Encoder().encode
+
+
+def hashes_of(digests: NDArray[np.uint64]) -> Hashes:
+    """The hashes of pages that have these digests, uint64 `[pages, words]`."""
+    return digests[:, -1].byteswap()
+
+
+def adapter_of(keys: Sequence[tuple[int, bytes]]) -> str | None:
+    """The name of the adapter among the extra keys of a request: text at position 0 that is no hexadecimal digest."""
+    for position, key in keys:
+        name = None if position else _text(key)
+        if name is not None and len(name) != 2 * _IDENTIFIER_BYTES:
+            return name
+    return None
+
+
+def keys_of_block(salt: str | None, keys: Sequence[tuple[int, bytes]], block: int, block_size: int) -> BlockKeys | None:
+    """What stands for a block in `extra_keys`: the adapter, images that begin in it; of the first block the salt."""
+    adapter = adapter_of(keys)
+    found: list[str | tuple[str, int]] = [] if adapter is None else [adapter]
+    for position, key in sorted(keys):
+        text = _text(key)
+        if position // block_size == block and not (position == 0 and text == adapter):
+            found.append((key.hex() if text is None else text, position % block_size))
+    if block == 0 and salt:
+        found.append(salt)
+    return tuple(found) or None
+
+
+def _text(key: bytes) -> str | None:
+    try:
+        text = key.decode()
+    except UnicodeDecodeError:
+        return None
+    return text if text.isprintable() else None
