@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -77,7 +77,7 @@ class Leased:
 class Moves:
     """A manager, its model, and the requests that are claimed."""
 
-    def __init__(self, chooser: Chooser) -> None:
+    def __init__(self, chooser: Chooser, params: dict[str, Any] | None = None) -> None:
         self.choose = chooser
         dp, self.caching = chooser.integer(1, 2), chooser.integer(0, 4) > 0
         slots = chooser.pick(HOST_SLOTS) if self.caching else 0
@@ -91,6 +91,7 @@ class Moves:
             checks=False,
             dtype=torch.int64,
             host_slots=slots,
+            params=params,
         )
         self.host = ModelHost(slots) if slots else None
         # Copies to the host wait for the clock, which no model foretells: here they are made at once, or never unless

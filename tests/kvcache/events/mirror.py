@@ -1,0 +1,176 @@
+"""A subscriber as routers are: follows the stream of a rank, asks for a replay where a number is missing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+import zmq
+
+from kvcache import PagedKVCacheManager
+from kvcache.events.log import FILES, HOST
+from kvcache.events.wire import END_OF_REPLAY, hashes_of
+from kvcache.pool.index import PrefixIndex
+
+PATIENCE_S = 60.0
+MEDIA = {HOST: "CPU", FILES: "STORAGE"}
+
+
+class Mirror:
+    """What a subscriber of one rank knows.
+
+    `there`: medium → hash → tokens and parent. `tree`: of the GPU what Dynamo's index keeps: nothing is taken up whose
+    parent is not there, and what goes takes all with it that continues it. `lose` says which messages never come.
+    """
+
+    def __init__(self, endpoints: tuple[str, str | None], lose: Callable[[int], bool] = lambda _: False) -> None:
+        context = zmq.Context.instance()
+        self.sub = context.socket(zmq.SUB)
+        self.sub.setsockopt(zmq.RCVHWM, 0)
+        self.sub.connect(endpoints[0])
+        self.sub.subscribe(b"")
+        self.dealer = None
+        if endpoints[1]:
+            self.dealer = context.socket(zmq.DEALER)
+            self.dealer.connect(endpoints[1])
+        self.lose = lose
+        self.expected: int | None = None
+        self.there: dict[str, dict[int, tuple[tuple[int, ...], int | None]]] = {}
+        self.tree: dict[int, int | None] = {}
+        self.events: list[dict[str, Any]] = []
+        self.replays = 0
+        self.begun = False
+
+    def begin(self) -> Mirror:
+        """Wait until the stream reaches us."""
+        self.until(lambda: self.begun)
+        return self
+
+    def take(self, timeout_ms: int = 0) -> bool:
+        """Take up one message, if there is one."""
+        if not self.sub.poll(timeout_ms):
+            return False
+        _, number, payload = self.sub.recv_multipart()
+        sequence = int.from_bytes(number, "big")
+        self.begun = True
+        if self.lose(sequence) or (self.expected is not None and sequence < self.expected):
+            return True
+        if self.dealer is not None and sequence != self.expected:
+            self.replay(0 if self.expected is None else self.expected)
+        if self.expected is None or sequence >= self.expected:
+            self.apply(payload)
+            self.expected = sequence + 1
+        return True
+
+    def replay(self, first: int) -> None:
+        assert self.dealer is not None
+        self.replays += 1
+        self.dealer.send_multipart([b"", first.to_bytes(8, "big")])
+        while True:
+            assert self.dealer.poll(int(PATIENCE_S * 1000)), "no answer to a replay"
+            _, _, number, payload = self.dealer.recv_multipart()
+            if number == END_OF_REPLAY:
+                return
+            self.apply(payload)
+            self.expected = int.from_bytes(number, "big") + 1
+
+    def apply(self, payload: bytes) -> None:
+        for event in msgspec.msgpack.decode(payload)[1]:
+            self.events.append(event)
+            if event["type"] == "AllBlocksCleared":
+                self.there, self.tree = {}, {}
+            elif event["type"] == "BlockRemoved":
+                for block in event["block_hashes"]:
+                    del self.there[event["medium"]][block]
+                    if event["medium"] == "GPU":
+                        self.prune(block)
+            else:
+                self.store(event)
+
+    def store(self, event: dict[str, Any]) -> None:
+        size, before, tokens = event["block_size"], event["parent_block_hash"], event["token_ids"]
+        assert len(tokens) == size * len(event["block_hashes"])
+        for at, block in enumerate(event["block_hashes"]):
+            mine = tuple(tokens[at * size : (at + 1) * size])
+            self.there.setdefault(event["medium"], {})[block] = (mine, before)
+            if event["medium"] == "GPU" and size and (before is None or before in self.tree):
+                self.tree[block] = before
+            before = block
+
+    def prune(self, block: int) -> None:
+        gone = [block]
+        while gone:
+            one = gone.pop()
+            if one in self.tree:
+                del self.tree[one]
+                gone += [child for child, parent in self.tree.items() if parent == one]
+
+    def until(self, done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not done():
+            assert time.monotonic() < deadline, "the stream did not come to it"
+            self.take(20)
+
+    def settle(self, manager: PagedKVCacheManager, rank: int) -> None:
+        """Take up all that the manager has written down by now."""
+        last = settled(manager)[rank]
+        self.until(lambda: self.expected is not None and self.expected > last)
+
+    def close(self) -> None:
+        self.sub.close(linger=0)
+        if self.dealer is not None:
+            self.dealer.close(linger=0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def same(self, manager: PagedKVCacheManager, rank: int) -> None:
+        """What we know is what the manager's indexes have; call `settle` before."""
+        sizes: dict[str, int] = {}
+        for number, index in indexes_of(manager, rank).items():
+            medium = MEDIA.get(number, "GPU")
+            want = set(hashes_of(index.digests_of(np.flatnonzero(index.published).astype(np.int32))).tolist())
+            have = set(self.there.get(medium, {}))
+            assert have == want, f"rank {rank}, {medium}: {len(have - want)} too many, {len(want - have)} too few"
+            sizes[medium] = len(want)
+        gpu = self.there.get("GPU", {})
+        for block in gpu:  # whoever is there with all that it continues can be found
+            way, before = [block], gpu[block][1]
+            while before in gpu:
+                way.append(before)
+                before = gpu[before][1]
+            assert (block in self.tree) == (before is None), f"rank {rank}: block {block} of a way of {len(way)}"
+
+
+def worker_of(manager: PagedKVCacheManager) -> Any:
+    assert manager._replicas._events is not None
+    return manager._replicas._events._worker
+
+
+def settled(manager: PagedKVCacheManager) -> list[int]:
+    """Of each rank the last number sent, once all that was written down is."""
+    worker = worker_of(manager)
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        with worker._applying:
+            if not worker._log.entries and not worker._behind:
+                return [stream.sequence - 1 for stream in worker.streams]
+        assert time.monotonic() < deadline, "the publisher does not come to it"
+        time.sleep(0.001)
+
+
+def indexes_of(manager: PagedKVCacheManager, rank: int) -> dict[int, PrefixIndex]:
+    """The indexes that a rank's stream tells of."""
+    found = {rank: manager._replicas.each[rank].pool.index}
+    tiers = manager._replicas.tiers
+    if tiers is not None:
+        found[HOST] = tiers.host.pool.index
+        if tiers.files is not None:
+            found[FILES] = tiers.files.index
+    return found

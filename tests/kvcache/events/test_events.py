@@ -1,0 +1,248 @@
+"""What a subscriber knows is what the manager's indexes hold, whatever happens in either."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvcache import KVEvents, PagedKVCacheManager, TextContext
+from kvcache.replica.hashing import PrefixHasher
+from tests.kvcache.build import manager_of, proven
+from tests.kvcache.events.mirror import Mirror, settled, worker_of
+from tests.kvcache.moves import Moves, SeededChooser
+
+ANY = "tcp://127.0.0.1:0"
+PAGE = 4
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has lost the last message hears of it at once."""
+    monkeypatch.setattr("kvcache.events.publisher._QUIET_S", 0.02)
+
+
+def events(**options: object) -> KVEvents:
+    return KVEvents(ANY, ANY, **options)  # type: ignore[arg-type]
+
+
+def run(manager: PagedKVCacheManager, tokens: list[int], replica: int = 0, **options: object) -> TextContext:
+    """A request from its claim to its release."""
+    context = TextContext(tokens, 200, **options)  # type: ignore[arg-type]
+    with manager.claim(context, replica):
+        assert manager.maybe_reserve(context)
+        manager.fetch([context])
+        context.update(1)
+        manager.step([context])
+    return context
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_mirror_is_the_index_at_every_quiet_point_of_random_moves(seed: int) -> None:
+    """Messages are lost, subscribers come late and the ring is short: still nothing differs."""
+    losses = random.Random(seed)
+    moves = Moves(SeededChooser(seed), {"kv_events": events(buffer_steps=losses.choice([2, 10_000]))})
+    if not moves.caching:
+        assert moves.manager.kv_event_endpoints == []
+        return
+    mirrors: list[tuple[int, Mirror]] = []
+
+    def join() -> None:
+        for rank, endpoints in enumerate(moves.manager.kv_event_endpoints):
+            mirrors.append((rank, Mirror(endpoints, lambda _: losses.random() < 0.3)))
+
+    join()
+    for number in range(6):
+        for _ in range(25):
+            moves.move()
+        if number == 3:
+            join()
+        for rank, mirror in mirrors:
+            mirror.settle(moves.manager, rank)
+            mirror.same(moves.manager, rank)
+    moves.finish()
+    moves.manager.close()
+    for _, mirror in mirrors:
+        mirror.close()
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "xxh3_128"])
+def test_tokens_of_a_block_hash_to_it(algorithm: str) -> None:
+    manager = manager_of(64, params={"kv_events": events(), "hash_algorithm": algorithm})
+    with Mirror(manager.kv_event_endpoints[0]) as mirror:
+        rng = np.random.default_rng(1)
+        prompts = [rng.integers(0, 99, 30).tolist() for _ in range(3)]
+        for prompt in [*prompts, prompts[0][:17] + [5] * 9]:
+            run(manager, prompt)
+        mirror.settle(manager, 0)
+        known = mirror.there["GPU"]
+        for block, found in known.items():
+            tokens, before = found
+            while before is not None:
+                tokens, before = known[before][0] + tokens, known[before][1]
+            hasher = PrefixHasher(algorithm, PAGE, None, ())  # type: ignore[arg-type]
+            digest = hasher.digests(np.array(tokens, np.int32), len(tokens) // PAGE - 1, len(tokens) // PAGE)
+            assert int.from_bytes(digest.tobytes()[-8:], "big") == block
+    manager.close()
+
+
+def test_a_run_is_one_event_and_what_goes_in_one_call_another() -> None:
+    manager = manager_of(16, params={"kv_events": events()})
+    with Mirror(manager.kv_event_endpoints[0]).begin() as mirror:
+        del mirror.events[:]
+        run(manager, [*range(1, 41)])
+        run(manager, [*range(101, 149)])
+        mirror.settle(manager, 0)
+    stored = [event for event in mirror.events if event["type"] == "BlockStored"]
+    removed = [event for event in mirror.events if event["type"] == "BlockRemoved"]
+    assert [len(event["block_hashes"]) for event in stored] == [10, 12]
+    assert [len(event["block_hashes"]) for event in removed] == [6]
+    manager.close()
+
+
+def test_tiers_tell_what_comes_and_goes(tmp_path: Path) -> None:
+    files = {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 1e-4, "file_tier_key": "m"}
+    manager = manager_of(8, params={"kv_events": events(), **files}, host_slots=16, dp=2)
+    with Mirror(manager.kv_event_endpoints[0]) as one, Mirror(manager.kv_event_endpoints[1]) as other:
+        for start in range(8):
+            run(manager, [*range(start * 100 + 1, start * 100 + 25)], start % 2)
+            manager.flush_tiers()
+            for rank, mirror in enumerate((one, other)):
+                mirror.settle(manager, rank)
+                mirror.same(manager, rank)
+        assert one.there["CPU"] == other.there["CPU"]
+        run(manager, [*range(1, 25)], 1)  # from the files, or the host, on another replica
+        for rank, mirror in enumerate((one, other)):
+            mirror.settle(manager, rank)
+            mirror.same(manager, rank)
+        count = len(one.there["STORAGE"])
+        assert count > 16
+    manager.close()
+    # The next start knows the files by their digests, and their tokens once a prompt has them.
+    manager = manager_of(8, params={"kv_events": events(), **files}, host_slots=16)
+    with Mirror(manager.kv_event_endpoints[0]) as mirror:
+        mirror.settle(manager, 0)
+        mirror.same(manager, 0)
+        assert [tokens for tokens, _ in mirror.there["STORAGE"].values()] == [()] * count
+        run(manager, [*range(701, 725)])
+        mirror.settle(manager, 0)
+        mirror.same(manager, 0)
+        found = {tokens for tokens, _ in mirror.there["STORAGE"].values()}
+        assert {(701, 702, 703, 704), (717, 718, 719, 720)} <= found
+        manager.reset_prefix_cache()
+        mirror.settle(manager, 0)
+        mirror.same(manager, 0)
+        assert not any(mirror.there.values())
+    manager.close()
+
+
+def test_pulled_pages_are_told_when_they_are_committed() -> None:
+    source = manager_of(16)
+    manager = manager_of(16, params={"kv_events": events()})
+    prompt = [*range(1, 30)]
+    context, twin = TextContext(prompt, 64), TextContext(prompt, 64)
+    with Mirror(manager.kv_event_endpoints[0]).begin() as mirror, source.claim(context), manager.claim(twin):
+        assert source.maybe_reserve(context)
+        source.fetch([context])
+        context.update(1)
+        source.step([context])
+        pending = manager.import_block_table(twin, source.block_table(context.request_id, full_pages=True))
+        assert pending is not None
+        mirror.settle(manager, 0)
+        assert not mirror.there.get("GPU")
+        manager.commit_import(twin, pending, proven(manager, pending))
+        mirror.settle(manager, 0)
+        mirror.same(manager, 0)
+        assert len(mirror.there["GPU"]) == 7
+    manager.close()
+
+
+def test_copies_from_another_replica_are_told_on_its_stream() -> None:
+    from kvcache import Routing
+
+    manager = manager_of(16, dp=2, params={"kv_events": events(), "routing": Routing(copy_pages=True)})
+    with Mirror(manager.kv_event_endpoints[1]).begin() as mirror:
+        run(manager, [*range(1, 30)], 0)
+        context = TextContext([*range(1, 30)], 64)
+        with manager.claim(context, 1):
+            assert manager.maybe_reserve(context)
+            assert context.start_idx == 28
+            mirror.settle(manager, 1)
+            mirror.same(manager, 1)
+            assert len(mirror.there["GPU"]) == 7
+    manager.close()
+
+
+def test_where_nobody_takes_the_log_the_loop_does_and_all_is_told_anew() -> None:
+    manager = manager_of(16, params={"kv_events": events()})
+    worker = worker_of(manager)
+    with Mirror(manager.kv_event_endpoints[0]).begin() as mirror:
+        with worker._applying:  # the thread stands still
+            for start in range(4):
+                run(manager, [*range(start * 100 + 1, start * 100 + 30)])
+            assert len(worker._log.entries) > 8
+        worker.catch_up()
+        mirror.settle(manager, 0)
+        mirror.same(manager, 0)
+    manager.close()
+
+
+def test_a_log_that_is_full_calls_for_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcache.events.log._MOST_ENTRIES", 4)
+    manager = manager_of(16, params={"kv_events": events()})
+    worker = worker_of(manager)
+    worker.turn = lambda: False  # the thread does nothing any more
+    settled_by_loop = worker._log
+    for start in range(8):
+        run(manager, [*range(start * 100 + 1, start * 100 + 30)])
+        assert len(settled_by_loop.entries) <= 4 + 8
+    assert worker._behind
+    del worker.turn
+    with Mirror(manager.kv_event_endpoints[0]) as mirror:
+        mirror.settle(manager, 0)
+        mirror.same(manager, 0)
+    manager.close()
+
+
+def test_every_change_of_an_index_is_written_by_one_function() -> None:
+    import ast
+
+    from kvcache.pool import index
+
+    tree = ast.parse(Path(index.__file__).read_text())
+    writers = {
+        function.name
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if ast.unparse(target).startswith("self.published[")
+    }
+    assert writers == {"_changed"}
+
+
+def test_a_closed_manager_says_that_all_is_gone_and_leaves_no_thread() -> None:
+    manager = manager_of(16, params={"kv_events": events()})
+    thread = manager._replicas._events._thread  # type: ignore[union-attr]
+    with Mirror(manager.kv_event_endpoints[0]).begin() as mirror:
+        run(manager, [*range(1, 30)])
+        mirror.settle(manager, 0)
+        manager.close()
+        manager.close()
+        mirror.until(lambda: not mirror.there)
+    assert not thread.is_alive()
+
+
+def test_a_manager_that_is_forgotten_ends_its_thread() -> None:
+    import gc
+
+    manager = manager_of(16, params={"kv_events": events()})
+    thread = manager._replicas._events._thread  # type: ignore[union-attr]
+    settled(manager)
+    del manager
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
