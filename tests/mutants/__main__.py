@@ -23,6 +23,7 @@ from tests.mutants.of_kvcache import KVCACHE
 from tests.mutants.of_kvcache_tiers import KVCACHE_TIERS
 from tests.mutants.of_scheduler_adapters import SCHEDULER_ADAPTERS
 from tests.mutants.of_scheduler_adapters_edges import SCHEDULER_ADAPTERS_EDGES
+from tests.mutants.of_scheduler_adapters_sglang import SCHEDULER_ADAPTERS_SGLANG
 from tests.mutants.of_transfer import TRANSFER
 from tests.mutants.of_transfer_plan import TRANSFER_PLAN
 from tests.mutants.tree import Run, Tree
@@ -34,6 +35,7 @@ MODULES: tuple[Module, ...] = (
     *TRANSFER_PLAN,
     *SCHEDULER_ADAPTERS,
     *SCHEDULER_ADAPTERS_EDGES,
+    *SCHEDULER_ADAPTERS_SGLANG,
     *EXCHANGE,
 )
 LIMIT_S = 150.0  # a mutation that makes a test wait for ever is noticed by that
