@@ -52,7 +52,7 @@ class Offered(NamedTuple):
 _ALL = 1 << 62
 _REFUSED = "\0refused "  # names that no pull of an owner has
 # Until a source is asked again whether a lease stands by now on all its ranks; doubled each time.
-_PAUSE_S, _MAX_PAUSE_S = 1e-3, 0.05
+_PAUSE_S, _MAX_PAUSE_S = 1e-3, 0.25
 Event = PullEvent | LeaseOver | Offered
 
 

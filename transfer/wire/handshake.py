@@ -1,7 +1,9 @@
 """The side channel: an engine answers queries for its metadata and signs of life, a reader asks many at once.
 
 The server is a ROUTER on a thread of its own, which nothing that is received can end. The client belongs to the thread
-that calls it, and never waits: every peer has its own socket and its own deadline.
+that calls it, and never waits: every peer has its own socket and its own deadline. A peer that cannot be reached is
+given up after a question's time-out. One that is reached and says nothing is asked again, and has six times as long: on
+a host with ten processes for each core, sources were seen to answer after more than five seconds.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import logging
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -50,6 +53,7 @@ _WAIT_MS = 100
 _BATCH = 64
 # An engine asks a source once, and for a sign of life once a second; a host may run many engines.
 _QUERIES_PER_S = 100
+_PATIENCE = 6  # times its time-out a question waits for a peer that can be reached, and says nothing
 _LEASES_PER_S = 4000  # of each rank of a reader: each asks for each request, and again while its lease is being granted
 
 Count = Literal["answered", "refused", "malformed", "throttled", "failed"]
@@ -126,6 +130,7 @@ class HandshakeServer:
         self._socket.setsockopt(zmq.RCVHWM, 1000)
         self._socket.setsockopt(zmq.SNDHWM, 1000)  # of each peer; an answer beyond it is dropped
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30_000)
         try:
             if secure is not None:
                 secure(self._socket)
@@ -214,10 +219,15 @@ def _refusal(reason: str, query_id: int = -1) -> QueryRefusal:
 
 @dataclass(slots=True)
 class _Asked:
+    """A question. Where no answer comes it is sent again, for a busy peer is no dead one."""
+
     address: str
+    message: bytes
     timeout_s: float
-    deadline: float
+    begin: float
+    deadline: float  # the peer is out of reach since `timeout_s`
     done: Done
+    send_at: float = 0.0
     refused: HandshakeError | None = None
 
 
@@ -260,15 +270,24 @@ class HandshakeClient:
         self._ask(address, Ping(query_id=next(self._ids), engine_id=engine_id), done, timeout_s)
 
     def _ask(self, address: str, query: Query, done: Done, timeout_s: float) -> None:
-        asked = self._asked[query.query_id] = _Asked(address, timeout_s, self._clock() + timeout_s, done)
+        now = self._clock()
+        asked = _Asked(address, encode_message(query), timeout_s, now, now + timeout_s, done)
+        self._asked[query.query_id] = asked
         try:
             self._allowed.check(address)
-            self._socket(address).send(encode_message(query), zmq.NOBLOCK)
+            self._send(asked, now)
         except (zmq.ZMQError, TypeError, ValueError) as error:  # the address came with a request: it may be anything
             asked.deadline = -1.0  # reported by the next poll, never from within this call
             asked.refused = HandshakeError(f"cannot ask {address[:100]!r}: {error}")
         except HandshakeError as error:
             asked.deadline, asked.refused = -1.0, error
+
+    def _send(self, asked: _Asked, now: float) -> None:
+        """Sends a question, where a connection stands; else a later poll tries."""
+        with suppress(zmq.Again):
+            self._socket(asked.address).send(asked.message, zmq.NOBLOCK)
+            asked.send_at = now + asked.timeout_s / 2
+            asked.deadline = min(now, asked.begin + (_PATIENCE - 1) * asked.timeout_s) + asked.timeout_s
 
     def _socket(self, address: str) -> zmq.Socket[bytes]:
         if (socket := self._sockets.get(address)) is None:
@@ -276,6 +295,11 @@ class HandshakeClient:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_METADATA_BYTES + (1 << 16))
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+            # What can be sent has somebody who lives at its other end: ZMQ's own thread there answers heartbeats,
+            # however busy the peer's Python is.
+            socket.setsockopt(zmq.IMMEDIATE, 1)
+            socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
             try:
                 if self._secure is not None:
                     self._secure(socket)
@@ -300,12 +324,15 @@ class HandshakeClient:
                     break
                 self._deliver(address, data)
         now = self._clock()
-        for query_id, asked in [(key, asked) for key, asked in self._asked.items() if asked.deadline <= now]:
-            del self._asked[query_id]
-            self.forget(asked.address)  # a socket whose peer is gone queues questions for its successor
-            keys = " (who has other keys than ours, or none, gives none)" if self._secure is not None else ""
-            silent = HandshakeError(f"no answer from {asked.address} in time{keys}: waited {asked.timeout_s:g} s")
-            asked.done(asked.refused or silent)
+        for query_id, asked in list(self._asked.items()):
+            if asked.refused is None and asked.send_at <= now:  # this thread may have been away for longer than that
+                self._send(asked, now)
+            if asked.deadline <= now:
+                del self._asked[query_id]
+                self.forget(asked.address)
+                keys = " (who has other keys than ours, or none, gives none)" if self._secure is not None else ""
+                waited = f"no answer from {asked.address} in time{keys}: waited {now - asked.begin:.1f} s"
+                asked.done(asked.refused or HandshakeError(waited))
 
     def _deliver(self, address: str, data: bytes) -> None:
         try:

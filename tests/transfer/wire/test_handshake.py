@@ -61,6 +61,23 @@ def dealer(server: HandshakeServer) -> Iterator[Callable[[], zmq.Socket[bytes]]]
         socket.close()
 
 
+def received(router: zmq.Socket[bytes], client: HandshakeClient, seconds: float = 10.0) -> list[bytes]:
+    """The next question that a socket gets while the client goes on."""
+    deadline = time.monotonic() + seconds
+    while not router.poll(1):
+        client.poll()
+        assert time.monotonic() < deadline, f"no question after {seconds} s"
+    return router.recv_multipart()
+
+
+@pytest.fixture
+def router() -> Iterator[tuple[zmq.Socket[bytes], str]]:
+    """A peer that is reached, and answers what and when the test likes."""
+    socket = zmq.Context.instance().socket(zmq.ROUTER)
+    yield socket, f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
+    socket.close(0)
+
+
 class Answers(list[Any]):
     """What came for each question; `wait` polls until there are so many."""
 
@@ -250,6 +267,58 @@ def test_each_peer_has_its_own_time(server: HandshakeServer, client: Any) -> Non
     assert client._asked == {}
 
 
+def test_a_peer_that_is_reached_may_be_busy_for_longer_than_one_that_is_not(
+    router: tuple[zmq.Socket[bytes], str], client: Any, answers: Answers
+) -> None:
+    socket, address = router
+    start = time.monotonic()
+    client.ping(address, "p", answers.append, 0.3)
+    while time.monotonic() < start + 1.0:  # three times what a peer may be out of reach
+        client.poll()
+        time.sleep(1e-3)
+    assert not answers
+    identity, _ = received(socket, client)
+    socket.send_multipart([identity, encode_message(Pong(query_id=0, engine_id="p", incarnation="i"))])
+    assert isinstance(answers.wait(1), Pong)
+
+
+def test_what_is_lost_on_its_way_is_asked_for_again(
+    router: tuple[zmq.Socket[bytes], str], client: Any, answers: Answers
+) -> None:
+    socket, address = router
+    client.ping(address, "p", answers.append, 0.3)
+    first = received(socket, client)
+    second = received(socket, client)
+    assert second == first
+    for identity, _ in (first, second):
+        socket.send_multipart([identity, encode_message(Pong(query_id=0, engine_id="p", incarnation="i"))])
+    answers.wait(1)
+    client.ping(address, "p", answers.append, 0.3)
+    answers_before = len(answers)
+    received(socket, client)
+    assert len(answers) == answers_before, "the second answer to the first question was taken for this one's"
+
+
+def test_a_peer_that_is_reached_and_never_answers_is_given_up(
+    router: tuple[zmq.Socket[bytes], str], client: Any, answers: Answers
+) -> None:
+    client.ping(router[1], "p", answers.append, 0.1)
+    assert f"no answer from {router[1]} in time: waited 0.6 s" in str(answers.wait(1))
+    assert client._asked == {}
+
+
+def test_a_peer_that_dies_with_a_question_is_given_up_in_the_time_of_one_out_of_reach(
+    router: tuple[zmq.Socket[bytes], str], client: Any, answers: Answers
+) -> None:
+    socket, address = router
+    client.ping(address, "p", answers.append, 0.5)
+    received(socket, client)
+    start = time.monotonic()
+    socket.close(0)
+    assert isinstance(answers.wait(1), HandshakeError)
+    assert time.monotonic() < start + 2.0, "not six times 0.5 s"
+
+
 def test_a_question_is_answered_once_and_late_answers_are_dropped() -> None:
     router = zmq.Context.instance().socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
@@ -257,7 +326,7 @@ def test_a_question_is_answered_once_and_late_answers_are_dropped() -> None:
     try:
         client.ask_metadata(f"tcp://127.0.0.1:{port}", "p", SAME, got.append, 0.1)
         client.ping(f"tcp://127.0.0.1:{port}", "p", got.append, 5.0)
-        asked = [router.recv_multipart() for _ in range(2)]
+        asked = [received(router, client) for _ in range(2)]
         while not got:
             client.poll()
         assert isinstance(got[0], HandshakeError)
@@ -285,8 +354,8 @@ def test_nobody_answers_a_question_that_another_was_asked(client: Any, answers: 
     try:
         client.ping(addresses[0], "p", answers.append, 5.0)
         client.ping(addresses[1], "p", wrong.append, 5.0)
-        identity, _ = asked.recv_multipart()
-        theirs, _ = other.recv_multipart()
+        identity, _ = received(asked, client)
+        theirs, _ = received(other, client)
         other.send_multipart([theirs, encode_message(Pong(query_id=0, engine_id="p", incarnation="false"))])
         other.send_multipart([theirs, encode_message(Pong(query_id=1, engine_id="p", incarnation="own"))])
         wrong.wait(1)
