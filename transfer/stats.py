@@ -2,12 +2,70 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, deque
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
 _LAST = 4096
+PULL_BUCKETS: dict[str, tuple[float, ...]] = {
+    "total_s": tuple(1e-4 * 2**i for i in range(17)),
+    "post_s": tuple(1e-5 * 2**i for i in range(15)),
+    "num_bytes": tuple(float(2**i) for i in range(11, 36, 2)),
+    "num_runs": tuple(float(4**i) for i in range(10)),
+}
+"""Upper bounds of the histograms of pulls, by field of `PullRecord`."""
+_KINDS = (
+    ("timed out", "timeout"),
+    ("had given the pages away", "lease_over"),
+    ("is not the start of it that granted", "lease_over"),
+    ("handshake with", "handshake"),
+    ("asking engine", "handshake"),
+    ("differ from their source", "checks"),
+    ("of another prompt", "refused"),
+    ("its process is gone", "source_gone"),
+    ("is silent", "source_gone"),
+    ("was lost", "source_gone"),
+    ("was restarted", "source_gone"),
+    ("was started anew", "source_gone"),
+    ("was connected anew", "source_gone"),
+    ("is stuck", "source_gone"),
+    ("reading from", "transport"),
+    ("was shut down", "shutdown"),
+    ("has ended, or engine", "lease_over"),
+    ("it holds the pages of", "refused"),
+)
+"""What a reason of ours says, and what kind of failure that is: the first that fits."""
+FAILURES = tuple(dict.fromkeys([*(kind for _, kind in _KINDS), "other"]))
+
+
+def failure_kind(reason: str) -> str:
+    """One of `FAILURES`: what a counter may be labelled with, where the reason has names and numbers in it."""
+    return next((kind for said, kind in _KINDS if said in reason), "other")
+
+
+class Buckets:
+    """How many figures lay below which bounds, and their sum: what a histogram of Prometheus is made of.
+
+    Attributes:
+        bounds: upper ones, ascending; each is of its own bucket.
+        counts: figures in each bucket, those above all bounds at the end.
+        total: their sum.
+    """
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(bounds) + 1)
+        self.total: float = 0
+
+    def add(self, figure: float) -> None:
+        """Counts a figure."""
+        self.counts[bisect_left(self.bounds, figure)] += 1
+        self.total += figure
 
 
 class PullRecord(msgspec.Struct, frozen=True):
@@ -59,44 +117,52 @@ class StatsSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TransferStats:
-    """Counts what one replica does. Single-threaded.
+    """Counts what one replica does. One thread counts; the attributes are totals that any other may read meanwhile.
 
     Attributes:
         failed_handshakes: sources that did not answer, or not well.
+        failures: requests whose pull failed, by kind (`FAILURES`).
+        leases: leases that have ended, by how: "read", "expired", or "other".
+        buckets: of pulls of ranks that ended well, by field of `PullRecord`.
     """
 
     def __init__(self) -> None:
         self.failed_handshakes = 0
-        self._pulls = self._failed = self._bytes = self._runs = 0
-        self._leases: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
+        self.leases: Counter[str] = Counter()
+        self.buckets = {name: Buckets(bounds) for name, bounds in PULL_BUCKETS.items()}
         self._last: deque[PullRecord] = deque(maxlen=_LAST)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that were read in all."""
+        return int(self.buckets["num_bytes"].total)
 
     def record(self, pull: PullRecord) -> None:
         """Counts a rank's pull that has ended well."""
-        self._pulls += 1
-        self._bytes += pull.num_bytes
-        self._runs += pull.num_runs
+        for name, buckets in self.buckets.items():
+            buckets.add(getattr(pull, name))
         self._last.append(pull)
 
-    def record_failure(self) -> None:
+    def record_failure(self, reason: str) -> None:
         """Counts a request whose pull failed."""
-        self._failed += 1
+        self.failures[failure_kind(reason)] += 1
 
     def record_lease(self, reason: str) -> None:
         """Counts a lease that has ended."""
-        self._leases[reason if reason == "read" else "expired" if reason.startswith("expired") else "other"] += 1
+        self.leases[reason if reason == "read" else "expired" if reason.startswith("expired") else "other"] += 1
 
     def snapshot(self) -> StatsSnapshot:
         """Returns the counters, and begins a new interval."""
         records, self._last = list(self._last), deque(maxlen=_LAST)
         seconds = sum(record.total_s for record in records)
         return StatsSnapshot(
-            pulls=self._pulls,
-            failed_pulls=self._failed,
+            pulls=sum(self.buckets["total_s"].counts),
+            failed_pulls=self.failures.total(),
             failed_handshakes=self.failed_handshakes,
-            leases=dict(self._leases),
-            num_bytes=self._bytes,
-            num_runs=self._runs,
+            leases=dict(self.leases),
+            num_bytes=self.num_bytes,
+            num_runs=int(self.buckets["num_runs"].total),
             interval_pulls=len(records),
             records=tuple(records),
             total_ms=_percentiles([record.total_s for record in records]),

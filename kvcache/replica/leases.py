@@ -107,13 +107,13 @@ class PageLeases:
     @property
     def num_pages(self) -> int:
         """Pages that leases hold, each counted once, whoever holds them besides."""
-        return int(np.count_nonzero(self.holders()))
+        return int(np.count_nonzero(self.holders())) if self._held else 0
 
     def holders(self) -> Ints:
         """How many leases hold each page: int64 `[num_pages + 1]`."""
         counts = np.zeros(self._pool.num_pages + 1, np.int64)
-        for held in self._held.values():
-            for pages in held:
+        for held in list(self._held.values()):  # also read by who scrapes metrics, in another thread
+            for pages in list(held):
                 np.add.at(counts, pages, 1)
         return counts
 

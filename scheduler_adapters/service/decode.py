@@ -18,7 +18,7 @@ from scheduler_adapters.errors import TooManyOpenError
 from scheduler_adapters.loop import Output, Request, ServingLoop, finish_reason
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.prefill_router import PrefillConnection
-from scheduler_adapters.service.requests import DecodeRequest, DecodeTimes, Importing, Recent
+from scheduler_adapters.service.requests import DecodeRequest, DecodeTimes, Importing, Recent, phases_of
 from scheduler_adapters.service.sockets import MAX_UNREAD, FrontendQueue
 from transfer.pull.pull_state import PullEvent
 
@@ -101,7 +101,7 @@ class DecodeScheduler:
     @property
     def open_requests(self) -> int:
         """Requests on their way, and pulls of others that have not ended."""
-        return len({request.key for request in self._requests.values()} | self._exchange.open_pulls)
+        return len({request.key for request in list(self._requests.values())} | self._exchange.open_pulls)
 
     @property
     def sockets(self) -> list[Socket]:
@@ -176,13 +176,20 @@ class DecodeScheduler:
         return busy or self._loop.num_running > 0
 
     def stats(self) -> msg.Stats:
-        """Counters now. Waits for the transfer thread."""
+        """Counters now, after a recount of the pages."""
         self._manager.check()
+        return self.counters()
+
+    def counters(self) -> msg.Stats:
+        """Counters now. Any thread may ask: two of them may be a step apart then."""
         return msg.Stats(
             name=self.name,
             role="decode",
             pages_held=self._manager.num_held_blocks,
             open_requests=self.open_requests,
+            phases=phases_of(self._requests),
+            running=self._loop.num_running,
+            waiting=self._loop.num_waiting,
             preemptions=self._loop.preemptions,
             pages_pulled=self.counts["pulled"],
             pages_reused=self.counts["reused"],

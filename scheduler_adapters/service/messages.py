@@ -157,6 +157,9 @@ class Stats(Message, frozen=True, kw_only=True, tag=True):
     role: Role
     pages_held: int  # that somebody holds or a pull writes, idle cached ones not counted; state pages included
     open_requests: int  # on their way, or held for a reader; pulls that have not ended, too
+    phases: dict[str, int] = {}  # requests by phase (`requests.py`), none that is over
+    running: int = 0  # requests that the loop runs
+    waiting: int = 0  # requests that wait for the loop, without pages
     prompt_tokens: int = 0  # of the requests that were prefilled here
     cached_tokens: int = 0  # those of them that came from the prefix cache
     preemptions: int = 0  # requests that had to give way

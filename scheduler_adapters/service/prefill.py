@@ -20,7 +20,7 @@ from kvcache.errors import InvalidRequestError, KVCacheError
 from scheduler_adapters.errors import MessageError, ServiceError
 from scheduler_adapters.loop import Output, Request, ServingLoop
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.requests import PrefillRequest, PrefillTimes, Recent, prompt_of
+from scheduler_adapters.service.requests import PrefillRequest, PrefillTimes, Recent, phases_of, prompt_of
 from scheduler_adapters.service.sockets import Socket, received
 from transfer.pull.lease_slots import LEASE_SLOTS
 from transfer.pull.replica import LeaseOver, Offered
@@ -125,14 +125,21 @@ class PrefillScheduler:
         return busy or self._loop.num_running > 0
 
     def stats(self) -> msg.Stats:
-        """Counters now."""
+        """Counters now, after a recount of the pages."""
+        self._loop.manager.check()
+        return self.counters()
+
+    def counters(self) -> msg.Stats:
+        """Counters now. Any thread may ask: two of them may be a step apart then."""
         manager = self._loop.manager
-        manager.check()
         return msg.Stats(
             name=self.name,
             role="prefill",
             pages_held=manager.num_held_blocks,
             open_requests=self.open_requests,
+            phases=phases_of(self._requests),
+            running=self._loop.num_running,
+            waiting=self._loop.num_waiting,
             prompt_tokens=manager.metrics.prompt_tokens,
             cached_tokens=manager.metrics.cache_tokens,
             preemptions=self._loop.preemptions,

@@ -32,7 +32,7 @@ this process; what the other side is told is a duration. The first reason of a f
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -163,6 +163,11 @@ class TrackedRequest:
         """Keep the first reason; returns it."""
         self.reason = self.reason or reason
         return self.reason
+
+
+def phases_of(requests: Mapping[str, TrackedRequest]) -> dict[str, int]:
+    """How many requests are in which phase. Any thread may ask."""
+    return Counter(request.phase for request in list(requests.values()))
 
 
 @dataclass(slots=True, eq=False)

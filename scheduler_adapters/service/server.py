@@ -12,7 +12,7 @@ import signal
 import sys
 import traceback
 from collections import Counter
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,6 +80,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefills: tuple[str, ...] = ()  # where the prefill processes listen, for a decode process
     handshake: str = "tcp://127.0.0.1:0"  # where the process tells peers of its engines
     keyring: str = ""  # file of this process's keys (`transfer.wire.keys`); empty for plain sockets
+    metrics: str = ""  # host:port at which Prometheus reads this process's metrics; empty for none
     # Of the fleet (`transfer.wire.secret`), for what engines tell each other, in place of a keyring. Sources on other
     # hosts are read from only with one of them.
     secret: str = ""
@@ -171,10 +172,26 @@ def serve(config: ServerConfig, context: Context, socket: Socket) -> None:
                 chunkwise=config.chunkwise,
                 keyring=keyring,
             )
-        _serve(scheduler, socket, config.name, chaos)
+        with served_metrics(config, scheduler, loop, exchange):
+            _serve(scheduler, socket, config.name, chaos)
     finally:
         exchange.close()
         loop.manager.close()
+
+
+def served_metrics(
+    config: ServerConfig,
+    scheduler: PrefillScheduler | DecodeScheduler,
+    loop: ServingLoop[PagedKVCacheManager],
+    exchange: PageExchange,
+) -> AbstractContextManager[object]:
+    """What Prometheus reads of the process, where it is wanted. Raises `ServiceError` where it cannot be offered."""
+    if not config.metrics:
+        return nullcontext()
+    from scheduler_adapters.service.prometheus import collectors, serve_metrics  # noqa: PLC0415  (an extra)
+
+    made = collectors(scheduler, loop.manager, exchange, server=config.name, role=config.role)
+    return serve_metrics(config.metrics, made)
 
 
 def _serve(scheduler: PrefillScheduler | DecodeScheduler, socket: Socket, name: str, chaos: ChaosAgents | None) -> None:

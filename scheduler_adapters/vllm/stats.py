@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from prometheus_client import Counter, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from transfer.stats import StatsSnapshot
+from transfer.stats import PULL_BUCKETS, StatsSnapshot
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -25,10 +26,23 @@ _COUNTS = {
     "leases_other": "Leases that ended in another way: refused, or with their request.",
 }
 _LISTS = {
-    "pull_seconds": ("Time of a rank's pull, from its start to its end.", tuple(1e-4 * 2**i for i in range(17))),
-    "post_seconds": ("Part of it that posting took.", tuple(1e-5 * 2**i for i in range(15))),
-    "pull_bytes": ("Bytes of a rank's pull.", tuple(float(2**i) for i in range(11, 36, 2))),
-    "pull_runs": ("Descriptors of a rank's pull.", tuple(float(4**i) for i in range(10))),
+    "pull_seconds": ("Time of a rank's pull, from its start to its end.", PULL_BUCKETS["total_s"]),
+    "post_seconds": ("Part of it that posting took.", PULL_BUCKETS["post_s"]),
+    "pull_bytes": ("Bytes of a rank's pull.", PULL_BUCKETS["num_bytes"]),
+    "pull_runs": ("Descriptors of a rank's pull.", PULL_BUCKETS["num_runs"]),
+}
+# What boards for vLLM's own NIXL connector show, by names and buckets of vLLM's: each is one of ours once more.
+_POSTS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
+_RUNS = (10, 20, 30, 50, 75, 100, 200, 400, 1000, 2000, 4000, 10_000, 20_000, 50_000)
+_NIXL_COUNTS = {
+    "nixl_num_failed_transfers": ("Requests that could not be loaded.", "failed_pulls"),
+    "nixl_num_kv_expired_reqs": ("Leases that ran out, of this engine as a source.", "leases_expired"),
+}
+_NIXL_LISTS = {
+    "nixl_xfer_time_seconds": ("Time of a rank's pull.", _POSTS_S[1:], "pull_seconds"),
+    "nixl_post_time_seconds": ("Part of it that posting took.", _POSTS_S, "post_seconds"),
+    "nixl_bytes_transferred": ("Bytes of a rank's pull.", tuple(2**i for i in range(11, 35, 2)), "pull_bytes"),
+    "nixl_num_descriptors": ("Descriptors of a rank's pull.", _RUNS, "pull_runs"),
 }
 
 
@@ -91,7 +105,10 @@ def _counts(snapshot: StatsSnapshot) -> dict[str, int]:
 
 
 class PullMetrics(KVConnectorPromMetrics):
-    """The same figures as Prometheus metrics, named `vllm:pagewire_*`."""
+    """The same figures as Prometheus metrics, named `vllm:pagewire_*`, and again as `vllm:nixl_*`.
+
+    The latter are left out where vLLM's NIXL connector has them already: it is beside ours in a `MultiConnector`.
+    """
 
     def __init__(
         self,
@@ -101,27 +118,27 @@ class PullMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        counter, histogram = metric_types[Counter], metric_types[Histogram]
-        self._counters: dict[str, Any] = {
-            name: create_metric_per_engine(
-                counter(name=f"vllm:pagewire_{name}", documentation=text, labelnames=labelnames), per_engine_labelvalues
-            )
-            for name, text in _COUNTS.items()
-        }
-        self._histograms: dict[str, Any] = {
-            name: create_metric_per_engine(
-                histogram(
-                    name=f"vllm:pagewire_{name}", documentation=text, buckets=list(buckets), labelnames=labelnames
-                ),
-                per_engine_labelvalues,
-            )
-            for name, (text, buckets) in _LISTS.items()
-        }
+        self._counters: list[tuple[str, Any]] = []  # of each its figure among our stats
+        self._histograms: list[tuple[str, Any]] = []
+        for name, text in _COUNTS.items():
+            self._counters.append((name, self._made(metric_types[Counter], f"pagewire_{name}", text)))
+        for name, (text, buckets) in _LISTS.items():
+            made = self._made(metric_types[Histogram], f"pagewire_{name}", text, buckets=list(buckets))
+            self._histograms.append((name, made))
+        with suppress(ValueError):  # the names are taken, and with the first all are
+            for name, (text, buckets, ours) in _NIXL_LISTS.items():
+                self._histograms.append((ours, self._made(metric_types[Histogram], name, text, buckets=list(buckets))))
+            for name, (text, ours) in _NIXL_COUNTS.items():
+                self._counters.append((ours, self._made(metric_types[Counter], name, text)))
+
+    def _made(self, kind: Any, name: str, text: str, **options: Any) -> Any:
+        metric = kind(name=f"vllm:{name}", documentation=text, labelnames=self._labelnames, **options)
+        return create_metric_per_engine(metric, self.per_engine_labelvalues)
 
     def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
         """Books an interval of one engine."""
-        for name, counters in self._counters.items():
+        for name, counters in self._counters:
             counters[engine_idx].inc(transfer_stats_data[name])
-        for name, histograms in self._histograms.items():
+        for name, histograms in self._histograms:
             for figure in transfer_stats_data[name]:
                 histograms[engine_idx].observe(figure)

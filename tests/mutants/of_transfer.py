@@ -386,7 +386,7 @@ TRANSFER: tuple[Module, ...] = (
         ["tests/transfer/pull/test_rank.py", "tests/transfer/pull/test_replica.py"],
         [
             Mutation("TransferStats.record_lease", '"expired" if reason.startswith("expired") else "other"', '"other"'),
-            Mutation("TransferStats.record_failure", "self._failed += 1", "pass"),
+            Mutation("TransferStats.record_failure", "self.failures[failure_kind(reason)] += 1", "pass"),
         ],
     ),
     Module(

@@ -1,6 +1,9 @@
 import io
 import logging
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from scheduler_adapters.vllm.connector import PagewireConnector, log_as_vllm
 from scheduler_adapters.vllm.stats import PullStats
+from tests.scrape import parsed, value
 from tests.vllm_engine.engine import Engine, Shape, make_config, model_dir, run_until
 from tests.vllm_engine.test_engine import PROMPT, prefilled, served
 
@@ -37,6 +41,62 @@ def test_what_is_moved_reaches_the_log_and_prometheus(make: Callable[..., Engine
     text = generate_latest(registry).decode()
     assert 'vllm:pagewire_pull_seconds_count{engine="0"} 2.0' in text
     assert 'vllm:pagewire_failed_pulls_total{engine="0"} 0.0' in text
+    found = parsed(text)
+    for theirs, ours in AS_THEIRS.items():
+        assert value(found, f"vllm:{theirs}_sum") == value(found, f"vllm:pagewire_{ours}_sum") > 0
+        assert value(found, f"vllm:{theirs}_count") == 2
+
+
+AS_THEIRS = {
+    "nixl_xfer_time_seconds": "pull_seconds",
+    "nixl_post_time_seconds": "post_seconds",
+    "nixl_bytes_transferred": "pull_bytes",
+    "nixl_num_descriptors": "pull_runs",
+}
+# In a process of its own: to import vLLM's connector changes the environment that UCX reads.
+COMPARE = """
+import sys
+from pathlib import Path
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from scheduler_adapters.vllm.stats import PullMetrics, PullStats
+from tests.scrape import parsed
+from tests.scrape import parsed, value
+from tests.vllm_engine.engine import Shape, make_config, model_dir
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
+
+config = make_config(model_dir(Path(sys.argv[1]), 4), "kv_consumer", "engine", Shape(), 0)
+
+def samples(*made):
+    registry = CollectorRegistry()
+    kinds = {k: lambda k=k, **options: k(registry=registry, **options) for k in (Counter, Gauge, Histogram)}
+    metrics = [one(config, kinds, ["engine"], {0: ["0"]}) for one in made]
+    lists = [0.002, 0.2, 7.0]
+    for one in metrics:
+        if isinstance(one, PullMetrics):
+            one.observe(PullStats(data={
+                "pull_seconds": lists, "post_seconds": lists, "pull_bytes": lists, "pull_runs": lists,
+                "failed_pulls": 2, "leases_expired": 3}).data)
+        elif len(metrics) == 1:
+            one.observe(NixlKVConnectorStats().data | {
+                "transfer_duration": lists, "post_duration": lists, "bytes_transferred": lists,
+                "num_descriptors": lists, "num_failed_transfers": [2], "num_kv_expired_reqs": [3]})
+    found = parsed(generate_latest(registry).decode())
+    return {key: figure for key, figure in found.items() if key[0].startswith("vllm:nixl") and "_created" not in key[0]}
+
+ours, theirs = samples(PullMetrics), samples(NixlPromMetrics)
+assert ours.items() <= theirs.items(), sorted(ours.items() - theirs.items())
+only = {name for name, _ in theirs.keys() - ours.keys()}
+assert only == {"vllm:nixl_num_failed_notifications_total", "vllm:nixl_num_notifications_after_expiry_total"}, only
+assert not any(samples(NixlPromMetrics, PullMetrics).values()), "theirs, and none of ours is added"
+"""
+
+
+def test_what_boards_show_of_vllms_own_connector_has_its_names_buckets_and_meaning(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    command = [sys.executable, "-c", COMPARE, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_stats_of_ranks_add_up() -> None:

@@ -68,6 +68,17 @@ def loaded(server: Any, run: Callable[[], object]) -> tuple[float, float]:
     return computed, moved
 
 
+def wait_counted(server: Any, name: str, wanted: float) -> dict[str, float]:
+    """What a server counts, as soon as that is so much: workers tell with a later step."""
+    for _ in range(50):
+        found: dict[str, float] = server.metrics()
+        if found.get(name, 0) >= wanted:
+            break
+        ask(server.url, PROMPTS[0], max_tokens=1)
+    assert found.get(name, 0) == wanted
+    return found
+
+
 def test_a_stream_has_the_same_tokens_part_by_part(engines: Engines) -> None:
     """How many parts there are is vLLM's: on a busy machine it sends tokens together that it has by then."""
     for at in (MEDIUM, LONG):
@@ -97,6 +108,30 @@ def test_a_prefix_that_is_here_is_not_loaded(engines: Engines) -> None:
     assert (computed, moved) == (0, len(PROMPTS[long]) - 256), "decode has 256 tokens cached, prefill nothing"
 
 
+def test_boards_for_vllms_own_connector_show_what_ours_has_moved(engines: Engines) -> None:
+    pair = engines.pair
+    before = pair.decode.metrics()
+    for _ in range(3):
+        assert pair.ask(PROMPTS[LONG]).tokens == engines.expected[LONG]
+        pair.forget()
+    pulls = f"vllm:{next(iter(AS_THEIRS))}_count"
+    after = wait_counted(pair.decode, pulls, before.get(pulls, 0) + 3)
+    for theirs, ours in AS_THEIRS.items():
+        count, total = (f"vllm:{theirs}_{of}" for of in ("count", "sum"))
+        assert after[count] - before.get(count, 0) == 3
+        assert after[total] > before.get(total, 0)
+        assert after[total] == after[f"vllm:pagewire_{ours}_sum"]
+    assert after["vllm:nixl_num_failed_transfers_total"] == after["vllm:pagewire_failed_pulls_total"]
+
+
+AS_THEIRS = {
+    "nixl_xfer_time_seconds": "pull_seconds",
+    "nixl_post_time_seconds": "post_seconds",
+    "nixl_bytes_transferred": "pull_bytes",
+    "nixl_num_descriptors": "pull_runs",
+}
+
+
 @pytest.mark.parametrize("after", [0.0, 0.02, 0.1, 0.3])
 def test_hanging_up_at_prefill(engines: Engines, after: float) -> None:
     hang_up(engines.pair.prefill.url, PROMPTS[LONG], after, max_tokens=1, kv_transfer_params=FOR_A_READER)
@@ -105,7 +140,7 @@ def test_hanging_up_at_prefill(engines: Engines, after: float) -> None:
 
 
 def test_nobody_comes_for_it(engines: Engines) -> None:
-    start = time.monotonic()
+    start, expired = time.monotonic(), engines.pair.prefill.metrics()["vllm:nixl_num_kv_expired_reqs_total"]
     params = engines.pair.prefilled(PROMPTS[LONG])
     assert ask(engines.pair.prefill.url, PROMPTS[0], max_tokens=1).status == 200
     assert engines.pair.prefill.usage > 0, "held for a reader"
@@ -113,6 +148,7 @@ def test_nobody_comes_for_it(engines: Engines) -> None:
         assert time.monotonic() < start + 3 * LEASE
         time.sleep(0.5)
         ask(engines.pair.prefill.url, PROMPTS[0], max_tokens=1)
+    wait_counted(engines.pair.prefill, "vllm:nixl_num_kv_expired_reqs_total", expired + 1)
     late = ask(engines.pair.decode.url, PROMPTS[LONG], kv_transfer_params=params)
     assert late.status == 500
     late = ask(engines.other.decode.url, PROMPTS[LONG], kv_transfer_params=params)

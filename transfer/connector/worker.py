@@ -303,6 +303,11 @@ class NixlConnectorWorker:
         return self._thread.snapshot()
 
     @property
+    def threads(self) -> list[TransferThread]:
+        """The thread that counts what this rank does; none before it has caches, or after its end."""
+        return [] if self._thread is None else [self._thread]
+
+    @property
     def _where(self) -> str:
         return f"engine {self.config.engine_id!r} rank {self.config.rank}"
 

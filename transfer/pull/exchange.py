@@ -140,6 +140,8 @@ class PageExchange:
         address: the endpoint, as bound.
         incarnation: random, new with each start.
         cards: of each replica, what peers are told of it.
+        threads: of each replica, the thread that counts what it does.
+        queries: how often peers have asked, by what became of it.
 
     Raises:
         AgentError: NIXL cannot be used.
@@ -167,7 +169,7 @@ class PageExchange:
         self.incarnation = new_incarnation()
         self._manager = manager
         self._names = [f"{name}/{replica}" for replica in range(manager.num_replicas)]
-        self._threads: list[TransferThread] = []
+        self.threads: list[TransferThread] = []
         self._slots: list[LeaseSlots] = []
         self._leases: list[dict[int, tuple[LeaseRef, Any]]] = []  # of each replica, by the id in the word
         self._pulls: dict[tuple[int, str], Any] = {}  # the copiers of those that are open, by replica and key
@@ -179,17 +181,17 @@ class PageExchange:
             for replica, engine_id in enumerate(self._names):
                 ranks = self._ranks(replica, engine_id, agreed)
                 transfers = ReplicaTransfer(ranks, HandshakeClient(ask, allowed=allowed), **options)
-                self._threads.append(start_thread(transfers))
+                self.threads.append(start_thread(transfers))
                 self._slots.append(LeaseSlots())
                 self._leases.append({})
                 sealed = tuple(rank.metadata for rank in ranks)
                 self.cards.append(EngineCard(engine_id, self.incarnation, sealed, agreed))
             self._server = HandshakeServer(self.cards, bind, None if keyring is None else keyring.secure_server)
         except BaseException:
-            for thread in self._threads:
+            for thread in self.threads:
                 thread.close()
             raise
-        self.address = self._server.endpoint
+        self.address, self.queries = self._server.endpoint, self._server.counts
 
     def _ranks(self, replica: int, engine_id: str, compatibility: Mapping[str, str]) -> list[RankTransfer]:
         ranks: list[RankTransfer] = []
@@ -223,12 +225,12 @@ class PageExchange:
     @property
     def pull_seconds(self) -> float:
         """Time in which at least one READ was under way, in seconds, of all replicas."""
-        return sum(thread.pull_seconds for thread in self._threads)
+        return sum(thread.pull_seconds for thread in self.threads)
 
     @property
     def open_pulls(self) -> set[str]:
         """Keys of the pulls, of all replicas, whose last event has not come out of `poll`."""
-        return {key for _, key in self._pulls}
+        return {key for _, key in list(self._pulls)}  # also read by who scrapes metrics, in another thread
 
     # ---- leases
 
@@ -255,7 +257,7 @@ class PageExchange:
         try:
             lease = self._slots[replica].take(duration_s)
             if lease is not None:
-                self._threads[replica].call_soon(ReplicaTransfer.offer, request_id, lease, running=running)
+                self.threads[replica].call_soon(ReplicaTransfer.offer, request_id, lease, running=running)
         except BaseException:
             if lease is not None:
                 self._slots[replica].give_back(lease)
@@ -270,7 +272,7 @@ class PageExchange:
     def seal(self, replica: int, pages: Sequence[Sequence[int]]) -> None:
         """Makes the page checks of computed pages, a list for each group, where readers verify. Waits for that."""
         if self._verify:
-            self._threads[replica].call(lambda transfers: [rank.seal(pages) for rank in transfers.ranks])
+            self.threads[replica].call(lambda transfers: [rank.seal(pages) for rank in transfers.ranks])
 
     def start_clock(self, source: Source) -> None:
         """All pages of an offer are computed: it ends where its reader says nothing for as long as it lasts.
@@ -287,7 +289,7 @@ class PageExchange:
     def _thread_of(self, source: Source) -> TransferThread:
         if source.engine_id not in self._names:
             raise InvalidLeaseError(f"engine {source.engine_id!r} has offered it, ours are {self._names}")
-        return self._threads[self._names.index(source.engine_id)]
+        return self.threads[self._names.index(source.engine_id)]
 
     # ---- pulls
 
@@ -309,7 +311,7 @@ class PageExchange:
         self._refuse_open(replica, key)
         copier = self._manager.copier(pending)
         try:
-            self._threads[replica].pull(key, source, copier.take(last=True), timeout_s)
+            self.threads[replica].pull(key, source, copier.take(last=True), timeout_s)
         except BaseException:
             copier.give_up()  # nobody has begun to write
             raise
@@ -322,7 +324,7 @@ class PageExchange:
             InvalidRequestError: (a ValueError) a pull of this name is open.
         """
         self._refuse_open(replica, key)
-        self._threads[replica].pull(key, source, None, timeout_s)
+        self.threads[replica].pull(key, source, None, timeout_s)
         self._pulls[replica, key] = None
 
     def _refuse_open(self, replica: int, key: str) -> None:
@@ -349,11 +351,11 @@ class PageExchange:
             copier = self._pulls[replica, key] = self._manager.copier(pending)
         elif copier.pending is not pending:
             raise InvalidRequestError(f"request {pending.request_id!r}: the pull {key!r} is of another import")
-        self._threads[replica].call_soon(ReplicaTransfer.add_pages, key, copier.take(last=last), last=last)
+        self.threads[replica].call_soon(ReplicaTransfer.add_pages, key, copier.take(last=last), last=last)
 
     def cancel_pull(self, replica: int, key: str, reason: str) -> None:
         """Gives a pull up; its last event comes when nothing of it is in flight."""
-        self._threads[replica].call_soon(ReplicaTransfer.cancel, key, reason)
+        self.threads[replica].call_soon(ReplicaTransfer.cancel, key, reason)
 
     # ---- what happened
 
@@ -365,13 +367,13 @@ class PageExchange:
                 a READ may still write.
         """
         found, self._happened = self._happened, []
-        for replica, thread in enumerate(self._threads):
+        for replica, thread in enumerate(self.threads):
             thread.raise_failure()
             found += self._take(replica)
         return found
 
     def _take(self, replica: int) -> list[ExchangeEvent]:
-        events, found = self._threads[replica].events, list[ExchangeEvent]()
+        events, found = self.threads[replica].events, list[ExchangeEvent]()
         while events:
             event, proof = events.popleft(), None
             if isinstance(event, PullEvent):
@@ -399,20 +401,20 @@ class PageExchange:
 
     def wait(self, replica: int, timeout_s: float) -> None:
         """Waits until something has happened on a replica."""
-        thread = self._threads[replica]
+        thread = self.threads[replica]
         thread.wait(lambda: bool(thread.events), timeout_s)
 
     def totals(self) -> tuple[int, int]:
-        """Bytes that were pulled, and pulls that failed. Waits for the threads: for counters, not for serving."""
-        every = [thread.snapshot() for thread in self._threads]
-        return sum(one.num_bytes for one in every), sum(one.failed_pulls for one in every)
+        """Bytes that were pulled, and pulls that failed."""
+        every = [thread.replica.stats for thread in self.threads]
+        return sum(one.num_bytes for one in every), sum(one.failures.total() for one in every)
 
     def close(self) -> None:
         """Ends everything: leases and pulls give their pages back. Safe to call twice.
 
         Those of a thread that cannot be ended stay held: nobody knows what it still does.
         """
-        for replica, thread in enumerate(self._threads):
+        for replica, thread in enumerate(self.threads):
             thread.close()
             self._happened += self._take(replica)
             if thread.is_closed:

@@ -277,6 +277,18 @@ class ReplicaTransfer:
         """Whether the next poll should come at once, because it has something to copy."""
         return any(rank.puller.is_copying for rank in self.ranks)
 
+    @property
+    def num_leases(self) -> int:
+        """Leases that stand. Any thread may ask, as for the next one."""
+        return len(self._leases)
+
+    @property
+    def num_pulls(self) -> tuple[int, int]:
+        """Pulls that have not ended: those that go on, and those that have failed while something may still write."""
+        pulls = [pull for pull in list(self._pulls.values()) if not pull.refusal]
+        failed = sum(bool(pull.error) for pull in pulls)
+        return len(pulls) - failed, failed
+
     def _collect_pulls(self) -> None:
         for at, rank in enumerate(self.ranks):
             while rank.puller.events:
@@ -369,7 +381,7 @@ class ReplicaTransfer:
             pull.error = reason
             pull.waiting.clear()
             if is_failure and not pull.refusal:
-                self.stats.record_failure()
+                self.stats.record_failure(reason)
             for at in sorted(pull.open_ranks):
                 pull.passed[at], is_safe = self.ranks[at].puller.withdraw(key, reason)
                 if is_safe:

@@ -38,6 +38,7 @@ class TransferThread:
         replica: nobody else uses it from now on.
 
     Attributes:
+        replica: as given. Another thread may read what it has counted.
         events: what happened, in order. Taken from the left by one thread.
         pull_seconds: time in which at least one READ was under way, or a source was waited for, in seconds.
         is_closed: `close` has ended it: every lease word is cleared, nothing is in flight, no event will follow.
@@ -48,7 +49,7 @@ class TransferThread:
         self.is_closed = False
         self.pull_seconds = 0.0
         self._woken = 0.0  # when the first of the last commands came
-        self._replica = replica
+        self.replica = replica
         self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._changed = threading.Condition()
         self._stopping = False
@@ -62,7 +63,7 @@ class TransferThread:
 
         def run() -> None:
             try:
-                future.set_result(function(self._replica))
+                future.set_result(function(self.replica))
             except Exception as error:  # noqa: BLE001  (the caller gets it, whatever it is)
                 future.set_exception(error)
 
@@ -85,19 +86,19 @@ class TransferThread:
         self, method: Callable[Concatenate[ReplicaTransfer, P], object], *args: P.args, **options: P.kwargs
     ) -> None:
         """Has a method of `ReplicaTransfer` called in the thread, and waits for nothing: its events tell of it."""
-        self._hand_over(lambda: method(self._replica, *args, **options))
+        self._hand_over(lambda: method(self.replica, *args, **options))
 
     def pull(self, key: str, source: Source | Wanted, groups: PageLists | None, timeout_s: float) -> None:
         """Begins a pull, with all its pages unless `groups` is None. Its `PullEvent`s come as events."""
 
         def run() -> None:
             try:
-                self._replica.pull(key, source, timeout_s)
+                self.replica.pull(key, source, timeout_s)
             except TransferError as error:
                 self.events.append(PullEvent(key, str(error), safe=True))
                 return
             if groups is not None:
-                self._replica.add_pages(key, groups, last=True)
+                self.replica.add_pages(key, groups, last=True)
 
         self._hand_over(run)
 
@@ -129,9 +130,9 @@ class TransferThread:
         self._commands.put(lambda: None)
         self._thread.join(timeout_s)
         if not self._thread.is_alive():
-            self._replica.close()
-            self.events.extend(self._replica.events)
-            self._replica.events.clear()
+            self.replica.close()
+            self.events.extend(self.replica.events)
+            self.replica.events.clear()
             self.is_closed = True
 
     def _hand_over(self, command: Callable[[], object]) -> None:
@@ -144,19 +145,19 @@ class TransferThread:
         try:
             busy, since = False, time.perf_counter()  # busy: something was under way at `since`
             while not self._stopping:
-                changed = self._run_commands(0.0 if self._replica.is_copying else BUSY_POLL_S if busy else POLL_S)
+                changed = self._run_commands(0.0 if self.replica.is_copying else BUSY_POLL_S if busy else POLL_S)
                 now = time.perf_counter()
                 if busy:
                     self.pull_seconds += now - since
                     since = now
                 else:
                     since = self._woken if changed else now
-                was_busy, busy = busy, self._replica.poll()
-                if not was_busy and not busy and any(isinstance(event, PullEvent) for event in self._replica.events):
+                was_busy, busy = busy, self.replica.poll()
+                if not was_busy and not busy and any(isinstance(event, PullEvent) for event in self.replica.events):
                     self.pull_seconds += time.perf_counter() - since  # the READs were made, and ended, in this round
-                if changed or busy or self._replica.events:
-                    self.events.extend(self._replica.events)
-                    self._replica.events.clear()
+                if changed or busy or self.replica.events:
+                    self.events.extend(self.replica.events)
+                    self.replica.events.clear()
                     with self._changed:
                         self._changed.notify_all()
         except BaseException as error:  # noqa: BLE001  (told to whoever calls next)

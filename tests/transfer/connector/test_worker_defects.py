@@ -205,7 +205,7 @@ def test_11_what_is_known_of_sources_does_not_grow_with_their_restarts(engine: A
         transfer(pair, source, reader, f"r{number}")
         source.close()
     rank = reader.ranks[0].host.worker._rank
-    directory = reader.ranks[0].host.worker._thread._replica.directory
+    directory = reader.ranks[0].host.worker._thread.replica.directory
     run_until(lambda: not len(directory) and not rank._retiring, reader)
     assert rank._remotes == {}
     assert reader.failed == {}

@@ -51,7 +51,7 @@ def test_with_one_secret_sockets_and_metadata_have_keys_and_nobody_is_asked_to_v
     assert event.error == ""
     reader.manager.commit_import(context, pending, proof)
     assert reader.values(pending) == {MINE}
-    (rank,) = source.exchange._threads[0].call(lambda replica: replica.ranks)
+    (rank,) = source.exchange.threads[0].call(lambda replica: replica.ranks)
     with pytest.raises(MetadataError, match="another key"):
         open_rank(rank.metadata)
     plain = zmq.Context.instance().socket(zmq.DEALER)

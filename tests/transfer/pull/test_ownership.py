@@ -267,7 +267,7 @@ def test_over_on_one_of_two_ranks(request: pytest.FixtureRequest) -> None:
     source.compute()
     offer = source.offer()
     source.manager.release("r")
-    thread = source.exchange._threads[0]
+    thread = source.exchange.threads[0]
     # As where the deadline of one rank passes before the other's.
     thread.call(lambda replica: replica.ranks[0].end_lease(offer.lease.lease_id, "expired here"))
     time.sleep(0.05)
@@ -344,7 +344,7 @@ def test_a_thread_that_dies_gives_nothing_back_before_it_is_closed(sides: tuple[
     source.compute()
     offer = source.offer()
     source.manager.release("r")
-    thread = source.exchange._threads[0]
+    thread = source.exchange.threads[0]
     words = thread.call(lambda replica: replica.ranks[0].leases.words)
 
     def die() -> None:
@@ -383,7 +383,7 @@ def test_an_offer_that_a_closed_thread_never_took_holds_nothing(
 ) -> None:
     source, _ = sides
     source.compute()
-    thread = source.exchange._threads[0]
+    thread = source.exchange.threads[0]
     monkeypatch.setattr(thread, "_hand_over", lambda command: None)
     assert source.exchange.offer("r", 30.0) is not None
     source.manager.release("r")

@@ -1,0 +1,97 @@
+"""Metrics for Prometheus: a table of families, each with what reads it, and the collector that a scrape calls.
+
+Imported only where metrics are wanted: it needs `prometheus_client` (the extra `observe`).
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+Histogram = tuple[Sequence[float], Sequence[int], float]
+"""Upper bounds; how many figures each one has that the bound before has not, those above all at the end; their sum."""
+Sample = tuple[Sequence[object], float | Histogram]
+"""Values of a family's own labels, and the figure."""
+
+_log = logging.getLogger("pagewire")
+
+
+class Family(NamedTuple):
+    """One family.
+
+    Attributes:
+        name: as in a scrape: counters end in `_total`, units are seconds and bytes, shares are 0 to 1.
+        kind: its type.
+        text: its help, a sentence.
+        labels: names of its own labels.
+        read: its samples, given what is observed. Whoever scrapes calls it, in another thread than the one that counts:
+            it reads figures, and what that thread may change it copies in one step (`list(d.values())`) first.
+    """
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    text: str
+    labels: tuple[str, ...]
+    read: Callable[[Any], Iterable[Sample]]
+
+
+class FamilyCollector(Collector):
+    """Reads families at each scrape. Register it with a `CollectorRegistry`, of each class one in a registry.
+
+    Nothing is counted for it, and nobody waits for it: a scrape reads, in its own thread, what is counted anyway. Each
+    figure is right by itself; two of one scrape may be a step apart, as the loop goes on meanwhile. A family that
+    cannot be read is left out of this scrape, logged the first time, and counted: nothing is raised into the host.
+
+    Attributes:
+        families: what it reads, and how many of these it could not.
+    """
+
+    def __init__(
+        self, room: str, look: Callable[[], Any], families: Sequence[Family], labels: Mapping[str, object]
+    ) -> None:
+        self._look = look  # once a scrape: what families read
+        self._labels, self._values = tuple(labels), tuple(map(str, labels.values()))
+        self._unread: dict[str, int] = {}
+        errors = f"pagewire_{room}_unread_families_total"
+        text = "Families that a scrape could not read, and left out; the log says why."
+        self.families = (*families, Family(errors, "counter", text, (), lambda _: [((), sum(self._unread.values()))]))
+
+    def describe(self) -> Iterator[Any]:
+        """The families without samples, for a registry that looks for names that it has already."""
+        return map(self._empty, self.families)
+
+    def collect(self) -> Iterator[Any]:
+        """The families with their samples now."""
+        look = functools.cache(self._look)
+        for family in self.families:
+            metric = self._empty(family)
+            try:
+                for values, figure in family.read(look()):
+                    labels = [*self._values, *map(str, values)]
+                    if isinstance(figure, tuple):
+                        metric.add_metric(labels, *_cumulative(figure))
+                    else:
+                        metric.add_metric(labels, figure)
+            except Exception:  # noqa: BLE001  (whatever it is, the host's other metrics are none the worse)
+                if family.name not in self._unread:
+                    _log.exception("metric %s cannot be read", family.name)
+                self._unread[family.name] = self._unread.get(family.name, 0) + 1
+            else:
+                yield metric
+
+    def _empty(self, family: Family) -> Any:
+        labels = (*self._labels, *family.labels)
+        if family.kind == "counter":
+            return CounterMetricFamily(family.name, family.text, labels=labels)
+        made = HistogramMetricFamily if family.kind == "histogram" else GaugeMetricFamily
+        return made(family.name, family.text, labels=labels)
+
+
+def _cumulative(figure: Histogram) -> tuple[list[tuple[str, float]], float]:
+    """As Prometheus has it: how many are at most each bound, and all of them at most infinity."""
+    bounds, counts, total = figure
+    return list(zip([*map(repr, map(float, bounds)), "+Inf"], accumulate(counts), strict=True)), total

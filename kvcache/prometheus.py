@@ -1,0 +1,202 @@
+"""What Prometheus reads of a manager: `REGISTRY.register(ManagerCollector(manager, engine="0"))`."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from kvcache.families import Family, FamilyCollector, Sample
+from kvcache.manager import PagedKVCacheManager
+from kvcache.metrics import KVCacheMetrics
+from kvcache.replica.replica import Replica
+from kvcache.replicas import Replicas
+from kvcache.tiers.host_tier import ReplicaTier
+from kvcache.tiers.page_files import FileRefusal
+
+_REPLICA = ("replica",)
+
+
+def _each(read: Callable[[Replica], float]) -> Callable[[Replicas], Iterator[Sample]]:
+    """Of each replica a figure."""
+    return lambda all_of: (((number,), read(replica)) for number, replica in enumerate(all_of.each))
+
+
+def _total(name: str) -> Callable[[Replicas], Iterator[Sample]]:
+    """A counter of `KVCacheMetrics`, of all replicas together."""
+    return lambda all_of: iter([((), getattr(all_of.metrics, name))])
+
+
+def _free(replica: Replica) -> int:
+    """Read in two steps, between which the loop may have gone on: never more than there are."""
+    return min(replica.pool.free_count, replica.pool.num_pages)
+
+
+def _prompt_tokens(all_of: Replicas) -> Iterator[Sample]:
+    for number, replica in enumerate(all_of.each):
+        metrics: KVCacheMetrics = replica.metrics
+        yield (number, "computed"), metrics.input_tokens
+        yield (number, "cached"), metrics.cache_tokens
+
+
+def _pages(all_of: Replicas) -> Iterator[Sample]:
+    for number, replica in enumerate(all_of.each):
+        free = _free(replica)
+        idle = min(replica.pool.idle.count, free)
+        yield (number, "held"), replica.pool.num_pages - free
+        yield (number, "idle"), idle
+        yield (number, "empty"), free - idle
+
+
+def _quarantined(replica: Replica) -> int:
+    return sum(len(pending.dst_pages) for pending in list(replica.imports.each) if pending.closed)
+
+
+def _host(read: Callable[[ReplicaTier], float]) -> Callable[[Replicas], Iterator[Sample]]:
+    """Of each replica's side of the host tier a figure; 0 where there is none."""
+
+    def samples(all_of: Replicas) -> Iterator[Sample]:
+        for number in range(len(all_of.each)):
+            yield (number,), 0 if all_of.tiers is None else read(all_of.tiers.replicas[number])
+
+    return samples
+
+
+def _host_pages(all_of: Replicas) -> Iterator[Sample]:
+    yield (), 0 if all_of.tiers is None else all_of.tiers.host.pool.num_pages
+
+
+def _host_cached(all_of: Replicas) -> Iterator[Sample]:
+    yield (), 0 if all_of.tiers is None else np.count_nonzero(all_of.tiers.host.pool.index.published[1:])
+
+
+def _refused_pages(all_of: Replicas) -> Iterator[Sample]:
+    metrics = all_of.metrics
+    return (((why.value,), getattr(metrics, f"file_blocks_{why}")) for why in FileRefusal)
+
+
+FAMILIES = (
+    Family(
+        "pagewire_prompt_tokens_total",
+        "counter",
+        "Prompt tokens by source: computed here, or cached, as their pages were found.",
+        ("replica", "source"),
+        _prompt_tokens,
+    ),
+    Family(
+        "pagewire_evicted_pages_total",
+        "counter",
+        "Published pages that were given away for another use.",
+        _REPLICA,
+        _each(lambda replica: replica.pool.evictions),
+    ),
+    Family(
+        "pagewire_pages",
+        "gauge",
+        "Pages by state: held by somebody or being written, idle and findable by their prefix, or empty.",
+        ("replica", "state"),
+        _pages,
+    ),
+    Family(
+        "pagewire_page_usage_ratio",
+        "gauge",
+        "Share of the pages that somebody holds or writes.",
+        _REPLICA,
+        _each(lambda replica: 1.0 - _free(replica) / replica.pool.num_pages),
+    ),
+    Family(
+        "pagewire_claimed_requests",
+        "gauge",
+        "Requests that have a row.",
+        _REPLICA,
+        _each(lambda replica: len(replica.rows.row_of)),
+    ),
+    Family(
+        "pagewire_leased_pages",
+        "gauge",
+        "Pages that leases of released requests hold for their readers.",
+        _REPLICA,
+        _each(lambda replica: replica.leases.num_pages),
+    ),
+    Family(
+        "pagewire_open_imports",
+        "gauge",
+        "Imports of pages that are neither committed nor over.",
+        _REPLICA,
+        _each(lambda replica: len(replica.imports.each)),
+    ),
+    Family(
+        "pagewire_quarantined_pages",
+        "gauge",
+        "Pages of imports that were given up, which something in flight may still write.",
+        _REPLICA,
+        _each(_quarantined),
+    ),
+    Family(
+        "pagewire_hint_ratio",
+        "gauge",
+        "Share of the idle pages that follow retention hints.",
+        _REPLICA,
+        _each(lambda replica: replica.hints.share),
+    ),
+    Family(
+        "pagewire_replica_copied_pages_total",
+        "counter",
+        "Pages copied from one replica to another.",
+        (),
+        _total("d2d_blocks_copied"),
+    ),
+    Family(
+        "pagewire_host_stored_pages_total",
+        "counter",
+        "Pages copied to the host tier.",
+        _REPLICA,
+        _host(lambda tier: tier.stored),
+    ),
+    Family(
+        "pagewire_host_loaded_pages_total",
+        "counter",
+        "Pages copied back from the host tier.",
+        _REPLICA,
+        _host(lambda tier: tier.loaded),
+    ),
+    Family("pagewire_host_pages", "gauge", "Pages that the host tier has room for.", (), _host_pages),
+    Family("pagewire_host_cached_pages", "gauge", "Pages of the host tier that can be found.", (), _host_cached),
+    Family(
+        "pagewire_file_written_pages_total",
+        "counter",
+        "Pages written to files.",
+        (),
+        _total("file_blocks_written"),
+    ),
+    Family(
+        "pagewire_file_read_pages_total",
+        "counter",
+        "Pages read from files into the host tier.",
+        (),
+        _total("file_blocks_read"),
+    ),
+    Family(
+        "pagewire_file_refused_pages_total",
+        "counter",
+        "Pages of files that were not taken, by reason.",
+        ("reason",),
+        _refused_pages,
+    ),
+    Family(
+        "pagewire_refused_files_total",
+        "counter",
+        "Files in the file tier's folder that were not taken up: broken, or of another kind.",
+        (),
+        _total("files_refused"),
+    ),
+)
+
+
+class ManagerCollector(FamilyCollector):
+    """A manager's pages, prefix cache and tiers, since it was made: `reset_metrics` changes nothing here.
+
+    `labels` are those of the process, say `engine="0"`: every sample has them. Raises nothing, see `FamilyCollector`.
+    """
+
+    def __init__(self, manager: PagedKVCacheManager, **labels: object) -> None:
+        inner = manager._replicas  # noqa: SLF001  # pyright: ignore[reportPrivateUsage] - of the same room
+        super().__init__("cache", lambda: inner, FAMILIES, labels)

@@ -1,0 +1,122 @@
+"""What Prometheus reads of a process of the service, and the port at which it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, start_http_server
+
+from kvcache.families import Family, FamilyCollector, Sample
+from kvcache.manager import PagedKVCacheManager
+from kvcache.prometheus import ManagerCollector
+from scheduler_adapters.errors import ServiceError
+from scheduler_adapters.service import messages as msg
+from scheduler_adapters.service.requests import DECODE_MOVES, PREFILL_MOVES
+from transfer.prometheus import TransferCollector
+from transfer.pull.exchange import PageExchange
+
+
+class Counted(Protocol):
+    """A `PrefillScheduler`, or a `DecodeScheduler`."""
+
+    def counters(self) -> msg.Stats:
+        """Counters now, for any thread."""
+        ...
+
+
+def _figure(name: str) -> Callable[[msg.Stats], Iterator[Sample]]:
+    return lambda stats: iter([((), getattr(stats, name))])
+
+
+def _phases(stats: msg.Stats) -> Iterator[Sample]:
+    phases = PREFILL_MOVES if stats.role == "prefill" else DECODE_MOVES
+    return (((phase,), stats.phases.get(phase, 0)) for phase in phases if phase != "over")
+
+
+FAMILIES = (
+    Family("pagewire_requests", "gauge", "Requests on their way, by phase.", ("phase",), _phases),
+    Family("pagewire_running_requests", "gauge", "Requests that the loop runs.", (), _figure("running")),
+    Family(
+        "pagewire_queued_requests", "gauge", "Requests that wait for the loop without pages.", (), _figure("waiting")
+    ),
+    Family("pagewire_preemptions_total", "counter", "Requests that had to give way.", (), _figure("preemptions")),
+    Family(
+        "pagewire_retries_total",
+        "counter",
+        "Attempts at a request that failed and were followed by another.",
+        (),
+        _figure("retries"),
+    ),
+    Family("pagewire_failed_requests_total", "counter", "Requests that ended with an error.", (), _figure("failed")),
+    Family(
+        "pagewire_pulled_pages_total",
+        "counter",
+        "Pages that pulls filled; one of several shards counts once.",
+        (),
+        _figure("pages_pulled"),
+    ),
+    Family(
+        "pagewire_reused_pages_total",
+        "counter",
+        "Pages of requests from elsewhere that were cached here already, and not pulled.",
+        (),
+        _figure("pages_reused"),
+    ),
+    Family(
+        "pagewire_late_messages_total",
+        "counter",
+        "Messages of attempts that were over, or that had come before.",
+        (),
+        _figure("late"),
+    ),
+    Family(
+        "pagewire_malformed_messages_total",
+        "counter",
+        "Messages that could not be decoded.",
+        (),
+        _figure("malformed"),
+    ),
+)
+
+
+class ServiceCollector(FamilyCollector):
+    """Requests and messages of a prefill or decode scheduler. `labels` are those of the process, on every sample."""
+
+    def __init__(self, scheduler: Counted, **labels: object) -> None:
+        super().__init__("service", scheduler.counters, FAMILIES, labels)
+
+
+def collectors(
+    scheduler: Counted, manager: PagedKVCacheManager, exchange: PageExchange, **labels: object
+) -> list[FamilyCollector]:
+    """All that there is to read of a process of the service, for a registry."""
+    return [
+        ServiceCollector(scheduler, **labels),
+        ManagerCollector(manager, **labels),
+        TransferCollector(exchange, **labels),
+    ]
+
+
+@contextmanager
+def serve_metrics(address: str, made: Sequence[FamilyCollector]) -> Iterator[None]:
+    """Answers scrapes at `host:port`, in a thread of its own, for the length of a `with` block.
+
+    Raises:
+        ServiceError: no such address can be bound.
+    """
+    registry = CollectorRegistry()
+    for collector in made:
+        registry.register(collector)
+    host, _, port = address.rpartition(":")
+    try:
+        server, thread = start_http_server(int(port), host or "127.0.0.1", registry)
+    except (OSError, OverflowError, ValueError) as error:
+        raise ServiceError(f"metrics cannot be served at {address!r}, host:port is needed: {error}") from error
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,46 @@
+"""The table of metrics in `docs/metrics.md`, made of the code: `python -m tests.metrics_page` writes it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from kvcache import prometheus as cache
+from kvcache.families import Family
+from scheduler_adapters.service import prometheus as service
+from transfer import prometheus as transfer
+
+PAGE = Path(__file__).parents[1] / "docs/metrics.md"
+FAMILIES: dict[str, tuple[Family, ...]] = {
+    "`ManagerCollector` of `kvcache.prometheus`": cache.FAMILIES,
+    "`TransferCollector` of `transfer.prometheus`": (*transfer.FAMILIES, transfer.QUERIES),
+    "`ServiceCollector` of `scheduler_adapters.service.prometheus`": service.FAMILIES,
+}
+
+
+def table() -> str:
+    """Every family, in Markdown."""
+    rows: list[str] = []
+    for title, families in FAMILIES.items():
+        rows += [f"\n{title}:\n", "| metric | type | labels | what it is |", "|---|---|---|---|"]
+        rows += [
+            f"| `{one.name}` | {one.kind} | {', '.join(f'`{label}`' for label in one.labels)} | {one.text} |"
+            for one in families
+        ]
+    return "\n".join(rows)
+
+
+def with_table(page: str) -> str:
+    """The page with the table as the code has it now."""
+    page, count = re.subn(
+        r"(<!-- metrics -->\n).*?(<!-- end of metrics -->)",
+        lambda found: f"{found[1]}{table()}\n{found[2]}",
+        page,
+        flags=re.DOTALL,
+    )
+    assert count == 1
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text()))

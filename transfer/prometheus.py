@@ -1,0 +1,148 @@
+"""What Prometheus reads of leases and pulls: `REGISTRY.register(TransferCollector(exchange, engine="0"))`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, get_args
+
+from kvcache.families import Family, FamilyCollector, Sample
+from transfer.pull.exchange import PageExchange
+from transfer.pull.lease import Verdict
+from transfer.pull.replica import ReplicaTransfer
+from transfer.pull.thread import TransferThread
+from transfer.stats import FAILURES
+from transfer.wire.handshake import Count
+
+_REPLICA = ("replica",)
+
+
+class Transfers(Protocol):
+    """What has leases and pulls: a `PageExchange`, or a `NixlConnectorWorker`."""
+
+    @property
+    def threads(self) -> Sequence[TransferThread]:
+        """Of each replica."""
+        ...
+
+
+def _each(read: Callable[[ReplicaTransfer], float]) -> Callable[[Transfers], Iterator[Sample]]:
+    """Of each replica a figure."""
+    return lambda owner: (((number,), read(thread.replica)) for number, thread in enumerate(owner.threads))
+
+
+def _by(label: Sequence[str], read: Callable[[ReplicaTransfer, str], float]) -> Callable[[Transfers], Iterator[Sample]]:
+    """Of each replica a figure for each value of a label."""
+
+    def samples(owner: Transfers) -> Iterator[Sample]:
+        for number, thread in enumerate(owner.threads):
+            for value in label:
+                yield (number, value), read(thread.replica, value)
+
+    return samples
+
+
+def _buckets(name: str) -> Callable[[Transfers], Iterator[Sample]]:
+    def samples(owner: Transfers) -> Iterator[Sample]:
+        for number, thread in enumerate(owner.threads):
+            buckets = thread.replica.stats.buckets[name]
+            yield (number,), (buckets.bounds, buckets.counts.copy(), buckets.total)
+
+    return samples
+
+
+def _busy(owner: Transfers) -> Iterator[Sample]:
+    return (((number,), thread.pull_seconds) for number, thread in enumerate(owner.threads))
+
+
+def _queries(owner: PageExchange) -> Iterator[Sample]:
+    return (((count,), owner.queries[count]) for count in get_args(Count))
+
+
+FAMILIES = (
+    Family(
+        "pagewire_pull_seconds",
+        "histogram",
+        "Time of a rank's pull that ended well, from its start to its end.",
+        _REPLICA,
+        _buckets("total_s"),
+    ),
+    Family(
+        "pagewire_pull_post_seconds",
+        "histogram",
+        "Part of that time that posting took.",
+        _REPLICA,
+        _buckets("post_s"),
+    ),
+    Family(
+        "pagewire_pull_bytes", "histogram", "Bytes of a rank's pull that ended well.", _REPLICA, _buckets("num_bytes")
+    ),
+    Family("pagewire_pull_runs", "histogram", "NIXL descriptors of such a pull.", _REPLICA, _buckets("num_runs")),
+    Family(
+        "pagewire_pull_busy_seconds_total",
+        "counter",
+        "Time in which at least one READ was under way, or a source was waited for.",
+        _REPLICA,
+        _busy,
+    ),
+    Family(
+        "pagewire_failed_pulls_total",
+        "counter",
+        "Requests whose pull failed, by what kind of reason; the log has each reason.",
+        ("replica", "reason"),
+        _by(FAILURES, lambda replica, kind: replica.stats.failures[kind]),
+    ),
+    Family(
+        "pagewire_open_pulls",
+        "gauge",
+        "Pulls that go on, or wait for their source.",
+        _REPLICA,
+        _each(lambda replica: replica.num_pulls[0]),
+    ),
+    Family(
+        "pagewire_quarantined_pulls",
+        "gauge",
+        "Pulls that have failed while something in flight may still write to their pages.",
+        _REPLICA,
+        _each(lambda replica: replica.num_pulls[1]),
+    ),
+    Family(
+        "pagewire_failed_handshakes_total",
+        "counter",
+        "Sources that did not answer, or not well.",
+        _REPLICA,
+        _each(lambda replica: replica.stats.failed_handshakes),
+    ),
+    Family("pagewire_leases", "gauge", "Leases that stand.", _REPLICA, _each(lambda replica: replica.num_leases)),
+    Family(
+        "pagewire_ended_leases_total",
+        "counter",
+        "Leases that have ended: read by all readers, expired unread, or other, as refused or revoked.",
+        ("replica", "how"),
+        _by(("read", "expired", "other"), lambda replica, how: replica.stats.leases[how]),
+    ),
+    Family(
+        "pagewire_reader_notes_total",
+        "counter",
+        "What readers said of leases, by what became of it.",
+        ("replica", "verdict"),
+        _by(get_args(Verdict), lambda replica, verdict: sum(rank.leases.counts[verdict] for rank in replica.ranks)),
+    ),
+)
+QUERIES = Family(
+    "pagewire_handshake_queries_total",
+    "counter",
+    "What peers asked of this process's engines, by what became of it.",
+    ("answer",),
+    _queries,
+)
+
+
+class TransferCollector(FamilyCollector):
+    """Leases, pulls and handshakes of an exchange, or leases and pulls of a `NixlConnectorWorker`, since its start.
+
+    `labels` are those of the process, say `engine="0"`: every sample has them. Raises nothing, see `FamilyCollector`.
+    """
+
+    def __init__(self, source: PageExchange | Transfers, **labels: object) -> None:
+        families = (*FAMILIES, QUERIES) if isinstance(source, PageExchange) else FAMILIES
+        super().__init__("transfer", lambda: source, families, labels)
