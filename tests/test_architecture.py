@@ -24,7 +24,7 @@ VALUES = {
         *("arguments", "copies", "errors", "families", "kv_events", "layout", "metrics", "params", "routing", "storage"),
         "types",
     },
-    "transfer": {"errors", "memory", "stats"},
+    "transfer": {"errors", "memory", "spans", "stats"},
     "scheduler_adapters": {"arguments", "base", "errors", "interrupts", "loop"},
 }
 _MANAGER = {"kvcache values", "kvcache.replica", "kvcache"}

@@ -18,7 +18,7 @@ from scheduler_adapters.errors import TooManyOpenError
 from scheduler_adapters.loop import Output, Request, ServingLoop, finish_reason
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.prefill_router import PrefillConnection
-from scheduler_adapters.service.requests import DecodeRequest, DecodeTimes, Importing, Recent, phases_of
+from scheduler_adapters.service.requests import DecodeRequest, DecodeTimes, Importing, Recent, phases_of, span_of
 from scheduler_adapters.service.sockets import MAX_UNREAD, FrontendQueue
 from transfer.pull.pull_state import PullEvent
 
@@ -54,6 +54,7 @@ class DecodeScheduler:
         times: of each phase.
         clock: seconds, monotonic.
         keyring: what we show prefill processes, and know them by; None for plain sockets.
+        trace: makes a span of each hand-over (`transfer.spans`).
 
     Attributes:
         counts: messages that were "late", attempts that were followed by another ("retries"), requests that "failed",
@@ -77,7 +78,9 @@ class DecodeScheduler:
         times: DecodeTimes | None = None,
         clock: Callable[[], float] = time.monotonic,
         keyring: Keyring | None = None,
+        trace: bool = False,
     ) -> None:
+        self._trace = trace
         self.name = name
         self.counts: Counter[str] = Counter()
         self._loop = loop
@@ -132,7 +135,8 @@ class DecodeScheduler:
             self._emit(msg.Tokens(request_id=name, finished="error", error=str(error), serial=serial))
             return
         attempt, deadline = next(self._attempts), self._clock() + self._times.wait_s
-        self._requests[name] = DecodeRequest(name, attempt, "waiting", deadline, spec=spec, serial=serial)
+        span = span_of(message, self.name) if self._trace else None
+        self._requests[name] = DecodeRequest(name, attempt, "waiting", deadline, spec=spec, serial=serial, span=span)
 
     def abort(self, request_id: str, serial: int = 0) -> None:
         """Forget a request, wherever it is; the frontend hears `cancelled`. Nothing happens where it is over.
@@ -362,6 +366,7 @@ class DecodeScheduler:
             self._fail(request, error)
         elif request.importing is not None:
             self.counts["pulled"] += len(request.importing.pending.dst_pages)
+            request.fenced(happened.event.times)
             self._join(request, request.importing, happened.proof)
 
     def _on_output(self, output: Output) -> None:

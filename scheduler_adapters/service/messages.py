@@ -83,6 +83,7 @@ class Submit(Message, frozen=True, kw_only=True, tag=True):
     max_new_tokens: Count
     cache_salt: Salt | None = None  # requests with different salts never share a page
     serial: Serial = 0  # of no other submission: one that comes again is dropped. 0: each is sent once
+    traceparent: Annotated[str, Meta(max_length=256)] = ""  # of the trace that its hand-over belongs to (W3C's header)
 
 
 class Abort(Message, frozen=True, kw_only=True, tag=True):

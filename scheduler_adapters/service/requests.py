@@ -50,7 +50,9 @@ if TYPE_CHECKING:
     from kvcache.replica.block_table import BlockTable, PendingImport
     from scheduler_adapters.loop import Request
     from scheduler_adapters.service.prefill_router import PrefillConnection
+    from transfer.pull.pull_state import PullTimes
     from transfer.pull.source import Source
+    from transfer.spans import HandoverSpan
 
 PREFILL_MOVES: dict[str, frozenset[str]] = {
     "queued": frozenset({"leasing", "over"}),
@@ -69,6 +71,9 @@ DECODE_MOVES: dict[str, frozenset[str]] = {
     "decoding": frozenset({"over"}),
     "over": frozenset(),
 }
+
+_PARTS = {"waiting": "queue", "asked": "lease", "offered": "room", "pulling": "read"}
+"""Of a hand-over (`transfer.spans.PARTS`), by the phase that it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +148,7 @@ class TrackedRequest:
         phase: where it stands.
         deadline: of this phase.
         reason: the first reason of its failure; empty where there is none.
+        span: of its hand-over, where hand-overs are traced.
     """
 
     moves: ClassVar[Mapping[str, frozenset[str]]]
@@ -152,12 +158,18 @@ class TrackedRequest:
     phase: str
     deadline: float
     reason: str = ""
+    span: HandoverSpan | None = None
 
     def move(self, phase: str, deadline: float = math.inf) -> None:
         """Go on to another phase. Raises `IllegalMoveError` where the table has no such move: a bug of ours."""
         if phase not in self.moves[self.phase]:
             raise IllegalMoveError(f"request {self.request_id!r}, attempt {self.attempt}: {self.phase} to {phase}")
         self.phase, self.deadline = phase, deadline
+        if self.span is not None:
+            self.trace(self.span)
+
+    def trace(self, span: HandoverSpan) -> None:
+        """Tell the span that another phase has begun."""
 
     def blame(self, reason: str) -> str:
         """Keep the first reason; returns it."""
@@ -203,6 +215,18 @@ class PrefillRequest(TrackedRequest):
     prompt: Prompt = field(kw_only=True)
     silent: bool = False
     final: bool = False
+
+
+def span_of(message: msg.Submit, decode: str) -> HandoverSpan:
+    """The span of a request's hand-over, which has begun."""
+    from transfer.spans import HandoverSpan  # noqa: PLC0415  (an extra, for who wants it)
+
+    span = HandoverSpan(
+        {"traceparent": message.traceparent},
+        {"gen_ai.request.id": message.request_id, "pagewire.decode": decode},
+    )
+    span.begin("queue")
+    return span
 
 
 class Importing(NamedTuple):
@@ -256,6 +280,22 @@ class DecodeRequest(TrackedRequest):
     def has_ended_prefill(self) -> bool:
         """Whether the first token of this attempt was offered."""
         return self.offer is not None and self.offer.token is not None
+
+    def trace(self, span: HandoverSpan) -> None:
+        """Each attempt is a hand-over of its own, which ends when its pages are here, or with it."""
+        if self.phase in ("waiting", "decoding", "over"):
+            error = self.reasons[-1] if self.phase == "waiting" else self.reason
+            prefill = "" if self.prefill is None else self.prefill.name
+            tokens = 0 if self.offer is None else self.offer.table.num_tokens
+            span.end(error, attempt=self.attempt, prefill=prefill, tokens=tokens, phase=self.phase)
+        if self.phase in _PARTS:
+            span.begin(_PARTS[self.phase])
+
+    def fenced(self, times: PullTimes | None) -> None:
+        """Its pull has passed: what was the reading was reading and fence, and what follows is taking the pages up."""
+        if self.span is not None and times is not None:
+            self.span.begin("fence", times.fence_at)
+            self.span.begin("commit", times.over_at)
 
     def new_context(self) -> TextContext:
         """A context of all that is known of it."""

@@ -80,6 +80,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefills: tuple[str, ...] = ()  # where the prefill processes listen, for a decode process
     handshake: str = "tcp://127.0.0.1:0"  # where the process tells peers of its engines
     keyring: str = ""  # file of this process's keys (`transfer.wire.keys`); empty for plain sockets
+    trace: bool = False  # a span of OpenTelemetry for each hand-over, where the process has a tracer provider
     metrics: str = ""  # host:port at which Prometheus reads this process's metrics; empty for none
     # Of the fleet (`transfer.wire.secret`), for what engines tell each other, in place of a keyring. Sources on other
     # hosts are read from only with one of them.
@@ -153,6 +154,7 @@ def serve(config: ServerConfig, context: Context, socket: Socket) -> None:
         agent=chaos or Agent,
         keyring=keyring,
         secret=config.secret,
+        replica_options={"timed": config.trace},
     )
     try:
         scheduler: PrefillScheduler | DecodeScheduler
@@ -171,6 +173,7 @@ def serve(config: ServerConfig, context: Context, socket: Socket) -> None:
                 max_open=config.max_open,
                 chunkwise=config.chunkwise,
                 keyring=keyring,
+                trace=config.trace,
             )
         with served_metrics(config, scheduler, loop, exchange):
             _serve(scheduler, socket, config.name, chaos)

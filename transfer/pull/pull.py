@@ -17,7 +17,7 @@ from transfer.memory import MemoryType
 from transfer.nixl.agent import Agent, Handle
 from transfer.pull.lease import CLEARED, WORD_BYTES, LeaseRef, make_words
 from transfer.pull.parts import Part
-from transfer.pull.pull_state import PullEvent, RankPull
+from transfer.pull.pull_state import PullEvent, PullTimes, RankPull
 from transfer.pull.remote import RemoteEngine
 from transfer.stats import PullRecord
 from transfer.wire.messages import ReaderNote, encode_message
@@ -38,6 +38,7 @@ class Puller:
         events: what became of pulls, until the owner takes it.
         ended: figures of pulls that ended well, likewise.
         is_copying: there is more to copy, and who polls does it: the next poll should come at once.
+        timed: the events of pulls that pass say when their fence was posted.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Puller:
         self._free = list(range(slots))
         self._pulls: dict[str, RankPull] = {}
         self._behind: dict[int, Handle] = {}  # by id of the source: what NIXL's thread copies from it
-        self.is_copying = False
+        self.is_copying = self.timed = False
 
     def __len__(self) -> int:
         return len(self._pulls)
@@ -173,7 +174,9 @@ class Puller:
             self._tell(pull, set(range(len(pull.engine.ranks))) - pull.told, "done")
             total_s = self._clock() - pull.started
             self.ended.append(PullRecord(pull.num_bytes, pull.num_runs, pull.post_s, total_s))
-        self.events.append(PullEvent(pull.key, pull.error, safe=True, passed=pull.passed if pull.error else 0))
+        times = PullTimes(pull.fence_at, self._clock()) if pull.fence_at and not pull.error else None
+        passed = pull.passed if pull.error else 0
+        self.events.append(PullEvent(pull.key, pull.error, safe=True, passed=passed, times=times))
 
     def _post(self, pull: RankPull) -> None:
         """Posts what is waiting; of what the posts themselves copy only a little, for others wait to be polled."""
@@ -278,6 +281,8 @@ class Puller:
             pull.fencing.append((handle, rank, slot))
         if not pull.fencing:
             self._passed(pull)
+        elif self.timed:
+            pull.fence_at = self._clock()
 
     def _passed(self, pull: RankPull) -> None:
         """All that was read before the fence was under the lease."""

@@ -12,6 +12,13 @@ from transfer.pull.parts import Part
 from transfer.pull.remote import RemoteEngine
 
 
+class PullTimes(NamedTuple):
+    """When the last fence of a pull was posted, and when it had passed, on the puller's clock."""
+
+    fence_at: float
+    over_at: float
+
+
 class PullEvent(NamedTuple):
     """What became of a pull. The last event of each has `safe` set; an earlier one, at most, says that it failed.
 
@@ -22,12 +29,14 @@ class PullEvent(NamedTuple):
         passed: of a pull that failed, how many of its reads (`PageExchange.read`, or the one of `PageExchange.pull`),
             from the first on, brought pages that were under the lease when they were read: those may be kept, and only
             the rest be pulled from elsewhere.
+        times: of one that passed, where pulls are timed (`ReplicaTransfer`); None elsewhere, and of one without READs.
     """
 
     key: str
     error: str
     safe: bool
     passed: int = 0
+    times: PullTimes | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +52,7 @@ class RankPull:
     more: bool = True  # further parts may be added, so the fence has to wait
     error: str = ""
     failed_at: float = 0.0
+    fence_at: float = 0.0  # where pulls are timed: when the last fence was posted
     num_bytes: int = 0  # read so far, or on their way
     num_runs: int = 0
     post_s: float = 0.0  # that the posts took

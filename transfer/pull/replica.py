@@ -19,7 +19,7 @@ from transfer.errors import PullFailedError, TransferError
 from transfer.plan.page_lists import PageLists, with_blocks
 from transfer.pull.directory import Directory, Peer, Times
 from transfer.pull.lease import LeaseRef
-from transfer.pull.pull_state import PullEvent
+from transfer.pull.pull_state import PullEvent, PullTimes
 from transfer.pull.rank import RankTransfer
 from transfer.pull.source import Place, Source, answered
 from transfer.stats import TransferStats
@@ -69,6 +69,7 @@ class _Pull:
         passed: of each rank, how many calls of `add_pages` a fence has passed.
         told: its owner knows that it has failed.
         refusal: what its source is to be told, of which the owner has had the last event.
+        times: of the last fence, over all ranks that are through.
     """
 
     source: Source | Wanted
@@ -83,6 +84,7 @@ class _Pull:
     error: str = ""
     told: bool = False
     refusal: str = ""
+    times: PullTimes | None = None
 
 
 class ReplicaTransfer:
@@ -95,6 +97,7 @@ class ReplicaTransfer:
         heartbeat_s: how often a source is asked for a sign of life while pulls from it go on.
         dead_after_s: how long it may be silent then.
         idle_s: how long a source is remembered without a pull.
+        timed: the events of pulls that pass say when their fence was posted, and when it passed.
         clock: seconds, monotonic.
 
     Attributes:
@@ -112,9 +115,12 @@ class ReplicaTransfer:
         heartbeat_s: float = 1.0,
         dead_after_s: float = 5.0,
         idle_s: float = 3600.0,
+        timed: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.ranks = list(ranks)
+        for rank in ranks:
+            rank.puller.timed = timed
         self.events: deque[Event] = deque()
         self.stats = TransferStats()
         self._client = client
@@ -363,13 +369,16 @@ class ReplicaTransfer:
             return
         if event.safe:
             pull.open_ranks.discard(at)
+        if event.times is not None:
+            before = pull.times or event.times
+            pull.times = PullTimes(max(before.fence_at, event.times.fence_at), max(before.over_at, event.times.over_at))
         pull.passed[at] = max(pull.passed.get(at, 0), event.passed) if event.error else _ALL
         if event.error:
             self._fail(event.key, event.error)
             self.directory.check(pull.source.place)  # does it live, and is it still the one that we know?
         elif not pull.open_ranks and not pull.error:
             del self._pulls[event.key]
-            self.events.append(PullEvent(event.key, "", safe=True))
+            self.events.append(PullEvent(event.key, "", safe=True, times=pull.times))
 
     def _passed(self, pull: _Pull) -> int:
         return min((pull.passed.get(at, 0) for at in range(len(self.ranks))), default=0)

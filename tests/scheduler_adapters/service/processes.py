@@ -55,13 +55,14 @@ class Service:
         times: DecodeTimes | None = None,
         clock: Callable[[], float] = time.monotonic,
         max_open: int = MAX_OPEN,
+        trace: bool = False,
     ) -> None:
         directory.mkdir(exist_ok=True)
         self.model, self.directory = model, directory
         self.context: zmq.Context[Any] = zmq.Context()
         self.sides = {"prefill": prefill, "decode": decode}
         self.chunkwise, self.lease_s, self.times, self.clock = chunkwise, lease_s, times, clock
-        self.max_open = max_open
+        self.max_open, self.trace = max_open, trace
         self.loops: dict[str, ServingLoop] = {}
         self.exchanges: dict[str, PageExchange] = {}
         self.prefills: dict[str, PrefillScheduler] = {}
@@ -106,7 +107,7 @@ class Service:
         )
         self.loops[name] = ServingLoop(manager, HFRunner(self.model, *manager.further_groups), side.budget)
         self.exchanges[name] = PageExchange(
-            manager, name, bind=f"ipc://{self.directory}/{name}.hand", replica_options=QUICK
+            manager, name, bind=f"ipc://{self.directory}/{name}.hand", replica_options={**QUICK, "timed": self.trace}
         )
         return self.loops[name], self.exchanges[name]
 
@@ -136,6 +137,7 @@ class Service:
             chunkwise=self.chunkwise,
             times=self.times,
             clock=self.clock,
+            trace=self.trace,
         )
 
     def stop_prefill(self, name: str) -> None:

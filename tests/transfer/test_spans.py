@@ -1,0 +1,86 @@
+"""The span of a hand-over: its parts sum to the whole, and it is part of the trace that its request came with."""
+
+from __future__ import annotations
+
+import pytest
+from opentelemetry.trace import StatusCode
+
+from tests.spans import exported, parts_of
+from transfer.spans import PARTS, HandoverSpan
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+UNSAMPLED = PARENT[:-1] + "0"
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def handed_over(begun: list[tuple[str, float]], until: float, carrier: dict[str, str], error: str = "") -> None:
+    clock = Clock()
+    span = HandoverSpan(carrier, {"gen_ai.request.id": "r"}, clock)
+    for part, at in begun:
+        clock.now = at
+        span.begin(part)
+    clock.now = until
+    span.end(error, attempt=2)
+    span.end("and nothing follows")
+
+
+WHOLE = [(part, 100.0 + 0.25 * number) for number, part in enumerate(PARTS)]
+
+
+def test_parts_are_attributes_and_events_and_sum_to_the_whole() -> None:
+    with exported() as spans:
+        handed_over(WHOLE, 103.0, {"traceparent": PARENT})
+    (span,) = spans()
+    assert parts_of(span) == {**dict.fromkeys(PARTS, 0.25), "commit": 1.75}
+    assert span.end_time - span.start_time == 3_000_000_000
+    assert [(event.name, (event.timestamp - span.start_time) / 1e9) for event in span.events] == [
+        (part, at - 100.0) for part, at in WHOLE
+    ]
+    assert f"{span.context.trace_id:032x}" == PARENT.split("-")[1]
+    assert f"{span.parent.span_id:016x}" == PARENT.split("-")[2]
+    assert span.attributes is not None
+    assert span.attributes["gen_ai.request.id"] == "r"
+    assert span.attributes["pagewire.attempt"] == 2
+    assert span.status.status_code is StatusCode.UNSET
+
+
+def test_one_that_failed_says_why_and_has_no_part_that_it_did_not_come_to() -> None:
+    with exported() as spans:
+        handed_over(WHOLE[:3], 101.0, {}, "the source is gone")
+    (span,) = spans()
+    assert parts_of(span) == {**dict.fromkeys(PARTS, 0.0), "queue": 0.25, "lease": 0.25, "room": 0.5}
+    assert (span.status.status_code, span.status.description) == (StatusCode.ERROR, "the source is gone")
+    assert span.parent is None
+
+
+@pytest.mark.parametrize("carrier", [{"traceparent": "nonsense"}, {"traceparent": ""}, {"other": PARENT}])
+def test_headers_that_name_no_trace_begin_one(carrier: dict[str, str]) -> None:
+    with exported() as spans:
+        handed_over(WHOLE, 103.0, carrier)
+    assert spans()[0].parent is None
+
+
+def test_what_the_trace_does_not_sample_is_not_exported() -> None:
+    with exported() as spans:
+        handed_over(WHOLE, 103.0, {"traceparent": UNSAMPLED})
+    assert spans() == []
+
+
+def test_a_part_never_begins_before_the_one_before_it() -> None:
+    """Two threads read the clock: what one says it began may be before what the other has said."""
+    clock = Clock()
+    span = HandoverSpan({}, {}, clock)
+    span.begin("read")
+    span.begin("fence", 99.0)
+    span.begin("commit", 100.5)
+    with exported() as spans:
+        span.end()  # the clock stands: at 100.0 the last part has not even begun
+    (found,) = spans()
+    assert parts_of(found) == {**dict.fromkeys(PARTS, 0.0), "fence": 0.5}
+    assert found.end_time - found.start_time == 500_000_000
