@@ -51,8 +51,12 @@ class HandoverSpan:
         self._begun: list[tuple[str, float]] = []
 
     def begin(self, part: str, at: float | None = None) -> None:
-        """A part begins, now or `at` a time; the one before it is over."""
-        at = self._clock() if at is None else at
+        """A part begins, now or `at` a time; the one before it is over.
+
+        A time that another thread or host has read is held between the beginning of the part before and now.
+        """
+        now = self._clock()
+        at = now if at is None else min(at, now)
         self._begun.append((part, max(at, self._begun[-1][1]) if self._begun else at))
 
     def end(self, error: str = "", **attributes: str | int) -> None:
@@ -60,7 +64,7 @@ class HandoverSpan:
         begun, self._begun = self._begun, []
         if not begun:
             return
-        now, wall_ns = max(self._clock(), begun[-1][1]), time.time_ns()
+        now, wall_ns = self._clock(), time.time_ns()
 
         def wall(at: float) -> int:
             return wall_ns - round((now - at) * 1e9)

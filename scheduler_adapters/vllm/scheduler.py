@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
+    from transfer.spans import HandoverSpan
+
 logger = logging.getLogger("pagewire.vllm")
 _DONE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 _NULL = 0  # vLLM's block that holds nothing: it stands for blocks that a window has left behind
@@ -62,6 +64,7 @@ class SchedulerSide:
         self._refused: set[str] = set()  # readers whose load cannot be, until they are parked
         self._next = StepMetadata()
         self._failed = 0  # requests since the last stats
+        self._spans: dict[str, HandoverSpan] = {}  # of readers whose requests came with a trace, until they are loaded
 
     def set_handshake_metadata(self, ranks: Mapping[tuple[int, int], RankHandshakeMetadata]) -> None:
         """Begins to answer readers. Keys are pipeline and tensor-parallel ranks."""
@@ -86,10 +89,31 @@ class SchedulerSide:
             if wanted is not None:
                 self._connector.hold(request_id, wanted)
                 self._waiting[request_id] = wanted
+                self._begin_span(request, wanted)
         except TransferError as error:
             self._refuse(request_id, str(error))
         if _is_source(params):
             self._shorten(request, params)
+
+    def _begin_span(self, request: Request, wanted: Wanted) -> None:
+        """Only where vLLM traces requests itself does it tell us of their headers: then this process has a provider."""
+        if request.trace_headers:
+            from transfer.spans import HandoverSpan  # noqa: PLC0415  (vLLM's own tracing has it installed)
+
+            span = self._spans[request.request_id] = HandoverSpan(
+                request.trace_headers,
+                {
+                    "gen_ai.request.id": request.request_id,
+                    "pagewire.prefill": wanted.engine_id,
+                    "pagewire.tokens": wanted.num_tokens,
+                },
+            )
+            span.begin("room")
+
+    def _end_span(self, request_id: str, error: str = "") -> None:
+        """The request's blocks are loaded, or never will be. Nothing happens where it has no span."""
+        if (span := self._spans.pop(request_id, None)) is not None:
+            span.end(error)
 
     def _shorten(self, request: Request, params: dict[str, Any]) -> None:
         """Leaves the last token of a prompt to decode, which computes it in any case.
@@ -113,6 +137,7 @@ class SchedulerSide:
         logger.error("%s", reason if request_id in reason else f"request {request_id!r}: {reason}")
         self._refused.add(request_id)
         self._failed += 1
+        self._end_span(request_id, reason)
 
     def match(self, request: Request, num_computed_tokens: int) -> int:
         """Returns how many tokens beyond those that are here a load brings. Changes nothing."""
@@ -142,6 +167,8 @@ class SchedulerSide:
             self._park(request_id, num_external_tokens, fails=True)
         elif request_id in self._waiting:
             fails = not self._load(request, self._waiting.pop(request_id), blocks, num_external_tokens)
+            if not num_external_tokens:
+                self._end_span(request_id)  # all of it is here: there is nothing to load
             self._park(request_id, num_external_tokens, fails=fails)
 
     def _park(self, request_id: str, num_external_tokens: int, *, fails: bool) -> None:
@@ -168,9 +195,12 @@ class SchedulerSide:
         total = self._limit(request) if num_external_tokens else request.num_prompt_tokens
         computed = min(wanted.num_tokens, total) - num_external_tokens
         try:
+            if request.request_id in self._spans:
+                self._spans[request.request_id].begin("read")
             self._connector.load(request.request_id, wanted, block_ids, total, computed, first_blocks=first_blocks)
         except TransferError as error:
             self._connector.cancel(request.request_id, str(error))
+            self._end_span(request.request_id, str(error))
             logger.exception("request %r cannot be loaded", request.request_id)
             self._failed += 1
             return False
@@ -192,7 +222,14 @@ class SchedulerSide:
         """Books what the workers have said."""
         for rank, output in outputs:
             progress = self._connector.update(rank, output)
+            for request_id, (fence_at, over_at) in output.times.items():
+                if (span := self._spans.get(request_id)) is not None:  # of several ranks, once for each
+                    span.begin("fence", fence_at)
+                    span.begin("commit", over_at)
+            for request_id in progress.received - progress.failed.keys():
+                self._end_span(request_id)
             for request_id, reason in progress.failed.items():
+                self._end_span(request_id, reason)
                 if self._waiting.pop(request_id, None) is not None:
                     self._refuse(request_id, reason)
                 else:
@@ -213,6 +250,7 @@ class SchedulerSide:
         self._refused.discard(request_id)
         self._waiting.pop(request_id, None)
         self._connector.cancel(request_id, f"the request has ended: {request.status}")
+        self._end_span(request_id, f"the request has ended: {request.status}")
         self._unsaved.pop(request_id, None)
         if request_id not in self._sources:
             return False, None

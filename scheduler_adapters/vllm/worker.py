@@ -55,6 +55,8 @@ class WorkerSide:
         if self._copy is not None:
             self._worker.set_host_xfer_buffer_ops(self._copy)
         self._worker.register_kv_caches(moved_as)
+        for thread in self._worker.threads:
+            thread.replica.timed = self._vllm_config.observability_config.otlp_traces_endpoint is not None
 
     def _as_moved(self, caches: Mapping[str, Any], pages: Mapping[str, int]) -> dict[str, Cache]:
         """The tensors of attention layers as keys and values lie in them; those of states as they come."""

@@ -83,6 +83,7 @@ class WorkerOutput(msgspec.Struct, kw_only=True):
         received: requests whose load is over, well or not: nothing of it is in flight any more.
         failed: requests whose load failed, and why; among `received` now or later.
         block_ids_with_errors: blocks of failed loads, of every group: what they hold must not be used.
+        times: of loads that ended well, where they are timed, when the last fence was posted and when it had passed.
     """
 
     offered: dict[str, str] = {}
@@ -90,6 +91,7 @@ class WorkerOutput(msgspec.Struct, kw_only=True):
     received: set[str] = set()
     failed: dict[str, str] = {}
     block_ids_with_errors: set[int] = set()
+    times: dict[str, tuple[float, float]] = {}
 
     def __bool__(self) -> bool:
         """Whether anything has happened."""

@@ -139,6 +139,8 @@ class WorkerBook:
         del self._by_key[load.key], self._by_request[load.request_id]
         if not load.silent:
             self.output.received.add(load.request_id)
+            if event.times is not None:
+                self.output.times[load.request_id] = event.times
         return None if load.error else load
 
     def on_lease(self, event: Offered | LeaseOver) -> None:

@@ -119,8 +119,6 @@ class ReplicaTransfer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.ranks = list(ranks)
-        for rank in ranks:
-            rank.puller.timed = timed
         self.events: deque[Event] = deque()
         self.stats = TransferStats()
         self._client = client
@@ -130,6 +128,18 @@ class ReplicaTransfer:
         self._leases: dict[int, set[int]] = {}
         self._times = times = Times(handshake_timeout_s, heartbeat_s, dead_after_s, idle_s)
         self.directory = Directory(self.ranks, client, times, clock, self._start_all, self._fail_all)
+
+        self.timed = timed
+
+    @property
+    def timed(self) -> bool:
+        """Whether the events of pulls that pass say when their fence was posted, and when it passed."""
+        return any(rank.puller.timed for rank in self.ranks)
+
+    @timed.setter
+    def timed(self, value: bool) -> None:
+        for rank in self.ranks:
+            rank.puller.timed = value
 
     def offer(
         self,

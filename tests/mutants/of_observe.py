@@ -1,0 +1,72 @@
+"""Mutations of what operators see: metrics and spans."""
+
+from tests.mutants.mutation import Module, Mutation
+
+_CACHE = "tests/kvcache/test_prometheus.py"
+_TRANSFER = "tests/transfer/test_prometheus.py"
+_SPANS = "tests/transfer/test_spans.py"
+
+OBSERVE: tuple[Module, ...] = (
+    Module(
+        "kvcache.families",
+        [
+            f"{_CACHE}::test_what_cannot_be_read_is_left_out_counted_and_logged_once",
+            f"{_CACHE}::test_a_histogram_has_cumulative_buckets_and_their_sum",
+        ],
+        [
+            Mutation("FamilyCollector.collect", "if family.name not in self._unread:", "if family:"),
+            Mutation("FamilyCollector.collect", "self._unread.get(family.name, 0) + 1", "1"),
+            Mutation("FamilyCollector.collect", "[*self._values, *map(str, values)]", "[*map(str, values)]"),
+            Mutation("_cumulative", "accumulate(counts)", "counts"),
+        ],
+    ),
+    Module(
+        "kvcache.prometheus",
+        [
+            f"{_CACHE}::test_every_figure_is_that_of_the_books",
+            f"{_CACHE}::test_pages_that_something_in_flight_may_write_are_counted_until_it_ends",
+        ],
+        [
+            Mutation("_quarantined", " if pending.closed", ""),
+            Mutation("_pages", "replica.pool.num_pages - free", "replica.pool.num_pages - idle"),
+            Mutation("_prompt_tokens", "metrics.cache_tokens", "metrics.prompt_tokens"),
+            Mutation("_host", "all_of.tiers.replicas[number]", "all_of.tiers.replicas[0]"),
+        ],
+    ),
+    Module(
+        "transfer.prometheus",
+        [f"{_TRANSFER}::test_both_sides_of_a_pull_are_counted", f"{_TRANSFER}::test_failures_are_counted_by_kind"],
+        [
+            Mutation("_by", "read(thread.replica, value)", "read(thread.replica, label[0])"),
+            Mutation("_busy", "thread.pull_seconds", "0.0"),
+        ],
+    ),
+    Module(
+        "transfer.spans",
+        [_SPANS],
+        [
+            Mutation("HandoverSpan.begin", "max(at, self._begun[-1][1])", "at"),
+            Mutation("HandoverSpan.begin", "min(at, now)", "at"),
+            Mutation("HandoverSpan.end", "self._begun = self._begun, []", "_ = self._begun, []"),
+            Mutation(
+                "HandoverSpan.end", "context=TraceContextTextMapPropagator().extract(self._carrier)", "context=None"
+            ),
+            Mutation("HandoverSpan.end", "seconds[part] += until - since", "seconds[part] = 0.0"),
+            Mutation("HandoverSpan.end", "start_time=wall(begun[0][1])", "start_time=wall(begun[-1][1])"),
+            Mutation("HandoverSpan.end", "if error:", "if not error:"),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.service.requests",
+        [
+            "tests/scheduler_adapters/service/test_spans.py::test_each_attempt_has_a_span_and_one_that_fails_says_why",
+        ],
+        [
+            Mutation("DecodeRequest.trace", '"waiting", "decoding", "over"', '"decoding", "over"'),
+            Mutation("DecodeRequest.trace", "self.reasons[-1]", "self.reason"),
+            Mutation("DecodeRequest.fenced", 'self.span.begin("fence", times.fence_at)', "pass"),
+            Mutation("DecodeRequest.fenced", 'self.span.begin("commit", times.over_at)', "pass"),
+            Mutation("TrackedRequest.move", "self.trace(self.span)", "pass"),
+        ],
+    ),
+)
