@@ -417,9 +417,9 @@ class DecodeScheduler:
         self.counts["retries"] += 1
         if avoid is not None:
             request.avoid.add(avoid.name)
+        request.move("waiting", self._clock() + self._times.wait_s)
         request.attempt = next(self._attempts)
         request.offer = request.prefill = None
-        request.move("waiting", self._clock() + self._times.wait_s)
 
     def _give_up(self, request: DecodeRequest, reason: str, *, tell_prefill: bool) -> None:
         """Give back what the request holds, here at once and there by a message; pages that are written stay held."""

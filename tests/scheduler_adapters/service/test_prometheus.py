@@ -40,6 +40,7 @@ def test_the_table_of_metrics_is_that_of_the_code() -> None:
 
 
 def test_a_scrape_yields_what_is_documented_and_what_the_books_say(service: Service) -> None:
+    service.serve([[*range(60, 160)]])
     before = value(scraped(*observed(service, "p0")), "pagewire_ended_leases_total", how="read")
     service.serve([[*range(60, 160)], [*range(60, 120)], [*range(60, 150)]])
     service.assert_nothing_held()
