@@ -58,7 +58,10 @@ class FamilyCollector(Collector):
         self._unread: dict[str, int] = {}
         errors = f"pagewire_{room}_unread_families_total"
         text = "Families that a scrape could not read, and left out; the log says why."
-        self.families = (*families, Family(errors, "counter", text, (), lambda _: [((), sum(self._unread.values()))]))
+        self.families = (*families, Family(errors, "counter", text, (), self._count_unread))
+
+    def _count_unread(self, _: object) -> list[Sample]:
+        return [((), sum(self._unread.values()))]
 
     def describe(self) -> Iterator[Any]:
         """The families without samples, for a registry that looks for names that it has already."""

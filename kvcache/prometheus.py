@@ -65,7 +65,7 @@ def _host_pages(all_of: Replicas) -> Iterator[Sample]:
 
 
 def _host_cached(all_of: Replicas) -> Iterator[Sample]:
-    yield (), 0 if all_of.tiers is None else np.count_nonzero(all_of.tiers.host.pool.index.published[1:])
+    yield (), 0 if all_of.tiers is None else int(np.count_nonzero(all_of.tiers.host.pool.index.published[1:]))
 
 
 def _refused_pages(all_of: Replicas) -> Iterator[Sample]:

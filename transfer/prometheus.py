@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, get_args
+from typing import Protocol, TypeVar, get_args
 
 from kvcache.families import Family, FamilyCollector, Sample
 from transfer.pull.exchange import PageExchange
@@ -14,6 +14,8 @@ from transfer.stats import FAILURES
 from transfer.wire.handshake import Count
 
 _REPLICA = ("replica",)
+_VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+L = TypeVar("L", bound=str)
 
 
 class Transfers(Protocol):
@@ -125,7 +127,7 @@ FAMILIES = (
         "counter",
         "What readers said of leases, by what became of it.",
         ("replica", "verdict"),
-        _by(get_args(Verdict), lambda replica, verdict: sum(rank.leases.counts[verdict] for rank in replica.ranks)),
+        _by(_VERDICTS, lambda replica, verdict: sum(rank.leases.counts[verdict] for rank in replica.ranks)),
     ),
 )
 QUERIES = Family(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -100,7 +100,7 @@ def collectors(
 
 
 @contextmanager
-def serve_metrics(address: str, made: Sequence[FamilyCollector]) -> Iterator[None]:
+def serve_metrics(address: str, made: Sequence[FamilyCollector]) -> Generator[None]:
     """Answers scrapes at `host:port`, in a thread of its own, for the length of a `with` block.
 
     Raises:

@@ -250,7 +250,8 @@ class SchedulerSide:
         self._refused.discard(request_id)
         self._waiting.pop(request_id, None)
         self._connector.cancel(request_id, f"the request has ended: {request.status}")
-        self._end_span(request_id, f"the request has ended: {request.status}")
+        if request.status != RequestStatus.FINISHED_ERROR:  # else what failed is told right after this: `update`
+            self._end_span(request_id, f"the request has ended: {request.status}")
         self._unsaved.pop(request_id, None)
         if request_id not in self._sources:
             return False, None
