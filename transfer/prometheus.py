@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, TypeVar, get_args
+from typing import Protocol, get_args
 
 from kvcache.families import Family, FamilyCollector, Sample
 from transfer.pull.exchange import PageExchange
@@ -14,8 +14,6 @@ from transfer.stats import FAILURES
 from transfer.wire.handshake import Count
 
 _REPLICA = ("replica",)
-_VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
-L = TypeVar("L", bound=str)
 
 
 class Transfers(Protocol):
@@ -41,6 +39,13 @@ def _by(label: Sequence[str], read: Callable[[ReplicaTransfer, str], float]) -> 
                 yield (number, value), read(thread.replica, value)
 
     return samples
+
+
+def _notes(owner: Transfers) -> Iterator[Sample]:
+    verdicts: tuple[Verdict, ...] = get_args(Verdict)
+    for number, thread in enumerate(owner.threads):
+        for verdict in verdicts:
+            yield (number, verdict), sum(rank.leases.counts[verdict] for rank in thread.replica.ranks)
 
 
 def _buckets(name: str) -> Callable[[Transfers], Iterator[Sample]]:
@@ -127,7 +132,7 @@ FAMILIES = (
         "counter",
         "What readers said of leases, by what became of it.",
         ("replica", "verdict"),
-        _by(_VERDICTS, lambda replica, verdict: sum(rank.leases.counts[verdict] for rank in replica.ranks)),
+        _notes,
     ),
 )
 QUERIES = Family(
