@@ -22,6 +22,7 @@ NAMES = (
     "growing_conversation",
     "release",
     "evict",
+    "events",
     "memory",
     "recommend",
     "trace_replay",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
+from kvcache import KVCacheParams, KVEvents, PagedKVCacheManager, TextContext
 
 LONGEST = 1 << 17
 VOCABULARY = 120_000
@@ -13,7 +13,13 @@ _OPEN = 32
 
 
 def manager_of(
-    pages: int, *, page_size: int = 16, rows: int = 64, max_seq_len: int = LONGEST, algorithm: str = "sha256"
+    pages: int,
+    *,
+    page_size: int = 16,
+    rows: int = 64,
+    max_seq_len: int = LONGEST,
+    algorithm: str = "sha256",
+    kv_events: KVEvents | None = None,
 ) -> PagedKVCacheManager:
     """A manager whose pages hold one byte a token: its own cost is measured, not the memory's."""
     params = KVCacheParams(
@@ -24,6 +30,7 @@ def manager_of(
         enable_prefix_caching=True,
         page_size=page_size,
         hash_algorithm=algorithm,  # pyright: ignore[reportArgumentType] - one of the two names
+        kv_events=kv_events,
     )
     return PagedKVCacheManager(params, rows, max_seq_len, 1, ["cpu"], available_cache_memory=pages * page_size)
 

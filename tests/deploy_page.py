@@ -23,6 +23,7 @@ OPTIONS = {
     "ReplicaTransfer": "transfer/pull/replica.py",
     "PagedKVCacheManager": "kvcache/manager.py",
     "KVCacheParams": "kvcache/params.py",
+    "KVEvents": "kvcache/kv_events.py",
     "Routing": "kvcache/routing.py",
     "ServerConfig": "scheduler_adapters/service/server.py",
 }

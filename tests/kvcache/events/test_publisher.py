@@ -1,0 +1,249 @@
+"""What a stream does at its ends: a replay that is too old, a subscriber that does not read, one that asks too much."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from kvcache import InvalidParamsError, KVEvents, PagedKVCacheManager, TextContext
+from kvcache.events.wire import END_OF_REPLAY, BlockStored
+from tests.kvcache.build import manager_of
+from tests.kvcache.events.mirror import PATIENCE_S, Mirror, settled, worker_of
+
+ANY = "tcp://127.0.0.1:0"
+
+
+@pytest.fixture
+def manager() -> Iterator[PagedKVCacheManager]:
+    made = manager_of(32, max_seq_len=120, params={"kv_events": KVEvents(ANY, ANY, topic="kv@a@m", buffer_steps=4)})
+    yield made
+    made.close()
+
+
+def run(manager: PagedKVCacheManager, *starts: int) -> None:
+    for start in starts:
+        context = TextContext([*range(start, start + 30)], 64)
+        with manager.claim(context, 0):
+            assert manager.maybe_reserve(context)
+            manager.fetch([context])
+            context.update(1)
+            manager.step([context])
+        settled(manager)
+
+
+def asked(manager: PagedKVCacheManager, first: int) -> list[tuple[int, list[Any]]]:
+    """What a replay from a number on answers: numbers and events."""
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.connect(manager.kv_event_endpoints[0][1])
+    socket.send_multipart([b"", first.to_bytes(8, "big")])
+    found: list[tuple[int, list[Any]]] = []
+    while True:
+        assert socket.poll(PATIENCE_S * 1000)
+        empty, topic, number, payload = socket.recv_multipart()
+        assert empty == b""
+        if number == END_OF_REPLAY:
+            assert (topic, payload) == (b"", b"")
+            socket.close(linger=0)
+            return found
+        assert topic == b"kv@a@m"
+        stamp, events, rank = msgspec.msgpack.decode(payload)
+        assert abs(stamp - time.time()) < PATIENCE_S
+        assert rank == 0
+        found.append((int.from_bytes(number, "big"), events))
+
+
+def test_the_sequence_begins_at_the_clock_with_all_cleared() -> None:
+    before = time.time_ns() // 1000
+    made = manager_of(16, params={"kv_events": KVEvents(ANY, ANY)})
+    settled(made)
+    first = worker_of(made).streams[0]._ring[0]
+    assert before <= first[0] <= time.time_ns() // 1000
+    assert msgspec.msgpack.decode(first[1])[1] == [{"type": "AllBlocksCleared"}]
+    made.close()
+
+
+def test_what_the_ring_has_is_sent_again(manager: PagedKVCacheManager) -> None:
+    run(manager, 1, 101)
+    last = settled(manager)[0]
+    numbers = [number for number, _ in asked(manager, last)]
+    assert numbers[0] == last
+    assert asked(manager, last + 100) == []
+
+
+def test_what_is_older_than_the_ring_is_answered_with_all_that_is_there(manager: PagedKVCacheManager) -> None:
+    run(manager, *range(1, 1000, 100))
+    first = worker_of(manager).streams[0]._ring[0][0]
+    for old in (0, first - 1):
+        told = asked(manager, old)
+        assert told[0][0] == old
+        assert told[0][1][0] == {"type": "AllBlocksCleared"}
+        stored = {block for _, events in told for event in events[0:] for block in event.get("block_hashes", ())}
+        with Mirror(manager.kv_event_endpoints[0]) as mirror:
+            mirror.settle(manager, 0)
+            assert stored == set(mirror.there["GPU"])
+        assert told[-1][0] >= first  # who has taken that up asks no more
+
+
+def test_the_state_comes_in_parts_under_numbers_that_rise(
+    manager: PagedKVCacheManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(manager, 1, 101, 201)
+    monkeypatch.setattr("kvcache.events.publisher._TOKENS_A_BATCH", 28)
+    told = asked(manager, 5)
+    numbers = [number for number, _ in told]
+    assert numbers[:3] == [5, 6, 7]
+    assert numbers == sorted(numbers)
+    assert len(told[0][1]) == 2
+    last = settled(manager)[0]
+    worker = worker_of(manager)
+    with worker._applying:  # where few numbers are left the last part has the rest
+        few = list(worker.streams[0]._state(worker._book, worker.streams[0].sequence - 2))
+    assert [number - worker.streams[0].sequence for number, _ in few] == [-2, -1]
+    assert last
+
+
+def test_a_question_that_is_none_gets_no_answer(manager: PagedKVCacheManager) -> None:
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.connect(manager.kv_event_endpoints[0][1])
+    for frames in ([b"x"], [b"", b"short"], [b"", bytes(8), b"more"], [b"", bytes(9)]):
+        socket.send_multipart(frames)
+    assert asked(manager, 0)
+    assert not socket.poll(0)
+    socket.close(linger=0)
+
+
+def test_a_ring_is_bounded_in_batches_and_in_bytes(
+    manager: PagedKVCacheManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(manager, *range(1, 1000, 100))
+    stream = worker_of(manager).streams[0]
+    assert len(stream._ring) == 4
+    monkeypatch.setattr("kvcache.events.publisher._RING_BYTES", 10)
+    run(manager, 3001)
+    assert len(stream._ring) == 1
+    assert stream._ring_bytes == len(stream._ring[0][1])
+
+
+def test_a_subscriber_that_reads_nothing_misses_and_is_healed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("kvcache.events.publisher._QUIET_S", 0.02)
+    address = f"ipc://{tmp_path}/s"
+    made = manager_of(32, params={"kv_events": KVEvents(address, ANY, hwm=1, buffer_steps=2)}, dp=2)
+    assert [pub for pub, _ in made.kv_event_endpoints] == [address, f"{address}_dp1"]
+    with Mirror(made.kv_event_endpoints[0]).begin() as mirror:
+        run(made, *range(1, 20_000, 100))
+        before = mirror.replays
+        mirror.settle(made, 0)
+        mirror.same(made, 0)
+        assert mirror.replays >= before
+    made.close()
+
+
+def test_a_flood_of_questions_takes_a_share_of_the_threads_time_and_no_memory(manager: PagedKVCacheManager) -> None:
+    run(manager, 1)
+    worker = worker_of(manager)
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.connect(manager.kv_event_endpoints[0][1])
+    for _ in range(5000):
+        socket.send_multipart([b"", bytes(8)])
+    run(manager, 101)  # it is told of all the same: `run` waits for it
+    assert worker._replay_at > 0
+    started = time.thread_time()
+    run(manager, 201)
+    assert time.thread_time() - started < 1
+    socket.close(linger=0)
+
+
+def test_a_turn_that_fails_is_followed_by_everything_anew(
+    manager: PagedKVCacheManager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvcache.events.publisher._QUIET_S", 0.02)
+    worker = worker_of(manager)
+    with Mirror(manager.kv_event_endpoints[0]).begin() as mirror:
+        real, worker._book.apply = worker._book.apply, lambda entries: 1 // 0
+        deadline = time.monotonic() + PATIENCE_S
+        while "a turn failed" not in caplog.text:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        worker._book.apply = real
+        run(manager, 1)
+        mirror.settle(manager, 0)
+        mirror.same(manager, 0)
+
+
+def test_only_who_has_a_key_hears_anything() -> None:
+    from transfer.wire.keys import make_keyrings
+
+    ours, stranger = make_keyrings(2)
+    ours = msgspec.structs.replace(ours, allowed=(ours.public,))
+    made = manager_of(16, params={"kv_events": KVEvents(ANY, ANY, secure=ours.secure_server)})
+    sockets = [zmq.Context.instance().socket(zmq.SUB) for _ in range(2)]
+    for socket, keyring in zip(sockets, (ours, stranger), strict=True):
+        keyring.secure_client(socket)
+        socket.connect(made.kv_event_endpoints[0][0])
+        socket.subscribe(b"")
+    assert sockets[0].poll(PATIENCE_S * 1000)
+    assert not sockets[1].poll(200)
+    for socket in sockets:
+        socket.close(linger=0)
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"endpoint": "127.0.0.1:1"}, "endpoint is '127.0.0.1:1': an address"),
+        ({"endpoint": None}, "endpoint is None"),
+        ({"replay_endpoint": "tcp://127.0.0.1"}, "replay_endpoint is .* a port is needed"),
+        ({"topic": b"x"}, "topic is b'x': text is needed"),
+        ({"buffer_steps": 0}, "buffer_steps is 0"),
+        ({"hwm": 0}, "hwm is 0"),
+    ],
+)
+def test_options_that_cannot_work(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidParamsError, match=message):
+        KVEvents(**options)
+
+
+def test_an_address_that_is_taken_is_refused_and_leaves_nothing(manager: PagedKVCacheManager) -> None:
+    taken = manager.kv_event_endpoints[0][0]
+    with pytest.raises(InvalidParamsError, match=f"cannot bind {taken}"):
+        manager_of(16, params={"kv_events": KVEvents(ANY, taken)})
+
+
+def test_each_rank_has_the_port_after_the_one_before() -> None:
+    options = KVEvents("tcp://127.0.0.1:5557", "inproc://replay")
+    assert options.addresses(0) == ("tcp://127.0.0.1:5557", "inproc://replay")
+    assert options.addresses(3) == ("tcp://127.0.0.1:5560", "inproc://replay_dp3")
+
+
+def test_without_a_prefix_cache_nothing_is_opened(caplog: pytest.LogCaptureFixture) -> None:
+    made = manager_of(16, caching=False, params={"kv_events": KVEvents(ANY)})
+    assert made.kv_event_endpoints == []
+    assert "kv_events changes nothing without enable_prefix_caching" in caplog.text
+
+
+def test_events_of_long_runs_are_several() -> None:
+    from kvcache.events.book import EventBook
+    from kvcache.events.log import Described
+    from kvcache.replica.hashing import PrefixHasher
+
+    size, pages = 1024, 40
+    tokens = np.arange(size * pages, dtype=np.int32)
+    hasher = PrefixHasher("sha256", size, None, ())
+    digests = hasher.digests(tokens, 0, pages)
+    book = EventBook(1, pages, size, "full_attention")
+    one = np.array([0]), np.array([pages])
+    told = [event for _, event in book.apply([Described([hasher], *one, [tokens.tobytes()]), (0, True, digests)])]
+    assert [len(event.block_hashes) for event in told if isinstance(event, BlockStored)] == [16, 16, 8]
+    assert [event.parent_block_hash for event in told[1:] if isinstance(event, BlockStored)] == [
+        told[0].block_hashes[-1],  # type: ignore[union-attr]
+        told[1].block_hashes[-1],  # type: ignore[union-attr]
+    ]
