@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.mutants.mutation import ROOT, Module, Mutation, mutated
+from tests.mutants.of_events import EVENTS
 from tests.mutants.of_exchange import EXCHANGE
 from tests.mutants.of_kvcache import KVCACHE
 from tests.mutants.of_kvcache_tiers import KVCACHE_TIERS
@@ -32,6 +33,7 @@ from tests.mutants.tree import Run, Tree
 MODULES: tuple[Module, ...] = (
     *KVCACHE,
     *KVCACHE_TIERS,
+    *EVENTS,
     *TRANSFER,
     *TRANSFER_PLAN,
     *SCHEDULER_ADAPTERS,

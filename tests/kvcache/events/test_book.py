@@ -1,0 +1,136 @@
+"""The books behind the events: what is known of a page, for how long, and what is told of it."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from kvcache.events.book import EventBook, Told
+from kvcache.events.log import FILES, HOST, Described
+from kvcache.events.wire import BlockRemoved, BlockStored, Event
+from kvcache.replica.hashing import PrefixHasher
+
+SIZE, CAPACITY = 4, 40
+
+
+class Prompt:
+    """A prompt of so many pages; `first` and `last` are pages of it."""
+
+    def __init__(self, tokens: list[int], salt: str | None = None) -> None:
+        self.tokens = np.array(tokens, np.int32)
+        self.hasher = PrefixHasher("sha256", SIZE, salt, ())
+        self.digests = self.hasher.digests(self.tokens, 0, len(tokens) // SIZE)
+
+    def described(self, first: int, last: int) -> Described:
+        tokens = self.tokens[first * SIZE : last * SIZE].tobytes()
+        return Described([self.hasher], np.array([first]), np.array([last]), [tokens])
+
+    def come(self, source: int, first: int, last: int) -> tuple[int, bool, np.ndarray]:
+        return source, True, self.digests[first:last]
+
+    def go(self, source: int, first: int, last: int) -> tuple[int, bool, np.ndarray]:
+        return source, False, self.digests[first:last]
+
+    def hashes(self, first: int, last: int) -> list[int]:
+        return [int.from_bytes(digest.tobytes()[-8:], "big") for digest in self.digests[first:last]]
+
+
+def book_of(ranks: int = 1) -> EventBook:
+    return EventBook(ranks, CAPACITY, SIZE, "full_attention")
+
+
+def blocks(told: list[Told] | list[Event], kind: type = BlockStored) -> list[list[int]]:
+    events = [one.event if isinstance(one, Told) else one for one in told]
+    return [event.block_hashes for event in events if isinstance(event, kind)]
+
+
+def test_a_page_that_comes_back_brings_what_continues_it() -> None:
+    book, prompt, other = book_of(), Prompt([*range(40)]), Prompt([*range(12), *range(50, 78)])
+    book.apply([prompt.described(0, 10), prompt.come(0, 0, 10), None])
+    book.apply([other.described(3, 6), other.come(0, 3, 6), None])
+    assert blocks(book.apply([prompt.go(0, 2, 3), None]), BlockRemoved) == [prompt.hashes(2, 3)]
+    told = blocks(book.apply([prompt.described(2, 3), prompt.come(0, 2, 3), None]))
+    assert told[0] == prompt.hashes(2, 3)
+    assert sorted(told[1:]) == sorted([prompt.hashes(3, 10), other.hashes(3, 6)])
+
+
+def test_what_comes_before_the_page_that_it_continues_is_told_again_behind_it() -> None:
+    book, prompt = book_of(), Prompt([*range(40)])
+    book.apply([prompt.described(5, 8), prompt.come(0, 5, 8), None])
+    assert blocks(book.apply([prompt.described(0, 5), prompt.come(0, 0, 5)])) == [
+        prompt.hashes(0, 5),
+        prompt.hashes(5, 8),
+    ]
+
+
+def test_the_other_ranks_and_the_tiers_bring_nothing_along() -> None:
+    book, prompt = book_of(2), Prompt([*range(40)])
+    book.apply([prompt.described(0, 10), prompt.come(0, 0, 10), prompt.come(HOST, 0, 10), None])
+    assert blocks(book.apply([prompt.come(1, 0, 3)])) == [prompt.hashes(0, 3)]
+    assert blocks(book.apply([prompt.go(HOST, 0, 1), prompt.come(HOST, 0, 1)])) == [prompt.hashes(0, 1)]
+
+
+def test_a_page_keeps_its_tokens_while_any_source_has_it() -> None:
+    book, prompt = book_of(), Prompt([*range(24)], "salt")
+    book.apply([prompt.described(0, 6), prompt.come(0, 0, 6), prompt.come(HOST, 0, 6), None])
+    book.apply([prompt.go(0, 0, 6), None, prompt.come(FILES, 0, 6), prompt.go(HOST, 0, 6), None])
+    (event,) = [told.event for told in book.apply([prompt.come(HOST, 0, 6), None])]
+    assert isinstance(event, BlockStored)
+    assert event.token_ids == [*range(24)]
+    assert event.extra_keys == [("salt",), None, None, None, None, None]
+    book.apply([prompt.go(HOST, 0, 6), prompt.go(FILES, 0, 6)])
+    again = book.apply([prompt.come(HOST, 0, 6)])[0].event  # in the same call: nothing was forgotten yet
+    assert isinstance(again, BlockStored)
+    assert again.token_ids == [*range(24)]
+    book.apply([prompt.go(HOST, 0, 6), None])
+    assert book._free_count == 4 * CAPACITY
+    assert book._keys == {}
+
+
+def test_what_was_described_and_never_came_is_forgotten() -> None:
+    book, prompt = book_of(), Prompt([*range(40)])
+    book.apply([prompt.described(3, 6), None])
+    assert book._free_count == 4 * CAPACITY
+
+
+def test_one_page_that_went_and_several_after_it_are_one_event() -> None:
+    book, prompt = book_of(), Prompt([*range(40)])
+    book.apply([prompt.described(0, 10), prompt.come(0, 0, 10), None])
+    one = (0, False, int(prompt.digests[9, -1]))
+    told = book.apply([one, prompt.go(0, 7, 9), prompt.come(HOST, 0, 2), prompt.go(0, 5, 7)])
+    assert blocks(told, BlockRemoved) == [[*prompt.hashes(9, 10), *prompt.hashes(7, 9)], prompt.hashes(5, 7)]
+
+
+def test_the_state_is_what_came_and_did_not_go_each_page_after_the_one_that_it_continues() -> None:
+    rng = random.Random(0)
+    for _ in range(30):
+        book = book_of()
+        prompts = [Prompt([rng.randrange(9) for _ in range(16)]) for _ in range(2)]
+        prompts += [Prompt([*one.tokens[:8].tolist(), *[rng.randrange(9) for _ in range(8)]]) for one in prompts]
+        there: dict[int, set[int]] = {0: set(), HOST: set()}
+        for _ in range(40):
+            prompt, source, at = rng.choice(prompts), rng.choice([0, HOST]), rng.randrange(4)
+            (block,) = prompt.hashes(at, at + 1)
+            if block in there[source]:
+                there[source].remove(block)
+                book.apply([prompt.go(source, at, at + 1)])
+            else:
+                there[source].add(block)
+                book.apply([prompt.described(at, at + 1), prompt.come(source, at, at + 1)])
+            if rng.random() < 0.5:
+                book.apply([None])
+        book.apply([None])
+        told = {0: set[int](), HOST: set[int]()}
+        for event in book.state(0):
+            source = 0 if event.medium == "GPU" else HOST
+            before = event.parent_block_hash
+            assert before not in there[source] or before in told[source]
+            assert not told[source] & set(event.block_hashes)
+            told[source] |= set(event.block_hashes)
+        assert told == there
+        assert {source: set(book.hashes(source).tolist()) for source in there} == there
+        used = there[0] | there[HOST]
+        ways = [prompt.hashes(0, 4) for prompt in prompts]
+        continued = {way[at - 1] for way in ways for at in range(1, 4) if way[at] in used}
+        assert 4 * CAPACITY - book._free_count == len(used | continued)

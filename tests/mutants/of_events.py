@@ -1,0 +1,68 @@
+"""Mutations of KV events: what is written down, what is told of it, and what happens where something is lost."""
+
+from tests.mutants.mutation import Module, Mutation
+
+_EVENTS = "tests/kvcache/events/test_events.py"
+_BOOK = "tests/kvcache/events/test_book.py"
+
+EVENTS: tuple[Module, ...] = (
+    Module(
+        "kvcache.events.wire",
+        ["tests/kvcache/events/test_wire.py"],
+        [
+            Mutation("hashes_of", ".byteswap()", ""),
+            Mutation("hashes_of", "[:, -1]", "[:, 0]"),
+            Mutation("keys_of_block", "block == 0 and salt", "salt"),
+            Mutation("keys_of_block", "position % block_size", "position"),
+            Mutation("adapter_of", "None if position else", ""),
+        ],
+    ),
+    Module(
+        "kvcache.events.book",
+        [_BOOK],
+        [
+            Mutation("EventBook._come", "if orphaned.size:", "if not ids.size:"),
+            Mutation("EventBook._come", "if source < 0:", "if source < -9:"),
+            Mutation(
+                "EventBook._go", "np.subtract.at(self._kids[source]", "np.add.at(self._kids[source]", [_BOOK, _EVENTS]
+            ),
+            Mutation("EventBook._go", "self._left.append(ids)", "pass"),
+            Mutation("EventBook._go", "last.source == source and", ""),
+            Mutation("EventBook._describe", "self._left.append(ids)", "pass"),
+            Mutation("EventBook._describe", "self._tell_known(ids)", "pass", [_EVENTS]),
+            Mutation("EventBook._forget_left", "while (left :=", "while len(self._left) and (left :="),
+            Mutation("EventBook._forget_left", "self._keys.pop(one, None)", "pass"),
+            Mutation("EventBook._forget_left", "self._refs[left] == 0", "self._refs[left] >= 0"),
+            Mutation("EventBook._chains", "follows[parents] = 0", "pass"),
+            Mutation("EventBook._chains", 'heads[np.argsort(self._depth[heads], kind="stable")]', "heads[::-1]"),
+            Mutation("EventBook._below", "~np.isin(below, told)", "below > 0"),
+            Mutation(
+                "EventBook._stored", "len(run), most", "len(run), len(run)", ["tests/kvcache/events/test_publisher.py"]
+            ),
+        ],
+    ),
+    Module(
+        "kvcache.events.log",
+        [_EVENTS],
+        [
+            Mutation("EventLog.watch", "if (there :=", "if not (there :="),
+            Mutation("EventLog.end_call", "len(self.entries) > _MOST_ENTRIES", "not self.entries"),
+        ],
+    ),
+    Module(
+        "kvcache.events.publisher",
+        ["tests/kvcache/events/test_publisher.py"],
+        [
+            Mutation("_Stream.send", "len(self._ring) > self._most or", ""),
+            Mutation("_Stream.send", "self._ring_bytes > _RING_BYTES", "self._ring_bytes < 0"),
+            Mutation("_Stream.answer", "first >= oldest and", ""),
+            Mutation("_Stream.answer", "len(asked[2]) != 8", "len(asked[2]) > 8"),
+            Mutation("_Stream._state", "min(first + at, last)", "first"),
+            Mutation("_Stream._state", "yield last, self._encoded([])", "yield first, self._encoded([])"),
+            Mutation("_Worker.run", "self._behind = True", "pass"),
+            Mutation("_Worker.run", "stream.send([AllBlocksCleared()])", "pass", [_EVENTS]),
+            Mutation("_Worker.catch_up", "self._behind = True", "pass", [_EVENTS]),
+            Mutation("_Worker._poll", "self._replay_at = now +", "self._replay_at = 0 * now -"),
+        ],
+    ),
+)
