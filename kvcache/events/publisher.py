@@ -32,7 +32,7 @@ _RING_BYTES = 64 << 20
 _TOKENS_A_BATCH = 1 << 16
 _REPLAYED = 1000  # batches that a replay sends at most; who lacks more gets the state
 _REPLAY_SHARE = 0.2  # of this thread's time, for replays
-_QUESTION_BYTES = 64
+_QUESTION_BYTES = 1 << 10  # of a message to us: those of CURVE's greeting are the longest
 _END_S = 1.0
 
 _log = logging.getLogger("pagewire")

@@ -20,7 +20,10 @@ _IDENTIFIER_BYTES = 32
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """Consecutive blocks of one prompt are there. `token_ids` are those of all of them, `extra_keys` has each one's."""
+    """Consecutive blocks of one prompt are there. `token_ids` are those of all of them, `extra_keys` has each one's.
+
+    Fields that we never set are here for the bytes: how many there are decides how a map begins.
+    """
 
     block_hashes: list[int]
     parent_block_hash: int | None  # of the block before the first of them; None: they begin a prompt
@@ -32,6 +35,11 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     extra_keys: list[BlockKeys | None] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
+    lookahead_token_ids: list[list[int]] | None = None
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
@@ -80,7 +88,8 @@ def keys_of_block(salt: str | None, keys: Sequence[tuple[int, bytes]], block: in
     found: list[str | tuple[str, int]] = [] if adapter is None else [adapter]
     for position, key in sorted(keys):
         text = _text(key)
-        if position // block_size == block and not (position == 0 and text == adapter):
+        is_adapter = position == 0 and text is not None and text == adapter
+        if position // block_size == block and not is_adapter:
             found.append((key.hex() if text is None else text, position % block_size))
     if block == 0 and salt:
         found.append(salt)
