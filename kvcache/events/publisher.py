@@ -2,8 +2,8 @@
 
 Nothing that a subscriber does reaches the loop: it appends to a log, and this thread takes from it. Every buffer has an
 end. Where a message is lost at one, a gap in the sequence says so, and a replay heals it: by the last batches, or by
-`AllBlocksCleared` and everything that is there now, under the number that was asked for. The sequence begins at the
-clock in microseconds, and the first event is `AllBlocksCleared`: a subscriber of before a restart sees it as later.
+`AllBlocksCleared` and everything that is there now, under the last numbers. The sequence begins at the clock in
+microseconds, and the first event is `AllBlocksCleared`: a subscriber of before a restart sees it as later.
 """
 
 import logging
@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import chain
 from typing import Any, cast
 
@@ -96,23 +96,23 @@ class _Stream:
     def close(self) -> None:
         self.pub.close(linger=200)
         if self.replay is not None:
-            self.replay.close(linger=0)
+            self.replay.close(linger=200)
 
     def _reply(self, who: bytes, frames: tuple[bytes, ...]) -> None:
         if self.replay is not None:  # a peer whose queue is full, or that is gone, is not waited for
             self.replay.send_multipart((who, b"", *frames), zmq.NOBLOCK)
 
     def _state(self, book: EventBook, first: int) -> Iterable[tuple[int, bytes]]:
-        """All that is there, under the numbers from `first` to the last that was sent."""
+        """All that is there, under numbers from `first` on that end with the last that was sent, without a gap.
+
+        So who has taken it up lacks nothing. vLLM's router takes no replay up that has a gap, and both it and Dynamo
+        one that begins late, as one of vLLM does where its ring is short.
+        """
         parts = list(batched(chain([AllBlocksCleared()], book.state(self.rank))))
-        last = self.sequence - 1
-        room = max(1, last - first + 1)
-        if len(parts) > room:
-            parts[room - 1 :] = [list(chain.from_iterable(parts[room - 1 :]))]
-        for at, part in enumerate(parts):
-            yield min(first + at, last), self._encoded(part)
-        if len(parts) < room:
-            yield last, self._encoded([])
+        count = min(len(parts), max(1, self.sequence - first))
+        parts[count - 1 :] = [list(chain.from_iterable(parts[count - 1 :]))]
+        for number, part in enumerate(parts, self.sequence - count):
+            yield number, self._encoded(part)
 
     def _encoded(self, events: Sequence[Event]) -> bytes:
         return encode(EventBatch(time.time(), events, self.rank))
@@ -156,6 +156,8 @@ class _Worker:
             pass
         for stream in self.streams:
             stream.send([AllBlocksCleared()])
+        while ready := dict(self._poller.poll(0)):  # Dynamo's listener waits for its answer without an end
+            self._answer(ready)
         self._close()
 
     def stop(self) -> None:
@@ -195,12 +197,15 @@ class _Worker:
             return
         ready = dict(self._poller.poll(timeout_ms))
         started = time.monotonic()
-        for stream in self.streams:
-            if stream.replay is not None and stream.replay in ready:
-                stream.answer(self._book)
+        self._answer(ready)
         if ready:
             now = time.monotonic()
             self._replay_at = now + (now - started) * (1 / _REPLAY_SHARE - 1)
+
+    def _answer(self, ready: Container[object]) -> None:
+        for stream in self.streams:
+            if stream.replay in ready:
+                stream.answer(self._book)
 
     def _take(self, most: int) -> list[Entry]:
         entries = self._log.entries

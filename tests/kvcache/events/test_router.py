@@ -24,7 +24,7 @@ from tests.kvcache.events.mirror import settled
 
 ROUTER = shutil.which("vllm-router", path=str(Path(sys.executable).parent))
 ANY = "tcp://127.0.0.1:0"
-PATIENCE_S = 120.0
+PATIENCE_S = 60.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(ROUTER is None, reason="needs vllm-router")]
 
