@@ -2,8 +2,8 @@
 
 Nothing that a subscriber does reaches the loop: it appends to a log, and this thread takes from it. Every buffer has an
 end. Where a message is lost at one, a gap in the sequence says so, and a replay heals it: by the last batches, or by
-`AllBlocksCleared` and everything that is there now, under the last numbers. The sequence begins at the clock in
-microseconds, and the first event is `AllBlocksCleared`: a subscriber of before a restart sees it as later.
+`AllBlocksCleared` and everything that is there now, under the number that was asked for. The sequence begins at the
+clock in microseconds, and the first event is `AllBlocksCleared`: a subscriber of before a restart sees it as later.
 """
 
 import logging
@@ -32,6 +32,7 @@ _RING_BYTES = 64 << 20
 _TOKENS_A_BATCH = 1 << 16
 _REPLAYED = 1000  # batches that a replay sends at most; who lacks more gets the state
 _REPLAY_SHARE = 0.2  # of this thread's time, for replays
+_ANEW_S = 10.0  # between two times that everybody is told everything, as somebody has missed too much
 _QUESTION_BYTES = 1 << 10  # of a message to us: those of CURVE's greeting are the longest
 _END_S = 1.0
 
@@ -77,21 +78,22 @@ class _Stream:
         self.sequence += 1
         self.sent_at = time.monotonic()
 
-    def answer(self, book: EventBook) -> None:
-        """Answer one question for a replay: what was sent from a number on."""
+    def answer(self, book: EventBook) -> bool:
+        """Answer one question for a replay: what was sent from a number on; False: that is no more, all is told."""
         if self.replay is None:
-            return
+            return True
         asked = self.replay.recv_multipart(zmq.NOBLOCK)
         if len(asked) != 3 or len(asked[2]) != 8:
-            return
+            return True
         first, oldest = int.from_bytes(asked[2], "big"), self._ring[0][0]
-        if first >= oldest and self.sequence - first <= _REPLAYED:
+        if known := first >= oldest and self.sequence - first <= _REPLAYED:
             batches = ((number, payload) for number, payload in self._ring if number >= first)
         else:
             batches = self._state(book, first)
         for number, payload in batches:
             self._reply(asked[0], (self._topic, _frame(number), payload))
         self._reply(asked[0], (b"", END_OF_REPLAY, b""))
+        return known
 
     def close(self) -> None:
         self.pub.close(linger=200)
@@ -103,15 +105,15 @@ class _Stream:
             self.replay.send_multipart((who, b"", *frames), zmq.NOBLOCK)
 
     def _state(self, book: EventBook, first: int) -> Iterable[tuple[int, bytes]]:
-        """All that is there, under numbers from `first` on that end with the last that was sent, without a gap.
+        """All that is there, under numbers from `first` on, none above the last that was sent.
 
-        So who has taken it up lacks nothing. vLLM's router takes no replay up that has a gap, and both it and Dynamo
-        one that begins late, as one of vLLM does where its ring is short.
+        What was sent since the question comes to the subscriber as well, and changes nothing in the end: of each page
+        the last that is told of it is true.
         """
         parts = list(batched(chain([AllBlocksCleared()], book.state(self.rank))))
         count = min(len(parts), max(1, self.sequence - first))
         parts[count - 1 :] = [list(chain.from_iterable(parts[count - 1 :]))]
-        for number, part in enumerate(parts, self.sequence - count):
+        for number, part in enumerate(parts, first):
             yield number, self._encoded(part)
 
     def _encoded(self, events: Sequence[Event]) -> bytes:
@@ -128,7 +130,8 @@ class _Worker:
         self._closing = threading.Event()
         self._applying = threading.Lock()  # the loop applies entries itself where the thread does not get to it
         self._behind = True  # subscribers are to be told everything anew
-        self._replay_at = 0.0
+        self._replay_at = 0.0  # when the next question is answered, at the earliest
+        self._anew_at = 0.0  # and when a question may have all be told to everybody
         self._poller = zmq.Poller()
         try:
             for rank in range(ranks):
@@ -204,8 +207,9 @@ class _Worker:
 
     def _answer(self, ready: Container[object]) -> None:
         for stream in self.streams:
-            if stream.replay in ready:
-                stream.answer(self._book)
+            if stream.replay in ready and not stream.answer(self._book) and time.monotonic() >= self._anew_at:
+                # vLLM's router takes a replay up only where it leads without a gap to what it has heard.
+                self._behind, self._anew_at = True, time.monotonic() + _ANEW_S
 
     def _take(self, most: int) -> list[Entry]:
         entries = self._log.entries
@@ -260,8 +264,12 @@ def _bound(socket: zmq.Socket[bytes], address: str, options: KVEvents, most: int
         (zmq.SNDHWM, most),
         (zmq.RCVHWM, 100),
         (zmq.MAXMSGSIZE, _QUESTION_BYTES),
-        (zmq.HEARTBEAT_IVL, 5_000),  # a peer that is gone without a word has its queue freed
-        (zmq.HEARTBEAT_TIMEOUT, 15_000),
+        # A peer that is gone without a word has its queue freed. ZMQ's own heartbeats end the process (libzmq 4.3.5,
+        # an assertion) where they find a peer that has filled our queue and is gone.
+        (zmq.TCP_KEEPALIVE, 1),
+        (zmq.TCP_KEEPALIVE_IDLE, 10),
+        (zmq.TCP_KEEPALIVE_INTVL, 5),
+        (zmq.TCP_KEEPALIVE_CNT, 3),
         (zmq.IPV6, int("[" in address)),
     ):
         socket.setsockopt(option, value)

@@ -57,7 +57,7 @@ EVENTS: tuple[Module, ...] = (
             Mutation("_Stream.send", "self._ring_bytes > _RING_BYTES", "self._ring_bytes < 0"),
             Mutation("_Stream.answer", "first >= oldest and", ""),
             Mutation("_Stream.answer", "len(asked[2]) != 8", "len(asked[2]) > 8"),
-            Mutation("_Stream._state", "self.sequence - count", "first"),
+            Mutation("_Stream._state", "enumerate(parts, first)", "enumerate(parts)"),
             Mutation("_Stream._state", "min(len(parts), max(1, self.sequence - first))", "len(parts)"),
             Mutation("_Worker.run", "self._answer(ready)", "break"),
             Mutation("_Worker.run", "self._behind = True", "pass"),

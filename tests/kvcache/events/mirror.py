@@ -84,7 +84,7 @@ class Mirror:
                 self.there, self.tree = {}, {}
             elif event["type"] == "BlockRemoved":
                 for block in event["block_hashes"]:
-                    del self.there[event["medium"]][block]
+                    self.there.get(event["medium"], {}).pop(block, None)
                     if event["medium"] == "GPU":
                         self.prune(block)
             else:

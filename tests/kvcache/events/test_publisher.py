@@ -82,23 +82,22 @@ def test_what_is_older_than_the_ring_is_answered_with_all_that_is_there(manager:
     first = worker_of(manager).streams[0]._ring[0][0]
     for old in (0, first - 1):
         told = asked(manager, old)
+        assert told[0][0] == old
         assert told[0][1][0] == {"type": "AllBlocksCleared"}
         stored = {block for _, events in told for event in events[0:] for block in event.get("block_hashes", ())}
         with Mirror(manager.kv_event_endpoints[0]) as mirror:
             mirror.settle(manager, 0)
             assert stored == set(mirror.there["GPU"])
-        assert told[-1][0] >= first + 3  # who has taken that up asks no more
 
 
-def test_the_state_comes_in_parts_that_end_with_the_last_number(
+def test_the_state_comes_in_parts_and_none_is_above_the_last_number(
     manager: PagedKVCacheManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(manager, 1, 101, 201)
     monkeypatch.setattr("kvcache.events.publisher._TOKENS_A_BATCH", 28)
     told = asked(manager, 5)
     numbers = [number for number, _ in told]
-    assert len(numbers) == 3
-    assert numbers == [*range(numbers[-1] - 2, numbers[-1] + 1)]
+    assert numbers == [5, 6, 7]
     assert len(told[0][1]) == 2
     worker = worker_of(manager)
     with worker._applying:  # where few numbers are left the last part has the rest
@@ -259,3 +258,25 @@ def test_events_of_long_runs_are_several() -> None:
         told[0].block_hashes[-1],  # type: ignore[union-attr]
         told[1].block_hashes[-1],  # type: ignore[union-attr]
     ]
+
+
+def test_who_has_missed_too_much_has_everybody_told_anew_and_not_too_often(manager: PagedKVCacheManager) -> None:
+    run(manager, 1)
+    with Mirror(manager.kv_event_endpoints[0]).begin() as mirror:
+        mirror.settle(manager, 0)
+        del mirror.events[:]
+        asked(manager, 0)
+        mirror.until(lambda: {"type": "AllBlocksCleared"} in mirror.events)
+        mirror.settle(manager, 0)
+        mirror.same(manager, 0)
+        del mirror.events[:]
+        asked(manager, 0)
+        run(manager, 101)
+        mirror.settle(manager, 0)
+        assert {"type": "AllBlocksCleared"} not in mirror.events
+
+
+def test_peers_that_fill_a_queue_and_die_do_no_harm(manager: PagedKVCacheManager) -> None:
+    """Where ZMQ's own heartbeats were on this ended the process, once in some tries: so they are off."""
+    stream = worker_of(manager).streams[0]
+    assert stream.pub.getsockopt(zmq.HEARTBEAT_IVL) == stream.replay.getsockopt(zmq.HEARTBEAT_IVL) == 0
