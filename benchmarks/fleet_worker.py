@@ -142,7 +142,7 @@ class Alone:
         self._name, self._loop = name, loop
         self.frontend = FrontendQueue(others[-1])
         self.sockets: list[Socket] = []
-        loop.on_admit = lambda request_id, _: self.notes.add(request_id, "leasing", "prefill")
+        loop.on_admit = lambda request_id, *_: self.notes.add(request_id, "leasing", "prefill")
 
     def submit(self, message: msg.Submit) -> None:
         """Queue a prompt."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 _SHOWN = 300  # characters of a value in a message
+_LONGEST_PLAIN = 200
 _MOST_DIGITS = 60  # Python refuses to read thousands, which no limit needs
 
 
@@ -94,6 +95,13 @@ def output_folder(text: str) -> Path:
     if not os.access(nearest, os.W_OK):
         raise argparse.ArgumentTypeError(f"folder {_shown(text)} cannot be written: permission denied")
     return path
+
+
+def plain(text: str) -> str:
+    """The type of a name, an address or a secret. What is wrong is not shown: it may be a secret."""
+    if not 0 < len(text) <= _LONGEST_PLAIN or not text.isascii() or not text.isprintable() or not text.strip():
+        raise argparse.ArgumentTypeError(f"1 to {_LONGEST_PLAIN} printable ASCII characters are needed")
+    return text
 
 
 def device(text: str) -> str:

@@ -10,6 +10,7 @@ from typing import NoReturn
 from scheduler_adapters import interrupts
 from scheduler_adapters.arguments import add_options
 from scheduler_adapters.demo.options import DemoOptions
+from scheduler_adapters.front.options import ServeOptions
 from scheduler_adapters.replay.options import ReplayOptions
 
 # Nothing heavy is imported here: torch takes a second, in which an interrupt would show a traceback.
@@ -17,7 +18,7 @@ from scheduler_adapters.replay.options import ReplayOptions
 _BAD = 2  # exit status: something does not work, as argparse has it
 _LONGEST = 1000  # characters of a message
 # Each command: its options, what it does in a line, and what else its help says.
-_COMMANDS: dict[str, tuple[type[DemoOptions | ReplayOptions], str, str]] = {
+_COMMANDS: dict[str, tuple[type[DemoOptions | ReplayOptions | ServeOptions], str, str]] = {
     "demo": (
         DemoOptions,
         "serve prompts across a prefill and a decode process",
@@ -25,6 +26,15 @@ _COMMANDS: dict[str, tuple[type[DemoOptions | ReplayOptions], str, str]] = {
             "Serve prompts across a prefill and a decode process that pulls pages by NIXL READs. "
             "Exit status: 0 if every output equals the model's own greedy output (rounding ties are counted beside) "
             "and no page is left held; 1 if not; 2 if something does not work."
+        ),
+    ),
+    "serve": (
+        ServeOptions,
+        "serve a model by prefill and decode processes behind HTTP, as OpenAI has it",
+        (
+            "Serve a model by prefill and decode processes, on this host or on several, behind OpenAI's completions "
+            "and chat completions. SIGTERM drains: nothing new is taken, what is on its way ends. Exit status: 0 if "
+            "no page was left held; 2 if something does not work."
         ),
     ),
     "replay": (
@@ -72,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
 
 
-def _run(command: str, options: DemoOptions | ReplayOptions) -> int:
+def _run(command: str, options: DemoOptions | ReplayOptions | ServeOptions) -> int:
     from kvcache.errors import KVCacheError  # noqa: PLC0415  (torch, see above)
 
     try:
@@ -80,6 +90,10 @@ def _run(command: str, options: DemoOptions | ReplayOptions) -> int:
             from scheduler_adapters.replay.command import run_replay  # noqa: PLC0415  (as above)
 
             return run_replay(options)
+        if isinstance(options, ServeOptions):
+            from scheduler_adapters.front.command import run_serve  # noqa: PLC0415  (as above)
+
+            return run_serve(options)
         from scheduler_adapters.demo.demo import run_demo  # noqa: PLC0415  (as above)
 
         return run_demo(options)

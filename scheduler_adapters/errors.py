@@ -43,8 +43,8 @@ class ServiceError(AdapterError, RuntimeError):
     """A prefill or decode server did not start, died, or stopped answering."""
 
 
-class TooManyOpenError(ServiceError):
-    """A request beyond those that a frontend may have on their way: it may come again when one of them has ended."""
+class RefusedError(ServiceError):
+    """A request to a process that drains, or has as many as it may have: another one may take it, or it later."""
 
 
 class MessageError(ServiceError, ValueError):

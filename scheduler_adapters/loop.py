@@ -86,7 +86,8 @@ class ServingLoop(Generic[PagesT_co]):
         # A runner without a vocabulary takes every token.
         self.vocab_size: int | None = getattr(runner, "vocab_size", None)
         self.preemptions = 0  # requests that had to give way
-        self.on_admit: Callable[[str, int], None] | None = None  # told of a request that runs now, and its replica
+        # Told of a request that runs now, its replica, and how many of its tokens were cached.
+        self.on_admit: Callable[[str, int, int], None] | None = None
         self._waiting: deque[_Entry] = deque()
         self._running: list[_Entry] = []  # oldest first
         self._held: set[str] = set()
@@ -213,7 +214,7 @@ class ServingLoop(Generic[PagesT_co]):
                 break
             self._running.append(self._waiting.popleft())
             if self.on_admit is not None:
-                self.on_admit(entry.request.request_id, entry.replica)
+                self.on_admit(entry.request.request_id, entry.replica, entry.context.start_idx)
         return outputs
 
     def _claim(self, entry: _Entry) -> bool:

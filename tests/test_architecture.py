@@ -58,6 +58,10 @@ ROOMS: dict[str, set[str]] = {
         *("kvcache values", "kvcache"),
         *("scheduler_adapters values", "scheduler_adapters.hf", "scheduler_adapters.service"),
     },
+    "scheduler_adapters.front": {
+        *("transfer values", "transfer.wire"),
+        *("scheduler_adapters values", "scheduler_adapters.hf", "scheduler_adapters.service"),
+    },
     "scheduler_adapters.replay": {"kvcache values", "kvcache", "scheduler_adapters values"},
     "scheduler_adapters.sglang": {
         *("kvcache values", "kvcache.pool", "kvcache.replica"),
@@ -65,7 +69,8 @@ ROOMS: dict[str, set[str]] = {
     },
     "scheduler_adapters.vllm": {"transfer values", "transfer.wire", "transfer.connector"},
     "scheduler_adapters": {
-        *("kvcache values", "scheduler_adapters values", "scheduler_adapters.demo", "scheduler_adapters.replay"),
+        *("kvcache values", "scheduler_adapters values", "scheduler_adapters.demo", "scheduler_adapters.front"),
+        "scheduler_adapters.replay",
     },
 }
 # What `transfer` may know of `kvcache`: the contract between the packages.

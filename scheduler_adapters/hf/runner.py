@@ -33,7 +33,7 @@ from scheduler_adapters.hf.recurrent import (
 )
 from scheduler_adapters.hf.state_layout import page_bytes, state_layouts
 from scheduler_adapters.hf.state_pages import StatePages
-from scheduler_adapters.hf.tiny import ByteTokenizer, tiny_llama
+from scheduler_adapters.hf.tiny import VOCAB_SIZE, ByteTokenizer, tiny_llama
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -44,10 +44,14 @@ _TIE = 1e-3
 
 
 class Tokenizer(Protocol):
-    """What the demo needs of a tokenizer."""
+    """What the demo and the front need of a tokenizer."""
 
     def encode(self, text: str) -> list[int]:
         """Tokens of `text`."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Text of tokens; what is no whole character yet is U+FFFD."""
         ...
 
 
@@ -157,6 +161,17 @@ def load_tokenizer(path: str | Path | None, vocab_size: int) -> Tokenizer:
         return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:
         raise ModelLoadError(f"model directory {str(path)!r}: its tokenizer cannot be read: {_line(error)}") from error
+
+
+def vocab_size_of(path: str | Path | None) -> int:
+    """Tokens that the model of a directory knows, without its weights. Raises as `load_model`."""
+    if path is None:
+        return VOCAB_SIZE
+    _check_directory(Path(path))
+    try:
+        return text_config_of(_transformers().AutoConfig.from_pretrained(path, local_files_only=True)).vocab_size
+    except Exception as error:
+        raise ModelLoadError(f"model directory {str(path)!r}: no configuration: {_line(error)}") from error
 
 
 def kv_params_of(
@@ -299,11 +314,15 @@ def _set_attention(model: Any, name: str | None) -> None:
         raise UnsupportedModelError(f"{type(model).__name__} does not use the attention interface of transformers")
 
 
-def _load_directory(path: Path) -> PreTrainedModel:
-    transformers = _transformers()
+def _check_directory(path: Path) -> None:
     if not (path / "config.json").is_file():
         state = "has no config.json" if path.exists() else "does not exist"
         raise ModelLoadError(f"model directory {str(path)!r} {state}")
+
+
+def _load_directory(path: Path) -> PreTrainedModel:
+    transformers = _transformers()
+    _check_directory(path)
     try:
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, local_files_only=True, output_loading_info=True

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from transformers import PreTrainedModel
 
 BOS, EOS, PAD = 256, 257, 258
@@ -32,6 +34,12 @@ class ByteTokenizer:
         if self.vocab_size > BOS:
             return [BOS, *tokens]
         return [token % self.vocab_size for token in tokens] or [0]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Text of tokens; the others that are no bytes show as their names, or not at all."""
+        names = {BOS: "<s>", EOS: "</s>", PAD: "<pad>"}
+        others = {token: b"" if skip_special_tokens else names.get(token, "").encode() for token in token_ids}
+        return b"".join(bytes([t]) if t < BOS else others[t] for t in token_ids).decode(errors="replace")
 
 
 def tiny_llama(seed: int = 0) -> PreTrainedModel:

@@ -11,21 +11,29 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter, deque
+from functools import partial
 from typing import TYPE_CHECKING
 
-from kvcache.errors import AlreadyClaimedError, KVCacheError, NoFreeRowError
-from scheduler_adapters.errors import TooManyOpenError
+from kvcache.errors import AlreadyClaimedError, KVCacheError
+from scheduler_adapters.errors import RefusedError
 from scheduler_adapters.loop import Output, Request, ServingLoop, finish_reason
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.prefill_router import PrefillConnection
-from scheduler_adapters.service.requests import DecodeRequest, DecodeTimes, Importing, Recent, phases_of, span_of
+from scheduler_adapters.service.prefill_router import PrefillConnection, renewed
+from scheduler_adapters.service.requests import (
+    DecodeRequest,
+    DecodeTimes,
+    Importing,
+    Recent,
+    phases_of,
+    reserve,
+    span_of,
+)
 from scheduler_adapters.service.sockets import MAX_UNREAD, FrontendQueue
 from transfer.pull.pull_state import PullEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvcache.replica.block_table import BlockTable
     from kvcache.replica.copier import ImportProof
     from scheduler_adapters.base import PulledPages
     from scheduler_adapters.service.sockets import Context, Socket
@@ -60,6 +68,7 @@ class DecodeScheduler:
         counts: messages that were "late", attempts that were followed by another ("retries"), requests that "failed",
             pages "pulled", and pages "reused": cached here already, and not pulled.
         frontend: what it is told goes through here. While it `is_deaf`, nothing should be submitted.
+        draining: each new request is refused.
         connections: to the prefill processes.
     """
 
@@ -83,6 +92,7 @@ class DecodeScheduler:
         self._trace = trace
         self.name = name
         self.counts: Counter[str] = Counter()
+        self.draining = False
         self._loop = loop
         self._manager = loop.manager
         self._exchange = exchange
@@ -91,7 +101,8 @@ class DecodeScheduler:
         self._times = times or DecodeTimes()
         self._clock = clock
         hello = msg.Hello(reader=name, incarnation=exchange.incarnation)
-        self.connections = [PrefillConnection(context, endpoint, hello, clock, keyring) for endpoint in prefills]
+        self._connect = partial(PrefillConnection, context, hello=hello, clock=clock, keyring=keyring)
+        self.connections = [self._connect(endpoint) for endpoint in prefills]
         self._max_open = max_open
         self._requests: dict[str, DecodeRequest] = {}
         # Of each replica the requests that wait for its pages, in the order of their offers, each with its attempt.
@@ -126,17 +137,18 @@ class DecodeScheduler:
         try:
             if name in self._requests:
                 raise AlreadyClaimedError(f"request {name!r} is on its way already")
-            if len(self._requests) >= self._max_open:
-                raise TooManyOpenError(
-                    f"request {name!r} is one too many: decode process {self.name!r} has {self._max_open} on their way"
-                )
+            if self.draining or len(self._requests) >= self._max_open:
+                why = "is draining" if self.draining else f"has {self._max_open} on their way"
+                raise RefusedError(f"request {name!r} is one too many: decode process {self.name!r} {why}")
             self._loop.context_for(spec)
         except KVCacheError as error:
-            self._emit(msg.Tokens(request_id=name, finished="error", error=str(error), serial=serial))
+            again = isinstance(error, RefusedError)
+            self._emit(msg.Tokens(request_id=name, finished="error", error=str(error), serial=serial, elsewhere=again))
             return
-        attempt, deadline = next(self._attempts), self._clock() + self._times.wait_s
-        span = span_of(message, self.name) if self._trace else None
-        self._requests[name] = DecodeRequest(name, attempt, "waiting", deadline, spec=spec, serial=serial, span=span)
+        number, by = next(self._attempts), self._clock() + self._times.wait_s
+        request = DecodeRequest(name, number, "waiting", by, spec=spec, serial=serial, wanted=message.prefill)
+        request.span = span_of(message, self.name) if self._trace else None
+        self._requests[name] = request
 
     def abort(self, request_id: str, serial: int = 0) -> None:
         """Forget a request, wherever it is; the frontend hears `cancelled`. Nothing happens where it is over.
@@ -151,6 +163,14 @@ class DecodeScheduler:
         if request is not None and serial in (0, request.serial):
             self._give_up(request, "cancelled by the client", tell_prefill=True)
             self._finish(request, "cancelled")
+
+    def drain(self) -> None:
+        """Refuse each new request from now on."""
+        self.draining = True
+
+    def follow(self, prefills: Sequence[str]) -> None:
+        """The endpoints of the prefill processes are these now. Nobody is left whose process is still there."""
+        self.connections = renewed(self.connections, prefills, self._connect)
 
     # ---- a round
 
@@ -273,7 +293,7 @@ class DecodeScheduler:
             self._give_up(request, "ended with its first token", tell_prefill=True)
             self._finish(request, reason, (token,))
             return False
-        self._emit(msg.Tokens(request_id=request.request_id, tokens=(token,), serial=request.serial))
+        self._emit(request.news((token,)))
         patience_s = self._times.room_s if request.phase == "offered" else self._times.pull_s
         request.deadline = self._clock() + patience_s
         if request.importing is not None:
@@ -296,7 +316,7 @@ class DecodeScheduler:
                     continue
                 last = offer.token is not None
                 try:
-                    importing = self._reserve(request, offer.table, last=last)
+                    importing = reserve(self._manager, request, offer.table, last=last)
                 except KVCacheError as error:
                     queue.popleft()
                     self._fail(request, str(error), final=True)
@@ -309,25 +329,6 @@ class DecodeScheduler:
                 start, stop = importing.pending.tokens
                 self.counts["reused"] += start // self._manager.page_size
                 self._read(request, importing, last=last, new=start < stop)
-
-    def _reserve(self, request: DecodeRequest, table: BlockTable, *, last: bool) -> Importing | None:
-        """A row and pages for what the source has by now; None, and nothing taken, where one is short.
-
-        Raises:
-            BlockTableMismatchError, PromptTooLongError, SequenceTooLongError: it can never be taken over.
-        """
-        context = request.new_context()
-        try:
-            self._manager.external_claim(request.request_id, request.replica)
-        except NoFreeRowError:
-            return None
-        pending = None
-        try:
-            pending = self._manager.import_block_table(context, table, partial=not last)
-        finally:
-            if pending is None:
-                self._manager.release(request.request_id)
-        return None if pending is None else Importing(context, pending)
 
     def _extend(self, request: DecodeRequest, importing: Importing, offer: msg.PagesOffer) -> None:
         """Read what the source has beyond what it had."""
@@ -376,7 +377,7 @@ class DecodeScheduler:
             request.blame(output.error)
             self._finish(request, output.finished, tokens)
         else:
-            self._emit(msg.Tokens(request_id=output.request_id, tokens=tokens, serial=request.serial))
+            self._emit(request.news(tokens))
 
     # ---- the end, or another attempt
 
@@ -443,8 +444,7 @@ class DecodeScheduler:
         request.move("over")
         del self._requests[request.request_id]
         self.counts["failed"] += finished == "error"
-        error, name = request.reason if finished == "error" else "", request.request_id
-        self._emit(msg.Tokens(request_id=name, tokens=tokens, finished=finished, error=error, serial=request.serial))
+        self._emit(request.news(tokens, finished))
 
     def _emit(self, message: msg.Tokens) -> None:
         self.frontend.send(message)

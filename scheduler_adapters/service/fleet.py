@@ -42,6 +42,7 @@ class Fleet:
 
     Args:
         configs: one for each server; `name` (where empty, the role), `frontend`, `listen` and `prefills` are filled in.
+            Servers with a `frontend` of their own are started here and ended, and nothing else: it hears them.
         program: the command of a server, which takes its settings on standard input.
         curve: give each server keys of a new fleet. Their sockets then let nobody else in, and cannot be read.
         send_timeout_s: most seconds that `send` waits for a server that takes nothing in.
@@ -63,6 +64,7 @@ class Fleet:
         self._program = list(program)
         self._asked = tuple(configs)
         self._curve = curve
+        self._heard_elsewhere = any(config.frontend for config in configs)
         self._configs: dict[str, ServerConfig] = {}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._logs: dict[str, IO[bytes]] = {}
@@ -84,7 +86,8 @@ class Fleet:
     def _filled_in(self, config: ServerConfig) -> ServerConfig:
         name, at = config.name or config.role, f"ipc://{self._folder.path}"
         listen = config.listen or (f"{at}/{name}" if config.role == "prefill" else "")
-        return msgspec.structs.replace(config, name=name, frontend=f"{at}/frontend", listen=listen)
+        frontend = config.frontend or f"{at}/frontend"
+        return msgspec.structs.replace(config, name=name, frontend=frontend, listen=listen)
 
     def __enter__(self) -> Self:
         try:
@@ -99,7 +102,7 @@ class Fleet:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if kind is None:
+            if kind is None and not self._heard_elsewhere:
                 for name in self.running:
                     self.send(name, msg.Stop())
                 self._wait_for_exit(_STOP_TIMEOUT_S)
@@ -154,9 +157,19 @@ class Fleet:
         self._start_one(name)
         self._down.discard(name)
 
+    def status(self, name: str) -> int | None:
+        """The exit status of a server, negative where it is a signal's; None while it runs."""
+        return self._processes[name].poll()
+
     def has_ended(self, name: str) -> bool:
         """Whether the server is gone."""
-        return self._processes[name].poll() is not None
+        return self.status(name) is not None
+
+    def how_ended(self, name: str) -> str:
+        """How a server has ended: its status or the signal, and the last line of its output."""
+        status = self.status(name)
+        how = f"signal {-status}" if status is not None and status < 0 else f"status {status}"
+        return f"({how}){self._last_words(name)}"
 
     def receive(self, timeout_s: float) -> list[msg.AnyMessage]:
         """What the servers have sent, waiting up to `timeout_s` for the first of it.
@@ -203,6 +216,10 @@ class Fleet:
             self._configure()
 
     def _start(self) -> None:
+        if self._heard_elsewhere:
+            for name in self._configs:
+                self._start_one(name)
+            return
         frontend = f"ipc://{self._folder.path}/frontend"
         try:
             self._socket.bind(frontend)
@@ -246,10 +263,8 @@ class Fleet:
 
     def _check_alive(self) -> None:
         for name in self.running:
-            status = self._processes[name].poll()
-            if status is not None:
-                how = f"signal {-status}" if status < 0 else f"status {status}"
-                raise ServiceError(f"the {name} process died ({how}){self._last_words(name)}")
+            if self.has_ended(name):
+                raise ServiceError(f"the {name} process died {self.how_ended(name)}")
 
     def _check_deadline(self, deadline: float, answered: set[str], timeout_s: float) -> None:
         if time.monotonic() > deadline:

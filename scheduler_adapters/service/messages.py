@@ -1,9 +1,11 @@
 """What the processes of a disaggregated service say to each other: msgspec structs, msgpack on ZMQ, no pickle.
 
 frontend ──Submit, Abort──► decode ──Hello──────────────────► prefill
-frontend ◄─────Tokens────── decode ◄─────────────────Welcome── prefill
+frontend ◄─────Tokens────── decode ◄────────Welcome, Leaving── prefill
                             decode ──Prefill, Cancel─────────► prefill
                             decode ◄──────PagesOffer, Failed── prefill
+frontend ──Ask, Drain, Stop, Members──► both
+frontend ◄──Ready, Stats, Left, Fatal── both
 
 Between decode and prefill each message is about one attempt: (request id, attempt). Every number and length has its
 limit in the type, so that what was decoded may be used. `Rejected` answers what could not be decoded.
@@ -32,11 +34,13 @@ _MAX_PROMPT = 1 << 20
 _MAX_REASON = 2000
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
+OptionalName = Annotated[str, Meta(max_length=256)]
 Reason = Annotated[str, Meta(max_length=_MAX_REASON)]
 Salt = Annotated[str, Meta(max_length=256)]
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Prompt = Annotated[tuple[Token, ...], Meta(min_length=1, max_length=_MAX_PROMPT)]
 Count = Annotated[int, Meta(ge=1, le=_MAX_PROMPT)]
+OptionalCount = Annotated[int, Meta(ge=0, le=_MAX_PROMPT)]
 Attempt = Annotated[int, Meta(ge=1, lt=1 << 53)]
 Serial = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Seconds = Annotated[float, Meta(gt=0, le=1e6)]
@@ -68,6 +72,10 @@ class Welcome(Message, frozen=True, kw_only=True, tag=True):
     engines: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=1024)]
 
 
+class Leaving(Message, frozen=True, kw_only=True, tag=True):
+    """Prefill to decode: this process takes nothing new, and ends when what it has is read or over."""
+
+
 class Rejected(Message, frozen=True, kw_only=True, tag=True):
     """Either way: a message could not be taken. It is never answered itself."""
 
@@ -83,6 +91,7 @@ class Submit(Message, frozen=True, kw_only=True, tag=True):
     max_new_tokens: Count
     cache_salt: Salt | None = None  # requests with different salts never share a page
     serial: Serial = 0  # of no other submission: one that comes again is dropped. 0: each is sent once
+    prefill: OptionalName = ""  # the process to have it prefilled by, where it is there and has not failed at it
     traceparent: Annotated[str, Meta(max_length=256)] = ""  # of the trace that its hand-over belongs to (W3C's header)
 
 
@@ -101,6 +110,8 @@ class Tokens(Message, frozen=True, kw_only=True, tag=True):
     finished: Finished | None = None  # why it ended; None while it goes on
     error: str = ""  # what failed, where `finished` is "error"
     serial: Serial = 0  # of the submission
+    cached_tokens: OptionalCount = 0  # with the last: prompt tokens that prefill had cached
+    elsewhere: bool = False  # with an error: this process refuses it for what it is, another one may take it
 
 
 class Prefill(OfAttempt, frozen=True, kw_only=True, tag=True):
@@ -119,6 +130,7 @@ class PagesOffer(OfAttempt, frozen=True, kw_only=True, tag=True):
     table: BlockTable  # the pages by now
     prompt_digest: bytes  # `Prompt.digest` of the tokens that these hold, as prefill has computed them
     token: Token | None = None  # the first new token; None where the prompt still runs
+    cached_tokens: OptionalCount = 0  # of the prompt, that were not computed
 
 
 class Failed(OfAttempt, frozen=True, kw_only=True, tag=True):
@@ -135,9 +147,20 @@ class Cancel(OfAttempt, frozen=True, kw_only=True, tag=True):
 
 
 class Ready(Message, frozen=True, kw_only=True, tag=True):
-    """Server to frontend: set up. A decode server may not have reached every prefill server yet, and waits for one."""
+    """Server to frontend: set up. A decode server may not have reached every prefill server yet, and waits for one.
+
+    With `ServerConfig.ready_s` said again and again, and when the process begins to drain.
+    """
 
     name: Name
+    role: Role = "prefill"
+    incarnation: OptionalName = ""  # random, new with each start
+    listen: OptionalName = ""  # where a prefill process listens for decode processes
+    max_tokens: OptionalCount = 0  # most tokens of a request, new ones included
+    draining: bool = False  # takes nothing new
+    page_size: OptionalCount = 0  # tokens
+    kv_events: OptionalName = ""  # where its KV events are published
+    kv_replay: OptionalName = ""  # where what was missed of them is asked for
 
 
 class Fatal(Message, frozen=True, kw_only=True, tag=True):
@@ -175,14 +198,30 @@ class Stats(Message, frozen=True, kw_only=True, tag=True):
     faults: dict[str, int] = {}  # how often each was injected, where the process runs under chaos
 
 
+class Left(Message, frozen=True, kw_only=True, tag=True):
+    """Server to frontend: drained; the process ends now, and this is what it leaves."""
+
+    stats: Stats
+
+
+class Members(Message, frozen=True, kw_only=True, tag=True):
+    """Frontend to server, again and again: who is there. It also shows that the server can still be reached."""
+
+    prefills: Annotated[tuple[Name, ...], Meta(max_length=1024)]  # where prefill processes listen
+
+
+class Drain(Message, frozen=True, kw_only=True, tag=True):
+    """Frontend to server: take nothing new, and end when nothing is on its way or held any more."""
+
+
 class Stop(Message, frozen=True, kw_only=True, tag=True):
     """Frontend to server: end."""
 
 
 ToPrefill = Hello | Prefill | Cancel | Rejected
-ToDecode = Welcome | PagesOffer | Failed | Rejected
-FromFrontend = Submit | Abort | Ask | Stop
-ToFrontend = Tokens | Ready | Fatal | Stats | Rejected
+ToDecode = Welcome | Leaving | PagesOffer | Failed | Rejected
+FromFrontend = Submit | Abort | Ask | Members | Drain | Stop
+ToFrontend = Tokens | Ready | Fatal | Stats | Left | Rejected
 AnyMessage = ToPrefill | ToDecode | FromFrontend | ToFrontend
 
 _encoder = msgspec.msgpack.Encoder()

@@ -61,6 +61,7 @@ class PrefillScheduler:
 
     Attributes:
         counts: messages that were "malformed", or "late"; requests that "failed".
+        draining: nothing new is taken.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class PrefillScheduler:
     ) -> None:
         self.name = name
         self.counts: Counter[str] = Counter()
+        self.draining = False
         self._loop = loop
         self._exchange = exchange
         self._socket = socket
@@ -123,6 +125,13 @@ class PrefillScheduler:
             self._exchange.wait(replica, _OFFERED_S)
             busy |= self._take_events()
         return busy or self._loop.num_running > 0
+
+    def drain(self) -> None:
+        """Take nothing new from now on; what is here runs, and is kept until it is read or its lease is over."""
+        if not self.draining:
+            self.draining = True
+            for reader in list(self._readers):
+                self._send(reader, msg.Leaving())
 
     def stats(self) -> msg.Stats:
         """Counters now, after a recount of the pages."""
@@ -181,6 +190,8 @@ class PrefillScheduler:
             self._lose(sender, f"decode process {known.name!r} calls itself {hello.reader!r} now")
         self._readers.setdefault(sender, _DecodeConnection(hello.reader, hello.incarnation))
         self._send(sender, self._welcome)
+        if self.draining:
+            self._send(sender, msg.Leaving())
         if sender not in self._readers:
             return  # it has hung up: its `Hello` came after that of the connection that followed
         reason = f"decode process {hello.reader!r} has connected anew"
@@ -219,6 +230,9 @@ class PrefillScheduler:
             prompt=prompt_of(message.prompt, message.cache_salt),
         )
         try:
+            if self.draining:
+                self._fail(request, f"prefill process {self.name!r} is draining")
+                return
             if len(self._requests) >= LEASE_SLOTS:
                 self._fail(request, f"prefill process {self.name!r} has {LEASE_SLOTS} requests open")
                 return
@@ -239,12 +253,12 @@ class PrefillScheduler:
 
     # ---- what comes of it
 
-    def _on_admit(self, key: str, replica: int) -> None:
+    def _on_admit(self, key: str, replica: int, cached: int) -> None:
         """The request has pages: ask for its lease now, so that it stands when the model has run."""
         request = self._requests.get(key)
         if request is None:
             return  # a request of somebody else's
-        request.replica = replica
+        request.replica, request.cached_tokens = replica, cached
         request.source = self._exchange.offer(key, self._times.lease_s, running=True)
         if request.source is not None:  # always: each replica has a lease word for each request
             request.move("leasing", self._clock() + self._times.step_s)
@@ -323,6 +337,7 @@ class PrefillScheduler:
             table=table,
             prompt_digest=request.prompt.digest(table.num_tokens),
             token=request.token,
+            cached_tokens=request.cached_tokens,
         )
         self._send(request.reader, offer)
 

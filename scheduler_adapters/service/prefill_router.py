@@ -76,6 +76,7 @@ class PrefillConnection:
         load: prompt tokens that it has to compute for us and that have not come.
         history: what it may have cached.
         malformed: messages that could not be decoded.
+        leaving: the process takes nothing new.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class PrefillConnection:
         self.load = 0
         self.history = PromptHistory()
         self.malformed = 0
+        self.leaving = False
         self._context = context
         self._hello = hello
         self._clock = clock
@@ -139,8 +141,10 @@ class PrefillConnection:
         for frames in received(self._socket):
             match message := self._decoded(frames):
                 case msg.Welcome():
-                    self.welcome, self._pause_s = message, _PAUSE_S
+                    self.welcome, self._pause_s, self.leaving = message, _PAUSE_S, False
                     yield message
+                case msg.Leaving():
+                    self.leaving = True
                 case msg.Rejected(stranger=True):
                     self.lose(f"prefill process {self.name!r} was restarted, or has given this connection up")
                     return
@@ -188,20 +192,35 @@ class PrefillConnection:
             return None
 
 
+def renewed(
+    connections: Sequence[PrefillConnection], endpoints: Sequence[str], connect: Callable[[str], PrefillConnection]
+) -> list[PrefillConnection]:
+    """The connections where the processes listen at these endpoints now. One whose process is still there stays."""
+    kept = [one for one in connections if one.endpoint in endpoints or one.welcome is not None]
+    for one in connections:
+        if one not in kept:
+            one.close()
+    known = {one.endpoint for one in kept}
+    return kept + [connect(endpoint) for endpoint in endpoints if endpoint not in known]
+
+
 def route(
-    connections: Sequence[PrefillConnection], message: msg.Prefill, avoid: set[str]
+    connections: Sequence[PrefillConnection], message: msg.Prefill, avoid: set[str], wanted: str = ""
 ) -> tuple[PrefillConnection, int] | None:
     """Have a prompt computed by the process that will have done so first, which is guessed by load and history.
 
-    Between equals the one with less in its cache; one that is to be avoided only where there is no other. Whom it was
-    asked of, and the tokens booked there as its load; None where nobody took it.
+    Between equals the one with less in its cache; one that is to be avoided only where there is no other. The one that
+    is wanted comes before all that guessing. Whom it was asked of, and the tokens booked there as its load; None where
+    nobody took it.
     """
-    there = [one for one in connections if one.welcome]
+    there = [one for one in connections if one.welcome and not one.leaving]
     if not there:
         return None
     chunks = chunks_of(message.prompt, message.cache_salt) if len(connections) > 1 else []
     missing = {one: len(message.prompt) - one.history.tokens_of(chunks) for one in there}
-    chosen = min(there, key=lambda one: (one.name in avoid, one.load + missing[one], len(one.history)))
+    chosen = min(
+        there, key=lambda one: (one.name in avoid, one.name != wanted, one.load + missing[one], len(one.history))
+    )
     if not chosen.send(message):
         return None
     chosen.load += missing[chosen]

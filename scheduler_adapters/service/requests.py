@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from kvcache.errors import NoFreeRowError
 from kvcache.replica.context import TextContext
 from scheduler_adapters.errors import IllegalMoveError
 from scheduler_adapters.service import messages as msg
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
 
     from kvcache.replica.block_table import BlockTable, PendingImport
+    from scheduler_adapters.base import PulledPages
     from scheduler_adapters.loop import Request
     from scheduler_adapters.service.prefill_router import PrefillConnection
     from transfer.pull.pull_state import PullTimes
@@ -192,6 +194,7 @@ class PrefillRequest(TrackedRequest):
         key: what the loop and the transfer call it.
         chunkwise: the reader takes pages while the prompt runs.
         replica: ours that holds the pages, once there is a lease.
+        cached_tokens: of the prompt, that were not computed.
         source: what the reader is told of its pages, once a lease was asked for.
         table: of the whole prompt, once computed.
         token: the first new token, likewise.
@@ -208,6 +211,7 @@ class PrefillRequest(TrackedRequest):
     key: str = ""
     chunkwise: bool = False
     replica: int = 0
+    cached_tokens: int = 0
     source: Source | None = None
     table: BlockTable | None = None
     token: int | None = None
@@ -243,6 +247,7 @@ class DecodeRequest(TrackedRequest):
     Attributes:
         spec: what the client asked for.
         serial: of its submission; 0 for none.
+        wanted: name of the prefill process to ask first; empty for any.
         emitted: tokens that the client has had.
         prefill: the process that was asked.
         load: prompt tokens that it has to compute, as far as is known, and that have not come.
@@ -257,6 +262,7 @@ class DecodeRequest(TrackedRequest):
 
     spec: Request = field(kw_only=True)
     serial: int = 0
+    wanted: str = ""
     emitted: list[int] = field(default_factory=list[int])
     prefill: PrefillConnection | None = None
     load: int = 0
@@ -297,6 +303,17 @@ class DecodeRequest(TrackedRequest):
             self.span.begin("fence", times.fence_at)
             self.span.begin("commit", times.over_at)
 
+    def news(self, tokens: tuple[int, ...], finished: msg.Finished | None = None) -> msg.Tokens:
+        """What the frontend is told: tokens that follow the ones before, and whether they are the last."""
+        return msg.Tokens(
+            request_id=self.request_id,
+            tokens=tokens,
+            finished=finished,
+            error=self.reason if finished == "error" else "",
+            serial=self.serial,
+            cached_tokens=0 if finished is None or self.offer is None else self.offer.cached_tokens,
+        )
+
     def new_context(self) -> TextContext:
         """A context of all that is known of it."""
         limit = len(self.spec.prompt) + self.spec.max_new_tokens
@@ -316,7 +333,7 @@ class DecodeRequest(TrackedRequest):
             chunkwise=chunkwise,
             cache_salt=self.spec.cache_salt,
         )
-        asked = route(connections, message, self.avoid)
+        asked = route(connections, message, self.avoid, self.wanted)
         if asked is None:
             return False
         self.prefill, self.load = asked
@@ -334,3 +351,23 @@ class DecodeRequest(TrackedRequest):
         if before is None or before.token is not None:
             return before is not None
         return offer.token is None and offer.table.num_tokens <= before.table.num_tokens
+
+
+def reserve(manager: PulledPages, request: DecodeRequest, table: BlockTable, *, last: bool) -> Importing | None:
+    """A row and pages for what the source has by now; None, and nothing taken, where one is short.
+
+    Raises:
+        BlockTableMismatchError, PromptTooLongError, SequenceTooLongError: it can never be taken over.
+    """
+    context = request.new_context()
+    try:
+        manager.external_claim(request.request_id, request.replica)
+    except NoFreeRowError:
+        return None
+    pending = None
+    try:
+        pending = manager.import_block_table(context, table, partial=not last)
+    finally:
+        if pending is None:
+            manager.release(request.request_id)
+    return None if pending is None else Importing(context, pending)

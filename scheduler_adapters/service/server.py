@@ -5,11 +5,14 @@ Its settings come as one line of JSON on standard input. The pipe stays open: it
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import signal
 import sys
+import time
 import traceback
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -21,6 +24,7 @@ import torch
 import zmq
 
 from kvcache.errors import KVCacheError
+from kvcache.kv_events import KVEvents
 from scheduler_adapters.errors import MessageError
 from scheduler_adapters.loop import ServingLoop
 from scheduler_adapters.service import messages as msg
@@ -33,6 +37,7 @@ from scheduler_adapters.service.sockets import (
     FrontendQueue,
     Socket,
     bind_router,
+    join_frontend,
     received,
     wait_for_any,
 )
@@ -40,12 +45,14 @@ from transfer.nixl.agent import Agent
 from transfer.nixl.chaos import ChaosAgent, Rates
 from transfer.pull.exchange import PageExchange
 from transfer.wire.keys import load_keyring
+from transfer.wire.secret import read_secret
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvcache.manager import PagedKVCacheManager
     from transfer.memory import MemoryType
+    from transfer.wire.keys import Keyring
 
 _IDLE_MS = 1
 _LAST_WORDS_MS = 1000
@@ -78,13 +85,17 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     frontend: str = ""  # endpoint of the parent, to connect to
     listen: str = ""  # where a prefill process listens for decode processes
     prefills: tuple[str, ...] = ()  # where the prefill processes listen, for a decode process
+    # Host where a prefill process publishes KV events, which carry prompts in clear; empty: nowhere.
+    kv_events: str = ""
+    ready_s: float = 0.0  # seconds between two `Ready` to a frontend that follows who comes and goes; 0: said once
     handshake: str = "tcp://127.0.0.1:0"  # where the process tells peers of its engines
     keyring: str = ""  # file of this process's keys (`transfer.wire.keys`); empty for plain sockets
     trace: bool = False  # a span of OpenTelemetry for each hand-over, where the process has a tracer provider
     metrics: str = ""  # host:port at which Prometheus reads this process's metrics; empty for none
-    # Of the fleet (`transfer.wire.secret`), for what engines tell each other, in place of a keyring. Sources on other
-    # hosts are read from only with one of them.
+    # Of the fleet (`transfer.wire.secret`), in place of a keyring: all sockets have keys that are derived from it.
+    # Sources on other hosts are read from only with one of them.
     secret: str = ""
+    allowed_peers: tuple[str, ...] = ()  # hosts and networks that may be read from, beside this host
 
 
 def build_loop(config: ServerConfig) -> tuple[ServingLoop[PagedKVCacheManager], dict[str, str]]:
@@ -99,6 +110,9 @@ def build_loop(config: ServerConfig) -> tuple[ServingLoop[PagedKVCacheManager], 
     params = kv_params_of(
         model.config, page_size=config.page_size, n_devices=config.tp * config.dp, data_parallel_degree=config.dp
     )
+    if config.kv_events and config.role == "prefill":
+        at = f"tcp://{config.kv_events}:0"
+        params = dataclasses.replace(params, kv_events=KVEvents(at, at))
     devices = [config.device] * params.n_devices
     sizes = config.max_requests, config.max_seq_len
     manager = manager_for(model, params, *sizes, devices, available_cache_memory=config.cache_bytes)
@@ -140,27 +154,53 @@ class ChaosAgents:
         return dict(total)
 
 
-def serve(config: ServerConfig, context: Context, socket: Socket) -> None:
-    """Set everything up, say `Ready`, and serve until told to stop."""
+def keys_of(keyring: str, secret: str) -> Keyring | None:
+    """The keys of a process: those in a file, or those that a secret gives; None where it has neither.
+
+    Raises:
+        HandshakeError, InvalidEngineError: the file, or the secret, cannot be used.
+    """
+    if keyring:
+        return load_keyring(Path(keyring))
+    shared = read_secret(secret)
+    return None if shared is None else shared.keyring
+
+
+def serve(config: ServerConfig, context: Context, socket: Socket, told: DrainSignal) -> None:
+    """Set everything up, say `Ready`, and serve until told to stop or drained."""
     chaos = None if config.chaos is None else ChaosAgents(config.chaos, wrong_bytes=config.verify)
-    keyring = load_keyring(Path(config.keyring)) if config.keyring else None
+    keyring = keys_of(config.keyring, config.secret)
     loop, compatibility = build_loop(config)
+    manager = loop.manager
     exchange = PageExchange(
-        loop.manager,
+        manager,
         config.name,
         bind=config.handshake,
         compatibility=compatibility,
         verify=config.verify,
         agent=chaos or Agent,
-        keyring=keyring,
+        keyring=None if config.secret else keyring,
         secret=config.secret,
         replica_options={"timed": config.trace},
+        allowed_peers=config.allowed_peers,
+    )
+    capacity = manager.total_num_pages // manager.num_replicas * manager.page_size
+    events, replay = (manager.kv_event_endpoints or [("", None)])[0]
+    ready = msg.Ready(
+        name=config.name,
+        role=config.role,
+        incarnation=exchange.incarnation,
+        max_tokens=min(config.max_seq_len, capacity + 1),
+        page_size=manager.page_size,
+        kv_events=events,
+        kv_replay=replay or "",
     )
     try:
         scheduler: PrefillScheduler | DecodeScheduler
         if config.role == "prefill":
             router, times = bind_router(context, config.listen, keyring), PrefillTimes(lease_s=config.lease_s)
             scheduler = PrefillScheduler(config.name, loop, exchange, router, times=times)
+            ready = msgspec.structs.replace(ready, listen=router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"))
         else:
             scheduler = DecodeScheduler(
                 config.name,
@@ -176,10 +216,10 @@ def serve(config: ServerConfig, context: Context, socket: Socket) -> None:
                 trace=config.trace,
             )
         with served_metrics(config, scheduler, loop, exchange):
-            _serve(scheduler, socket, config.name, chaos)
+            _Rounds(scheduler, socket, Herald(ready, config.ready_s), chaos).run(told)
     finally:
         exchange.close()
-        loop.manager.close()
+        manager.close()
 
 
 def served_metrics(
@@ -197,54 +237,112 @@ def served_metrics(
     return serve_metrics(config.metrics, made)
 
 
-def _serve(scheduler: PrefillScheduler | DecodeScheduler, socket: Socket, name: str, chaos: ChaosAgents | None) -> None:
-    decode = scheduler if isinstance(scheduler, DecodeScheduler) else None
-    frontend = FrontendQueue(socket) if decode is None else decode.frontend
-    frontend.send(msg.Ready(name=name))
-    while True:
-        # A frontend that leaves its answers unread is not heard either: what it sends waits, until its own deadline.
-        hears = [] if frontend.is_deaf else [socket]
-        for frames in itertools.chain.from_iterable(map(received, hears)):
-            match message := _decoded(frames, frontend):
-                case msg.Stop():
-                    return
-                case msg.Ask():
-                    faults = {} if chaos is None else chaos.faults
-                    frontend.send(msgspec.structs.replace(scheduler.stats(), faults=faults))
-                case msg.Submit() if decode is not None:
-                    decode.submit(message)
-                case msg.Abort() if decode is not None:
-                    decode.abort(message.request_id, message.serial)
-                case _:
-                    pass  # answered already, or nothing for a prefill process: decode processes alone ask it
-        if decode is None:
-            frontend.flush()
-        if not scheduler.poll():
-            wait_for_any([*hears, *scheduler.sockets], _IDLE_MS)
+class DrainSignal:
+    """What a signal has told the process."""
+
+    drain = False
+
+    def on_signal(self, _number: int, _frame: object) -> None:
+        """The process is to drain."""
+        self.drain = True
 
 
-def _decoded(frames: list[bytes], frontend: FrontendQueue) -> msg.AnyMessage | None:
-    try:
-        return msg.decode_frames(frames, msg.FromFrontend)
-    except MessageError as error:
-        frontend.send(msg.Rejected(reason=msg.clipped(str(error))))
-        return None
+class Herald:
+    """Says `Ready` when it is due: first of all, when the process begins to drain, and every `ready_s` seconds."""
+
+    def __init__(self, ready: msg.Ready, ready_s: float) -> None:
+        self._ready = ready
+        self._ready_s = ready_s
+        self._due = 0.0
+
+    def say(self, frontend: FrontendQueue, *, draining: bool) -> None:
+        """Say it where it is due. What the frontend has not read yet is not said once more."""
+        if draining != self._ready.draining:
+            self._ready, self._due = msgspec.structs.replace(self._ready, draining=draining), 0.0
+        if (now := time.monotonic()) >= self._due and not frontend.is_behind:
+            self._due = now + self._ready_s if self._ready_s else math.inf
+            frontend.send(self._ready)
+
+
+class _Rounds:
+    """The rounds of a process: what its frontend says, what its scheduler does, until there is no more to do."""
+
+    def __init__(
+        self, scheduler: PrefillScheduler | DecodeScheduler, socket: Socket, herald: Herald, chaos: ChaosAgents | None
+    ) -> None:
+        self._scheduler = scheduler
+        self._decode = scheduler if isinstance(scheduler, DecodeScheduler) else None
+        self._frontend = FrontendQueue(socket) if self._decode is None else self._decode.frontend
+        self._socket = socket
+        self._herald = herald
+        self._chaos = chaos
+        self._stopped = False
+
+    def run(self, told: DrainSignal) -> None:
+        """Serve until the frontend says `Stop`, or until nothing is left of what was there when draining began."""
+        scheduler, frontend = self._scheduler, self._frontend
+        while not self._stopped:
+            if told.drain:
+                scheduler.drain()
+            self._herald.say(frontend, draining=scheduler.draining)
+            # A frontend that leaves its answers unread is not heard either: what it sends waits.
+            hears = [] if frontend.is_deaf else [self._socket]
+            for frames in itertools.chain.from_iterable(map(received, hears)):
+                self._on_frames(frames)
+            if self._decode is None:
+                frontend.flush()
+            if scheduler.draining and not scheduler.open_requests and not frontend.is_behind:
+                frontend.send(msg.Left(stats=scheduler.stats()))
+                return
+            if not scheduler.poll() and not self._stopped:
+                wait_for_any([*hears, *scheduler.sockets], _IDLE_MS)
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        decode = self._decode
+        try:
+            message = msg.decode_frames(frames, msg.FromFrontend)
+        except MessageError as error:
+            self._frontend.send(msg.Rejected(reason=msg.clipped(str(error))))
+            return
+        match message:
+            case msg.Stop():
+                self._stopped = True
+            case msg.Drain():
+                self._scheduler.drain()
+            case msg.Ask():
+                faults = {} if self._chaos is None else self._chaos.faults
+                self._frontend.send(msgspec.structs.replace(self._scheduler.stats(), faults=faults))
+            case msg.Members() if decode is not None:
+                decode.follow(message.prefills)
+            case msg.Submit() if decode is not None:
+                decode.submit(message)
+            case msg.Abort() if decode is not None:
+                decode.abort(message.request_id, message.serial)
+            case _:
+                pass  # nothing for a prefill process: decode processes alone ask it
 
 
 def main() -> int:
     """Run one process, whose parent is watched already; the exit status."""
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=ServerConfig)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and stops us in order
+    return run(config)
+
+
+def run(config: ServerConfig, draining: tuple[signal.Signals, ...] = (signal.SIGTERM,)) -> int:
+    """Serve until the frontend says `Stop`, or until drained, which these signals tell as well; the exit status."""
+    told = DrainSignal()
+    for number in draining:
+        signal.signal(number, told.on_signal)
     sys.setswitchinterval(_SWITCH_S)
     torch.set_num_threads(config.threads)
     # The frontend has a context of its own, so that its last words are waited for. Keys are looked at in the process's.
     context: Context = zmq.Context()
     frontend = context.socket(zmq.DEALER)
-    frontend.setsockopt(zmq.IDENTITY, config.name.encode())
-    frontend.connect(config.frontend)
     try:
+        join_frontend(frontend, config.frontend, config.name, keys_of(config.keyring, config.secret))
         shared: Context = zmq.Context.instance()  # pyright: ignore[reportUnknownVariableType] -- untyped there
-        serve(config, shared, frontend)
+        serve(config, shared, frontend, told)
     except Exception as error:  # noqa: BLE001  (the parent reports it, whatever it is)
         traceback.print_exc()
         text = str(error) if isinstance(error, KVCacheError) else f"{type(error).__name__}: {error}"

@@ -37,12 +37,32 @@ def bounded_socket(context: Context, kind: int) -> Socket:
     socket.setsockopt(zmq.MAXMSGSIZE, msg.MAX_MESSAGE_BYTES)  # a longer one ends that connection, nothing else
     socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
     socket.setsockopt(zmq.SNDHWM, _MAX_QUEUED)
+    _watch_peers(socket)
+    return socket
+
+
+def join_frontend(socket: Socket, endpoint: str, name: str, keyring: Keyring | None) -> None:
+    """Connect a DEALER to the frontend, under the name of this process.
+
+    Messages to it are limited by its `FrontendQueue`, those of it by what the socket holds. A frontend that was started
+    anew is found again. Over ipc no keys are needed: the folder is private. `ServiceError` where the endpoint is none.
+    """
+    _watch_peers(socket)
+    socket.setsockopt(zmq.IDENTITY, name.encode())
+    if keyring is not None and not endpoint.startswith("ipc:"):
+        keyring.secure_client(socket)
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        raise ServiceError(f"{endpoint!r} is no endpoint of a frontend: {error}") from error
+
+
+def _watch_peers(socket: Socket) -> None:
     socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENT_MS)
     socket.setsockopt(zmq.HANDSHAKE_IVL, _SILENT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-    return socket
 
 
 def bind_router(context: Context, endpoint: str, keyring: Keyring | None = None) -> Socket:
@@ -93,6 +113,11 @@ class FrontendQueue:
         self.is_deaf = False
         self._socket = socket
         self._unread: deque[bytes] = deque()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether something waits."""
+        return bool(self._unread)
 
     def send(self, message: msg.ToFrontend) -> None:
         """Send, or keep what cannot be sent yet."""

@@ -176,8 +176,8 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
             Mutation("DecodeScheduler._fail", "request.avoid.add(avoid.name)", "pass"),
             Mutation(
                 "DecodeScheduler.submit",
-                "if len(self._requests) >= self._max_open:",
-                "if len(self._requests) > self._max_open:",
+                "if self.draining or len(self._requests) >= self._max_open:",
+                "if self.draining or len(self._requests) > self._max_open:",
                 [
                     "tests/scheduler_adapters/service/test_frontend.py::test_a_request_beyond_those_that_may_be_on_their_way_is_refused_alone"
                 ],

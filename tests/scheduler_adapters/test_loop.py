@@ -288,7 +288,7 @@ def test_a_replica_short_of_pages_takes_none_from_another(model: Any, monkeypatc
     at = {"r0": 0, "r1": 0, "r2": 1}
     monkeypatch.setattr(loop.manager, "get_or_recommend_replica", lambda context: at[context.request_id])
     admitted: list[tuple[str, int]] = []
-    loop.on_admit = lambda request_id, replica: admitted.append((request_id, replica))
+    loop.on_admit = lambda request_id, replica, _: admitted.append((request_id, replica))
     prompts = [[5] * 10, [6] * 10, [7] * 10]
     outputs = serve(loop, requests_of(prompts, new=30))
     assert tokens_of(outputs) == [reference_tokens(model, prompt, 30) for prompt in prompts]

@@ -1,0 +1,5 @@
+"""`pagewire serve`: the service behind HTTP as OpenAI has it, on one host or on several.
+
+Imports the values of `transfer`, `transfer.wire`, `scheduler_adapters.hf`, `scheduler_adapters.service` and
+the values of `scheduler_adapters`. Start reading at `frontend.py`.
+"""

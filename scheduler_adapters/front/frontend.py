@@ -1,0 +1,346 @@
+"""`Frontend`: which processes there are, which decode process a request goes to, and what becomes of it.
+
+Processes come to us: each connects, says `Ready` again and again, and is told in return who else is there. One is gone
+when nothing can be sent to it any more, or when another one comes under its name. What it had then goes to another
+decode process, with the tokens that the client has had: greedy decoding continues them as it would have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import zmq
+
+from scheduler_adapters.errors import MessageError, RefusedError, ServiceError
+from scheduler_adapters.service import messages as msg
+from scheduler_adapters.service.sockets import received
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Collection, Sequence
+
+    from scheduler_adapters.service.sockets import Socket
+
+MAX_ATTEMPTS = 3
+_TICK_S = 0.25  # between two looks at who is there
+_WAIT_S = 10.0  # that a request waits for a decode process to be there
+_DRAIN_S = 600.0  # for a process to end what it has
+_ASK_S = 10.0
+
+log = logging.getLogger("pagewire.front")
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A process of the fleet, as it said itself.
+
+    Attributes:
+        ready: the latest of what it said.
+        serials: of the requests that it has of us.
+        stats: its counters, when they were asked for last.
+    """
+
+    ready: msg.Ready
+    serials: set[int] = field(default_factory=set[int])
+    stats: msg.Stats | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Attempt:
+    """A request at one decode process."""
+
+    name: str
+    request_id: str
+    serial: int
+    news: asyncio.Queue[msg.Tokens] = field(default_factory=asyncio.Queue[msg.Tokens])
+
+
+class Placement(Protocol):
+    """Says which prefill process is to compute a prompt."""
+
+    async def place(self, request_id: str, prompt: Sequence[int], prefills: Collection[str]) -> str:
+        """The name of one of these processes; empty to leave it to the decode process. Books it as its load."""
+        ...
+
+    async def prefilled(self, request_id: str) -> None:
+        """The prompt of a request has run."""
+
+    async def over(self, request_id: str) -> None:
+        """The request has ended, in whatever way. Safe twice, and for one that was never placed."""
+
+    async def follow(self, members: Sequence[msg.Ready]) -> None:
+        """These prefill processes are there now."""
+
+
+class Frontend:
+    """Serves requests from a fleet. Belongs to one event loop.
+
+    Args:
+        socket: a bound ROUTER (`sockets.bind_router`), to which the processes connect.
+        placement: of prompts; None leaves it to the decode processes, which guess by what each was asked for before.
+
+    Attributes:
+        members: who is there, by name.
+        left: the last counters of those that have drained, by name.
+    """
+
+    def __init__(self, socket: Socket, placement: Placement | None = None) -> None:
+        self.members: dict[str, Member] = {}
+        self.left: dict[str, msg.Stats] = {}
+        self._socket = socket
+        self._placement = placement
+        self._attempts: dict[int, _Attempt] = {}
+        # From the clock, so that those of an earlier frontend of the same processes do not come again.
+        self._serials = itertools.count(time.time_ns() // 1000)
+        self._changed = asyncio.Event()
+        self._is_due = False
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens of a request, new ones included. `RefusedError` where a kind of process is missing."""
+        for role in ("prefill", "decode"):
+            if not self._serving(role):
+                raise RefusedError(f"no {role} process takes requests now")
+        return min(member.ready.max_tokens for member in self.members.values())
+
+    async def run(self) -> None:
+        """Hear the processes, and tell them who is there, until cancelled."""
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._socket.FD, self._poll)
+        try:
+            while True:
+                self._poll()
+                self._tell_members()
+                if self._placement is not None:
+                    await self._placement.follow([one.ready for one in self._serving("prefill")])
+                await asyncio.sleep(_TICK_S)
+        finally:
+            loop.remove_reader(self._socket.FD)
+
+    # ---- requests
+
+    async def generate(
+        self, request_id: str, prompt: Sequence[int], max_new_tokens: int, cache_salt: str | None = None
+    ) -> AsyncGenerator[msg.Tokens]:
+        """The tokens of a request as they come; the last message says why it ended. Closing it aborts the request.
+
+        Raises:
+            RefusedError: nobody takes it; it may come again later.
+            ServiceError: it failed, for the reason that is said.
+        """
+        emitted: list[int] = []
+        reasons: list[str] = []
+        pulled = False
+        refused: set[str] = set()
+        while len(reasons) < MAX_ATTEMPTS:
+            attempt = await self._submit(
+                request_id, (*prompt, *emitted), max_new_tokens - len(emitted), cache_salt, refused
+            )
+            try:
+                while True:
+                    news = await attempt.news.get()
+                    if news.finished == "error":
+                        if not news.elsewhere:
+                            raise ServiceError(news.error)
+                        if attempt.name in self.members:  # not one that was lost: it may come back
+                            refused.add(attempt.name)
+                        reasons.append(news.error)
+                        break
+                    if self._placement is not None and not pulled:
+                        await (self._placement.over if emitted else self._placement.prefilled)(request_id)
+                        pulled = bool(emitted)  # decode's own first token comes when it has read the pages
+                    emitted += news.tokens
+                    yield news
+                    if news.finished:
+                        return
+            finally:
+                self._forget(attempt)
+                if self._placement is not None:
+                    await asyncio.shield(self._placement.over(request_id))
+        raise ServiceError(f"{len(reasons)} attempts: " + "; ".join(reasons))
+
+    async def _submit(
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        max_new_tokens: int,
+        cache_salt: str | None,
+        refused: set[str],
+    ) -> _Attempt:
+        prefill = ""
+        if self._placement is not None:
+            there = [one.ready.name for one in self._serving("prefill")]
+            prefill = await self._placement.place(request_id, prompt, there)
+        while True:
+            name = await self._choose(refused)
+            serial = next(self._serials)
+            attempt = _Attempt(name, f"{request_id}.{serial}", serial)
+            submit = msg.Submit(
+                request_id=attempt.request_id,
+                prompt=prompt,
+                max_new_tokens=max_new_tokens,
+                cache_salt=cache_salt,
+                serial=serial,
+                prefill=prefill,
+            )
+            if self._send(name, submit):
+                self._attempts[serial] = attempt
+                self.members[name].serials.add(serial)
+                return attempt
+
+    async def _choose(self, refused: set[str]) -> str:
+        """The decode process with the fewest requests of us, of those that have not refused this one."""
+        deadline = time.monotonic() + _WAIT_S
+        while True:
+            there = self._serving("decode")
+            willing = [member for member in there if member.ready.name not in refused]
+            if willing:
+                return min(willing, key=lambda member: len(member.serials)).ready.name
+            if there:
+                raise RefusedError(f"no decode process takes it: {', '.join(sorted(refused))} have refused it")
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), deadline - time.monotonic())
+            except TimeoutError:
+                raise RefusedError(f"no decode process was there for {_WAIT_S:.0f} s") from None
+
+    def _forget(self, attempt: _Attempt) -> None:
+        """Nobody waits for this any more: where it goes on, it is aborted."""
+        if self._attempts.pop(attempt.serial, None) is not None:
+            self._send(attempt.name, msg.Abort(request_id=attempt.request_id, serial=attempt.serial))
+        if attempt.name in self.members:
+            self.members[attempt.name].serials.discard(attempt.serial)
+
+    # ---- processes
+
+    async def drain(self, names: Collection[str]) -> None:
+        """Have these processes take nothing new and end. `ServiceError` where one does not, or leaves pages held."""
+        for name in names:
+            self._send(name, msg.Drain())
+        deadline = time.monotonic() + _DRAIN_S
+        while any(name in self.members for name in names) and time.monotonic() < deadline:
+            self._changed.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), _TICK_S)
+        for name in names:
+            if name in self.members:
+                raise ServiceError(f"the {name} process has not drained within {_DRAIN_S:.0f} s")
+            if name in self.left and self.left[name].pages_held:
+                raise ServiceError(f"the {name} process has drained, and holds {self.left[name].pages_held} pages")
+
+    async def stats(self) -> dict[str, msg.Stats]:
+        """The counters of all processes that answer."""
+        asked = [name for name in list(self.members) if self._send(name, msg.Ask())]
+        for name in asked:
+            if name in self.members:
+                self.members[name].stats = None
+        deadline = time.monotonic() + _ASK_S
+        while any(name in self.members and self.members[name].stats is None for name in asked):
+            if time.monotonic() > deadline:
+                break
+            await asyncio.sleep(0.005)
+        return {name: member.stats for name, member in self.members.items() if member.stats is not None}
+
+    def _serving(self, role: msg.Role) -> list[Member]:
+        return [one for one in self.members.values() if one.ready.role == role and not one.ready.draining]
+
+    def _tell_members(self) -> None:
+        """Tell each process who is there; whoever cannot be told is gone."""
+        prefills = tuple(one.ready.listen for one in self._serving("prefill"))
+        for name in list(self.members):
+            self._send(name, msg.Members(prefills=prefills))
+
+    def _send(self, name: str, message: msg.FromFrontend) -> bool:
+        """Whether it could be sent. A process that cannot be reached is gone; one whose queue is full is not."""
+        try:
+            self._socket.send_multipart([name.encode(), msg.encode(message)], zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError:
+            self._lose(name, f"{name} is gone, or silent")
+            return False
+        self._poll_soon()
+        return True
+
+    def _lose(self, name: str, reason: str) -> None:
+        member = self.members.pop(name, None)
+        if member is None:
+            return
+        log.warning("%s; it had %d requests", reason, len(member.serials))
+        for serial in member.serials:
+            attempt = self._attempts.pop(serial, None)
+            if attempt is not None:
+                lost = msg.Tokens(
+                    request_id=attempt.request_id, finished="error", error=reason, serial=serial, elsewhere=True
+                )
+                attempt.news.put_nowait(lost)
+        self._changed.set()
+
+    # ---- messages
+
+    def _poll_soon(self) -> None:
+        """The descriptor tells once that messages have come, and sending may have taken that in."""
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._poll)
+
+    def _poll(self) -> None:
+        self._is_due = False
+        heard = False
+        for sender, *frames in received(self._socket):
+            heard = True
+            name = sender.decode(errors="replace")
+            try:
+                self._on_message(name, msg.decode_frames(frames, msg.ToFrontend))
+            except MessageError as error:
+                log.warning("%s: %s", name, error)
+        if heard:
+            self._poll_soon()
+
+    def _on_message(self, name: str, message: msg.AnyMessage) -> None:
+        match message:
+            case msg.Ready():
+                self._on_ready(name, message)
+            case msg.Tokens():
+                self._on_tokens(name, message)
+            case msg.Stats() if name in self.members:
+                self.members[name].stats = message
+            case msg.Left(stats=stats):
+                self.left[name] = stats
+                self._lose(name, f"{name} has drained: {stats.pages_held} pages held")
+            case msg.Fatal(error=error):
+                self._lose(name, f"{name} failed: {error}")
+            case msg.Rejected(reason=reason):
+                log.warning("%s could not take a message: %s", name, reason)
+            case _:
+                pass
+
+    def _on_ready(self, name: str, ready: msg.Ready) -> None:
+        known = self.members.get(name)
+        if known is not None and known.ready.incarnation != ready.incarnation:
+            self._lose(name, f"{name} was started anew")
+            known = None
+        if known is None:
+            log.warning("%s is there", name)
+            self.members[name] = Member(ready)
+        elif ready.draining and not known.ready.draining:
+            log.warning("%s drains", name)
+        self.members[name].ready = ready
+        if known is None or known.ready != ready:
+            self._changed.set()
+            self._tell_members()
+
+    def _on_tokens(self, name: str, message: msg.Tokens) -> None:
+        attempt = self._attempts.get(message.serial)
+        if attempt is None or attempt.name != name:
+            if message.finished is None:  # of a request that nobody waits for any more, say of an earlier frontend
+                self._send(name, msg.Abort(request_id=message.request_id, serial=message.serial))
+            return
+        if message.finished is not None:
+            del self._attempts[message.serial]
+        attempt.news.put_nowait(message)

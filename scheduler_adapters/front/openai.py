@@ -1,0 +1,324 @@
+"""OpenAI's completions and chat completions: from the body of a request to a prompt, from tokens to answers.
+
+Pure translation, without sockets. What the service does not do (sampling, several choices, log probabilities) is
+refused by name, where it is asked for; values that change nothing are taken.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from scheduler_adapters.errors import AdapterError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from scheduler_adapters.hf.runner import Tokenizer
+    from scheduler_adapters.service.messages import Finished
+
+Json = dict[str, Any]
+Kind = Literal["completion", "chat"]
+
+_DEFAULT_TOKENS = 16  # of a completion; a chat takes what there is room for
+_UNFINISHED = "\ufffd"  # what a tokenizer makes of bytes that are no whole character yet
+# What changes nothing, of parameters that the service does not have. None always does.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "temperature": (0,),
+    "echo": (False,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (),
+    "suffix": ("",),
+    "stop": ("", []),
+    "stop_token_ids": ([],),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "tools": ([],),
+    "functions": ([],),
+    "response_format": ({"type": "text"},),
+}
+_ENDS = {"eos": "stop", "length": "length"}
+
+
+class OpenAIError(AdapterError, ValueError):
+    """What a client is told in OpenAI's form: an HTTP status, a sentence, and the parameter that is meant."""
+
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+    def body(self) -> Json:
+        """The JSON of the answer."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What is served, and what its requests may be.
+
+    Attributes:
+        name: by which clients ask for it.
+        tokenizer: of its texts.
+        vocab_size: tokens that it knows.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    vocab_size: int
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool = False
+
+
+class _Body(msgspec.Struct):
+    """The fields that completions and chats have in common; further ones are looked up in `_NEUTRAL`, or ignored."""
+
+    model: str
+    prompt: Any = None
+    messages: list[Json] | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None  # as in vLLM
+    return_token_ids: bool | None = None  # as in vLLM
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request, as the service takes it.
+
+    Attributes:
+        kind: what was asked for.
+        prompt: tokens.
+        max_tokens: most tokens to generate; None: as many as there is room for.
+        stream: answer in parts.
+        include_usage: a stream ends with the usage.
+        cache_salt: requests with different salts share nothing.
+        return_token_ids: the answer has the tokens, too.
+        model: as the client called it.
+        request_id: what the answer is called.
+        created: seconds since 1970.
+    """
+
+    kind: Kind
+    prompt: tuple[int, ...]
+    max_tokens: int | None
+    stream: bool
+    include_usage: bool
+    cache_salt: str | None
+    return_token_ids: bool
+    model: str
+    request_id: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+def read_request(kind: Kind, data: bytes, served: ServedModel) -> Asked:
+    """What the body of a request asks for.
+
+    Raises:
+        OpenAIError: it is no JSON, names another model, or asks for what cannot be.
+    """
+    try:
+        whole = msgspec.json.decode(data, type=dict[str, Any])
+        body = msgspec.convert(whole, _Body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise OpenAIError(f"the body is no request: {error}", param=_param(str(error))) from error
+    if body.model != served.name:
+        reason = f"the model {body.model[:200]!r} does not exist, this is {served.name!r}"
+        raise OpenAIError(reason, status=404, param="model", code="model_not_found")
+    for name, values in _NEUTRAL.items():
+        if (given := whole.get(name)) is not None:
+            _refuse_unless_neutral(name, given, values)
+    tokens = _chat_tokens(body, served) if kind == "chat" else _prompt_tokens(body.prompt, served)
+    _check_tokens(tokens, served)
+    most = body.max_completion_tokens if kind == "chat" and body.max_completion_tokens else body.max_tokens
+    if body.stream_options is not None and not body.stream:
+        raise OpenAIError("stream_options are for requests with stream", param="stream_options")
+    prefix = "chatcmpl" if kind == "chat" else "cmpl"
+    return Asked(
+        kind=kind,
+        prompt=tuple(tokens),
+        max_tokens=most if most or kind == "chat" else _DEFAULT_TOKENS,
+        stream=bool(body.stream),
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        cache_salt=body.cache_salt,
+        return_token_ids=bool(body.return_token_ids),
+        model=body.model,
+        request_id=f"{prefix}-{uuid.uuid4().hex}",
+    )
+
+
+def room_for(asked: Asked, capacity: int) -> int:
+    """How many tokens to generate at most, where a request may have `capacity` tokens, new ones included.
+
+    Raises:
+        OpenAIError: it does not fit.
+    """
+    length = len(asked.prompt)
+    most = max(1, capacity - length) if asked.max_tokens is None else asked.max_tokens
+    if length + most > capacity:
+        param = "messages" if asked.kind == "chat" else "prompt"
+        reason = f"{length} prompt tokens and {most} new ones are {length + most}: a request has at most {capacity}"
+        raise OpenAIError(reason, param=param, code="context_length_exceeded")
+    return most
+
+
+def _refuse_unless_neutral(name: str, given: object, values: tuple[object, ...]) -> None:
+    for one in values:
+        if given == one and isinstance(given, bool) == isinstance(one, bool):
+            return
+    shown = f"{str(given)[:100]!r}" if isinstance(given, str) else str(given)[:100]
+    only = f", only {' or '.join(map(repr, values))}" if values else ""
+    raise OpenAIError(f"{name} is {shown}: this service does not have that{only}", param=name)
+
+
+def _param(error: str) -> str | None:
+    """The field that an error of msgspec is about."""
+    _, _, path = error.rpartition("`$.")
+    return path.split("[")[0].rstrip("`") if path != error else None
+
+
+def _prompt_tokens(prompt: Any, served: ServedModel) -> list[int]:
+    """Of one text or one list of token ids, or a list of one of these."""
+    try:
+        found: list[str | int | list[int]] | str = msgspec.convert(prompt, list[str | int | list[int]] | str)
+        whole = found[0] if len(found) == 1 and not isinstance(found[0], int) else found
+        return served.tokenizer.encode(whole) if isinstance(whole, str) else msgspec.convert(whole, list[int])
+    except msgspec.ValidationError as error:
+        raise OpenAIError("prompt must be one text, or one list of token ids", param="prompt") from error
+
+
+def _chat_tokens(body: _Body, served: ServedModel) -> list[int]:
+    template: Any = getattr(served.tokenizer, "apply_chat_template", None)
+    if template is None or not getattr(served.tokenizer, "chat_template", None):
+        raise OpenAIError(f"the model {served.name!r} has no chat template: use completions", param="messages")
+    if not body.messages:
+        raise OpenAIError("messages must be a list of at least one message", param="messages")
+    try:
+        text: str = template(body.messages, add_generation_prompt=True, tokenize=False)
+        return served.tokenizer.encode(text, add_special_tokens=False)  # type: ignore[call-arg] -- of transformers
+    except Exception as error:
+        raise OpenAIError(f"the chat template does not take these messages: {error}", param="messages") from error
+
+
+def _check_tokens(tokens: list[int], served: ServedModel) -> None:
+    if not tokens:
+        raise OpenAIError("the prompt has no tokens", param="prompt")
+    for token in (min(tokens), max(tokens)):
+        if not 0 <= token < served.vocab_size:
+            raise OpenAIError(f"token {token}: the model knows 0 to {served.vocab_size - 1}", param="prompt")
+
+
+class TextStream:
+    """The text of tokens as they come, in whole characters."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._from = 0  # earlier tokens do not change the text of later ones any more
+        self._said = 0  # tokens whose text was returned
+
+    def add(self, tokens: Sequence[int], *, last: bool) -> str:
+        """The text that these tokens add; with the `last` ones also what is no whole character."""
+        self._tokens += tokens
+        before = self._decoded(self._from, self._said)
+        text = self._decoded(self._from, len(self._tokens))
+        if not last and (text.endswith(_UNFINISHED) or len(text) <= len(before)):
+            return ""
+        self._from, self._said = self._said, len(self._tokens)
+        return text[len(before) :]
+
+    def _decoded(self, start: int, end: int) -> str:
+        return self._tokenizer.decode(self._tokens[start:end], skip_special_tokens=True)
+
+
+class Answer:
+    """What a request is answered with, whole or in parts.
+
+    Args:
+        asked: the request.
+        tokenizer: of its text.
+    """
+
+    def __init__(self, asked: Asked, tokenizer: Tokenizer) -> None:
+        self._asked = asked
+        self._text = TextStream(tokenizer)
+        self._texts: list[str] = []
+        self._tokens: list[int] = []
+        self._reason: str | None = None
+        self._cached = 0
+
+    def add(self, tokens: Sequence[int], finished: Finished | None, cached_tokens: int) -> Json:
+        """Take tokens that have come; the part of a stream that says so."""
+        first = not self._tokens
+        self._tokens += tokens
+        self._reason = None if finished is None else _ENDS.get(finished, finished)
+        self._cached = max(self._cached, cached_tokens)
+        text = self._text.add(tokens, last=finished is not None)
+        self._texts.append(text)
+        if self._asked.kind == "chat":
+            content: Json = {"delta": {"content": text} | ({"role": "assistant"} if first else {})}
+        else:
+            content = {"text": text}
+        part = self._frame(content | self._ids(list(tokens), with_prompt=first), part=True)
+        return part | ({"usage": None} if self._asked.include_usage else {})
+
+    def whole(self) -> Json:
+        """The answer to a request without a stream."""
+        text = "".join(self._texts)
+        content: Json = {"text": text}
+        if self._asked.kind == "chat":
+            content = {"message": {"role": "assistant", "content": text}}
+        framed = self._frame(content | self._ids(self._tokens, with_prompt=True), part=False)
+        return framed | {"usage": self.usage()}
+
+    def usage_part(self) -> Json:
+        """The last part of a stream whose client has asked for the usage."""
+        return self._frame({}, part=True) | {"choices": [], "usage": self.usage()}
+
+    def usage(self) -> Json:
+        """Tokens of the prompt, those of them that were cached, and new ones."""
+        prompt, new = len(self._asked.prompt), len(self._tokens)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": new,
+            "total_tokens": prompt + new,
+            "prompt_tokens_details": {"cached_tokens": self._cached},
+        }
+
+    def _ids(self, tokens: list[int], *, with_prompt: bool) -> Json:
+        if not self._asked.return_token_ids:
+            return {}
+        return {"token_ids": tokens} | ({"prompt_token_ids": list(self._asked.prompt)} if with_prompt else {})
+
+    def _frame(self, content: Json, *, part: bool) -> Json:
+        asked = self._asked
+        kind = (
+            "text_completion" if asked.kind == "completion" else "chat.completion.chunk" if part else "chat.completion"
+        )
+        choice = {"index": 0, **content, "logprobs": None, "finish_reason": self._reason}
+        return {
+            "id": asked.request_id,
+            "object": kind,
+            "created": asked.created,
+            "model": asked.model,
+            "choices": [choice],
+        }

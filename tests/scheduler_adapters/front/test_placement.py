@@ -1,0 +1,102 @@
+"""Who is to compute a prompt: Dynamo's own selection core follows two real managers."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
+from kvcache.kv_events import KVEvents
+from scheduler_adapters.front.placement import InTurns, Selected
+from scheduler_adapters.service import messages as msg
+
+PAGE = 16
+PROMPTS = {name: [number, *range(200)] for number, name in enumerate(("p1", "p2"))}
+
+
+@pytest.fixture
+def managers() -> Iterator[dict[str, PagedKVCacheManager]]:
+    made = {}
+    for name in PROMPTS:
+        events = KVEvents("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
+        params = KVCacheParams(torch.float32, 2, 8, enable_prefix_caching=True, page_size=PAGE, kv_events=events)
+        made[name] = PagedKVCacheManager(params, 4, 512, 1, ["cpu"], available_cache_memory=1 << 20)
+    yield made
+    for manager in made.values():
+        manager.close()
+
+
+def ready(name: str, manager: PagedKVCacheManager, incarnation: str = "1") -> msg.Ready:
+    events, replay = manager.kv_event_endpoints[0]
+    assert replay
+    return msg.Ready(name=name, incarnation=incarnation, page_size=PAGE, kv_events=events, kv_replay=replay)
+
+
+def compute(manager: PagedKVCacheManager, prompt: list[int]) -> None:
+    context = TextContext(prompt, len(prompt) + 1)
+    with manager.claim(context):
+        assert manager.maybe_reserve(context)
+        manager.fetch([context])
+        context.update(1)
+        manager.step([context])
+
+
+async def until_placed(placement: Selected, prompt: list[int], wanted: str) -> None:
+    """Until the events have come through: between equals Dynamo chooses by chance, which is not a dozen times lucky."""
+    row, number = 0, 0
+    async with asyncio.timeout(20):
+        while row < 12:
+            number += 1
+            chosen = await placement.place(f"{wanted}{number}", prompt, list(PROMPTS))
+            await placement.over(f"{wanted}{number}")
+            row = row + 1 if chosen == wanted else 0
+            await asyncio.sleep(0.01)
+
+
+def test_prompts_go_where_they_are_cached_while_that_process_is_there(
+    managers: dict[str, PagedKVCacheManager],
+) -> None:
+    async def run() -> None:
+        placement = Selected()
+        assert await placement.place("early", PROMPTS["p1"], ["p1"]) == "", "nobody is known"
+        members = [ready(name, manager) for name, manager in managers.items()]
+        await placement.follow(members)
+        for name, prompt in PROMPTS.items():
+            compute(managers[name], prompt)
+        for name, prompt in PROMPTS.items():
+            await until_placed(placement, [*prompt, 7], name)
+            for number in range(5):
+                assert await placement.place(f"{name}.{number}", [*prompt, number], ["p1", "p2"]) == name
+                await placement.prefilled(f"{name}.{number}")
+                await placement.over(f"{name}.{number}")
+                await placement.over(f"{name}.{number}")
+        assert await placement.place("other", [*PROMPTS["p1"], 9], ["p2"]) == "p2", "p1 takes nothing now"
+        await placement.over("other")
+        await placement.follow(members[1:])
+        assert await placement.place("gone", [*PROMPTS["p1"], 9], ["p1", "p2"]) == "p2"
+        await placement.over("gone")
+        await placement.follow([ready("p1", managers["p1"], "2"), members[1]])
+        await until_placed(placement, [*PROMPTS["p1"], 9], "p1")  # what it holds is told to who asks late
+
+    asyncio.run(run())
+
+
+def test_load_is_what_was_reserved(managers: dict[str, PagedKVCacheManager]) -> None:
+    async def run() -> None:
+        placement = Selected()
+        await placement.follow([ready(name, manager) for name, manager in managers.items()])
+        new = [[1000 * number, *range(160)] for number in range(8)]
+        chosen = [await placement.place(str(number), prompt, list(PROMPTS)) for number, prompt in enumerate(new)]
+        assert chosen.count("p1") == chosen.count("p2") == 4
+
+    asyncio.run(run())
+
+
+def test_in_turns_each_has_its_share() -> None:
+    async def run() -> list[str]:
+        placement = InTurns()
+        assert await placement.place("r", [1], []) == ""
+        return [await placement.place("r", [1], ["b", "a"]) for _ in range(4)]
+
+    assert sorted(asyncio.run(run())) == ["a", "a", "b", "b"]

@@ -1,0 +1,168 @@
+"""The whole of `pagewire serve`, its processes apart, over TCP with keys, with the client that OpenAI publishes."""
+
+import signal
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import openai
+import pytest
+
+from scheduler_adapters.hf.runner import reference_tokens
+from scheduler_adapters.hf.tiny import EOS
+from tests.scheduler_adapters.front.served import COMMON, Served, complete, encoded, streamed, tokens_of
+
+pytestmark = pytest.mark.slow
+HEAD = "What a page holds, who may write to it, and when it may be used again. " * 2
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Two processes of each kind, on a shared secret."""
+    served = Served(tmp_path_factory.mktemp("served"))
+    secret = served.folder / "secret"
+    secret.write_text("a secret of the tests, of enough bytes")
+    secret.chmod(0o600)
+    keys = ("--secret", f"file:{secret}")
+    served.keys = keys  # type: ignore[attr-defined]
+    try:
+        served.start("front", "front", "--address-file", str(served.addresses), "--http-port", "0", *keys)
+        for number in (1, 2):
+            served.join("prefill", f"p{number}", *keys)
+            served.join("decode", f"d{number}", *keys)
+        served.until_there(2, 2)
+        yield served
+    finally:
+        served.close()
+
+
+def expected(model: Any, prompt: str, new: int) -> list[int]:
+    return reference_tokens(model, encoded(prompt), new)
+
+
+def test_the_client_of_openai_gets_the_models_own_tokens(served: Served, tiny_model: Any) -> None:
+    client = served.client
+    assert [model.id for model in client.models.list()] == ["pagewire"]
+    theirs = expected(tiny_model, HEAD + "First?", 24)
+    for prompt in (HEAD + "First?", encoded(HEAD + "First?")):
+        answer = complete(client, prompt)
+        assert tokens_of(answer) == theirs
+        assert answer.choices[0].finish_reason == ("stop" if theirs[-1] == EOS else "length")
+        assert answer.usage.completion_tokens == len(theirs)
+        assert answer.usage.prompt_tokens == len(encoded(HEAD + "First?"))
+    assert answer.usage.prompt_tokens_details.cached_tokens > 100, "the same prompt again"
+    tokens, text, last = streamed(client, HEAD + "Second?", 24)
+    assert tokens == expected(tiny_model, HEAD + "Second?", 24)
+    assert text == bytes(token for token in tokens if token < 256).decode(errors="replace")
+    assert last.usage.completion_tokens == len(tokens)
+    served.until_nothing_is_held()
+
+
+def test_many_at_once_are_served_by_all(served: Served, tiny_model: Any) -> None:
+    client, prompts = served.client, [f"{number}: {HEAD}" for number in range(24)]
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(lambda prompt: tokens_of(complete(client, prompt, 12)), prompts))
+    assert answers == [expected(tiny_model, prompt, 12) for prompt in prompts]
+    stats = served.until_nothing_is_held()
+    assert all(stats[name]["prompt_tokens"] for name in ("p1", "p2"))
+    assert all(stats[name]["pages_pulled"] for name in ("d1", "d2"))
+
+
+def test_errors_have_openais_form(served: Served) -> None:
+    client = served.client
+    with pytest.raises(openai.BadRequestError) as caught:
+        complete(client, "x", temperature=0.7)
+    assert caught.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="another", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="a request has at most 2048"):
+        complete(client, "x", 2048)
+    with pytest.raises(openai.BadRequestError, match="no chat template"):
+        client.chat.completions.create(model="pagewire", messages=[{"role": "user", "content": "x"}])
+
+
+def test_a_client_that_hangs_up_gives_its_pages_back(served: Served) -> None:
+    parts = complete(served.client, HEAD, 1900, stream=True)
+    assert next(iter(parts)).choices
+    parts.close()
+    url = urlsplit(served.url)
+    assert url.hostname
+    assert url.port
+    body = b'{"model": "pagewire", "prompt": "to the end", "max_tokens": 1900}'
+    with socket.create_connection((url.hostname, url.port)) as waiting:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        waiting.sendall(head.encode() + body)
+        served.until(
+            lambda: any(one["open_requests"] for one in served.get("/fleet").values()), "the request to be on its way"
+        )
+    stats = served.until_nothing_is_held()
+    assert sum(one["failed"] for name, one in stats.items() if name.startswith("d")) == 0
+
+
+def test_processes_that_die_or_drain_cost_no_request(served: Served, tiny_model: Any) -> None:
+    """One of each kind is killed, the others drain; those that have joined meanwhile serve on."""
+    client, prompts = served.client, [f"{number} of those. {HEAD}" for number in range(8)]
+    theirs = [expected(tiny_model, prompt, 150) for prompt in prompts]
+    keys = served.keys  # type: ignore[attr-defined]
+
+    def all_with(name: str, number: signal.Signals) -> None:
+        done: list[bool] = []
+
+        def at_part(part: int) -> None:
+            # Of the prompts one has run then, or all have, and every one decodes.
+            if part == (0 if name.startswith("p") else 5) and not done:
+                done.append(True)
+                served.signal(name, number)
+
+        with ThreadPoolExecutor(8) as pool:
+            results = list(pool.map(lambda prompt: streamed(client, prompt, 150, at_part)[0], prompts))
+        assert done
+        assert results == theirs
+
+    all_with("d1", signal.SIGKILL)
+    served.join("decode", "d3", *keys)
+    all_with("p1", signal.SIGKILL)
+    assert "p1 is gone, or silent" in served.log("front")
+    served.join("prefill", "p3", *keys)
+    served.until_there(2, 2)
+    all_with("d2", signal.SIGTERM)
+    assert served.ended("d2") == 0
+    all_with("p2", signal.SIGTERM)
+    assert served.ended("p2") == 0
+    served.until_there(1, 1)
+    for name in ("d2", "p2"):
+        assert f"{name} has drained: 0 pages held" in served.log("front")
+    assert tokens_of(complete(client, prompts[0], 150)) == theirs[0]
+    assert set(served.until_nothing_is_held()) == {"p3", "d3"}
+
+
+def test_one_command_starts_all_and_ends_all_when_nothing_is_on_its_way(tmp_path: Path, tiny_model: Any) -> None:
+    served = Served(tmp_path)
+    try:
+        served.start("all", "all", "--address-file", str(served.addresses), "--http-port", "0", *COMMON)
+        served.until_there(1, 1)
+        theirs = expected(tiny_model, HEAD, 150)
+
+        def at_part(part: int) -> None:
+            if part == 3:
+                served.signal("all", signal.SIGTERM)
+
+        assert streamed(served.client, HEAD, 150, at_part)[0] == theirs
+        assert served.ended("all") == 0
+        for name in ("prefill-1", "decode-1"):
+            assert f"{name} has drained: 0 pages held" in served.log("all")
+    finally:
+        served.close()
+
+
+def test_beyond_this_host_keys_are_needed(tmp_path: Path) -> None:
+    served = Served(tmp_path)
+    try:
+        served.start("front", "front", "--host", "10.1.2.3", "--http-port", "0")
+        assert served.ended("front") == 2
+        assert "takes --secret or --keyring" in served.log("front")
+    finally:
+        served.close()
