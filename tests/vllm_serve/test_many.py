@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,9 @@ def test_no_request_fails_for_its_timing(
     """Each with a salt of its own, so that each is computed by prefill and pulled by decode."""
     target = model("llama")
     tokens = expected(target)
-    pair: Pair = servers.pair(Settings(target), Settings(target, number=1))  # decode fails what it cannot load
+    settings = Settings(target, extra="")  # leases as long as they are by default
+    pair: Pair = servers.pair(settings, replace(settings, number=1))  # decode fails what it cannot load
+    assert [pair.ask(prompt).tokens for prompt in PROMPTS] == tokens
     before = pair.decode.metrics()
     proxy = Proxy(*pair.both, folder)
 
