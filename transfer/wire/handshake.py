@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -57,6 +58,20 @@ _PATIENCE = 6  # times its time-out a question waits for a peer that can be reac
 _LEASES_PER_S = 4000  # of each rank of a reader: each asks for each request, and again while its lease is being granted
 
 Count = Literal["answered", "refused", "malformed", "throttled", "failed"]
+
+
+def _keep_alive(socket: zmq.Socket[bytes]) -> None:
+    """A host that is gone without a word is noticed within half a minute.
+
+    Not by the heartbeats of ZMQ: an assertion of libzmq 4.3.5 ends a process whose queue a dead peer has filled.
+    """
+    for option, value in (
+        (zmq.TCP_KEEPALIVE, 1),
+        (zmq.TCP_KEEPALIVE_IDLE, 10),
+        (zmq.TCP_KEEPALIVE_INTVL, 5),
+        (zmq.TCP_KEEPALIVE_CNT, 3),
+    ):
+        socket.setsockopt(option, value)
 
 
 def _context() -> zmq.Context[zmq.Socket[bytes]]:
@@ -129,8 +144,7 @@ class HandshakeServer:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_QUERY_BYTES)  # a longer one ends that connection, nothing else
         self._socket.setsockopt(zmq.RCVHWM, 1000)
         self._socket.setsockopt(zmq.SNDHWM, 1000)  # of each peer; an answer beyond it is dropped
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30_000)
+        _keep_alive(self._socket)
         try:
             if secure is not None:
                 secure(self._socket)
@@ -227,7 +241,7 @@ class _Asked:
     begin: float
     deadline: float  # the peer is out of reach since `timeout_s`
     done: Done
-    send_at: float = 0.0
+    send_at: float = -math.inf
     refused: HandshakeError | None = None
 
 
@@ -277,10 +291,10 @@ class HandshakeClient:
             self._allowed.check(address)
             self._send(asked, now)
         except (zmq.ZMQError, TypeError, ValueError) as error:  # the address came with a request: it may be anything
-            asked.deadline = -1.0  # reported by the next poll, never from within this call
+            asked.deadline = -math.inf  # reported by the next poll, never from within this call
             asked.refused = HandshakeError(f"cannot ask {address[:100]!r}: {error}")
         except HandshakeError as error:
-            asked.deadline, asked.refused = -1.0, error
+            asked.deadline, asked.refused = -math.inf, error
 
     def _send(self, asked: _Asked, now: float) -> None:
         """Sends a question, where a connection stands; else a later poll tries."""
@@ -295,11 +309,8 @@ class HandshakeClient:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_METADATA_BYTES + (1 << 16))
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-            # What can be sent has somebody who lives at its other end: ZMQ's own thread there answers heartbeats,
-            # however busy the peer's Python is.
-            socket.setsockopt(zmq.IMMEDIATE, 1)
-            socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
-            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
+            socket.setsockopt(zmq.IMMEDIATE, 1)  # what can be sent has somebody at its other end
+            _keep_alive(socket)
             try:
                 if self._secure is not None:
                     self._secure(socket)
