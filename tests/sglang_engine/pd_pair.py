@@ -212,6 +212,12 @@ class Pair:
                 self.send_half(server, name, prompt, new, room)
         return room
 
+    def send_held(self, name: str, prompt: list[int]) -> None:
+        """Send a request to both, and wait until decode reads; the READ lasts until `decode.hold(on=False)`."""
+        self.decode.hold(on=True)
+        self.send(name, prompt, NEW)
+        self.decode.wait_reads()
+
     def send_half(self, server: Server, name: str, prompt: list[int], new: int, room: int) -> None:
         server.ask("generate", name=name, prompt=prompt, new=new, room=room, host="127.0.0.1", port=self.port)
 

@@ -88,9 +88,7 @@ def test_an_abort_at_decode_that_waits_for_prefill(pair: Pair, expected: Any) ->
 
 
 def test_an_abort_at_decode_keeps_the_pages_until_the_read_is_over(pair: Pair, expected: Any) -> None:
-    pair.decode.hold(on=True)
-    pair.send("cut", PROMPTS[0], NEW)
-    pair.decode.wait_reads()
+    pair.send_held("cut", PROMPTS[0])
     pair.decode.ask("abort", name="cut")
     assert "Abort" in reason(pair.decode.answer("cut"))
     assert pair.decode.usage()["tokens"] >= len(PROMPTS[0]) - len(PROMPTS[0]) % 16
@@ -101,9 +99,7 @@ def test_an_abort_at_decode_keeps_the_pages_until_the_read_is_over(pair: Pair, e
 
 
 def test_an_abort_at_prefill_while_decode_reads_is_seen_by_the_fence(pair: Pair, expected: Any) -> None:
-    pair.decode.hold(on=True)
-    pair.send("cut", PROMPTS[0], NEW)
-    pair.decode.wait_reads()
+    pair.send_held("cut", PROMPTS[0])
     pair.prefill.ask("abort", name="cut")
     pair.prefill.answer("cut")
     pair.prefill.wait_usage()  # its pages are free while they are read

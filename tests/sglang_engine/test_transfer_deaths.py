@@ -33,9 +33,7 @@ def pair(model_dir: Path, page_size: int, tmp_path_factory: pytest.TempPathFacto
 def test_prefill_dies_while_decode_waits_and_while_it_reads(pair: Pair, expected: Any) -> None:
     waits = pair.send("waits", PROMPTS[0], NEW, to="decode")
     pair.decode.wait_phase(waits, "WaitingForInput")
-    pair.decode.hold(on=True)
-    pair.send("reads", PROMPTS[1], NEW)
-    pair.decode.wait_reads()
+    pair.send_held("reads", PROMPTS[1])
     pair.prefill.kill()
     assert "is gone" in reason(pair.decode.answer("waits"))
     pair.decode.hold(on=False)
@@ -48,9 +46,7 @@ def test_prefill_dies_while_decode_waits_and_while_it_reads(pair: Pair, expected
 def test_decode_dies_before_it_asks_while_prefill_computes_and_while_it_reads(pair: Pair, expected: Any) -> None:
     never = pair.send("never", PROMPTS[1], NEW, to="prefill")
     pair.prefill.wait_phase(never, "Bootstrapping")
-    pair.decode.hold(on=True)
-    pair.send("reads", PROMPTS[0], NEW)
-    pair.decode.wait_reads()
+    pair.send_held("reads", PROMPTS[0])
     pair.decode.kill()
     assert "not read: " in reason(pair.prefill.answer("reads"))
     assert "timed out" in reason(pair.prefill.answer("never"))
