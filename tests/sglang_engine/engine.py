@@ -150,7 +150,7 @@ def main() -> None:
     subscriber = Subscriber(engine)
     found: Any = engine.cached_tokens(requests, new)
     if options.events:
-        found = list(subscriber.flush())
+        found = list(subscriber.catch_up())
     subscriber.close()
     sys.stdout.write(json.dumps(found) + "\n")
 

@@ -19,7 +19,6 @@ class Subscriber:
 
     Attributes:
         held: by its hash, what ends with each page that is there now.
-        cleared: what was held when everything was cleared last.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -31,26 +30,17 @@ class Subscriber:
         self._number: int | None = None
         self._clears = 0
         self.held: dict[int, Prefix] = {}
-        self.cleared: set[Prefix] = set()
-        while not self._clears:  # what is published before the connection stands does not come
-            self._flush()
-            self._hear()
+        self._wait(self._is_cleared)
+        self.catch_up()
 
     def catch_up(self) -> set[Prefix]:
         """What is told of by now, all that SGLang has published heard."""
         publisher = self._engine.scheduler.kv_events_publisher.kv_event_publisher
         publisher._event_queue.join()
-        self.wait(lambda: self._number == publisher._buffer[-1][0])
+        self._wait(lambda: self._number == publisher._buffer[-1][0])
         return set(self.held.values())
 
-    def flush(self) -> set[Prefix]:
-        """Have the engine forget everything; what was told up to then."""
-        clears = self._clears
-        self._flush()
-        self.wait(lambda: self._clears > clears)
-        return self.cleared
-
-    def wait(self, for_what: Callable[[], bool], seconds: float = 60) -> None:
+    def _wait(self, for_what: Callable[[], bool], seconds: float = 60) -> None:
         """Hear until something is so."""
         deadline = time.monotonic() + seconds
         while not for_what():
@@ -60,7 +50,13 @@ class Subscriber:
     def close(self) -> None:
         self._socket.close(linger=0)
 
-    def _flush(self) -> None:
+    def _is_cleared(self) -> bool:
+        """What is published before the connection stands does not come: so everything is cleared again and again."""
+        self.flush()
+        return self._clears > 0
+
+    def flush(self) -> None:
+        """Have the engine forget everything."""
         assert self._engine.scheduler.flush_cache()
         self._engine.step()  # publishes
 
@@ -74,7 +70,7 @@ class Subscriber:
             getattr(self, f"_{event['type']}")(event)
 
     def _AllBlocksCleared(self, _: dict[str, Any]) -> None:  # noqa: N802
-        self.cleared, self.held = set(self.held.values()), {}
+        self.held.clear()
         self._clears += 1
 
     def _BlockStored(self, event: dict[str, Any]) -> None:  # noqa: N802
