@@ -70,8 +70,9 @@ class PrefixIndex:
         """Remove published `pages`, all distinct."""
         if not pages.size:
             return
-        self._changed(pages, False)
-        buckets = self._buckets(self._digests[pages])
+        digests = self._digests[pages]
+        self._changed(pages, False, digests)
+        buckets = self._buckets(digests)
         while pages.size:
             # Two removals in one chain would each rewrite a link that the other has read: one a bucket and round.
             now = self._one_per_bucket(buckets)
@@ -150,7 +151,7 @@ class PrefixIndex:
         if not pages.size:
             return
         self._digests[pages] = digests
-        self._changed(pages, True)
+        self._changed(pages, True, digests)
         while pages.size:
             heads = self._heads[buckets]
             self._heads[buckets] = pages
@@ -162,13 +163,12 @@ class PrefixIndex:
             self._next[pages[placed]] = heads[placed]
             pages, buckets = pages[~placed], buckets[~placed]
 
-    def _changed(self, pages: Pages | int, come: bool) -> None:
+    def _changed(self, pages: Pages | int, come: bool, digests: Digests | None = None) -> None:
         """These pages are published by now, or not any more. Nothing else says so: who follows the log misses none."""
         self.published[pages] = come
         self.generation += 1
         if self.log is not None:
-            one = isinstance(pages, int)
-            self.log((self.number, come, int(self._digests[pages, -1]) if one else self._digests[pages]))
+            self.log((self.number, come, int(self._digests[pages, -1]) if digests is None else digests))
 
     def _unlink(self, pages: Pages, buckets: Buckets) -> None:
         current = self._heads[buckets]
