@@ -71,6 +71,9 @@ def test_every_figure_is_that_of_the_books(served: Served) -> None:
     collector = ManagerCollector(manager, engine="7")
     for replica in (0, 1, 1):
         served.serve(HEAD, replica=replica)
+    plain = scraped(ManagerCollector(manager))
+    assert_as_booked(manager, plain)
+    assert [value(plain, "pagewire_pages", replica=0, state=state) for state in ("held", "idle", "empty")] == [0, 10, 6]
     for _ in range(6):
         served.fill(12)
     manager.flush_tiers()
