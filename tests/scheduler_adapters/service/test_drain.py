@@ -10,7 +10,9 @@ from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.service import messages as msg
 from tests.scheduler_adapters.service.processes import NEW, Service, Side
 
-PROMPTS = [[number, *range(60, 140)] for number in range(4)]
+PROMPTS = [
+    [number, *range(60, 140), *range(60, 220), *range(14, 254)] for number in range(4)
+]  # many chunks: phases last
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +123,7 @@ def test_the_prefill_process_that_is_wanted_is_asked_first(start: Callable[..., 
     assert service.prefills["p0"].stats().prompt_tokens == 0
     assert service.prefills["p1"].stats().prompt_tokens == sum(map(len, PROMPTS))
     assert [one.cached_tokens for one in service.ended.values()] == [0, 0, 0, 0]
-    service.decode.submit(msg.Submit(request_id="again", prompt=tuple(PROMPTS[0]), max_new_tokens=NEW, prefill="none"))
+    service.decode.submit(msg.Submit(request_id="again", prompt=tuple(PROMPTS[-1]), max_new_tokens=NEW, prefill="none"))
     service.until(lambda: "again" in service.ended, "one whose process is not there")
-    assert service.ended["again"].cached_tokens == 80
+    assert service.ended["again"].cached_tokens == 480
     service.assert_nothing_held()
