@@ -138,10 +138,11 @@ class Frontend:
         pulled = False
         refused: set[str] = set()
         while len(reasons) < MAX_ATTEMPTS:
-            attempt = await self._submit(
-                request_id, (*prompt, *emitted), max_new_tokens - len(emitted), cache_salt, refused
-            )
+            attempt: _Attempt | None = None
             try:
+                attempt = await self._submit(
+                    request_id, (*prompt, *emitted), max_new_tokens - len(emitted), cache_salt, refused
+                )
                 while True:
                     news = await attempt.news.get()
                     if news.finished == "error":
@@ -159,7 +160,8 @@ class Frontend:
                     if news.finished:
                         return
             finally:
-                self._forget(attempt)
+                if attempt is not None:
+                    self._forget(attempt)
                 if self._placement is not None:
                     await asyncio.shield(self._placement.over(request_id))
         raise ServiceError(f"{len(reasons)} attempts: " + "; ".join(reasons))

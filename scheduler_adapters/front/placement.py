@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from scheduler_adapters.errors import MissingExtraError
@@ -12,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from scheduler_adapters.service.messages import Ready
+
+log = logging.getLogger("pagewire.front")
 
 _MODEL = "pagewire"  # one name for all: a front serves one model
 
@@ -40,7 +44,8 @@ class InTurns:
 class Selected:
     """By `dynamo.llm.SelectionService`, in this process: cached prefixes by KV events, load by its reservations.
 
-    A reservation lasts from the choice until the prompt's pages have left the process that has computed them.
+    A reservation lasts from the choice until the prompt's pages have left the process that has computed them, or until
+    that process is gone. What the service refuses costs no request: where it names no process, decode chooses one.
 
     Raises:
         MissingExtraError: the extra 'fleet' is not installed.
@@ -50,10 +55,12 @@ class Selected:
         os.environ.setdefault("DYN_LOG", "error")  # one line a request otherwise
         try:
             from dynamo.llm import SelectionService  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
+            from dynamo.llm.exceptions import SelectionServiceError  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
         except ImportError as error:
             raise MissingExtraError(f"--placement dynamo needs the extra 'fleet': {error}") from error
         # Without types; what it takes and gives are dictionaries.
         self._service: Any = SelectionService(indexer_threads=1)
+        self._refusal: type[Exception] = SelectionServiceError
         self._numbers = itertools.count(1)
         self._workers: dict[str, tuple[int, Ready]] = {}
         self._reserved: set[str] = set()
@@ -63,27 +70,34 @@ class Selected:
         allowed = {number: name for name, (number, _) in self._workers.items() if name in prefills}
         if not allowed:
             return ""
-        chosen = await self._service.select_and_reserve(
-            {
-                "model_name": _MODEL,
-                "token_ids": list(prompt),
-                "selection_id": request_id,
-                "allowed_worker_ids": sorted(allowed),
-            }
-        )
         self._reserved.add(request_id)
+        try:
+            chosen = await self._service.select_and_reserve(
+                {
+                    "model_name": _MODEL,
+                    "token_ids": list(prompt),
+                    "selection_id": request_id,
+                    "allowed_worker_ids": sorted(allowed),
+                }
+            )
+        except self._refusal as error:  # a process that has just gone, say
+            log.warning("request %r: Dynamo's selection names no prefill process: %s", request_id, error)
+            self._reserved.discard(request_id)
+            return ""
         return allowed[chosen["worker_id"]]
 
     async def prefilled(self, request_id: str) -> None:
         """The prompt has run; its pages are still there."""
         if request_id in self._reserved:
-            await self._service.prefill_complete(request_id)
+            with suppress(self._refusal):  # its process is gone, and all its reservations with it
+                await self._service.prefill_complete(request_id)
 
     async def over(self, request_id: str) -> None:
         """Nothing of it is there any more. Safe twice."""
         if request_id in self._reserved:
             self._reserved.discard(request_id)
-            await self._service.free_reservation(request_id)
+            with suppress(self._refusal):
+                await self._service.free_reservation(request_id)
 
     async def follow(self, members: Sequence[Ready]) -> None:
         """Listen to those that are new, to one that was started anew as well, and forget those that have gone."""

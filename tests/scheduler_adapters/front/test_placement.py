@@ -82,6 +82,29 @@ def test_prompts_go_where_they_are_cached_while_that_process_is_there(
     asyncio.run(run())
 
 
+def test_a_process_that_goes_takes_its_reservations_with_it_and_costs_no_request(
+    managers: dict[str, PagedKVCacheManager],
+) -> None:
+    async def run() -> None:
+        placement = Selected()
+        members = [ready(name, manager) for name, manager in managers.items()]
+        await placement.follow(members)
+        assert await placement.place("stays", PROMPTS["p2"], ["p2"]) == "p2"
+        assert await placement.place("goes", PROMPTS["p1"], ["p1"]) == "p1"
+        number, _ = placement._workers["p1"]
+        await placement._service.delete_worker(number)  # as `follow` does, between the choice of a process and its end
+        assert await placement.place("late", PROMPTS["p1"], ["p1"]) == "", "decode chooses"
+        for request_id in ("goes", "late", "stays"):
+            await placement.prefilled(request_id)
+            await placement.over(request_id)
+            await placement.over(request_id)
+        assert placement._reserved == set()
+        assert await placement.place("goes", PROMPTS["p1"], ["p2"]) == "p2", "its name may be used again"
+        assert await placement.place("goes", PROMPTS["p1"], ["p2"]) == "", "not twice at once"
+
+    asyncio.run(run())
+
+
 def test_load_is_what_was_reserved(managers: dict[str, PagedKVCacheManager]) -> None:
     async def run() -> None:
         placement = Selected()
