@@ -4,6 +4,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,10 +20,10 @@ pytestmark = pytest.mark.slow
 HEAD = "What a page holds, who may write to it, and when it may be used again. " * 2
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+@contextmanager
+def fleet(folder: Path) -> Iterator[Served]:
     """Two processes of each kind, on a shared secret."""
-    served = Served(tmp_path_factory.mktemp("served"))
+    served = Served(folder)
     secret = served.folder / "secret"
     secret.write_text("a secret of the tests, of enough bytes")
     secret.chmod(0o600)
@@ -37,6 +38,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield served
     finally:
         served.close()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with fleet(tmp_path_factory.mktemp("served")) as found:
+        yield found
 
 
 def expected(model: Any, prompt: str, new: int) -> list[int]:
@@ -102,8 +109,13 @@ def test_a_client_that_hangs_up_gives_its_pages_back(served: Served) -> None:
     assert sum(one["failed"] for name, one in stats.items() if name.startswith("d")) == 0
 
 
-def test_processes_that_die_or_drain_cost_no_request(served: Served, tiny_model: Any) -> None:
+def test_processes_that_die_or_drain_cost_no_request(tmp_path: Path, tiny_model: Any) -> None:
     """One of each kind is killed, the others drain; those that have joined meanwhile serve on."""
+    with fleet(tmp_path) as served:
+        die_or_drain(served, tiny_model)
+
+
+def die_or_drain(served: Served, tiny_model: Any) -> None:
     client, prompts = served.client, [f"{number} of those. {HEAD}" for number in range(8)]
     theirs = [expected(tiny_model, prompt, 150) for prompt in prompts]
     keys = served.keys  # type: ignore[attr-defined]
