@@ -405,6 +405,9 @@ TRANSFER: tuple[Module, ...] = (
             ),
             Mutation("HandshakeServer.serve", "{**self._cards, card.engine_id: card}", "{card.engine_id: card}"),
             Mutation("HandshakeClient.poll", "asked.deadline <= now", "asked.deadline < 0"),
+            Mutation("HandshakeClient._send", "now + asked.timeout_s / 2", "math.inf"),
+            Mutation("HandshakeClient._send", "min(now, asked.begin + (_PATIENCE - 1) * asked.timeout_s)", "now"),
+            Mutation("HandshakeClient._socket", "socket.setsockopt(zmq.IMMEDIATE, 1)", "pass"),
             Mutation(
                 "HandshakeClient.forget",
                 "if any(asked.address == address for asked in self._asked.values()):",
