@@ -142,6 +142,7 @@ class Alone:
         self._name, self._loop = name, loop
         self.frontend = FrontendQueue(others[-1])
         self.sockets: list[Socket] = []
+        self.draining = False
         loop.on_admit = lambda request_id, *_: self.notes.add(request_id, "leasing", "prefill")
 
     def submit(self, message: msg.Submit) -> None:
@@ -167,6 +168,15 @@ class Alone:
             )
         return self._loop.has_work
 
+    def drain(self) -> None:
+        """End once nothing is left."""
+        self.draining = True
+
+    @property
+    def open_requests(self) -> int:
+        """That run, or wait to."""
+        return self._loop.num_running + self._loop.num_waiting
+
     def stats(self) -> msg.Stats:
         """Counters now."""
         manager = self._loop.manager
@@ -175,7 +185,7 @@ class Alone:
             name=self._name,
             role="decode",
             pages_held=manager.num_held_blocks,
-            open_requests=self._loop.num_running + self._loop.num_waiting,
+            open_requests=self.open_requests,
             prompt_tokens=manager.metrics.prompt_tokens,
             cached_tokens=manager.metrics.cache_tokens,
             preemptions=self._loop.preemptions,

@@ -15,7 +15,7 @@ from tests.transfer.replicas import Engine
 
 LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
 SLOT = 2
-_TRIES = 300
+_TRIES = 1000
 
 
 def can_choose_pids() -> bool:

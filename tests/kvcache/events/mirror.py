@@ -49,6 +49,13 @@ class Mirror:
         self.until(lambda: self.begun)
         return self
 
+    def forget_the_begin(self, manager: PagedKVCacheManager, rank: int) -> None:
+        """Who comes late asks for what it has missed, and then everybody is told all: wait until that is over."""
+        worker = worker_of(manager)
+        self.until(lambda: worker._anew_at > 0)
+        self.settle(manager, rank)
+        del self.events[:]
+
     def take(self, timeout_ms: int = 0) -> bool:
         """Take up one message, if there is one."""
         if not self.sub.poll(timeout_ms):

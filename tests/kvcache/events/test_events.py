@@ -91,7 +91,7 @@ def test_tokens_of_a_block_hash_to_it(algorithm: str) -> None:
 def test_a_run_is_one_event_and_what_goes_in_one_call_another() -> None:
     manager = manager_of(16, params={"kv_events": events()})
     with Mirror(manager.kv_event_endpoints[0]).begin() as mirror:
-        del mirror.events[:]
+        mirror.forget_the_begin(manager, 0)
         run(manager, [*range(1, 41)])
         run(manager, [*range(101, 149)])
         mirror.settle(manager, 0)
