@@ -150,6 +150,7 @@ def test_compatibility_is_compared_first_and_both_values_are_named(
 
 def test_differences_name_what_either_side_has() -> None:
     assert differences({"a": "1"}, {"a": "1"}) == ""
+    assert differences({"a": "1"}, {"a": "1", "b": "2"}) == "b: '2' at the source, None at the reader"
     found = differences({"a": "1", "b": "2"}, {"a": "3"})
     assert found == "a: '3' at the source, '1' at the reader, b: None at the source, '2' at the reader"
 
