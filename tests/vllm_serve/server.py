@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,6 +25,8 @@ THEIRS = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
 LEASE = 20
 """Seconds that a lease of ours lasts without a word: so long blocks are kept that nobody fetches."""
 START = 400
+ON_GPU = shutil.which("nvidia-smi") is not None
+"""vLLM's wheel for CUDA runs in place of that for CPUs: `make test-gpu`."""
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -74,6 +77,8 @@ class Settings:
             "--max-model-len": self.max_tokens, "--max-num-seqs": 32, "--block-size": self.block_size,
             "--num-gpu-blocks-override": 16_384 // self.block_size, "--tensor-parallel-size": self.tp,
         }  # fmt: skip
+        if ON_GPU:
+            found["--gpu-memory-utilization"] = 0.15  # several servers share a device
         if self.chunk:
             found["--max-num-batched-tokens"] = self.chunk
         if self.connector:
