@@ -56,8 +56,10 @@ class Offer:
         error = self.ended
         if held is not None and not error and not 0 <= count <= held.num_tokens:
             error = f"it holds the pages of {held.num_tokens} tokens, {count} are asked for"
-        if error or held is None or self.missing:
-            return LeaseReply(query_id=query.query_id, error=error and f"lease {query.lease_id:#018x}: {error}")
+        if error:
+            return LeaseReply(query_id=query.query_id, error=f"lease {query.lease_id:#018x}: {error}")
+        if held is None or self.missing:
+            return LeaseReply(query_id=query.query_id, waits_for=self.missing or "its request is still computed")
         pages = LeasedPages(
             engine_id=config.engine_id,
             incarnation=config.incarnation,

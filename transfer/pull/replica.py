@@ -64,6 +64,7 @@ class _Pull:
         source: a `Wanted` until it has said what it holds.
         pages: that; None where the owner names the pages.
         ask_at: when it is to be asked again.
+        waits_for: what it has said was missing when it was last asked, and since when it has said so.
         waiting: adds pages on a rank.
         open_ranks: those that may still read.
         passed: of each rank, how many calls of `add_pages` a fence has passed.
@@ -76,6 +77,7 @@ class _Pull:
     deadline: float
     pages: LeasedPages | None = None
     ask_at: float = math.inf
+    waits_for: tuple[str, float] = ("", math.inf)
     pause_s: float = _PAUSE_S
     waiting: deque[Callable[[RankTransfer], None]] = field(default_factory=deque[Callable[[RankTransfer], None]])
     open_ranks: set[int] = field(default_factory=set[int])
@@ -223,9 +225,12 @@ class ReplicaTransfer:
         if not isinstance(answer, LeaseReply):
             self._fail(key, f"{where}: asking engine {wanted.engine_id!r} for the pages of its lease: {answer}")
         elif answer.error:
-            self._fail(key, f"{where}: engine {wanted.engine_id!r} at {wanted.address}: {answer.error}")
+            waited = self._waited(pull)
+            self._fail(key, f"{where}: engine {wanted.engine_id!r} at {wanted.address}: {answer.error}{waited}")
         elif not answer.pages:
-            pull.ask_at, pull.pause_s = self._clock() + pull.pause_s, min(2 * pull.pause_s, _MAX_PAUSE_S)
+            now = self._clock()
+            pull.ask_at, pull.pause_s = now + pull.pause_s, min(2 * pull.pause_s, _MAX_PAUSE_S)
+            pull.waits_for = answer.waits_for, min(pull.waits_for[1], now)
         else:
             try:
                 pull.source, pull.pages = answered(where, wanted, answer.pages, self.ranks[0].identity.key)
@@ -233,6 +238,11 @@ class ReplicaTransfer:
                 self._fail(key, str(error))
             else:
                 self._start(key)
+
+    def _waited(self, pull: _Pull) -> str:
+        """What a source that is asked again and again has named as missing; empty where it never did."""
+        missing, since = pull.waits_for
+        return f" (asked for {self._clock() - since:.1f} s, last answer: {missing[:200]})" if missing else ""
 
     def add_pages(self, key: str, groups: PageLists, *, last: bool) -> None:
         """Reads pages of a pull, or further ones. Nothing happens where it has ended already.
@@ -418,7 +428,7 @@ class ReplicaTransfer:
         for key, pull in [(key, pull) for key, pull in self._pulls.items() if not pull.started]:
             if now >= pull.deadline:
                 missing = "answer the handshake" if isinstance(pull.source, Source) else "say that its lease stands"
-                self._fail(key, f"timed out: engine {pull.source.engine_id!r} did not {missing}")
+                self._fail(key, f"timed out: engine {pull.source.engine_id!r} did not {missing}{self._waited(pull)}")
             elif now >= pull.ask_at:
                 self._ask(key)
 

@@ -147,13 +147,15 @@ class LeaseReply(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, 
     Attributes:
         query_id: of the question.
         pages: sealed `LeasedPages` where the lease stands on every rank.
-        error: why nothing can be read under it. Where this is empty as well some rank has not granted it yet: the
-            reader asks again.
+        error: why nothing can be read under it. Where this is empty as well, nothing can be read yet: the reader asks
+            again.
+        waits_for: what it is that has not happened yet, for the reader to tell where it waits in vain.
     """
 
     query_id: int
     pages: bytes = b""
     error: str = ""
+    waits_for: str = ""
 
 
 class LeasedPages(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="pages/1"):

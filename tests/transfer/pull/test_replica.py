@@ -374,11 +374,23 @@ def test_a_reader_waits_until_the_lease_stands_on_every_rank(engine: Any) -> Non
 
 def test_a_reader_does_not_wait_longer_than_its_own_time(engine: Any) -> None:
     p, d = engine("p"), engine("d")
-    asked = answering(p, {})
+    asked = answering(p, {}, {"waits_for": "ranks [1] have not granted it yet"})
     pull(d, wanted(p, p.offer()), groups=ASKED, timeout_s=0.6)
     run(p, d, until=settled(d))
-    assert d.pulls[-1].error == "timed out: engine 'p' did not say that its lease stands"
+    waited = r" \(asked for 0\.[3-6] s, last answer: ranks \[1\] have not granted it yet\)"
+    assert re.fullmatch(f"timed out: engine 'p' did not say that its lease stands{waited}", d.pulls[-1].error)
     assert 8 < len(asked) < 100, "each 50 ms in the end, not each millisecond"
+
+
+def test_a_lease_that_ends_while_a_reader_waits_for_it_says_for_what_and_how_long(engine: Any) -> None:
+    p, d = engine("p"), engine("d")
+    asked = answering(p, *[{"waits_for": "its request is still computed"}] * 3, {"error": "it has ended"})
+    pull(d, wanted(p, p.offer()), groups=ASKED)
+    run(p, d, until=settled(d))
+    assert len(asked) == 4
+    assert re.search(
+        r": it has ended \(asked for 0\.\d s, last answer: its request is still computed\)$", d.pulls[-1].error
+    )
 
 
 @pytest.mark.parametrize(
