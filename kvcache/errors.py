@@ -59,3 +59,7 @@ class BlockTableMismatchError(KVCacheError, ValueError):
 
 class InvariantError(KVCacheError, RuntimeError):
     """`check()` found the first place where the manager's books do not agree. Always a bug of ours: report it."""
+
+
+class WatchError(KVCacheError, ValueError):
+    """What came from a watched process is no look at it, or an address that cannot be watched."""

@@ -46,6 +46,7 @@ class IdleOrder:
         self._filled = CHUNK  # entries of the newest chunk
         self._open_chunk()
         self.count = 0
+        self.explains, self.reasons = False, None  # there is one reason alone: see `HintedOrder`
 
     def append(self, pages: Pages | Indices) -> None:
         """Put `pages`, none of them in the order, behind all others; the first of them goes first."""
@@ -112,6 +113,17 @@ class IdleOrder:
         places[self.chunks] = np.arange(len(self.chunks))
         chunks, offsets = np.divmod(self._stamp[pages], CHUNK)
         return pages[np.argsort(places[chunks] * CHUNK + offsets)]
+
+    def positions(self) -> Indices:
+        """Of each page its place in the order, int64 `[num_pages + 1]`, -1 or any for those that are not in it.
+
+        The younger the larger. Another thread than the one that changes the order may ask.
+        """
+        chunks = list(self.chunks)
+        places = np.full(len(self._live) + 1, -1, np.int64)  # the last one is that of the chunk -1
+        places[chunks] = np.arange(len(chunks)) * CHUNK
+        stamps = self._stamp.copy()
+        return places[stamps // CHUNK] + stamps % CHUNK
 
     def pages(self) -> Pages:
         return np.concatenate([self._entries(chunk, 0, self._end_of(chunk)) for chunk in self.chunks])

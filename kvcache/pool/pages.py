@@ -13,6 +13,7 @@ A page with a writer (a transfer that may still put bytes there) is neither fres
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,9 @@ from kvcache.errors import InvariantError
 from kvcache.pool.idle_order import MOST_ORDERS, IdleOrder, OrderLog, Pages
 from kvcache.pool.index import PrefixIndex
 from kvcache.pool.retention import HintedOrder
+
+PageNews = Callable[[str, Pages, NDArray[Any] | None], None]
+"""What happened to pages, and of each why it was evicted, or which page comes before it where it was published."""
 
 
 class PagePool:
@@ -39,6 +43,8 @@ class PagePool:
         self.evictions = 0
         # Called with evicted pages before they are handed out: their content is there for the last time.
         self.guard: Callable[[Pages], None] | None = None
+        # PageNews of pages that were evicted, forgotten, published or found, while somebody watches.
+        self.told: PageNews | None = None
 
     @property
     def free_count(self) -> int:
@@ -54,6 +60,8 @@ class PagePool:
             evicted = self.idle.pop(count - fresh)
             self.index.withdraw(evicted)
             self.evictions += len(evicted)
+            if (told := self.told) is not None:
+                told("evicted", evicted, self.idle.reasons)
             if self.guard is not None:
                 self.guard(evicted)
             pages = np.concatenate((pages, evicted))
@@ -71,6 +79,8 @@ class PagePool:
             page = int(evicted[0])
             self.index.withdraw_one(page)
             self.evictions += 1
+            if (told := self.told) is not None:
+                told("evicted", evicted, self.idle.reasons)
             if self.guard is not None:
                 self.guard(evicted)
         self.holders[page] = 1
@@ -116,6 +126,8 @@ class PagePool:
         """Withdraw every idle page from the index; returns how many."""
         pages = self.idle.pop(self.idle.count)
         self.index.withdraw(pages)
+        if (told := self.told) is not None:
+            told("reset", pages, None)
         self._push_fresh(pages[::-1])
         return len(pages)
 

@@ -36,6 +36,8 @@ LEVEL_OF = np.array([*[code % _LEVELS for code in range(SHARED)], NEUTRAL], np.u
 # fifth hint is wrong, and half as much up to 4 % fewer.
 _LEAD = 2
 _LAST = 1 << 62
+BY_LRU, BY_HINT, BY_QUOTA = 0, 1, 2
+"""Why a page went: its turn had come, somebody had said that it goes first, or its tenant had more than its quota."""
 
 
 class PageHints(NamedTuple):
@@ -106,6 +108,8 @@ class HintedOrder:
         self._expires: Times | None = None
         self._places = 0
         self.count = recent.count
+        self.explains = False  # whether `pop` says why, and what it said: of each page that it gave
+        self.reasons: Codes | None = None
 
     def hint(self, pages: Pages, hints: PageHints | None) -> None:
         """A request that used `pages`, not idle, leaves them and says `hints` of them, or nothing."""
@@ -152,8 +156,15 @@ class HintedOrder:
             for pages in taken[by_order:]:
                 self._quotas.remove(pages)
         gone = np.concatenate(taken) if taken else np.zeros(0, np.int32)
+        if self.explains:
+            self.reasons = (LEVEL_OF[self.codes[gone]] < NEUTRAL).astype(np.uint8) * BY_HINT
+            self.reasons[: len(taken[0]) if self._quotas is not None else 0] = BY_QUOTA
         self.codes[gone] = NEUTRAL
         return gone
+
+    def positions(self) -> Indices:
+        """As `IdleOrder.positions`: settled pages by their place in the LRU order, below 0, then the recent ones."""
+        return np.where(self._settled, self._since - self._places, self._recent.positions())
 
     def pages(self) -> Pages:
         return np.concatenate([*(order.pages() for order in self._older.values()), self._recent.pages()])

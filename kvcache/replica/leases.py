@@ -104,6 +104,10 @@ class PageLeases:
                 del self.of_row[row]
                 self.told[row] = 0
 
+    def held(self) -> list[tuple[PageLease, list[Pages]]]:
+        """The open leases, and what each holds beside its row. Any thread may ask."""
+        return [(lease, list(pages)) for lease, pages in list(self._held.items())]
+
     @property
     def num_pages(self) -> int:
         """Pages that leases hold, each counted once, whoever holds them besides."""
@@ -112,8 +116,8 @@ class PageLeases:
     def holders(self) -> Ints:
         """How many leases hold each page: int64 `[num_pages + 1]`."""
         counts = np.zeros(self._pool.num_pages + 1, np.int64)
-        for held in list(self._held.values()):  # also read by who scrapes metrics, in another thread
-            for pages in list(held):
+        for _, held in self.held():  # also read by who scrapes metrics, in another thread
+            for pages in held:
                 np.add.at(counts, pages, 1)
         return counts
 

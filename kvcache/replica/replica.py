@@ -238,6 +238,10 @@ class Replica:
             self._hashers[row] = hasher
         return hasher
 
+    def salt(self, row: int) -> str:
+        """The salt of the row's pages, empty where there is none. Any thread may ask."""
+        return self._named.get(row, (None, ()))[0] or ""
+
     def release(self, row: int, context: Context | None) -> None:
         """Give back the row and its pages; `context`: of the request, None where it has no pages.
 
@@ -346,6 +350,8 @@ class Replica:
                 self.pool.release(plan.replaced)
             rows.write(row, plan.first, plan.hits)
             rows.commit(row, plan.first + len(plan.hits))
+            if (watched := self.pool.told) is not None:
+                watched("found", plan.hits, None)
         if plan.new:
             rows.write(row, int(rows.num_pages[row]), self.pool.allocate(plan.new))
         if plan.slots.size:
@@ -368,4 +374,7 @@ class Replica:
             self.pool.release(own[duplicate])
             self.hints.share_pages(rows[duplicate])
             own, digests = own[~duplicate], digests[~duplicate]
+            rows, columns = rows[~duplicate], columns[~duplicate]
         self.tier.published(own, digests)
+        if (watched := self.pool.told) is not None:
+            watched("published", own, np.where(columns > 0, self.rows.table[rows, columns - 1], 0))

@@ -1,0 +1,96 @@
+"""One cell for each page of a pool, read beside the loop in a few numpy operations over the arrays that it keeps.
+
+Safe in another thread: the arrays are never moved, what is a list or a dict is copied in one step first, and a page's
+state follows from its own holders, writers and digest. So a cell is right by itself, as of a moment within the look,
+and while the loop rests all cells are what `check` recounts. numpy gives the interpreter up meanwhile: the loop runs.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.pool.pages import PagePool
+from kvcache.replica.replica import Replica
+from kvcache.watched import AGE_SHIFT, MOST_OWNERS, OWNER_SHIFT, SHARED_BIT, STATE_BITS, Cells, PageState
+
+# What a page under a lease is where no row has it, and one of an import that was given up.
+_BECOMES = ((PageState.HELD, PageState.LEASED), (PageState.WRITTEN, PageState.QUARANTINED))
+
+
+class Holding(NamedTuple):
+    """Pages that no row has: under a lease, or of an import that was given up."""
+
+    what: object
+    request_id: str
+    pages: NDArray[np.int32]
+
+
+class OwnerNumbers:
+    """Numbers of what holds pages, each kept while it is there. Rows have their own, from 1 on."""
+
+    def __init__(self, rows: int) -> None:
+        self._next = self._first = rows + 1
+        self._known: dict[int, tuple[object, int]] = {}  # by id; what is kept has its id to itself
+
+    def of(self, holdings: list[Holding]) -> list[int]:
+        """The number of each; those that are not named any more are forgotten."""
+        known = self._known
+        self._known = {id(one.what): known.get(id(one.what)) or (one.what, self._new()) for one in holdings}
+        return [self._known[id(one.what)][1] for one in holdings]
+
+    def _new(self) -> int:
+        number = self._next
+        self._next = self._first if number >= MOST_OWNERS else number + 1
+        return number
+
+
+def leased(replica: Replica) -> list[Holding]:
+    """What the leases of released requests hold."""
+    found = ((lease, np.concatenate(pages)) for lease, pages in replica.leases.held() if pages)
+    return [Holding(lease, lease.request_id, pages) for lease, pages in found]
+
+
+def quarantined(replica: Replica) -> list[Holding]:
+    """What something in flight may still write for an import that was given up."""
+    given_up = (pending for pending in list(replica.imports.each) if pending.closed)
+    return [Holding(pending, pending.request_id, pending.dst_pages) for pending in given_up]
+
+
+def pool_cells(pool: PagePool) -> Cells:
+    """State and age by the pool alone: uint32 `[num_pages + 1]`."""
+    holders = pool.holders
+    cells = (pool.index.published & (holders == 0)).astype(np.uint32)  # PageState.IDLE is 1
+    cells[holders > 0] = PageState.HELD
+    cells[holders > 1] |= np.uint32(1 << SHARED_BIT)
+    cells[pool.writers > 0] = PageState.WRITTEN
+    cells[0] = PageState.FREE
+    idle = np.flatnonzero(cells == PageState.IDLE)
+    if idle.size:
+        places = pool.idle.positions()[idle]
+        places -= places.min()
+        cells[idle] |= (places * 8 // (places.max() + 1)).astype(np.uint32) << np.uint32(AGE_SHIFT)
+    return cells
+
+
+def replica_cells(replica: Replica, numbers: OwnerNumbers) -> Cells:
+    """`pool_cells` of a replica, with whose each page is."""
+    cells, rows = pool_cells(replica.pool), replica.rows
+    owner = np.zeros(len(cells), np.uint32)
+    taken = np.flatnonzero(rows.num_pages)
+    if taken.size:
+        width = int(rows.num_pages[taken].max())
+        owner[rows.table[taken, :width].ravel()] = np.repeat(taken.astype(np.uint32) + 1, width)
+    owner[0] = 0
+    leases, given_up = leased(replica), quarantined(replica)
+    for at, (holding, number) in enumerate(zip(leases + given_up, numbers.of(leases + given_up), strict=True)):
+        pages = holding.pages
+        pages = pages[owner[pages] == 0] if at < len(leases) else pages
+        was, becomes = _BECOMES[at >= len(leases)]
+        changed = pages[cells[pages] & STATE_BITS == was]
+        cells[changed] = cells[changed] - was + becomes
+        owner[pages[owner[pages] == 0]] = number
+    held = np.flatnonzero(owner)
+    held = held[cells[held] & STATE_BITS >= PageState.HELD]
+    cells[held] |= owner[held] << np.uint32(OWNER_SHIFT)
+    return cells

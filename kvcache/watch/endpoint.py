@@ -1,0 +1,194 @@
+"""`ManagerWatch`: answers who watches a manager, in a thread of its own.
+
+A look is made when somebody asks for it, by this thread and not by the loop: a copy of the arrays of 4 million pages
+takes milliseconds, which no step can spare, while reading beside the loop needs nothing of it (`cells.py` says why that
+is safe). What only the loop can do, a recount, waits for it to call `attend`.
+"""
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, cast
+
+import msgspec
+import zmq
+
+from kvcache.arguments import shown
+from kvcache.errors import InvalidParamsError, InvariantError
+from kvcache.manager import PagedKVCacheManager
+from kvcache.metrics import KVCacheMetrics
+from kvcache.pool.pages import PagePool
+from kvcache.replica.replica import Replica
+from kvcache.replicas import Replicas
+from kvcache.watch.book import WatchBook, counted
+from kvcache.watch.cells import OwnerNumbers, replica_cells
+from kvcache.watched import AskLook, Beside, CheckReport
+
+_WAKE_MS = 200  # between two looks at whether the watch is closed, or its manager is gone
+_SHARE = 0.1  # of the time, for looks: those who ask more often get the last one again
+_LEAST_S = 0.05
+_FORGET_S = 10.0  # nobody has asked for so long: nothing is written down or kept any more
+_CHECK_SHARE = 0.1  # of the loop's time, for recounts
+_QUESTION_BYTES = 1 << 10
+_MOST_WAITING = 64  # answers that wait for one who does not take them; further ones are dropped
+_HERE = ("tcp://127.", "tcp://[::1]:", "tcp://localhost:", "ipc://", "inproc://")
+
+
+class _ReplicasView:
+    """The replicas and the host tier of a manager, as `WatchBook` reads them."""
+
+    def __init__(self, all_of: Replicas) -> None:
+        self.replicas: list[Replica] = all_of.each
+        self.host: PagePool | None = None if all_of.tiers is None else all_of.tiers.host.pool
+        self._all_of = weakref.ref(all_of)
+
+    @property
+    def metrics(self) -> KVCacheMetrics:
+        all_of = self._all_of()
+        return KVCacheMetrics() if all_of is None else all_of.metrics
+
+
+class _WatchThread:
+    """What the thread runs; a manager that is forgotten without being closed ends it."""
+
+    def __init__(
+        self, socket: "zmq.Socket[bytes]", all_of: Replicas, make_book: Callable[[_ReplicasView], WatchBook]
+    ) -> None:
+        self.closing = threading.Event()
+        self.check_asked = False
+        self.checked: tuple[float, CheckReport] | None = None
+        self._socket = socket
+        self._all_of = weakref.ref(all_of)
+        self._make_book = make_book
+        self._book: WatchBook | None = None
+        self._asked_at = self._due = 0.0
+
+    def run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        while not self.closing.is_set() and self._all_of() is not None:
+            if poller.poll(_WAKE_MS):
+                self._answer()
+            elif self._book is not None and time.monotonic() - self._asked_at > _FORGET_S:
+                self._forget()
+        self._forget()
+        self._socket.close(linger=200)
+
+    def _forget(self) -> None:
+        if self._book is not None:
+            self._book.forget()
+            self._book = None
+
+    def _answer(self) -> None:
+        sender, *rest = self._socket.recv_multipart()
+        try:
+            ask = msgspec.msgpack.decode(rest[-1] if len(rest) == 1 else b"", type=AskLook)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return  # who does not speak as we do gets no answer
+        self._asked_at = time.monotonic()
+        book, all_of = self._book, self._all_of()
+        if book is None:
+            if all_of is None:
+                return
+            book = self._book = self._make_book(_ReplicasView(all_of))
+        self.check_asked |= ask.check
+        if self._asked_at >= self._due:
+            book.update()
+            self._due = time.monotonic() + max(_LEAST_S, book.cost_s * (1 / _SHARE - 1))
+        book.check = self.checked
+        header, frames = book.look(ask.known if ask.incarnation == book.incarnation else 0)
+        parts = [sender, msgspec.msgpack.encode(header), *(frame.data for frame in frames)]
+        with suppress(zmq.ZMQError):  # it is gone, or takes nothing
+            # The frames are sent from where they lie: a look makes new ones, and changes none.
+            self._socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
+
+
+class ManagerWatch:
+    """Tells who asks what every page of a manager is doing: `pagewire top ADDRESS` shows it.
+
+    It costs the loop nothing while nobody asks. Requests are named, tokens are not.
+
+    Args:
+        manager: watched until `close`, or until it is forgotten.
+        endpoint: bound; of this host alone without `secure`. Port 0: any free one, see `address`.
+        name: of the process, as it is shown.
+        secure: prepares the socket before it is bound: `Keyring.secure_server` of `transfer` turns CURVE on.
+        beside: what is shown beside the manager's own, say `transfers_of(exchange)` of `transfer.watch`; another thread
+            than the loop's calls it.
+
+    Raises `InvalidParamsError` where the endpoint cannot be bound, and what `secure` raises.
+    """
+
+    def __init__(
+        self,
+        manager: PagedKVCacheManager,
+        endpoint: str = "tcp://127.0.0.1:0",
+        *,
+        name: str = "manager",
+        secure: Callable[[Any], None] | None = None,
+        beside: Callable[[], Beside] = Beside,
+    ) -> None:
+        all_of = manager._replicas  # noqa: SLF001  # pyright: ignore[reportPrivateUsage] - the manager's own watch
+        self._manager = manager
+        self._check_due = 0.0
+        page_bytes = manager.params.bytes_per_token(manager.num_layers) * manager.page_size
+        sizes = manager.page_size, page_bytes
+        socket = _bound(endpoint, secure)
+        self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self._worker = _WatchThread(socket, all_of, lambda view: WatchBook(name, view, sizes, beside))
+        self._thread = threading.Thread(target=self._worker.run, name="pagewire-watch", daemon=True)
+        self._thread.start()
+
+    def attend(self) -> None:
+        """Called by the loop between two steps: recounts everything where somebody who watches has asked for it.
+
+        Else it costs a look at a flag. A recount takes as long as `check`; recounts have a tenth of the time at most.
+        """
+        if not self._worker.check_asked or time.monotonic() < self._check_due:
+            return
+        started, error = time.monotonic(), ""
+        try:
+            self._manager.check()
+        except InvariantError as wrong:
+            error = str(wrong)
+        seconds = time.monotonic() - started
+        self._check_due = started + seconds / _CHECK_SHARE
+        replicas = self._manager._replicas.each  # noqa: SLF001  # pyright: ignore[reportPrivateUsage] - as above
+        counts = {str(at): counted(replica_cells(one, OwnerNumbers(0))) for at, one in enumerate(replicas)}
+        self._worker.check_asked = False
+        self._worker.checked = (started, CheckReport(age_s=0.0, seconds=seconds, error=error, counts=counts))
+
+    def close(self) -> None:
+        """End the thread, and close the socket. Safe twice."""
+        self._worker.closing.set()
+        self._thread.join(2.0)
+
+
+def _bound(endpoint: str, secure: Callable[[Any], None] | None) -> "zmq.Socket[bytes]":
+    if secure is None and not endpoint.startswith(_HERE):
+        raise InvalidParamsError(f"watch: {shown(endpoint)} is beyond this host: that takes keys (`secure`)")
+    context = cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
+    socket = context.socket(zmq.ROUTER)
+    for option, value in (
+        (zmq.LINGER, 0),
+        (zmq.SNDHWM, _MOST_WAITING),
+        (zmq.RCVHWM, _MOST_WAITING),
+        (zmq.MAXMSGSIZE, _QUESTION_BYTES),
+        (zmq.ROUTER_MANDATORY, 1),
+        (zmq.TCP_KEEPALIVE, 1),
+        (zmq.IPV6, int("[" in endpoint)),
+    ):
+        socket.setsockopt(option, value)
+    try:
+        if secure is not None:
+            secure(socket)
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        socket.close()
+        raise InvalidParamsError(f"watch: cannot bind {shown(endpoint)}: {error}") from error
+    except BaseException:
+        socket.close()
+        raise
+    return socket

@@ -1,0 +1,110 @@
+"""The other end of a watch: asks for looks, and has the cells of every pool as of the last one."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import zmq
+
+from kvcache.arguments import shown
+from kvcache.errors import WatchError
+from kvcache.watched import AskLook, Cells, Look
+
+_MOST_BYTES = 1 << 30
+_decoder = msgspec.msgpack.Decoder(Look)
+
+
+class Followed:
+    """The state of one watched process, by the looks that have come.
+
+    Attributes:
+        look: the last one; None before the first.
+        cells: of each pool, uint32 `[num_pages + 1]`.
+        changed: whether a pool's cells have changed with the last look.
+    """
+
+    def __init__(self) -> None:
+        self.look: Look | None = None
+        self.cells: dict[str, Cells] = {}
+
+    @property
+    def ask(self) -> AskLook:
+        """The question for what follows the last look."""
+        if self.look is None:
+            return AskLook()
+        return AskLook(known=self.look.number, incarnation=self.look.incarnation)
+
+    def apply(self, frames: Sequence[Any]) -> Look:
+        """Take a look up. `WatchError`: it is none, or does not follow the last one; the state is as before."""
+        try:
+            look = _decoder.decode(frames[0])
+        except (msgspec.DecodeError, UnicodeDecodeError, IndexError) as error:
+            raise WatchError(f"{len(frames)} frames are no look: {error}") from error
+        if look.base and (self.look is None or self.look.incarnation != look.incarnation):
+            raise WatchError(f"look {look.number} is a difference to look {look.base}, which has not come")
+        if look.base and self.look is not None and self.look.number < look.base:
+            raise WatchError(f"look {look.number} is a difference to look {look.base}, the last was {self.look.number}")
+        if len(frames) != 1 + 2 * len(look.pools):
+            raise WatchError(f"a look at {len(look.pools)} pools has {len(frames)} frames")
+        parts = [_changes(look, at, frames) for at in range(len(look.pools))]
+        for pool, (pages, cells) in zip(look.pools, parts, strict=True):
+            if pages.size:
+                self.cells[pool.name][pages] = cells
+            elif cells.size:
+                self.cells[pool.name] = cells.copy()
+        self.look = look
+        return look
+
+
+def _changes(look: Look, at: int, frames: Sequence[Any]) -> tuple[Cells, Cells]:
+    """The pages of a pool that have changed, and their cells: checked, as they index our memory."""
+    pool = look.pools[at]
+    try:
+        pages, cells = (np.frombuffer(frame, np.uint32) for frame in frames[1 + 2 * at : 3 + 2 * at])
+    except ValueError as error:
+        raise WatchError(f"pool {pool.name!r}: {error}") from error
+    whole = not pages.size and cells.size == pool.num_pages + 1
+    partly = look.base and pages.size == cells.size and (not pages.size or int(pages.max()) <= pool.num_pages)
+    if not whole and not partly:
+        raise WatchError(f"pool {pool.name!r} of {pool.num_pages} pages: {pages.size} pages, {cells.size} cells")
+    return pages, cells
+
+
+class WatchClient:
+    """Asks one address for looks. Never waits.
+
+    `secure` prepares the socket: `Keyring.secure_client` of `transfer` turns CURVE on. Raises `WatchError` where the
+    address is none.
+    """
+
+    def __init__(self, address: str, secure: Callable[[Any], None] | None = None) -> None:
+        self.address = address
+        context = cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
+        self._socket = context.socket(zmq.DEALER)
+        for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, 4), (zmq.MAXMSGSIZE, _MOST_BYTES)):
+            self._socket.setsockopt(option, value)
+        self._socket.setsockopt(zmq.IPV6, int("[" in address))
+        try:
+            if secure is not None:
+                secure(self._socket)
+            self._socket.connect(address)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise WatchError(f"{shown(address)} cannot be watched: {error}") from error
+
+    def ask(self, ask: AskLook) -> None:
+        """AskLook, where a question can be sent at all."""
+        with suppress(zmq.Again):
+            self._socket.send(msgspec.msgpack.encode(ask), zmq.NOBLOCK)
+
+    def answer(self, timeout_s: float = 0.0) -> list[bytes] | None:
+        """The frames of one look; None: there is none within the time."""
+        if not self._socket.poll(int(timeout_s * 1000)):
+            return None
+        return self._socket.recv_multipart()
+
+    def close(self) -> None:
+        """Close the socket. Safe twice."""
+        self._socket.close()

@@ -1,0 +1,312 @@
+"""What a watch says equals the books: in a thousand states of a real manager, over the socket, look by look."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import Counter
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvcache import InvalidParamsError, PagedKVCacheManager, Retention, TextContext
+from kvcache.errors import WatchError
+from kvcache.watch import endpoint
+from kvcache.watch.endpoint import ManagerWatch
+from kvcache.watch.follower import Followed, WatchClient
+from kvcache.watched import AskLook, Look, PageState, ages_of, states_of
+from tests.kvcache.build import manager_of
+from tests.kvcache.moves import Moves, SeededChooser
+from tests.kvcache.watch.recount import assert_same
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each question is a look: the tests ask faster than anybody who looks."""
+    monkeypatch.setattr(endpoint, "_LEAST_S", 0.0)
+    monkeypatch.setattr(endpoint, "_SHARE", 1e6)
+
+
+class Watcher:
+    """A manager's watch and one who follows it."""
+
+    def __init__(self, manager: PagedKVCacheManager, **options: object) -> None:
+        self.watch = ManagerWatch(manager, **options)  # pyright: ignore[reportArgumentType]
+        self.client = WatchClient(self.watch.address)
+        self.followed = Followed()
+
+    def look(self, *, check: bool = False) -> Look:
+        ask = self.followed.ask
+        self.client.ask(msgspec.structs.replace(ask, check=check))
+        frames = self.client.answer(20.0)
+        assert frames is not None
+        return self.followed.apply(frames)
+
+    def close(self) -> None:
+        self.client.close()
+        self.watch.close()
+
+
+def served(manager: PagedKVCacheManager, name: str, tokens: list[int], **options: object) -> TextContext:
+    """A request that has run to the end of its prompt, and is claimed."""
+    context = TextContext(tokens, 256, name, **options)  # pyright: ignore[reportArgumentType]
+    manager.external_claim(name)
+    assert manager.maybe_reserve(context)
+    manager.fetch([context])
+    context.update(1)
+    manager.step([context])
+    return context
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_thousand_random_states_are_what_the_books_say(part: int) -> None:
+    states = looks = 0
+    seen: Counter[PageState] = Counter()
+    for seed in range(4):
+        moves = Moves(SeededChooser(1000 * part + seed))
+        watcher = Watcher(moves.manager)
+        for _ in range(64):
+            moves.move()
+            look = watcher.look()
+            seen += assert_same(watcher.followed, moves.manager)
+            states += 1
+            looks += bool(look.base)
+        moves.finish()
+        watcher.look()
+        assert_same(watcher.followed, moves.manager)
+        watcher.close()
+    assert states >= 250
+    assert looks >= states - 4, "all but the first were differences"
+    assert all(seen[state] >= 10 for state in (PageState.FREE, PageState.IDLE, PageState.HELD, PageState.LEASED)), seen
+
+
+def test_imports_are_written_and_quarantined_and_their_requests_named() -> None:
+    source, manager = manager_of(), manager_of()
+    served(source, "a", list(range(40)))
+    table = source.block_table("a")
+    watcher = Watcher(manager)
+    context = TextContext([*range(40), 1], 256, "b")
+    manager.external_claim("b")
+    pending = manager.import_block_table(context, table)
+    assert pending is not None
+    copier = manager.copier(pending)
+    look = watcher.look()
+    assert "importing" in look.owners.phases
+    assert assert_same(watcher.followed, manager)[PageState.WRITTEN] == 10
+    manager.release("b")
+    manager.cancel_import(pending)
+    look = watcher.look()
+    assert assert_same(watcher.followed, manager)[PageState.QUARANTINED] == 10
+    assert dict(zip(look.owners.request_ids, look.owners.phases, strict=True)) == {"b": "quarantined"}
+    copier.give_up()
+    watcher.look()
+    assert assert_same(watcher.followed, manager)[PageState.FREE] == 64
+    watcher.close()
+
+
+def test_nothing_is_written_down_before_somebody_looks_nor_when_nobody_does_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(endpoint, "_FORGET_S", 0.05)
+    manager = manager_of()
+    pool = manager._replicas.each[0].pool
+    watcher = Watcher(manager)
+    assert pool.told is None
+    watcher.look()
+    assert pool.told is not None
+    deadline = time.monotonic() + 20
+    while pool.told is not None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert pool.told is None
+    first = watcher.followed.look
+    served(manager, "a", [1, 2, 3, 4, 5])
+    again = watcher.look()
+    assert first is not None
+    assert again.base == 0, "who comes again is told everything"
+    assert again.incarnation != first.incarnation
+    assert_same(watcher.followed, manager)
+    watcher.close()
+
+
+def test_evictions_have_reasons_and_are_seen_to_be_asked_for_again() -> None:
+    manager = manager_of(16, rows=2, params={"tenant_quota": 0.3})
+    watcher = Watcher(manager)
+    watcher.look()
+    served(manager, "a", list(range(33)))
+    manager.release("a")  # 8 idle pages
+    served(manager, "b", list(range(100, 157)))  # 15 pages: 7 of them evicted
+    manager.release("b")
+    look = watcher.look()
+    assert look.evicted == {"LRU": (7, 0)}
+    served(manager, "c", list(range(33)))  # those of a are computed again, but for the first of them
+    manager.release("c")
+    look = watcher.look()
+    assert sum(again for _, again in look.evicted.values()) == 7
+    assert {row.reason for row in look.evictions} == {"LRU"}
+    served(manager, "d", list(range(200, 230)), cache_salt="t")
+    manager.release("d")  # 7 idle pages, the quota is 4
+    served(manager, "e", list(range(300, 357)))
+    manager.release("e")
+    look = watcher.look()
+    assert look.evicted["quota"][0] == 3
+    idle = manager._replicas.each[0].pool.idle.count
+    manager.reset_prefix_cache()
+    look = watcher.look()
+    assert look.evicted["reset"][0] == idle > 0
+    assert sum(pages for reason, (pages, _) in look.evicted.items() if reason != "reset") == manager.metrics.evictions
+    watcher.close()
+
+
+def test_pages_that_a_hint_puts_first_go_by_that_hint() -> None:
+    manager = manager_of(32, rows=2)
+    watcher = Watcher(manager)
+    watcher.look()
+    for number in range(8):
+        ends = Retention(session_continues=number % 2 == 0)
+        served(manager, f"r{number}", list(range(100 * number, 100 * number + 29)), retention=ends)
+        manager.release(f"r{number}")
+        watcher.look()
+    assert watcher.look().evicted["hint"][0] > 0
+    watcher.close()
+
+
+def test_the_tree_has_shared_prefixes_with_their_sizes_and_hits() -> None:
+    manager = manager_of(64)
+    served(manager, "before", [*range(16), 7])
+    watcher = Watcher(manager)
+    assert [(row.pages, row.below, row.hits) for row in watcher.look().tree] == [(4, 4, 0)], "what a row has is known"
+    for number in range(3):
+        served(manager, f"r{number}", [*range(16), *[50 + number] * 9])
+    tree = watcher.look().tree
+    root = tree[0]
+    assert (root.pages, root.below, root.hits, root.parent) == (4, 10, 3, 0)
+    assert [(row.pages, row.parent, row.hits) for row in tree[1:]] == [(2, root.page, 0)] * 3
+    for number in range(3):
+        manager.release(f"r{number}")
+    manager.release("before")
+    manager.reset_prefix_cache()
+    watcher.close()
+    again = Watcher(manager)
+    assert again.look().tree == ()
+    again.close()
+
+
+def test_old_pages_are_told_from_young_ones() -> None:
+    manager = manager_of(64)
+    for number in range(4):
+        served(manager, f"r{number}", list(range(100 * number, 100 * number + 33)))
+    order = [manager.get_req_blocks(f"r{number}")[:8] for number in range(4)]
+    for number in range(4):
+        manager.release(f"r{number}")
+    watcher = Watcher(manager)
+    watcher.look()
+    ages = ages_of(watcher.followed.cells["0"])
+    means = [ages[pages].mean() for pages in order]
+    assert means == sorted(means)
+    assert ages[order[0]].max() < ages[order[3]].min()
+    watcher.close()
+
+
+def test_a_recount_is_the_loops_and_says_what_is_wrong() -> None:
+    manager = manager_of(checks=False)
+    served(manager, "a", list(range(33)))
+    watcher = Watcher(manager)
+    assert watcher.look(check=True).check is None, "the loop has not come by"
+    watcher.watch.attend()
+    report = watcher.look().check
+    assert report is not None
+    assert report.error == ""
+    assert report.counts["0"] == watcher.followed.look.pools[0].counts  # pyright: ignore[reportOptionalMemberAccess]
+    manager._replicas.each[0].pool.holders[5] += 1
+    watcher.look(check=True)
+    deadline = time.monotonic() + 20
+    while report.error == "" and time.monotonic() < deadline:
+        watcher.watch.attend()
+        report = watcher.look().check
+        assert report is not None
+    assert "page 5" in report.error
+    manager._replicas.each[0].pool.holders[5] -= 1
+    watcher.close()
+
+
+def test_the_host_tier_is_a_pool_of_its_own() -> None:
+    manager = manager_of(16, host_slots=8)
+    served(manager, "a", list(range(33)))
+    manager.release("a")
+    manager.flush_tiers()
+    watcher = Watcher(manager)
+    look = watcher.look()
+    assert [pool.name for pool in look.pools] == ["0", "host"]
+    host = manager._replicas.tiers.host.pool  # pyright: ignore[reportOptionalMemberAccess]
+    assert (states_of(watcher.followed.cells["host"]) == PageState.IDLE).tolist() == host.index.published.tolist()
+    watcher.close()
+
+
+def test_a_forgotten_manager_ends_its_watch_and_a_bad_question_gets_no_answer() -> None:
+    manager = manager_of()
+    watcher = Watcher(manager)
+    watcher.client._socket.send(b"\xc1 nothing")
+    assert watcher.client.answer(0.3) is None
+    assert watcher.look().number == 1
+    thread = watcher.watch._thread
+    watcher.client.close()
+    del manager, watcher
+    gc.collect()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_endpoints_that_cannot_be_are_refused() -> None:
+    manager = manager_of()
+    with pytest.raises(InvalidParamsError, match="beyond this host"):
+        ManagerWatch(manager, "tcp://0.0.0.0:0")
+    with pytest.raises(InvalidParamsError, match="cannot bind"):
+        ManagerWatch(manager, "ipc:///nowhere/at/all")
+    with pytest.raises(WatchError, match="cannot be watched"):
+        WatchClient("nowhere")
+
+
+def test_what_is_no_look_changes_nothing() -> None:
+    manager = manager_of()
+    watcher = Watcher(manager)
+    watcher.look()
+    watcher.client.ask(AskLook())
+    whole = watcher.client.answer(20.0)
+    assert whole is not None
+    followed = watcher.followed
+    before = followed.cells["0"].copy()
+    header = msgspec.msgpack.decode(whole[0], type=Look)
+    difference = msgspec.msgpack.encode(msgspec.structs.replace(header, base=1, number=9))
+    far = np.array([65], np.uint32).tobytes()
+    for frames, what in (
+        ([], "no look"),
+        ([b"\xc1"], "no look"),
+        (whole[:2], "has 2 frames"),
+        ([whole[0], b"", b"1234"], "1 cells"),
+        ([whole[0], b"", b"123"], "multiple"),
+        ([difference, far, far], "1 pages, 1 cells"),
+        ([msgspec.msgpack.encode(msgspec.structs.replace(header, base=70, number=71)), b"", b""], "has not come|last"),
+        ([msgspec.msgpack.encode(msgspec.structs.replace(header, base=1, incarnation="x")), b"", b""], "has not come"),
+    ):
+        with pytest.raises(WatchError, match=what):
+            followed.apply(frames)
+    assert np.array_equal(before, followed.cells["0"])
+    watcher.close()
+
+
+def test_a_socket_that_is_asked_by_two_tells_both() -> None:
+    manager = manager_of()
+    watcher = Watcher(manager)
+    other, theirs = WatchClient(watcher.watch.address), Followed()
+    for number in range(4):
+        served(manager, f"r{number}", list(range(100 * number, 100 * number + 10)))
+        watcher.look()
+        if number % 2:
+            other.ask(theirs.ask)
+            frames = other.answer(20.0)
+            assert frames is not None
+            theirs.apply(frames)
+    assert np.array_equal(theirs.cells["0"], watcher.followed.cells["0"])
+    other.close()
+    watcher.close()
