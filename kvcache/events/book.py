@@ -4,6 +4,7 @@ A page's content is kept once, under its hash, whoever has it: its tokens, the p
 now. So the whole state can be told at any time, and a page that goes from one medium to another needs no tokens.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -48,6 +49,7 @@ class EventBook:
     """
 
     def __init__(self, ranks: int, capacity: int, page_size: int, kind: str) -> None:
+        self.begun_anew = functools.partial(EventBook, ranks, capacity, page_size, kind)
         # What is present, a parent for each, and what goes before the next end of a call.
         most = 4 * capacity
         self._ranks = ranks
@@ -153,11 +155,15 @@ class EventBook:
             return
         orphaned = ids[self._kids[source, ids] > 0]
         np.add.at(self._kids[source], self._parent[ids], 1)
-        self._tell(source, ids)
-        if orphaned.size:
-            # Dynamo's index has dropped what continues a page that went, and takes nothing up whose parent it lacks.
-            for run in self._chains(self._below(source, orphaned, ids)):
-                self._told += [Told(source, event) for event in self._stored(source, run)]
+        if not orphaned.size:
+            self._tell(source, ids)
+            return
+        # Dynamo's index has dropped what continues a page that went, and takes nothing up whose parent it lacks: all
+        # that is below one that comes back is told behind it, also what comes back at the same time.
+        below = self._below(source, orphaned)
+        self._tell(source, ids[~np.isin(ids, below)])
+        for run in self._chains(below):
+            self._told += [Told(source, event) for event in self._stored(source, run)]
 
     def _go(self, source: int, hashes: Hashes) -> None:
         ids = self._index.find(hashes[:, None])
@@ -206,18 +212,17 @@ class EventBook:
             parents = np.unique(parents[parents > 0])
             left = parents[(self._refs[parents] == 0) & ~self._described[parents] & self._index.published[parents]]
 
-    def _below(self, source: int, ids: Ids, told: Ids) -> Ids:
-        """What is present of all that continues `ids`, less what was `told` just now."""
+    def _below(self, source: int, ids: Ids) -> Ids:
+        """What is present of all that continues `ids`."""
         there = np.flatnonzero(self._present[source] & self._described).astype(np.int32)
         there = there[np.argsort(self._parent[there], kind="stable")]
-        parents = self._parent[there]
-        found: list[Ids] = []
+        parents, below = self._parent[there], np.zeros(len(self._parent), np.bool_)
         while ids.size:
             firsts, lasts = np.searchsorted(parents, ids), np.searchsorted(parents, ids, "right")
             ids = np.concatenate([there[first:last] for first, last in zip(firsts, lasts, strict=True)])
-            found.append(ids)
-        below = np.concatenate(found)
-        return below[~np.isin(below, told)]
+            ids = ids[~below[ids]]
+            below[ids] = True
+        return np.flatnonzero(below).astype(np.int32)
 
     def _chains(self, ids: Ids) -> list[Ids]:
         """`ids` as runs in which each continues the one before; a run comes after what it continues."""

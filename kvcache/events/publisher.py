@@ -151,7 +151,7 @@ class _Worker:
                     self._poll(0)
                 else:
                     self._poll(_LOOK_MS)
-            except Exception:  # noqa: BLE001 - what is told is not worth the manager; the state is told anew
+            except Exception:  # noqa: BLE001 - what could not be sent is told anew
                 _log.exception("KV events: a turn failed")
                 self._behind = True
                 time.sleep(_QUIET_S)
@@ -170,17 +170,25 @@ class _Worker:
         """Called by the loop: the log is as long as it may be. Its entries are applied, and everything is told anew."""
         with self._applying:
             self._behind = True
-            self._book.apply(self._take(len(self._log.entries)))
+            self._apply(self._take(len(self._log.entries)))
 
     def turn(self) -> bool:
         """Tell what was written down since the last turn; whether there was anything."""
         with self._applying:
             behind, self._behind = self._behind, False
             entries = self._take(_ENTRIES_A_TURN)
-            told = self._book.apply(entries)
+            told = self._apply(entries)
             for stream in self.streams:
                 self._send(stream, told, anew=behind)
         return bool(entries)
+
+    def _apply(self, entries: Sequence[Entry]) -> list[Told]:
+        try:
+            return self._book.apply(entries)
+        except Exception:  # noqa: BLE001 - what is told is not worth the manager; of what is there by now nothing is told
+            _log.exception("KV events: what was written down cannot be followed, and is begun anew")
+            self._book, self._behind = self._book.begun_anew(), True
+            return []
 
     def _send(self, stream: _Stream, told: Sequence[Told], *, anew: bool) -> None:
         if anew:

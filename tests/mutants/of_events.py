@@ -21,11 +21,10 @@ EVENTS: tuple[Module, ...] = (
         "kvcache.events.book",
         [_BOOK],
         [
-            Mutation("EventBook._come", "if orphaned.size:", "if not ids.size:"),
+            Mutation("EventBook._come", "if not orphaned.size:", "if ids.size:"),
+            Mutation("EventBook._come", "ids[~np.isin(ids, below)]", "ids"),
             Mutation("EventBook._come", "if source < 0:", "if source < -9:"),
-            Mutation(
-                "EventBook._go", "np.subtract.at(self._kids[source]", "np.add.at(self._kids[source]", [_BOOK, _EVENTS]
-            ),
+            Mutation("EventBook._go", "np.subtract.at(self._kids[source]", "np.add.at(self._kids[source]"),
             Mutation("EventBook._go", "self._left.append(ids)", "pass"),
             Mutation("EventBook._go", "last.source == source and", ""),
             Mutation("EventBook._describe", "self._left.append(ids)", "pass"),
@@ -35,7 +34,7 @@ EVENTS: tuple[Module, ...] = (
             Mutation("EventBook._forget_left", "self._refs[left] == 0", "self._refs[left] >= 0"),
             Mutation("EventBook._chains", "follows[parents] = 0", "pass"),
             Mutation("EventBook._chains", 'heads[np.argsort(self._depth[heads], kind="stable")]', "heads[::-1]"),
-            Mutation("EventBook._below", "~np.isin(below, told)", "below > 0"),
+            Mutation("EventBook._below", "while ids.size:", "if ids.size:"),
             Mutation(
                 "EventBook._stored", "len(run), most", "len(run), len(run)", ["tests/kvcache/events/test_publisher.py"]
             ),
@@ -62,6 +61,9 @@ EVENTS: tuple[Module, ...] = (
             Mutation("_Worker.run", "self._answer(ready)", "break"),
             Mutation("_Worker.run", "self._behind = True", "pass"),
             Mutation("_Worker.run", "stream.send([AllBlocksCleared()])", "pass", [_EVENTS]),
+            Mutation(
+                "_Worker._apply", "self._book, self._behind = self._book.begun_anew(), True", "self._behind = True"
+            ),
             Mutation("_Worker.catch_up", "self._behind = True", "pass", [_EVENTS]),
             Mutation("_Worker._poll", "self._replay_at = now +", "self._replay_at = 0 * now -"),
         ],

@@ -19,14 +19,65 @@ PATIENCE_S = 60.0
 MEDIA = {HOST: "CPU", FILES: "STORAGE"}
 
 
-class Mirror:
-    """What a subscriber of one rank knows.
+class Known:
+    """What follows from the events of one rank.
 
     `there`: medium → hash → tokens and parent. `tree`: of the GPU what Dynamo's index keeps: nothing is taken up whose
-    parent is not there, and what goes takes all with it that continues it. `lose` says which messages never come.
+    parent is not there, and what goes takes all with it that continues it.
     """
 
+    def __init__(self) -> None:
+        self.there: dict[str, dict[int, tuple[tuple[int, ...], int | None]]] = {}
+        self.tree: dict[int, int | None] = {}
+        self.events: list[dict[str, Any]] = []
+
+    def take_up(self, events: list[dict[str, Any]]) -> None:
+        for event in events:
+            self.events.append(event)
+            if event["type"] == "AllBlocksCleared":
+                self.there, self.tree = {}, {}
+            elif event["type"] == "BlockRemoved":
+                for block in event["block_hashes"]:
+                    self.there.get(event["medium"], {}).pop(block, None)
+                    if event["medium"] == "GPU":
+                        self.prune(block)
+            else:
+                self.store(event)
+
+    def store(self, event: dict[str, Any]) -> None:
+        size, before, tokens = event["block_size"], event["parent_block_hash"], event["token_ids"]
+        assert len(tokens) == size * len(event["block_hashes"])
+        for at, block in enumerate(event["block_hashes"]):
+            mine = tuple(tokens[at * size : (at + 1) * size])
+            self.there.setdefault(event["medium"], {})[block] = (mine, before)
+            if event["medium"] == "GPU" and size and (before is None or before in self.tree):
+                self.tree[block] = before
+            before = block
+
+    def prune(self, block: int) -> None:
+        gone = [block]
+        while gone:
+            one = gone.pop()
+            if one in self.tree:
+                del self.tree[one]
+                gone += [child for child, parent in self.tree.items() if parent == one]
+
+    def whole(self) -> None:
+        """Whoever is there with all that it continues can be found."""
+        gpu = self.there.get("GPU", {})
+        for block in gpu:
+            way, before = [block], gpu[block][1]
+            while before in gpu:
+                way.append(before)
+                before = gpu[before][1]
+            assert (block in self.tree) == (before is None), f"block {block} of a way of {len(way)}"
+
+
+class Mirror(Known):
+    """What a subscriber of one rank knows. `lose` says which messages never come."""
+
     def __init__(self, endpoints: tuple[str, str | None], lose: Callable[[int], bool] = lambda _: False) -> None:
+        super().__init__()
         context = zmq.Context.instance()
         self.sub = context.socket(zmq.SUB)
         self.sub.setsockopt(zmq.RCVHWM, 0)
@@ -38,9 +89,6 @@ class Mirror:
             self.dealer.connect(endpoints[1])
         self.lose = lose
         self.expected: int | None = None
-        self.there: dict[str, dict[int, tuple[tuple[int, ...], int | None]]] = {}
-        self.tree: dict[int, int | None] = {}
-        self.events: list[dict[str, Any]] = []
         self.replays = 0
         self.begun = False
 
@@ -85,35 +133,7 @@ class Mirror:
             self.expected = int.from_bytes(number, "big") + 1
 
     def apply(self, payload: bytes) -> None:
-        for event in msgspec.msgpack.decode(payload)[1]:
-            self.events.append(event)
-            if event["type"] == "AllBlocksCleared":
-                self.there, self.tree = {}, {}
-            elif event["type"] == "BlockRemoved":
-                for block in event["block_hashes"]:
-                    self.there.get(event["medium"], {}).pop(block, None)
-                    if event["medium"] == "GPU":
-                        self.prune(block)
-            else:
-                self.store(event)
-
-    def store(self, event: dict[str, Any]) -> None:
-        size, before, tokens = event["block_size"], event["parent_block_hash"], event["token_ids"]
-        assert len(tokens) == size * len(event["block_hashes"])
-        for at, block in enumerate(event["block_hashes"]):
-            mine = tuple(tokens[at * size : (at + 1) * size])
-            self.there.setdefault(event["medium"], {})[block] = (mine, before)
-            if event["medium"] == "GPU" and size and (before is None or before in self.tree):
-                self.tree[block] = before
-            before = block
-
-    def prune(self, block: int) -> None:
-        gone = [block]
-        while gone:
-            one = gone.pop()
-            if one in self.tree:
-                del self.tree[one]
-                gone += [child for child, parent in self.tree.items() if parent == one]
+        self.take_up(msgspec.msgpack.decode(payload)[1])
 
     def until(self, done: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S
@@ -146,13 +166,7 @@ class Mirror:
             have = set(self.there.get(medium, {}))
             assert have == want, f"rank {rank}, {medium}: {len(have - want)} too many, {len(want - have)} too few"
             sizes[medium] = len(want)
-        gpu = self.there.get("GPU", {})
-        for block in gpu:  # whoever is there with all that it continues can be found
-            way, before = [block], gpu[block][1]
-            while before in gpu:
-                way.append(before)
-                before = gpu[before][1]
-            assert (block in self.tree) == (before is None), f"rank {rank}: block {block} of a way of {len(way)}"
+        self.whole()
 
 
 def worker_of(manager: PagedKVCacheManager) -> Any:

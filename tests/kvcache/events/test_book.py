@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import numpy as np
 
 from kvcache.events.book import EventBook, Told
-from kvcache.events.log import FILES, HOST, Described
+from kvcache.events.log import FILES, HOST, Described, Entry
 from kvcache.events.wire import BlockRemoved, BlockStored, Event
 from kvcache.replica.hashing import PrefixHasher
+from tests.kvcache.events.mirror import Known
 
 SIZE, CAPACITY = 4, 40
 
@@ -102,33 +104,77 @@ def test_one_page_that_went_and_several_after_it_are_one_event() -> None:
     assert blocks(told, BlockRemoved) == [[*prompt.hashes(9, 10), *prompt.hashes(7, 9)], prompt.hashes(5, 7)]
 
 
+def test_what_goes_from_two_media_in_one_call_is_told_of_each() -> None:
+    book, prompt = book_of(2), Prompt([*range(40)])
+    sources = (0, HOST, 1, FILES)
+    book.apply([prompt.described(0, 10), *(prompt.come(source, 0, 10) for source in sources), None])
+    told = book.apply([prompt.go(source, at, at + 1) for at, source in enumerate(sources)])
+    assert [(one.source, blocks([one], BlockRemoved)) for one in told] == [
+        (source, [prompt.hashes(at, at + 1)]) for at, source in enumerate(sources)
+    ]
+
+
+def test_what_comes_back_together_with_what_continues_it_is_told_once() -> None:
+    book, prompt, other = book_of(), Prompt([*range(40)]), Prompt([*range(12), *range(50, 78)])
+    book.apply([prompt.described(0, 10), prompt.come(0, 0, 10), other.described(3, 6), other.come(0, 3, 6), None])
+    book.apply([prompt.go(0, 2, 4), None])
+    told = blocks(book.apply([prompt.described(2, 4), prompt.come(0, 2, 4), None]))
+    assert told[0] == prompt.hashes(2, 3)
+    assert sorted(told[1:]) == sorted([prompt.hashes(3, 10), other.hashes(3, 6)])
+
+
+def test_what_comes_back_on_both_sides_of_what_stayed_is_told_in_order() -> None:
+    book, prompt = book_of(), Prompt([*range(40)])
+    book.apply([prompt.described(0, 10), prompt.come(0, 0, 10), None])
+    book.apply([prompt.go(0, 2, 3), prompt.go(0, 5, 6), None])
+    told = book.apply([prompt.described(2, 6), (0, True, prompt.digests[[2, 5]]), None])
+    assert blocks(told) == [prompt.hashes(2, 3), prompt.hashes(3, 10)]
+
+
+def counted_anew(book: EventBook) -> None:
+    """What the book counts as it goes is what a recount gives."""
+    known = np.flatnonzero(book._described)
+    refs = np.bincount(book._parent[known], minlength=len(book._refs))
+    assert (refs[1:] == book._refs[1:]).all()
+    for there, kids in zip(book._present, book._kids, strict=False):
+        parents = book._parent[known[there[known]]]
+        assert (np.bincount(parents, minlength=len(kids))[1:] == kids[1:]).all()
+
+
 def test_the_state_is_what_came_and_did_not_go_each_page_after_the_one_that_it_continues() -> None:
     rng = random.Random(0)
-    for _ in range(30):
+    for _ in range(60):
         book = book_of()
-        prompts = [Prompt([rng.randrange(9) for _ in range(16)]) for _ in range(2)]
-        prompts += [Prompt([*one.tokens[:8].tolist(), *[rng.randrange(9) for _ in range(8)]]) for one in prompts]
+        prompts = [Prompt([rng.randrange(9) for _ in range(16)])]
+        for kept in (4, 8, 8):
+            prompts.append(Prompt([*prompts[0].tokens[:kept].tolist(), *[rng.randrange(9) for _ in range(16 - kept)]]))
         there: dict[int, set[int]] = {0: set(), HOST: set()}
+        known = Known()
         for _ in range(40):
-            prompt, source, at = rng.choice(prompts), rng.choice([0, HOST]), rng.randrange(4)
-            (block,) = prompt.hashes(at, at + 1)
-            if block in there[source]:
-                there[source].remove(block)
-                book.apply([prompt.go(source, at, at + 1)])
-            else:
-                there[source].add(block)
-                book.apply([prompt.described(at, at + 1), prompt.come(source, at, at + 1)])
+            prompt, source = rng.choice(prompts), rng.choice([0, HOST])
+            chosen = sorted(rng.sample(range(4), rng.choice([1, 1, 2, 3])))
+            hashes = [prompt.hashes(at, at + 1)[0] for at in chosen]
+            some = [block not in there[source] for block in hashes]
+            come = [at for at, new in zip(chosen, some, strict=True) if new == some[0]]
+            there[source] ^= {hash_ for hash_, new in zip(hashes, some, strict=True) if new == some[0]}
+            entries: list[Entry] = [prompt.described(at, at + 1) for at in come] if some[0] else []
+            told = book.apply([*entries, (source, some[0], prompt.digests[come])])
+            assert not some[0] or all(blocks(told).count(run) == 1 for run in blocks(told))
+            known.take_up([msgspec.to_builtins(one.event) for one in told])
+            known.whole()
+            counted_anew(book)
             if rng.random() < 0.5:
                 book.apply([None])
         book.apply([None])
-        told = {0: set[int](), HOST: set[int]()}
+        assert {0: set(known.there.get("GPU", ())), HOST: set(known.there.get("CPU", ()))} == there
+        again = {0: set[int](), HOST: set[int]()}
         for event in book.state(0):
             source = 0 if event.medium == "GPU" else HOST
             before = event.parent_block_hash
-            assert before not in there[source] or before in told[source]
-            assert not told[source] & set(event.block_hashes)
-            told[source] |= set(event.block_hashes)
-        assert told == there
+            assert before not in there[source] or before in again[source]
+            assert not again[source] & set(event.block_hashes)
+            again[source] |= set(event.block_hashes)
+        assert again == there
         assert {source: set(book.hashes(source).tolist()) for source in there} == there
         used = there[0] | there[HOST]
         ways = [prompt.hashes(0, 4) for prompt in prompts]

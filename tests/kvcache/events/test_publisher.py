@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,17 @@ def manager() -> Iterator[PagedKVCacheManager]:
 
 def run(manager: PagedKVCacheManager, *starts: int) -> None:
     for start in starts:
-        context = TextContext([*range(start, start + 30)], 64)
-        with manager.claim(context, 0):
-            assert manager.maybe_reserve(context)
-            manager.fetch([context])
-            context.update(1)
-            manager.step([context])
+        compute(manager, start)
         settled(manager)
+
+
+def compute(manager: PagedKVCacheManager, start: int) -> None:
+    context = TextContext([*range(start, start + 30)], 64)
+    with manager.claim(context, 0):
+        assert manager.maybe_reserve(context)
+        manager.fetch([context])
+        context.update(1)
+        manager.step([context])
 
 
 def asked(manager: PagedKVCacheManager, first: int) -> list[tuple[int, list[Any]]]:
@@ -172,21 +176,54 @@ def test_a_flood_of_questions_takes_a_share_of_the_threads_time_and_no_memory(ma
     socket.close(linger=0)
 
 
-def test_a_turn_that_fails_is_followed_by_everything_anew(
+def failing(*_: object, **__: object) -> Any:
+    raise MemoryError
+
+
+def test_what_could_not_be_sent_is_told_anew(
     manager: PagedKVCacheManager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("kvcache.events.publisher._QUIET_S", 0.02)
-    worker = worker_of(manager)
+    stream = worker_of(manager).streams[0]
     with Mirror(manager.kv_event_endpoints[0]).begin() as mirror:
-        real, worker._book.apply = worker._book.apply, lambda entries: 1 // 0
-        deadline = time.monotonic() + PATIENCE_S
-        while "a turn failed" not in caplog.text:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        worker._book.apply = real
-        run(manager, 1)
+        mirror.forget_the_begin(manager, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(stream, "send", failing)
+            compute(manager, 1)
+            waited(lambda: "a turn failed" in caplog.text)
         mirror.settle(manager, 0)
         mirror.same(manager, 0)
+
+
+def test_what_cannot_be_followed_is_told_no_more_and_harms_no_loop(
+    manager: PagedKVCacheManager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = worker_of(manager)
+    with Mirror(manager.kv_event_endpoints[0]).begin() as mirror:
+        run(manager, 1, 101)
+        for met_by in (worker.turn, worker.catch_up):
+            with monkeypatch.context() as patch:
+                patch.setattr(worker._book, "apply", failing)
+                patch.setattr(worker, "turn", lambda: False)
+                compute(manager, 201)
+                met_by()
+                waited(lambda: "is begun anew" in caplog.text)
+                caplog.clear()
+            mirror.settle(manager, 0)
+            assert not any(mirror.there.values())
+            run(manager, 301, 401)
+            mirror.settle(manager, 0)
+            assert len(mirror.there["GPU"]) == 14
+            run(manager, *range(1001, 2000, 100))  # all that was there before is gone by then
+            mirror.settle(manager, 0)
+            mirror.same(manager, 0)
+
+
+def waited(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_only_who_has_a_key_hears_anything() -> None:
