@@ -50,6 +50,7 @@ class Request:
     max_new_tokens: int  # most tokens to generate, at least one
     hold_pages: bool = False  # at its end it keeps its pages until `free` is called: somebody else still reads them
     cache_salt: str | None = None  # requests with different salts never share a page
+    ignore_eos: bool = False  # it goes on after a token that ends others
 
 
 class Output(NamedTuple):
@@ -297,6 +298,6 @@ def finish_reason(
     request: Request, length: int, token: int, eos_token_ids: frozenset[int]
 ) -> Literal["eos", "length"] | None:
     """Why a request of now `length` tokens ends with `token`, or None where it goes on."""
-    if token in eos_token_ids:
+    if token in eos_token_ids and not request.ignore_eos:
         return "eos"
     return "length" if length - len(request.prompt) >= request.max_new_tokens else None

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvcache import prometheus as cache
 from kvcache.families import Family
+from scheduler_adapters.front import prometheus as front
 from scheduler_adapters.service import prometheus as service
 from transfer import prometheus as transfer
 
@@ -15,6 +16,7 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
     "`ManagerCollector` of `kvcache.prometheus`": cache.FAMILIES,
     "`TransferCollector` of `transfer.prometheus`": (*transfer.FAMILIES, transfer.QUERIES),
     "`ServiceCollector` of `scheduler_adapters.service.prometheus`": service.FAMILIES,
+    "`FrontCollector` of `scheduler_adapters.front.prometheus`": front.FAMILIES,
 }
 
 

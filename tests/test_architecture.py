@@ -60,7 +60,7 @@ ROOMS: dict[str, set[str]] = {
         *("scheduler_adapters values", "scheduler_adapters.hf", "scheduler_adapters.service"),
     },
     "scheduler_adapters.front": {
-        *("transfer values", "transfer.wire"),
+        *("kvcache values", "transfer values", "transfer.wire"),
         *("scheduler_adapters values", "scheduler_adapters.hf", "scheduler_adapters.service"),
     },
     "scheduler_adapters.replay": {"kvcache values", "kvcache", "scheduler_adapters values"},

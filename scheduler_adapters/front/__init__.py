@@ -1,5 +1,5 @@
 """`pagewire serve`: the service behind HTTP as OpenAI has it, on one host or on several.
 
-Imports the values of `transfer`, `transfer.wire`, `scheduler_adapters.hf`, `scheduler_adapters.service` and
-the values of `scheduler_adapters`. Start reading at `frontend.py`.
+Imports `transfer.wire`, `scheduler_adapters.hf`, `scheduler_adapters.service`, and the values of `kvcache`,
+the values of `transfer` and the values of `scheduler_adapters`. Start reading at `frontend.py`.
 """

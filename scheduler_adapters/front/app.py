@@ -1,4 +1,4 @@
-"""The HTTP of the front: OpenAI's paths, `/health`, and `/fleet` with the counters of each process."""
+"""The HTTP of the front: OpenAI's paths, `/health`, `/fleet` with the counters of each process, and metrics."""
 
 from __future__ import annotations
 
@@ -7,12 +7,25 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from scheduler_adapters.errors import RefusedError, ServiceError
-from scheduler_adapters.front.openai import Answer, Asked, Json, Kind, OpenAIError, ServedModel, read_request, room_for
+from scheduler_adapters.front.openai import (
+    Answer,
+    ClientRequest,
+    Json,
+    Kind,
+    OpenAIError,
+    ServedModel,
+    read_request,
+    room_for,
+)
+from scheduler_adapters.front.prometheus import FrontCollector
+from scheduler_adapters.service import messages as msg
+from scheduler_adapters.service.prometheus import registry_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -23,10 +36,46 @@ if TYPE_CHECKING:
 
 _MAX_BODY = 32 << 20  # bytes
 _GONE = 499  # status of an answer that nobody reads, as nginx has it
+_LONGEST_TRACEPARENT = 256
 
 
 def make_app(frontend: Frontend, served: ServedModel) -> Starlette:
     """The application: requests to a frontend, in OpenAI's form."""
+
+    async def models(_: Request) -> Response:
+        return _json({"object": "list", "data": [{"id": served.name, "object": "model", "owned_by": "pagewire"}]})
+
+    def answering(kind: Kind) -> Callable[[Request], Awaitable[Response]]:
+        async def respond(request: Request) -> Response:
+            try:
+                data = await _body(request)
+                asked = await asyncio.to_thread(read_request, kind, data, served)  # long texts take long to tokenize
+                submit = _submit(asked, room_for(asked, frontend.capacity), request.headers.get("traceparent", ""))
+                answer = Answer(asked, served.tokenizer)
+                if asked.stream:
+                    parts = _parts(frontend, submit, answer, include_usage=asked.include_usage)
+                    return StreamingResponse(parts, media_type="text/event-stream")
+                whole = await _unless_gone(request, _whole(frontend, submit, answer))
+            except (OpenAIError, ServiceError) as error:
+                told = _told(error)
+                return _json(told.body(), told.status)
+            return Response(status_code=_GONE) if whole is None else _json(whole)
+
+        return respond
+
+    return Starlette(
+        routes=[
+            *_observed(frontend),
+            Route("/v1/models", models),
+            Route("/v1/completions", answering("completion"), methods=["POST"]),
+            Route("/v1/chat/completions", answering("chat"), methods=["POST"]),
+        ]
+    )
+
+
+def _observed(frontend: Frontend) -> list[Route]:
+    """What operators look at."""
+    registry = registry_of(FrontCollector(frontend))
 
     async def health(_: Request) -> Response:
         roles: Json = {"prefill": 0, "decode": 0}
@@ -38,37 +87,17 @@ def make_app(frontend: Frontend, served: ServedModel) -> Starlette:
         stats = await frontend.stats()
         return _json({name: msgspec.structs.asdict(one) for name, one in stats.items()})
 
-    async def models(_: Request) -> Response:
-        return _json({"object": "list", "data": [{"id": served.name, "object": "model", "owned_by": "pagewire"}]})
+    async def metrics(_: Request) -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
-    def answering(kind: Kind) -> Callable[[Request], Awaitable[Response]]:
-        async def answer(request: Request) -> Response:
-            try:
-                data = await _body(request)
-                asked = await asyncio.to_thread(read_request, kind, data, served)  # long texts take long to tokenize
-                most = room_for(asked, frontend.capacity)
-                if asked.stream:
-                    return StreamingResponse(_parts(frontend, served, asked, most), media_type="text/event-stream")
-                whole = await _unless_gone(request, _whole(frontend, served, asked, most))
-            except (OpenAIError, ServiceError) as error:
-                told = _told(error)
-                return _json(told.body(), told.status)
-            return Response(status_code=_GONE) if whole is None else _json(whole)
+    async def targets(request: Request) -> Response:
+        offered = filter(None, (member.ready.metrics for member in frontend.members.values()))
+        return _json([{"targets": [request.url.netloc, *offered]}])
 
-        return answer
-
-    return Starlette(
-        routes=[
-            Route("/health", health),
-            Route("/fleet", fleet),
-            Route("/v1/models", models),
-            Route("/v1/completions", answering("completion"), methods=["POST"]),
-            Route("/v1/chat/completions", answering("chat"), methods=["POST"]),
-        ]
-    )
+    return [Route("/health", health), Route("/fleet", fleet), Route("/metrics", metrics), Route("/targets", targets)]
 
 
-def _json(content: Json, status: int = 200) -> Response:
+def _json(content: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")
 
 
@@ -88,22 +117,34 @@ async def _body(request: Request) -> bytes:
     return bytes(data)
 
 
-async def _whole(frontend: Frontend, served: ServedModel, asked: Asked, most: int) -> Json:
-    answer = Answer(asked, served.tokenizer)
-    async with aclosing(frontend.generate(asked.request_id, asked.prompt, most, asked.cache_salt)) as news:
+def _submit(asked: ClientRequest, most: int, traceparent: str) -> msg.Submit:
+    """What the service is asked for. A header that is too long to be one is none, as W3C has it."""
+    return msg.Submit(
+        request_id=asked.request_id,
+        prompt=asked.prompt,
+        max_new_tokens=most,
+        cache_salt=asked.cache_salt,
+        ignore_eos=asked.ignore_eos,
+        traceparent=traceparent if len(traceparent) <= _LONGEST_TRACEPARENT else "",
+    )
+
+
+async def _whole(frontend: Frontend, submit: msg.Submit, answer: Answer) -> Json:
+    async with aclosing(frontend.generate(submit)) as news:
         async for one in news:
             answer.add(one.tokens, one.finished, one.cached_tokens)
     return answer.whole()
 
 
-async def _parts(frontend: Frontend, served: ServedModel, asked: Asked, most: int) -> AsyncGenerator[bytes]:
+async def _parts(
+    frontend: Frontend, submit: msg.Submit, answer: Answer, *, include_usage: bool
+) -> AsyncGenerator[bytes]:
     """The events of a stream. Whoever stops reading them closes this, and with it the request."""
-    answer = Answer(asked, served.tokenizer)
     try:
-        async with aclosing(frontend.generate(asked.request_id, asked.prompt, most, asked.cache_salt)) as news:
+        async with aclosing(frontend.generate(submit)) as news:
             async for one in news:
                 yield _event(answer.add(one.tokens, one.finished, one.cached_tokens))
-        if asked.include_usage:
+        if include_usage:
             yield _event(answer.usage_part())
     except ServiceError as error:
         yield _event(_told(error).body())

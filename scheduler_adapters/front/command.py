@@ -10,6 +10,7 @@ import socket as sockets
 import time
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -59,6 +60,8 @@ def run_serve(options: ServeOptions) -> int:
     """Serve until told to drain; 0 where nothing was left held. A `KVCacheError` says what does not work."""
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.WARNING)
     _check_keys(options)
+    if options.trace and not find_spec("opentelemetry"):
+        raise MissingExtraError("--trace needs the extra 'observe' (pip install 'pagewire[observe]')")
     if options.what in ("prefill", "decode"):
         return run(_server_config(options, options.what), (signal.SIGTERM, signal.SIGINT))
     with ExitStack() as made:
@@ -98,6 +101,8 @@ def _server_config(options: ServeOptions, role: Role) -> ServerConfig:
         secret=options.secret or "",
         allowed_peers=tuple(filter(None, (options.allowed_peers or "").split(","))),
         ready_s=_READY_S,
+        metrics=options.metrics or "",
+        trace=options.trace,
         kv_events=options.host if options.placement == "dynamo" else "",
     )
 

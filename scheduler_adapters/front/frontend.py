@@ -11,15 +11,18 @@ import asyncio
 import itertools
 import logging
 import time
-from contextlib import suppress
+from collections import Counter
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 import zmq
 
 from scheduler_adapters.errors import MessageError, RefusedError, ServiceError
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.sockets import received
+from transfer.stats import Buckets
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Collection, Sequence
@@ -60,6 +63,29 @@ class _Attempt:
     news: asyncio.Queue[msg.Tokens] = field(default_factory=asyncio.Queue[msg.Tokens])
 
 
+@dataclass(slots=True, eq=False)
+class FrontCounts:
+    """What became of requests.
+
+    Attributes:
+        open: requests on their way.
+        ended: those that have ended, by how.
+        lost: attempts that ended with their decode process, or that it refused.
+        cached_tokens: of prompts that have ended well, tokens that prefill had cached.
+        computed_tokens: the others of these.
+        new_tokens: that clients were sent.
+        first_token: seconds until each request's first token.
+    """
+
+    open: int = 0
+    ended: Counter[str] = field(default_factory=Counter[str])
+    lost: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    new_tokens: int = 0
+    first_token: Buckets = field(default_factory=lambda: Buckets([0.001 * 2**i for i in range(17)]))
+
+
 class Placement(Protocol):
     """Says which prefill process is to compute a prompt."""
 
@@ -87,11 +113,13 @@ class Frontend:
     Attributes:
         members: who is there, by name.
         left: the last counters of those that have drained, by name.
+        counts: what became of requests.
     """
 
     def __init__(self, socket: Socket, placement: Placement | None = None) -> None:
         self.members: dict[str, Member] = {}
         self.left: dict[str, msg.Stats] = {}
+        self.counts = FrontCounts()
         self._socket = socket
         self._placement = placement
         self._attempts: dict[int, _Attempt] = {}
@@ -124,15 +152,39 @@ class Frontend:
 
     # ---- requests
 
-    async def generate(
-        self, request_id: str, prompt: Sequence[int], max_new_tokens: int, cache_salt: str | None = None
-    ) -> AsyncGenerator[msg.Tokens]:
+    async def generate(self, request: msg.Submit) -> AsyncGenerator[msg.Tokens]:
         """The tokens of a request as they come; the last message says why it ended. Closing it aborts the request.
+
+        Its `serial` and `prefill` are filled in here.
 
         Raises:
             RefusedError: nobody takes it; it may come again later.
             ServiceError: it failed, for the reason that is said.
         """
+        begun, how, first = time.monotonic(), "cancelled", True
+        self.counts.open += 1
+        try:
+            async with aclosing(self._attempted(request)) as all_news:
+                async for news in all_news:
+                    if first:
+                        self.counts.first_token.add(time.monotonic() - begun)
+                    first = False
+                    self.counts.new_tokens += len(news.tokens)
+                    if news.finished:
+                        how, cached = news.finished, min(news.cached_tokens, len(request.prompt))
+                        self.counts.cached_tokens += cached
+                        self.counts.computed_tokens += len(request.prompt) - cached
+                    yield news
+        except ServiceError as error:
+            how = "refused" if isinstance(error, RefusedError) else "error"
+            raise
+        finally:
+            self.counts.open -= 1
+            self.counts.ended[how] += 1
+
+    async def _attempted(self, request: msg.Submit) -> AsyncGenerator[msg.Tokens]:
+        """As `generate`."""
+        request_id = request.request_id
         emitted: list[int] = []
         reasons: list[str] = []
         pulled = False
@@ -140,9 +192,7 @@ class Frontend:
         while len(reasons) < MAX_ATTEMPTS:
             attempt: _Attempt | None = None
             try:
-                attempt = await self._submit(
-                    request_id, (*prompt, *emitted), max_new_tokens - len(emitted), cache_salt, refused
-                )
+                attempt = await self._submit(request, emitted, refused)
                 while True:
                     news = await attempt.news.get()
                     if news.finished == "error":
@@ -151,6 +201,7 @@ class Frontend:
                         if attempt.name in self.members:  # not one that was lost: it may come back
                             refused.add(attempt.name)
                         reasons.append(news.error)
+                        self.counts.lost += 1
                         break
                     if self._placement is not None and not pulled:
                         await (self._placement.over if emitted else self._placement.prefilled)(request_id)
@@ -166,27 +217,21 @@ class Frontend:
                     await asyncio.shield(self._placement.over(request_id))
         raise ServiceError(f"{len(reasons)} attempts: " + "; ".join(reasons))
 
-    async def _submit(
-        self,
-        request_id: str,
-        prompt: tuple[int, ...],
-        max_new_tokens: int,
-        cache_salt: str | None,
-        refused: set[str],
-    ) -> _Attempt:
-        prefill = ""
+    async def _submit(self, request: msg.Submit, emitted: Sequence[int], refused: set[str]) -> _Attempt:
+        """Have a decode process go on after the tokens that the client has had."""
+        prompt, prefill = (*request.prompt, *emitted), ""
         if self._placement is not None:
             there = [one.ready.name for one in self._serving("prefill")]
-            prefill = await self._placement.place(request_id, prompt, there)
+            prefill = await self._placement.place(request.request_id, prompt, there)
         while True:
             name = await self._choose(refused)
             serial = next(self._serials)
-            attempt = _Attempt(name, f"{request_id}.{serial}", serial)
-            submit = msg.Submit(
+            attempt = _Attempt(name, f"{request.request_id}.{serial}", serial)
+            submit = msgspec.structs.replace(
+                request,
                 request_id=attempt.request_id,
                 prompt=prompt,
-                max_new_tokens=max_new_tokens,
-                cache_salt=cache_salt,
+                max_new_tokens=request.max_new_tokens - len(emitted),
                 serial=serial,
                 prefill=prefill,
             )

@@ -43,8 +43,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
-    "min_tokens": (0,),
-    "ignore_eos": (False,),
     "tools": ([],),
     "functions": ([],),
     "response_format": ({"type": "text"},),
@@ -99,10 +97,12 @@ class _Body(msgspec.Struct):
     stream_options: _StreamOptions | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None  # as in vLLM
     return_token_ids: bool | None = None  # as in vLLM
+    ignore_eos: bool | None = None  # as in vLLM
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None  # as in vLLM
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ClientRequest:
     """A request, as the service takes it.
 
     Attributes:
@@ -113,6 +113,7 @@ class Asked:
         include_usage: a stream ends with the usage.
         cache_salt: requests with different salts share nothing.
         return_token_ids: the answer has the tokens, too.
+        ignore_eos: it ends by its length alone.
         model: as the client called it.
         request_id: what the answer is called.
         created: seconds since 1970.
@@ -125,12 +126,13 @@ class Asked:
     include_usage: bool
     cache_salt: str | None
     return_token_ids: bool
+    ignore_eos: bool
     model: str
     request_id: str
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-def read_request(kind: Kind, data: bytes, served: ServedModel) -> Asked:
+def read_request(kind: Kind, data: bytes, served: ServedModel) -> ClientRequest:
     """What the body of a request asks for.
 
     Raises:
@@ -152,21 +154,26 @@ def read_request(kind: Kind, data: bytes, served: ServedModel) -> Asked:
     most = body.max_completion_tokens if kind == "chat" and body.max_completion_tokens else body.max_tokens
     if body.stream_options is not None and not body.stream:
         raise OpenAIError("stream_options are for requests with stream", param="stream_options")
+    limit = most if most or kind == "chat" else _DEFAULT_TOKENS
+    if body.min_tokens and (not body.ignore_eos or (limit and limit < body.min_tokens)):
+        reason = f"min_tokens is {body.min_tokens}: only with ignore_eos, and up to max_tokens"
+        raise OpenAIError(reason, param="min_tokens")
     prefix = "chatcmpl" if kind == "chat" else "cmpl"
-    return Asked(
+    return ClientRequest(
         kind=kind,
         prompt=tuple(tokens),
-        max_tokens=most if most or kind == "chat" else _DEFAULT_TOKENS,
+        max_tokens=limit,
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         cache_salt=body.cache_salt,
         return_token_ids=bool(body.return_token_ids),
+        ignore_eos=bool(body.ignore_eos),
         model=body.model,
         request_id=f"{prefix}-{uuid.uuid4().hex}",
     )
 
 
-def room_for(asked: Asked, capacity: int) -> int:
+def room_for(asked: ClientRequest, capacity: int) -> int:
     """How many tokens to generate at most, where a request may have `capacity` tokens, new ones included.
 
     Raises:
@@ -258,7 +265,7 @@ class Answer:
         tokenizer: of its text.
     """
 
-    def __init__(self, asked: Asked, tokenizer: Tokenizer) -> None:
+    def __init__(self, asked: ClientRequest, tokenizer: Tokenizer) -> None:
         self._asked = asked
         self._text = TextStream(tokenizer)
         self._texts: list[str] = []

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from scheduler_adapters.arguments import device, input_path, number, option, output_file, plain, whole
+from scheduler_adapters.arguments import device, input_path, number, option, output_file, plain, switch, whole
 
 _TOKENS = whole(1, 1 << 20)
 _PROCESSES = whole(1, 64)
@@ -48,6 +48,13 @@ class ServeOptions:
     front: str | None = option(
         "ENDPOINT", plain, None, "the front's tcp://HOST:PORT: where it listens, and whom the others join"
     )
+    metrics: str | None = option(
+        "HOST:PORT",
+        plain,
+        None,
+        "where Prometheus reads a prefill or decode process, port 0 a free one; the front's /targets tells them",
+    )
+    trace: bool = switch("a span of OpenTelemetry for each hand-over, from decode processes")
     address_file: Path | None = option(
         "FILE", output_file, None, "the front leaves its endpoints there, and the others look there for it"
     )

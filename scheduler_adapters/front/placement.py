@@ -68,7 +68,7 @@ class Selected:
     async def place(self, request_id: str, prompt: Sequence[int], prefills: Collection[str]) -> str:
         """The process that is to compute it; empty where none is known whose events are followed."""
         allowed = {number: name for name, (number, _) in self._workers.items() if name in prefills}
-        if not allowed:
+        if not allowed or request_id in self._reserved:
             return ""
         self._reserved.add(request_id)
         try:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvcache.errors import AlreadyClaimedError, KVCacheError
 from scheduler_adapters.errors import RefusedError
-from scheduler_adapters.loop import Output, Request, ServingLoop, finish_reason
+from scheduler_adapters.loop import Output, ServingLoop, finish_reason
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.prefill_router import PrefillConnection, renewed
 from scheduler_adapters.service.requests import (
@@ -27,6 +27,7 @@ from scheduler_adapters.service.requests import (
     phases_of,
     reserve,
     span_of,
+    spec_of,
 )
 from scheduler_adapters.service.sockets import MAX_UNREAD, FrontendQueue
 from transfer.pull.pull_state import PullEvent
@@ -132,8 +133,7 @@ class DecodeScheduler:
         if message.serial and not self._submitted.add(message.serial):
             self.counts["late"] += 1
             return
-        name, serial = message.request_id, message.serial
-        spec = Request(name, message.prompt, message.max_new_tokens, cache_salt=message.cache_salt)
+        name, serial, spec = message.request_id, message.serial, spec_of(message)
         try:
             if name in self._requests:
                 raise AlreadyClaimedError(f"request {name!r} is on its way already")

@@ -90,6 +90,7 @@ class Submit(Message, frozen=True, kw_only=True, tag=True):
     prompt: Prompt
     max_new_tokens: Count
     cache_salt: Salt | None = None  # requests with different salts never share a page
+    ignore_eos: bool = False  # it ends by its length alone
     serial: Serial = 0  # of no other submission: one that comes again is dropped. 0: each is sent once
     prefill: OptionalName = ""  # the process to have it prefilled by, where it is there and has not failed at it
     traceparent: Annotated[str, Meta(max_length=256)] = ""  # of the trace that its hand-over belongs to (W3C's header)
@@ -161,6 +162,7 @@ class Ready(Message, frozen=True, kw_only=True, tag=True):
     page_size: OptionalCount = 0  # tokens
     kv_events: OptionalName = ""  # where its KV events are published
     kv_replay: OptionalName = ""  # where what was missed of them is asked for
+    metrics: OptionalName = ""  # host:port at which Prometheus reads it
 
 
 class Fatal(Message, frozen=True, kw_only=True, tag=True):

@@ -99,23 +99,28 @@ def collectors(
     ]
 
 
+def registry_of(*made: FamilyCollector) -> CollectorRegistry:
+    """A registry of these alone."""
+    registry = CollectorRegistry()
+    for collector in made:
+        registry.register(collector)
+    return registry
+
+
 @contextmanager
-def serve_metrics(address: str, made: Sequence[FamilyCollector]) -> Generator[None]:
-    """Answers scrapes at `host:port`, in a thread of its own, for the length of a `with` block.
+def serve_metrics(address: str, made: Sequence[FamilyCollector]) -> Generator[str]:
+    """Answers scrapes at `host:port`, in a thread of its own, for the length of a `with` block: where it does.
 
     Raises:
         ServiceError: no such address can be bound.
     """
-    registry = CollectorRegistry()
-    for collector in made:
-        registry.register(collector)
     host, _, port = address.rpartition(":")
     try:
-        server, thread = start_http_server(int(port), host or "127.0.0.1", registry)
+        server, thread = start_http_server(int(port), host or "127.0.0.1", registry_of(*made))
     except (OSError, OverflowError, ValueError) as error:
         raise ServiceError(f"metrics cannot be served at {address!r}, host:port is needed: {error}") from error
     try:
-        yield
+        yield f"{host or '127.0.0.1'}:{server.server_port}"
     finally:
         server.shutdown()
         server.server_close()

@@ -41,6 +41,7 @@ import numpy as np
 from kvcache.errors import NoFreeRowError
 from kvcache.replica.context import TextContext
 from scheduler_adapters.errors import IllegalMoveError
+from scheduler_adapters.loop import Request
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.prefill_router import route
 from transfer.wire.prompt import Prompt
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
 
     from kvcache.replica.block_table import BlockTable, PendingImport
     from scheduler_adapters.base import PulledPages
-    from scheduler_adapters.loop import Request
     from scheduler_adapters.service.prefill_router import PrefillConnection
     from transfer.pull.pull_state import PullTimes
     from transfer.pull.source import Source
@@ -219,6 +219,17 @@ class PrefillRequest(TrackedRequest):
     prompt: Prompt = field(kw_only=True)
     silent: bool = False
     final: bool = False
+
+
+def spec_of(message: msg.Submit) -> Request:
+    """What a client has asked for, as the loop takes it."""
+    return Request(
+        message.request_id,
+        message.prompt,
+        message.max_new_tokens,
+        cache_salt=message.cache_salt,
+        ignore_eos=message.ignore_eos,
+    )
 
 
 def span_of(message: msg.Submit, decode: str) -> HandoverSpan:

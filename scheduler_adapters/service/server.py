@@ -91,7 +91,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     handshake: str = "tcp://127.0.0.1:0"  # where the process tells peers of its engines
     keyring: str = ""  # file of this process's keys (`transfer.wire.keys`); empty for plain sockets
     trace: bool = False  # a span of OpenTelemetry for each hand-over, where the process has a tracer provider
-    metrics: str = ""  # host:port at which Prometheus reads this process's metrics; empty for none
+    metrics: str = ""  # host:port at which Prometheus reads this process's metrics, port 0 a free one; empty: none
     # Of the fleet (`transfer.wire.secret`), in place of a keyring: all sockets have keys that are derived from it.
     # Sources on other hosts are read from only with one of them.
     secret: str = ""
@@ -215,8 +215,9 @@ def serve(config: ServerConfig, context: Context, socket: Socket, told: DrainSig
                 keyring=keyring,
                 trace=config.trace,
             )
-        with served_metrics(config, scheduler, loop, exchange):
-            _Rounds(scheduler, socket, Herald(ready, config.ready_s), chaos).run(told)
+        with served_metrics(config, scheduler, loop, exchange) as metrics:
+            herald = Herald(msgspec.structs.replace(ready, metrics=metrics), config.ready_s)
+            _Rounds(scheduler, socket, herald, chaos).run(told)
     finally:
         exchange.close()
         manager.close()
@@ -227,10 +228,10 @@ def served_metrics(
     scheduler: PrefillScheduler | DecodeScheduler,
     loop: ServingLoop[PagedKVCacheManager],
     exchange: PageExchange,
-) -> AbstractContextManager[object]:
-    """What Prometheus reads of the process, where it is wanted. Raises `ServiceError` where it cannot be offered."""
+) -> AbstractContextManager[str]:
+    """Offers what Prometheus reads of the process, where it is wanted: at which address. `ServiceError`: not there."""
     if not config.metrics:
-        return nullcontext()
+        return nullcontext("")
     from scheduler_adapters.service.prometheus import collectors, serve_metrics  # noqa: PLC0415  (an extra)
 
     made = collectors(scheduler, loop.manager, exchange, server=config.name, role=config.role)

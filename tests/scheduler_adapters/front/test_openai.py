@@ -48,6 +48,10 @@ WRONG = [
     ({"logprobs": 0}, "logprobs"),
     ({"stop": "x"}, "stop"),
     ({"stream": "yes"}, "stream"),
+    ({"min_tokens": 3}, "min_tokens"),
+    ({"min_tokens": 3, "ignore_eos": False}, "min_tokens"),
+    ({"min_tokens": 17, "ignore_eos": True}, "min_tokens"),
+    ({"ignore_eos": 1}, "ignore_eos"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"model": "another"}, "model"),
     ({"model": None}, "model"),
@@ -72,6 +76,13 @@ def test_a_body_that_is_none_is_refused(data: bytes) -> None:
 def test_values_that_change_nothing_are_taken() -> None:
     body = {"temperature": 0.0, "n": 1, "stop": None, "logprobs": None, "top_p": 0.9, "seed": 3, "user": "u"}
     assert asked(**body, presence_penalty=0, ignore_eos=False).max_tokens == 16
+
+
+def test_a_length_is_fixed_as_load_generators_fix_it() -> None:
+    assert not asked(min_tokens=0).ignore_eos
+    for body in ({}, {"min_tokens": 5}, {"min_tokens": 0}):
+        one = asked(max_tokens=5, ignore_eos=True, **body)
+        assert (one.max_tokens, one.ignore_eos) == (5, True)
 
 
 def test_a_request_fits_or_is_refused() -> None:

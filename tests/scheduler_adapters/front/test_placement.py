@@ -101,6 +101,8 @@ def test_a_process_that_goes_takes_its_reservations_with_it_and_costs_no_request
         assert placement._reserved == set()
         assert await placement.place("goes", PROMPTS["p1"], ["p2"]) == "p2", "its name may be used again"
         assert await placement.place("goes", PROMPTS["p1"], ["p2"]) == "", "not twice at once"
+        await placement.over("goes")  # what stood is freed all the same
+        assert await placement.place("goes", PROMPTS["p1"], ["p2"]) == "p2"
 
     asyncio.run(run())
 

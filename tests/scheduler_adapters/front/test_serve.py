@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import openai
 import pytest
+import torch
 
 from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.hf.tiny import EOS
@@ -76,6 +77,22 @@ def test_many_at_once_are_served_by_all(served: Served, tiny_model: Any) -> None
     stats = served.until_nothing_is_held()
     assert all(stats[name]["prompt_tokens"] for name in ("p1", "p2"))
     assert all(stats[name]["pages_pulled"] for name in ("d1", "d2"))
+
+
+def test_a_request_that_ignores_the_end_goes_on_to_its_length(served: Served, tiny_model: Any) -> None:
+    prompt = "20 of those"
+    ended = expected(tiny_model, prompt, 24)
+    assert ended[-1] == EOS
+    assert len(ended) < 24
+    greedy = encoded(prompt)
+    with torch.inference_mode():
+        for _ in range(24):
+            greedy.append(int(tiny_model(torch.tensor([greedy])).logits[0, -1].argmax()))
+    extra = {"return_token_ids": True, "ignore_eos": True, "min_tokens": 24}
+    answer = served.client.completions.create(model="pagewire", prompt=prompt, max_tokens=24, extra_body=extra)
+    assert tokens_of(answer) == greedy[-24:]
+    assert answer.choices[0].finish_reason == "length"
+    assert tokens_of(complete(served.client, prompt)) == ended
 
 
 def test_errors_have_openais_form(served: Served) -> None:
