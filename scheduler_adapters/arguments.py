@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, field, fields
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,22 @@ def number(above: int, most: int) -> Callable[[str], float]:
             if above < float(text) <= most:
                 return float(text)
         raise argparse.ArgumentTypeError(f"{_shown(text)} is no number above {above:,} and up to {most:,}")
+
+    return parse
+
+
+def num_bytes(least: int, most: int) -> Callable[[str], int]:
+    """The type of a number of bytes from `least` to `most`: digits, a number with a unit (2.5GiB), or 4e9."""
+    needed = f"no number of bytes from {least:,} to {most:,}, as in 40000000000, 40e9, 40GB or 37.25GiB"
+
+    def parse(text: str) -> int:
+        found = re.fullmatch(r"(\d{1,19}(?:\.\d{1,9})?(?:e\d{1,2})?) ?(?:([KMGTP])(i?)B|B)?", text, re.ASCII)
+        if found:
+            power = "KMGTP".find(found[2]) + 1 if found[2] else 0
+            value = int(Decimal(found[1]) * (1024 if found[3] else 1000) ** power)
+            if least <= value <= most:
+                return value
+        raise argparse.ArgumentTypeError(f"{_shown(text)} is {needed}")
 
     return parse
 

@@ -11,14 +11,16 @@ from scheduler_adapters import interrupts
 from scheduler_adapters.arguments import add_options
 from scheduler_adapters.demo.options import DemoOptions
 from scheduler_adapters.front.options import ServeOptions
+from scheduler_adapters.plan.options import PlanOptions
 from scheduler_adapters.replay.options import ReplayOptions
 
 # Nothing heavy is imported here: torch takes a second, in which an interrupt would show a traceback.
 
+_Options = DemoOptions | PlanOptions | ReplayOptions | ServeOptions
 _BAD = 2  # exit status: something does not work, as argparse has it
 _LONGEST = 1000  # characters of a message
 # Each command: its options, what it does in a line, and what else its help says.
-_COMMANDS: dict[str, tuple[type[DemoOptions | ReplayOptions | ServeOptions], str, str]] = {
+_COMMANDS: dict[str, tuple[type[_Options], str, str]] = {
     "demo": (
         DemoOptions,
         "serve prompts across a prefill and a decode process",
@@ -43,6 +45,14 @@ _COMMANDS: dict[str, tuple[type[DemoOptions | ReplayOptions | ServeOptions], str
         (
             "Drive the real manager with a trace in the Mooncake format, one page to a block, one request after "
             "another; beside it the reference LRU and the optimum that knows the future."
+        ),
+    ),
+    "plan": (
+        PlanOptions,
+        "say what memory a model's keys and values need, on how many devices",
+        (
+            "From a model's config.json: what its layers keep of a token, pages, the longest request, requests at a "
+            "time, for every choice of tensor and data parallelism, and what prefill and decode move between them."
         ),
     ),
 }
@@ -82,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
 
 
-def _run(command: str, options: DemoOptions | ReplayOptions | ServeOptions) -> int:
+def _run(command: str, options: _Options) -> int:
     from kvcache.errors import KVCacheError  # noqa: PLC0415  (torch, see above)
 
     try:
@@ -90,6 +100,10 @@ def _run(command: str, options: DemoOptions | ReplayOptions | ServeOptions) -> i
             from scheduler_adapters.replay.command import run_replay  # noqa: PLC0415  (as above)
 
             return run_replay(options)
+        if isinstance(options, PlanOptions):
+            from scheduler_adapters.plan.command import run_plan  # noqa: PLC0415  (as above)
+
+            return run_plan(options)
         if isinstance(options, ServeOptions):
             from scheduler_adapters.front.command import run_serve  # noqa: PLC0415  (as above)
 

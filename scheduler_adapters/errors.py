@@ -39,6 +39,10 @@ class ReplayError(AdapterError, ValueError):
     """A trace that cannot be read, or not be replayed as it was asked for."""
 
 
+class PlanError(AdapterError, ValueError):
+    """A config that is not understood, with file, field and what may be there; or a choice that does not fit it."""
+
+
 class ServiceError(AdapterError, RuntimeError):
     """A prefill or decode server did not start, died, or stopped answering."""
 

@@ -64,6 +64,10 @@ ROOMS: dict[str, set[str]] = {
         *("scheduler_adapters values", "scheduler_adapters.hf", "scheduler_adapters.service"),
     },
     "scheduler_adapters.replay": {"kvcache values", "kvcache", "scheduler_adapters values"},
+    "scheduler_adapters.plan": {
+        *("kvcache values", "kvcache", "transfer.plan"),
+        *("scheduler_adapters values", "scheduler_adapters.hf", "scheduler_adapters.replay"),
+    },
     "scheduler_adapters.sglang": {
         *("kvcache values", "kvcache.pool", "kvcache.replica"),
         *("transfer values", "transfer.wire", "transfer.pull", "transfer.connector", "scheduler_adapters.service"),
@@ -71,7 +75,7 @@ ROOMS: dict[str, set[str]] = {
     "scheduler_adapters.vllm": {"transfer values", "transfer.wire", "transfer.connector"},
     "scheduler_adapters": {
         *("kvcache values", "scheduler_adapters values", "scheduler_adapters.demo", "scheduler_adapters.front"),
-        "scheduler_adapters.replay",
+        *("scheduler_adapters.plan", "scheduler_adapters.replay"),
     },
 }
 # What `transfer` may know of `kvcache`: the contract between the packages.

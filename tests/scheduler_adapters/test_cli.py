@@ -14,6 +14,7 @@ import pytest
 
 from scheduler_adapters import arguments, cli
 from scheduler_adapters.demo import demo
+from scheduler_adapters.plan import command as plan_command
 from scheduler_adapters.replay import command as replay_command
 
 NEVER = ("inf", "-inf", "nan", "-1", "1e30", "1e400", "0x10", "", " ", "text", "1\n2", "\udcff", "٣x", "9" * 5000)
@@ -47,10 +48,16 @@ def valued() -> list[Any]:
     ]
 
 
+def needed(command: str, trace: Path) -> list[str]:
+    """What a command does not go without."""
+    plan = ["--model", str(Path(__file__).parent / "plan/configs/gpt-oss-120b"), "--memory", "1GiB"]
+    return {"replay": [str(trace)], "plan": plan}.get(command, [])
+
+
 def command_line(command: str, action: argparse.Action, value: str, trace: Path) -> list[str]:
     if not action.option_strings:
         return [command, "--", value]
-    return [command, *([str(trace)] if command == "replay" else []), f"{action.option_strings[-1]}={value}"]
+    return [command, *needed(command, trace), f"{action.option_strings[-1]}={value}"]
 
 
 @pytest.fixture
@@ -65,6 +72,7 @@ def status_of(
     monkeypatch.setattr(demo, "Fleet", reached)
     monkeypatch.setattr(subprocess, "Popen", reached)
     monkeypatch.setattr(replay_command, "replay", reached)
+    monkeypatch.setattr(plan_command, "plan_memory", reached)
     monkeypatch.chdir(tmp_path)
 
     def run(line: list[str]) -> int | None:
@@ -118,7 +126,7 @@ def test_arguments_that_are_each_in_range_are_one_line_or_are_taken(
     found = set()
     for _ in range(25):
         for command, parser in commands().items():
-            line = [command, *([str(trace)] if command == "replay" else [])]
+            line = [command, *needed(command, trace)]
             for action in rng.sample(parser._actions, 3):
                 if action.nargs != 0 and action.option_strings:
                     value = rng.choice([*NUMBERS, "3", "7", "1000", "50000", str(tmp_path / "prompts")])

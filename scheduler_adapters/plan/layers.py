@@ -1,0 +1,214 @@
+"""What the layers of a model keep, read from its `config.json` by what `transformers` knows of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+
+from kvcache import InvalidParamsError
+from scheduler_adapters.errors import MissingExtraError, PlanError
+from scheduler_adapters.hf.state_layout import StateShape, page_bytes, state_layouts
+
+Kind = Literal["full", "window", "chunked", "latent", "state", "conv"]
+
+# What of a layer keeps something of each token, and what a state of each request, by transformers' name of the layer.
+_KEEPS: dict[str, tuple[Kind, ...]] = {
+    "full_attention": ("full",),
+    "sliding_attention": ("window",),
+    "chunked_attention": ("chunked",),
+    "linear_attention": ("state",),
+    "conv": ("conv",),
+    "hybrid": ("full", "state"),
+    "hybrid_sliding": ("window", "state"),
+    "dummy": (),  # it has no attention, or reads what another layer keeps
+}
+_WINDOW_FIELDS = {"window": "sliding_window", "chunked": "attention_chunk_size"}
+# Heads, their width, groups of heads that share a B and a C (queries and keys), the width of these, and the kernel: of
+# gated delta networks; of Mamba-2 as Bamba, Granite 4 and Falcon-H1 spell it; and as Nemotron-H does.
+_STATE_FIELDS = (
+    *[("linear_num_value_heads", "linear_value_head_dim", "linear_num_key_heads", "linear_key_head_dim")],
+    *[("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state")],
+    *[("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size")],
+)
+_KERNEL_FIELDS = ("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.float8_e4m3fn}
+_MOST = (1 << 31) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class AlikeLayers:
+    """Layers that keep the same: something of each token, or a state of each request."""
+
+    kind: Kind
+    layers: int
+    heads: int = 0  # key/value heads of the whole model; 1 for a latent, 0 for states
+    width: int = 0  # elements that a head keeps of a token: key and value together, or the latent
+    window: int = 0  # tokens that a layer looks back to; 0: all
+    state: StateShape | None = None
+    conv_bytes: int = 0  # of a request, in all layers
+
+    def state_bytes(self, tp: int) -> int:
+        """Bytes of a request's state on each of `tp` ranks. Raises `PlanError` for ranks that cannot split it."""
+        if self.state is None:
+            return -(-self.conv_bytes // tp)
+        try:
+            return page_bytes(state_layouts(self.state, tp)) // tp
+        except InvalidParamsError as error:
+            raise PlanError(f"tensor parallelism {tp}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class CachedModel:
+    """What a model keeps of its requests."""
+
+    name: str
+    max_len: int | None  # positions that it was made for
+    dtype: torch.dtype  # of keys and values
+    each: tuple[AlikeLayers, ...]
+
+    @property
+    def paged(self) -> tuple[AlikeLayers, ...]:
+        """The layers that keep something of each token."""
+        return tuple(one for one in self.each if one.heads)
+
+    def state_bytes(self, tp: int) -> int:
+        """Bytes of a request's states on each of `tp` ranks."""
+        return sum(one.state_bytes(tp) for one in self.each)
+
+
+def read_model(folder: Path, kv_dtype: str = "auto") -> CachedModel:
+    """What the model of this folder keeps.
+
+    Raises `PlanError`, which names the file, the field, and what may be there; `MissingExtraError` without
+    transformers.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        raise PlanError(f"{folder}: there is no config.json")
+    config = _load(file)
+    text = config.get_text_config()
+    if getattr(text, "is_encoder_decoder", False):
+        raise PlanError(f"{file}: is_encoder_decoder is true: only decoders are planned")
+    if getattr(text, "multi_query", False):
+        raise PlanError(f"{file}: multi_query is true: num_key_value_heads is needed in its place")
+    dtype = _kv_dtype(file, config) if kv_dtype == "auto" else _DTYPES[kv_dtype]
+    counts = Counter(_each_layer(file, config))
+    each = tuple(_times(one, count) for one, count in counts.items())
+    if not any(one.heads for one in each):
+        raise PlanError(f"{file}: layer_types has no attention: a model without pages has nothing to plan")
+    return CachedModel(folder.resolve().name, getattr(text, "max_position_embeddings", None), dtype, each)
+
+
+def _load(file: Path) -> Any:
+    try:
+        import transformers  # noqa: PLC0415 - takes seconds, and is of an extra
+    except ImportError as error:
+        raise MissingExtraError(f"a config is read by transformers: pip install 'pagewire[serve]' ({error})") from error
+    try:
+        with warnings.catch_warnings():  # of what only a running model needs
+            warnings.simplefilter("ignore")
+            transformers.logging.set_verbosity_error()
+            auto: Any = transformers.AutoConfig
+            return auto.from_pretrained(file.parent, local_files_only=True)
+    except KeyError as error:
+        raise PlanError(f"{file}: field {error} is missing") from error
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise PlanError(f"{file}: transformers {transformers.__version__} does not take it: {text[:400]}") from error
+
+
+def _each_layer(file: Path, config: Any) -> Iterator[AlikeLayers]:
+    """What each layer keeps; a layer that keeps two things is told twice."""
+    from transformers import cache_utils  # noqa: PLC0415 - as above
+
+    text, library = config.get_text_config(), cast("Any", cache_utils)
+    try:
+        kinds, _ = library.get_layer_types_and_kwargs(text)
+    except AttributeError as error:
+        raise PlanError(f"{file}: {error.name} is missing: what layer_types names needs it") from error
+    for number, (kind, own) in enumerate(zip(kinds, text.per_layer_config, strict=True)):
+        if kind not in _KEEPS:
+            raise PlanError(f"{file}: layer_types[{number}] is {kind!r}: one of {', '.join(_KEEPS)} is understood")
+        for kept in _KEEPS[kind]:
+            if kept == "state":
+                yield AlikeLayers("state", 1, state=_state(file, own, number, _config_dtype(file, config)))
+            elif kept == "conv":
+                inputs = _field(file, own, "conv_L_cache") - 1
+                itemsize = _config_dtype(file, config).itemsize
+                yield AlikeLayers("conv", 1, conv_bytes=_field(file, own, "hidden_size") * inputs * itemsize)
+            else:
+                yield _attention(file, own, kept)
+
+
+def _attention(file: Path, own: Any, kind: Kind) -> AlikeLayers:
+    window = _field(file, own, _WINDOW_FIELDS[kind]) if kind in _WINDOW_FIELDS else 0
+    if getattr(own, "kv_lora_rank", None):
+        width = _field(file, own, "kv_lora_rank") + _field(file, own, "qk_rope_head_dim")
+        return AlikeLayers("latent", 1, heads=1, width=width, window=window)
+    queries = _field(file, own, "num_attention_heads")
+    heads = _field(file, own, "num_key_value_heads", queries)
+    wide = _field(file, own, "head_dim", _field(file, own, "hidden_size", queries) // queries)
+    values = _field(file, own, "v_head_dim", wide)
+    if (wide + values) % 2:
+        raise PlanError(f"{file}: head_dim is {wide} and v_head_dim {values}: an even sum is needed")
+    return AlikeLayers(kind, 1, heads=heads, width=wide + values, window=window)
+
+
+def _state(file: Path, own: Any, number: int, dtype: torch.dtype) -> StateShape:
+    for names, kernel in zip(_STATE_FIELDS, _KERNEL_FIELDS, strict=True):
+        if all(hasattr(own, name) for name in (*names, kernel)):
+            try:
+                return StateShape(1, *(_field(file, own, name) for name in (*names, kernel)), conv_dtype=dtype)
+            except InvalidParamsError as error:
+                raise PlanError(f"{file}: {', '.join((*names, kernel))}: {error}") from error
+    known = "; or ".join(
+        ", ".join((*names, kernel)) for names, kernel in zip(_STATE_FIELDS, _KERNEL_FIELDS, strict=True)
+    )
+    raise PlanError(f"{file}: layer_types[{number}] is recurrent, and its shape is not understood: {known} are needed")
+
+
+def _times(one: AlikeLayers, count: int) -> AlikeLayers:
+    state = None if one.state is None else replace(one.state, layers=count)
+    return replace(one, layers=count, state=state, conv_bytes=one.conv_bytes * count)
+
+
+def _field(file: Path, config: Any, name: str, default: int | None = None) -> int:
+    """A positive whole number of a config, or the default where it says nothing."""
+    value = getattr(config, name, None)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MOST:
+        raise PlanError(f"{file}: {name} is {str(value)[:100]!r}: a whole number from 1 to {_MOST:,} is needed")
+    return value
+
+
+def _kv_dtype(file: Path, config: Any) -> torch.dtype:
+    """Of keys and values: what the checkpoint's quantisation says of them, else the model's own."""
+    text = config.get_text_config()
+    found: Any = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None) or {}
+    told = cast("dict[str, Any]", found if isinstance(found, dict) else found.to_dict())
+    scheme: Any = told.get("kv_cache_scheme")
+    algorithm: Any = told.get("kv_cache_quant_algo")
+    if scheme is None and algorithm is None:
+        return _config_dtype(file, config)
+    floats = {"num_bits": 8, "type": "float"}.items()
+    if algorithm == "FP8" or (isinstance(scheme, dict) and floats <= cast("dict[str, Any]", scheme).items()):
+        return torch.float8_e4m3fn
+    name, value = ("kv_cache_scheme", scheme) if algorithm is None else ("kv_cache_quant_algo", algorithm)
+    raise PlanError(
+        f"{file}: quantization_config.{name} is {str(value)[:100]!r}: floats of 8 bits are understood; "
+        "--kv-dtype says what keys and values are in its place"
+    )
+
+
+def _config_dtype(file: Path, config: Any) -> torch.dtype:
+    dtype = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise PlanError(f"{file}: dtype is {str(dtype)!r}: bfloat16, float16 or float32 is needed, or --kv-dtype")
+    return dtype

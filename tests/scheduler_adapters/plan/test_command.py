@@ -1,0 +1,55 @@
+"""`pagewire plan` from its command line: tables, JSON, and what does not work in one line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scheduler_adapters.cli import main
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+def test_tables_and_json_say_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "150")
+    line = ["plan", "--model", str(CONFIGS / "gemma-3-27b"), "--memory", "40GiB", "--json", str(tmp_path / "plan.json")]
+    assert main(line) == 0
+    printed = capsys.readouterr().out
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["chosen"] == found["choices"][0]
+    assert found["chosen"]["rooms"][0]["pages"] == 42_281
+    assert "42,281" in printed
+    assert [kind["token_bytes"] for kind in found["kinds"]] == [425_984, 81_920]
+    assert "416 KiB" in printed
+    assert found["made_gbps"] == pytest.approx(5.07904)
+    assert "5.08 GB/s" in printed
+    assert "too late" in printed
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--tp", "3"], "--tp is 3: 8 devices cannot be divided"),
+        (["--devices", "6"], ""),
+        (["--devices", "6", "--tp", "6"], "tensor parallelism 6: n_kv_heads is 16"),
+        (["--prefill-tp", "5"], "tensor parallelism 5: n_kv_heads is 16"),
+        (["--memory", "2MB"], ""),
+        (["--memory", "1kB"], "is no number of bytes"),
+        (["--memory", "1KB"], "one page of 16 tokens takes 1,015,808 on a rank"),
+        (["--lengths", "5,x"], "'x' is no whole number"),
+        (["--lengths", "1,2,3,4,5,6,7,8,9"], "9 lengths: 8 are the most"),
+        (["--json", "/"], "is a folder"),
+    ],
+)
+def test_what_does_not_work_is_one_line(more: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["plan", "--model", str(CONFIGS / "gemma-3-27b"), "--memory", "40GiB", *more]
+    try:
+        status = main(line)
+    except SystemExit as error:
+        status = int(str(error.code))
+    printed = capsys.readouterr().err
+    assert status == (2 if told else 0), printed
+    assert told in printed
+    assert printed.count("\n") == bool(told)
