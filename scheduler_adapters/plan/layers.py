@@ -197,10 +197,12 @@ def _kv_dtype(file: Path, config: Any) -> torch.dtype:
     algorithm: Any = told.get("kv_cache_quant_algo")
     if scheme is None and algorithm is None:
         return _config_dtype(file, config)
-    floats = {"num_bits": 8, "type": "float"}.items()
-    if algorithm == "FP8" or (isinstance(scheme, dict) and floats <= cast("dict[str, Any]", scheme).items()):
+    of_scheme = cast("dict[str, Any]", scheme if isinstance(scheme, dict) else {})
+    if algorithm == "FP8" or (of_scheme.get("num_bits"), of_scheme.get("type")) == (8, "float"):
         return torch.float8_e4m3fn
-    name, value = ("kv_cache_scheme", scheme) if algorithm is None else ("kv_cache_quant_algo", algorithm)
+    name, value = (
+        ("kv_cache_scheme", told.get("kv_cache_scheme")) if algorithm is None else ("kv_cache_quant_algo", algorithm)
+    )
     raise PlanError(
         f"{file}: quantization_config.{name} is {str(value)[:100]!r}: floats of 8 bits are understood; "
         "--kv-dtype says what keys and values are in its place"
