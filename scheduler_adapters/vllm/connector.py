@@ -17,8 +17,10 @@ memory, tensor and pipeline parallelism: the plan takes any. Models with recurre
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -248,3 +250,9 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.close()
         if self._scheduler is not None:
             self._scheduler.close()
+
+
+# The process that serves metrics gets the stats of the connectors in a `MultiConnector` as plain data, and asks for the
+# classes of these stats by the connectors' names: one that it does not know ends that process.
+with suppress(ValueError):  # the name is known already
+    KVConnectorFactory.register_connector(PagewireConnector.__name__, __name__, PagewireConnector.__name__)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from scheduler_adapters.vllm.connector import PagewireConnector, log_as_vllm
 from scheduler_adapters.vllm.stats import PullStats
@@ -95,6 +96,15 @@ def test_what_boards_show_of_vllms_own_connector_has_its_names_buckets_and_meani
     command = [sys.executable, "-c", COMPARE]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_stats_of_one_connector_among_several_come_out_of_plain_data() -> None:
+    """As they go from vLLM's engine to the process that serves metrics."""
+    found = MultiConnector.build_kv_connector_stats({PagewireConnector.__name__: {"failed_pulls": 2}})
+    assert found is not None
+    stats = found.data[PagewireConnector.__name__]
+    assert isinstance(stats, PullStats)
+    assert stats.data["failed_pulls"] == 2
 
 
 def test_stats_of_ranks_add_up() -> None:
