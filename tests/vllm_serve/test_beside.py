@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.vllm_serve.client import PROMPTS, TOKENS, ask, ask_all
-from tests.vllm_serve.server import LEASE, OURS, Pair, Settings
+from tests.vllm_serve.server import LEASE, ON_GPU, OURS, Pair, Settings
 
 _OURS = {**OURS, "kv_role": "kv_both", "kv_connector_extra_config": {"kv_lease_duration": LEASE}}
 _OFFLOADING = {
@@ -28,7 +28,11 @@ def multi(*connectors: dict[str, Any]) -> dict[str, str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("beside", [(), (_OFFLOADING,)], ids=["alone", "offloading"])
+@pytest.mark.parametrize(
+    "beside",
+    [(), pytest.param((_OFFLOADING,), marks=pytest.mark.skipif(not ON_GPU, reason="vLLM offloads from GPUs alone"))],
+    ids=["alone", "offloading"],
+)
 def test_tokens_are_those_of_plain_vllm(
     servers: Any, model: Callable[..., Path], expected: Callable[[Path], list[list[int]]], beside: tuple[Any, ...]
 ) -> None:
@@ -46,3 +50,11 @@ def test_tokens_are_those_of_plain_vllm(
     for server in pair.both:
         server.wait_empty()
         assert server.alive
+
+
+@pytest.mark.long
+@pytest.mark.skipif(ON_GPU, reason="there it starts")
+def test_vllms_offloading_refuses_a_cpu(servers: Any, model: Callable[..., Path]) -> None:
+    """By itself, whatever is beside it: when this changes, the test above runs on CPUs as well."""
+    with pytest.raises(RuntimeError, match="CPU Offloading is currently only supported on CUDA-alike and XPU GPUs"):
+        servers.get(replace(Settings(model("llama")), **multi(_OURS, _OFFLOADING)))

@@ -91,7 +91,8 @@ def test_a_source_of_another_model(servers: Any, model: Model, expected: Expecte
         assert answer.status == (500 if decode is fails else 200)
         assert answer.tokens == ([] if decode is fails else tokens)
         assert f"model: {target}" in decode.text or str(another) in decode.text
-        works(Pair(decode, decode), tokens)
+        assert ask(decode.url, PROMPT).tokens == tokens, "by itself"
+        decode.wait_empty()
     stranger.wait_empty()
 
 
