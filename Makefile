@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	@echo "setting up $(VENV) (once)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(if $(HAS_TORCH),--system-site-packages) $(VENV)
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) $(CONSTRAINTS) '$(TORCH)'
-	@$(PIP) $(CONSTRAINTS) --editable '.[serve,bench,observe,fleet,dev]'
+	@$(PIP) $(CONSTRAINTS) --editable '.[serve,bench,observe,fleet,top,dev]'
 	@touch $@
 
 demo: $(STAMP) ## serve prompts across a prefill and a decode process (ARGS="--requests 32 ...")

@@ -13,10 +13,11 @@ from scheduler_adapters.demo.options import DemoOptions
 from scheduler_adapters.front.options import ServeOptions
 from scheduler_adapters.plan.options import PlanOptions
 from scheduler_adapters.replay.options import ReplayOptions
+from scheduler_adapters.top.options import TopOptions
 
 # Nothing heavy is imported here: torch takes a second, in which an interrupt would show a traceback.
 
-_Options = DemoOptions | PlanOptions | ReplayOptions | ServeOptions
+_Options = DemoOptions | PlanOptions | ReplayOptions | ServeOptions | TopOptions
 _BAD = 2  # exit status: something does not work, as argparse has it
 _LONGEST = 1000  # characters of a message
 # Each command: its options, what it does in a line, and what else its help says.
@@ -53,6 +54,14 @@ _COMMANDS: dict[str, tuple[type[_Options], str, str]] = {
         (
             "From a model's config.json: what its layers keep of a token, pages, the longest request, requests at a "
             "time, for every choice of tensor and data parallelism, and what prefill and decode move between them."
+        ),
+    ),
+    "top": (
+        TopOptions,
+        "show every page of running processes: whose it is, and why it went",
+        (
+            "Show what every page of watched processes is doing, in the terminal or a browser: a map of the pages, "
+            "requests by phase, leases and pulls, the prefix tree, evictions and rates; or play a recording of that."
         ),
     ),
 }
@@ -104,6 +113,10 @@ def _run(command: str, options: _Options) -> int:
             from scheduler_adapters.plan.command import run_plan  # noqa: PLC0415  (as above)
 
             return run_plan(options)
+        if isinstance(options, TopOptions):
+            from scheduler_adapters.top.command import run_top  # noqa: PLC0415  (as above)
+
+            return run_top(options)
         if isinstance(options, ServeOptions):
             from scheduler_adapters.front.command import run_serve  # noqa: PLC0415  (as above)
 

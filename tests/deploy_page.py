@@ -25,6 +25,7 @@ OPTIONS = {
     "KVCacheParams": "kvcache/params.py",
     "KVEvents": "kvcache/kv_events.py",
     "Routing": "kvcache/routing.py",
+    "ManagerWatch": "kvcache/watch/endpoint.py",
     "ServerConfig": "scheduler_adapters/service/server.py",
 }
 """Classes whose fields, or whose arguments, are options."""

@@ -25,7 +25,7 @@ VALUES = {
         *("metrics", "params", "routing", "storage", "types", "watched"),
     },
     "transfer": {"errors", "memory", "spans", "stats"},
-    "scheduler_adapters": {"arguments", "base", "errors", "interrupts", "loop"},
+    "scheduler_adapters": {"arguments", "base", "errors", "interrupts", "loop", "viewer"},
 }
 _MANAGER = {"kvcache values", "kvcache.replica", "kvcache"}
 # Each room, and the rooms that it may import.
@@ -52,6 +52,7 @@ ROOMS: dict[str, set[str]] = {
     "scheduler_adapters.hf": {*_MANAGER, "kvcache.pool", "transfer.plan", "scheduler_adapters values"},
     "scheduler_adapters.service": {
         *_MANAGER,
+        "kvcache.watch",
         *("transfer values", "transfer.wire", "transfer.nixl", "transfer.pull", "transfer"),
         *("scheduler_adapters values", "scheduler_adapters.hf"),
     },
@@ -63,10 +64,13 @@ ROOMS: dict[str, set[str]] = {
         *("kvcache values", "transfer values", "transfer.wire"),
         *("scheduler_adapters values", "scheduler_adapters.hf", "scheduler_adapters.service"),
     },
-    "scheduler_adapters.replay": {"kvcache values", "kvcache", "scheduler_adapters values"},
+    "scheduler_adapters.replay": {"kvcache values", "kvcache", "kvcache.watch", "scheduler_adapters values"},
     "scheduler_adapters.plan": {
         *("kvcache values", "kvcache", "transfer.plan"),
         *("scheduler_adapters values", "scheduler_adapters.hf", "scheduler_adapters.replay"),
+    },
+    "scheduler_adapters.top": {
+        *("kvcache values", "kvcache.watch", "transfer.wire", "scheduler_adapters values"),
     },
     "scheduler_adapters.sglang": {
         *("kvcache values", "kvcache.pool", "kvcache.replica"),
@@ -75,7 +79,7 @@ ROOMS: dict[str, set[str]] = {
     "scheduler_adapters.vllm": {"transfer values", "transfer.wire", "transfer.connector"},
     "scheduler_adapters": {
         *("kvcache values", "scheduler_adapters values", "scheduler_adapters.demo", "scheduler_adapters.front"),
-        *("scheduler_adapters.plan", "scheduler_adapters.replay"),
+        *("scheduler_adapters.plan", "scheduler_adapters.replay", "scheduler_adapters.top"),
     },
 }
 # What `transfer` may know of `kvcache`: the contract between the packages.
@@ -260,7 +264,7 @@ def test_init_lists_the_public_names_and_nothing_else(package: str) -> None:
 
 
 def test_importing_the_packages_loads_nothing_heavy() -> None:
-    heavy = "('nixl', 'transformers', 'rich', 'prometheus_client')"
+    heavy = "('nixl', 'transformers', 'rich', 'prometheus_client', 'textual')"
     code = f"import sys, kvcache, transfer; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"

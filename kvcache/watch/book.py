@@ -193,7 +193,7 @@ def _rows_of(pool: PoolBook, phases: dict[str, str]) -> tuple[list[object], ...]
     told = [
         phases.get(name) or ("importing" if name in pending else phase) for name, phase in zip(names, own, strict=True)
     ]
-    kept: list[tuple[str, Holding]] = [("leased", one) for one in leased(replica)]
+    kept: list[tuple[str, Holding]] = [(phases.get(one.request_id, "leased"), one) for one in leased(replica)]
     kept += [("quarantined", one) for one in quarantined(replica)]
     holdings = [one for _, one in kept]
     extra = len(kept)

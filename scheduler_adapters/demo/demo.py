@@ -31,6 +31,7 @@ from scheduler_adapters.hf.runner import (
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.fleet import Fleet
 from scheduler_adapters.service.server import ServerConfig
+from scheduler_adapters.viewer import viewer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -83,8 +84,11 @@ def run_demo(options: DemoOptions) -> int:
     reporter.line("starting " + ", ".join(config.name for config in configs))
     with Fleet(configs, curve=options.curve) as fleet:
         reporter.line("  " + ", ".join(f"{name}: pid {pid}" for name, pid in fleet.pids.items()))
-        with reporter.phase("serving", len(served)) as show:
-            serve(fleet, served, options, show)
+        if options.top is not None:
+            serve_watched(fleet, served, options, options.top)
+        else:
+            with reporter.phase("serving", len(served)) as show:
+                serve(fleet, served, options, show)
         stats = settled_stats(fleet)
     notes, ties, equal = _compare(options, model, served, reporter)
     notes += [f"{name}: {one.pages_held} pages are still held" for name, one in stats.items() if one.pages_held]
@@ -101,8 +105,30 @@ def run_demo(options: DemoOptions) -> int:
     return 0 if figures.tokens_equal and not figures.leaked_pages else 1
 
 
-def serve(fleet: Fleet, served: list[Served], options: DemoOptions, show: Callable[[int, str], None]) -> None:
-    """Submit every request, at most `concurrency` at a time, and collect the tokens. `ServiceError`: one hangs."""
+def serve_watched(fleet: Fleet, served: list[Served], options: DemoOptions, where: str) -> None:
+    """Serve every request, and while somebody looks again and again; what counts is the first time."""
+    addresses = [ready.watch for ready in fleet.ready.values()]
+    keys = ["--keyring", str(fleet.viewer_keys)] if options.curve else []
+    with viewer(addresses, where, keys) as is_open:
+        serve(fleet, served, options, lambda _done, _told: None)
+        first = len(served)
+        while is_open():
+            again = [Served(f"{one.request_id}.{first}", one.prompt) for one in served]
+            serve(fleet, again, options, lambda _done, _told: None, first)
+            first += len(served)
+
+
+def serve(
+    fleet: Fleet,
+    served: list[Served],
+    options: DemoOptions,
+    show: Callable[[int, str], None],
+    earlier: int = 0,
+) -> None:
+    """Submit every request, at most `concurrency` at a time, and collect the tokens. `ServiceError`: one hangs.
+
+    `earlier`: requests that these processes were sent before.
+    """
     by_id = {one.request_id: one for one in served}
     decodes = [name for name in fleet.running if fleet.role(name) == "decode"]
     submitted = done = 0
@@ -114,7 +140,7 @@ def serve(fleet: Fleet, served: list[Served], options: DemoOptions, show: Callab
                 request_id=one.request_id,
                 prompt=one.prompt,
                 max_new_tokens=options.max_new_tokens,
-                serial=submitted + 1,  # 0 is for none
+                serial=earlier + submitted + 1,  # 0 is for none
             )
             fleet.send(decodes[submitted % len(decodes)], submit)
             submitted += 1
@@ -208,6 +234,7 @@ def _server_configs(
                 lease_s=_LEASE_S if options.chaos is None else _CHAOS_LEASE_S,
                 name=side.role if side.processes == 1 else f"{side.role}-{number + 1}",
                 role=side.role,
+                watch="tcp://127.0.0.1:0" if options.top is not None else "",
             )
             configs.append(config)
     return configs

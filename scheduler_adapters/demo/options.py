@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scheduler_adapters.arguments import device, input_path, number, option, output_file, switch, whole
+from scheduler_adapters.viewer import top_option
 
 _PAGE_SIZE = whole(1, 1 << 20)
 _TOKENS = whole(1, 1 << 20)
@@ -48,6 +49,7 @@ class DemoOptions:
         nargs="?",
         const=0,
     )
+    top: str | None = top_option("show every page meanwhile, and serve the prompts again until that is quit")
     curve: bool = switch("keys for the processes' sockets: encrypted, and closed to anybody else")
     device: str = option("DEVICE", device, "cpu", "torch device of the model and its pages")
     seed: int = option("N", _SEED, 0, "of the small Llama's weights")

@@ -54,6 +54,7 @@ class _Addresses(msgspec.Struct):
 
     http: str
     front: str
+    watch: tuple[str, ...] = ()  # of the processes, for `pagewire top`
 
 
 def run_serve(options: ServeOptions) -> int:
@@ -103,6 +104,7 @@ def _server_config(options: ServeOptions, role: Role) -> ServerConfig:
         ready_s=_READY_S,
         metrics=options.metrics or "",
         trace=options.trace,
+        watch=f"tcp://{options.host}:0" if options.watch else "",
         kv_events=options.host if options.placement == "dynamo" else "",
     )
 
@@ -145,7 +147,10 @@ async def _serve(options: ServeOptions, made: ExitStack) -> None:
             await _until_there(names, fleet, frontend)
             tasks.append(asyncio.create_task(_watch(fleet)))
             http = f"http://{options.http_host}:{listening.getsockname()[1]}"
-            _leave_addresses(options.address_file, _Addresses(http, endpoint))
+            watch = tuple(filter(None, (member.ready.watch for member in frontend.members.values())))
+            _leave_addresses(options.address_file, _Addresses(http, endpoint, watch))
+            if watch:
+                log.warning("see every page: pagewire top %s", " ".join(watch))
             log.warning("%s serves at %s; processes join at %s", name, http, endpoint)
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)

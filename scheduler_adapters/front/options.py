@@ -75,5 +75,6 @@ class ServeOptions:
     max_requests: int = option("N", whole(1, 4096), 32, "requests that hold pages at a time in each process")
     token_budget: int = option("N", _TOKENS, 512, "most tokens of one step of a process")
     lease_s: float = option("S", number(0, 3600), 10.0, "that a lease stands without a word of its reader")
+    watch: bool = switch("let `pagewire top` watch the processes: addresses are logged, and left in --address-file")
     device: str = option("DEVICE", device, "cpu", "torch device of the model and its pages")
     seed: int = option("N", whole(0, (1 << 32) - 1), 0, "of the small Llama's weights")

@@ -1,31 +1,42 @@
 """`pagewire replay`: a progress bar, a table, and figures as JSON and plots where asked to."""
 
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing, contextmanager, nullcontext
+
 import msgspec
+import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from kvcache.manager import PagedKVCacheManager
+from kvcache.watch.endpoint import ManagerWatch
+from kvcache.watched import Beside
 from scheduler_adapters.errors import ReplayError
 from scheduler_adapters.replay.options import ReplayOptions
 from scheduler_adapters.replay.plots import write_plots
-from scheduler_adapters.replay.replay import ReplayResult, load_trace, replay
+from scheduler_adapters.replay.replay import ReplayResult, load_trace, optimum_of_each, replay
 from scheduler_adapters.replay.trace_hints import hints_for
+from scheduler_adapters.viewer import viewer
 
 
 def run_replay(options: ReplayOptions) -> int:
     """Replay a trace and report; the exit status. A `KVCacheError` says in a sentence what does not work."""
     hints_for([], options.hints)  # no such kind is said before minutes of reading
     trace, console = load_trace(options.trace), Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+    show = None if options.top is None else _Show(options, trace)
+    with Progress(console=console, transient=True, disable=not console.is_terminal or show is not None) as bar:
         task = bar.add_task("replaying", total=len(trace))
         result = replay(
             trace,
             options.capacity,
             options.replicas,
-            lambda done: bar.advance(task, done),
+            (lambda done: bar.advance(task, done)) if show is None else show.progress,
             hints=options.hints,
             routing=options.routing,
             host_blocks=options.host_blocks,
+            shown=nullcontext if show is None else show.shown,
         )
     Console().print(_table(options, result))
     if options.json is not None:
@@ -37,6 +48,40 @@ def run_replay(options: ReplayOptions) -> int:
         for path in write_plots(options.trace.stem, trace, options.capacity, options.plots, console.print):
             console.print(f"drew {path}")
     return 0
+
+
+class _Show:
+    """Shows a replay at the speed that was asked for, beside the optimum, as long as somebody looks."""
+
+    def __init__(self, options: ReplayOptions, trace: Sequence[Sequence[int]]) -> None:
+        self._options = options
+        self._best = np.cumsum(optimum_of_each(trace, options.capacity))
+        self._blocks = np.cumsum([len(blocks) for blocks in trace])
+        self._done = 0
+        self._due = 0.0
+        self._is_open: Callable[[], bool] = bool
+
+    @contextmanager
+    def shown(self, manager: PagedKVCacheManager) -> Generator[None]:
+        """Watch the manager."""
+        with (
+            closing(ManagerWatch(manager, name="replay", beside=self._beside)) as watch,
+            viewer([watch.address], self._options.top or "") as self._is_open,
+        ):
+            self._due = time.monotonic()
+            yield
+
+    def progress(self, done: int) -> None:
+        """Another request has run: wait for the next one's turn, where somebody looks."""
+        self._done += done
+        self._due += done / self._options.speed
+        if self._is_open():
+            time.sleep(max(0.0, self._due - time.monotonic()))
+
+    def _beside(self) -> Beside:
+        if not self._done:
+            return Beside()
+        return Beside(figures={"optimum_hit_rate": float(self._best[self._done - 1] / self._blocks[self._done - 1])})
 
 
 def _table(options: ReplayOptions, result: ReplayResult) -> Table:

@@ -4,7 +4,8 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Literal
 
-from scheduler_adapters.arguments import input_path, option, output_file, output_folder, whole
+from scheduler_adapters.arguments import input_path, number, option, output_file, output_folder, whole
+from scheduler_adapters.viewer import top_option
 
 _MOST_BLOCKS = 1 << 26  # the manager's books of that many take gigabytes
 
@@ -26,6 +27,8 @@ class ReplayOptions:
         None, str, "prefix", "how a replica is claimed", choices=("prefix", "least-loaded", "round-robin")
     )
     host_blocks: int = option("BLOCKS", whole(0, _MOST_BLOCKS), 0, "blocks of a host tier below the replicas")
+    top: str | None = top_option("show every page meanwhile, and the optimum beside")
+    speed: float = option("N", number(0, 1_000_000), 100.0, "requests a second, with --top")
     plots: Path | None = option(
         "DIR",
         output_folder,

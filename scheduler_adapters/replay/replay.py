@@ -11,6 +11,7 @@ import statistics
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import msgspec
@@ -86,14 +87,17 @@ def replay(
     hints: str = "none",
     routing: RoutingRule = "prefix",
     host_blocks: int = 0,
+    shown: Callable[[PagedKVCacheManager], AbstractContextManager[object]] = nullcontext,
 ) -> ReplayResult:
     """Drive a manager of `capacity` blocks, split evenly over `replicas`, with the blocks of each request.
 
-    `progress` is called for each request; `hints` are as `trace_hints.hints_for` takes them, `host_blocks` those of a
-    host tier below. Raises `ReplayError` where a request does not fit into one replica, or there are no such hints.
+    `progress` is called for each request, within `shown` of the manager; `hints` are as `trace_hints.hints_for` takes
+    them, `host_blocks` those of a host tier below. Raises `ReplayError` where a request does not fit into one replica,
+    or there are no such hints.
     """
     manager = _manager(trace, capacity, replicas, Routing(rule=routing), host_blocks)
-    computed, times = _serve_all(manager, trace, hints_for(trace, hints), progress)
+    with shown(manager):
+        computed, times = _serve_all(manager, trace, hints_for(trace, hints), progress)
     manager.check()
     if manager.num_held_blocks:
         raise ReplayError(f"{manager.num_held_blocks} pages are held after the replay")
@@ -206,12 +210,17 @@ def optimum_hits(trace: Sequence[Blocks], capacity: int) -> int:
 
     That never breaks a prefix, so it is the optimum among caches that hit whole prefixes, too.
     """
+    return sum(optimum_of_each(trace, capacity))
+
+
+def optimum_of_each(trace: Sequence[Blocks], capacity: int) -> list[int]:
+    """`optimum_hits`, of each request."""
     following = _next_uses(trace)
     resident: dict[int, tuple[int, int]] = {}  # block → its entry in the heap
     heap: list[tuple[int, int, int]] = []  # next use and depth, both negated, and the block; stale entries stay behind
-    hits = 0
+    hits: list[int] = []
     for blocks, uses in zip(trace, following, strict=True):
-        hits += _found(blocks, resident)
+        hits.append(_found(blocks, resident))
         for block in blocks:
             resident.pop(block, None)
         while len(resident) + len(blocks) > capacity:

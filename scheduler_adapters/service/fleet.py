@@ -69,6 +69,7 @@ class Fleet:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._logs: dict[str, IO[bytes]] = {}
         self._down: set[str] = set()
+        self.ready: dict[str, msg.Ready] = {}  # what each server has said at its start
         self._made = ExitStack()  # all that is made is ended by it, the last made first
 
     def _configure(self) -> None:
@@ -78,7 +79,9 @@ class Fleet:
             if config.role == "decode" and not config.prefills:
                 self._configs[name] = msgspec.structs.replace(config, prefills=listening)
         if self._curve:
-            for config, keyring in zip(list(self._configs.values()), make_keyrings(len(self._configs)), strict=True):
+            *keyrings, viewers = make_keyrings(len(self._configs) + 1)
+            save_keyring(viewers, self.viewer_keys)
+            for config, keyring in zip(list(self._configs.values()), keyrings, strict=True):
                 path = self._folder.path / f"{config.name}.keys"
                 save_keyring(keyring, path)
                 self._configs[config.name] = msgspec.structs.replace(config, keyring=str(path))
@@ -118,6 +121,11 @@ class Fleet:
     def running(self) -> list[str]:
         """Names of the servers that were not killed."""
         return [name for name in self._configs if name not in self._down]
+
+    @property
+    def viewer_keys(self) -> Path:
+        """With `curve` the keys of who watches the servers."""
+        return self._folder.path / "viewer.keys"
 
     def role(self, name: str) -> msg.Role:
         """Of a server."""
@@ -231,11 +239,10 @@ class Fleet:
         self._socket.setsockopt(zmq.SNDTIMEO, int(self._send_timeout_s * 1000))
         for name in self._configs:
             self._start_one(name)
-        ready: set[str] = set()
         deadline = time.monotonic() + _START_TIMEOUT_S
-        while len(ready) < len(self._configs):
-            ready |= {message.name for message in self.receive(0.1) if isinstance(message, msg.Ready)}
-            self._check_deadline(deadline, ready, _START_TIMEOUT_S)
+        while len(self.ready) < len(self._configs):
+            self.ready |= {message.name: message for message in self.receive(0.1) if isinstance(message, msg.Ready)}
+            self._check_deadline(deadline, set(self.ready), _START_TIMEOUT_S)
 
     def _start_one(self, name: str) -> None:
         with held():

@@ -163,6 +163,7 @@ class Ready(Message, frozen=True, kw_only=True, tag=True):
     kv_events: OptionalName = ""  # where its KV events are published
     kv_replay: OptionalName = ""  # where what was missed of them is asked for
     metrics: OptionalName = ""  # host:port at which Prometheus reads it
+    watch: OptionalName = ""  # where who watches its pages asks
 
 
 class Fatal(Message, frozen=True, kw_only=True, tag=True):

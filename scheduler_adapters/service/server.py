@@ -41,6 +41,7 @@ from scheduler_adapters.service.sockets import (
     received,
     wait_for_any,
 )
+from scheduler_adapters.service.watch import watched_service
 from transfer.nixl.agent import Agent
 from transfer.nixl.chaos import ChaosAgent, Rates
 from transfer.pull.exchange import PageExchange
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvcache.manager import PagedKVCacheManager
+    from kvcache.watch.endpoint import ManagerWatch
     from transfer.memory import MemoryType
     from transfer.wire.keys import Keyring
 
@@ -92,6 +94,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     keyring: str = ""  # file of this process's keys (`transfer.wire.keys`); empty for plain sockets
     trace: bool = False  # a span of OpenTelemetry for each hand-over, where the process has a tracer provider
     metrics: str = ""  # host:port at which Prometheus reads this process's metrics, port 0 a free one; empty: none
+    watch: str = ""  # where who watches the process asks (`kvcache.watch`); empty for nowhere
     # Of the fleet (`transfer.wire.secret`), in place of a keyring: all sockets have keys that are derived from it.
     # Sources on other hosts are read from only with one of them.
     secret: str = ""
@@ -215,9 +218,13 @@ def serve(config: ServerConfig, context: Context, socket: Socket, told: DrainSig
                 keyring=keyring,
                 trace=config.trace,
             )
-        with served_metrics(config, scheduler, loop, exchange) as metrics:
-            herald = Herald(msgspec.structs.replace(ready, metrics=metrics), config.ready_s)
-            _Rounds(scheduler, socket, herald, chaos).run(told)
+        with (
+            served_metrics(config, scheduler, loop, exchange) as metrics,
+            watched_service(config.watch, scheduler, manager, exchange, keyring) as watch,
+        ):
+            at = "" if watch is None else watch.address
+            herald = Herald(msgspec.structs.replace(ready, metrics=metrics, watch=at), config.ready_s)
+            _Rounds(scheduler, socket, herald, chaos, watch).run(told)
     finally:
         exchange.close()
         manager.close()
@@ -269,7 +276,12 @@ class _Rounds:
     """The rounds of a process: what its frontend says, what its scheduler does, until there is no more to do."""
 
     def __init__(
-        self, scheduler: PrefillScheduler | DecodeScheduler, socket: Socket, herald: Herald, chaos: ChaosAgents | None
+        self,
+        scheduler: PrefillScheduler | DecodeScheduler,
+        socket: Socket,
+        herald: Herald,
+        chaos: ChaosAgents | None,
+        watch: ManagerWatch | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._decode = scheduler if isinstance(scheduler, DecodeScheduler) else None
@@ -277,6 +289,7 @@ class _Rounds:
         self._socket = socket
         self._herald = herald
         self._chaos = chaos
+        self._watch = watch
         self._stopped = False
 
     def run(self, told: DrainSignal) -> None:
@@ -292,6 +305,8 @@ class _Rounds:
                 self._on_frames(frames)
             if self._decode is None:
                 frontend.flush()
+            if self._watch is not None:
+                self._watch.attend()
             if scheduler.draining and not scheduler.open_requests and not frontend.is_behind:
                 frontend.send(msg.Left(stats=scheduler.stats()))
                 return

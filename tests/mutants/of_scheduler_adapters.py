@@ -353,7 +353,7 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
         [
             Mutation("reference_lru_hits", "reversed(blocks)", "blocks"),
             Mutation(
-                "optimum_hits",
+                "optimum_of_each",
                 "if resident.get(block) == (use, depth):",
                 "if block in resident:",
                 equivalent="the use of a stale entry has passed: all that are resident are popped before it",

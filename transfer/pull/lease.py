@@ -162,6 +162,13 @@ class LeaseBook:
         """Returns the lease of this id if it stands."""
         return self._by_id.get(lease_id)
 
+    def times(self, lease: Lease) -> tuple[float, float | None]:
+        """Seconds since a lease's time began, and to its deadline; 0 and None before that. Any thread may ask."""
+        if lease.deadline == math.inf:
+            return 0.0, None
+        now = self._clock()
+        return now - lease.last_deadline + lease.duration_s * self._longest, lease.deadline - now
+
     def ids(self) -> list[int]:
         """Returns the ids of all leases that stand."""
         return list(self._by_id)

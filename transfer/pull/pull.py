@@ -107,6 +107,10 @@ class Puller:
             raise PullFailedError(f"request {key!r}: {reason}")
         return pull
 
+    def look_up(self, key: str) -> RankPull | None:
+        """Returns a pull, whatever has become of it. Any thread may ask."""
+        return self._pulls.get(key)
+
     def add(self, key: str, parts: list[Part], *, last: bool) -> None:
         """Reads further parts of a pull, and fences it after the last. Raises as `get`."""
         pull = self.get(key)

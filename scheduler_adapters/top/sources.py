@@ -1,0 +1,150 @@
+"""Where looks come from: processes that are asked for them, or a file in which they were recorded.
+
+A recording is a line that names it, then for each look four bytes of length and, compressed, the time, the address, and
+the frames. One that was cut off, as its writer was killed, is played as far as it goes.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import msgspec
+
+from kvcache.errors import WatchError
+from kvcache.watch.follower import Followed, WatchClient
+
+_MAGIC = b"pagewire recording 1\n"
+_AGAIN_S = 2.0  # until a process that has not answered is asked again
+_LENGTH = 4
+
+
+class Heard(NamedTuple):
+    """A look that has come."""
+
+    at: float  # seconds since 1970
+    address: str
+    frames: list[bytes]
+
+
+class LiveSource:
+    """Asks processes for looks, `updates` times a second each, and records what comes."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        updates: float,
+        record: Path | None = None,
+        secure: Callable[[Any], None] | None = None,
+    ) -> None:
+        self.addresses = list(addresses)
+        self._every_s = 1 / updates
+        self._file = None if record is None else _begun(record)
+        self._clients = {address: WatchClient(address, secure) for address in self.addresses}
+        self._due = dict.fromkeys(self.addresses, 0.0)
+        self._waits = dict.fromkeys(self.addresses, False)
+        self._check = dict.fromkeys(self.addresses, False)
+
+    def poll(self, followed: dict[str, Followed]) -> list[Heard]:
+        """Take up what has come, and ask those who are due."""
+        found: list[Heard] = []
+        for address, client in self._clients.items():
+            while (frames := client.answer()) is not None:
+                found.append(Heard(time.time(), address, frames))
+                self._waits[address] = False
+            now = time.monotonic()
+            if now >= self._due[address] + (_AGAIN_S if self._waits[address] else 0.0):
+                ask = followed[address].ask
+                client.ask(msgspec.structs.replace(ask, check=self._check[address]))
+                self._check[address] = False
+                self._waits[address], self._due[address] = True, now + self._every_s
+        for heard in found:
+            if self._file is not None:
+                _write(self._file, heard)
+        return found
+
+    def check(self) -> None:
+        """Have every process recount its books."""
+        self._check = dict.fromkeys(self.addresses, True)
+        self._due = dict.fromkeys(self.addresses, 0.0)
+
+    def close(self) -> None:
+        """Close the sockets and the recording."""
+        for client in self._clients.values():
+            client.close()
+        if self._file is not None:
+            self._file.close()
+
+
+class PlayedSource:
+    """A recording, played at a speed; `position` is in seconds from its beginning, up to `length`."""
+
+    def __init__(self, path: Path, speed: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.speed, self.position, self.paused = speed, 0.0, False
+        self._heard = _read(path)
+        self._clock, self._since = clock, clock()
+        self._next = 0
+        self.addresses = list(dict.fromkeys(heard.address for heard in self._heard))
+        self.length = self._heard[-1].at - self._heard[0].at
+
+    @property
+    def now(self) -> float:
+        """The time at the position, in seconds since 1970."""
+        return self._heard[0].at + self.position
+
+    def poll(self, followed: dict[str, Followed]) -> list[Heard]:
+        """The looks up to the position, which goes on by itself."""
+        del followed
+        now = self._clock()
+        if not self.paused:
+            self.position = min(self.length, self.position + (now - self._since) * self.speed)
+        self._since, first = now, self._next
+        start = self._heard[0].at
+        while self._next < len(self._heard) and self._heard[self._next].at - start <= self.position:
+            self._next += 1
+        return self._heard[first : self._next]
+
+    def seek(self, seconds: float) -> None:
+        """Go to a position: what is followed begins anew, and the next poll brings all up to it."""
+        self.position = min(self.length, max(0.0, seconds))
+        self._next = 0
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _begun(path: Path) -> IO[bytes]:
+    try:
+        file = path.open("wb")
+        file.write(_MAGIC)
+    except OSError as error:
+        raise WatchError(f"--record {str(path)!r} cannot be written: {error.strerror}") from error
+    return file
+
+
+def _write(file: IO[bytes], heard: Heard) -> None:
+    data = zlib.compress(msgspec.msgpack.encode(heard), 1)
+    file.write(len(data).to_bytes(_LENGTH, "big") + data)
+    file.flush()
+
+
+def _read(path: Path) -> list[Heard]:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise WatchError(f"--play {str(path)!r}: {error.strerror}") from error
+    if not data.startswith(_MAGIC):
+        raise WatchError(f"--play {str(path)!r} is no recording")
+    found, at = list[Heard](), len(_MAGIC)
+    while (end := at + _LENGTH + int.from_bytes(data[at : at + _LENGTH], "big")) <= len(data) and end > at + _LENGTH:
+        try:
+            found.append(msgspec.msgpack.decode(zlib.decompress(data[at + _LENGTH : end]), type=Heard))
+        except (zlib.error, msgspec.DecodeError) as error:
+            raise WatchError(f"--play {str(path)!r}: damaged at byte {at}: {error}") from error
+        at = end
+    if not found:
+        raise WatchError(f"--play {str(path)!r} has no look in it")
+    return found

@@ -1,0 +1,66 @@
+"""What a watch tells of leases and pulls: `ManagerWatch(manager, beside=transfers_of(exchange))`."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from kvcache.watched import Beside, LeaseRow, PullRow
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from transfer.pull.thread import TransferThread
+
+
+class _Exchanged(Protocol):
+    """A `PageExchange`, or a `NixlConnectorWorker`."""
+
+    @property
+    def threads(self) -> Sequence[TransferThread]:
+        """Of each replica."""
+        ...
+
+
+def transfers_of(owner: _Exchanged) -> Callable[[], Beside]:
+    """Reads leases, pulls, bytes and failures of an exchange or a connector's worker: in the thread of the watch."""
+    return lambda: Beside(
+        leases=tuple(row for at, thread in enumerate(owner.threads) for row in _leases(str(at), thread)),
+        pulls=tuple(row for at, thread in enumerate(owner.threads) for row in _pulls(str(at), thread)),
+        figures={
+            "bytes_pulled": float(sum(thread.replica.stats.num_bytes for thread in owner.threads)),
+            "pull_seconds": sum(thread.pull_seconds for thread in owner.threads),
+            "failed_pulls": float(sum(thread.replica.stats.failures.total() for thread in owner.threads)),
+        },
+    )
+
+
+def _leases(pool: str, thread: TransferThread) -> list[LeaseRow]:
+    """Those that stand, by the book of the first rank: every rank has them."""
+    book = thread.replica.ranks[0].leases
+    rows: list[LeaseRow] = []
+    for lease in filter(None, map(book.find, book.ids())):
+        age_s, left_s = book.times(lease)
+        heard = f"{len(lease.heard)} of {lease.engines} readers" if lease.heard else ""
+        rows.append(LeaseRow(request_id=lease.request_id, pool=pool, age_s=age_s, left_s=left_s, heard=heard))
+    return rows
+
+
+def _pulls(pool: str, thread: TransferThread) -> list[PullRow]:
+    rows: list[PullRow] = []
+    now = time.monotonic()
+    every = thread.replica._pulls  # noqa: SLF001  # pyright: ignore[reportPrivateUsage] - read, and nothing else
+    for key, pull in [(key, pull) for key, pull in list(every.items()) if not pull.refusal]:
+        parts = [part for part in (rank.puller.look_up(key) for rank in thread.replica.ranks) if part is not None]
+        began = min((part.started for part in parts), default=None)
+        row = PullRow(
+            key=key,
+            pool=pool,
+            source=pull.source.engine_id,
+            stage="failing" if pull.error else "reading" if parts else "connecting",
+            num_bytes=sum(part.num_bytes for part in parts),
+            age_s=None if began is None else now - began,
+            left_s=pull.deadline - now,
+        )
+        rows.append(row)
+    return rows
