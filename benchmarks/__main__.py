@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from benchmarks.frame import CLOCK_VARIABLE, Row, clock_option, progress
+from benchmarks.frame import CLOCK_VARIABLE, clock_option, progress
+from benchmarks.plots import draw_files
+from scheduler_adapters.errors import MissingExtraError
 
 HERE = Path(__file__).resolve().parent
 NAMES = (
@@ -64,15 +65,10 @@ def run(name: str, path: Path, *, quick: bool) -> bool:
 def draw(folder: Path, names: list[str]) -> None:
     """Draw what the files in `folder` hold."""
     try:
-        from benchmarks.plots import draw as draw_all  # noqa: PLC0415 - the tables come without matplotlib too
-    except ImportError as error:
-        progress(f"no plots: {error}; pip install -e '.[bench]'")
-        return
-    figures: dict[str, list[Row]] = {
-        name: json.loads(path.read_text())["rows"] for name in names if (path := folder / f"{name}.json").exists()
-    }
-    for path in draw_all(figures, folder):
-        progress(f"drew {path}")
+        for path in draw_files(folder, names):
+            progress(f"drew {path}")
+    except MissingExtraError as error:  # the tables come without matplotlib too
+        progress(f"no plots: {error}")
 
 
 def main() -> int:

@@ -1,22 +1,20 @@
-"""Draws the figures: cost against batch, prompt length, conversation and pool size, log-log."""
+"""Draws the figures: cost against batch, prompt length, conversation and pool size, log-log.
+
+`python -m benchmarks.plots` draws those of the committed results again, and measures nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import argparse
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib as mpl
-
-mpl.use("Agg")  # files only: there may be no screen
-
-from matplotlib import pyplot as plt
-from matplotlib.ticker import FuncFormatter, NullFormatter
-
-from benchmarks.frame import Row
+from benchmarks.frame import Row, progress
+from benchmarks.pulls.plots import draw as draw_pulls
+from benchmarks.results import RESULTS, load
+from scheduler_adapters import plots
 from scheduler_adapters.replay.plots import draw_capacities, draw_replicas
-
-_LEAST_SPAN = 20
 
 Figures = Mapping[str, Sequence[Row]]
 """Rows by the name of the benchmark."""
@@ -118,6 +116,12 @@ def draw(figures: Figures, folder: Path) -> list[Path]:
     return made + _draw_traces(figures, folder)
 
 
+def draw_files(folder: Path, names: Iterable[str]) -> list[Path]:
+    """Draw what the results in `folder` hold, of those that are named; returns the files."""
+    rows: dict[str, list[Row]] = {name: load(name, folder).get("rows", []) for name in names}
+    return draw(rows, folder)
+
+
 def _draw_traces(figures: Figures, folder: Path) -> list[Path]:
     """Hits against capacity, and against replicas with their load, for each trace."""
     made: list[Path] = []
@@ -134,18 +138,20 @@ def _draw_one(plot: Plot, rows: Sequence[Row], path: Path) -> None:
     lines: dict[str, list[tuple[Any, Any]]] = {}
     for row in rows:
         lines.setdefault(plot.line(row), []).append((row[plot.x], row[plot.y]))
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for name, points in lines.items():
-        axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=4, label=name)
-    axes.set(xscale="log", yscale="log", xlabel=plot.along, ylabel="µs", title=plot.title)
-    low, high = axes.get_ylim()
-    if high < _LEAST_SPAN * low:  # what is flat is to look flat
-        middle, half = (low * high) ** 0.5, _LEAST_SPAN**0.5
-        axes.set_ylim(middle / half, middle * half)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}"))
-        axis.set_minor_formatter(NullFormatter())
-    axes.grid(visible=True, which="both", linewidth=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=120, metadata={"Software": None})  # the same figures give the same bytes
-    plt.close(figure)
+    figure, ((axes,),) = plots.figure(1)
+    drawn = [plots.Line(name, points) for name, points in lines.items()]
+    plots.draw_lines(axes, drawn, title=plot.title, along=plot.along, up="µs")
+    plots.save(figure, path)
+
+
+def main() -> None:
+    """Draw."""
+    argparse.ArgumentParser(prog="python -m benchmarks.plots", description=__doc__).parse_args()
+    made = draw_files(RESULTS, sorted(path.stem for path in RESULTS.glob("*.json")))
+    draw_pulls(load("pull")["rows"], RESULTS / "pull.png")
+    for path in (*made, RESULTS / "pull.png"):
+        progress(f"drew {path}")
+
+
+if __name__ == "__main__":
+    main()

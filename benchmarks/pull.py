@@ -22,7 +22,9 @@ from benchmarks.frame import Row, header, options, progress, table, write
 from benchmarks.peers.environment import PeerError
 from benchmarks.pulls import figures, others
 from benchmarks.pulls.cases import QUICK_VLLM_BLOCKS, VLLM_BLOCKS, as_vllm, equal, shares, topologies
+from benchmarks.pulls.plots import draw
 from benchmarks.pulls.rates import LIMIT, measure
+from scheduler_adapters.errors import MissingExtraError
 
 _WIDE = ("order", "memory", "n")
 _STATISTICS = (
@@ -95,11 +97,10 @@ def main(chosen: argparse.Namespace | None = None) -> None:
 
 def _draw(rows: list[Row], path: Path) -> None:
     try:
-        from benchmarks.pulls.plots import draw  # noqa: PLC0415 - the tables come without matplotlib too
-    except ImportError as error:
-        progress(f"no plot: {error}; pip install -e '.[bench]'")
+        draw(rows, path)
+    except MissingExtraError as error:  # the tables come without matplotlib too
+        progress(f"no plot: {error}")
         return
-    draw(rows, path)
     progress(f"drew {path}")
 
 

@@ -53,7 +53,8 @@ _COMMANDS: dict[str, tuple[type[_Options], str, str]] = {
         "say what memory a model's keys and values need, on how many devices",
         (
             "From a model's config.json: what its layers keep of a token, pages, the longest request, requests at a "
-            "time, for every choice of tensor and data parallelism, and what prefill and decode move between them."
+            "time, for every choice of tensor and data parallelism, what prefill and decode move between them, and on "
+            "a trace what less and more memory hits, beside the optimum."
         ),
     ),
     "top": (

@@ -25,7 +25,7 @@ VALUES = {
         *("metrics", "params", "routing", "storage", "types", "watched"),
     },
     "transfer": {"errors", "memory", "spans", "stats"},
-    "scheduler_adapters": {"arguments", "base", "errors", "interrupts", "loop", "viewer"},
+    "scheduler_adapters": {"arguments", "base", "errors", "interrupts", "loop", "plots", "viewer"},
 }
 _MANAGER = {"kvcache values", "kvcache.replica", "kvcache"}
 # Each room, and the rooms that it may import.

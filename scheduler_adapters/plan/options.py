@@ -47,4 +47,8 @@ class PlanOptions:
     prefill_speed: float = option(
         "TOKENS", number(0, 1_000_000_000), 10_000.0, "tokens that a prefill replica computes in a second"
     )
+    host_memory: int = option("BYTES", num_bytes(0, _MOST_BYTES), 0, "of a host's tier below its devices")
+    trace: Path | None = option("FILE", input_path, None, "JSON lines with hash_ids: what less and more memory hits")
+    block_tokens: int = option("TOKENS", whole(1, 1 << 20), 512, "tokens of a block of the trace")
     json: Path | None = option("FILE", output_file, None, "write the figures there too")
+    plot: Path | None = option("FILE", output_file, None, "draw hits against memory there (PNG); needs --trace")

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from kvcache.routing import RoutingRule
-from scheduler_adapters.errors import MissingExtraError, ReplayError
-from scheduler_adapters.replay.replay import ReplayResult, replay
+from scheduler_adapters import plots
+from scheduler_adapters.errors import ReplayError
+from scheduler_adapters.replay.replay import WINDOW, ReplayResult, replay
 from scheduler_adapters.replay.trace_hints import Blocks
 
 Row = dict[str, Any]
@@ -83,33 +84,34 @@ def _percent(result: ReplayResult) -> Row:
 
 def draw_capacities(rows: Sequence[Row], title: str, path: Path) -> None:
     """Hits against capacity, for each kind of hints, and the optimum. Raises as `write_plots`."""
-    figure, (axes,) = _figure(1)
+    figure, ((axes,),) = plots.figure(1)
     first = [row for row in rows if row["hints"] == rows[0]["hints"]]
-    axes.plot([row["blocks"] for row in first], [row["optimum_pct"] for row in first], "k:", label="optimum")
+    lines = [plots.Line("optimum", [(row["blocks"], row["optimum_pct"]) for row in first], "limit")]
     for kind in dict.fromkeys(row["hints"] for row in rows):
-        line = [row for row in rows if row["hints"] == kind]
-        _line(axes, line, "blocks", "hit_pct", _LABELS.get(kind, f"hints {kind}"))
-    axes.set(xlabel="blocks of the pool", ylabel="blocks hit, %", title=title)
-    _save(figure, [axes], [row["blocks"] for row in first], path)
+        points = [(row["blocks"], row["hit_pct"]) for row in rows if row["hints"] == kind]
+        lines.append(plots.Line(_LABELS.get(kind, f"hints {kind}"), points))
+    plots.draw_lines(axes, lines, title=title, along="blocks of the pool", up="blocks hit, %", logs="x")
+    plots.save(figure, path)
 
 
 def draw_replicas(rows: Sequence[Row], title: str, path: Path) -> None:
     """Hits and balance of load against the number of replicas, for each rule. Raises as `write_plots`."""
-    figure, both = _figure(2)
-    hits, loads = both
-    hits.axhline(rows[0]["lru_pct"], color="black", linestyle=":", label="one pool")
+    figure, ((hits, loads),) = plots.figure(2)
+    counts, along = [row["replicas"] for row in rows], "replicas that share the pool"
+    found = [plots.Line("one pool", [(at, rows[0]["lru_pct"]) for at in (min(counts), max(counts))], "limit")]
+    balance: list[plots.Line] = []
     for rule in dict.fromkeys(row["routing"] for row in rows):
         line = [row for row in rows if row["routing"] == rule]
-        _line(hits, line, "replicas", "hit_pct", rule)
+        found.append(plots.Line(rule, [(row["replicas"], row["hit_pct"]) for row in line]))
         split = [row for row in line if row["window_load_mean"] is not None]
-        drawn = _line(loads, split, "replicas", "window_load_mean", f"{rule}, mean of windows")
-        worst = [row["window_load_max"] for row in split]
-        loads.plot([row["replicas"] for row in split], worst, "--", color=drawn.get_color(), label=f"{rule}, worst")
-    hits.set(ylabel="blocks hit, %", ylim=(0, None), title=title)
-    loads.set(ylabel="busiest replica's load, 1 = even", title="Load in windows of 500 requests")
-    for axes in both:
-        axes.set(xlabel="replicas that share the pool")
-    _save(figure, both, list(dict.fromkeys(row["replicas"] for row in rows)), path)
+        balance.append(plots.Line(rule, [(row["replicas"], row["window_load_mean"]) for row in split]))
+        worst = [(row["replicas"], row["window_load_max"]) for row in split]
+        balance.append(plots.Line(f"{rule}, worst window", worst, "worst"))
+    plots.draw_lines(hits, found, title=title, along=along, up="blocks hit, %", logs="x")
+    hits.set_ylim(0, None)
+    windows = f"Busiest replica's load, mean of windows of {WINDOW} requests (1 = even)"
+    plots.draw_lines(loads, balance, title=windows, along=along, up="times an even share", logs="x")
+    plots.save(figure, path)
 
 
 def write_plots(
@@ -125,7 +127,7 @@ def write_plots(
 
     `MissingExtraError`: there is no matplotlib. `ReplayError`: the folder cannot be written to.
     """
-    _pyplot()  # before the minutes that the sweeps take
+    plots.pyplot()  # before the minutes that the sweeps take
     paths = [folder / f"{name}_capacity.png", folder / f"{name}_replicas.png"]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -136,35 +138,3 @@ def write_plots(
     except OSError as error:
         raise ReplayError(f"--plots {folder}: {error.strerror}") from error
     return [path for path in paths if path.exists()]
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib as mpl  # noqa: PLC0415 - only pictures need it
-
-        mpl.use("Agg")  # files only: there may be no screen
-        from matplotlib import pyplot as plt  # noqa: PLC0415 - as above
-    except ImportError as error:
-        raise MissingExtraError(f"plots need matplotlib: pip install 'pagewire[bench]' ({error})") from error
-    return plt
-
-
-def _figure(columns: int) -> tuple[Any, Sequence[Any]]:
-    figure, axes = _pyplot().subplots(1, columns, figsize=(7 if columns == 1 else 11, 4.5), layout="constrained")
-    return figure, [axes] if columns == 1 else list(axes)
-
-
-def _line(axes: Any, rows: Sequence[Row], x: str, y: str, label: str) -> Any:
-    (drawn,) = axes.plot([row[x] for row in rows], [row[y] for row in rows], "o-", markersize=4, label=label)
-    return drawn
-
-
-def _save(figure: Any, axes: Sequence[Any], ticks: Sequence[int], path: Path) -> None:
-    for each in axes:
-        each.set(xscale="log")
-        each.set_xticks(ticks, [f"{tick:,}" for tick in ticks], minor=False)
-        each.set_xticks([], minor=True)
-        each.grid(visible=True, linewidth=0.3)
-        each.legend(fontsize=8)
-    figure.savefig(path, dpi=120, metadata={"Software": None})  # the same figures give the same bytes
-    _pyplot().close(figure)

@@ -23,6 +23,7 @@ from tests.mutants.of_exchange import EXCHANGE
 from tests.mutants.of_kvcache import KVCACHE
 from tests.mutants.of_kvcache_tiers import KVCACHE_TIERS
 from tests.mutants.of_observe import OBSERVE
+from tests.mutants.of_plan import PLAN
 from tests.mutants.of_scheduler_adapters import SCHEDULER_ADAPTERS
 from tests.mutants.of_scheduler_adapters_edges import SCHEDULER_ADAPTERS_EDGES
 from tests.mutants.of_scheduler_adapters_sglang import SCHEDULER_ADAPTERS_SGLANG
@@ -41,6 +42,7 @@ MODULES: tuple[Module, ...] = (
     *SCHEDULER_ADAPTERS_SGLANG,
     *EXCHANGE,
     *OBSERVE,
+    *PLAN,
 )
 LIMIT_S = 150.0  # a mutation that makes a test wait for ever is noticed by that
 UNCHANGED_LIMIT_S = 1200.0

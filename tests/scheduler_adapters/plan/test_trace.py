@@ -1,0 +1,94 @@
+"""The part of `pagewire plan` that replays a trace: each figure is `pagewire replay`'s own, for as many blocks."""
+
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from scheduler_adapters.cli import main
+from scheduler_adapters.errors import PlanError, ReplayError
+from scheduler_adapters.plan.layers import AlikeLayers, CachedModel, read_model
+from scheduler_adapters.plan.memory import MemoryAsked, choice
+from scheduler_adapters.plan.trace import TraceQuestion, sweep
+from scheduler_adapters.replay.replay import optimum_hits, reference_lru_hits
+
+CONFIGS = Path(__file__).parent / "configs"
+GIB = 1 << 30
+
+
+def sessions(count: int, seed: int = 0) -> list[list[int]]:
+    """Conversations that come back, with their own blocks and one that all have."""
+    rng, turns, trace = random.Random(seed), dict[int, int](), list[list[int]]()
+    for _ in range(count):
+        who = rng.randrange(40)
+        turns[who] = turns.get(who, 2) + rng.randrange(3)
+        trace.append([0, *(1000 * (who + 1) + at for at in range(turns[who] % 20 + 1))])
+    return trace
+
+
+def question(memory: int = GIB, tp: int = 8, dp: int = 1, tier: int = 0, block: int = 512) -> TraceQuestion:
+    model = read_model(CONFIGS / "llama-3-70b")
+    return TraceQuestion(choice(model, tp, dp, MemoryAsked(memory, 16, 8192, (512,))), memory, 16, block, 1000.0, tier)
+
+
+def test_each_point_is_the_replay_of_as_many_blocks() -> None:
+    trace = sessions(300)
+    refs = sum(map(len, trace))
+    # 40 KiB a token on a rank: 51 blocks of 512 tokens in a GiB, as each block is of whole pages.
+    found = sweep(trace, question())
+    assert (found.now.blocks, found.now.tier_blocks, found.now.bytes) == (51, 0, 8 * GIB)
+    assert found.prefill_s == refs * 512 / 1000
+    assert {(point.blocks, point.tier_blocks) for point in found.others} == {
+        *((25, 0), (102, 0), (204, 0), (102, 0), (204, 0)),  # memory, and hosts; a quarter is less than a request
+        *((51, 8 * GIB // (327_680 * 512)), (51, 4 * 8 * GIB // (327_680 * 512))),  # tiers
+    }
+    for point in [found.now, *found.others]:
+        held = point.blocks + point.tier_blocks
+        assert point.lru_pct == 100 * reference_lru_hits(trace, point.blocks) / refs
+        assert point.optimum_pct == 100 * optimum_hits(trace, held) / refs
+        assert point.hit_pct <= point.optimum_pct
+        if point.hosts == 1 and not point.tier:
+            assert point.hit_pct == point.lru_pct
+        assert point.points == pytest.approx(point.hit_pct - found.now.hit_pct)
+        assert point.saved_s == pytest.approx(point.points / 100 * refs * 512 / 1000)
+    assert max(point.points for point in found.others) > 5
+
+
+def test_replicas_of_a_host_have_a_share_of_the_blocks_each() -> None:
+    found = sweep(sessions(100), question(tp=2, dp=4, memory=4 * GIB))
+    assert (found.now.blocks, found.now.bytes) == (4 * 51, 8 * 4 * GIB)
+
+
+def test_what_cannot_be_replayed_is_said() -> None:
+    with pytest.raises(ReplayError, match="a request of 60 blocks does not fit: 51 blocks"):
+        sweep([[*range(60)]], question())
+    with pytest.raises(PlanError, match="--block-tokens is 100: no multiple of the page size 16"):
+        sweep(sessions(3), question(block=100))
+    model = CachedModel("small", None, read_model(CONFIGS / "llama-3-70b").dtype, (
+        AlikeLayers("full", 1, heads=2, width=32), AlikeLayers("conv", 1, conv_bytes=10)
+    ))  # fmt: skip
+    asked = TraceQuestion(choice(model, 1, 1, MemoryAsked(GIB, 16, 16, (16,))), GIB, 16, 16, 1.0, 0)
+    with pytest.raises(PlanError, match="the states of recurrent layers are not cached"):
+        sweep(sessions(3), asked)
+
+
+def test_the_command_says_what_more_memory_is_worth_and_draws_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("COLUMNS", "150")
+    trace = tmp_path / "mine.jsonl"
+    trace.write_text("\n".join(json.dumps({"hash_ids": blocks}) for blocks in sessions(200)))
+    line = ["plan", "--model", str(CONFIGS / "llama-3-70b"), "--memory", "1GiB", "--prefill-speed", "1000"]
+    line += ["--trace", str(trace), "--json", str(tmp_path / "plan.json"), "--plot", str(tmp_path / "plan.png")]
+    assert main(line) == 0
+    printed = capsys.readouterr().out
+    found = json.loads((tmp_path / "plan.json").read_text())["trace"]
+    twice = next(point for point in found["others"] if point["memory"] == 2 * GIB)
+    assert f"9 GB more of devices give {twice['points']:.2f} points and save {twice['saved_s']:,.0f} prefill" in printed
+    assert len(re.findall("GB more of", printed)) == 6
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert main([*line[:5], "--plot", str(tmp_path / "plan.png")]) == 2
+    assert "--plot needs --trace" in capsys.readouterr().err
