@@ -157,8 +157,6 @@ class Replicas:
         for place, state in zip(self.placed, states, strict=True):
             place.replica.counter.run(state.rows, state.starts, state.actives)
             fetched += place.inputs(state, num_steps)
-        if self._log is not None:
-            self._log.end_call()
         return fetched
 
     def step(self, gathered: Gathered) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.events.log import FILES, HOST, Described, Entry
+from kvcache.events.log import FILES, HOST, Entry, Hashed, Ints, Tokens
 from kvcache.events.wire import (
     CPU,
     GPU,
@@ -76,8 +76,8 @@ class EventBook:
         for entry in entries:
             if entry is None:
                 self._forget_left()
-            elif isinstance(entry, Described):
-                self._describe(entry)
+            elif len(entry) == 4:
+                self._describe(*entry)
             else:
                 source, come, digests = entry
                 hashes = hashes_of(digests if isinstance(digests, np.ndarray) else np.array([[digests]], np.uint64))
@@ -100,16 +100,16 @@ class EventBook:
 
     # ---- entries
 
-    def _describe(self, entry: Described) -> None:
+    def _describe(self, hashers: Sequence[Hashed], firsts: Ints, lasts: Ints, tokens: Tokens) -> None:
         chains: list[Hashes] = []
-        for hasher, first, last in zip(entry.hashers, entry.firsts.tolist(), entry.lasts.tolist(), strict=True):
+        for hasher, first, last in zip(hashers, firsts.tolist(), lasts.tolist(), strict=True):
             # A copy, as the loop appends to what is known; of page 0 there is none before it, and 0 stands there.
             known = bytes(hasher.known[max(0, first - 1) * hasher.width : last * hasher.width])
             chain = hashes_of(np.frombuffer(known, np.uint64).reshape(-1, hasher.width // 8))
             chains.append(chain if first else np.concatenate((np.zeros(1, np.uint64), chain)))
-        counts = entry.lasts - entry.firsts
+        counts = lasts - firsts
         owners = np.repeat(np.arange(len(counts)), counts)
-        depths = np.arange(len(owners)) + np.repeat(entry.firsts - np.cumsum(counts) + counts, counts)
+        depths = np.arange(len(owners)) + np.repeat(firsts - np.cumsum(counts) + counts, counts)
         hashes = np.concatenate([chain[1:] for chain in chains])
         before = np.concatenate([chain[:-1] for chain in chains])
         ids = self._index.find(hashes[:, None])
@@ -117,7 +117,7 @@ class EventBook:
         if not new.size:
             return
         new = new[np.sort(np.unique(hashes[new], return_index=True)[1])]
-        raw = entry.tokens if isinstance(entry.tokens, np.ndarray) else np.frombuffer(b"".join(entry.tokens), np.int32)
+        raw = tokens if isinstance(tokens, np.ndarray) else np.frombuffer(b"".join(tokens), np.int32)
         ids = self._ids(hashes[new])
         self._tokens[ids] = raw.reshape(-1, self._page_size)[new]
         self._depth[ids] = depths[new]
@@ -128,7 +128,7 @@ class EventBook:
         np.add.at(self._refs, self._parent[ids], 1)
         self._left.append(ids)
         for one, owner, depth in zip(ids.tolist(), owners[new].tolist(), depths[new].tolist(), strict=True):
-            hasher = entry.hashers[int(owner)]
+            hasher = hashers[int(owner)]
             if hasher.salt or hasher.extra_keys:
                 keys = hasher.extra_keys or ()
                 named = keys_of_block(hasher.salt, keys, depth, self._page_size)

@@ -1,11 +1,10 @@
-"""What the serving loop writes down of its caches: references to what it has anyway, an entry a call.
+"""What the serving loop writes down of its caches: references to what it has anyway, some tuples a call.
 
 Nothing is looked up, encoded or copied page by page here. `EventBook` makes events of the entries, in another thread.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -27,16 +26,13 @@ class Hashed(Protocol):
     extra_keys: tuple[tuple[int, bytes], ...] | None
 
 
-@dataclass(slots=True)
-class Described:
-    """Of each request the pages from `firsts` to `lasts`, and the int32 bytes of their tokens, one after another."""
+Ints = NDArray[np.int64]
+Tokens = NDArray[np.int32] | Sequence[bytes]
+Described = tuple[Sequence[Hashed], Ints, Ints, Tokens]
+"""Of each request the pages from a first to a last one, and the int32 bytes of their tokens, one after another.
 
-    hashers: Sequence[Hashed]
-    firsts: NDArray[np.int64]
-    lasts: NDArray[np.int64]
-    tokens: NDArray[np.int32] | Sequence[bytes]
-
-
+A plain tuple: an object with names takes the loop longer than all else that it writes down.
+"""
 Entry = Change | Described | None
 """A change of an index; pages, described before they come; or the end of a call: what it described has come by then."""
 

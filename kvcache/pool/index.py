@@ -168,7 +168,7 @@ class PrefixIndex:
         self.published[pages] = come
         self.generation += 1
         if self.log is not None:
-            self.log((self.number, come, int(self._digests[pages, -1]) if digests is None else digests))
+            self.log((self.number, come, self._digests.item(pages, -1) if digests is None else digests))
 
     def _unlink(self, pages: Pages, buckets: Buckets) -> None:
         current = self._heads[buckets]

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import InvalidRequestError, SequenceTooLongError
-from kvcache.events.log import Described, EventLog
+from kvcache.events.log import EventLog
 from kvcache.replica.context import Context, TextContext
 from kvcache.replica.hashing import PrefixHasher, next_digests, page_rows, token_bytes
 from kvcache.replica.rows import Ints, Rows
@@ -96,7 +96,7 @@ class Gathered:
                     token_bytes(self.tokens(place)[first * size : last * size])
                     for place, (first, last) in zip(at, pages, strict=True)
                 ]
-                log.describe(Described(hashers, firsts, lasts, runs))
+                log.describe((hashers, firsts, lasts, runs))
             return np.concatenate(
                 [
                     hasher.digests(self.tokens(place), first, last)
@@ -108,7 +108,7 @@ class Gathered:
             for place, (first, last) in zip(at, pages, strict=True)
         ]
         if log is not None:
-            log.describe(Described(hashers, firsts, lasts, rows))
+            log.describe((hashers, firsts, lasts, rows))
         return self.digest_pages(at, hashers, firsts.tolist(), rows)
 
     def digest_pages(
@@ -231,7 +231,7 @@ class Batch(Gathered, Sequence[Context]):
         at = places.tolist()
         hashers = self.hashers(at, hasher_of)
         if log is not None:
-            log.describe(Described(hashers, firsts, lasts, tokens))
+            log.describe((hashers, firsts, lasts, tokens))
         return self.digest_pages(at, hashers, firsts.tolist(), page_rows(tokens, self._page_size))
 
     def hashers(self, at: list[int], hasher_of: HasherOf) -> list[PrefixHasher]:

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from kvcache.arguments import shown
 from kvcache.errors import BlockTableMismatchError, InvalidRequestError
-from kvcache.events.log import Described
 from kvcache.params import HashAlgorithm
 from kvcache.replica.block_table import BlockTable, PageCopy, PendingImport
 from kvcache.replica.context import Context, hasher_of, salt_and_keys
@@ -226,7 +225,7 @@ def finish_import(
         hasher, first, last = replica.hasher(row, context), int(firsts[0]), int(lasts[0])
         if replica.log is not None:
             run = token_bytes(context.tokens[first * replica.page_size : last * replica.page_size])
-            replica.log.describe(Described([hasher], firsts, lasts, [run]))
+            replica.log.describe(([hasher], firsts, lasts, [run]))
         return hasher.digests(context.tokens, first, last)
 
     rows, computed = np.array([row]), np.array([cached])

@@ -109,7 +109,7 @@ class Prefix:
 
 
 @dataclass(slots=True)
-class _Hashed:
+class _HashedIds:
     """How far a request's tokens are hashed, which tokens these were, and what was found by them last."""
 
     hasher: PrefixHasher
@@ -133,7 +133,7 @@ class PagewireCache(BasePrefixCache):
         self.device = torch.device(self.token_to_kv_pool_allocator.device)
         self.root_node = Prefix(np.zeros(0, np.int32), np.zeros((0, DIGEST_BYTES[_ALGORITHM] // 8), np.uint64))
         self._offsets = torch.arange(self.page_size, device=self.device)
-        self._hashed: weakref.WeakKeyDictionary[Req, _Hashed] = weakref.WeakKeyDictionary()
+        self._hashed: weakref.WeakKeyDictionary[Req, _HashedIds] = weakref.WeakKeyDictionary()
         self._events = self.kv_events = event_recorder(params)  # SGLang takes them out by that name
         self.reset()
         if params.enable_metrics:
@@ -281,7 +281,7 @@ class PagewireCache(BasePrefixCache):
 
     def _hashed_of(
         self, ids: Any, limit: int | None, salt: str | None, extra_key: str | None, req: Req | None
-    ) -> tuple[_Hashed, Digests]:
+    ) -> tuple[_HashedIds, Digests]:
         """Digests of the whole pages of `ids`, an `array('q')`, up to `limit` and to the first token that is no int32.
 
         Of one request they are computed once, as long as its tokens stay: an aborted one is given others.
@@ -291,7 +291,10 @@ class PagewireCache(BasePrefixCache):
         known = 0 if kept is None else min(len(kept.tokens), len(tokens))
         if kept is None or not np.array_equal(kept.tokens[:known], tokens[:known]):
             keys = () if extra_key is None else ((0, extra_key.encode()),)
-            known, kept = 0, _Hashed(PrefixHasher(_ALGORITHM, self.page_size, salt or None, keys), tokens[:0].copy())
+            known, kept = (
+                0,
+                _HashedIds(PrefixHasher(_ALGORITHM, self.page_size, salt or None, keys), tokens[:0].copy()),
+            )
         new = tokens[known:]
         if len(new) and not 0 <= int(new.min()) <= int(new.max()) <= _MAX_TOKEN:
             tokens = tokens[: known + int(np.argmax((new < 0) | (new > _MAX_TOKEN)))]

@@ -26,7 +26,7 @@ class Prompt:
 
     def described(self, first: int, last: int) -> Described:
         tokens = self.tokens[first * SIZE : last * SIZE].tobytes()
-        return Described([self.hasher], np.array([first]), np.array([last]), [tokens])
+        return [self.hasher], np.array([first]), np.array([last]), [tokens]
 
     def come(self, source: int, first: int, last: int) -> tuple[int, bool, np.ndarray]:
         return source, True, self.digests[first:last]

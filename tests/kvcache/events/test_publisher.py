@@ -280,7 +280,6 @@ def test_without_a_prefix_cache_nothing_is_opened(caplog: pytest.LogCaptureFixtu
 
 def test_events_of_long_runs_are_several() -> None:
     from kvcache.events.book import EventBook
-    from kvcache.events.log import Described
     from kvcache.replica.hashing import PrefixHasher
 
     size, pages = 1024, 40
@@ -289,7 +288,7 @@ def test_events_of_long_runs_are_several() -> None:
     digests = hasher.digests(tokens, 0, pages)
     book = EventBook(1, pages, size, "full_attention")
     one = np.array([0]), np.array([pages])
-    told = [event for _, event in book.apply([Described([hasher], *one, [tokens.tobytes()]), (0, True, digests)])]
+    told = [event for _, event in book.apply([([hasher], *one, [tokens.tobytes()]), (0, True, digests)])]
     assert [len(event.block_hashes) for event in told if isinstance(event, BlockStored)] == [16, 16, 8]
     assert [event.parent_block_hash for event in told[1:] if isinstance(event, BlockStored)] == [
         told[0].block_hashes[-1],  # type: ignore[union-attr]
