@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 
 from benchmarks.frame import WARM_UP, Row, options, pin, report, samples, summary
-from benchmarks.pools import Prompts, age, claimed, expect, manager_of, reserve
+from benchmarks.pools import Prompts, age, expect, manager_of, running
 from kvcache import PagedKVCacheManager, TextContext
 
 PROMPT = 1024
@@ -28,21 +28,14 @@ _STATISTICS = (
 )
 
 
-def running(batch: int, page_size: int, steps: int, *, full: bool) -> tuple[PagedKVCacheManager, list[TextContext]]:
+def begun(batch: int, page_size: int, steps: int, *, full: bool) -> tuple[PagedKVCacheManager, list[TextContext]]:
     """A manager and its running requests, prompts computed, with pages for `steps` more, evicted ones if `full`."""
     pages = max(batch, 64) * -(-(PROMPT + page_size + steps + 1) // page_size) + 1
     manager = manager_of(pages, page_size=page_size, rows=max(batch, 64), max_seq_len=LONGEST)
     prompts = Prompts()
     if full:
         age(manager, prompts)
-    contexts = [claimed(manager, prompts.tokens(PROMPT + at % page_size)) for at in range(batch)]
-    for context in contexts:
-        reserve(manager, context)
-    manager.fetch(contexts)
-    for context in contexts:
-        context.update(1)
-    manager.step(contexts)
-    return manager, contexts
+    return manager, running(manager, prompts, [PROMPT + at % page_size for at in range(batch)])
 
 
 def by_calls(manager: PagedKVCacheManager, contexts: list[TextContext]) -> None:
@@ -84,7 +77,7 @@ def measure(batch: int, page_size: int, repeats: int, *, full: bool = False) -> 
     repeats = -(-repeats // page_size) * page_size  # whole pages, so that every request crosses as often
     rows: list[Row] = []
     for calls in CALLS:
-        manager, contexts = running(batch, page_size, repeats + WARM_UP, full=full)
+        manager, contexts = begun(batch, page_size, repeats + WARM_UP, full=full)
         step = bound(manager, contexts) if calls != "per request" else lambda m=manager, c=contexts: by_calls(m, c)
         step = read_after(step, contexts) if calls == "Batch, contexts read" else step
         free, evicted = manager.num_free_blocks, manager.metrics.evictions

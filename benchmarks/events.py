@@ -1,43 +1,51 @@
 """What do KV events cost the caller, and does a subscriber ever hold it up?
 
 `prefills`: reserving, fetching and stepping a prompt of so many pages, in a pool that evicts as many for it. `decodes`:
-a step in which each of so many requests fills a page. With and without events in one run, in turn, so that both meet
-the same machine; the time is this thread's processor time, and beside it wall time, in which the publisher's thread
-takes its turns.
+a page of each of so many running requests, in such a pool: the step that reserves it, and the one that publishes it.
+With and without events in one run, on several managers each, in any order; `us_page_*` is this thread's processor time,
+`wall_cost` has the publisher's own work in it as well, for here it runs on the same core.
 
-`loop` is a decode step of 64 requests, reserved, fetched and stepped, while nobody listens, or somebody does who
-reads all, is stopped (connected, reads nothing), or asks for replays as fast as it can: the longest step says whether
-the loop ever waits.
+`loop` is a decode step of so many requests, back to back or with a pause as long as a small model, while nobody listens
+to the events, or somebody does: who reads all, who is slower than the loop, who reads nothing, who dies half way, and
+who asks for replays as fast as it can. The loop has a core for itself; the publisher's thread and the subscriber share
+another one. `missed` are the batches that a subscriber did not get: its queue was full. `mib_grown` is what the process
+grew by in the second half of the last round, when all queues of the events are as long as they may be.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
+import os
+import random
 import resource
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Event
+from pathlib import Path
 
 import numpy as np
 import zmq
 
+from benchmarks.decode_step import bound
 from benchmarks.frame import Row, options, pin, report, settle
-from benchmarks.pools import Prompts, claimed, manager_of, reserve
-from kvcache import KVEvents, PagedKVCacheManager, TextContext
+from benchmarks.pools import Prompts, age, manager_of, reserve, running
+from kvcache import KVEvents
 
 ANY = "tcp://127.0.0.1:0"
 PAGE = 16
+SIDES = 3
+"""Managers with events, and as many without: where a manager's arrays lie changes a time more than events do."""
+KEPT = 50
+"""Batches that wait for a subscriber, and that are kept for replays, in `loop`."""
+PAUSES_MS = (0.0, 1.0)
+SUBSCRIBERS = ("off", "none", "reading", "slow", "stopped", "dead", "flooding")
 _STATISTICS = (
-    "us_page_*: medians over n calls, of this thread's processor time and of wall time, by page stored; cost_us_page: "
-    "what events add (off and on in turn); us_*: median, 99th of 100 parts and maximum of the n steps of a row"
+    "us_page_*_min and *_median: of n calls by page stored; cost_*: what events add to the minimum and to the median; "
+    "us_median, us_p999 and us_max: median, 999th of 1,000 parts and maximum of the n steps of a row"
 )
-READERS = ("none", "reading", "stopped", "flooding")
-
-
-def events() -> KVEvents:
-    """On free ports of this host."""
-    return KVEvents(ANY, ANY)
 
 
 class Prefills:
@@ -47,6 +55,7 @@ class Prefills:
         self.pages = pages
         self.manager = manager_of(max(512, 4 * pages), page_size=PAGE, kv_events=told)
         self.prompts = Prompts()
+        age(self.manager, self.prompts)
 
     def store(self) -> tuple[int, int]:
         """Processor time and wall time of one prompt, in ns."""
@@ -64,36 +73,31 @@ class Prefills:
 
 
 class Decodes:
-    """Running requests that fill a page all at once, every `PAGE` steps: the step that publishes is timed."""
+    """Running requests that fill a page all at once, every `PAGE` steps: those where they take one and publish it."""
 
     def __init__(self, requests: int, told: KVEvents | None) -> None:
         self.pages = requests
-        self.manager, self.contexts = running(requests, told)
-        self.batch, self.tokens = self.manager.batch(self.contexts), np.ones(requests, np.int32)
+        self.manager = manager_of(requests * 400, page_size=PAGE, rows=max(requests, 32), kv_events=told)
+        self.prompts = Prompts()
+        age(self.manager, self.prompts)
+        self.begin()
+
+    def begin(self) -> None:
+        """New requests."""
+        self.contexts = running(self.manager, self.prompts, [PAGE - 1] * self.pages)
+        self.step = bound(self.manager, self.contexts)
 
     def store(self) -> tuple[int, int]:
-        """Processor time and wall time of one step, in ns."""
-        while True:
-            self.manager.reserve_batch(self.batch)
-            self.manager.fetch(self.batch)
-            self.batch.update(self.tokens)
-            spent = timed(lambda: self.manager.step(self.batch))
-            if int(self.batch.starts[0]) % PAGE == 0:
-                return spent
-
-
-def running(requests: int, told: KVEvents | None) -> tuple[PagedKVCacheManager, list[TextContext]]:
-    """Requests whose prompts are computed, and room for what they generate."""
-    manager = manager_of(requests * 400, page_size=PAGE, rows=requests, kv_events=told)
-    prompts = Prompts()
-    contexts = [claimed(manager, prompts.tokens(PAGE)) for _ in range(requests)]
-    for context in contexts:
-        reserve(manager, context)
-    manager.fetch(contexts)
-    for context in contexts:
-        context.update(1)
-    manager.step(contexts)
-    return manager, contexts
+        """Processor time and wall time of the two steps, in ns."""
+        if len(self.contexts[0].tokens) > 300 * PAGE:
+            for context in self.contexts:
+                self.manager.release(context.request_id)
+            self.begin()
+        published = timed(self.step)
+        reserved = timed(self.step)
+        for _ in range(PAGE - 2):
+            self.step()
+        return published[0] + reserved[0], published[1] + reserved[1]
 
 
 def timed(call: Callable[[], object]) -> tuple[int, int]:
@@ -104,96 +108,155 @@ def timed(call: Callable[[], object]) -> tuple[int, int]:
 
 
 def stores(kind: type[Prefills | Decodes], pages: int, repeats: int) -> Row:
-    """One row: off and on in turn."""
-    both = [kind(pages, None), kind(pages, events())]
-    for each in both * 3:
+    """One row: off and on in any order."""
+    made = [(on, kind(pages, KVEvents(ANY, ANY) if on else None)) for _ in range(SIDES) for on in (False, True)]
+    for _, each in made * 3:
         each.store()
     settle()
-    spent = np.array([[each.store() for each in both] for _ in range(repeats)]) / 1e3 / pages
-    own, wall = np.median(spent[:, :, 0], axis=0), np.median(spent[:, :, 1], axis=0)
-    for each in both:
+    order = random.Random(0)  # noqa: S311 - nobody guesses it
+    spent: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
+    for _ in range(repeats):
+        order.shuffle(made)
+        for on, each in made:
+            spent[on].append(each.store())
+    for _, each in made:
         each.manager.close()
+    off, on = (np.array(spent[which]) / 1e3 / pages for which in (False, True))
+    least = [float(side[:, 0].min()) for side in (off, on)]
+    middle, wall = ([float(np.median(side[:, which])) for side in (off, on)] for which in (0, 1))
     return {
         "case": kind.__name__.lower(),
         "pages": pages,
-        "us_page_off": round(float(own[0]), 3),
-        "us_page_on": round(float(own[1]), 3),
-        "cost_us_page": round(float(np.median(spent[:, 1, 0] - spent[:, 0, 0])), 3),
-        "wall_cost_us_page": round(float(wall[1] - wall[0]), 3),
-        "n": repeats,
+        "us_page_off_min": round(least[0], 3),
+        "us_page_on_min": round(least[1], 3),
+        "us_page_off_median": round(middle[0], 3),
+        "us_page_on_median": round(middle[1], 3),
+        "cost_min": round(least[1] - least[0], 3),
+        "cost_median": round(middle[1] - middle[0], 3),
+        "wall_cost_median": round(wall[1] - wall[0], 3),
+        "n": len(on),
     }
 
 
-def subscriber(kind: str, endpoints: tuple[str, str], ready: Event) -> None:
-    """A subscriber of the kind, until it is killed."""
+def subscriber(kind: str, endpoints: tuple[str, str], ready: Event, over: Event, missed: Synchronized[int]) -> None:
+    """A subscriber of the kind, until the loop is over."""
     context = zmq.Context()
     sub = context.socket(zmq.SUB)
-    sub.setsockopt(zmq.RCVHWM, 10 if kind == "stopped" else 1000)
+    if kind in ("slow", "stopped"):  # as little as possible waits on this side
+        sub.setsockopt(zmq.RCVHWM, 1)
+        sub.setsockopt(zmq.RCVBUF, 1 << 12)
     sub.connect(endpoints[0])
     sub.subscribe(b"")
-    sub.recv_multipart()
-    dealers = [context.socket(zmq.DEALER) for _ in range(8 if kind == "flooding" else 0)]
-    for dealer in dealers:
-        dealer.setsockopt(zmq.SNDHWM, 0)
-        dealer.connect(endpoints[1])
+    expected = int.from_bytes(sub.recv_multipart()[1], "big") + 1
     ready.set()
-    while True:
-        if kind == "reading":
-            sub.recv_multipart()
-        elif kind == "stopped":
-            time.sleep(1)
+    if kind == "flooding":
+        flood(context, endpoints[1], over)
+    elif kind == "stopped":
+        over.wait()
+    while sub.poll(500) or not over.is_set():
+        over.wait(0.1 if kind == "slow" else 0)
+        if sub.poll(0):
+            number = int.from_bytes(sub.recv_multipart()[1], "big")
+            missed.value += number - expected
+            expected = number + 1
+
+
+def flood(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, over: Event) -> None:
+    """Ask for replays as fast as possible, and read none."""
+    dealers = [context.socket(zmq.DEALER) for _ in range(8)]
+    for dealer in dealers:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.connect(endpoint)
+    while not over.is_set():
         for dealer in dealers:
-            dealer.send_multipart([b"", bytes(8)])
+            if dealer.poll(0, zmq.POLLOUT):
+                dealer.send_multipart([b"", bytes(8)])
+    for dealer in dealers:
+        dealer.close()
 
 
-def loop(kind: str, requests: int, steps: int) -> Row:
-    """One row: steps of a decode loop under such a subscriber; `off`: without events."""
-    manager, contexts = running(requests, None if kind == "off" else events())
-    batch, tokens = manager.batch(contexts), np.ones(requests, np.int32)
+def loop(kind: str, requests: int, pause_ms: float, steps: int) -> tuple[list[float], int | None, float]:
+    """Times of the steps of a decode loop in µs, what the subscriber missed, and what the process grew by in MiB."""
     processes = multiprocessing.get_context("spawn")
+    ready, over, missed = processes.Event(), processes.Event(), processes.Value("q", 0)
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[:1])  # for what is started now
+    told = None if kind == "off" else KVEvents(ANY, ANY, hwm=KEPT, buffer_steps=KEPT)
+    manager = manager_of(requests * 400, page_size=PAGE, rows=requests, kv_events=told)
+    contexts = running(manager, Prompts(), [PAGE] * requests)
+    step = bound(manager, contexts)
     process = None
-    if kind in READERS[1:]:
-        ready = processes.Event()
-        endpoint, replay = manager.kv_event_endpoints[0]
-        process = processes.Process(target=subscriber, args=(kind, (endpoint, replay or ""), ready), daemon=True)
+    if kind not in SUBSCRIBERS[:2]:
+        given = (kind, manager.kv_event_endpoints[0], ready, over, missed)
+        process = processes.Process(target=subscriber, args=given, daemon=True)
         process.start()
         ready.wait()
+    os.sched_setaffinity(0, cores[-1:])
     settle()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     times: list[float] = []
-    for _ in range(steps):
+    before = 0.0
+    for number in range(steps):
+        if number == steps // 2:
+            before = resident()
+            if process is not None and kind == "dead":
+                process.kill()
         started = time.perf_counter_ns()
-        manager.reserve_batch(batch)
-        manager.fetch(batch)
-        batch.update(tokens)
-        manager.step(batch)
+        step()
         times.append((time.perf_counter_ns() - started) / 1e3)
-        time.sleep(0.001)  # the model runs
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10
+        if pause_ms:
+            time.sleep(pause_ms / 1e3)
+    grown = resident() - before
+    over.set()
     if process is not None:
-        process.kill()
         process.join()
+    os.sched_setaffinity(0, cores)
     manager.close()
-    return {"subscriber": kind, "requests": requests, **spread(times), "mib_grown": grown, "n": steps}
+    del manager, contexts, step
+    gc.unfreeze()
+    gc.collect()
+    return times, missed.value if kind in ("reading", "slow", "stopped") else None, grown
 
 
-def spread(times: Sequence[float]) -> Row:
-    """Median, 99th of 100 parts and maximum."""
-    return {
-        "us_median": round(statistics.median(times), 1),
-        "us_p99": round(float(np.percentile(times, 99)), 1),
-        "us_max": round(max(times), 1),
-    }
+def resident() -> float:
+    """MiB that this process has in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+
+
+def loops(requests: int, steps: int, rounds: int) -> list[Row]:
+    """A row for each subscriber and pause, of steps of several rounds, so that all meet the same machine."""
+    cases = [(kind, pause) for pause in PAUSES_MS for kind in SUBSCRIBERS]
+    times: dict[tuple[str, float], list[float]] = {case: [] for case in cases}
+    rest: dict[tuple[str, float], tuple[int | None, float]] = {}
+    for _ in range(rounds):
+        for case in cases:
+            some, *others = loop(case[0], requests, case[1], steps)
+            times[case] += some
+            rest[case] = others[0], others[1]
+    return [
+        {
+            "case": "loop",
+            "subscriber": kind,
+            "requests": requests,
+            "pause_ms": pause,
+            "us_median": round(statistics.median(times[kind, pause]), 1),
+            "us_p999": round(float(np.percentile(times[kind, pause], 99.9)), 1),
+            "us_max": round(max(times[kind, pause]), 1),
+            "missed": rest[kind, pause][0],
+            "mib_grown": round(rest[kind, pause][1], 1),
+            "n": len(times[kind, pause]),
+        }
+        for kind, pause in cases
+    ]
 
 
 def main() -> None:
     """Run and report."""
     chosen = options(__doc__)
+    rounds, steps, repeats = (1, 1600, 60) if chosen.quick else (3, 3200, 600)
+    rows = loops(64, steps, rounds)
     pin()
-    repeats, steps = (100, 2000) if chosen.quick else (300, 6000)
-    rows = [stores(Prefills, pages, repeats) for pages in (1, 16, 128, 1024)]
+    rows += [stores(Prefills, pages, repeats * (4 if pages < 100 else 1)) for pages in (1, 16, 128, 1024)]
     rows += [stores(Decodes, requests, repeats) for requests in (1, 16, 64, 256)]
-    rows += [loop(kind, 64, steps) for kind in ("off", *READERS)]
     report("events", rows, chosen, _STATISTICS)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 
@@ -71,6 +73,18 @@ def compute(manager: PagedKVCacheManager, context: TextContext) -> None:
     """As if the model had run the whole prompt: its full pages are published."""
     context.update(1)
     manager.step([context])
+
+
+def running(manager: PagedKVCacheManager, prompts: Prompts, lengths: Iterable[int]) -> list[TextContext]:
+    """Requests whose prompts, so many tokens each, are computed; each has its first new token."""
+    contexts = [prompts.claimed(manager, length) for length in lengths]
+    for context in contexts:
+        reserve(manager, context)
+    manager.fetch(contexts)
+    for context in contexts:
+        context.update(1)
+    manager.step(contexts)
+    return contexts
 
 
 def age(manager: PagedKVCacheManager, prompts: Prompts) -> None:

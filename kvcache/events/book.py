@@ -64,7 +64,6 @@ class EventBook:
         self._present = np.zeros((ranks + 2, most + 1), np.bool_)  # by source, the shared ones last
         self._kids = np.zeros((ranks, most + 1), np.int32)  # by rank, how many that continue it are present
         self._refs = np.zeros(most + 1, np.int32)  # contents that continue it
-        self._next = np.zeros(most + 1, np.int32)  # scratch of `_chains`
         self._free = np.arange(most, 0, -1, dtype=np.int32)
         self._free_count = most
         self._left: list[Ids] = []  # perhaps of no use any more
@@ -101,17 +100,18 @@ class EventBook:
     # ---- entries
 
     def _describe(self, hashers: Sequence[Hashed], firsts: Ints, lasts: Ints, tokens: Tokens) -> None:
-        chains: list[Hashes] = []
-        for hasher, first, last in zip(hashers, firsts.tolist(), lasts.tolist(), strict=True):
-            # A copy, as the loop appends to what is known; of page 0 there is none before it, and 0 stands there.
-            known = bytes(hasher.known[max(0, first - 1) * hasher.width : last * hasher.width])
-            chain = hashes_of(np.frombuffer(known, np.uint64).reshape(-1, hasher.width // 8))
-            chains.append(chain if first else np.concatenate((np.zeros(1, np.uint64), chain)))
+        width = hashers[0].width
+        # Copies, as the loop appends to what is known: of each request its pages, and the one before, here 0 of page 0.
+        known = b"".join(
+            hasher.known[(first - 1) * width : last * width] if first else bytes(width) + hasher.known[: last * width]
+            for hasher, first, last in zip(hashers, firsts.tolist(), lasts.tolist(), strict=True)
+        )
+        chains = hashes_of(np.frombuffer(known, np.uint64).reshape(-1, width // 8))
         counts = lasts - firsts
         owners = np.repeat(np.arange(len(counts)), counts)
         depths = np.arange(len(owners)) + np.repeat(firsts - np.cumsum(counts) + counts, counts)
-        hashes = np.concatenate([chain[1:] for chain in chains])
-        before = np.concatenate([chain[:-1] for chain in chains])
+        places = np.arange(len(owners)) + owners
+        hashes, before = chains[places + 1], chains[places]
         ids = self._index.find(hashes[:, None])
         new = np.flatnonzero((ids == NO_PAGE) | ~self._described[ids])
         if not new.size:
@@ -127,12 +127,11 @@ class EventBook:
         self._parent[ids[~begins]] = self._ids(before[new][~begins])
         np.add.at(self._refs, self._parent[ids], 1)
         self._left.append(ids)
-        for one, owner, depth in zip(ids.tolist(), owners[new].tolist(), depths[new].tolist(), strict=True):
-            hasher = hashers[int(owner)]
-            if hasher.salt or hasher.extra_keys:
-                keys = hasher.extra_keys or ()
-                named = keys_of_block(hasher.salt, keys, depth, self._page_size)
-                self._keys[one] = (adapter_of(keys), named)
+        for which in [at for at, hasher in enumerate(hashers) if hasher.salt or hasher.extra_keys]:
+            salt, keys = hashers[which].salt, hashers[which].extra_keys or ()
+            mine = owners[new] == which
+            for one, depth in zip(ids[mine].tolist(), depths[new][mine].tolist(), strict=True):
+                self._keys[one] = (adapter_of(keys), keys_of_block(salt, keys, depth, self._page_size))
         self._tell_known(ids)
 
     def _tell_known(self, ids: Ids) -> None:
@@ -163,7 +162,7 @@ class EventBook:
         below = self._below(source, orphaned)
         self._tell(source, ids[~np.isin(ids, below)])
         for run in self._chains(below):
-            self._told += [Told(source, event) for event in self._stored(source, run)]
+            self._tell(source, run)
 
     def _go(self, source: int, hashes: Hashes) -> None:
         ids = self._index.find(hashes[:, None])
@@ -224,48 +223,45 @@ class EventBook:
             below[ids] = True
         return np.flatnonzero(below).astype(np.int32)
 
-    def _chains(self, ids: Ids) -> list[Ids]:
+    def _chains(self, ids: Ids) -> Iterator[Ids]:
         """`ids` as runs in which each continues the one before; a run comes after what it continues."""
-        follows, parents = self._next, self._parent[ids]
+        follows, parents = np.zeros(len(self._parent), np.int32), self._parent[ids]
         follows[parents] = ids  # of several that continue one, the last goes on with its run
         heads = ids[(follows[parents] != ids) | ~np.isin(parents, ids)]
-        runs: list[Ids] = []
         for head in heads[np.argsort(self._depth[heads], kind="stable")].tolist():
             run = [head]
             while after := int(follows[run[-1]]):
                 run.append(after)
-            runs.append(np.array(run, np.int32))
-        follows[parents] = 0
-        return runs
+            yield np.array(run, np.int32)
 
     # ---- events
 
     def _tell(self, source: int, ids: Ids) -> None:
-        cuts = np.flatnonzero(self._parent[ids[1:]] != ids[:-1]) + 1
-        for run in np.split(ids, cuts) if ids.size else ():
-            self._told += [Told(source, event) for event in self._stored(source, run)]
+        self._told += [Told(source, event) for event in self._stored(source, ids)]
 
-    def _stored(self, source: int, run: Ids) -> Iterator[BlockStored]:
-        """What tells of a run: one event, where it is not very long."""
-        most = max(1, _TOKENS_AN_EVENT // self._page_size)
-        for first in range(0, len(run), most):
-            yield self._event(source, run[first : first + most])
-
-    def _event(self, source: int, run: Ids) -> BlockStored:
-        parent = self._parent[run[:1]]
-        names = [self._keys.get(one, _NOTHING) for one in run.tolist()] if self._keys else [_NOTHING] * len(run)
-        return BlockStored(
-            block_hashes=self._index.words_of(run).tolist(),
-            parent_block_hash=int(self._index.words_of(parent)[0]) if parent[0] else None,
-            token_ids=self._tokens[run].ravel().tolist(),
-            block_size=self._page_size,
-            lora_id=None,
-            medium=_medium(source),
-            lora_name=names[0][0],
-            extra_keys=[keys for _, keys in names],
-            group_idx=0,
-            kv_cache_spec_kind=self._kind,
-        )
+    def _stored(self, source: int, ids: Ids) -> Iterator[BlockStored]:
+        """What tells of pages: one event a run in which each continues the one before, where it is not very long."""
+        size, most = self._page_size, max(1, _TOKENS_AN_EVENT // self._page_size)
+        for start in range(0, len(ids), most):
+            some = ids[start : start + most]
+            parents = self._parent[some]
+            hashes, before = self._index.words_of(some).tolist(), self._index.words_of(parents).tolist()
+            tokens = self._tokens[some].ravel().tolist()
+            names = [self._keys.get(one, _NOTHING) for one in some.tolist()] if self._keys else [_NOTHING] * len(some)
+            begins = [0, *(np.flatnonzero(parents[1:] != some[:-1]) + 1).tolist()]
+            for first, last in zip(begins, [*begins[1:], len(some)], strict=True):
+                yield BlockStored(
+                    block_hashes=hashes[first:last],
+                    parent_block_hash=before[first] if parents[first] else None,
+                    token_ids=tokens[first * size : last * size],
+                    block_size=size,
+                    lora_id=None,
+                    medium=_medium(source),
+                    lora_name=names[first][0],
+                    extra_keys=[keys for _, keys in names[first:last]],
+                    group_idx=0,
+                    kv_cache_spec_kind=self._kind,
+                )
 
     def _bare(self, source: int, ids: Ids) -> BlockStored:
         """As vLLM's offloading tells of blocks of which it knows but the hash: of files that were there before."""

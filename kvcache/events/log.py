@@ -29,9 +29,10 @@ class Hashed(Protocol):
 Ints = NDArray[np.int64]
 Tokens = NDArray[np.int32] | Sequence[bytes]
 Described = tuple[Sequence[Hashed], Ints, Ints, Tokens]
-"""Of each request the pages from a first to a last one, and the int32 bytes of their tokens, one after another.
+"""Of each request the pages from a first to a last one, hashed by now, and the int32 bytes of their tokens.
 
-A plain tuple: an object with names takes the loop longer than all else that it writes down.
+The other thread may read it at once. A plain tuple: an object with names takes the loop longer than all else that it
+writes down.
 """
 Entry = Change | Described | None
 """A change of an index; pages, described before they come; or the end of a call: what it described has come by then."""

@@ -24,9 +24,11 @@ from kvcache.events.wire import END_OF_REPLAY, AllBlocksCleared, BlockStored, Ev
 from kvcache.kv_events import KVEvents
 
 _LOOK_MS = 5  # between two looks at the log, where it was empty
-# What a turn takes: Python runs one thread at a time, and the loop is not to wait long for this one.
-_ENTRIES_A_TURN = 32
-_PAUSE_S = 5e-5  # between two turns: long enough for a thread that waits
+# Python runs one thread at a time, and takes the turn away from none for 5 ms: so this one gives it up by itself, after
+# so many entries, and while it tells of so many tokens. The pause is long enough for a thread that waits.
+_ENTRIES_A_TURN = 16
+_TOKENS_A_TURN = 1 << 11
+_PAUSE_S = 5e-5
 _QUIET_S = 1.0  # then an empty batch goes out: who has missed the last one learns of it
 _RING_BYTES = 64 << 20
 _TOKENS_A_BATCH = 1 << 16
@@ -251,10 +253,15 @@ class EventPublisher:
 def batched(events: Iterable[Event]) -> Iterable[list[Event]]:
     """The events, in parts of not too many tokens."""
     part: list[Event] = []
-    tokens = 0
+    tokens = unpaused = 0
     for event in events:
         part.append(event)
-        tokens += len(event.token_ids) if isinstance(event, BlockStored) else 0
+        if isinstance(event, BlockStored):
+            tokens += len(event.token_ids)
+            unpaused += len(event.token_ids)
+        if unpaused >= _TOKENS_A_TURN:
+            time.sleep(_PAUSE_S)
+            unpaused = 0
         if tokens >= _TOKENS_A_BATCH:
             yield part
             part, tokens = [], 0

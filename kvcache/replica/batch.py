@@ -91,25 +91,27 @@ class Gathered:
         hashers = self.hashers(at, hasher_of)
         size = hashers[0].page_size
         if any(last - first != 1 for first, last in pages):
+            digests = np.concatenate(
+                [
+                    hasher.digests(self.tokens(place), first, last)
+                    for place, hasher, (first, last) in zip(at, hashers, pages, strict=True)
+                ]
+            )
             if log is not None:
                 runs = [
                     token_bytes(self.tokens(place)[first * size : last * size])
                     for place, (first, last) in zip(at, pages, strict=True)
                 ]
                 log.describe((hashers, firsts, lasts, runs))
-            return np.concatenate(
-                [
-                    hasher.digests(self.tokens(place), first, last)
-                    for place, hasher, (first, last) in zip(at, hashers, pages, strict=True)
-                ]
-            )
+            return digests
         rows = [
             page_rows(self.tokens(place)[first * size : last * size], size)[0]
             for place, (first, last) in zip(at, pages, strict=True)
         ]
+        digests = self.digest_pages(at, hashers, firsts.tolist(), rows)
         if log is not None:
             log.describe((hashers, firsts, lasts, rows))
-        return self.digest_pages(at, hashers, firsts.tolist(), rows)
+        return digests
 
     def digest_pages(
         self, at: list[int], hashers: list[PrefixHasher], firsts: list[int], rows: list[bytes]
@@ -230,9 +232,10 @@ class Batch(Gathered, Sequence[Context]):
         tokens = self._log[:, column : column + self._page_size][places]
         at = places.tolist()
         hashers = self.hashers(at, hasher_of)
+        digests = self.digest_pages(at, hashers, firsts.tolist(), page_rows(tokens, self._page_size))
         if log is not None:
             log.describe((hashers, firsts, lasts, tokens))
-        return self.digest_pages(at, hashers, firsts.tolist(), page_rows(tokens, self._page_size))
+        return digests
 
     def hashers(self, at: list[int], hasher_of: HasherOf) -> list[PrefixHasher]:
         kept = self._hashers

@@ -223,10 +223,11 @@ def finish_import(
 
     def digests_of(_at: Ints, firsts: Ints, lasts: Ints) -> NDArray[np.uint64]:
         hasher, first, last = replica.hasher(row, context), int(firsts[0]), int(lasts[0])
+        digests = hasher.digests(context.tokens, first, last)
         if replica.log is not None:
             run = token_bytes(context.tokens[first * replica.page_size : last * replica.page_size])
             replica.log.describe(([hasher], firsts, lasts, [run]))
-        return hasher.digests(context.tokens, first, last)
+        return digests
 
     rows, computed = np.array([row]), np.array([cached])
     replica.publish(rows, computed, replica.filled(rows, computed, digests_of))

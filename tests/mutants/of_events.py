@@ -32,12 +32,13 @@ EVENTS: tuple[Module, ...] = (
             Mutation("EventBook._forget_left", "while (left :=", "while len(self._left) and (left :="),
             Mutation("EventBook._forget_left", "self._keys.pop(one, None)", "pass"),
             Mutation("EventBook._forget_left", "self._refs[left] == 0", "self._refs[left] >= 0"),
-            Mutation("EventBook._chains", "follows[parents] = 0", "pass"),
+            Mutation("EventBook._chains", "| ~np.isin(parents, ids)", ""),
             Mutation("EventBook._chains", 'heads[np.argsort(self._depth[heads], kind="stable")]', "heads[::-1]"),
             Mutation("EventBook._below", "while ids.size:", "if ids.size:"),
-            Mutation(
-                "EventBook._stored", "len(run), most", "len(run), len(run)", ["tests/kvcache/events/test_publisher.py"]
-            ),
+            Mutation("EventBook._stored", "max(1,", "max(1 << 20,", ["tests/kvcache/events/test_publisher.py"]),
+            Mutation("EventBook._stored", "parents[1:] != some[:-1]", "parents[1:] == some[:-1]"),
+            Mutation("EventBook._stored", "if parents[first] else None", ""),
+            Mutation("EventBook._describe", "np.arange(len(owners)) + owners", "np.arange(len(owners))", [_EVENTS]),
         ],
     ),
     Module(
