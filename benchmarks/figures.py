@@ -66,7 +66,6 @@ STEPS = (
     Step("safety", ("first_contact",), _alone("first_contact"), 30, (_alone("first_contact", " --quick"), 10)),
     Step("safety", ("prompt_digest",), _alone("prompt_digest"), 10, (_alone("prompt_digest", " --quick"), 5)),
     Step("safety", ("scrape",), _alone("scrape"), 20, (_alone("scrape", " --quick"), 10)),
-    Step("events", ("events",), _alone("events"), 300, (_alone("events", " --quick"), 90)),
     Step("serving", ("handover",), _alone("handover"), 150, (_alone("handover", " --quick"), 40)),
     Step(
         "serving",
