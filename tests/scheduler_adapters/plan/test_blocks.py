@@ -1,4 +1,4 @@
-"""Blocks as vLLM lays them: of public models the figures that vLLM gave (`tests/vllm_engine/test_plan.py`)."""
+"""Blocks as vLLM lays them: of public models by the numbers. Those of one kind of layer vLLM gave, too."""
 
 from pathlib import Path
 

@@ -1,0 +1,150 @@
+"""vLLM's own pool for a model of which there is only a config.json: its layers are made without memory, and asked.
+
+    python -m tests.vllm_engine.pool < questions.json > answers.json
+
+Runs under vLLM 0.32 and 0.33, where either is installed. What it is asked is in `Question`, what it says in `Answer`.
+One process plays one rank of several: vLLM's model takes its share of heads by the size of its group, which is set.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+
+class Question(msgspec.Struct, frozen=True):
+    """A model on `tp` ranks with `memory` bytes each for its cache, and requests of some lengths."""
+
+    folder: str
+    tp: int
+    memory: int
+    block_size: int
+    step_tokens: int
+    lengths: tuple[int, ...]
+    cache_dtype: str = "auto"
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What vLLM says to it."""
+
+    version: str
+    layer_page_bytes: list[int]  # of each layer as the model has it, before groups are made
+    group_layers: list[int]  # layers of each group
+    block_bytes: int  # of the largest group
+    num_blocks: int
+    request_blocks: dict[int, int]  # that requests of each length take at most
+
+
+def answer(question: Question, scratch: Path) -> Answer:
+    """Ask vLLM. Its platform is a CPU, and its process group stands."""
+    import torch
+    import vllm
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.model_executor.models import gpt_oss
+    from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+
+    gpt_oss.FusedMoEFactory = lambda **_: torch.nn.Identity()  # experts keep nothing; not all have kernels on a CPU
+    config: VllmConfig = _config(question, scratch)
+    with set_current_vllm_config(config):
+        _start_group(scratch)
+        parallel_state.get_tp_group().world_size = question.tp
+        config.parallel_config.tensor_parallel_size = question.tp
+        with torch.device("meta"):
+            initialize_model(vllm_config=config)
+        made = config.compilation_config.static_forward_context
+        specs: dict[str, Any] = {
+            name: layer.get_kv_cache_spec(config)
+            for name, layer in made.items()
+            if isinstance(layer, AttentionLayerBase)
+        }
+        resolve_kv_cache_layout(config, [["LBNHC"]], specs.values())  # layers apart, as FlashAttention asks for
+        groups, found = _grouped(config, dict(specs), question.memory)
+        wanted: dict[int, int] = {}
+        for length in question.lengths:
+            config.model_config.max_model_len = length
+            each = (group.kv_cache_spec for group in groups)
+            wanted[length] = sum(-(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes) for spec in each)
+    return Answer(
+        version=vllm.__version__,
+        layer_page_bytes=[spec.page_size_bytes for spec in specs.values()],
+        group_layers=[len(group.layer_names) for group in groups],
+        block_bytes=max(len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in groups),
+        num_blocks=found.num_blocks,
+        request_blocks=wanted,
+    )
+
+
+def _grouped(config: Any, specs: dict[str, Any], memory: int) -> tuple[list[Any], Any]:
+    """vLLM's groups of layers, and its pool."""
+    try:
+        from vllm.v1.core import kv_cache_planning as of
+    except ImportError:  # 0.32
+        from vllm.v1.core import kv_cache_utils as of
+    groups = of.get_kv_cache_groups(config, specs)
+    return groups, of.get_kv_cache_config_from_groups(config, groups, memory)
+
+
+def _config(question: Question, scratch: Path) -> Any:
+    """Of the text alone; how weights are quantised is left out: it needs kernels, and changes nothing of the cache."""
+    from vllm.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+
+    told: dict[str, Any] = json.loads((Path(question.folder) / "config.json").read_text())
+    if "text_config" in told:
+        told = {"architectures": ["Gemma3ForCausalLM"], "torch_dtype": told["torch_dtype"], **told["text_config"]}
+    told.pop("quantization_config", None)
+    folder = Path(tempfile.mkdtemp(dir=scratch))
+    (folder / "config.json").write_text(json.dumps(told))
+    length, step = min(8192, told["max_position_embeddings"]), question.step_tokens
+    return VllmConfig(
+        model_config=ModelConfig(
+            model=str(folder), tokenizer=str(folder), skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True,
+            max_model_len=length,
+        ),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=8, max_num_batched_tokens=step, max_model_len=length, enable_chunked_prefill=True,
+            is_encoder_decoder=False, async_scheduling=False, disable_hybrid_kv_cache_manager=False,
+        ),
+        cache_config=CacheConfig(block_size=question.block_size, cache_dtype=question.cache_dtype),
+        device_config=DeviceConfig("cpu"),
+        parallel_config=ParallelConfig(),
+    )  # fmt: skip
+
+
+def _start_group(scratch: Path) -> None:
+    """Groups of ranks for one model: a mixture of experts has some that others have not."""
+    import torch
+    from vllm.distributed import destroy_model_parallel, init_distributed_environment, initialize_model_parallel
+
+    if torch.distributed.is_initialized():
+        destroy_model_parallel()
+    else:
+        init_distributed_environment(1, 0, f"file://{scratch}/group", 0, "gloo")
+    initialize_model_parallel(1, 1)
+
+
+def main() -> None:
+    """Answer the questions of standard input, one after another."""
+    questions = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Question])
+    with tempfile.TemporaryDirectory() as scratch, redirect_stdout(sys.stderr):
+        import vllm.platforms
+        from vllm.platforms.cpu import CpuPlatform
+
+        vllm.platforms._current_platform = CpuPlatform()  # a wheel for CUDA finds none here
+        answers = [answer(question, Path(scratch)) for question in questions]
+    sys.stdout.buffer.write(msgspec.json.encode(answers))
+    sys.stdout.flush()
+    os._exit(0)  # the process group's threads are of no interest
+
+
+if __name__ == "__main__":
+    main()

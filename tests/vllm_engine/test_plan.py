@@ -1,0 +1,70 @@
+"""`pagewire plan` beside vLLM's own layers, groups and pool, for public models of one kind of layer: every figure.
+
+The models are made without memory, so that what is compared is what vLLM's own code says of each layer. The same
+figures stand written out in `tests/scheduler_adapters/plan/test_blocks.py`, which runs where there is no vLLM.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from scheduler_adapters.plan.layers import read_model
+from scheduler_adapters.plan.memory import MemoryAsked, choice
+from tests.scheduler_adapters.plan.test_blocks import CONFIGS, LENGTHS, MEMORY, PUBLIC, STEP, WHOLE
+from tests.vllm_engine.pool import Answer, Question
+
+# On vLLM's CPU backend windows have blocks of 32 tokens at least, whatever the others have: not compared here.
+ALIKE = [name for name in PUBLIC if name not in WHOLE]
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[tuple[str, int, str], Answer]:
+    """What vLLM says of each model, on 8 ranks and on one, and of one model with fp8 pages."""
+    keys = [(name, tp, "auto") for name in ALIKE for tp in (8, 1)] + [("llama-3-70b", 8, "fp8")]
+    asked = [Question(str(CONFIGS / name), tp, MEMORY, 16, STEP, LENGTHS, dtype) for name, tp, dtype in keys]
+    settings = {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.vllm_engine.pool"],
+        input=msgspec.json.encode(asked),
+        stdout=subprocess.PIPE,
+        check=True,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, **settings},
+    )
+    return dict(zip(keys, msgspec.json.decode(done.stdout, type=list[Answer]), strict=True))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("tp", [8, 1])
+@pytest.mark.parametrize("name", ALIKE)
+def test_the_plan_says_what_vllm_says(name: str, tp: int, answers: dict[tuple[str, int, str], Answer]) -> None:
+    theirs, model = answers[name, tp, "auto"], read_model(CONFIGS / name)
+    found = choice(model, tp, 1, MemoryAsked(MEMORY, 16, STEP, LENGTHS))
+    ours = {room.way: room for room in found.rooms}
+    assert sum(theirs.layer_page_bytes) == found.token_bytes * 16 == ours["pagewire"].page_bytes
+    assert len(theirs.layer_page_bytes) == sum(one.layers for one in model.each)
+    assert (ours["vllm"].page_bytes, ours["vllm"].pages) == (theirs.block_bytes, theirs.num_blocks)
+    assert ours["vllm"].request_bytes == {
+        length: blocks * theirs.block_bytes for length, blocks in theirs.request_blocks.items()
+    }
+    assert ours["vllm"].requests == {length: theirs.num_blocks // n for length, n in theirs.request_blocks.items()}
+    if len(theirs.group_layers) == 1:  # no common page: theirs and ours are the same
+        assert (ours["pagewire"].page_bytes, ours["pagewire"].pages) == (theirs.block_bytes, theirs.num_blocks)
+
+
+@pytest.mark.timeout(600)
+def test_quantised_pages_are_half_as_large(answers: dict[tuple[str, int, str], Answer]) -> None:
+    theirs = answers["llama-3-70b", 8, "fp8"]
+    found = choice(read_model(CONFIGS / "llama-3-70b", "fp8"), 8, 1, MemoryAsked(MEMORY, 16, STEP, LENGTHS))
+    assert (found.rooms[0].page_bytes, found.rooms[0].pages) == (theirs.block_bytes, theirs.num_blocks)
