@@ -3,7 +3,7 @@
 All its layers draw blocks of one size in bytes from one pool. Layers that differ in kind are cut into groups of equally
 many layers, each with a block table of its own; a window's blocks go back once nothing in flight needs them. Groups are
 filled up with layers that nobody uses. Which is which stands in `vllm/v1/core`: `kv_cache_utils.py` of 0.32,
-`kv_cache_planning.py` of 0.33, which is run beside this for models of one kind (`tests/vllm_engine/test_plan.py`).
+`kv_cache_planning.py` of 0.33, which is run beside this in `tests/vllm_engine/test_plan.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Blocks as vLLM lays them: of public models by the numbers. Those of one kind of layer vLLM gave, too."""
+"""Blocks as vLLM lays them: of public models by the numbers (beside vLLM: `tests/vllm_engine/test_plan.py`)."""
 
 from pathlib import Path
 
