@@ -84,8 +84,11 @@ def _observed(frontend: Frontend) -> list[Route]:
         return _json(roles, 200 if all(roles.values()) else 503)
 
     async def fleet(_: Request) -> Response:
-        stats = await frontend.stats()
-        return _json({name: msgspec.structs.asdict(one) for name, one in stats.items()})
+        stats, members = await frontend.stats(), frontend.members
+        told = {
+            name: {"kv_events": one.ready.kv_events, "kv_replay": one.ready.kv_replay} for name, one in members.items()
+        }
+        return _json({name: {**msgspec.structs.asdict(one), **told.get(name, {})} for name, one in stats.items()})
 
     async def metrics(_: Request) -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

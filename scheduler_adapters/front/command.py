@@ -135,7 +135,7 @@ async def _serve(options: ServeOptions, made: ExitStack) -> None:
     listening = made.enter_context(closing(_listen(options.http_host, options.http_port)))
     placements: dict[str, type[InTurns | Selected]] = {"in-turns": InTurns, "dynamo": Selected}
     placement = placements.get(options.placement)
-    frontend = Frontend(router, placement and placement())
+    frontend = Frontend(router, placement and placement(), keyring)
     server = _Server(uvicorn.Config(make_app(frontend, served), log_level="warning", lifespan="off"))
     configs = [] if options.what == "front" else _children(options, endpoint)
     with Fleet(configs) as fleet:

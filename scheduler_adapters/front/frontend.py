@@ -1,8 +1,9 @@
 """`Frontend`: which processes there are, which decode process a request goes to, and what becomes of it.
 
 Processes come to us: each connects, says `Ready` again and again, and is told in return who else is there. One is gone
-when nothing can be sent to it any more, or when another one comes under its name. What it had then goes to another
-decode process, with the tokens that the client has had: greedy decoding continues them as it would have.
+when nothing can be sent to it any more, when its `Pulse` says so, or when another one comes under its name. What it had
+then goes to another decode process, with the tokens that the client has had: greedy decoding continues them as it would
+have.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ import zmq
 
 from scheduler_adapters.errors import MessageError, RefusedError, ServiceError
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.sockets import received
+from scheduler_adapters.service.sockets import Pulse, received
 from transfer.stats import Buckets
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Collection, Sequence
 
-    from scheduler_adapters.service.sockets import Socket
+    from scheduler_adapters.service.sockets import Context, Socket
+    from transfer.wire.keys import Keyring
 
 MAX_ATTEMPTS = 3
 _TICK_S = 0.25  # between two looks at who is there
@@ -46,9 +48,11 @@ class Member:
         ready: the latest of what it said.
         serials: of the requests that it has of us.
         stats: its counters, when they were asked for last.
+        pulse: tells that it is gone.
     """
 
     ready: msg.Ready
+    pulse: Pulse
     serials: set[int] = field(default_factory=set[int])
     stats: msg.Stats | None = None
 
@@ -109,6 +113,7 @@ class Frontend:
     Args:
         socket: a bound ROUTER (`sockets.bind_router`), to which the processes connect.
         placement: of prompts; None leaves it to the decode processes, which guess by what each was asked for before.
+        keyring: of the fleet; None where it has none.
 
     Attributes:
         members: who is there, by name.
@@ -116,12 +121,14 @@ class Frontend:
         counts: what became of requests.
     """
 
-    def __init__(self, socket: Socket, placement: Placement | None = None) -> None:
+    def __init__(self, socket: Socket, placement: Placement | None = None, keyring: Keyring | None = None) -> None:
         self.members: dict[str, Member] = {}
         self.left: dict[str, msg.Stats] = {}
         self.counts = FrontCounts()
         self._socket = socket
+        self._context: Context = socket.context  # pyright: ignore[reportUnknownMemberType] -- untyped there
         self._placement = placement
+        self._keyring = keyring
         self._attempts: dict[int, _Attempt] = {}
         # From the clock, so that those of an earlier frontend of the same processes do not come again.
         self._serials = itertools.count(time.time_ns() // 1000)
@@ -143,12 +150,16 @@ class Frontend:
         try:
             while True:
                 self._poll()
+                for name in [name for name, member in self.members.items() if member.pulse.is_over]:
+                    self._lose(name, f"{name} is gone, or silent")
                 self._tell_members()
                 if self._placement is not None:
                     await self._placement.follow([one.ready for one in self._serving("prefill")])
                 await asyncio.sleep(_TICK_S)
         finally:
             loop.remove_reader(self._socket.FD)
+            for member in self.members.values():
+                member.pulse.close()
 
     # ---- requests
 
@@ -318,6 +329,7 @@ class Frontend:
         member = self.members.pop(name, None)
         if member is None:
             return
+        member.pulse.close()
         log.warning("%s; it had %d requests", reason, len(member.serials))
         for serial in member.serials:
             attempt = self._attempts.pop(serial, None)
@@ -373,8 +385,13 @@ class Frontend:
             self._lose(name, f"{name} was started anew")
             known = None
         if known is None:
+            try:
+                pulse = Pulse(self._context, ready.pulse, self._keyring)
+            except zmq.ZMQError as error:
+                log.warning("%s cannot be watched at %r, so it is not taken: %s", name, ready.pulse, error)
+                return
             log.warning("%s is there", name)
-            self.members[name] = Member(ready)
+            self.members[name] = Member(ready, pulse)
         elif ready.draining and not known.ready.draining:
             log.warning("%s drains", name)
         self.members[name].ready = ready

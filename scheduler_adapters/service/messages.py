@@ -164,6 +164,7 @@ class Ready(Message, frozen=True, kw_only=True, tag=True):
     kv_replay: OptionalName = ""  # where what was missed of them is asked for
     metrics: OptionalName = ""  # host:port at which Prometheus reads it
     watch: OptionalName = ""  # where who watches its pages asks
+    pulse: OptionalName = ""  # where a `Pulse` of it connects to
 
 
 class Fatal(Message, frozen=True, kw_only=True, tag=True):

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 import uuid
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from scheduler_adapters.errors import MessageError
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.sockets import Context, Socket, bounded_socket, received
+from scheduler_adapters.service.sockets import Context, Pulse, Socket, bounded_socket, monitor_of, received
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +22,6 @@ CHUNK = 64
 """Tokens that are looked at as one: some pages. Two prompts that part within a chunk are taken to part before it."""
 _MOST_CHUNKS = 16_384  # a million tokens, more than a process of this size is likely to have cached
 _PAUSE_S, _MAX_PAUSE_S = 0.1, 2.0  # before a lost connection is made anew; doubled each time
-_serial = itertools.count()
 
 
 def chunks_of(tokens: Sequence[int], cache_salt: str | None) -> list[int]:
@@ -102,6 +99,7 @@ class PrefillConnection:
         self._again_at = 0.0
         self._socket: Socket | None = None
         self._monitor: Socket | None = None
+        self._pulse: Pulse | None = None
         self._open()
 
     @property
@@ -112,7 +110,8 @@ class PrefillConnection:
     @property
     def sockets(self) -> list[Socket]:
         """What to wait for."""
-        return [socket for socket in (self._socket, self._monitor) if socket is not None]
+        watched = None if self._pulse is None else self._pulse.socket
+        return [socket for socket in (self._socket, self._monitor, watched) if socket is not None]
 
     def send(self, message: msg.ToPrefill) -> bool:
         """Send, without waiting. Whether it could be queued."""
@@ -134,8 +133,7 @@ class PrefillConnection:
             if self._clock() >= self._again_at:
                 self._open()
             return
-        if self._monitor is not None and self._monitor.poll(0):
-            recv_monitor_message(self._monitor)  # only of the one event that was asked for
+        if any(one.poll(0) for one in self.sockets[1:]):
             self.lose(f"prefill process {self.name!r} is gone, or silent")
             return
         for frames in received(self._socket):
@@ -165,21 +163,24 @@ class PrefillConnection:
 
     def close(self) -> None:
         """Close the sockets. Safe twice."""
-        socket, monitor, self._socket, self._monitor = self._socket, self._monitor, None, None
+        socket, monitor, pulse = self._socket, self._monitor, self._pulse
+        self._socket = self._monitor = self._pulse = None
         if socket is not None:
             socket.disable_monitor()
             socket.close()
         if monitor is not None:
             monitor.close()
+        if pulse is not None:
+            pulse.close()
 
     def _open(self) -> None:
         socket = bounded_socket(self._context, zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
         if self._keyring is not None:
             self._keyring.secure_client(socket)
-        # Named by us: the name that pyzmq makes of the file descriptor is taken while an earlier socket still closes.
-        self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED, f"inproc://pagewire-prefill-{next(_serial)}")
+        self._monitor = monitor_of(socket, zmq.EVENT_DISCONNECTED)
         socket.connect(self.endpoint)
+        self._pulse = Pulse(self._context, self.endpoint, self._keyring)
         self._socket = socket
         self.send(self._hello)
 

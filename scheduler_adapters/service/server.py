@@ -197,6 +197,7 @@ def serve(config: ServerConfig, context: Context, socket: Socket, told: DrainSig
         page_size=manager.page_size,
         kv_events=events,
         kv_replay=replay or "",
+        pulse=exchange.address,
     )
     try:
         scheduler: PrefillScheduler | DecodeScheduler

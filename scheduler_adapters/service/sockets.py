@@ -1,7 +1,8 @@
-"""ZMQ sockets as the service uses them: bounded, with heartbeats, and never a reason to wait."""
+"""ZMQ sockets as the service uses them: bounded, watched, and never a reason to wait."""
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -10,6 +11,7 @@ import zmq
 from scheduler_adapters.errors import ServiceError
 from scheduler_adapters.service import messages as msg
 from transfer.errors import HandshakeError
+from transfer.wire.handshake import keep_alive
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,22 +24,20 @@ _HEARTBEAT_MS = 500
 _SILENT_MS = 2000
 _MAX_QUEUED = 10_000
 _BATCH = 256
+_monitors = itertools.count()
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 
 
 def bounded_socket(context: Context, kind: int) -> Socket:
-    """A socket whose peers cannot fill our memory, and that notices within seconds that one is dead or stopped.
-
-    The heartbeat is ZMQ's own, of its own thread: a process that computes for long still answers, a stopped one not.
-    """
+    """A socket whose peers cannot fill our memory. A `Pulse` tells that one is stopped or out of reach."""
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, msg.MAX_MESSAGE_BYTES)  # a longer one ends that connection, nothing else
     socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
     socket.setsockopt(zmq.SNDHWM, _MAX_QUEUED)
-    _watch_peers(socket)
+    _follow_peers(socket)
     return socket
 
 
@@ -47,7 +47,7 @@ def join_frontend(socket: Socket, endpoint: str, name: str, keyring: Keyring | N
     Messages to it are limited by its `FrontendQueue`, those of it by what the socket holds. A frontend that was started
     anew is found again. Over ipc no keys are needed: the folder is private. `ServiceError` where the endpoint is none.
     """
-    _watch_peers(socket)
+    _follow_peers(socket)
     socket.setsockopt(zmq.IDENTITY, name.encode())
     if keyring is not None and not endpoint.startswith("ipc:"):
         keyring.secure_client(socket)
@@ -57,12 +57,62 @@ def join_frontend(socket: Socket, endpoint: str, name: str, keyring: Keyring | N
         raise ServiceError(f"{endpoint!r} is no endpoint of a frontend: {error}") from error
 
 
-def _watch_peers(socket: Socket) -> None:
-    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENT_MS)
+def _follow_peers(socket: Socket) -> None:
+    """Connect again where a peer is started anew. A host that is gone without a word is given up within a minute."""
+    keep_alive(socket)
     socket.setsockopt(zmq.HANDSHAKE_IVL, _SILENT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+
+
+class Pulse:
+    """Tells within seconds that a process which was there is dead, stopped or out of reach.
+
+    By the heartbeats of ZMQ, which a thread of its own answers: a process that computes for long is not taken for a
+    stopped one. They are on a connection that carries nothing: on one with messages, an assertion of libzmq 4.3.5 ends
+    a process that has not read them all when the peer dies.
+
+    Args:
+        endpoint: of any ROUTER of that process. `ZMQError` where it is none.
+        keyring: of its keys; None where it has none.
+
+    Attributes:
+        socket: can be read once there is something to tell.
+    """
+
+    def __init__(self, context: Context, endpoint: str, keyring: Keyring | None) -> None:
+        self._idle = context.socket(zmq.DEALER)
+        self._idle.setsockopt(zmq.LINGER, 0)
+        self._idle.setsockopt(zmq.IPV6, int("[" in endpoint))
+        self._idle.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        self._idle.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENT_MS)
+        _follow_peers(self._idle)
+        if keyring is not None:
+            keyring.secure_client(self._idle)
+        self.socket = monitor_of(self._idle, zmq.EVENT_DISCONNECTED)
+        try:
+            self._idle.connect(endpoint)
+        except zmq.ZMQError:
+            self.close()
+            raise
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the process has gone since."""
+        return bool(self.socket.poll(0))
+
+    def close(self) -> None:
+        """Close the connection. Safe twice."""
+        if not self._idle.closed:
+            self._idle.disable_monitor()
+            self._idle.close()
+            self.socket.close()
+
+
+def monitor_of(socket: Socket, events: int) -> Socket:
+    """A socket that can be read once one of these events has happened to another one."""
+    # Named by us: the name that pyzmq makes of the file descriptor is taken while an earlier socket still closes.
+    return socket.get_monitor_socket(events, f"inproc://pagewire-monitor-{next(_monitors)}")
 
 
 def bind_router(context: Context, endpoint: str, keyring: Keyring | None = None) -> Socket:

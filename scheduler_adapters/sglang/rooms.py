@@ -11,14 +11,13 @@ What is said here are pointers and SGLang's own row of metadata. The bytes of pa
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 import zmq
 from msgspec import Meta
-from zmq.utils.monitor import recv_monitor_message
 
-from scheduler_adapters.service.sockets import Socket, bind_router, bounded_socket, received
+from scheduler_adapters.service.sockets import Pulse, Socket, bind_router, bounded_socket, monitor_of, received
 from transfer.errors import HandshakeError
 from transfer.wire.allowed_peers import AllowedPeers
 from transfer.wire.keys import Keyring
@@ -113,10 +112,18 @@ def connect(endpoint: str, keyring: Keyring | None) -> Socket:
     return socket
 
 
-def _close(socket: Socket, watch: Socket) -> None:
-    socket.disable_monitor()
-    watch.close(linger=0)
-    socket.close(linger=0)
+class _Connection(NamedTuple):
+    """To a prefill process: where messages go, what ZMQ tells of it, and whether the process is still there."""
+
+    socket: Socket
+    monitor: Socket
+    pulse: Pulse
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close(linger=0)
+        self.pulse.close()
 
 
 class RoomServer:
@@ -168,29 +175,29 @@ class RoomClient:
     def __init__(self, keyring: Keyring | None, allowed: AllowedPeers) -> None:
         self._keyring = keyring
         self._allowed = allowed
-        self._sockets: dict[str, tuple[Socket, Socket]] = {}  # and what ZMQ tells of the connection
+        self._connections: dict[str, _Connection] = {}
 
     def send(self, address: str, message: FromDecode) -> str:
         """Sends, and returns why that was not possible; empty where it was."""
         try:
-            socket, _ = self._sockets.get(address) or self._connect(address)
-            socket.send(_encode(message), zmq.NOBLOCK)
+            connection = self._connections.get(address) or self._connect(address)
+            connection.socket.send(_encode(message), zmq.NOBLOCK)
         except (HandshakeError, zmq.ZMQError) as error:
             return f"prefill at {address} cannot be asked: {error}"
         return ""
 
-    def _connect(self, address: str) -> tuple[Socket, Socket]:
+    def _connect(self, address: str) -> _Connection:
         self._allowed.check(address)
         socket = _dealer(address, self._keyring)
-        watch = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        monitor = monitor_of(socket, zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
         socket.connect(address)
-        self._sockets[address] = socket, watch
-        return socket, watch
+        made = self._connections[address] = _Connection(socket, monitor, Pulse(_context(), address, self._keyring))
+        return made
 
     def received(self) -> Iterator[FromPrefill]:
         """What has come."""
-        for socket, _ in list(self._sockets.values()):
-            for frames in received(socket):
+        for connection in list(self._connections.values()):
+            for frames in received(connection.socket):
                 try:
                     yield _from_prefill.decode(frames[-1])
                 except msgspec.DecodeError:
@@ -198,15 +205,13 @@ class RoomClient:
 
     def lost(self) -> Iterator[str]:
         """The endpoints that have gone away. What was asked there is answered by nobody; a new process may be there."""
-        for address, (socket, watch) in list(self._sockets.items()):
-            if watch.poll(0):
-                recv_monitor_message(watch, zmq.NOBLOCK)
-                del self._sockets[address]
-                _close(socket, watch)
+        for address, connection in list(self._connections.items()):
+            if connection.monitor.poll(0) or connection.pulse.is_over:
+                del self._connections[address]
+                connection.close()
                 yield address
 
     def close(self) -> None:
         """Closes the sockets."""
-        while self._sockets:
-            _, (socket, watch) = self._sockets.popitem()
-            _close(socket, watch)
+        while self._connections:
+            self._connections.popitem()[1].close()

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from tests.mutants.mutation import ROOT, Module, Mutation, mutated
 from tests.mutants.of_events import EVENTS
 from tests.mutants.of_exchange import EXCHANGE
+from tests.mutants.of_front import FRONT
 from tests.mutants.of_kvcache import KVCACHE
 from tests.mutants.of_kvcache_tiers import KVCACHE_TIERS
 from tests.mutants.of_observe import OBSERVE
@@ -43,6 +44,7 @@ MODULES: tuple[Module, ...] = (
     *EXCHANGE,
     *OBSERVE,
     *PLAN,
+    *FRONT,
 )
 LIMIT_S = 150.0  # a mutation that makes a test wait for ever is noticed by that
 UNCHANGED_LIMIT_S = 1200.0

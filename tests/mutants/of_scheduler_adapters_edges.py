@@ -3,6 +3,7 @@
 from tests.mutants.mutation import Module, Mutation
 
 _FRONTEND = "tests/scheduler_adapters/service/test_frontend.py"
+_SOCKETS = "tests/scheduler_adapters/service/test_sockets.py"
 _FOLDER = "tests/scheduler_adapters/service/test_run_folder.py"
 _SIGNALS = "tests/scheduler_adapters/test_interrupts.py"
 
@@ -14,6 +15,8 @@ SCHEDULER_ADAPTERS_EDGES: tuple[Module, ...] = (
             Mutation("FrontendQueue.send", "if self._unread or not", "if not"),
             Mutation("FrontendQueue.flush", "len(self._unread) > limit", "len(self._unread) >= limit"),
             Mutation("FrontendQueue.flush", "return self.is_deaf and not was_deaf", "return self.is_deaf"),
+            Mutation("Pulse.__init__", "self._idle.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)", "pass", [_SOCKETS]),
+            Mutation("_follow_peers", "keep_alive(socket)", "socket.setsockopt(zmq.HEARTBEAT_IVL, 500)", [_SOCKETS]),
         ],
     ),
     Module(

@@ -64,7 +64,7 @@ SCHEDULER_ADAPTERS_SGLANG: tuple[Module, ...] = (
             Mutation("endpoint", 'if ":" in host', "if not host"),
             Mutation("RoomServer.received", "self.malformed += 1", "pass"),
             Mutation("RoomClient._connect", "self._allowed.check(address)", "pass"),
-            Mutation("RoomClient.lost", "del self._sockets[address]", "pass"),
+            Mutation("RoomClient.lost", "del self._connections[address]", "pass"),
         ],
     ),
 )

@@ -60,7 +60,7 @@ _LEASES_PER_S = 4000  # of each rank of a reader: each asks for each request, an
 Count = Literal["answered", "refused", "malformed", "throttled", "failed"]
 
 
-def _keep_alive(socket: zmq.Socket[bytes]) -> None:
+def keep_alive(socket: zmq.Socket[bytes]) -> None:
     """A host that is gone without a word is noticed within half a minute.
 
     Not by the heartbeats of ZMQ: an assertion of libzmq 4.3.5 ends a process whose queue a dead peer has filled.
@@ -144,7 +144,7 @@ class HandshakeServer:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_QUERY_BYTES)  # a longer one ends that connection, nothing else
         self._socket.setsockopt(zmq.RCVHWM, 1000)
         self._socket.setsockopt(zmq.SNDHWM, 1000)  # of each peer; an answer beyond it is dropped
-        _keep_alive(self._socket)
+        keep_alive(self._socket)
         try:
             if secure is not None:
                 secure(self._socket)
@@ -310,7 +310,7 @@ class HandshakeClient:
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_METADATA_BYTES + (1 << 16))
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
             socket.setsockopt(zmq.IMMEDIATE, 1)  # what can be sent has somebody at its other end
-            _keep_alive(socket)
+            keep_alive(socket)
             try:
                 if self._secure is not None:
                     self._secure(socket)

@@ -16,11 +16,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvcache import KVEvents, PagedKVCacheManager, TextContext
+from kvcache.events.log import HOST
 from tests.kvcache.build import manager_of
-from tests.kvcache.events.mirror import settled
+from tests.kvcache.events.mirror import indexes_of, settled
 
 ROUTER = shutil.which("vllm-router", path=str(Path(sys.executable).parent))
 ANY = "tcp://127.0.0.1:0"
@@ -131,6 +133,12 @@ def routed(tmp_path: Path) -> Iterator[Routed]:
     made.close()
 
 
+def held(manager: PagedKVCacheManager, tier: int) -> set[bytes]:
+    """The digests that can be found in a tier: 0 is the pool of the first replica."""
+    index = indexes_of(manager, 0)[tier]
+    return {one.tobytes() for one in index.digests_of(np.flatnonzero(index.published).astype(np.int32))}
+
+
 def free_ports(count: int) -> list[int]:
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in sockets]
@@ -143,6 +151,8 @@ def test_prompts_go_to_the_holder_also_when_it_has_them_in_its_host_tier(routed:
     prompts = [[*range(1000, 1064)], [*range(2000, 2064)]]
     for number, tokens in enumerate(prompts):
         routed.run(number, tokens)
+    pages = held(routed.managers[0], 0)
+    assert len(pages) == 16
     for number, tokens in enumerate(prompts):
         routed.until(tokens, f"w{number}")
         assert Counter(routed.ask([*tokens, 9, nth]) for nth in range(10)) == {f"w{number}": 10}
@@ -150,7 +160,7 @@ def test_prompts_go_to_the_holder_also_when_it_has_them_in_its_host_tier(routed:
     routed.managers[0].flush_tiers()
     for start in range(3000, 3400, 100):
         routed.run(0, [*range(start, start + 64)])
-    index = routed.managers[0]._replicas.each[0].pool.index
-    assert index.published.any()
+    assert not pages & held(routed.managers[0], 0), "evicted"
+    assert pages <= held(routed.managers[0], HOST)
     routed.until(prompts[0], "w0")
     assert Counter(routed.ask([*prompts[0], 11, nth]) for nth in range(10)) == {"w0": 10}

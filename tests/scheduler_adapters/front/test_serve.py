@@ -168,6 +168,26 @@ def die_or_drain(served: Served, tiny_model: Any) -> None:
     assert set(served.until_nothing_is_held()) == {"p3", "d3"}
 
 
+def test_a_process_that_is_stopped_costs_no_request_and_comes_back(served: Served, tiny_model: Any) -> None:
+    prompts = [f"{number} to the stopped. {HEAD}" for number in range(6)]
+    theirs = [expected(tiny_model, prompt, 100) for prompt in prompts]
+    for name in ("d1", "p1"):
+        stopped: list[str] = []
+
+        def at_part(_: int, name: str = name, stopped: list[str] = stopped) -> None:
+            if not stopped:
+                stopped.append(name)
+                served.signal(name, signal.SIGSTOP)
+
+        with ThreadPoolExecutor(6) as pool:
+            results = list(pool.map(lambda prompt: streamed(served.client, prompt, 100, at_part)[0], prompts))
+        assert results == theirs
+        served.until(lambda: f"{name} is gone, or silent" in served.log("front"), "the front to notice")  # noqa: B023
+        served.signal(name, signal.SIGCONT)
+        served.until_there(2, 2)
+        served.until_nothing_is_held()
+
+
 def test_one_command_starts_all_and_ends_all_when_nothing_is_on_its_way(tmp_path: Path, tiny_model: Any) -> None:
     served = Served(tmp_path)
     try:

@@ -1,0 +1,77 @@
+"""Mutations of the front, and of what drains behind it."""
+
+from tests.mutants.mutation import Module, Mutation
+
+_DRAIN = "tests/scheduler_adapters/service/test_drain.py"
+_OBSERVE = "tests/scheduler_adapters/front/test_observe.py"
+
+FRONT: tuple[Module, ...] = (
+    Module(
+        "scheduler_adapters.front.frontend",
+        [],
+        [
+            Mutation("Frontend._attempted", "refused.add(attempt.name)", "pass"),
+            Mutation("Frontend._attempted", "pulled = bool(emitted)", "pulled = True"),
+            Mutation("Frontend._attempted", "if not news.elsewhere:", "if news.error == str(news.elsewhere):"),
+            Mutation("Frontend._submit", "(*request.prompt, *emitted)", "request.prompt"),
+            Mutation("Frontend._submit", "request.max_new_tokens - len(emitted)", "request.max_new_tokens"),
+            Mutation("Frontend._choose", "min(willing", "max(willing"),
+            Mutation("Frontend._forget", "self._attempts.pop(attempt.serial, None) is not None", "not attempt"),
+            Mutation("Frontend._forget", "self.members[attempt.name].serials.discard(attempt.serial)", "pass"),
+            Mutation("Frontend._serving", " and not one.ready.draining", ""),
+            Mutation("Frontend._lose", "elsewhere=True", "elsewhere=False"),
+            Mutation("Frontend._on_ready", "known.ready.incarnation != ready.incarnation", "known.ready.name != name"),
+            Mutation("Frontend._on_tokens", "if message.finished is None:", "if attempt is not None:"),
+            Mutation("Frontend.run", "if member.pulse.is_over", "if not member.ready.name"),
+            Mutation("Frontend.drain", "self.left[name].pages_held:", "not self.left:"),
+            Mutation("Frontend.generate", "self.counts.open -= 1", "pass"),
+            Mutation("Frontend.generate", "len(request.prompt) - cached", "len(request.prompt)"),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.front.placement",
+        [],
+        [
+            Mutation("InTurns.place", "next(self._turns) % len(names)", "0"),
+            Mutation("Selected.place", " if name in prefills", ""),
+            Mutation("Selected.place", " or request_id in self._reserved", ""),
+            Mutation("Selected.over", "await self._service.free_reservation(request_id)", "pass"),
+            Mutation("Selected.follow", "there[name].incarnation != known.incarnation", "not known"),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.front.openai",
+        [],
+        [
+            Mutation("read_request", "not body.ignore_eos or", "not body and"),
+            Mutation("read_request", "ignore_eos=bool(body.ignore_eos)", "ignore_eos=False"),
+            Mutation("TextStream.add", "text.endswith(_UNFINISHED) or", "not text and"),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.front.app",
+        [f"{_OBSERVE}::test_a_hundred_requests_of_a_client_are_in_its_traces_and_in_the_metrics"],
+        [
+            Mutation("_submit", 'traceparent if len(traceparent) <= _LONGEST_TRACEPARENT else ""', '""'),
+            Mutation("_submit", "ignore_eos=asked.ignore_eos", "ignore_eos=False"),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.service.prefill",
+        [],
+        [
+            Mutation("PrefillScheduler._start", "if self.draining:", "if not message:", [_DRAIN]),
+            Mutation("PrefillScheduler.drain", "self._send(reader, msg.Leaving())", "pass", [_DRAIN]),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.service.prefill_router",
+        [],
+        [Mutation("route", " and not one.leaving", "", [_DRAIN])],
+    ),
+    Module(
+        "scheduler_adapters.service.decode",
+        [],
+        [Mutation("DecodeScheduler.submit", "self.draining or", "", [_DRAIN])],
+    ),
+)
