@@ -22,7 +22,7 @@ CUDA := .venvs/vllm-gpu
 CUDA_PIP := $(CUDA)/bin/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-core test-rest long pairs test-sglang test-vllm test-engines test-gpu kills fuzz model mutants check lint types bench bench-pull bench-peers figures fleet first-token clean
+.PHONY: help demo test test-core test-rest long pairs test-sglang test-vllm test-engines test-gpu kills fuzz model mutants check lint types bench bench-pull bench-peers figures fleet placement first-token clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -145,6 +145,9 @@ figures: $(STAMP) ## make every committed result and the README's tables again, 
 
 fleet: $(STAMP) ## 1,000 requests of a trace on four processes, with cancellations, and a kill on each side
 	@$(BIN)/python -m benchmarks.fleet $(ARGS)
+
+placement: $(STAMP) ## what a fleet finds cached of a trace, by who places prompts; with kills and drains (ARGS="--only dynamo")
+	@$(BIN)/python -m benchmarks.placement $(ARGS)
 
 first-token: $(STAMP) ## what disaggregation adds to the time to the first and second token, part by part
 	@$(BIN)/python -m benchmarks.first_token $(ARGS)

@@ -187,7 +187,23 @@ def first_tokens(result: Row) -> str:
 
 
 _LARGE, _SMALL = ((64, 2048), (256, 2048)), ((64, 256), (64, 16))
+
+
+def placed(result: Row) -> str:
+    """Of the prompt tokens, those that were cached, by who places prompts."""
+    rates = (
+        one(result["runs"], placement=name)["hit_rate"] for name in ("one cache", "own guess", "dynamo", "in turns")
+    )
+    return " / ".join(f"{100 * rate:.1f}" for rate in rates) + " %"
+
+
 PROCESSES = (
+    Line(
+        "hits of two prefill processes on a trace: one cache of both / by decode's guess / by Dynamo / in turns",
+        "count",
+        "placement",
+        placed,
+    ),
     Line(
         "from a prompt's last chunk to decode's first step, 2 k / 16 k tokens, chunk by chunk",
         "minimum",
