@@ -11,7 +11,6 @@ from rich.style import Style
 from textual import events
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal
 from textual.strip import Strip
 from textual.widget import Widget
 from textual.widgets import DataTable, Footer, Input, Static, TabbedContent, TabPane
@@ -204,7 +203,7 @@ class TopApp(App[None]):
                 with TabPane(f"{at + 1} {name}", id=name):
                     yield table
         yield self._asked
-        yield Horizontal(Footer())
+        yield Footer()
 
     def on_mount(self) -> None:
         """Begin to look."""

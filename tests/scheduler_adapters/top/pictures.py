@@ -1,0 +1,161 @@
+"""The pictures in `docs/top.md`: `python -m tests.scheduler_adapters.top.pictures FOLDER [CHROMIUM]`.
+
+The demo's processes under faults, and a pool of four million pages, drawn as `pagewire top` draws them and exported by
+Textual; and the former as a real browser shows them, where the path of one is given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+
+from kvcache import TextContext
+from kvcache.watch.endpoint import ManagerWatch
+from scheduler_adapters.service import messages as msg
+from scheduler_adapters.service.fleet import Fleet
+from scheduler_adapters.service.server import ServerConfig
+from scheduler_adapters.top.app import TopApp
+from scheduler_adapters.top.sources import LiveSource
+from tests.kvcache.build import manager_of
+
+SIZE = (132, 40)
+
+
+def picture(addresses: list[str], path: Path, keys: list[str], seconds: float) -> None:
+    """What the screen shows after so long."""
+    app = TopApp(LiveSource(addresses, 4.0))
+
+    async def run() -> None:
+        async with app.run_test(size=SIZE) as pilot:
+            await pilot.pause(seconds)
+            await pilot.press(*keys)
+            await pilot.pause(0.6)
+            path.write_text(app.export_screenshot(title="pagewire top"))  # noqa: ASYNC240 - nobody else waits
+
+    asyncio.run(run())
+
+
+def demo(folder: Path, chromium: str | None) -> None:
+    """Two processes and misbehaving transfers, with requests of several tenants all the while."""
+    config = ServerConfig(
+        model=None, seed=0, page_size=16, cache_bytes=3 << 20, max_seq_len=1024, max_requests=8, token_budget=128,
+        tp=1, device="cpu", chaos=7, verify=True, lease_s=3.0, watch="tcp://127.0.0.1:0",
+    )  # fmt: skip
+    roles: tuple[msg.Role, ...] = ("prefill", "decode")
+    with Fleet([ServerConfig(**{**_fields(config), "role": role}) for role in roles]) as fleet:
+        over = threading.Event()
+        talking = threading.Thread(target=talk, args=(fleet, over))
+        talking.start()
+        try:
+            addresses = [ready.watch for ready in fleet.ready.values()]
+            picture(addresses, folder / "top_small.svg", ["2"], 6.0)
+            if chromium is not None:
+                browse(addresses, folder / "top_browser.png", chromium)
+        finally:
+            over.set()
+            talking.join()
+
+
+def _fields(config: ServerConfig) -> dict[str, object]:
+    return {name: getattr(config, name) for name in config.__struct_fields__}
+
+
+def talk(fleet: Fleet, over: threading.Event) -> None:
+    """Conversations of three tenants that begin alike."""
+    rng, number, open_ones = random.Random(3), 0, 0
+    while not over.is_set():
+        while open_ones < 8:
+            number, open_ones = number + 1, open_ones + 1
+            tenant = rng.choice(["acme", "globex", None])
+            prompt = [ord(letter) for letter in f"You help {tenant}." * 8] + [
+                rng.randrange(250) for _ in range(rng.randrange(40, 500))
+            ]
+            fleet.send("decode", msg.Submit(request_id=f"chat-{number}", prompt=tuple(prompt), max_new_tokens=60,
+                                            cache_salt=tenant, serial=number))  # fmt: skip
+        open_ones -= sum(isinstance(one, msg.Tokens) and one.finished is not None for one in fleet.receive(0.05))
+
+
+def browse(addresses: list[str], path: Path, chromium: str) -> None:
+    """What a browser shows at the address that `--web` prints."""
+    program = subprocess.Popen(
+        [sys.executable, "-m", "scheduler_adapters.cli", "top", *addresses, "--web"], stdout=subprocess.PIPE, text=True
+    )
+    assert program.stdout is not None
+    url = program.stdout.readline().split("pagewire top: ")[1].strip()
+    try:
+        asyncio.run(shoot(chromium, url, path))
+    finally:
+        program.terminate()
+        program.communicate()
+
+
+async def shoot(chromium: str, url: str, path: Path) -> None:
+    """Have a browser without a screen open an address, and take what it shows after some seconds."""
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1280,800", "--remote-debugging-port=0"]
+    browser = await asyncio.create_subprocess_exec(chromium, *flags, "about:blank", stderr=asyncio.subprocess.PIPE)
+    assert browser.stderr is not None
+    try:
+        while "DevTools listening on " not in (line := (await browser.stderr.readline()).decode()):
+            pass
+        port = line.split(":")[2].split("/")[0]
+        async with aiohttp.ClientSession() as session:
+            async with session.put(f"http://127.0.0.1:{port}/json/new?{url}") as answer:
+                page = await answer.json(content_type=None)
+            await asyncio.sleep(12)
+            async with session.ws_connect(page["webSocketDebuggerUrl"], max_msg_size=0) as socket:
+                await socket.send_json({"id": 1, "method": "Page.captureScreenshot"})
+                found = await socket.receive_json()
+        path.write_bytes(base64.b64decode(found["result"]["data"]))  # noqa: ASYNC240 - as above
+    finally:
+        browser.terminate()
+        await browser.wait()
+
+
+def large(folder: Path) -> None:
+    """Four million pages: a thousand requests that run, leases, and idle pages of every age."""
+    manager = manager_of(4_000_000, page_size=16, rows=1024, max_seq_len=65_536, checks=False, head_dim=1)
+    rng = np.random.default_rng(1)
+    names: list[str] = []
+
+    def serve(name: str, pages: int, salt: str | None) -> None:
+        context = TextContext(rng.integers(0, 1000, pages * 16, dtype=np.int32), 65_536, name, cache_salt=salt)
+        manager.external_claim(name)
+        if not manager.maybe_reserve(context):
+            raise RuntimeError(name)
+        manager.fetch([context])
+        context.update(1)
+        manager.step([context])
+        names.append(name)
+
+    for number in range(1400):
+        serve(f"chat-{number}", int(rng.integers(300, 4000)), ["acme", "globex", None][number % 3])
+        if len(names) > 500:
+            name = names.pop(int(rng.integers(len(names))))
+            if number % 9 == 0:
+                manager.lease(name)
+            manager.release(name)
+    watch = ManagerWatch(manager, name="decode-7")
+    picture([watch.address], folder / "top_large.svg", ["1"], 4.0)
+    watch.close()
+
+
+def main() -> None:
+    """Make them."""
+    folder = Path(sys.argv[1])
+    started = time.monotonic()
+    demo(folder, sys.argv[2] if len(sys.argv) > 2 else None)
+    large(folder)
+    print(f"made in {time.monotonic() - started:.0f} s")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
