@@ -94,7 +94,7 @@ class WatchBook:
     def __init__(self, name: str, watched: Watched, sizes: tuple[int, int], beside: Callable[[], Beside]) -> None:
         self.incarnation = secrets.token_hex(8)
         self.number = 0
-        self.cost_s = 0.0
+        self.cost_s = 0.0  # processor time of the last look
         self.check: tuple[float, CheckReport] | None = None  # when it was made
         self._name, self._sizes, self._beside = name, sizes, beside
         self._metrics = lambda: watched.metrics
@@ -113,12 +113,10 @@ class WatchBook:
 
     def update(self) -> None:
         """Look."""
-        started = time.thread_time()
         self.number += 1
         for pool in self._pools:
             pool.update(self.number)
             pool.take(self._evictions)
-        self.cost_s = time.thread_time() - started
 
     def look(self, known: int) -> tuple[Look, Frames]:
         """What has changed since a look that somebody knows; 0: all."""

@@ -81,7 +81,6 @@ def replica_cells(replica: Replica, numbers: OwnerNumbers) -> Cells:
     if taken.size:
         width = int(rows.num_pages[taken].max())
         owner[rows.table[taken, :width].ravel()] = np.repeat(taken.astype(np.uint32) + 1, width)
-    owner[0] = 0
     leases, given_up = leased(replica), quarantined(replica)
     for at, (holding, number) in enumerate(zip(leases + given_up, numbers.of(leases + given_up), strict=True)):
         pages = holding.pages

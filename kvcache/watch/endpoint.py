@@ -27,7 +27,7 @@ from kvcache.watch.cells import OwnerNumbers, replica_cells
 from kvcache.watched import AskLook, Beside, CheckReport
 
 _WAKE_MS = 200  # between two looks at whether the watch is closed, or its manager is gone
-_SHARE = 0.1  # of the time, for looks: those who ask more often get the last one again
+_SHARE = 0.25  # of the time, for looks, however many ask how often: they wait
 _LEAST_S = 0.05
 _FORGET_S = 10.0  # nobody has asked for so long: nothing is written down or kept any more
 _CHECK_SHARE = 0.1  # of the loop's time, for recounts
@@ -94,15 +94,17 @@ class _WatchThread:
                 return
             book = self._book = self._make_book(_ReplicasView(all_of))
         self.check_asked |= ask.check
-        if self._asked_at >= self._due:
-            book.update()
-            self._due = time.monotonic() + max(_LEAST_S, book.cost_s * (1 / _SHARE - 1))
+        time.sleep(max(0.0, self._due - self._asked_at))
+        started = time.thread_time()
+        book.update()
         book.check = self.checked
         header, frames = book.look(ask.known if ask.incarnation == book.incarnation else 0)
         parts = [sender, msgspec.msgpack.encode(header), *(frame.data for frame in frames)]
         with suppress(zmq.ZMQError):  # it is gone, or takes nothing
             # The frames are sent from where they lie: a look makes new ones, and changes none.
             self._socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
+        book.cost_s = time.thread_time() - started
+        self._due = time.monotonic() + max(_LEAST_S, book.cost_s * (1 / _SHARE - 1))
 
 
 class ManagerWatch:

@@ -5,8 +5,54 @@ from tests.mutants.mutation import Module, Mutation
 _CACHE = "tests/kvcache/test_prometheus.py"
 _TRANSFER = "tests/transfer/test_prometheus.py"
 _SPANS = "tests/transfer/test_spans.py"
+_WATCH = "tests/kvcache/watch/test_watch.py"
+_TOP = "tests/scheduler_adapters/top/test_top.py"
 
 OBSERVE: tuple[Module, ...] = (
+    Module(
+        "kvcache.watch.cells",
+        [_WATCH],
+        [
+            Mutation("pool_cells", "cells[pool.writers > 0] = PageState.WRITTEN", "pass"),
+            Mutation("pool_cells", "cells[holders > 1] |=", "cells[holders > 0] |="),
+            Mutation("replica_cells", "_BECOMES[at >= len(leases)]", "_BECOMES[0]"),
+            Mutation("replica_cells", "pages[owner[pages] == 0] if at < len(leases) else pages", "pages"),
+        ],
+    ),
+    Module(
+        "kvcache.watch.book",
+        [_WATCH],
+        [
+            Mutation("PoolBook.update", "self._changed[cells != self.cells] = number", "pass"),
+            Mutation("PoolBook.since", "self._changed > base", "self._changed > base + 1"),
+        ],
+    ),
+    Module(
+        "kvcache.watch.log",
+        [_WATCH],
+        [
+            Mutation("EvictionBook.apply", "found.again += 1", "pass"),
+            Mutation("EvictionBook.apply", "self.again[found.reason] += 1", "pass"),
+            Mutation("PrefixTree.apply", "self._hits[entry.pages] += 1", "pass"),
+            Mutation("_with_below", "np.add.at(below, before[reached], below[heads[reached]])", "pass"),
+        ],
+    ),
+    Module(
+        "kvcache.watch.follower",
+        [f"{_WATCH}::test_what_is_no_look_changes_nothing"],
+        [
+            Mutation("_changes", "int(pages.max()) <= pool.num_pages", "True"),
+            Mutation("Followed.apply", "self.look.incarnation != look.incarnation", "False"),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.top.view",
+        [_TOP],
+        [
+            Mutation("TopView.lit", "self.filter.has_owner(request_id, tenant)", "True"),
+            Mutation("TopView.is_gone", "> _SILENT_S", "> 1e9"),
+        ],
+    ),
     Module(
         "kvcache.families",
         [

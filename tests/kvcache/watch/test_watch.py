@@ -143,6 +143,7 @@ def test_evictions_have_reasons_and_are_seen_to_be_asked_for_again() -> None:
     manager.release("c")
     look = watcher.look()
     assert sum(again for _, again in look.evicted.values()) == 7
+    assert sum(row.again for row in look.evictions) == 7
     assert {row.reason for row in look.evictions} == {"LRU"}
     served(manager, "d", list(range(200, 230)), cache_salt="t")
     manager.release("d")  # 7 idle pages, the quota is 4
