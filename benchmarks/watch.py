@@ -1,6 +1,6 @@
 """What does `pagewire top` cost: the loop that is watched, the process around it, and the watcher?
 
-A loop that does nothing but decode steps for 1,024 requests, and takes a new prompt in place of an old request in every
+A loop that does nothing but decode steps for all of its requests, and takes a new prompt in place of an old request in every
 16th step, over a pool whose other pages are idle: the model takes no time, so every share is an upper bound. It runs in
 turns, some seconds each: unwatched, watched by the drawn program at two looks a second, unwatched, and so on. The loop
 has one core, the thread that looks and the watcher have the other.
@@ -30,7 +30,7 @@ from kvcache.watch.follower import Followed, WatchClient
 from scheduler_adapters.top.app import TopApp
 from scheduler_adapters.top.sources import LiveSource
 
-PAGE, BATCH, PROMPT, LONGEST = 16, 1024, 512, 32_768
+PAGE, PROMPT, LONGEST = 16, 512, 32_768
 UPDATES = 2.0
 TURNED_OVER = 16
 FORGET_S = 1.0
@@ -56,10 +56,10 @@ def view(address: str, seconds: float) -> None:
 class Loop:
     """The requests of a manager, decoded step by step, one of them replaced now and then."""
 
-    def __init__(self, manager: PagedKVCacheManager, prompts: Prompts) -> None:
+    def __init__(self, manager: PagedKVCacheManager, prompts: Prompts, batch: int) -> None:
         self.manager, self._prompts = manager, prompts
-        self._contexts = [self._new() for _ in range(BATCH)]
-        self._batch, self._tokens = manager.batch(self._contexts), np.ones(BATCH, np.int32)
+        self._contexts = [self._new() for _ in range(batch)]
+        self._batch, self._tokens = manager.batch(self._contexts), np.ones(batch, np.int32)
         self._steps = 0
 
     def _new(self) -> TextContext:
@@ -74,7 +74,7 @@ class Loop:
         """A decode step, or one with a prompt."""
         self._steps += 1
         if self._steps % TURNED_OVER == 0:
-            at = self._steps // TURNED_OVER % BATCH
+            at = self._steps // TURNED_OVER % len(self._contexts)
             self.manager.release(self._contexts[at].request_id)
             self._contexts[at] = self._new()
             self._batch = self.manager.batch(self._contexts)
@@ -108,11 +108,11 @@ def looks(watch: ManagerWatch, count: int) -> tuple[float, int, int]:
     return statistics.median(costs), sizes[0], sizes[-1]
 
 
-def measure(pages: int, turns: int, seconds: float) -> list[Row]:
+def measure(pages: int, batch: int, turns: int, seconds: float) -> list[Row]:
     """The rows of one size."""
-    manager, prompts = manager_of(pages, page_size=PAGE, rows=BATCH, max_seq_len=LONGEST), Prompts()
+    manager, prompts = manager_of(pages, page_size=PAGE, rows=batch, max_seq_len=LONGEST), Prompts()
     age(manager, prompts)
-    loop = Loop(manager, prompts)
+    loop = Loop(manager, prompts, batch)
     with_watch: list[list[float]] = []
     without: list[list[float]] = []
     cpu: list[tuple[float, float]] = []
@@ -132,7 +132,7 @@ def measure(pages: int, turns: int, seconds: float) -> list[Row]:
     look_ms, first, later = looks(watch, 5)
     watch.close()
     expect(manager.metrics.evictions > 0, "pages are evicted all the while")
-    shape = {"pages": pages, "batch": BATCH}
+    shape = {"pages": pages, "batch": batch}
     return [
         {**shape, "loop": "nobody looks", **_of(plain), "cost": 0.0},
         {
@@ -187,10 +187,9 @@ def main() -> None:
         return
     chosen = options(__doc__)
     pin()
-    sizes: list[tuple[int, int, float]] = (
-        [(100_000, 2, 3.0)] if chosen.quick else [(100_000, 3, 6.0), (4_000_000, 4, 8.0)]
-    )
-    rows = [row for pages, turns, seconds in sizes for row in measure(pages, turns, seconds)]
+    small, large = (100_000, 64, 3, 4.0), (4_000_000, 1024, 3, 8.0)
+    sizes = [small] if chosen.quick else [small, large]
+    rows = [row for size in sizes for row in measure(*size)]
     report("watch", rows, chosen, "columns us_*: median, mean, 99th percentile and maximum of the n steps of a row")
 
 
