@@ -1,9 +1,9 @@
 """What does `pagewire top` cost: the loop that is watched, the process around it, and the watcher?
 
-A loop that does nothing but decode steps for all of its requests, and takes a new prompt in place of an old request in every
-16th step, over a pool whose other pages are idle: the model takes no time, so every share is an upper bound. It runs in
-turns, some seconds each: unwatched, watched by the drawn program at two looks a second, unwatched, and so on. The loop
-has one core, the thread that looks and the watcher have the other.
+A loop that does nothing but decode steps for all of its requests, and takes a new prompt in place of an old one in
+every 16th step, over a pool whose other pages are idle: the model takes no time, so every share is an upper bound. It
+runs in turns, some seconds each: unwatched, watched by the drawn program at two looks a second, unwatched, and so on.
+The loop has one core, the thread that looks and the watcher have the other.
 
 `us_mean` is of all steps of the turns of a row, `us_max` the longest one; `cost` the mean against that of the unwatched
 turns. `look_ms` is the processor time of a look in the watched process; `thread_cpu`, `watcher_cpu`: shares of a core.
@@ -33,7 +33,7 @@ from scheduler_adapters.top.sources import LiveSource
 PAGE, PROMPT, LONGEST = 16, 512, 32_768
 UPDATES = 2.0
 TURNED_OVER = 16
-FORGET_S = 1.0
+FORGET_S = 3.0
 
 
 def view(address: str, seconds: float) -> None:
@@ -126,7 +126,7 @@ def measure(pages: int, batch: int, turns: int, seconds: float) -> list[Row]:
     for _ in range(turns):
         without.append(loop.turn(seconds))
         cpu.append(_watched(loop, watch, away, seconds, with_watch))
-        time.sleep(2 * FORGET_S)  # nobody looks any more: what was kept for looks is forgotten
+        time.sleep(FORGET_S + 1)  # nobody looks any more: what was kept for looks is forgotten
     plain = [time for times in without for time in times]
     seen = [time for times in with_watch for time in times]
     look_ms, first, later = looks(watch, 5)
