@@ -79,6 +79,7 @@ def test_a_page_keeps_its_tokens_while_any_source_has_it() -> None:
     book.apply([prompt.go(0, 0, 6), None, prompt.come(FILES, 0, 6), prompt.go(HOST, 0, 6), None])
     (event,) = [told.event for told in book.apply([prompt.come(HOST, 0, 6), None])]
     assert isinstance(event, BlockStored)
+    assert event.parent_block_hash is None
     assert event.token_ids == [*range(24)]
     assert event.extra_keys == [("salt",), None, None, None, None, None]
     book.apply([prompt.go(HOST, 0, 6), prompt.go(FILES, 0, 6)])
