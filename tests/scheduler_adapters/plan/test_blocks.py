@@ -64,7 +64,7 @@ def test_layers_of_one_kind_have_one_table_though_their_pages_differ() -> None:
 
 
 def test_smaller_pages_hold_more_tokens_or_are_filled_up() -> None:
-    for of_token, block_size in (((256, 128), 32), ((256, 192), 16)):
+    for of_token, block_size in (((256, 128), 32), ((256, 192), 16), ((256, 96), 16)):
         found = vllm_blocks([full(1, heads=4), full(1, window=64)], list(of_token), 16, 100)
         assert found is not None
         assert found.block_bytes == 256 * 16
