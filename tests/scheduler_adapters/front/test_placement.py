@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 import torch
@@ -15,13 +16,15 @@ PAGE = 16
 PROMPTS = {name: [number, *range(200)] for number, name in enumerate(("p1", "p2"))}
 
 
+def make_manager() -> PagedKVCacheManager:
+    events = KVEvents("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
+    params = KVCacheParams(torch.float32, 2, 8, enable_prefix_caching=True, page_size=PAGE, kv_events=events)
+    return PagedKVCacheManager(params, 4, 512, 1, ["cpu"], available_cache_memory=1 << 20)
+
+
 @pytest.fixture
 def managers() -> Iterator[dict[str, PagedKVCacheManager]]:
-    made = {}
-    for name in PROMPTS:
-        events = KVEvents("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
-        params = KVCacheParams(torch.float32, 2, 8, enable_prefix_caching=True, page_size=PAGE, kv_events=events)
-        made[name] = PagedKVCacheManager(params, 4, 512, 1, ["cpu"], available_cache_memory=1 << 20)
+    made = {name: make_manager() for name in PROMPTS}
     yield made
     for manager in made.values():
         manager.close()
@@ -103,6 +106,22 @@ def test_a_process_that_goes_takes_its_reservations_with_it_and_costs_no_request
         assert await placement.place("goes", PROMPTS["p1"], ["p2"]) == "", "not twice at once"
         await placement.over("goes")  # what stood is freed all the same
         assert await placement.place("goes", PROMPTS["p1"], ["p2"]) == "p2"
+
+    asyncio.run(run())
+
+
+def test_a_process_that_was_started_anew_is_followed_where_it_is_now(managers: dict[str, PagedKVCacheManager]) -> None:
+    """Nobody has seen it go: it has the same name, and other endpoints."""
+
+    async def run() -> None:
+        placement, prompt = Selected(), [*PROMPTS["p1"], 9]
+        with closing(make_manager()) as before:
+            compute(managers["p2"], prompt[:100])
+            compute(managers["p1"], prompt)
+            await placement.follow([ready("p1", before, "1"), ready("p2", managers["p2"])])
+            await until_placed(placement, prompt, "p2")  # which has half of it, p1 nothing
+            await placement.follow([ready(name, manager, "2") for name, manager in managers.items()])
+            await until_placed(placement, prompt, "p1")
 
     asyncio.run(run())
 
