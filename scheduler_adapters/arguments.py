@@ -6,6 +6,7 @@ need not look at them again.
 
 import argparse
 import contextlib
+import errno
 import os
 import re
 from collections.abc import Callable
@@ -88,6 +89,15 @@ def input_path(text: str) -> Path:
     if not path.exists():
         raise argparse.ArgumentTypeError(f"file or folder {_shown(text)} does not exist")
     return path
+
+
+def small_file(path: Path, most: int = 1 << 20) -> bytes:
+    """What is in a file. `OSError` where it cannot be read, or is longer than `most` bytes: some never end."""
+    with path.open("rb") as file:
+        found = file.read(most + 1)
+    if len(found) > most:
+        raise OSError(errno.EFBIG, f"longer than {most:,} bytes")
+    return found
 
 
 def output_file(text: str) -> Path:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
+from scheduler_adapters.arguments import small_file
 from scheduler_adapters.errors import AdapterError, MissingExtraError, ServiceError
 from scheduler_adapters.front.frontend import Frontend, log
 from scheduler_adapters.front.openai import ServedModel
@@ -116,7 +117,7 @@ def _front_in(path: Path | None) -> str:
     deadline = time.monotonic() + _ADDRESS_S
     while time.monotonic() < deadline:
         with suppress(OSError, msgspec.DecodeError):
-            return msgspec.json.decode(path.read_bytes(), type=_Addresses).front
+            return msgspec.json.decode(small_file(path), type=_Addresses).front
         time.sleep(_WATCH_S)
     raise ServiceError(f"--address-file {str(path)!r}: no front has left its address there in {_ADDRESS_S:.0f} s")
 

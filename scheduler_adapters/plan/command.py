@@ -29,6 +29,7 @@ from scheduler_adapters.replay.trace_hints import Blocks
 def run_plan(options: PlanOptions) -> int:
     """Plan and report; the exit status. A `KVCacheError` says in a sentence what does not work."""
     model = read_model(options.model, options.kv_dtype)
+    blocks = None if options.trace is None else load_trace(options.trace)
     found = plan_memory(options, model)
     if options.plot is not None:
         if options.trace is None:
@@ -48,8 +49,8 @@ def run_plan(options: PlanOptions) -> int:
         "tier cannot bring at that rate, computing brings sooner.",
         soft_wrap=True,
     )
-    if options.trace is not None:
-        trace = _replayed(options, found, load_trace(options.trace))
+    if blocks is not None:
+        trace = _replayed(options, found, blocks)
         found = msgspec.structs.replace(found, trace=trace)
         title, table = table_of_trace(trace)
         console.print(title, style="bold", soft_wrap=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvcache.errors import WatchError
+from scheduler_adapters.arguments import small_file
 from scheduler_adapters.errors import MissingExtraError, ServiceError
 from scheduler_adapters.top.sources import LiveSource, PlayedSource
 from transfer.wire.keys import load_keyring
@@ -73,7 +74,7 @@ def addresses_of(options: TopOptions) -> Sequence[str]:
     named = list(options.addresses)
     if options.address_file is not None:
         try:
-            named += msgspec.json.decode(options.address_file.read_bytes(), type=_WatchAddresses).watch
+            named += msgspec.json.decode(small_file(options.address_file), type=_WatchAddresses).watch
         except (OSError, msgspec.DecodeError) as error:
             raise WatchError(f"--address-file {str(options.address_file)!r}: {error}") from error
     return list(dict.fromkeys(named))

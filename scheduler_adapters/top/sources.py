@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -20,6 +20,7 @@ from kvcache.watch.follower import Followed, WatchClient
 _MAGIC = b"pagewire recording 1\n"
 _AGAIN_S = 2.0  # until a process that has not answered is asked again
 _LENGTH = 4
+_MOST_BYTES = 1 << 28  # of a look: a recording may come from anybody
 
 
 class Heard(NamedTuple):
@@ -133,18 +134,30 @@ def _write(file: IO[bytes], heard: Heard) -> None:
 
 def _read(path: Path) -> list[Heard]:
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            if file.read(len(_MAGIC)) != _MAGIC:
+                raise WatchError(f"--play {str(path)!r} is no recording")
+            found = list(_looks(path, file))
     except OSError as error:
         raise WatchError(f"--play {str(path)!r}: {error.strerror}") from error
-    if not data.startswith(_MAGIC):
-        raise WatchError(f"--play {str(path)!r} is no recording")
-    found, at = list[Heard](), len(_MAGIC)
-    while (end := at + _LENGTH + int.from_bytes(data[at : at + _LENGTH], "big")) <= len(data) and end > at + _LENGTH:
-        try:
-            found.append(msgspec.msgpack.decode(zlib.decompress(data[at + _LENGTH : end]), type=Heard))
-        except (zlib.error, msgspec.DecodeError) as error:
-            raise WatchError(f"--play {str(path)!r}: damaged at byte {at}: {error}") from error
-        at = end
     if not found:
         raise WatchError(f"--play {str(path)!r} has no look in it")
     return found
+
+
+def _looks(path: Path, file: IO[bytes]) -> Iterator[Heard]:
+    """One after the other; the last one may be cut off."""
+    while len(length := file.read(_LENGTH)) == _LENGTH:
+        at, size = file.tell(), int.from_bytes(length, "big")
+        if size > _MOST_BYTES:
+            raise WatchError(f"--play {str(path)!r}: damaged at byte {at}: a look of {size:,} bytes")
+        data, opened = file.read(size), zlib.decompressobj()
+        if len(data) < size:
+            return
+        try:
+            look = opened.decompress(data, _MOST_BYTES)
+            if not opened.eof:
+                raise WatchError(f"--play {str(path)!r}: damaged at byte {at}: no end within {_MOST_BYTES:,} bytes")
+            yield msgspec.msgpack.decode(look, type=Heard)
+        except (zlib.error, msgspec.DecodeError) as error:
+            raise WatchError(f"--play {str(path)!r}: damaged at byte {at}: {error}") from error
