@@ -148,7 +148,7 @@ def _read(path: Path) -> list[Heard]:
 def _looks(path: Path, file: IO[bytes]) -> Iterator[Heard]:
     """One after the other; the last one may be cut off."""
     while len(length := file.read(_LENGTH)) == _LENGTH:
-        at, size = file.tell(), int.from_bytes(length, "big")
+        at, size = file.tell() - _LENGTH, int.from_bytes(length, "big")
         if size > _MOST_BYTES:
             raise WatchError(f"--play {str(path)!r}: damaged at byte {at}: a look of {size:,} bytes")
         data, opened = file.read(size), zlib.decompressobj()

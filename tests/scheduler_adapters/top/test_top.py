@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -311,6 +312,13 @@ def test_recordings_that_are_none_are_refused(tmp_path: Path) -> None:
             PlayedSource(tmp_path / "f")
     (tmp_path / "f").write_bytes(b"pagewire recording 1\n\0\0\0\3abc")
     with pytest.raises(WatchError, match="damaged at byte 21"):
+        PlayedSource(tmp_path / "f")
+    (tmp_path / "f").write_bytes(b"pagewire recording 1\n\xff\xff\xff\xffabc")
+    with pytest.raises(WatchError, match="damaged at byte 21: a look of 4,294,967,295 bytes"):
+        PlayedSource(tmp_path / "f")
+    bomb = zlib.compress(bytes((1 << 28) + 1), 1)
+    (tmp_path / "f").write_bytes(b"pagewire recording 1\n" + len(bomb).to_bytes(4, "big") + bomb)
+    with pytest.raises(WatchError, match="damaged at byte 21: no end within 268,435,456 bytes"):
         PlayedSource(tmp_path / "f")
     with pytest.raises(WatchError, match="cannot be written"):
         LiveSource(["tcp://127.0.0.1:1"], 2.0, tmp_path / "none" / "f")
