@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hmac
+import os
 import secrets
+import select
 import shlex
 import socket
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -47,12 +50,26 @@ def run_top(options: TopOptions) -> int:
         serve_web(options)
         return 0
     source = source_of(options)
+    if "TEXTUAL_DRIVER" in os.environ:
+        threading.Thread(target=_end_with_server, daemon=True).start()
     app = TopApp(source)
     try:
         app.run()
     finally:
         source.close()
     return app.return_code or 0
+
+
+def _end_with_server() -> None:
+    """Of a browser's program: it ends when the server that has started it does, in whatever way that ends.
+
+    Textual's driver stops to read then, and the program goes on for nobody. Nothing is lost: a recording has each look
+    as it comes.
+    """
+    hung_up = select.poll()
+    hung_up.register(0, select.POLLHUP)
+    hung_up.poll()
+    os._exit(0)
 
 
 def source_of(options: TopOptions) -> LiveSource | PlayedSource:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from kvcache.watch.endpoint import ManagerWatch
 from kvcache.watched import Beside, LeaseRow, PageState, PullRow
 from scheduler_adapters.top import panels
 from scheduler_adapters.top.app import TopApp
+from scheduler_adapters.top.command import PROGRAM
 from scheduler_adapters.top.pagemap import COLOURS
 from scheduler_adapters.top.sources import LiveSource, PlayedSource
 from scheduler_adapters.top.view import Filter
@@ -333,6 +336,26 @@ watch = ManagerWatch(manager, sys.argv[1], name="child")
 print(watch.address, flush=True)
 time.sleep(600)
 """
+
+
+def test_a_browsers_program_ends_with_its_server_even_where_that_was_killed() -> None:
+    with closing(busy_manager()) as manager, closing(ManagerWatch(manager)) as watch:
+        child = subprocess.Popen(
+            [*PROGRAM, watch.address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"TEXTUAL_DRIVER": "textual.drivers.web_driver:WebDriver"},
+        )
+        try:
+            assert child.stdin is not None
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"__GANGLION__\n", "it runs"
+            child.stdin.close()
+            child.stdout.close()
+            assert child.wait(20) == 0
+        finally:
+            child.kill()
+            child.wait()
 
 
 def started(endpoint: str) -> tuple[subprocess.Popen[str], str]:
