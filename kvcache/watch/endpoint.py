@@ -5,6 +5,7 @@ takes milliseconds, which no step can spare, while reading beside the loop needs
 is safe). What only the loop can do, a recount, waits for it to call `attend`.
 """
 
+import logging
 import threading
 import time
 import weakref
@@ -29,10 +30,12 @@ from kvcache.watched import AskLook, Beside, CheckReport
 _WAKE_MS = 200  # between two looks at whether the watch is closed, or its manager is gone
 _SHARE = 0.25  # of the time, for looks, however many ask how often: they wait
 _LEAST_S = 0.05
+_FAILED_S = 1.0  # from a look that failed to the next one
 _FORGET_S = 10.0  # nobody has asked for so long: nothing is written down or kept any more
 _CHECK_SHARE = 0.1  # of the loop's time, for recounts
 _QUESTION_BYTES = 1 << 10
 _MOST_WAITING = 64  # answers that wait for one who does not take them; further ones are dropped
+_log = logging.getLogger("pagewire")
 _HERE = ("tcp://127.", "tcp://[::1]:", "tcp://localhost:", "ipc://", "inproc://")
 
 
@@ -69,10 +72,17 @@ class _WatchThread:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         while not self.closing.is_set() and self._all_of() is not None:
-            if poller.poll(_WAKE_MS):
-                self._answer()
-            elif self._book is not None and time.monotonic() - self._asked_at > _FORGET_S:
+            try:
+                if poller.poll(_WAKE_MS):
+                    self._answer()
+                elif self._book is not None and time.monotonic() - self._asked_at > _FORGET_S:
+                    self._forget()
+            except zmq.ContextTerminated:
+                break
+            except Exception:  # noqa: BLE001 - who asked asks again, and what was followed is begun anew
+                _log.exception("watch: a look failed")
                 self._forget()
+                self._due = time.monotonic() + _FAILED_S
         self._forget()
         self._socket.close(linger=200)
 

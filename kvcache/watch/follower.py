@@ -1,6 +1,6 @@
 """The other end of a watch: asks for looks, and has the cells of every pool as of the last one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
@@ -22,7 +22,6 @@ class Followed:
     Attributes:
         look: the last one; None before the first.
         cells: of each pool, uint32 `[num_pages + 1]`.
-        changed: whether a pool's cells have changed with the last look.
     """
 
     def __init__(self) -> None:
@@ -48,7 +47,7 @@ class Followed:
             raise WatchError(f"look {look.number} is a difference to look {look.base}, the last was {self.look.number}")
         if len(frames) != 1 + 2 * len(look.pools):
             raise WatchError(f"a look at {len(look.pools)} pools has {len(frames)} frames")
-        parts = [_changes(look, at, frames) for at in range(len(look.pools))]
+        parts = [_changes(look, at, frames, self.cells) for at in range(len(look.pools))]
         for pool, (pages, cells) in zip(look.pools, parts, strict=True):
             if pages.size:
                 self.cells[pool.name][pages] = cells
@@ -58,7 +57,7 @@ class Followed:
         return look
 
 
-def _changes(look: Look, at: int, frames: Sequence[Any]) -> tuple[Cells, Cells]:
+def _changes(look: Look, at: int, frames: Sequence[Any], known: Mapping[str, Cells]) -> tuple[Cells, Cells]:
     """The pages of a pool that have changed, and their cells: checked, as they index our memory."""
     pool = look.pools[at]
     try:
@@ -67,6 +66,7 @@ def _changes(look: Look, at: int, frames: Sequence[Any]) -> tuple[Cells, Cells]:
         raise WatchError(f"pool {pool.name!r}: {error}") from error
     whole = not pages.size and cells.size == pool.num_pages + 1
     partly = look.base and pages.size == cells.size and (not pages.size or int(pages.max()) <= pool.num_pages)
+    partly = partly and pool.name in known and known[pool.name].size == pool.num_pages + 1
     if not whole and not partly:
         raise WatchError(f"pool {pool.name!r} of {pool.num_pages} pages: {pages.size} pages, {cells.size} cells")
     return pages, cells
@@ -95,7 +95,7 @@ class WatchClient:
             raise WatchError(f"{shown(address)} cannot be watched: {error}") from error
 
     def ask(self, ask: AskLook) -> None:
-        """AskLook, where a question can be sent at all."""
+        """Send a question, where one can be sent at all."""
         with suppress(zmq.Again):
             self._socket.send(msgspec.msgpack.encode(ask), zmq.NOBLOCK)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import time
 from collections import Counter
+from contextlib import closing
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,7 +17,7 @@ from kvcache.errors import WatchError
 from kvcache.watch import endpoint
 from kvcache.watch.endpoint import ManagerWatch
 from kvcache.watch.follower import Followed, WatchClient
-from kvcache.watched import AskLook, Look, PageState, ages_of, states_of
+from kvcache.watched import AskLook, Beside, Look, PageState, ages_of, states_of
 from tests.kvcache.build import manager_of
 from tests.kvcache.moves import Moves, SeededChooser
 from tests.kvcache.watch.recount import assert_same
@@ -279,7 +281,12 @@ def test_what_is_no_look_changes_nothing() -> None:
     before = followed.cells["0"].copy()
     header = msgspec.msgpack.decode(whole[0], type=Look)
     difference = msgspec.msgpack.encode(msgspec.structs.replace(header, base=1, number=9))
-    far = np.array([65], np.uint32).tobytes()
+    near, far = (np.array([page], np.uint32).tobytes() for page in (64, 65))
+
+    def of_pool(**changes: Any) -> bytes:
+        pools = (msgspec.structs.replace(header.pools[0], **changes),)
+        return msgspec.msgpack.encode(msgspec.structs.replace(header, base=1, number=9, pools=pools))
+
     for frames, what in (
         ([], "no look"),
         ([b"\xc1"], "no look"),
@@ -287,6 +294,8 @@ def test_what_is_no_look_changes_nothing() -> None:
         ([whole[0], b"", b"1234"], "1 cells"),
         ([whole[0], b"", b"123"], "multiple"),
         ([difference, far, far], "1 pages, 1 cells"),
+        ([of_pool(name="unheard of"), near, near], "'unheard of' of 64 pages: 1 pages, 1 cells"),
+        ([of_pool(num_pages=100), near, near], "of 100 pages: 1 pages, 1 cells"),
         ([msgspec.msgpack.encode(msgspec.structs.replace(header, base=70, number=71)), b"", b""], "has not come|last"),
         ([msgspec.msgpack.encode(msgspec.structs.replace(header, base=1, incarnation="x")), b"", b""], "has not come"),
     ):
@@ -294,6 +303,27 @@ def test_what_is_no_look_changes_nothing() -> None:
             followed.apply(frames)
     assert np.array_equal(before, followed.cells["0"])
     watcher.close()
+
+
+def test_a_look_that_fails_costs_its_answer_and_neither_the_watch_nor_the_loop(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What others tell is read beside their own threads: a table may change while it is counted."""
+    monkeypatch.setattr(endpoint, "_FAILED_S", 0.0)
+    fails = [True]
+
+    def beside() -> Beside:
+        if fails:
+            raise RuntimeError("dictionary changed size during iteration")
+        return Beside()
+
+    with closing(manager_of(16, rows=4, dp=1)) as manager, closing(Watcher(manager, beside=beside)) as watcher:
+        watcher.client.ask(AskLook())
+        assert watcher.client.answer(0.3) is None
+        assert manager._replicas.each[0].pool.told is None, "nothing is written down for a look that is not made"
+        fails.clear()
+        assert watcher.look().pools[0].num_pages == 16
+    assert "a look failed" in caplog.text
 
 
 def test_a_socket_that_is_asked_by_two_tells_both() -> None:
