@@ -17,14 +17,17 @@ os.setsid()
 if os.fork():
     os._exit(0)
 os.fork()
-print(os.getpid(), flush=True)
+os.write(1, b"%d\\n" % os.getpid())  # at once: what is printed comes in parts where nothing is buffered
 time.sleep(60)
 """
+# It goes on when both have told who they are: who is ended before that tells nothing.
 TEST = """
-import subprocess, sys, time
+import pathlib, subprocess, sys, time
 def test_that_leaves_processes():
     with open({told!r}, "w") as file:
         subprocess.run([sys.executable, "-c", {escapes!r}], stdout=file, check=True)
+    while len(pathlib.Path({told!r}).read_text().split()) < 2:
+        time.sleep(0.01)
     {then}
 """
 
