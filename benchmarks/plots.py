@@ -139,7 +139,7 @@ def _draw_one(plot: Plot, rows: Sequence[Row], path: Path) -> None:
     for row in rows:
         lines.setdefault(plot.line(row), []).append((row[plot.x], row[plot.y]))
     figure, ((axes,),) = plots.figure(1)
-    drawn = [plots.Line(name, points) for name, points in lines.items()]
+    drawn = [plots.Curve(name, points) for name, points in lines.items()]
     plots.draw_lines(axes, drawn, title=plot.title, along=plot.along, up="µs")
     plots.save(figure, path)
 

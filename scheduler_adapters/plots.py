@@ -26,8 +26,8 @@ _LEAST_SPAN = 20.0  # of a log axis: what is flat is to look flat
 _OF_BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-class Line(NamedTuple):
-    """A line of a panel: its name, its points, and whose it is; `worst` goes with the line before it."""
+class Curve(NamedTuple):
+    """A curve of a panel: its name, its points, and whose it is; `worst` goes with the line before it."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -59,7 +59,7 @@ def figure(columns: int, heights: Sequence[float] = (1.0,)) -> tuple[Any, Sequen
 
 
 def draw_lines(
-    axes: Any, lines: Sequence[Line], *, title: str, along: str, up: str, logs: str = "xy", in_bytes: bool = False
+    axes: Any, lines: Sequence[Curve], *, title: str, along: str, up: str, logs: str = "xy", in_bytes: bool = False
 ) -> None:
     """Lines of one panel; `logs` names the axes that are logarithmic, `in_bytes`: what the x axis counts."""
     colours, peers, colour = iter(_OURS * 2), 0, _OURS[0]

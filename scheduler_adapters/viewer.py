@@ -10,7 +10,7 @@ from typing import Any
 
 from scheduler_adapters.arguments import option
 
-_PROGRAM = (sys.executable, "-m", "scheduler_adapters.cli", "top")
+PROGRAM = (sys.executable, "-m", "scheduler_adapters.cli", "top")
 _END_S = 5.0
 
 
@@ -27,7 +27,7 @@ def viewer(addresses: Sequence[str], where: str, more: Sequence[str] = ()) -> Ge
     Yields a function that tells whether somebody still looks.
     """
     told = [*addresses, *more, *(["--web"] if where == "web" else [])]
-    program = subprocess.Popen([*_PROGRAM, *told])  # noqa: S603  (our own)
+    program = subprocess.Popen([*PROGRAM, *told])  # noqa: S603  (our own)
     try:
         yield lambda: program.poll() is None
         program.wait()

@@ -38,13 +38,13 @@ def _most_pages(row: Row) -> int:
     return min(2048, (512 << 20) // row["page_bytes"])
 
 
-def _lines(rows: Sequence[Row], x: str) -> list[plots.Line]:
+def _lines(rows: Sequence[Row], x: str) -> list[plots.Curve]:
     lines: dict[str, dict[int, float]] = {}
     for row in rows:
         found = lines.setdefault(row["program"], {})
         found[row[x]] = max(row["gbps"], found.get(row[x], 0.0))
     roles: dict[str, plots.Role] = {SPUN: "ours", THREADED: "ours", LIMIT: "limit"}
-    return [plots.Line(name, [*lines[name].items()], roles.get(name, "peer")) for name in _BESIDE if name in lines]
+    return [plots.Curve(name, [*lines[name].items()], roles.get(name, "peer")) for name in _BESIDE if name in lines]
 
 
 def _bars(rows: Sequence[Row]) -> dict[str, dict[str, float]]:

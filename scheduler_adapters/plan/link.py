@@ -20,7 +20,7 @@ from transfer.plan.source_ranks import sources
 _PAGES = 8  # whose runs are counted; scattered, so that no two are one run
 
 
-class Pull(msgspec.Struct, frozen=True):
+class LinkLoad(msgspec.Struct, frozen=True):
     """What a request of some length asks of the link between prefill and decode, over all ranks together.
 
     Attributes:
@@ -55,7 +55,7 @@ class Target:
 
 def pulls(
     model: CachedModel, tps: tuple[int, int], page_size: int, lengths: Sequence[int], target: Target
-) -> Iterator[Pull]:
+) -> Iterator[LinkLoad]:
     """A request of each length, from a prefill replica of `tps[0]` ranks to a decode replica of `tps[1]`."""
     shapes = Counter[tuple[int, int, bool]]()  # layers of one shape lie in one page, whatever they look back to
     for one in model.paged:
@@ -76,7 +76,7 @@ def pulls(
         ahead = target.first_token_s - part * length / target.prefill_speed
         after = None if left <= 0 else 1 / left
         chunks = None if left <= 0 else max(1 / ahead, part / left)
-        yield Pull(
+        yield LinkLoad(
             length=length,
             bytes=size,
             runs=count,

@@ -6,7 +6,7 @@ import msgspec
 
 from scheduler_adapters.errors import PlanError
 from scheduler_adapters.plan.layers import CachedModel
-from scheduler_adapters.plan.link import Pull, Target, pulls
+from scheduler_adapters.plan.link import LinkLoad, Target, pulls
 from scheduler_adapters.plan.memory import Choice, MemoryAsked, choice, choices
 from scheduler_adapters.plan.options import PlanOptions
 from scheduler_adapters.plan.trace import TracePlan
@@ -36,7 +36,7 @@ class MemoryPlan(msgspec.Struct, frozen=True):
     choices: list[Choice]
     chosen: Choice
     prefill_tp: int
-    pulls: list[Pull]
+    pulls: list[LinkLoad]
     made_gbps: float  # that a prefill replica makes when it never rests; what is slower than this, computing beats
     trace: TracePlan | None = None
 

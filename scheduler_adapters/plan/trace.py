@@ -144,9 +144,9 @@ def draw(found: TracePlan, title: str, path: Path) -> None:
     every = [found.now, *found.others]
     now = found.now
 
-    def line(name: str, wanted: Callable[[TracePoint], bool], y: str = "hit_pct", **more: Any) -> plots.Line:
+    def line(name: str, wanted: Callable[[TracePoint], bool], y: str = "hit_pct", **more: Any) -> plots.Curve:
         chosen = [point for point in every if point is now or wanted(point)]
-        return plots.Line(name, [(point.bytes / 2**30, getattr(point, y)) for point in chosen], **more)
+        return plots.Curve(name, [(point.bytes / 2**30, getattr(point, y)) for point in chosen], **more)
 
     figure, ((axes,),) = plots.figure(1)
     plots.draw_lines(

@@ -86,10 +86,10 @@ def draw_capacities(rows: Sequence[Row], title: str, path: Path) -> None:
     """Hits against capacity, for each kind of hints, and the optimum. Raises as `write_plots`."""
     figure, ((axes,),) = plots.figure(1)
     first = [row for row in rows if row["hints"] == rows[0]["hints"]]
-    lines = [plots.Line("optimum", [(row["blocks"], row["optimum_pct"]) for row in first], "limit")]
+    lines = [plots.Curve("optimum", [(row["blocks"], row["optimum_pct"]) for row in first], "limit")]
     for kind in dict.fromkeys(row["hints"] for row in rows):
         points = [(row["blocks"], row["hit_pct"]) for row in rows if row["hints"] == kind]
-        lines.append(plots.Line(_LABELS.get(kind, f"hints {kind}"), points))
+        lines.append(plots.Curve(_LABELS.get(kind, f"hints {kind}"), points))
     plots.draw_lines(axes, lines, title=title, along="blocks of the pool", up="blocks hit, %", logs="x")
     plots.save(figure, path)
 
@@ -98,15 +98,15 @@ def draw_replicas(rows: Sequence[Row], title: str, path: Path) -> None:
     """Hits and balance of load against the number of replicas, for each rule. Raises as `write_plots`."""
     figure, ((hits, loads),) = plots.figure(2)
     counts, along = [row["replicas"] for row in rows], "replicas that share the pool"
-    found = [plots.Line("one pool", [(at, rows[0]["lru_pct"]) for at in (min(counts), max(counts))], "limit")]
-    balance: list[plots.Line] = []
+    found = [plots.Curve("one pool", [(at, rows[0]["lru_pct"]) for at in (min(counts), max(counts))], "limit")]
+    balance: list[plots.Curve] = []
     for rule in dict.fromkeys(row["routing"] for row in rows):
         line = [row for row in rows if row["routing"] == rule]
-        found.append(plots.Line(rule, [(row["replicas"], row["hit_pct"]) for row in line]))
+        found.append(plots.Curve(rule, [(row["replicas"], row["hit_pct"]) for row in line]))
         split = [row for row in line if row["window_load_mean"] is not None]
-        balance.append(plots.Line(rule, [(row["replicas"], row["window_load_mean"]) for row in split]))
+        balance.append(plots.Curve(rule, [(row["replicas"], row["window_load_mean"]) for row in split]))
         worst = [(row["replicas"], row["window_load_max"]) for row in split]
-        balance.append(plots.Line(f"{rule}, worst window", worst, "worst"))
+        balance.append(plots.Curve(f"{rule}, worst window", worst, "worst"))
     plots.draw_lines(hits, found, title=title, along=along, up="blocks hit, %", logs="x")
     hits.set_ylim(0, None)
     windows = f"Busiest replica's load, mean of windows of {WINDOW} requests (1 = even)"

@@ -112,7 +112,7 @@ def connect(endpoint: str, keyring: Keyring | None) -> Socket:
     return socket
 
 
-class _Connection(NamedTuple):
+class _PrefillSockets(NamedTuple):
     """To a prefill process: where messages go, what ZMQ tells of it, and whether the process is still there."""
 
     socket: Socket
@@ -175,7 +175,7 @@ class RoomClient:
     def __init__(self, keyring: Keyring | None, allowed: AllowedPeers) -> None:
         self._keyring = keyring
         self._allowed = allowed
-        self._connections: dict[str, _Connection] = {}
+        self._connections: dict[str, _PrefillSockets] = {}
 
     def send(self, address: str, message: FromDecode) -> str:
         """Sends, and returns why that was not possible; empty where it was."""
@@ -186,12 +186,12 @@ class RoomClient:
             return f"prefill at {address} cannot be asked: {error}"
         return ""
 
-    def _connect(self, address: str) -> _Connection:
+    def _connect(self, address: str) -> _PrefillSockets:
         self._allowed.check(address)
         socket = _dealer(address, self._keyring)
         monitor = monitor_of(socket, zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
         socket.connect(address)
-        made = self._connections[address] = _Connection(socket, monitor, Pulse(_context(), address, self._keyring))
+        made = self._connections[address] = _PrefillSockets(socket, monitor, Pulse(_context(), address, self._keyring))
         return made
 
     def received(self) -> Iterator[FromPrefill]:

@@ -8,7 +8,6 @@ import secrets
 import select
 import shlex
 import socket
-import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from kvcache.errors import WatchError
 from scheduler_adapters.arguments import small_file
 from scheduler_adapters.errors import MissingExtraError, ServiceError
 from scheduler_adapters.top.sources import LiveSource, PlayedSource
+from scheduler_adapters.viewer import PROGRAM
 from transfer.wire.keys import load_keyring
 from transfer.wire.secret import read_secret
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from scheduler_adapters.top.options import TopOptions
 
 COOKIE = "pagewire_top"
-PROGRAM = (sys.executable, "-m", "scheduler_adapters.cli", "top")
 
 
 class _WatchAddresses(msgspec.Struct):

@@ -78,7 +78,7 @@ def test_every_plot_of_the_committed_results_is_whole(saved: dict[str, list[str]
 
 def test_a_cut_title_would_be_noticed(saved: dict[str, list[str]], tmp_path: Path) -> None:
     made, ((axes, _),) = plots.figure(2)
-    plots.draw_lines(axes, [plots.Line("a", [(1, 2), (3, 4)])], title="short", along="x", up="y")
+    plots.draw_lines(axes, [plots.Curve("a", [(1, 2), (3, 4)])], title="short", along="x", up="y")
     axes.set_title("far too long for half of a figure, " * 6)
     plots.save(made, tmp_path / "cut.png")
     assert saved["cut.png"][0].startswith("cut: 'far too long")
@@ -87,11 +87,11 @@ def test_a_cut_title_would_be_noticed(saved: dict[str, list[str]], tmp_path: Pat
 def test_ticks_are_round_and_few() -> None:
     (made, ((axes,),)), (wide, ((other,),)) = plots.figure(1), plots.figure(1)
     sizes = [(1 << at, 3.0) for at in range(12, 25)]
-    plots.draw_lines(axes, [plots.Line("a", sizes)], title="", along="", up="", in_bytes=True)
+    plots.draw_lines(axes, [plots.Curve("a", sizes)], title="", along="", up="", in_bytes=True)
     assert [label.get_text() for label in axes.get_xticklabels()] == [
         *("4 KiB", "16 KiB", "64 KiB", "256 KiB", "1 MiB", "4 MiB", "16 MiB"),
     ]
-    plots.draw_lines(other, [plots.Line("a", [(37, 0.2), (9_000, 7_000)])], title="", along="", up="")
+    plots.draw_lines(other, [plots.Curve("a", [(37, 0.2), (9_000, 7_000)])], title="", along="", up="")
     assert [label.get_text() for label in other.get_xticklabels()] == [
         "50",
         "100",
@@ -107,7 +107,7 @@ def test_ticks_are_round_and_few() -> None:
     low, high = axes.get_ylim()
     assert high / low == pytest.approx(20), "what is flat looks flat"
     half, ((narrow, _),) = plots.figure(2)
-    plots.draw_lines(narrow, [plots.Line("a", sizes)], title="", along="", up="", in_bytes=True)
+    plots.draw_lines(narrow, [plots.Curve("a", sizes)], title="", along="", up="", in_bytes=True)
     assert len(narrow.get_xticks()) <= 5, "half as wide has half as many"
     for one in (made, wide, half):
         plots.pyplot().close(one)
@@ -117,7 +117,7 @@ def test_limits_and_peers_are_drawn_alike_and_ours_is_not() -> None:
     made, ((axes,),) = plots.figure(1)
     points = [(1.0, 1.0), (2.0, 2.0)]
     lines = [("us", "ours"), ("worst of us", "worst"), ("they", "peer"), ("others", "peer"), ("limit", "limit")]
-    plots.draw_lines(axes, [plots.Line(name, points, role) for name, role in lines], title="", along="", up="")  # type: ignore[arg-type]
+    plots.draw_lines(axes, [plots.Curve(name, points, role) for name, role in lines], title="", along="", up="")  # type: ignore[arg-type]
     us, worst, they, others, limit = axes.get_lines()
     assert us.get_color() == worst.get_color()
     assert (us.get_linestyle(), they.get_linestyle(), others.get_linestyle(), limit.get_linestyle()) == (
@@ -133,7 +133,7 @@ def test_limits_and_peers_are_drawn_alike_and_ours_is_not() -> None:
 def test_the_same_figures_give_the_same_bytes(tmp_path: Path) -> None:
     for name in ("a", "b"):
         made, ((axes,),) = plots.figure(1)
-        plots.draw_lines(axes, [plots.Line("line", [(1, 1), (10, 5)])], title="title", along="x", up="y")
+        plots.draw_lines(axes, [plots.Curve("line", [(1, 1), (10, 5)])], title="title", along="x", up="y")
         plots.mark(axes, 5, "here")
         plots.save(made, tmp_path / f"{name}.png")
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()

@@ -99,7 +99,7 @@ def looked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     path = tmp_path / "looked.json"
     program = tmp_path / "look.py"
     program.write_text(LOOKS.format(path=str(path)))
-    monkeypatch.setattr(viewer_module, "_PROGRAM", (sys.executable, str(program)))
+    monkeypatch.setattr(viewer_module, "PROGRAM", (sys.executable, str(program)))
     return path
 
 

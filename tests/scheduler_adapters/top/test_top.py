@@ -22,10 +22,10 @@ from kvcache.watch.endpoint import ManagerWatch
 from kvcache.watched import Beside, LeaseRow, PageState, PullRow
 from scheduler_adapters.top import panels
 from scheduler_adapters.top.app import TopApp
-from scheduler_adapters.top.command import PROGRAM
 from scheduler_adapters.top.pagemap import COLOURS
 from scheduler_adapters.top.sources import LiveSource, PlayedSource
 from scheduler_adapters.top.view import Filter
+from scheduler_adapters.viewer import PROGRAM
 from tests.kvcache.build import manager_of
 
 LEASE = LeaseRow(request_id="kept", pool="0", age_s=1.5, left_s=8.5, heard="1 of 2")
