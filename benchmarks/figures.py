@@ -84,6 +84,8 @@ STEPS = (
         (_alone("vllm_serve", " --repeats 4 --rounds 1"), 300),
         environment="vllm-serve",
     ),
+    Step("watch", ("watch",), _alone("watch"), 480, (_alone("watch", " --quick"), 180)),
+    Step("events", ("events",), _alone("events"), 480, (_alone("events", " --quick"), 150)),
     Step("tiers", ("tiers",), _alone("tiers"), 150, (_alone("tiers", " --quick"), 40)),
     Step("traces", _TRACES, _all(_TRACES), 420, (_all(_TRACES) + " --quick", 60)),
     Step(

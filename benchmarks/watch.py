@@ -1,12 +1,15 @@
 """What does `pagewire top` cost: the loop that is watched, the process around it, and the watcher?
 
-A loop that does nothing but decode steps for all of its requests, and takes a new prompt in place of an old one in
-every 16th step, over a pool whose other pages are idle: the model takes no time, so every share is an upper bound. It
-runs in turns, some seconds each: unwatched, watched by the drawn program at two looks a second, unwatched, and so on.
-The loop has one core, the thread that looks and the watcher have the other.
+A loop of decode steps for all of its requests, which takes a new prompt in place of an old one in every 16th step,
+over a pool whose other pages are idle. It runs in turns, some seconds each: unwatched, beside the drawn program that
+looks at another process of this size, and watched by that program, at two looks a second. The second is there because
+two cores of one chip are never quite two machines. The loop has one core, the threads that look and the watcher have
+the other. `model_ms` is what each step waits for its model: with 0 the loop does nothing but what is watched, and each
+share is an upper bound.
 
-`us_mean` is of all steps of the turns of a row, `us_max` the longest one; `cost` the mean against that of the unwatched
-turns. `look_ms` is the processor time of a look in the watched process; `thread_cpu`, `watcher_cpu`: shares of a core.
+`us_mean` is of what the steps of a row took but for the model, `us_max` the longest one. `cost` is what looking adds to
+the time of the loop, model and all: the mean against that of the turns beside the program. `look_ms` is the processor
+time of a look in the watched process; `thread_cpu`, `watcher_cpu`: shares of a core.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing, contextmanager
 
 import numpy as np
 
@@ -34,6 +38,8 @@ PAGE, PROMPT, LONGEST = 16, 512, 32_768
 UPDATES = 2.0
 TURNED_OVER = 16
 FORGET_S = 3.0
+MODELS_MS = (0.0, 10.0)
+SIDES = ("nobody looks", "somebody looks at another process", "two looks a second")
 
 
 def view(address: str, seconds: float) -> None:
@@ -83,14 +89,48 @@ class Loop:
         self._batch.update(self._tokens)
         self.manager.step(self._batch)
 
-    def turn(self, seconds: float) -> list[float]:
-        """Microseconds of each step for so long."""
+    def turn(self, seconds: float, model_s: float) -> list[float]:
+        """Microseconds of each step for so long, the model left out."""
         times, end = list[float](), time.monotonic() + seconds
         while time.monotonic() < end:
             begin = now()
             self.step()
             times.append((now() - begin) / 1e3)
+            if model_s:
+                time.sleep(model_s)
         return times
+
+
+def grown(pages: int, batch: int) -> tuple[PagedKVCacheManager, Prompts]:
+    """A manager whose pages are all in use or idle."""
+    manager, prompts = manager_of(pages, page_size=PAGE, rows=batch, max_seq_len=LONGEST), Prompts()
+    age(manager, prompts)
+    return manager, prompts
+
+
+def be_looked_at(pages: int, batch: int) -> None:
+    """Another process of this size, whose loop stands still, until its input ends."""
+    manager, prompts = grown(pages, batch)
+    kept = Loop(manager, prompts, batch)
+    with closing(ManagerWatch(kept.manager)) as watch:
+        print(watch.address, flush=True)
+        sys.stdin.read()
+
+
+@contextmanager
+def beside(pages: int, batch: int, cores: set[int]) -> Generator[str]:
+    """The address of such a process."""
+    with subprocess.Popen(  # noqa: S603  (our own)
+        [sys.executable, "-m", "benchmarks.watch", "--be-looked-at", str(pages), str(batch)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: os.sched_setaffinity(0, cores),  # noqa: PLW1509
+    ) as process:
+        if process.stdout is None:
+            raise RuntimeError("no output")
+        yield process.stdout.readline().strip()
+        process.communicate("")
 
 
 def looks(watch: ManagerWatch, count: int) -> tuple[float, int, int]:
@@ -110,64 +150,70 @@ def looks(watch: ManagerWatch, count: int) -> tuple[float, int, int]:
 
 def measure(pages: int, batch: int, turns: int, seconds: float) -> list[Row]:
     """The rows of one size."""
-    manager, prompts = manager_of(pages, page_size=PAGE, rows=batch, max_seq_len=LONGEST), Prompts()
-    age(manager, prompts)
-    loop = Loop(manager, prompts, batch)
-    with_watch: list[list[float]] = []
-    without: list[list[float]] = []
-    cpu: list[tuple[float, float]] = []
-    endpoint._FORGET_S = FORGET_S  # noqa: SLF001 - else a turn that is unwatched waits for ten seconds
-    watch = ManagerWatch(manager)
     other = sorted(os.sched_getaffinity(1))  # of init: all there are
     away = set(other) - os.sched_getaffinity(0) or set(other)
-    os.sched_setaffinity(watch._thread.native_id or 0, away)  # noqa: SLF001 - as above
-    settle()
-    loop.turn(1.0)
-    for _ in range(turns):
-        without.append(loop.turn(seconds))
-        cpu.append(_watched(loop, watch, away, seconds, with_watch))
-        time.sleep(FORGET_S + 1)  # nobody looks any more: what was kept for looks is forgotten
-    plain = [time for times in without for time in times]
-    seen = [time for times in with_watch for time in times]
-    look_ms, first, later = looks(watch, 5)
-    watch.close()
+    manager, prompts = grown(pages, batch)
+    loop = Loop(manager, prompts, batch)
+    endpoint._FORGET_S = FORGET_S  # noqa: SLF001 - else a turn that is unwatched waits for ten seconds
+    rows = list[Row]()
+    with closing(ManagerWatch(manager)) as watch, beside(pages, batch, away) as still:
+        os.sched_setaffinity(watch._thread.native_id or 0, away)  # noqa: SLF001 - as above
+        settle()
+        loop.turn(1.0, 0.0)
+        for model_ms in MODELS_MS:
+            found = _turns(loop, (still, watch.address), away, turns, seconds, model_ms / 1e3)
+            rows += _rows({"pages": pages, "batch": batch, "model_ms": model_ms}, *found)
+        look_ms, first, later = looks(watch, 5)
+        rows[-1].update(look_ms=round(look_ms, 2), thread_cpu=round(look_ms * UPDATES / 1e3, 4))
+        rows[-1].update(bytes_first=first, bytes_later=later)
     expect(manager.metrics.evictions > 0, "pages are evicted all the while")
-    shape = {"pages": pages, "batch": batch}
-    return [
-        {**shape, "loop": "nobody looks", **_of(plain), "cost": 0.0},
-        {
-            **shape,
-            "loop": "two looks a second",
-            **_of(seen),
-            "cost": round(statistics.mean(seen) / statistics.mean(plain) - 1, 4),
-            "look_ms": round(look_ms, 2),
-            "thread_cpu": round(look_ms * UPDATES / 1e3, 4),
-            "watcher_cpu": round(statistics.median(share for share, _ in cpu), 4),
-            "updates_a_second": round(statistics.median(rate for _, rate in cpu), 2),
-            "bytes_first": first,
-            "bytes_later": later,
-        },
-    ]
+    return rows
+
+
+def _turns(
+    loop: Loop, addresses: Sequence[str], away: set[int], turns: int, seconds: float, model_s: float
+) -> tuple[list[list[float]], list[tuple[float, float]]]:
+    """Times of unwatched turns, of those beside the program, of watched ones; and what the program took of a core."""
+    times: list[list[float]] = [[], [], []]
+    cpu = list[tuple[float, float]]()
+    for _ in range(turns):
+        times[0] += loop.turn(seconds, model_s)
+        for at, address in enumerate(addresses, 1):
+            more, took = _watched(loop, address, away, seconds, model_s)
+            times[at] += more
+            cpu.append(took)
+            time.sleep(FORGET_S + 1)  # nobody looks any more: what was kept for looks is forgotten
+    return times, cpu[1::2]
+
+
+def _rows(shape: Row, times: Sequence[Sequence[float]], cpu: Sequence[tuple[float, float]]) -> list[Row]:
+    rows: list[Row] = [{**shape, "loop": name, **_of(some)} for name, some in zip(SIDES, times, strict=True)]
+    without, seen = (statistics.mean(some) / 1e3 + shape["model_ms"] for some in times[1:])
+    rows[-1].update(
+        cost=round(seen / without - 1, 4),
+        watcher_cpu=round(statistics.median(share for share, _ in cpu), 4),
+        updates_a_second=round(statistics.median(rate for _, rate in cpu), 2),
+    )
+    return rows
 
 
 def _watched(
-    loop: Loop, watch: ManagerWatch, away: set[int], seconds: float, found: list[list[float]]
-) -> tuple[float, float]:
-    """A turn while the drawn program looks: its share of a core, and its updates a second."""
-    command = [sys.executable, "-m", "benchmarks.watch", "--view", watch.address, str(seconds + 2)]
+    loop: Loop, address: str, away: set[int], seconds: float, model_s: float
+) -> tuple[list[float], tuple[float, float]]:
+    """A turn while the drawn program looks there: its share of a core, and its updates a second."""
     program = subprocess.Popen(  # noqa: S603  (our own)
-        command,
+        [sys.executable, "-m", "benchmarks.watch", "--view", address, str(seconds + 2)],
         stdout=subprocess.PIPE,
         text=True,
         preexec_fn=lambda: os.sched_setaffinity(0, away),  # noqa: PLW1509
     )
     if program.stdout is None or program.stdout.readline() != "ready\n":
         raise RuntimeError("the watcher did not start")
-    loop.turn(1.0)  # its first look is over
-    found.append(loop.turn(seconds))
+    loop.turn(1.0, model_s)  # its first look is over
+    times = loop.turn(seconds, model_s)
     used, updates = program.stdout.readline().split()
     program.communicate()
-    return float(used) / (seconds + 2), int(updates) / (seconds + 2)
+    return times, (float(used) / (seconds + 2), int(updates) / (seconds + 2))
 
 
 def _of(times: Sequence[float]) -> Row:
@@ -184,6 +230,9 @@ def main() -> None:
     """Measure and report."""
     if "--view" in sys.argv:
         view(sys.argv[-2], float(sys.argv[-1]))
+        return
+    if "--be-looked-at" in sys.argv:
+        be_looked_at(int(sys.argv[-2]), int(sys.argv[-1]))
         return
     chosen = options(__doc__)
     pin()
