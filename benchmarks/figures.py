@@ -85,7 +85,7 @@ STEPS = (
         environment="vllm-serve",
     ),
     Step("watch", ("watch",), _alone("watch"), 480, (_alone("watch", " --quick"), 180)),
-    Step("events", ("events",), _alone("events"), 480, (_alone("events", " --quick"), 150)),
+    Step("events", ("events",), _alone("events"), 300, (_alone("events", " --quick"), 150)),
     Step("tiers", ("tiers",), _alone("tiers"), 150, (_alone("tiers", " --quick"), 40)),
     Step("traces", _TRACES, _all(_TRACES), 420, (_all(_TRACES) + " --quick", 60)),
     Step(
