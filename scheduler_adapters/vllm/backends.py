@@ -7,6 +7,8 @@ written here of those that are known `proof.py` tries on the tensors themselves.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -55,17 +57,23 @@ class Contents:
         text: names it: both sides of a transfer must say the same.
         whole_pages: only the backend knows what lies where in a head of a page.
         columns: a head of a page has all keys, a column for each token, and then all values, a row for each.
+        states: shape and dtype of each state that a page of bytes holds, in their order.
     """
 
     text: str
     whole_pages: bool = False
     columns: bool = False
+    states: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
 
     def tensors(self, where: str, cache: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
         """A layer's tensor `[pages, heads, tokens, content]` as a transfer takes it.
 
         Where there are columns it is two, keys and values, each `[pages, heads, tokens, dim]`, over the same memory.
+        Where there are states it is one of each, `[pages, *shape]`: vLLM registers bytes, `[pages, 1, 1, content]`,
+        that hold the states of a layer one after another and then nothing.
         """
+        if self.states:
+            return _cut_states(where, cache, self.states)
         if not self.columns:
             return cache
         pages, heads, tokens, content = cache.shape
@@ -78,6 +86,22 @@ class Contents:
         shape, outer, start = (pages, heads, tokens, dim), cache.stride()[:2], cache.storage_offset()
         keys = cache.as_strided(shape, (*outer, 1, tokens), start)
         return [keys, cache.as_strided(shape, (*outer, dim, 1), start + tokens * dim)]
+
+
+def _cut_states(
+    where: str, cache: torch.Tensor, states: Sequence[tuple[tuple[int, ...], torch.dtype]]
+) -> list[torch.Tensor]:
+    ends = list(itertools.accumulate(math.prod(shape) * dtype.itemsize for shape, dtype in states))
+    if cache.ndim != 4 or cache.shape[1:3] != (1, 1) or cache.element_size() != 1 or cache.shape[3] < ends[-1]:
+        raise InvalidEngineError(
+            f"{where}: a tensor of shape {list(cache.shape)} and {cache.dtype}; "
+            f"{ends[-1]} bytes of states are expected in each page"
+        )
+    pages = cache[:, 0, 0]
+    return [
+        pages[:, begin:end].view(dtype).unflatten(1, shape)
+        for (shape, dtype), begin, end in zip(states, [0, *ends], ends, strict=False)
+    ]
 
 
 def layers_of(where: str, vllm_config: VllmConfig, names: Sequence[str]) -> dict[str, Any]:
@@ -106,7 +130,8 @@ def _contents(
     if type(spec) is MambaSpec:
         if backend.is_ssm():
             shapes = " and ".join("x".join(map(str, shape)) for shape in spec.shapes)
-            return Contents(f"states {shapes} of {backend.get_name()}")
+            states = tuple((tuple(shape), dtype) for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
+            return Contents(f"states {shapes} of {backend.get_name()}", states=states)
     elif type(spec) in {MLAAttentionSpec, SlidingWindowMLASpec}:
         if known in _LATENTS:
             return Contents("a latent of each token")

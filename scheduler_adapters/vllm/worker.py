@@ -47,7 +47,7 @@ class WorkerSide:
         """Takes the tensors of this rank's layers, and starts to serve and to read."""
         moved = self._kv_cache_config.transfer_group_index_by_layer
         caches = {name: cache for name, cache in kv_caches.items() if name in moved}  # others share one of these
-        pages = {name: cache.shape[2] for name, cache in caches.items() if not isinstance(cache, (list, tuple))}
+        pages = {name: cache.shape[2] for name, cache in caches.items()}
         config = worker_config(self._vllm_config, self._kv_cache_config, pages)
         moved_as = self._as_moved(caches, pages)
         self._prove(config, moved_as)
@@ -59,7 +59,7 @@ class WorkerSide:
             thread.replica.timed = self._vllm_config.observability_config.otlp_traces_endpoint is not None
 
     def _as_moved(self, caches: Mapping[str, Any], pages: Mapping[str, int]) -> dict[str, Cache]:
-        """The tensors of attention layers as keys and values lie in them; those of states as they come."""
+        """The tensors of layers as keys and values, or states, lie in them."""
         found: dict[str, Cache] = dict(caches)
         for number, group in enumerate(self._kv_cache_config.transfer_groups):
             where, names = f"cache group {number}", [name for name in group.layer_names if name in pages]

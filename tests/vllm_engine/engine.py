@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from vllm.config import (
@@ -32,6 +33,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.attention.backend import AttentionBackend
@@ -48,6 +50,7 @@ from transfer.connector.config import share
 
 LAYERS, HEAD_DIM = 2, 16
 STATES = ((6, 3), (4, 5))  # of one rank and layer: what a convolution keeps, and the state proper
+STATE_DTYPES = (torch.float16, torch.float32)
 OURS = ("PagewireConnector", "scheduler_adapters.vllm")
 _FIRST, _TOKENS = 1000, 1000
 
@@ -149,7 +152,7 @@ def make_cache_config(shape: Shape) -> KVCacheConfig:
         for group, window in enumerate(shape.windows)
     ]
     if shape.states:
-        spec = MambaSpec(block_size=1024, shapes=STATES, dtypes=(torch.float16, torch.float32))
+        spec = MambaSpec(block_size=1024, shapes=STATES, dtypes=STATE_DTYPES)
         groups.append(KVCacheGroupSpec([_mixer(layer) for layer in range(LAYERS)], spec))
     return KVCacheConfig(num_blocks=shape.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
@@ -273,6 +276,7 @@ class Engine:
         )
         self.workers: list[Any] = []
         self.caches: list[dict[str, Any]] = []
+        self.mixers: list[dict[int, Any]] = []  # with states of their own, as vLLM cuts them out of the bytes
         for rank in range(shape.tp_size):
             ranked = make_config(model, role, engine_id, shape, rank, start)
             self.add_rank(
@@ -304,15 +308,19 @@ class Engine:
             for group in caches.kv_cache_groups[: len(shape.windows)]
             for index, name in enumerate(group.layer_names)
         }
-        for layer in range(LAYERS if shape.states else 0):
-            conv, state = (torch.zeros(shape.blocks, *part) for part in STATES)
-            views[_mixer(layer)] = [conv.to(torch.float16), state]
+        mixers: dict[int, Any] = {}
+        for layer in range(LAYERS if shape.states else 0):  # bytes, padded to the size of an attention layer's page
+            views[_mixer(layer)] = torch.zeros(shape.blocks, 1, 1, tensors[0][0].nbytes, dtype=torch.int8)
+            mixer = SimpleNamespace(get_state_shape=lambda: STATES, get_state_dtype=lambda: STATE_DTYPES)
+            MambaBase.bind_kv_cache(cast("Any", mixer), views[_mixer(layer)])
+            mixers[layer] = mixer
         for name, layer in config.compilation_config.static_forward_context.items():
             layer.kv_cache = views[name]
         worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, caches)
         worker.register_kv_caches(views)
         self.workers.append(worker)
         self.caches.append(views)
+        self.mixers.append(mixers)
 
     @property
     def free_blocks(self) -> int:
@@ -370,13 +378,14 @@ class Engine:
                         slots = table[seen // size] * size + seen % size
                         total += look(self._kernel.read(cache, slots)[:, owned], seen)
             if self.shape.states:
-                total += self._recur(caches, tables[-1][-1], tokens[end - count : end].tolist(), rank, end == count)
+                ran = tokens[end - count : end].tolist()
+                total += self._recur(self.mixers[rank], tables[-1][-1], ran, rank, end == count)
         return [_FIRST + total % _TOKENS] if is_last else []
 
-    def _recur(self, caches: dict[str, Any], block: int, tokens: list[int], rank: int, is_first: bool) -> int:
+    def _recur(self, mixers: dict[int, Any], block: int, tokens: list[int], rank: int, is_first: bool) -> int:
         total = 0
         for layer in range(LAYERS):
-            state = [part[block] for part in caches[_mixer(layer)]]
+            state = [part[block] for part in mixers[layer].kv_cache]
             if is_first:  # blocks come as others left them
                 for part in state:
                     part.zero_()

@@ -36,6 +36,7 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
 )
 
+from scheduler_adapters.vllm.backends import contents_of
 from scheduler_adapters.vllm.config import worker_config
 from tests.vllm_engine import engine
 from tests.vllm_engine.engine import Engine, Kernel, Layer, Shape, expected_tokens, make_config, model_dir, run_until
@@ -207,3 +208,27 @@ def test_tiles_are_not_moved_to_other_pages(
     (message,) = {record.getMessage() for record in caplog.records if "'d'" in record.getMessage()}
     assert all(text in message for text in differ), "the values of both sides are named"
     assert_empty(prefill, decode)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((4, 1, 1, 8479), torch.int8),
+        ((4, 1, 2, 8480), torch.int8),
+        ((4, 8480), torch.int8),
+        ((4, 1, 1, 8480), torch.half),
+    ],
+    ids=["too short", "of two tokens", "no axes", "no bytes"],
+)
+def test_bytes_that_do_not_hold_the_states_are_refused(
+    tmp_path: Path, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    config = make_config(model_dir(tmp_path, 4), "kv_producer", "engine", Shape(), 0)
+    config.compilation_config.static_forward_context["layers.0"] = Layer(Mamba2AttentionBackend)
+    contents = contents_of("group 0", config, ["layers.0"], STATE, 64)
+    whole = torch.arange(4 * 8500, dtype=torch.int32).to(torch.int8).view(4, 1, 1, 8500)
+    conv, state = contents.tensors("group 0", whole)
+    assert (conv.shape, state.shape) == ((4, 48, 3), (4, 8, 16, 16))
+    assert torch.equal(state[1].reshape(-1).view(torch.int8), whole[1, 0, 0, 288:8480])
+    with pytest.raises(InvalidEngineError, match="8480 bytes of states are expected"):
+        contents.tensors("group 0", torch.zeros(shape, dtype=dtype))

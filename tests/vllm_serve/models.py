@@ -63,14 +63,15 @@ def _deepseek() -> Any:
     )  # fmt: skip
 
 
-def _bamba() -> Any:
-    """Layers with recurrent states, and one with attention among them."""
-    from transformers import BambaConfig, BambaForCausalLM
+def _granite() -> Any:
+    """Layers with recurrent states (Mamba 2) and with attention in turn. vLLM has no Bamba any more since 0.23."""
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 
-    return BambaForCausalLM(
-        BambaConfig(
-            **_COMMON, num_key_value_heads=2, attn_layer_indices=[1, 3], mamba_n_heads=4, mamba_d_head=64,
-            mamba_n_groups=1, mamba_d_state=16, mamba_expand=2,
+    return GraniteMoeHybridForCausalLM(
+        GraniteMoeHybridConfig(
+            **_COMMON, num_key_value_heads=2, layer_types=["mamba", "attention"] * 2, position_embedding_type="rope",
+            mamba_n_heads=4, mamba_d_head=64, mamba_n_groups=1, mamba_d_state=16, mamba_expand=2, num_local_experts=0,
+            num_experts_per_tok=0, shared_intermediate_size=384,
         )
     )  # fmt: skip
 
@@ -81,7 +82,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "mistral": _mistral,
     "gemma3": _gemma3,
     "deepseek": _deepseek,
-    "bamba": _bamba,
+    "granite": _granite,
 }
 
 

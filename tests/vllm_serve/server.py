@@ -56,6 +56,7 @@ class Settings:
         connector: of `kv_transfer_config`; none where empty.
         extra: of `kv_connector_extra_config`.
         max_tokens: of a request.
+        prefix_cache: vLLM's own.
     """
 
     model: Path
@@ -68,6 +69,7 @@ class Settings:
     connector: str = json.dumps(OURS)
     extra: str = json.dumps({"kv_lease_duration": LEASE})
     max_tokens: int = 2048
+    prefix_cache: bool = True
 
     @property
     def arguments(self) -> list[str]:
@@ -89,6 +91,8 @@ class Settings:
                 transfer.setdefault("kv_connector_extra_config", json.loads(self.extra))
             found["--kv-transfer-config"] = json.dumps(transfer)
         plain = ["--enforce-eager", "--disable-uvicorn-access-log"]
+        if not self.prefix_cache:
+            plain.append("--no-enable-prefix-caching")
         return [*plain, *(str(part) for pair in found.items() for part in pair)]
 
 

@@ -28,6 +28,8 @@ _SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 _DEPENDS_ON_ITS_BATCH = {"deepseek"}
 """Plain vLLM 0.32 on a CPU gives a prompt other tokens in a batch than alone (and others than transformers)."""
+_WITHOUT_PREFIX_CACHE = {"granite"}
+"""With it vLLM 0.32 on a CPU ends in its Mamba 2 layer at prompts of more than a chunk, with no connector too."""
 _OFTEN = ("32 to 32", "32 to 64", "64 to 32")
 
 
@@ -35,7 +37,7 @@ def _cells() -> list[Any]:
     """What runs each time, and what takes a night: starts are what costs."""
     found = [pytest.param("llama", shape, marks=[] if shape in _OFTEN else pytest.mark.long) for shape in _SHAPES]
     found += [pytest.param("gemma3", shape, marks=[] if shape == "32 to 64" else pytest.mark.long) for shape in _OFTEN]
-    for name in ("qwen3", "mistral", "deepseek", "bamba"):
+    for name in ("qwen3", "mistral", "deepseek", "granite"):
         found += [pytest.param(name, shape, marks=pytest.mark.long) for shape in _OFTEN]
     return found
 
@@ -54,7 +56,8 @@ def test_tokens_are_those_of_plain_vllm(
 ) -> None:
     target = model(name)
     tokens = expected(target)
-    prefill, decode = (replace(Settings(target), **changes) for changes in _SHAPES[shape])
+    settings = Settings(target, prefix_cache=name not in _WITHOUT_PREFIX_CACHE)
+    prefill, decode = (replace(settings, **changes) for changes in _SHAPES[shape])
     pair: Pair = servers.pair(prefill, decode)
     pair.forget()
     logged = [len(server.text) for server in pair.both]  # the pair is shared with tests of refusals
