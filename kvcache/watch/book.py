@@ -1,56 +1,39 @@
-"""`WatchBook`: makes looks of a manager's replicas and the host tier, and remembers when each cell has changed."""
+"""`WatchBook`: makes looks of some pools, and remembers when each cell has changed."""
 
 import secrets
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.metrics import KVCacheMetrics
-from kvcache.pool.pages import PagePool
-from kvcache.replica.replica import Replica
-from kvcache.watch.cells import Holding, OwnerNumbers, leased, pool_cells, quarantined, replica_cells
 from kvcache.watch.log import EvictionBook, PoolLog, PrefixTree
+from kvcache.watch.pools import WatchedPool
 from kvcache.watched import Beside, Cells, CheckReport, Look, Owners, PageState, PoolLook, TreeRow
 
 _TREE_ROWS = 64
 _TREE_SHARE = 0.03  # of the time, for the tree of each pool
+_AT_ONCE = 512  # entries of the loop that are applied, in a millisecond; then the interpreter is the loop's
+_PAUSE_S = 1e-4
 _MOST_CHANGED = 0.4  # of a pool's cells; beyond that it is told whole, which is shorter
 
 Frames = list[NDArray[np.uint32]]
 
 
-class Watched(Protocol):
-    """What a watch reads of a manager: its replicas, and the pool of its host tier where it has one."""
-
-    @property
-    def replicas(self) -> list[Replica]: ...
-    @property
-    def host(self) -> PagePool | None: ...
-    @property
-    def metrics(self) -> KVCacheMetrics: ...
-
-
 class PoolBook:
     """The cells of one pool as of the last look, and of each the look in which it came to be so."""
 
-    def __init__(self, name: str, pool: PagePool, replica: Replica | None) -> None:
-        self.name, self.pool, self.replica = name, pool, replica
-        self.numbers = OwnerNumbers(0 if replica is None else len(replica.rows.request_ids))
-        self.log, self.tree = PoolLog(pool), PrefixTree(pool)
-        self.cells: Cells = np.zeros(pool.num_pages + 1, np.uint32)
-        self._changed: Cells = np.zeros(pool.num_pages + 1, np.uint32)
+    def __init__(self, watched: WatchedPool) -> None:
+        self.watched, self.name, self.pool = watched, watched.name, watched.pool
+        self.log, self.tree = PoolLog(self.pool), PrefixTree(self.pool)
+        self.cells: Cells = np.zeros(self.pool.num_pages + 1, np.uint32)
+        self._changed: Cells = np.zeros(self.pool.num_pages + 1, np.uint32)
         self._tree_rows: tuple[TreeRow, ...] = ()
         self._tree_at = 0.0
 
-    def read(self) -> Cells:
-        """The cells now."""
-        return pool_cells(self.pool) if self.replica is None else replica_cells(self.replica, self.numbers)
-
     def update(self, number: int) -> None:
-        cells = self.read()
+        cells = self.watched.cells()
         self._changed[cells != self.cells] = number
         self.cells = cells
 
@@ -65,16 +48,16 @@ class PoolBook:
     def take(self, evictions: EvictionBook) -> None:
         """Apply what the loop has written down."""
         self.log.begin()
-        for entry in self.log.take():
-            evictions.apply(self.name, entry)
-            self.tree.apply(entry)
+        for _ in range(0, len(self.log), _AT_ONCE):
+            entries = self.log.take(_AT_ONCE)
+            evictions.apply(self.name, entries)
+            self.tree.apply(entries)
+            time.sleep(_PAUSE_S)
 
     def plant(self) -> None:
-        """The tree begins with what the rows have."""
-        if self.replica is not None:
-            rows = self.replica.rows
-            for row in np.flatnonzero(rows.committed).tolist():
-                self.tree.add_row(rows.table[row, : rows.committed[row]].copy())
+        """The tree begins with what the requests have that run."""
+        for pages in self.watched.prefixes():
+            self.tree.add_row(pages)
 
     def tree_rows(self) -> tuple[TreeRow, ...]:
         """The largest parts of the tree. A large tree is looked at less often."""
@@ -86,25 +69,35 @@ class PoolBook:
 
 
 class WatchBook:
-    """Looks at a manager, as long as somebody asks for them.
+    """Looks at pools, as long as somebody asks for them.
 
-    `beside` tells what others know. Only the thread that looks uses it.
+    `sizes` are a page's tokens and bytes, `beside` tells what others know. Only the thread that looks uses it.
     """
 
-    def __init__(self, name: str, watched: Watched, sizes: tuple[int, int], beside: Callable[[], Beside]) -> None:
+    def __init__(
+        self,
+        name: str,
+        pools: Sequence[WatchedPool],
+        sizes: tuple[int, int],
+        metrics: Callable[[], KVCacheMetrics],
+        beside: Callable[[], Beside],
+    ) -> None:
         self.incarnation = secrets.token_hex(8)
         self.number = 0
         self.cost_s = 0.0  # processor time of the last look
         self.check: tuple[float, CheckReport] | None = None  # when it was made
         self._name, self._sizes, self._beside = name, sizes, beside
-        self._metrics = lambda: watched.metrics
+        self._metrics = metrics
         self._evictions = EvictionBook()
-        self._pools = [PoolBook(str(at), replica.pool, replica) for at, replica in enumerate(watched.replicas)]
-        if watched.host is not None:
-            self._pools.append(PoolBook("host", watched.host, None))
+        self._pools = [PoolBook(pool) for pool in pools]
         for pool in self._pools:
             pool.log.begin()
             pool.plant()
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether a pool is another one by now."""
+        return any(one.pool is not one.watched.pool for one in self._pools)
 
     def forget(self) -> None:
         """Nobody looks any more: nothing is written down from now on."""
@@ -154,9 +147,8 @@ class WatchBook:
     def _owners(self, beside: Beside) -> Owners:
         columns: list[list[object]] = [[] for _ in Owners.__struct_fields__]
         for pool in self._pools:
-            if pool.replica is not None:
-                for column, values in zip(columns, _rows_of(pool, beside.phases), strict=True):
-                    column.extend(values)
+            for column, values in zip(columns, pool.watched.owners(beside.phases), strict=True):
+                column.extend(values)
         known = set(columns[1])
         for request_id, phase in beside.phases.items():
             if request_id not in known:
@@ -173,35 +165,3 @@ def counted(cells: Cells) -> tuple[int, ...]:
 
 def _totals(metrics: KVCacheMetrics) -> dict[str, float]:
     return {name: float(getattr(metrics, name)) for name in metrics.__struct_fields__}
-
-
-def _rows_of(pool: PoolBook, phases: dict[str, str]) -> tuple[list[object], ...]:
-    """The columns of `Owners`, of the requests of a replica, then of what leases and imports hold of released ones."""
-    replica = pool.replica
-    if replica is None:
-        return ()
-    rows = replica.rows
-    pairs = list(rows.row_of.items())
-    at = np.array([row for _, row in pairs], np.int64)
-    names = [request_id for request_id, _ in pairs]
-    salts = [replica.salt(row) for _, row in pairs]
-    pages, tokens, prompts = rows.num_pages[at], rows.cached[at], np.maximum(rows.prompt[at], 0)
-    own = np.where(pages == 0, "waiting", np.where(tokens < prompts, "prompt", "decoding")).tolist()
-    pending = {one.request_id for one in list(replica.imports.of_row.values())}
-    told = [
-        phases.get(name) or ("importing" if name in pending else phase) for name, phase in zip(names, own, strict=True)
-    ]
-    kept: list[tuple[str, Holding]] = [(phases.get(one.request_id, "leased"), one) for one in leased(replica)]
-    kept += [("quarantined", one) for one in quarantined(replica)]
-    holdings = [one for _, one in kept]
-    extra = len(kept)
-    return (
-        [*(at + 1).tolist(), *pool.numbers.of(holdings)],
-        [*names, *(one.request_id for one in holdings)],
-        [*salts, *[""] * extra],
-        [*told, *(phase for phase, _ in kept)],
-        [pool.name] * (len(names) + extra),
-        [*pages.tolist(), *(len(one.pages) for one in holdings)],
-        [*tokens.tolist(), *[0] * extra],
-        [*prompts.tolist(), *[0] * extra],
-    )

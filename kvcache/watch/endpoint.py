@@ -1,4 +1,4 @@
-"""`ManagerWatch`: answers who watches a manager, in a thread of its own.
+"""`Watch`: answers who watches some pools, in a thread of its own. `ManagerWatch`: those of a manager.
 
 A look is made when somebody asks for it, by this thread and not by the loop: a copy of the arrays of 4 million pages
 takes milliseconds, which no step can spare, while reading beside the loop needs nothing of it (`cells.py` says why that
@@ -20,11 +20,9 @@ from kvcache.arguments import shown
 from kvcache.errors import InvalidParamsError, InvariantError
 from kvcache.manager import PagedKVCacheManager
 from kvcache.metrics import KVCacheMetrics
-from kvcache.pool.pages import PagePool
-from kvcache.replica.replica import Replica
 from kvcache.replicas import Replicas
 from kvcache.watch.book import WatchBook, counted
-from kvcache.watch.cells import OwnerNumbers, replica_cells
+from kvcache.watch.pools import WatchedPool, pools_of
 from kvcache.watched import AskLook, Beside, CheckReport
 
 _WAKE_MS = 200  # between two looks at whether the watch is closed, or its manager is gone
@@ -39,31 +37,15 @@ _log = logging.getLogger("pagewire")
 _HERE = ("tcp://127.", "tcp://[::1]:", "tcp://localhost:", "ipc://", "inproc://")
 
 
-class _ReplicasView:
-    """The replicas and the host tier of a manager, as `WatchBook` reads them."""
-
-    def __init__(self, all_of: Replicas) -> None:
-        self.replicas: list[Replica] = all_of.each
-        self.host: PagePool | None = None if all_of.tiers is None else all_of.tiers.host.pool
-        self._all_of = weakref.ref(all_of)
-
-    @property
-    def metrics(self) -> KVCacheMetrics:
-        all_of = self._all_of()
-        return KVCacheMetrics() if all_of is None else all_of.metrics
-
-
 class _WatchThread:
-    """What the thread runs; a manager that is forgotten without being closed ends it."""
+    """What the thread runs; an owner of pools that is forgotten without being closed ends it."""
 
-    def __init__(
-        self, socket: "zmq.Socket[bytes]", all_of: Replicas, make_book: Callable[[_ReplicasView], WatchBook]
-    ) -> None:
+    def __init__(self, socket: "zmq.Socket[bytes]", owner: object, make_book: Callable[[Any], WatchBook]) -> None:
         self.closing = threading.Event()
         self.check_asked = False
         self.checked: tuple[float, CheckReport] | None = None
         self._socket = socket
-        self._all_of = weakref.ref(all_of)
+        self._owner = weakref.ref(owner)
         self._make_book = make_book
         self._book: WatchBook | None = None
         self._asked_at = self._due = 0.0
@@ -71,7 +53,7 @@ class _WatchThread:
     def run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        while not self.closing.is_set() and self._all_of() is not None:
+        while not self.closing.is_set() and self._owner() is not None:
             try:
                 if poller.poll(_WAKE_MS):
                     self._answer()
@@ -98,11 +80,13 @@ class _WatchThread:
         except (msgspec.DecodeError, UnicodeDecodeError):
             return  # who does not speak as we do gets no answer
         self._asked_at = time.monotonic()
-        book, all_of = self._book, self._all_of()
+        if self._book is not None and self._book.is_outdated:
+            self._forget()
+        book, owner = self._book, self._owner()
         if book is None:
-            if all_of is None:
+            if owner is None:
                 return
-            book = self._book = self._make_book(_ReplicasView(all_of))
+            book = self._book = self._make_book(owner)
         self.check_asked |= ask.check
         time.sleep(max(0.0, self._due - self._asked_at))
         started = time.thread_time()
@@ -117,10 +101,65 @@ class _WatchThread:
         self._due = time.monotonic() + max(_LEAST_S, book.cost_s * (1 / _SHARE - 1))
 
 
-class ManagerWatch:
-    """Tells who asks what every page of a manager is doing: `pagewire top ADDRESS` shows it.
+class Watch:
+    """Tells who asks what every page of some pools is doing: `pagewire top ADDRESS` shows it.
 
     It costs the loop nothing while nobody asks. Requests are named, tokens are not.
+
+    Args:
+        owner: watched until `close`, or until it is forgotten: nothing that the thread keeps may have it.
+        make_book: makes a book of the owner, for the thread.
+        recount: recounts everything in the loop's thread; `InvariantError` where the books do not agree.
+        pools: those to count after that.
+        endpoint: bound; of this host alone without `secure`. Port 0: any free one, see `address`.
+        secure: prepares the socket before it is bound: `Keyring.secure_server` of `transfer` turns CURVE on.
+
+    Raises `InvalidParamsError` where the endpoint cannot be bound, and what `secure` raises.
+    """
+
+    def __init__(
+        self,
+        owner: object,
+        make_book: Callable[[Any], WatchBook],
+        recount: Callable[[], None],
+        pools: Callable[[], list[WatchedPool]],
+        endpoint: str,
+        secure: Callable[[Any], None] | None,
+    ) -> None:
+        self._recount, self._pools = recount, pools
+        self._check_due = 0.0
+        socket = _bound(endpoint, secure)
+        self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self._worker = _WatchThread(socket, owner, make_book)
+        self._thread = threading.Thread(target=self._worker.run, name="pagewire-watch", daemon=True)
+        self._thread.start()
+
+    def attend(self) -> None:
+        """Called by the loop between two steps: recounts everything where somebody who watches has asked for it.
+
+        Else it costs a look at a flag. A recount takes as long as `check`; recounts have a tenth of the time at most.
+        """
+        if not self._worker.check_asked or time.monotonic() < self._check_due:
+            return
+        started, error = time.monotonic(), ""
+        try:
+            self._recount()
+        except InvariantError as wrong:
+            error = str(wrong)
+        seconds = time.monotonic() - started
+        self._check_due = started + seconds / _CHECK_SHARE
+        counts = {one.name: counted(one.cells()) for one in self._pools()}
+        self._worker.check_asked = False
+        self._worker.checked = (started, CheckReport(age_s=0.0, seconds=seconds, error=error, counts=counts))
+
+    def close(self) -> None:
+        """End the thread, and close the socket. Safe twice."""
+        self._worker.closing.set()
+        self._thread.join(2.0)
+
+
+class ManagerWatch(Watch):
+    """`Watch` of a manager.
 
     Args:
         manager: watched until `close`, or until it is forgotten.
@@ -143,39 +182,16 @@ class ManagerWatch:
         beside: Callable[[], Beside] = Beside,
     ) -> None:
         all_of = manager._replicas  # noqa: SLF001  # pyright: ignore[reportPrivateUsage] - the manager's own watch
-        self._manager = manager
-        self._check_due = 0.0
-        page_bytes = manager.params.bytes_per_token(manager.num_layers) * manager.page_size
-        sizes = manager.page_size, page_bytes
-        socket = _bound(endpoint, secure)
-        self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        self._worker = _WatchThread(socket, all_of, lambda view: WatchBook(name, view, sizes, beside))
-        self._thread = threading.Thread(target=self._worker.run, name="pagewire-watch", daemon=True)
-        self._thread.start()
+        sizes = manager.page_size, manager.params.bytes_per_token(manager.num_layers) * manager.page_size
+        found = weakref.ref(all_of)
 
-    def attend(self) -> None:
-        """Called by the loop between two steps: recounts everything where somebody who watches has asked for it.
+        def metrics() -> KVCacheMetrics:
+            return KVCacheMetrics() if (alive := found()) is None else alive.metrics
 
-        Else it costs a look at a flag. A recount takes as long as `check`; recounts have a tenth of the time at most.
-        """
-        if not self._worker.check_asked or time.monotonic() < self._check_due:
-            return
-        started, error = time.monotonic(), ""
-        try:
-            self._manager.check()
-        except InvariantError as wrong:
-            error = str(wrong)
-        seconds = time.monotonic() - started
-        self._check_due = started + seconds / _CHECK_SHARE
-        replicas = self._manager._replicas.each  # noqa: SLF001  # pyright: ignore[reportPrivateUsage] - as above
-        counts = {str(at): counted(replica_cells(one, OwnerNumbers(0))) for at, one in enumerate(replicas)}
-        self._worker.check_asked = False
-        self._worker.checked = (started, CheckReport(age_s=0.0, seconds=seconds, error=error, counts=counts))
+        def make_book(owner: Replicas) -> WatchBook:
+            return WatchBook(name, pools_of(owner), sizes, metrics, beside)
 
-    def close(self) -> None:
-        """End the thread, and close the socket. Safe twice."""
-        self._worker.closing.set()
-        self._thread.join(2.0)
+        super().__init__(all_of, make_book, manager.check, lambda: pools_of(all_of), endpoint, secure)
 
 
 def _bound(endpoint: str, secure: Callable[[Any], None] | None) -> "zmq.Socket[bytes]":

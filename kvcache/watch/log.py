@@ -1,9 +1,10 @@
 """What the loop writes down of a pool while somebody watches, and what follows: evictions, and the prefix tree."""
 
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,21 +12,28 @@ from numpy.typing import NDArray
 from kvcache.pool.pages import PagePool
 from kvcache.watched import EvictionRow, TreeRow
 
+Words: TypeAlias = NDArray[np.uint64]
+
 _ENTRIES = 1 << 15  # that wait for the thread; beyond that the oldest are lost
 _EVICTED = 1 << 16  # pages of which it is seen that they are asked for again
 _SHOWN = 32
 _SPREAD_S = 0.25  # evictions of one reason within this time are shown as one
+_PUBLISHED = -1  # in place of the number of an eviction
+_NO_WORDS = np.zeros(0, np.uint64)
 REASONS = ("LRU", "hint", "quota", "reset")  # the first three as `HintedOrder.reasons` has them
 
 
 class PoolEntry(NamedTuple):
-    """Something that happened to pages; `words` name their content, `more` is as `pool.pages.PageNews` has it."""
+    """Something that happened to pages, whose content `words` name; `more` is as `pool.pages.PageNews` has it.
+
+    Of pages that were found there are no words: nobody asks.
+    """
 
     what: str
     at: float
     pages: NDArray[np.int32]
     more: NDArray[Any] | None
-    words: NDArray[np.uint64]
+    words: Words
 
 
 class PoolLog:
@@ -45,18 +53,24 @@ class PoolLog:
         self._pool.idle.explains = False
         self._entries.clear()
 
-    def take(self) -> list[PoolEntry]:
-        return [self._entries.popleft() for _ in range(len(self._entries))]
+    def take(self, most: int) -> list[PoolEntry]:
+        """The oldest entries, in order; they are no longer here."""
+        return [self._entries.popleft() for _ in range(min(most, len(self._entries)))]
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
     def _note(self, what: str, pages: NDArray[np.int32], more: NDArray[Any] | None) -> None:
         # An evicted page keeps its digest until it is published again.
-        self._entries.append(PoolEntry(what, time.monotonic(), pages, more, self._pool.index.words_of(pages)))
+        words = _NO_WORDS if what == "found" else self._pool.index.words_of(pages)
+        self._entries.append(PoolEntry(what, time.monotonic(), pages, more, words))
 
 
 @dataclass(slots=True)
 class _Evicted:
     """Pages that were evicted together, and how many of them were published again."""
 
+    number: int
     at: float
     pool: str
     reason: str
@@ -66,37 +80,71 @@ class _Evicted:
 
 
 class EvictionBook:
-    """The last evictions of all pools, and which of their pages were asked for again."""
+    """The last evictions of all pools, and which of their pages were asked for again.
+
+    The loop writes a thousand entries between two looks, and no dict is as cheap as it would have to be, for each page,
+    while the loop waits for the interpreter: so many entries are applied at once, by a sort that lets the loop go on.
+    """
 
     def __init__(self) -> None:
         self.pages: Counter[str] = Counter()  # by reason
         self.again: Counter[str] = Counter()
         self._last: deque[_Evicted] = deque(maxlen=_SHOWN)
-        self._of_word: OrderedDict[int, _Evicted] = OrderedDict()
+        self._latest: dict[tuple[str, str], _Evicted] = {}  # by pool and reason
+        self._count = 0  # evictions, which are numbered
+        # Of the last pages that were evicted, and not published since: words, ascending, and numbers of evictions.
+        self._words = _NO_WORDS
+        self._numbers: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._by_number: dict[int, _Evicted] = {}
 
-    def apply(self, pool: str, entry: PoolEntry) -> None:
-        if entry.what == "published":
-            for word in entry.words.tolist() if self._of_word else ():
-                if (found := self._of_word.pop(word, None)) is not None:
-                    found.again += 1
-                    self.again[found.reason] += 1
-        elif entry.what != "found":
-            codes = np.zeros(len(entry.pages), np.uint8) if entry.more is None else entry.more
-            if entry.what == "reset":
-                codes = np.full(len(entry.pages), len(REASONS) - 1)
-            for code in set(codes.tolist()):
-                self._book(pool, REASONS[code], entry.at, entry.words[codes == code].tolist())
+    def apply(self, pool: str, entries: Sequence[PoolEntry]) -> None:
+        """Book what has happened to pages of a pool."""
+        words, numbers = list[Words](), list[int]()
+        for entry in entries:
+            if entry.what == "published":
+                words.append(entry.words)
+                numbers.append(_PUBLISHED)
+            elif entry.what != "found":
+                for reason, evicted in _by_reason(entry):
+                    words.append(evicted[-_EVICTED:])
+                    numbers.append(self._book(pool, reason, entry.at, evicted))
+        if numbers and (self._words.size or max(numbers) != _PUBLISHED):
+            lengths = [len(some) for some in words]
+            self._count_again(np.concatenate(words), np.repeat(np.array(numbers, np.int64), lengths))
 
-    def _book(self, pool: str, reason: str, at: float, words: list[int]) -> None:
-        group = next((one for one in reversed(self._last) if (one.pool, one.reason) == (pool, reason)), None)
-        if group is None or at - group.at > _SPREAD_S:
-            group = _Evicted(at, pool, reason, f"{words[0]:016x}")
-            self._last.append(group)
-        group.pages += len(words)
+    def _book(self, pool: str, reason: str, at: float, words: Words) -> int:
+        one = self._latest.get((pool, reason))
+        if one is None or at - one.at > _SPREAD_S:
+            one = self._latest[pool, reason] = _Evicted(self._count, at, pool, reason, f"{int(words[0]):016x}")
+            self._by_number[one.number] = one
+            self._last.append(one)
+            self._count += 1
+        one.pages += len(words)
         self.pages[reason] += len(words)
-        self._of_word.update(dict.fromkeys(words[-_EVICTED:], group))
-        while len(self._of_word) > _EVICTED:
-            self._of_word.popitem(last=False)
+        return one.number
+
+    def _count_again(self, words: Words, numbers: NDArray[np.int64]) -> None:
+        """Of each word in turn: evicted by the eviction of that number, or published.
+
+        Behind those that are known, and sorted by word without a change of order, each stands behind what happened to
+        the same content before it.
+        """
+        words, numbers = np.concatenate((self._words, words)), np.concatenate((self._numbers, numbers))
+        order = np.argsort(words, kind="stable")
+        words, numbers = words[order], numbers[order]
+        follows, is_evicted = words[1:] == words[:-1], numbers != _PUBLISHED
+        again = numbers[:-1][follows & is_evicted[:-1] & ~is_evicted[1:]]
+        for number, count in zip(*(each.tolist() for each in np.unique(again, return_counts=True)), strict=True):
+            one = self._by_number[number]
+            one.again += count
+            self.again[one.reason] += count
+        is_evicted[:-1] &= ~follows
+        self._words, self._numbers = words[is_evicted], numbers[is_evicted]
+        if len(self._words) > _EVICTED:
+            youngest = np.sort(np.argpartition(self._numbers, -_EVICTED)[-_EVICTED:])
+            self._words, self._numbers = self._words[youngest], self._numbers[youngest]
+        known = {*np.unique(self._numbers).tolist(), *(one.number for one in self._latest.values())}
+        self._by_number = {number: self._by_number[number] for number in known}
 
     def rows(self) -> tuple[EvictionRow, ...]:
         """The last first."""
@@ -112,6 +160,18 @@ class EvictionBook:
             )
             for one in reversed(self._last)
         )
+
+
+def _by_reason(entry: PoolEntry) -> list[tuple[str, Words]]:
+    """The words of what was evicted, by the reason; nearly always there is one."""
+    if not entry.words.size:
+        return []
+    if entry.what == "reset" or entry.more is None:
+        return [("reset" if entry.what == "reset" else "LRU", entry.words)]
+    codes = set(entry.more.tolist())
+    if len(codes) == 1:
+        return [(REASONS[codes.pop()], entry.words)]
+    return [(REASONS[code], entry.words[entry.more == code]) for code in codes]
 
 
 class PrefixTree:
@@ -131,17 +191,30 @@ class PrefixTree:
     def add_row(self, pages: NDArray[np.int32]) -> None:
         """Published pages of a request, from its first on, that was there before anybody watched."""
         new = self._born[pages] == 0
-        self._plant(pages[new], np.concatenate((pages[:1] * 0, pages[:-1]))[new])
+        self._plant(pages[new], np.concatenate((pages[:1] * 0, pages[:-1]))[new], self._clock)
 
-    def apply(self, entry: PoolEntry) -> None:
-        if entry.what == "found":
-            self._hits[entry.pages] += 1
-        elif entry.what == "published" and entry.more is not None:
-            self._clock += 1
-            self._plant(entry.pages, entry.more)
+    def apply(self, entries: Sequence[PoolEntry]) -> None:
+        """Take up what has happened, many entries at once: of a page that is published twice the last one counts."""
+        found, found_at = list[NDArray[np.int32]](), list[int]()
+        pages, parents, born = list[NDArray[np.int32]](), list[NDArray[Any]](), list[int]()
+        for entry in entries:
+            if entry.what == "found":
+                found.append(entry.pages)
+                found_at.append(self._clock)
+            elif entry.what == "published" and entry.more is not None:
+                self._clock += 1
+                pages.append(entry.pages)
+                parents.append(entry.more)
+                born.append(self._clock)
+        if pages:
+            self._plant(np.concatenate(pages), np.concatenate(parents), _each(born, pages))
+        if found:
+            # What was found before it was published for the last time was something else.
+            hits, at = np.concatenate(found), _each(found_at, found)
+            np.add.at(self._hits, hits[at >= self._born[hits]], np.uint32(1))
 
-    def _plant(self, pages: NDArray[np.int32], parents: NDArray[np.int32]) -> None:
-        self._parent[pages], self._born[pages], self._hits[pages] = parents, self._clock, 0
+    def _plant(self, pages: NDArray[np.int32], parents: NDArray[Any], born: NDArray[np.uint32] | int) -> None:
+        self._parent[pages], self._born[pages], self._hits[pages] = parents, born, 0
 
     def rows(self, pool: str, most: int) -> tuple[TreeRow, ...]:
         """The parts between branchings that have the most pages, with those that follow; each after its parent."""
@@ -169,6 +242,11 @@ class PrefixTree:
                 heads[chosen].tolist(), before[chosen].tolist(), self._hits[heads[chosen]].tolist(), strict=True
             )
         )
+
+
+def _each(clocks: list[int], pages: list[NDArray[np.int32]]) -> NDArray[np.uint32]:
+    """The clock of each entry, once for each of its pages."""
+    return np.repeat(np.array(clocks, np.uint32), [len(some) for some in pages])
 
 
 def _with_below(heads: NDArray[np.intp], before: NDArray[np.int32], own: NDArray[np.intp]) -> NDArray[np.intp]:

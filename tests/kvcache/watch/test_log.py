@@ -1,0 +1,118 @@
+"""Many entries of a pool's log, applied at once, come to what they come to one after the other."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict
+
+import numpy as np
+import pytest
+
+from kvcache.pool.pages import PagePool
+from kvcache.watch import log
+from kvcache.watch.log import REASONS, EvictionBook, PoolEntry, PrefixTree
+
+PAGES, WORDS = 24, 40
+
+
+def entry(rng: random.Random, at: float) -> PoolEntry:
+    """Something that happens to some pages of a small pool, whose words come again and again."""
+    what = rng.choice(("evicted", "evicted", "published", "published", "found", "reset"))
+    pages = np.array(rng.sample(range(1, PAGES + 1), rng.randrange(5)), np.int32)
+    more = None
+    if what == "published":
+        more = np.array([rng.randrange(PAGES + 1) for _ in pages], np.int32)
+    elif what == "evicted" and rng.random() < 0.5:
+        more = np.array([rng.randrange(rng.choice((1, 3))) for _ in pages], np.uint8)
+    return PoolEntry(what, at, pages, more, np.array(rng.sample(range(WORDS), len(pages)), np.uint64))
+
+
+def batches(rng: random.Random, count: int) -> list[tuple[str, list[PoolEntry]]]:
+    """Entries of two pools, as looks take them."""
+    clock, found = 100.0, list[tuple[str, list[PoolEntry]]]()
+    for _ in range(count):
+        clock += rng.choice((0.0, 0.1, 1.0))
+        found.append((rng.choice(("0", "1")), [entry(rng, clock) for _ in range(rng.randrange(8))]))
+    return found
+
+
+class OneByOne:
+    """What the entries come to, one page after the other."""
+
+    def __init__(self) -> None:
+        self.pages: Counter[str] = Counter()
+        self.again: Counter[str] = Counter()
+        self.groups = list[tuple[float, str, str, list[int]]]()  # when, the pool, the reason, pages and those again
+        self.of_word: OrderedDict[int, int] = OrderedDict()
+
+    def apply(self, pool: str, one: PoolEntry) -> None:
+        for at, word in enumerate(one.words.tolist()):
+            if one.what == "published":
+                if word in self.of_word:
+                    _, _, reason, counts = self.groups[self.of_word.pop(word)]
+                    counts[1] += 1
+                    self.again[reason] += 1
+            elif one.what != "found":
+                code = 0 if one.more is None else int(one.more[at])
+                reason = "reset" if one.what == "reset" else REASONS[code]
+                self.pages[reason] += 1
+                group = self.group(pool, reason, one.at)
+                self.groups[group][3][0] += 1
+                self.of_word[word] = group
+
+    def group(self, pool: str, reason: str, at: float) -> int:
+        mine = [number for number, one in enumerate(self.groups) if one[1:3] == (pool, reason)]
+        if not mine or at - self.groups[mine[-1]][0] > 0.25:
+            self.groups.append((at, pool, reason, [0, 0]))
+            return len(self.groups) - 1
+        return mine[-1]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_evictions_of_many_entries_are_those_of_each(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "_SHOWN", 10_000)
+    book, wanted = EvictionBook(), OneByOne()
+    for pool, entries in batches(random.Random(seed), 60):
+        book.apply(pool, entries)
+        for one in entries:
+            wanted.apply(pool, one)
+        assert (book.pages, book.again) == (wanted.pages, wanted.again)
+        rows = {(row.pool, row.reason, row.pages, row.again) for row in book.rows()}
+        assert rows == {(pool, reason, *counts) for _, pool, reason, counts in wanted.groups}
+    assert sum(wanted.again.values()) > 20, "or the states are too tame"
+
+
+def test_of_the_oldest_evictions_it_is_not_seen_that_their_pages_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "_EVICTED", 8)
+    book = EvictionBook()
+    pages, words = np.arange(1, 7, dtype=np.int32), np.arange(18, dtype=np.uint64).reshape(3, 6)[::-1].copy()
+    for number in range(3):
+        book.apply("0", [PoolEntry("evicted", 10.0 * number, pages, None, words[number])])
+    for number, again in enumerate((0, 2, 6)):
+        book.apply("0", [PoolEntry("published", 40.0, pages, pages * 0, words[number])])
+        assert [row.again for row in reversed(book.rows())][number] == again
+    assert book.again == {"LRU": 8}
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_tree_of_many_entries_is_that_of_each(seed: int) -> None:
+    pool = PagePool(PAGES, 2)
+    whole, single = PrefixTree(pool), PrefixTree(pool)
+    parent, order, hits = [0] * (PAGES + 1), [0] * (PAGES + 1), [0] * (PAGES + 1)
+    clock = 0
+    for _, entries in batches(random.Random(seed), 40):
+        whole.apply(entries)
+        for one in entries:
+            single.apply([one])
+            if one.what == "published" and one.more is not None:
+                clock += 1
+                for page, before in zip(one.pages.tolist(), one.more.tolist(), strict=True):
+                    parent[page], order[page], hits[page] = before, clock, 0
+            elif one.what == "found":
+                for page in one.pages.tolist():
+                    hits[page] += 1
+    for tree in (whole, single):
+        assert tree._parent.tolist() == parent
+        assert tree._hits.tolist() == hits
+        assert [max(0, born - 1) for born in tree._born.tolist()] == order
+    assert any(hits), "or the states are too tame"
