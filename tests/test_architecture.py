@@ -73,7 +73,7 @@ ROOMS: dict[str, set[str]] = {
         *("kvcache values", "kvcache.watch", "transfer.wire", "scheduler_adapters values"),
     },
     "scheduler_adapters.sglang": {
-        *("kvcache values", "kvcache.pool", "kvcache.replica"),
+        *("kvcache values", "kvcache.pool", "kvcache.replica", "kvcache.watch"),
         *("transfer values", "transfer.wire", "transfer.pull", "transfer.connector", "scheduler_adapters.service"),
     },
     "scheduler_adapters.vllm": {"transfer values", "transfer.wire", "transfer.connector"},

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
     from kvcache.params import HashAlgorithm
+    from kvcache.watch.endpoint import Watch
 
     Pages = NDArray[np.int32]
     Digests = NDArray[np.uint64]
@@ -135,6 +136,7 @@ class PagewireCache(BasePrefixCache):
         self._offsets = torch.arange(self.page_size, device=self.device)
         self._hashed: weakref.WeakKeyDictionary[Req, _HashedIds] = weakref.WeakKeyDictionary()
         self._events = self.kv_events = event_recorder(params)  # SGLang takes them out by that name
+        self.watch: Watch | None = None
         self.reset()
         if params.enable_metrics:
             self.init_metrics_collector()
@@ -153,6 +155,8 @@ class PagewireCache(BasePrefixCache):
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """The longest cached prefix of a key, whole pages of it."""
+        if self.watch is not None:
+            self.watch.attend()
         prefix = self._find(params.key, params.req)
         return MatchResult(
             device_prefix_len=len(prefix.pages) * self.page_size,
@@ -189,6 +193,10 @@ class PagewireCache(BasePrefixCache):
         new = ~duplicate
         new[:protected] = False
         record_stored(self._events, req, hashed.tokens, digests, new)
+        if (told := self._pool.told) is not None:
+            if protected and not req.kv.cache_inserted_len:
+                told("found", kept[:protected], None)
+            told("published", kept[new], np.concatenate((kept[:1] * 0, kept[:-1]))[new])
         if duplicate.any():
             self.req_to_token_pool.write((req.kv.req_pool_idx, slice(0, len(kept) * self.page_size)), self._slots(kept))
             self._give_back(own[duplicate])
@@ -260,10 +268,26 @@ class PagewireCache(BasePrefixCache):
         published = np.flatnonzero(pool.index.published)
         if len(published) != self._published:
             raise InvariantError(f"{len(published)} pages are published, {self._published} counted")
-        free = self._free_pages()
+        free = self.free_pages()
         both = np.intersect1d(published, free)
         if both.size:
             raise InvariantError(f"page {both[0]} is cached here, and free at SGLang")
+
+    # ---- read by who watches, in another thread
+
+    @property
+    def pool(self) -> PagePool:
+        """The pages and their index: others after each `reset`."""
+        return self._pool
+
+    def free_pages(self) -> Pages:
+        """The pages that SGLang has free."""
+        allocator: Any = self.token_to_kv_pool_allocator
+        return allocator.get_all_free_pages().cpu().numpy()
+
+    def requests(self) -> list[Req]:
+        """Those that have asked for their prefix, and are not forgotten yet."""
+        return [req for ref in self._hashed.keyrefs() if (req := ref()) is not None]
 
     # ---- inside
 
@@ -326,7 +350,3 @@ class PagewireCache(BasePrefixCache):
     def _slots(self, pages: Pages) -> torch.Tensor:
         first = torch.from_numpy(pages.astype(np.int64)).to(self.device) * self.page_size
         return (first[:, None] + self._offsets).reshape(-1)
-
-    def _free_pages(self) -> Any:
-        allocator: Any = self.token_to_kv_pool_allocator
-        return allocator.get_all_free_pages().cpu().numpy()

@@ -33,8 +33,12 @@ def register() -> None:
 
 def _build(context: TreeCacheBuildContext) -> BasePrefixCache:
     from scheduler_adapters.sglang.cache import build  # noqa: PLC0415  (heavy: torch and the whole index)
+    from scheduler_adapters.sglang.settings import read_settings  # noqa: PLC0415
+    from scheduler_adapters.sglang.watch import watch  # noqa: PLC0415
 
-    return build(context)
+    cache = build(context)
+    watch(cache, read_settings())
+    return cache
 
 
 def _register_transfer() -> None:

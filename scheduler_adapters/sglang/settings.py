@@ -23,12 +23,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         allowed_peers: addresses, networks and host names of prefill, with commas; the own host is among them.
         lease_s: seconds that prefill keeps pages without a word of decode.
         load_s: seconds until a read fails by itself.
+        watch: where `pagewire top` may ask for the pages of our cache, as `ManagerWatch` has it; empty: nowhere.
     """
 
     secret: str = ""
     allowed_peers: str = ""
     lease_s: float = _TIMING.lease
     load_s: float = _TIMING.load
+    watch: str = ""
 
     @property
     def timing(self) -> Timing:

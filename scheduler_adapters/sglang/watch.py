@@ -1,0 +1,122 @@
+"""`pagewire top` over our cache in SGLang's scheduler: the pages of SGLang's pool, cached or in use, and whose.
+
+The cache's own books say which page is cached, and how soon it is evicted; SGLang's say which page is free, and its
+rows which request has the others. These two are tensors, read in the thread of the watch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from sglang.srt.runtime_context import get_parallel
+
+from kvcache.metrics import KVCacheMetrics
+from kvcache.watch.book import WatchBook
+from kvcache.watch.cells import pool_cells
+from kvcache.watch.endpoint import Watch
+from kvcache.watched import OWNER_SHIFT, STATE_BITS, Beside, Cells, PageState
+from scheduler_adapters.sglang.cache import PagewireCache
+from scheduler_adapters.sglang.settings import Settings
+from transfer.pull.start import fleet_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from numpy.typing import NDArray
+    from sglang.srt.managers.schedule_batch import Req
+
+    from kvcache.pool.pages import PagePool
+    from kvcache.watch.pools import OwnerColumns
+
+    Row = tuple[Req, int, NDArray[np.int32]]  # a request, the number of its row, and the pages in it
+
+logger = logging.getLogger("pagewire.sglang")
+
+
+def watch(cache: object, settings: Settings) -> None:
+    """Begin to answer who watches, where `PAGEWIRE_WATCH` says so: one of the ranks that have the same pages.
+
+    Raises what `Watch` raises, where the endpoint cannot be bound.
+    """
+    if not settings.watch or not isinstance(cache, PagewireCache) or get_parallel().attn_tp_rank:
+        return
+    keyring = fleet_keys("SGLang", settings.secret)[1]
+    secure = None if keyring is None else keyring.secure_server
+    allocator: Any = cache.token_to_kv_pool_allocator
+    page_bytes = int(np.sum(allocator.get_kvcache().get_kv_size_bytes())) // allocator.size * cache.page_size
+    name, sizes, found = f"sglang-{os.getpid()}", (cache.page_size, page_bytes), weakref.ref(cache)
+
+    def metrics() -> KVCacheMetrics:
+        return KVCacheMetrics() if (alive := found()) is None else KVCacheMetrics(evictions=alive.pool.evictions)
+
+    def make_book(owner: PagewireCache) -> WatchBook:
+        return WatchBook(name, [CachePool(owner)], sizes, metrics, Beside)
+
+    made = Watch(cache, make_book, cache.check, lambda: [CachePool(cache)], settings.watch, secure)
+    cache.watch = made
+    logger.info("pagewire top %s shows the pages of this scheduler", made.address)
+
+
+class CachePool:
+    """What a watch reads of the cache, and of SGLang's rows and free pages."""
+
+    name = "0"
+
+    def __init__(self, cache: PagewireCache) -> None:
+        self._cache: PagewireCache = weakref.proxy(cache)
+
+    @property
+    def pool(self) -> PagePool:
+        """Another one after each `reset`."""
+        return self._cache.pool
+
+    def cells(self) -> Cells:
+        """To our pool each page that is not cached is held, by SGLang: there it is free, or of a request."""
+        pool = self.pool
+        cells = pool_cells(pool)
+        free = self._cache.free_pages()
+        cells[free[~pool.index.published[free]]] = PageState.FREE
+        for _, row, pages in self._rows():
+            held = pages[cells[pages] & STATE_BITS == PageState.HELD]
+            held = held[cells[held] >> OWNER_SHIFT == 0]
+            cells[held] |= np.uint32(row + 1 << OWNER_SHIFT)
+        return cells
+
+    def owners(self, phases: Mapping[str, str]) -> OwnerColumns:
+        """The requests that have rows, and those that wait for one."""
+        rows = {id(req): (row + 1, len(pages)) for req, row, pages in self._rows()}
+        known = [req for req in self._cache.requests() if id(req) in rows or not req.finished()]
+        each = [rows.get(id(req), (0, 0)) for req in known]
+        own = [
+            "decoding" if req.output_ids else "prompt" if row else "waiting"
+            for req, (row, _) in zip(known, each, strict=True)
+        ]
+        return (
+            [row for row, _ in each],
+            [req.rid for req in known],
+            [req.cache_salt or "" for req in known],
+            [phases.get(req.rid) or phase for req, phase in zip(known, own, strict=True)],
+            [self.name] * len(known),
+            [pages for _, pages in each],
+            [req.kv.kv_committed_len for req in known],
+            [len(req.origin_input_ids) for req in known],
+        )
+
+    def prefixes(self) -> Iterable[NDArray[np.int32]]:
+        """Of each request with a row those of its pages that are cached."""
+        return [pages[: req.kv.cache_protected_len // self._cache.page_size] for req, _, pages in self._rows()]
+
+    def _rows(self) -> list[Row]:
+        size, table = self._cache.page_size, self._cache.req_to_token_pool.req_to_token
+        has = [(req, req.kv.req_pool_idx, req.kv.kv_allocated_len) for req in self._cache.requests()]
+        found = [(req, row, tokens) for req, row, tokens in has if row is not None and tokens]
+        if not found:
+            return []
+        # One copy of all of them: the table may be on a GPU.
+        slots = table[[row for _, row, _ in found], : max(tokens for _, _, tokens in found) : size]
+        pages = (slots // size).cpu().numpy()
+        return [(req, row, pages[at, : -(-tokens // size)]) for at, (req, row, tokens) in enumerate(found)]
