@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from scheduler_adapters.top.options import TopOptions
 
 COOKIE = "pagewire_top"
+# Textual's page asks another host for a font, and shows nothing before that has answered: in a closed network, never.
+_ONLY_OURS = "default-src 'self' 'unsafe-inline' data:; connect-src 'self' ws: wss:"
 
 
 class _WatchAddresses(msgspec.Struct):
@@ -127,8 +129,10 @@ class TokenServer(Server):
         if not any(_same(one, self._token) for one in (brought, request.cookies.get(COOKIE, ""))):
             raise web.HTTPForbidden(text="pagewire top: the address with its token is needed\n")
         response = await handler(request)
-        if brought and not response.prepared:
-            response.set_cookie(COOKIE, self._token, httponly=True, samesite="Strict")
+        if not response.prepared:
+            response.headers["Content-Security-Policy"] = _ONLY_OURS
+            if brought:
+                response.set_cookie(COOKIE, self._token, httponly=True, samesite="Strict")
         return response
 
     async def on_startup(self, app: Any) -> None:

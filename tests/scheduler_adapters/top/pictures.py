@@ -1,7 +1,8 @@
 """The pictures in `docs/top.md`: `python -m tests.scheduler_adapters.top.pictures FOLDER [CHROMIUM]`.
 
-The demo's processes under faults, and a pool of four million pages, drawn as `pagewire top` draws them and exported by
-Textual; and the former as a real browser shows them, where the path of one is given.
+Processes of the service under faults, and a pool of four million pages, drawn as `pagewire top` draws them and exported
+by Textual. Where the path of a Chromium is given, that browser opens, without a screen, the address that `pagewire demo
+--top web --chaos 7` prints, and that of the large pool.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -44,7 +46,7 @@ def picture(addresses: list[str], path: Path, keys: list[str], seconds: float) -
     asyncio.run(run())
 
 
-def demo(folder: Path, chromium: str | None) -> None:
+def small(folder: Path) -> None:
     """Two processes and misbehaving transfers, with requests of several tenants all the while."""
     config = ServerConfig(
         model=None, seed=0, page_size=16, cache_bytes=3 << 20, max_seq_len=1024, max_requests=8, token_budget=128,
@@ -58,8 +60,6 @@ def demo(folder: Path, chromium: str | None) -> None:
         try:
             addresses = [ready.watch for ready in fleet.ready.values()]
             picture(addresses, folder / "top_small.svg", ["2"], 6.0)
-            if chromium is not None:
-                browse(addresses, folder / "top_browser.png", chromium)
         finally:
             over.set()
             talking.join()
@@ -84,17 +84,17 @@ def talk(fleet: Fleet, over: threading.Event) -> None:
         open_ones -= sum(isinstance(one, msg.Tokens) and one.finished is not None for one in fleet.receive(0.05))
 
 
-def browse(addresses: list[str], path: Path, chromium: str) -> None:
-    """What a browser shows at the address that `--web` prints."""
+def browse(arguments: list[str], path: Path, chromium: str) -> None:
+    """What a browser shows at the address that a command of ours prints."""
     program = subprocess.Popen(
-        [sys.executable, "-m", "scheduler_adapters.cli", "top", *addresses, "--web"], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "scheduler_adapters.cli", *arguments], stdout=subprocess.PIPE, text=True
     )
     assert program.stdout is not None
-    url = program.stdout.readline().split("pagewire top: ")[1].strip()
     try:
+        url = next(line for line in program.stdout if "pagewire top: " in line).split("pagewire top: ")[1].strip()
         asyncio.run(shoot(chromium, url, path))
     finally:
-        program.terminate()
+        program.send_signal(signal.SIGINT)
         program.communicate()
 
 
@@ -120,7 +120,7 @@ async def shoot(chromium: str, url: str, path: Path) -> None:
         await browser.wait()
 
 
-def large(folder: Path) -> None:
+def large(folder: Path, chromium: str | None) -> None:
     """Four million pages: a thousand requests that run, leases, and idle pages of every age."""
     manager = manager_of(4_000_000, page_size=16, rows=1024, max_seq_len=65_536, checks=False, head_dim=1)
     rng = np.random.default_rng(1)
@@ -145,15 +145,19 @@ def large(folder: Path) -> None:
             manager.release(name)
     watch = ManagerWatch(manager, name="decode-7")
     picture([watch.address], folder / "top_large.svg", ["1"], 4.0)
+    if chromium is not None:
+        browse(["top", watch.address, "--web"], folder / "top_large.png", chromium)
     watch.close()
 
 
 def main() -> None:
     """Make them."""
-    folder = Path(sys.argv[1])
+    folder, chromium = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else None
     started = time.monotonic()
-    demo(folder, sys.argv[2] if len(sys.argv) > 2 else None)
-    large(folder)
+    small(folder)
+    if chromium is not None:
+        browse(["demo", "--top", "web", "--chaos", "7"], folder / "top_small.png", chromium)
+    large(folder, chromium)
     print(f"made in {time.monotonic() - started:.0f} s")  # noqa: T201
 
 

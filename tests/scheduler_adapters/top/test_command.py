@@ -58,6 +58,8 @@ def test_a_browser_needs_the_token_once() -> None:
             page = await client.get("/?token=secret-token")
             assert page.status == 200
             assert "pagewire top" in await page.text()
+            # Else a browser waits for the host that Textual's page wants a font of, and shows nothing meanwhile.
+            assert "default-src 'self'" in page.headers["Content-Security-Policy"]
             cookie = page.cookies[COOKIE]
             assert cookie["httponly"]
             assert cookie["samesite"] == "Strict"
