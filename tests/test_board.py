@@ -53,12 +53,25 @@ def test_counters_are_shown_as_rates_and_gauges_are_not() -> None:
         assert names_in(expression) - rated == names_in(expression) & gauges, expression
 
 
-def test_every_family_that_matters_first_has_a_panel() -> None:
-    shown = {name for expression in EXPRESSIONS for name in names_in(expression)}
+def first_asked() -> set[str]:
     page = (Path(__file__).parents[1] / "docs/metrics.md").read_text()
-    asked = names_in(page.split("Where to look first")[1].split("\n## ")[0])
-    assert len(asked) > 8
-    assert asked - shown == set()
+    return names_in(page.split("Where to look first")[1].split("\n## ")[0])
+
+
+def shown() -> set[str]:
+    return {name for expression in EXPRESSIONS for name in names_in(expression)}
+
+
+def test_every_family_that_matters_first_has_a_panel() -> None:
+    assert len(first_asked()) > 8
+    assert first_asked() - shown() == set()
+
+
+@pytest.mark.parametrize("collector", FAMILIES)
+def test_every_collector_is_on_the_board_and_among_what_matters_first(collector: str) -> None:
+    names = {name for one in FAMILIES[collector] for name in exposed(one.name, one.kind)}
+    assert names & first_asked()
+    assert len(names & shown()) > 1
 
 
 def test_variables_and_labels_are_there() -> None:
