@@ -78,6 +78,21 @@ def test_peers_that_fill_a_queue_and_die_do_no_harm(kind: str, tmp_path: Path) -
     assert (done.returncode, done.stdout) == (0, "survived\n"), done.stderr
 
 
+@pytest.mark.parametrize("kind", _MADE)
+def test_sockets_that_carry_messages_are_kept_alive_by_tcp_alone(kind: str, tmp_path: Path) -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    socket = _MADE[kind](context, f"ipc://{tmp_path}/s")
+    kept = (
+        zmq.HEARTBEAT_IVL,
+        zmq.TCP_KEEPALIVE,
+        zmq.TCP_KEEPALIVE_IDLE,
+        zmq.TCP_KEEPALIVE_INTVL,
+        zmq.TCP_KEEPALIVE_CNT,
+    )
+    assert [socket.getsockopt(option) for option in kept] == [0, 1, 10, 5, 3]
+    context.destroy(linger=0)
+
+
 @pytest.fixture
 def peer(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """A process with a ROUTER that does nothing."""
