@@ -14,7 +14,8 @@ from kvcache.pool.index import Change, PrefixIndex
 
 HOST, FILES = -1, -2
 """Sources that all ranks share; a replica's pool is its number."""
-_MOST_ENTRIES = 1 << 14
+MOST_ENTRIES = 1 << 14
+"""Above so many the loop is called to help."""
 
 
 class Hashed(Protocol):
@@ -55,5 +56,5 @@ class EventLog:
     def end_call(self) -> None:
         """A call of the manager is at its end."""
         self.entries.append(None)
-        if len(self.entries) > _MOST_ENTRIES and self.full is not None:
+        if len(self.entries) > MOST_ENTRIES and self.full is not None:
             self.full()

@@ -6,6 +6,7 @@ end. Where a message is lost at one, a gap in the sequence says so, and a replay
 clock in microseconds, and the first event is `AllBlocksCleared`: a subscriber of before a restart sees it as later.
 """
 
+import contextlib
 import logging
 import threading
 import time
@@ -19,7 +20,7 @@ import zmq
 
 from kvcache.errors import InvalidParamsError
 from kvcache.events.book import EventBook, Told
-from kvcache.events.log import Entry, EventLog
+from kvcache.events.log import MOST_ENTRIES, Entry, EventLog
 from kvcache.events.wire import END_OF_REPLAY, AllBlocksCleared, BlockStored, Event, EventBatch, encode
 from kvcache.kv_events import KVEvents
 
@@ -29,11 +30,20 @@ _LOOK_MS = 5  # between two looks at the log, where it was empty
 _ENTRIES_A_TURN = 16
 _TOKENS_A_TURN = 1 << 11
 _PAUSE_S = 5e-5
+# Where the thread is starved the loop helps it, by so many entries a call. What is to be told of them waits for the
+# thread; above so many events everything is told anew.
+_ENTRIES_OF_LOOP = 128
+_MOST_UNTOLD = 1 << 12
+_LOST_AT = 4 * MOST_ENTRIES  # above so many entries, which nobody has come to, they are dropped
 _QUIET_S = 1.0  # then an empty batch goes out: who has missed the last one learns of it
 _RING_BYTES = 64 << 20
 _TOKENS_A_BATCH = 1 << 16
 _REPLAYED = 1000  # batches that a replay sends at most; who lacks more gets the state
 _REPLAY_SHARE = 0.2  # of this thread's time, for replays
+_BYTES_A_TURN = 1 << 18  # of an answer, with what a message costs beside its bytes; the rest waits for the next turns
+_MESSAGE_COST = 1 << 12
+_UNREAD = 16  # messages that wait for a peer; the others wait here, of one answer at a time
+_UNREAD_S = 2.0  # that a peer may take nothing of its answer; then the rest is dropped
 _ANEW_S = 10.0  # between two times that everybody is told everything, as somebody has missed too much
 _QUESTION_BYTES = 1 << 10  # of a message to us: those of CURVE's greeting are the longest
 _END_S = 1.0
@@ -54,14 +64,17 @@ class _Stream:
         self._most = options.buffer_steps
         self.sequence = time.time_ns() // 1000  # of the next batch
         self.sent_at = 0.0
+        self._unsent: deque[tuple[bytes, ...]] = deque()  # what is left of the answer under way, its first for the peer
+        self._taken_at = 0.0  # when the peer took something of it last; 0: nothing yet
         self.pub = _bound(context.socket(zmq.PUB), address, options, options.hwm)
         self.replay = None
         if replay_address is not None:
             try:
-                self.replay = _bound(context.socket(zmq.ROUTER), replay_address, options, 2 * _REPLAYED)
+                self.replay = _bound(context.socket(zmq.ROUTER), replay_address, options, _UNREAD)
             except InvalidParamsError:
                 self.pub.close()
                 raise
+            self.replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # says of a peer that its queue is full, or that it is gone
 
     @property
     def addresses(self) -> tuple[str, str | None]:
@@ -80,31 +93,56 @@ class _Stream:
         self.sequence += 1
         self.sent_at = time.monotonic()
 
+    @property
+    def is_answering(self) -> bool:
+        """Whether an answer is under way."""
+        return bool(self._unsent)
+
     def answer(self, book: EventBook) -> bool:
-        """Answer one question for a replay: what was sent from a number on; False: that is no more, all is told."""
+        """Begin to answer one question for a replay: what was sent from a number on; False: that is no more, so all.
+
+        What the answer says is made now, `reply` sends it.
+        """
         if self.replay is None:
             return True
         asked = self.replay.recv_multipart(zmq.NOBLOCK)
         if len(asked) != 3 or len(asked[2]) != 8:
             return True
-        first, oldest = int.from_bytes(asked[2], "big"), self._ring[0][0]
+        who, first, oldest = asked[0], int.from_bytes(asked[2], "big"), self._ring[0][0]
         if known := first >= oldest and self.sequence - first <= _REPLAYED:
             batches = ((number, payload) for number, payload in self._ring if number >= first)
         else:
             batches = self._state(book, first)
-        for number, payload in batches:
-            self._reply(asked[0], (self._topic, _frame(number), payload))
-        self._reply(asked[0], (b"", END_OF_REPLAY, b""))
+        self._unsent.extend((who, b"", self._topic, _frame(number), payload) for number, payload in batches)
+        self._unsent.append((who, b"", b"", END_OF_REPLAY, b""))
+        self._taken_at = 0.0
         return known
+
+    def reply(self) -> bool:
+        """Send a part of the answer under way, as much as its reader takes; whether it took any.
+
+        A peer that has taken something may read on; of one that takes nothing for long, or whose queue was full when it
+        asked, or that is gone, the rest is dropped.
+        """
+        room, now = _BYTES_A_TURN, time.monotonic()
+        while self._unsent and room > 0 and self.replay is not None:
+            try:
+                self.replay.send_multipart(self._unsent[0], zmq.NOBLOCK)
+            except zmq.Again:
+                if now - self._taken_at > _UNREAD_S:
+                    self._unsent.clear()
+                break
+            except zmq.ZMQError:  # it is gone
+                self._unsent.clear()
+                break
+            room -= _MESSAGE_COST + len(self._unsent.popleft()[-1])
+            self._taken_at = now
+        return room < _BYTES_A_TURN
 
     def close(self) -> None:
         self.pub.close(linger=200)
         if self.replay is not None:
             self.replay.close(linger=200)
-
-    def _reply(self, who: bytes, frames: tuple[bytes, ...]) -> None:
-        if self.replay is not None:  # a peer whose queue is full, or that is gone, is not waited for
-            self.replay.send_multipart((who, b"", *frames), zmq.NOBLOCK)
 
     def _state(self, book: EventBook, first: int) -> Iterable[tuple[int, bytes]]:
         """All that is there, under numbers from `first` on, none above the last that was sent.
@@ -132,8 +170,11 @@ class _Worker:
         self._closing = threading.Event()
         self._applying = threading.Lock()  # the loop applies entries itself where the thread does not get to it
         self._behind = True  # subscribers are to be told everything anew
+        self._untold: list[Told] = []  # of entries that the loop has applied
+        self._lost = False  # entries were dropped: what the books say is no more true
         self._replay_at = 0.0  # when the next question is answered, at the earliest
-        self._anew_at = 0.0  # and when a question may have all be told to everybody
+        self._is_owed = False  # everybody is to be told everything, as somebody has missed too much
+        self._anew_at = 0.0  # but not before
         self._poller = zmq.Poller()
         try:
             for rank in range(ranks):
@@ -161,36 +202,61 @@ class _Worker:
             pass
         for stream in self.streams:
             stream.send([AllBlocksCleared()])
-        while ready := dict(self._poller.poll(0)):  # Dynamo's listener waits for its answer without an end
-            self._answer(ready)
+        deadline = time.monotonic() + _END_S
+        while time.monotonic() < deadline:  # Dynamo's listener waits for its answer without an end
+            asked = self._answer(dict(self._poller.poll(0)))
+            if not self._reply() and not asked and not self._is_answering():
+                break
+            time.sleep(_PAUSE_S)
         self._close()
 
     def stop(self) -> None:
         self._closing.set()
 
     def catch_up(self) -> None:
-        """Called by the loop: the log is as long as it may be. Its entries are applied, and everything is told anew."""
-        with self._applying:
-            self._behind = True
-            self._apply(self._take(len(self._log.entries)))
+        """Called by the loop: the log is as long as it may be. Waits for nobody, and takes some entries off it.
+
+        While the thread uses the books the log grows on; at last its entries are dropped, and the books begun anew.
+        """
+        entries = self._log.entries
+        if self._applying.acquire(blocking=False):
+            try:
+                self._untold += self._apply(self._take(_ENTRIES_OF_LOOP))
+                if len(self._untold) > _MOST_UNTOLD:
+                    self._untold, self._behind = [], True
+            finally:
+                self._applying.release()
+        elif len(entries) > _LOST_AT:
+            entries.clear()
+            self._lost = True  # after that: who begins anew sees none of those entries
 
     def turn(self) -> bool:
         """Tell what was written down since the last turn; whether there was anything."""
         with self._applying:
+            if self._lost:
+                self._lost = False
+                self._begin_anew()
+            if self._is_owed and (now := time.monotonic()) >= self._anew_at:
+                self._is_owed, self._behind, self._anew_at = False, True, now + _ANEW_S
             behind, self._behind = self._behind, False
             entries = self._take(_ENTRIES_A_TURN)
-            told = self._apply(entries)
+            told, self._untold = self._untold, []
+            told += self._apply(entries)
             for stream in self.streams:
                 self._send(stream, told, anew=behind)
-        return bool(entries)
+        return bool(entries or told)
 
     def _apply(self, entries: Sequence[Entry]) -> list[Told]:
         try:
             return self._book.apply(entries)
         except Exception:  # noqa: BLE001 - what is told is not worth the manager; of what is there by now nothing is told
             _log.exception("KV events: what was written down cannot be followed, and is begun anew")
-            self._book, self._behind = self._book.begun_anew(), True
+            self._begin_anew()
             return []
+
+    def _begin_anew(self) -> None:
+        """Of what is there by now nothing is told until it comes again."""
+        self._book, self._behind = self._book.begun_anew(), True
 
     def _send(self, stream: _Stream, told: Sequence[Told], *, anew: bool) -> None:
         if anew:
@@ -203,27 +269,41 @@ class _Worker:
             stream.send([])
 
     def _poll(self, timeout_ms: int) -> None:
-        """Answer one question of each rank, unless replays have had their share of the time."""
+        """Answer a question of each rank, part by part, unless replays have had their share of the time."""
         started = time.monotonic()
         if started < self._replay_at:
             time.sleep(timeout_ms / 1000)
             return
-        ready = dict(self._poller.poll(timeout_ms))
+        ready = dict(self._poller.poll(0 if self._is_answering() else timeout_ms))
         started = time.monotonic()
-        self._answer(ready)
-        if ready:
+        asked = self._answer(ready)
+        if self._reply() or asked:
             now = time.monotonic()
             self._replay_at = now + (now - started) * (1 / _REPLAY_SHARE - 1)
+        elif self._is_answering():  # its reader takes its time
+            time.sleep(timeout_ms / 1000)
 
-    def _answer(self, ready: Container[object]) -> None:
-        for stream in self.streams:
-            if stream.replay in ready and not stream.answer(self._book) and time.monotonic() >= self._anew_at:
+    def _answer(self, ready: Container[object]) -> bool:
+        """Begin to answer a question of each rank that has none under way; whether there was any."""
+        asked = [stream for stream in self.streams if stream.replay in ready and not stream.is_answering]
+        for stream in asked:
+            with self._applying:  # the loop may be called to help
                 # vLLM's router takes a replay up only where it leads without a gap to what it has heard.
-                self._behind, self._anew_at = True, time.monotonic() + _ANEW_S
+                self._is_owed |= not stream.answer(self._book)
+        return bool(asked)
+
+    def _reply(self) -> bool:
+        return sum(stream.reply() for stream in self.streams) > 0
+
+    def _is_answering(self) -> bool:
+        return any(stream.is_answering for stream in self.streams)
 
     def _take(self, most: int) -> list[Entry]:
-        entries = self._log.entries
-        return [entries.popleft() for _ in range(min(most, len(entries)))]
+        taken: list[Entry] = []
+        with contextlib.suppress(IndexError):  # the loop may drop them all meanwhile
+            while len(taken) < most:
+                taken.append(self._log.entries.popleft())
+        return taken
 
     def _close(self) -> None:
         for stream in self.streams:

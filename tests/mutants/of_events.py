@@ -46,7 +46,7 @@ EVENTS: tuple[Module, ...] = (
         [_EVENTS],
         [
             Mutation("EventLog.watch", "if (there :=", "if not (there :="),
-            Mutation("EventLog.end_call", "len(self.entries) > _MOST_ENTRIES", "not self.entries"),
+            Mutation("EventLog.end_call", "len(self.entries) > MOST_ENTRIES", "not self.entries"),
         ],
     ),
     Module(
@@ -59,13 +59,26 @@ EVENTS: tuple[Module, ...] = (
             Mutation("_Stream.answer", "len(asked[2]) != 8", "len(asked[2]) > 8"),
             Mutation("_Stream._state", "enumerate(parts, first)", "enumerate(parts)"),
             Mutation("_Stream._state", "min(len(parts), max(1, self.sequence - first))", "len(parts)"),
-            Mutation("_Worker.run", "self._answer(ready)", "break"),
+            Mutation("_Stream.reply", "room > 0", "room"),
+            Mutation("_Stream.reply", "now - self._taken_at > _UNREAD_S", "self._taken_at > now"),
+            Mutation("_Stream.reply", "except zmq.ZMQError:", "except zmq.ContextTerminated:"),
+            Mutation("_Stream.answer", "self._taken_at = 0.0", "pass"),
+            Mutation("_Worker.run", "asked = self._answer(dict(self._poller.poll(0)))", "asked = False"),
+            Mutation("_Worker.turn", "self._is_owed, self._behind,", "self._behind, self._behind,"),
+            Mutation("_Worker.turn", " and (now := time.monotonic()) >= self._anew_at", " and (now := 1e9)"),
+            Mutation("_Worker._answer", " and not stream.is_answering", ""),
+            Mutation("_Worker.turn", "self._begin_anew()", "pass", [_EVENTS]),
+            Mutation("_Worker.turn", "told, self._untold = self._untold, []", "told = []", [_EVENTS]),
             Mutation("_Worker.run", "self._behind = True", "pass"),
             Mutation("_Worker.run", "stream.send([AllBlocksCleared()])", "pass", [_EVENTS]),
             Mutation(
-                "_Worker._apply", "self._book, self._behind = self._book.begun_anew(), True", "self._behind = True"
+                "_Worker._begin_anew", "self._book, self._behind = self._book.begun_anew(), True", "self._behind = True"
             ),
-            Mutation("_Worker.catch_up", "self._behind = True", "pass", [_EVENTS]),
+            Mutation("_Worker.catch_up", "self._untold += ", "", [_EVENTS]),
+            Mutation("_Worker.catch_up", "self._take(_ENTRIES_OF_LOOP)", "self._take(len(entries))", [_EVENTS]),
+            Mutation("_Worker.catch_up", "self._untold, self._behind = [], True", "pass", [_EVENTS]),
+            Mutation("_Worker.catch_up", "entries.clear()", "pass", [_EVENTS]),
+            Mutation("_Worker.catch_up", "self._lost = True", "pass", [_EVENTS]),
             Mutation("_Worker._poll", "self._replay_at = now +", "self._replay_at = 0 * now -"),
         ],
     ),

@@ -180,7 +180,7 @@ def settled(manager: PagedKVCacheManager) -> list[int]:
     deadline = time.monotonic() + PATIENCE_S
     while True:
         with worker._applying:
-            if not worker._log.entries and not worker._behind:
+            if not (worker._log.entries or worker._behind or worker._untold or worker._lost):
                 return [stream.sequence - 1 for stream in worker.streams]
         assert time.monotonic() < deadline, "the publisher does not come to it"
         time.sleep(0.001)

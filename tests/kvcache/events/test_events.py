@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from kvcache import KVEvents, PagedKVCacheManager, TextContext
 from kvcache.events.log import Described
 from kvcache.replica.hashing import PrefixHasher
 from tests.kvcache.build import manager_of, proven
-from tests.kvcache.events.mirror import Mirror, settled, worker_of
+from tests.kvcache.events.mirror import PATIENCE_S, Mirror, settled, worker_of
 from tests.kvcache.moves import Moves, SeededChooser
 
 ANY = "tcp://127.0.0.1:0"
@@ -189,6 +191,18 @@ def test_copies_from_another_replica_are_told_on_its_stream() -> None:
     manager.close()
 
 
+def parked(worker: Any) -> None:
+    """The thread takes nothing off the log any more, until `turn` is deleted."""
+    is_parked = threading.Event()
+
+    def turn() -> bool:
+        is_parked.set()
+        return False
+
+    worker.turn = turn
+    assert is_parked.wait(PATIENCE_S)
+
+
 def test_where_nobody_takes_the_log_the_loop_does_and_all_is_told_anew() -> None:
     manager = manager_of(16, params={"kv_events": events()})
     worker = worker_of(manager)
@@ -204,17 +218,73 @@ def test_where_nobody_takes_the_log_the_loop_does_and_all_is_told_anew() -> None
 
 
 def test_a_log_that_is_full_calls_for_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcache.events.log._MOST_ENTRIES", 4)
+    monkeypatch.setattr("kvcache.events.log.MOST_ENTRIES", 4)
     manager = manager_of(16, params={"kv_events": events()})
     worker = worker_of(manager)
-    worker.turn = lambda: False  # the thread does nothing any more
+    parked(worker)
     settled_by_loop = worker._log
     for start in range(8):
         run(manager, [*range(start * 100 + 1, start * 100 + 30)])
         assert len(settled_by_loop.entries) <= 4 + 8
-    assert worker._behind
+    assert worker._untold
     del worker.turn
     with Mirror(manager.kv_event_endpoints[0]) as mirror:
+        mirror.settle(manager, 0)
+        mirror.same(manager, 0)
+    manager.close()
+
+
+def test_the_loop_takes_some_entries_in_a_call_and_what_follows_from_them_is_told_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvcache.events.publisher._ENTRIES_OF_LOOP", 5)
+    manager = manager_of(16, params={"kv_events": events()})
+    worker = worker_of(manager)
+    with Mirror(manager.kv_event_endpoints[0]).begin() as mirror:
+        mirror.forget_the_begin(manager, 0)
+        parked(worker)
+        for start in range(4):
+            run(manager, [*range(start * 100 + 1, start * 100 + 30)])
+        before = len(worker._log.entries)
+        worker.catch_up()
+        assert len(worker._log.entries) == before - 5
+        assert 0 < len(worker._untold) <= 5
+        del worker.turn
+        mirror.settle(manager, 0)
+        mirror.same(manager, 0)
+        assert {"type": "AllBlocksCleared"} not in mirror.events
+        # Where nobody sends any of it everything is told anew instead.
+        monkeypatch.setattr("kvcache.events.publisher._MOST_UNTOLD", 0)
+        parked(worker)
+        run(manager, [*range(901, 930)])
+        worker.catch_up()
+        assert (worker._untold, worker._behind) == ([], True)
+        del worker.turn
+        mirror.settle(manager, 0)
+        mirror.same(manager, 0)
+        assert {"type": "AllBlocksCleared"} in mirror.events
+    manager.close()
+
+
+def test_a_loop_waits_for_nobody_and_a_log_that_nobody_takes_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcache.events.log.MOST_ENTRIES", 4)
+    monkeypatch.setattr("kvcache.events.publisher._LOST_AT", 40)
+    manager = manager_of(16, params={"kv_events": events()})
+    worker = worker_of(manager)
+    with Mirror(manager.kv_event_endpoints[0]).begin() as mirror:
+        run(manager, [*range(1, 30)])
+        mirror.settle(manager, 0)
+        assert mirror.there["GPU"]
+        with worker._applying:  # the thread tells for long
+            longest = 0
+            while not worker._lost:
+                run(manager, [*range(longest * 100 + 1, longest * 100 + 30)])
+                longest = max(longest, len(worker._log.entries))
+            assert 30 < longest < 60
+        mirror.settle(manager, 0)
+        assert not any(mirror.there.values())
+        for start in range(200, 208):  # all that was there goes
+            run(manager, [*range(start * 100 + 1, start * 100 + 30)])
         mirror.settle(manager, 0)
         mirror.same(manager, 0)
     manager.close()

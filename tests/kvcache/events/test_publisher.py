@@ -13,7 +13,10 @@ import pytest
 import zmq
 
 from kvcache import InvalidParamsError, KVEvents, PagedKVCacheManager, TextContext
-from kvcache.events.wire import END_OF_REPLAY, BlockStored
+from kvcache.events.book import EventBook
+from kvcache.events.log import EventLog
+from kvcache.events.publisher import _Stream, _Worker
+from kvcache.events.wire import END_OF_REPLAY, BlockRemoved, BlockStored
 from tests.kvcache.build import manager_of
 from tests.kvcache.events.mirror import PATIENCE_S, Mirror, settled, worker_of
 
@@ -176,6 +179,99 @@ def test_a_flood_of_questions_takes_a_share_of_the_threads_time_and_no_memory(ma
     socket.close(linger=0)
 
 
+@pytest.fixture
+def stream() -> Iterator[_Stream]:
+    made = _Stream(KVEvents(ANY, "inproc://replays"), 0)  # inproc: nothing between the two but what ZMQ keeps
+    yield made
+    made.close()
+
+
+def peer_of(stream: _Stream, first: int) -> zmq.Socket[bytes]:
+    """A peer that asks for what was sent from a number on, and reads nothing yet."""
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.setsockopt(zmq.RCVHWM, 1)
+    socket.connect(stream.addresses[1])
+    socket.send_multipart([b"", first.to_bytes(8, "big")])
+    return socket
+
+
+def asking(stream: _Stream, first: int) -> zmq.Socket[bytes]:
+    """Such a peer, whose answer is under way."""
+    socket = peer_of(stream, first)
+    assert stream.answer(EventBook(1, 8, 4, "full_attention"))
+    return socket
+
+
+def read(socket: zmq.Socket[bytes]) -> list[bytes]:
+    """The numbers of what is there for a peer."""
+    found: list[bytes] = []
+    while socket.poll(0):
+        found.append(socket.recv_multipart()[2])
+    return found
+
+
+def test_an_answer_goes_out_in_parts_as_its_reader_takes_it(stream: _Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcache.events.publisher._BYTES_A_TURN", 4 * (4096 + 1000))
+    first = stream.sequence
+    for _ in range(60):
+        stream.send([BlockRemoved([1], "x" * 1000)])
+    socket = asking(stream, first)
+    got: list[bytes] = []
+    while stream.is_answering:
+        stream.reply()
+        some = read(socket)
+        assert len(some) <= 4
+        got += some
+    assert got == [*((first + at).to_bytes(8, "big") for at in range(60)), END_OF_REPLAY]
+    socket.close(linger=0)
+
+
+def test_of_answers_that_nobody_reads_few_messages_are_kept(stream: _Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = stream.sequence
+    for _ in range(300):
+        stream.send([])
+    with monkeypatch.context() as patch:
+        patch.setattr("kvcache.events.publisher._UNREAD_S", 0.05)
+        deaf = asking(stream, first)
+        waited(lambda: not stream.reply() and not stream.is_answering)
+    gone = asking(stream, first)
+    gone.close(linger=0)
+    waited(lambda: not stream.reply() and not stream.is_answering)
+    reader, got = asking(stream, first), list[bytes]()
+    while stream.is_answering:
+        stream.reply()
+        got += read(reader)
+    assert len(got) == 301
+    for _ in range(20):  # it goes on asking: no part of these answers is kept, and nobody is kept waiting by them
+        deaf.send_multipart([b"", first.to_bytes(8, "big")])
+        assert stream.answer(EventBook(1, 8, 4, "full_attention"))
+        assert not stream.reply()
+        assert not stream.is_answering
+    assert len(read(deaf)) <= 16 + 1
+    for socket in (deaf, reader):
+        socket.close(linger=0)
+
+
+def test_one_answer_is_under_way_at_a_time() -> None:
+    worker = _Worker(KVEvents(ANY, "inproc://replays"), EventLog(), EventBook(1, 8, 4, "full_attention"), 1)
+    (stream,) = worker.streams
+    first = stream.sequence
+    for _ in range(40):
+        stream.send([])
+    peers = [peer_of(stream, first) for _ in range(2)]
+    got: list[bytes] = []
+    for number in (1, 2):
+        assert worker._answer({stream.replay})
+        assert not worker._answer({stream.replay}), "the other one waits"
+        while worker._is_answering():
+            worker._reply()
+            got += [one for peer in peers for one in read(peer)]
+        assert len(got) == 41 * number
+    for socket in peers:
+        socket.close(linger=0)
+    worker._close()
+
+
 def failing(*_: object, **__: object) -> Any:
     raise MemoryError
 
@@ -279,7 +375,6 @@ def test_without_a_prefix_cache_nothing_is_opened(caplog: pytest.LogCaptureFixtu
 
 
 def test_events_of_long_runs_are_several() -> None:
-    from kvcache.events.book import EventBook
     from kvcache.replica.hashing import PrefixHasher
 
     size, pages = 1024, 40
@@ -311,6 +406,9 @@ def test_who_has_missed_too_much_has_everybody_told_anew_and_not_too_often(manag
         run(manager, 101)
         mirror.settle(manager, 0)
         assert {"type": "AllBlocksCleared"} not in mirror.events
+        worker._anew_at = 0.0  # by now it may be told again, and is, though nobody asks once more
+        mirror.until(lambda: {"type": "AllBlocksCleared"} in mirror.events)
+        assert not worker._is_owed
 
 
 def test_peers_that_fill_a_queue_and_die_do_no_harm(manager: PagedKVCacheManager) -> None:
