@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,13 @@ class LossyWay:
                 if self._random.random() < self.rate:
                     self.lost += 1
                 else:
-                    self._pub.send_multipart(frames)
+                    self._pub.send_multipart(self.brought(frames))
         self._sub.close(0)
         self._pub.close(0)
+
+    def brought(self, frames: list[bytes]) -> list[bytes]:
+        """What arrives of a message."""
+        return frames
 
     def close(self) -> None:
         self._open = False
@@ -69,10 +74,10 @@ class LossyWay:
 class Worker:
     """A manager that is started, used, killed and started anew on the same addresses."""
 
-    def __init__(self, number: int, folder: Path) -> None:
+    def __init__(self, number: int, folder: Path, way: type[LossyWay] = LossyWay) -> None:
         self.number = number
         self._folder = folder
-        self.way = LossyWay(number)
+        self.way = way(number)
         self.manager = self._made("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
         self.way.start(self.manager.kv_event_endpoints[0][0])
 
@@ -135,9 +140,10 @@ class Worker:
 class Followed:
     """Some managers, and the services that follow them."""
 
-    def __init__(self, managers: int, seed: int, folder: Path) -> None:
+    def __init__(self, managers: int, seed: int, folder: Path, make: Callable[[int, Path], Worker] = Worker) -> None:
         self.random = random.Random(seed)
-        self.workers = [Worker(number, folder) for number in range(1, managers + 1)]
+        self.rates = (0.0, 0.05, 0.5)
+        self.workers = [make(number, folder) for number in range(1, managers + 1)]
         self.services: list[Any] = []
         self.prompts: list[list[int]] = [[]]
         self.seen: Counter[str] = Counter()
@@ -183,7 +189,7 @@ class Followed:
     async def round(self, requests: int, compared: int) -> None:
         """Work, with losses and a restart; then quiet, and comparisons."""
         for worker in self.workers:
-            worker.way.rate = self.random.choice([0.0, 0.05, 0.5])
+            worker.way.rate = self.random.choice(self.rates)
         await asyncio.to_thread(self.work, requests)
         if self.random.random() < 0.5:
             await asyncio.to_thread(self.random.choice(self.workers).restart)

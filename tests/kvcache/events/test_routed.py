@@ -1,0 +1,28 @@
+"""vLLM's router sends prompts to whoever holds most of them, through evictions, restarts and losses."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.kvcache.events.routed import ROUTER, route
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(ROUTER is None, reason="needs vllm-router")]
+
+
+@pytest.mark.parametrize("pd", [False, True], ids=["workers", "prefill and decode"])
+def test_prompts_go_to_whoever_holds_most_of_them(pd: bool) -> None:
+    routed = asyncio.run(route(2, 40, 2, seed=1, requests=60, losses=False, split=False, pd=pd))
+    assert routed.differences == []
+    assert routed.seen["one holder"] > 10
+    assert routed.seen["evictions"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("managers", [2, 8])
+def test_a_thousand_prompts_are_sent_right(managers: int) -> None:
+    routed = asyncio.run(route(managers, 1000, 10, seed=0, losses=True, split=False, pd=False))
+    assert routed.differences == []
+    assert routed.seen["one holder"] > 500
+    assert min(routed.seen[what] for what in ("evictions", "restarts", "lost")) > 0
