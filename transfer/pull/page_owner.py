@@ -1,0 +1,76 @@
+"""What an exchange needs of the manager whose pages it leases and fills."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from kvcache.layout import PageLayout
+    from transfer.plan.boxes import ShardLayout
+
+
+class PendingPages(Protocol):
+    """Pages that are to be filled from another manager's, of a request and a replica: `kvcache.PendingImport`."""
+
+    request_id: str
+    replica_idx: int
+
+
+class FurtherPages(Protocol):
+    """What keeps pages of each request beside those of its tokens, say a state: a further group of its block table."""
+
+    @property
+    def tensors(self) -> Sequence[Sequence[torch.Tensor]]:
+        """`[shard][region]`."""
+        ...
+
+    def beside(self, layout: ShardLayout, shard: int) -> ShardLayout:
+        """The layout of a shard with this group and its regions after those that it has."""
+        ...
+
+
+class PageOwner(Protocol):
+    """What an exchange needs of the manager whose pages it leases and fills: `kvcache.PagedKVCacheManager` has it.
+
+    What the manager makes itself (holds on pages, copiers, proofs) passes through an exchange as it is.
+    """
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas, each an engine of its own to peers."""
+        ...
+
+    @property
+    def total_num_pages(self) -> int:
+        """Pages of all replicas; the null page of each is not counted."""
+        ...
+
+    @property
+    def layouts(self) -> Sequence[PageLayout]:
+        """Of a page on each shard of a replica."""
+        ...
+
+    @property
+    def device_tensors(self) -> Sequence[Sequence[torch.Tensor]]:
+        """`[replica][shard]`, dense: the null page, then all others."""
+        ...
+
+    @property
+    def further_groups(self) -> Sequence[FurtherPages]:
+        """In the order of a block table, after the pages of tokens."""
+        ...
+
+    def lease(self, request_id: str) -> Any:
+        """Hold what a claimed request computes, until `end_lease`. The hold says its `replica_idx`."""
+        ...
+
+    def end_lease(self, lease: Any) -> None:
+        """Nobody reads under the hold any more."""
+
+    def copier(self, pending: Any) -> Any:
+        """The one who may write to the pages of an import, and can prove that it did."""
+        ...
