@@ -1,51 +1,81 @@
-"""Pages that a request misses on its replica, and another replica of this process has, are copied from there.
+"""Pages that a request misses on its replica, and other replicas of this process have, are copied from there.
 
-Off by default (`Routing.copy_pages`): a copy takes room that another prompt's pages had, and a router that follows
-prefixes leaves little to copy. It is for what routing alone cannot give: an owner that is busy, a head that all share.
+Off by default (`Routing.copy_pages`). A copy takes room that another prompt's pages had, and a router that follows
+prefixes leaves little to copy: it is for what routing alone cannot give, an owner that is busy, a head that all share.
+Rejected: that the other replicas give up what was copied. They have room for more then, but the same page comes and
+goes: on public traces no more is found, and up to three times as much is copied.
 """
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvcache.pool.index import NO_PAGE
 from kvcache.replica.context import Context
 from kvcache.replica.devices import PlacedReplica
+from kvcache.replica.rows import Pages
 
 
 class PeerCopies:
-    """Brings published pages of one replica to another's cache; `copied`: how many so far."""
+    """Brings published pages of other replicas to one's cache; `copied`: how many so far."""
 
     def __init__(self, placed: Sequence[PlacedReplica]) -> None:
         self._placed = placed
         self.copied = 0
 
     def bring(self, replica_idx: int, row: int, context: Context, num_steps: int) -> None:
-        """Bring what the row's new request will look up, where another replica has more of it; nothing is reserved.
+        """Bring what the row's new request will look up, where other replicas have more of it; nothing is reserved.
 
         Only where the request then fits: one that is refused is to leave everything as it was.
         """
         mine = self._placed[replica_idx].replica
-        if not mine.caching or context.active_length == 1:
+        last = (context.current_length - 1) // mine.page_size
+        if not mine.caching or context.active_length == 1 or not last:
             return
         hasher = mine.hasher(row, context)
-        here = mine.match(context, row, hasher)[1]
-        others = [at for at in range(len(self._placed)) if at != replica_idx]
-        held = {at: self._placed[at].replica.match(context, hasher=hasher)[1] for at in others}
-        owner = max(others, key=lambda at: len(held[at]))
-        pages = held[owner]
-        if len(pages) <= len(here):
-            return
-        digests = hasher.digests(context.tokens, 0, len(pages))
+        digests = hasher.digests(context.tokens, 0, last)
+        runs = self._runs(digests)
+        digests = digests[: sum(len(pages) for _, pages in runs)]
         wanted = mine.pool.index.find(digests)  # pages behind a gap may be here already
         absent = wanted == NO_PAGE
+        if not absent.any():
+            return
         present, names = wanted[~absent], digests[absent]
         new = mine.pages_needed(context, num_steps) - len(present)
         if new + mine.pool.would_be_taken(present) > mine.pool.free_count:
             return
         mine.pool.hold(present)
         wanted[absent] = brought = mine.pool.allocate(len(names))
-        self._placed[replica_idx].copy_pages_of(self._placed[owner], pages[absent], brought)
+        self._copy(replica_idx, runs, absent, brought)
         mine.pool.index.publish(brought, names)
         mine.pool.release(wanted)
         mine.tier.published(brought, names)
         mine.hints.brought(digests[:, 0])
         self.copied += len(brought)
+
+    def _runs(self, digests: NDArray[np.uint64]) -> list[tuple[int, Pages]]:
+        """Who has which pages of the longest run of digests, from the first on, that is cached anywhere.
+
+        In their order, each replica with as many as it has in a row from there: few replicas take part.
+        """
+        runs, at = list[tuple[int, Pages]](), 0
+        while at < len(digests):
+            indexes = [place.replica.pool.index for place in self._placed]
+            having = [owner for owner, index in enumerate(indexes) if index.may_have(digests[at])]
+            found = [(owner, indexes[owner].match(digests[at:])) for owner in having]
+            longest = max(found, key=lambda run: len(run[1]), default=None)
+            if longest is None or not len(longest[1]):
+                break
+            runs.append(longest)
+            at += len(longest[1])
+        return runs
+
+    def _copy(self, replica_idx: int, runs: list[tuple[int, Pages]], absent: NDArray[np.bool_], brought: Pages) -> None:
+        """Copy the pages of the runs that are `absent` here into those `brought`, in their order."""
+        at = copied = 0
+        for owner, pages in runs:
+            wanted, at = pages[absent[at : at + len(pages)]], at + len(pages)
+            if len(wanted):
+                target, copied = brought[copied : copied + len(wanted)], copied + len(wanted)
+                self._placed[replica_idx].copy_pages_of(self._placed[owner], wanted, target)

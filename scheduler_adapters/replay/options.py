@@ -4,7 +4,16 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Literal
 
-from scheduler_adapters.arguments import input_path, number, option, output_file, output_folder, whole
+from scheduler_adapters.arguments import (
+    input_path,
+    num_bytes,
+    number,
+    option,
+    output_file,
+    output_folder,
+    switch,
+    whole,
+)
 from scheduler_adapters.viewer import top_option
 
 _MOST_BLOCKS = 1 << 26  # the manager's books of that many take gigabytes
@@ -25,6 +34,10 @@ class ReplayOptions:
     )
     routing: Literal["prefix", "least-loaded", "round-robin"] = option(
         None, str, "prefix", "how a replica is claimed", choices=("prefix", "least-loaded", "round-robin")
+    )
+    peers: bool = switch("replicas have their pages from each other")
+    block_bytes: int | None = option(
+        "BYTES", num_bytes(1, 1 << 40), None, "of a block, to say what peers move: 64MiB are 512 tokens of Llama 3.1 8B"
     )
     host_blocks: int = option("BLOCKS", whole(0, _MOST_BLOCKS), 0, "blocks of a host tier below the replicas")
     top: str | None = top_option("show every page meanwhile, and the optimum beside")

@@ -18,6 +18,7 @@ HOST_TIMES = 3
 HINTS = ("none", "true", "wrong=0.2", "inverted", "none+host")
 REPLICAS = (1, 2, 4, 8, 16)
 RULES: tuple[RoutingRule, ...] = ("prefix", "least-loaded", "round-robin")
+PEERS = "prefix, peers"  # the rule by which replicas have pages from each other
 _LABELS = {
     "none": "no hints (plain LRU)",
     "true": "hints, all right",
@@ -57,13 +58,18 @@ def sweep_replicas(
 ) -> list[Row]:
     """A row for each number of replicas that share `capacity` blocks, and rule: hits in %, and window loads.
 
+    Of several replicas the last row is that of peers, who claim by prefix; `peer_hits` are the blocks that they moved.
     Numbers of replicas that leave each less than the longest request are left out.
     """
     longest, rows = max(map(len, trace)), list[Row]()
     for count in (count for count in counts if capacity // count >= longest):
-        for rule in rules:
-            result = replay(trace, capacity, count, routing=rule)
-            row = {"blocks": capacity, "replicas": count, "routing": rule, **_percent(result)}
+        named: list[tuple[str, RoutingRule]] = [(rule, rule) for rule in rules]
+        if count > 1:
+            named.append((PEERS, "prefix"))
+        for name, rule in named:
+            result = replay(trace, capacity, count, routing=rule, peers=name == PEERS)
+            row = {"blocks": capacity, "replicas": count, "routing": name, **_percent(result)}
+            row |= {"peer_hits": result.peer_hits, "peer_hits_per_request": round(result.peer_hits / len(trace), 2)}
             row["of_one_pool_pct"] = round(100 * result.hits / max(1, result.reference_lru_hits), 2)
             row |= {"window_load_mean": result.window_load_mean, "window_load_max": result.window_load_max}
             rows.append(row)

@@ -49,6 +49,8 @@ class ReplayResult(msgspec.Struct, frozen=True):
     window_load_mean: float | None = None
     window_load_max: float | None = None
     restored: int = 0  # blocks among the hits that were copied back from the host tier
+    peer_hits: int = 0  # blocks among the hits that other replicas had
+    moved_bytes_per_request: float | None = None  # from replica to replica; None where the size of a block is not known
 
 
 class _TraceLine(msgspec.Struct):
@@ -87,21 +89,27 @@ def replay(
     hints: str = "none",
     routing: RoutingRule = "prefix",
     host_blocks: int = 0,
+    peers: bool = False,
+    block_bytes: int | None = None,
     shown: Callable[[PagedKVCacheManager], AbstractContextManager[object]] = nullcontext,
 ) -> ReplayResult:
     """Drive a manager of `capacity` blocks, split evenly over `replicas`, with the blocks of each request.
 
     `progress` is called for each request, within `shown` of the manager; `hints` are as `trace_hints.hints_for` takes
-    them, `host_blocks` those of a host tier below. Raises `ReplayError` where a request does not fit into one replica,
-    or there are no such hints.
+    them, `host_blocks` those of a host tier below. `peers`: replicas have their pages from each other; `block_bytes`:
+    of a block of the trace, of the model in question. Raises `ReplayError` where a request does not fit into one
+    replica, where one replica is to have peers, or there are no such hints.
     """
-    manager = _manager(trace, capacity, replicas, Routing(rule=routing), host_blocks)
+    if peers and replicas == 1:
+        raise ReplayError("--peers: one replica has none, give --replicas 2 or more")
+    manager = _manager(trace, capacity, replicas, Routing(rule=routing, copy_pages=peers), host_blocks)
     with shown(manager):
         computed, times = _serve_all(manager, trace, hints_for(trace, hints), progress)
     manager.check()
     if manager.num_held_blocks:
         raise ReplayError(f"{manager.num_held_blocks} pages are held after the replay")
     refs = sum(map(len, trace))
+    moved = manager.metrics.d2d_blocks_copied
     hits, lru, optimum = refs - int(computed.sum()), reference_lru_hits(trace, capacity), optimum_hits(trace, capacity)
     return ReplayResult(
         requests=len(trace),
@@ -115,6 +123,8 @@ def replay(
         us_per_request_p50=statistics.median(times) * 1e6,
         **_window_loads(computed),
         restored=manager.metrics.h2d_blocks_copied,
+        peer_hits=moved,
+        moved_bytes_per_request=None if block_bytes is None else moved * block_bytes / len(trace),
     )
 
 

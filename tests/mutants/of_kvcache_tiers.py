@@ -87,7 +87,9 @@ KVCACHE_TIERS: tuple[Module, ...] = (
         ["tests/kvcache/replica/test_peer_copies.py"],
         [
             Mutation("PeerCopies.bring", "mine.pool.hold(present)", "pass"),
-            Mutation("PeerCopies.bring", "self.copied += len(brought)", "self.copied += len(pages)"),
+            Mutation("PeerCopies.bring", "self.copied += len(brought)", "self.copied += len(digests)"),
+            Mutation("PeerCopies._runs", "index.may_have(digests[at])", "index.may_have(digests[0])"),
+            Mutation("PeerCopies._copy", "brought[copied : copied", "brought[: copied"),
             Mutation("PeerCopies.bring", "new + mine.pool.would_be_taken(present)", "new"),
         ],
     ),

@@ -75,6 +75,32 @@ def test_only_what_is_missing_is_copied() -> None:
     assert manager.metrics.d2d_blocks_copied == before + 5
 
 
+def test_the_head_comes_from_one_replica_and_the_tail_from_another() -> None:
+    manager, prompt = of(20, dp=3), [*range(1, 30)]
+    serve(manager, prompt[:13], 1)
+    serve(manager, prompt, 2)
+    assert manager.metrics.d2d_blocks_copied == 3
+    forget(manager, 2, prompt, slice(0, 3))
+    assert serve(manager, prompt, 2) == 28
+    forget(manager, 2, prompt, slice(0, 3))
+    assert serve(manager, prompt, 0) == 28
+    assert manager.metrics.d2d_blocks_copied == 3 + 3 + 7
+    forget(manager, 0, prompt, slice(5, 6))
+    manager._replicas.each[2].forget_idle()
+    assert serve(manager, prompt, 1) == 20  # nobody has the sixth page: what follows it is not brought
+    assert manager.metrics.d2d_blocks_copied == 3 + 3 + 7 + 2
+
+
+def forget(manager: PagedKVCacheManager, replica: int, prompt: list[int], which: slice) -> None:
+    """A replica loses some idle pages of a prompt, as an order by hints may evict them from the middle."""
+    pool = manager._replicas.each[replica].pool
+    pages = manager._replicas.each[replica].match(TextContext(prompt, 64))[1][which]
+    pool.idle.remove(pages)
+    pool.index.withdraw(pages)
+    pool._push_fresh(pages)
+    manager.check()
+
+
 def test_it_is_off_unless_asked_for_and_salts_stay_apart() -> None:
     manager = manager_of(20, dp=2, tp=2, layers=2)
     serve(manager, [*range(1, 30)], 1)
@@ -116,11 +142,7 @@ def test_pages_behind_a_gap_are_kept_and_the_gap_is_filled() -> None:
     for replica in (0, 1):
         serve(manager, prompt, replica)
     before = manager.metrics.d2d_blocks_copied
-    pool = manager._replicas.each[0].pool
-    _, pages = manager._replicas.each[0].match(TextContext(prompt, 64))
-    pool.idle.remove(pages[2:4])  # as an order by hints may: pages from the middle are evicted
-    pool.index.withdraw(pages[2:4])
-    pool._push_fresh(pages[2:4])
+    forget(manager, 0, prompt, slice(2, 4))
     assert serve(manager, prompt, 0) == 28
     assert manager.metrics.d2d_blocks_copied == before + 2
     manager.check()
@@ -130,14 +152,10 @@ def test_idle_pages_behind_a_gap_are_no_room_for_what_is_missing() -> None:
     manager, prompt = of(8), [*range(1, 30)]
     for replica in (0, 1):
         serve(manager, prompt, replica)
-    pool = manager._replicas.each[0].pool
-    _, pages = manager._replicas.each[0].match(TextContext(prompt, 64))
-    pool.idle.remove(pages[2:4])
-    pool.index.withdraw(pages[2:4])
-    pool._push_fresh(pages[2:4])
+    forget(manager, 0, prompt, slice(2, 4))
     manager.external_claim("other", 0)
     assert manager.maybe_reserve(TextContext([99], 64, "other"))
-    assert pool.free_count == 7
+    assert manager._replicas.each[0].pool.free_count == 7
     waiting = TextContext(prompt, 64)
     manager.external_claim(waiting.request_id, 0)
     before = manager.metrics
