@@ -44,7 +44,8 @@ _BYTES_A_TURN = 1 << 18  # of an answer, with what a message costs beside its by
 _MESSAGE_COST = 1 << 12
 _UNREAD = 16  # messages that wait for a peer; the others wait here, of one answer at a time
 _UNREAD_S = 2.0  # that a peer may take nothing of its answer; then the rest is dropped
-_ANEW_S = 10.0  # between two times that everybody is told everything, as somebody has missed too much
+_ANEW_S = 10.0  # between two times that everybody is told everything, as somebody has missed too much, or is new
+_JOIN_S = 0.25  # from a connection on, until its subscription is here
 _QUESTION_BYTES = 1 << 10  # of a message to us: those of CURVE's greeting are the longest
 _END_S = 1.0
 
@@ -75,6 +76,7 @@ class _Stream:
                 self.pub.close()
                 raise
             self.replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # says of a peer that its queue is full, or that it is gone
+        self.joins = self.pub.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
     @property
     def addresses(self) -> tuple[str, str | None]:
@@ -139,7 +141,17 @@ class _Stream:
             self._taken_at = now
         return room < _BYTES_A_TURN
 
+    def take_joins(self) -> bool:
+        """Whether somebody has connected since this was asked last."""
+        found = False
+        while self.joins.poll(0):
+            self.joins.recv_multipart()
+            found = True
+        return found
+
     def close(self) -> None:
+        self.pub.disable_monitor()
+        self.joins.close(linger=0)
         self.pub.close(linger=200)
         if self.replay is not None:
             self.replay.close(linger=200)
@@ -183,6 +195,7 @@ class _Worker:
             self._close()
             raise
         for stream in self.streams:
+            self._poller.register(stream.joins, zmq.POLLIN)
             if stream.replay is not None:
                 self._poller.register(stream.replay, zmq.POLLIN)
 
@@ -276,6 +289,9 @@ class _Worker:
             return
         ready = dict(self._poller.poll(0 if self._is_answering() else timeout_ms))
         started = time.monotonic()
+        if any([stream.joins in ready and stream.take_joins() for stream in self.streams]):  # noqa: C419 - of each
+            # Who is new, or back, may have no way to ask: of prefill processes vLLM's router asks nothing.
+            self._is_owed, self._anew_at = True, max(self._anew_at, started + _JOIN_S)
         asked = self._answer(ready)
         if self._reply() or asked:
             now = time.monotonic()

@@ -67,6 +67,8 @@ EVENTS: tuple[Module, ...] = (
             Mutation("_Worker.turn", "self._is_owed, self._behind,", "self._behind, self._behind,"),
             Mutation("_Worker.turn", " and (now := time.monotonic()) >= self._anew_at", " and (now := 1e9)"),
             Mutation("_Worker._answer", " and not stream.is_answering", ""),
+            Mutation("_Worker._poll", "stream.joins in ready and stream.take_joins()", "False"),
+            Mutation("_Worker._poll", "max(self._anew_at, started + _JOIN_S)", "started"),
             Mutation("_Worker.turn", "self._begin_anew()", "pass", [_EVENTS]),
             Mutation("_Worker.turn", "told, self._untold = self._untold, []", "told = []", [_EVENTS]),
             Mutation("_Worker.run", "self._behind = True", "pass"),

@@ -98,9 +98,9 @@ class Mirror(Known):
         return self
 
     def forget_the_begin(self, manager: PagedKVCacheManager, rank: int) -> None:
-        """Who comes late asks for what it has missed, and then everybody is told all: wait until that is over."""
+        """Who is new has everybody told all: wait until that is over."""
         worker = worker_of(manager)
-        self.until(lambda: worker._anew_at > 0)
+        self.until(lambda: worker._anew_at > time.monotonic() + 1)
         self.settle(manager, rank)
         del self.events[:]
 

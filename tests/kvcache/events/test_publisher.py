@@ -118,13 +118,12 @@ def test_a_manager_that_closes_answers_first(monkeypatch: pytest.MonkeyPatch) ->
     made = manager_of(16, params={"kv_events": KVEvents(ANY, ANY, topic="kv@a@m")})
     run(made, 1)
     assert asked(made, 0)
-    socket = zmq.Context.instance().socket(zmq.DEALER)
-    socket.connect(made.kv_event_endpoints[0][1])
-    socket.send_multipart([b"", bytes(8)])
-    assert not socket.poll(300)
-    made.close()
-    assert socket.poll(PATIENCE_S * 1000)
-    socket.close(linger=0)
+    with zmq.Context.instance().socket(zmq.DEALER) as socket:
+        socket.connect(made.kv_event_endpoints[0][1])
+        socket.send_multipart([b"", bytes(8)])
+        assert not socket.poll(300)
+        made.close()
+        assert socket.poll(PATIENCE_S * 1000)
 
 
 def test_a_question_that_is_none_gets_no_answer(manager: PagedKVCacheManager) -> None:
@@ -409,6 +408,19 @@ def test_who_has_missed_too_much_has_everybody_told_anew_and_not_too_often(manag
         worker._anew_at = 0.0  # by now it may be told again, and is, though nobody asks once more
         mirror.until(lambda: {"type": "AllBlocksCleared"} in mirror.events)
         assert not worker._is_owed
+
+
+def test_who_comes_late_and_cannot_ask_is_told_all() -> None:
+    made = manager_of(32, max_seq_len=120, params={"kv_events": KVEvents(ANY)})
+    run(made, 1, 101)
+    for number in range(2):
+        with Mirror(made.kv_event_endpoints[0]) as mirror:
+            mirror.until(lambda mirror=mirror: mirror.there.get("GPU"))
+            mirror.same(made, 0)
+        assert worker_of(made)._anew_at > time.monotonic(), "and not again so soon"
+        worker_of(made)._anew_at = 0.0
+        run(made, 201 + 100 * number)
+    made.close()
 
 
 def test_peers_that_fill_a_queue_and_die_do_no_harm(manager: PagedKVCacheManager) -> None:
