@@ -30,6 +30,7 @@ from scheduler_adapters.top.sources import LiveSource
 from tests.kvcache.build import manager_of
 
 SIZE = (132, 40)
+_DRAWN_BYTES = 30_000  # of a picture: it shows more than Textual's page before the program has drawn anything
 
 
 def picture(addresses: list[str], path: Path, keys: list[str], seconds: float) -> None:
@@ -99,7 +100,7 @@ def browse(arguments: list[str], path: Path, chromium: str) -> None:
 
 
 async def shoot(chromium: str, url: str, path: Path) -> None:
-    """Have a browser without a screen open an address, and take what it shows after some seconds."""
+    """Have a browser without a screen open an address, and take what it shows some seconds after it shows anything."""
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1280,800", "--remote-debugging-port=0"]
     browser = await asyncio.create_subprocess_exec(chromium, *flags, "about:blank", stderr=asyncio.subprocess.PIPE)
     assert browser.stderr is not None
@@ -110,11 +111,16 @@ async def shoot(chromium: str, url: str, path: Path) -> None:
         async with aiohttp.ClientSession() as session:
             async with session.put(f"http://127.0.0.1:{port}/json/new?{url}") as answer:
                 page = await answer.json(content_type=None)
-            await asyncio.sleep(12)
             async with session.ws_connect(page["webSocketDebuggerUrl"], max_msg_size=0) as socket:
-                await socket.send_json({"id": 1, "method": "Page.captureScreenshot"})
-                found = await socket.receive_json()
-        path.write_bytes(base64.b64decode(found["result"]["data"]))  # noqa: ASYNC240 - as above
+                found = b""
+                for number in range(60):
+                    seconds = 6 if len(found) > _DRAWN_BYTES else 1
+                    await asyncio.sleep(seconds)
+                    await socket.send_json({"id": number, "method": "Page.captureScreenshot"})
+                    found = base64.b64decode((await socket.receive_json())["result"]["data"])
+                    if seconds > 1:
+                        break
+        path.write_bytes(found)  # noqa: ASYNC240 - as above
     finally:
         browser.terminate()
         await browser.wait()
