@@ -119,6 +119,11 @@ class DecodeScheduler:
         return len({request.key for request in list(self._requests.values())} | self._exchange.open_pulls)
 
     @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to do before somebody asks for it: no request is here, and no pull of one."""
+        return not (self._requests or self._exchange.open_pulls)
+
+    @property
     def sockets(self) -> list[Socket]:
         """What to wait for while `poll` finds nothing to do."""
         return [socket for prefill in self.connections for socket in prefill.sockets]
@@ -155,8 +160,7 @@ class DecodeScheduler:
 
         With the `serial` of a submission that one is meant, even if it is yet to come.
         """
-        if serial and self._submitted.add(serial):
-            # Its submission comes too late now.
+        if serial and self._submitted.add(serial):  # its submission comes too late now
             self._emit(msg.Tokens(request_id=request_id, finished="cancelled", serial=serial))
             return
         request = self._requests.get(request_id)
@@ -177,8 +181,7 @@ class DecodeScheduler:
     def poll(self) -> bool:
         """Take messages and events in, start pulls, run one step. Whether there was anything to do; never waits.
 
-        Raises:
-            EngineClosedError: the transfer thread has died: this process cannot go on.
+        `EngineClosedError` where the transfer thread has died: this process cannot go on.
         """
         busy = False
         if self.frontend.flush():
@@ -276,11 +279,10 @@ class DecodeScheduler:
 
     def _take_over(self, request: DecodeRequest, offer: msg.PagesOffer) -> None:
         """Keep the lease alive from now on, on the replica that will have the pages; queue for these."""
-        times = self._times
-        request.move("offered", self._clock() + times.prefill_s + times.room_s)
+        patience_s = self._times.prefill_s + self._times.room_s
+        request.move("offered", self._clock() + patience_s)
         request.replica = self._manager.get_or_recommend_replica(request.new_context())
-        patience_s = times.prefill_s + times.room_s + times.pull_s
-        self._exchange.open_pull(request.replica, request.key, offer.source, patience_s)
+        self._exchange.open_pull(request.replica, request.key, offer.source, patience_s + self._times.pull_s)
         self._arrived[request.replica].append((request, request.attempt))
 
     def _on_first_token(self, request: DecodeRequest, token: int) -> bool:
@@ -294,8 +296,7 @@ class DecodeScheduler:
             self._finish(request, reason, (token,))
             return False
         self._emit(request.news((token,)))
-        patience_s = self._times.room_s if request.phase == "offered" else self._times.pull_s
-        request.deadline = self._clock() + patience_s
+        request.deadline = self._clock() + (self._times.room_s if request.phase == "offered" else self._times.pull_s)
         if request.importing is not None:
             request.importing.context.update(token)
         return True
@@ -398,8 +399,7 @@ class DecodeScheduler:
 
     def _give_up_frontend(self) -> None:
         """The frontend has left too much unread: its requests end, their pages go, and it may read why."""
-        most = self.frontend.max_unread
-        reason = f"the frontend of decode process {self.name!r} has left {most} messages unread"
+        reason = f"the frontend of decode process {self.name!r} has left {self.frontend.max_unread} messages unread"
         for request in list(self._requests.values()):
             self._give_up(request, reason, tell_prefill=True)
             request.blame(reason)

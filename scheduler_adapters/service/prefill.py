@@ -100,6 +100,11 @@ class PrefillScheduler:
         return len(self._requests)
 
     @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to do before somebody asks for it: no request is here."""
+        return not self._requests
+
+    @property
     def sockets(self) -> list[Socket]:
         """What to wait for while `poll` finds nothing to do."""
         return [self._socket]

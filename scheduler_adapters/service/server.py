@@ -56,7 +56,9 @@ if TYPE_CHECKING:
     from transfer.memory import MemoryType
     from transfer.wire.keys import Keyring
 
-_IDLE_MS = 1
+# What comes through a socket ends a wait. Leases, pulls and deadlines have none: they are looked at as often as this.
+_WAIT_MS = 1
+_IDLE_MS = 100  # without a request: signals, and connections that are to be made anew
 _LAST_WORDS_MS = 1000
 # A thread that computes in Python gives the lock up after this long: the transfer thread polls every millisecond.
 _SWITCH_S = 2e-4
@@ -312,7 +314,8 @@ class _Rounds:
                 frontend.send(msg.Left(stats=scheduler.stats()))
                 return
             if not scheduler.poll() and not self._stopped:
-                wait_for_any([*hears, *scheduler.sockets], _IDLE_MS)
+                idle = scheduler.is_idle and not frontend.is_behind
+                wait_for_any([*hears, *scheduler.sockets], _IDLE_MS if idle else _WAIT_MS)
 
     def _on_frames(self, frames: list[bytes]) -> None:
         decode = self._decode

@@ -57,7 +57,7 @@ def new_incarnation() -> str:
 
 
 class RankTransfer:
-    """What one rank leases to readers, and pulls from sources. One thread owns it, and calls `poll` every millisecond.
+    """What one rank leases to readers, and pulls from sources. One thread owns it, and calls `poll` again and again.
 
     Args:
         identity: which rank this is.

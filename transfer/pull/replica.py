@@ -130,7 +130,6 @@ class ReplicaTransfer:
         self._leases: dict[int, set[int]] = {}
         self._times = times = Times(handshake_timeout_s, heartbeat_s, dead_after_s, idle_s)
         self.directory = Directory(self.ranks, client, times, clock, self._start_all, self._fail_all)
-
         self.timed = timed
 
     @property
@@ -253,8 +252,7 @@ class ReplicaTransfer:
                 where the source says which pages it holds.
             last: nothing more will be read.
         """
-        pull = self._pulls.get(key)
-        if pull is None or pull.error:
+        if (pull := self._pulls.get(key)) is None or pull.error:
             return
 
         def add(rank: RankTransfer) -> None:
@@ -271,8 +269,7 @@ class ReplicaTransfer:
 
         A source that has not answered yet is told when it does: it keeps the pages for nobody.
         """
-        pull = self._pulls.get(key)
-        if pull is None:
+        if (pull := self._pulls.get(key)) is None:
             return
         if not pull.started and not pull.error:
             refusal = f"{_REFUSED}{next(self._refusals)}"
@@ -304,6 +301,11 @@ class ReplicaTransfer:
         return any(rank.puller.is_copying for rank in self.ranks)
 
     @property
+    def is_idle(self) -> bool:
+        """Whether polls have time: no lease stands, no pull goes on, and no source has still to answer."""
+        return not (self._leases or self._pulls or self._client.is_waiting)
+
+    @property
     def num_leases(self) -> int:
         """Leases that stand. Any thread may ask, as for the next one."""
         return len(self._leases)
@@ -326,8 +328,7 @@ class ReplicaTransfer:
         for at, rank in enumerate(self.ranks):
             while rank.released:
                 lease = rank.released.popleft()
-                left = self._leases.get(lease.lease_id)
-                if left is None:
+                if (left := self._leases.get(lease.lease_id)) is None:
                     continue
                 left.discard(at)
                 if not left:
@@ -384,8 +385,7 @@ class ReplicaTransfer:
             self._fail(key, str(error))
 
     def _on_rank(self, at: int, event: PullEvent) -> None:
-        pull = self._pulls.get(event.key)
-        if pull is None:
+        if (pull := self._pulls.get(event.key)) is None:
             return
         if event.safe:
             pull.open_ranks.discard(at)

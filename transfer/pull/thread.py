@@ -1,7 +1,10 @@
-"""The one thread that owns the transfers of a process, and polls them about every millisecond.
+"""The one thread that owns the transfers of a process, and polls them about every millisecond while anybody waits.
 
 A model's step takes tens or hundreds of milliseconds. In that time a peer's first READ and every notification would
 wait, so a serving loop never touches what is here: it hands work over, and picks events up when it likes.
+
+NIXL has no descriptor to sleep on without a thread of its own that polls. But peers read under a lease alone, and what
+grants a lease or begins a pull is a command, which wakes the thread: where there is neither, it sleeps.
 """
 
 from __future__ import annotations
@@ -29,6 +32,10 @@ P = ParamSpec("P")
 POLL_S = 1e-3
 # While our own READs are in flight: they take a few hundred microseconds, and the request waits for them.
 BUSY_POLL_S = 1e-4
+# Without a lease or a pull, nothing is late: notes about leases that have ended, and the ends of peers.
+IDLE_POLL_S = 0.25
+# How long the last lease or pull is over before that counts: a reader may still wait for an answer below NIXL.
+LINGER_S = 1.0
 
 
 class TransferThread:
@@ -49,6 +56,7 @@ class TransferThread:
         self.is_closed = False
         self.pull_seconds = 0.0
         self._woken = 0.0  # when the first of the last commands came
+        self._used = time.perf_counter()  # when a lease or a pull was last there
         self.replica = replica
         self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._changed = threading.Condition()
@@ -145,7 +153,7 @@ class TransferThread:
         try:
             busy, since = False, time.perf_counter()  # busy: something was under way at `since`
             while not self._stopping:
-                changed = self._run_commands(0.0 if self.replica.is_copying else BUSY_POLL_S if busy else POLL_S)
+                changed = self._run_commands(self._pause(busy=busy))
                 now = time.perf_counter()
                 if busy:
                     self.pull_seconds += now - since
@@ -164,6 +172,17 @@ class TransferThread:
             self._failure = error
             with self._changed:
                 self._changed.notify_all()
+
+    def _pause(self, *, busy: bool) -> float:
+        """Seconds to the next poll, where no command comes before."""
+        if self.replica.is_copying:
+            return 0.0
+        if busy:
+            return BUSY_POLL_S
+        now = time.perf_counter()
+        if not self.replica.is_idle:
+            self._used = now
+        return POLL_S if now - self._used < LINGER_S else IDLE_POLL_S
 
     def _run_commands(self, pause_s: float) -> bool:
         """Sleeps until there is a command, but not longer than a poll may wait. Whether there was one."""

@@ -321,6 +321,11 @@ class HandshakeClient:
             self._sockets[address] = socket
         return socket
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a question is open."""
+        return bool(self._asked)
+
     def poll(self) -> None:
         """Hands every answer and every time-out to the `done` of its question."""
         if not self._asked:
