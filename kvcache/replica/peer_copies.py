@@ -3,7 +3,7 @@
 Off by default (`Routing.copy_pages`). A copy takes room that another prompt's pages had, and a router that follows
 prefixes leaves little to copy: it is for what routing alone cannot give, an owner that is busy, a head that all share.
 Rejected: that the other replicas give up what was copied. They have room for more then, but the same page comes and
-goes: on public traces no more is found, and up to three times as much is copied.
+goes: in a simulation on public traces no more was found, and up to three times as much was copied.
 """
 
 from collections.abc import Sequence
