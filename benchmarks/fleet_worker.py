@@ -177,6 +177,11 @@ class Alone:
         """That run, or wait to."""
         return self._loop.num_running + self._loop.num_waiting
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to do before somebody asks for it."""
+        return not self._loop.has_work
+
     def stats(self) -> msg.Stats:
         """Counters now."""
         manager = self._loop.manager

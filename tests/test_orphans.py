@@ -1,5 +1,6 @@
 """Nothing that a test starts outlives its run: no process with a session of its own, none whose parent is gone."""
 
+import os
 import subprocess
 import sys
 import time
@@ -94,7 +95,8 @@ def test_the_runs_of_mutants_leave_nothing(tmp_path: Path, then: str) -> None:
 def test_a_test_file_that_leaves_processes_fails(tmp_path: Path) -> None:
     path, file = leaves(tmp_path, "pass")
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    own = os.environ | {"PYTEST_ADDOPTS": ""}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=own, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "processes that tests have left behind, now killed" in done.stdout
     assert not any(map(is_alive, told(file)))
