@@ -57,13 +57,9 @@ class LossyWay:
                 if self._random.random() < self.rate:
                     self.lost += 1
                 else:
-                    self._pub.send_multipart(self.brought(frames))
+                    self._pub.send_multipart(frames)
         self._sub.close(0)
         self._pub.close(0)
-
-    def brought(self, frames: list[bytes]) -> list[bytes]:
-        """What arrives of a message."""
-        return frames
 
     def close(self) -> None:
         self._open = False
@@ -74,10 +70,10 @@ class LossyWay:
 class Worker:
     """A manager that is started, used, killed and started anew on the same addresses."""
 
-    def __init__(self, number: int, folder: Path, way: type[LossyWay] = LossyWay) -> None:
+    def __init__(self, number: int, folder: Path) -> None:
         self.number = number
         self._folder = folder
-        self.way = way(number)
+        self.way = LossyWay(number)
         self.manager = self._made("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
         self.way.start(self.manager.kv_event_endpoints[0][0])
 
@@ -231,13 +227,15 @@ async def follow(managers: int, overlaps: int, rounds: int, seed: int, requests:
     """The first service is there from the beginning, another comes half way."""
     with tempfile.TemporaryDirectory() as folder:
         followed = Followed(managers, seed, Path(folder))
-        await followed.join()
-        for number in range(rounds):
-            if number == rounds // 2:
-                await followed.join()
-            each = -(-(overlaps - followed.seen["compared"]) // (rounds - number)) // len(followed.services)
-            await followed.round(requests, each)
-        followed.close()
+        try:
+            await followed.join()
+            for number in range(rounds):
+                if number == rounds // 2:
+                    await followed.join()
+                each = -(-(overlaps - followed.seen["compared"]) // (rounds - number)) // len(followed.services)
+                await followed.round(requests, each)
+        finally:
+            followed.close()
     return followed
 
 

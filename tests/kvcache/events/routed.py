@@ -1,11 +1,11 @@
 """vLLM's router follows real managers: where it sends a prompt is compared with what their own indexes hold.
 
-`python -m tests.kvcache.events.routed [--managers 8] [--prompts 1000] [--pd] [--losses] [--split] [--seed 0]`
+`python -m tests.kvcache.events.routed [--managers 8] [--prompts 1000] [--pd] [--losses] [--seed 0]`
 
 As `followed` does with Dynamo's service, without tiers: requests share prefixes and evict each other, managers die and
 start anew, a router comes late. The servers in front of the managers only note that they were asked. A prompt is sent
-right where nobody has more of its pages than whom it was sent to. `--losses` loses messages, too; `--split` tells the
-router of one page in each event, `--pd` has it send prompts to prefill servers, with one for decode.
+right where nobody has more of its pages than whom it was sent to. `--losses` loses messages, too; `--pd` has the router
+send prompts to prefill servers, with one for decode.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from kvcache import KVEvents, PagedKVCacheManager
 from kvcache.replica.hashing import PrefixHasher
 from tests.kvcache.build import manager_of
-from tests.kvcache.events.followed import PAGE, PAGES, Followed, LossyWay, Worker
+from tests.kvcache.events.followed import PAGE, PAGES, Followed, Worker
 from tests.kvcache.events.mirror import indexes_of, settled
 
 ROUTER = shutil.which("vllm-router", path=str(Path(sys.executable).parent))
@@ -152,38 +151,12 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-class OnePageWay(LossyWay):
-    """Brings each page in an event of its own."""
-
-    def brought(self, frames: list[bytes]) -> list[bytes]:
-        stamp, events, *rest = msgspec.msgpack.decode(frames[2])
-        payload = msgspec.msgpack.encode([stamp, [one for event in events for one in pages_of(event)], *rest])
-        return [*frames[:2], payload]
-
-
-def pages_of(event: dict[str, Any]) -> list[dict[str, Any]]:
-    if event["type"] != "BlockStored":
-        return [event]
-    hashes, size = event["block_hashes"], event["block_size"]
-    before = [event["parent_block_hash"], *hashes]
-    return [
-        event
-        | {
-            "block_hashes": [block],
-            "parent_block_hash": before[at],
-            "token_ids": event["token_ids"][at * size : (at + 1) * size],
-            "extra_keys": event["extra_keys"][at : at + 1] if event.get("extra_keys") else None,
-        }
-        for at, block in enumerate(hashes)
-    ]
-
-
 class DeviceWorker(Worker):
     """A manager without tiers, and the server in front of it."""
 
-    def __init__(self, number: int, folder: Path, way: type[LossyWay], page_size: int) -> None:
+    def __init__(self, number: int, folder: Path, page_size: int) -> None:
         self._page_size = page_size
-        super().__init__(number, folder, way)
+        super().__init__(number, folder)
         self.server = Server(str(number))
 
     def _made(self, endpoint: str, replay: str | None) -> PagedKVCacheManager:
@@ -209,12 +182,10 @@ class Routed(Followed):
 
     workers: list[DeviceWorker]  # type: ignore[assignment]
 
-    def __init__(self, managers: int, seed: int, folder: Path, *, losses: bool, split: bool, pd: bool) -> None:
-        way = OnePageWay if split else LossyWay
+    def __init__(self, managers: int, seed: int, folder: Path, *, losses: bool, pd: bool) -> None:
         self.page_size = PD_PAGE if pd else PAGE
-        super().__init__(managers, seed, folder, lambda number, place: DeviceWorker(number, place, way, self.page_size))
+        super().__init__(managers, seed, folder, lambda number, place: DeviceWorker(number, place, self.page_size))
         self.rates = (0.0, 0.05, 0.5) if losses else (0.0,)
-        self.replays = not split  # what is replayed does not come by the way
         self.decode = Server("decode") if pd else None
         self.folder = folder
         self.routers: list[Router] = []
@@ -222,8 +193,7 @@ class Routed(Followed):
     async def join(self) -> None:
         """One more router begins to follow."""
         events = {
-            worker.server.url: (worker.way.address, worker.manager.kv_event_endpoints[0][1] if self.replays else None)
-            for worker in self.workers
+            worker.server.url: (worker.way.address, worker.manager.kv_event_endpoints[0][1]) for worker in self.workers
         }
         log = self.folder / f"router{len(self.routers)}.log"
         router = Router(events, log, decode=self.decode and self.decode.url, page_size=self.page_size)
@@ -290,10 +260,10 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
-    for name in ("losses", "split", "pd"):
+    for name in ("losses", "pd"):
         parser.add_argument(f"--{name}", action="store_true")
     chosen = parser.parse_args()
-    options = {name: getattr(chosen, name) for name in ("losses", "split", "pd")}
+    options = {name: getattr(chosen, name) for name in ("losses", "pd")}
     routed = asyncio.run(route(chosen.managers, chosen.prompts, chosen.rounds, chosen.seed, **options))
     print(f"{chosen.managers} managers: {dict(routed.seen)}, {len(routed.differences)} sent wrong")  # noqa: T201 - a script
     for difference in routed.differences[:10]:
