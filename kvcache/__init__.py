@@ -25,7 +25,7 @@ from kvcache.manager import PagedKVCacheManager
 from kvcache.metrics import KVCacheMetrics
 from kvcache.params import KVCacheParams
 from kvcache.replica.batch import Batch
-from kvcache.replica.block_table import BlockTable, PageCopy, PendingImport
+from kvcache.replica.block_table import BlockTable, PageCopy, PageDigests, PendingImport
 from kvcache.replica.context import Context, TextContext
 from kvcache.replica.copier import ImportCopier, ImportProof
 from kvcache.replica.inputs import RaggedKVCacheInputSymbols
@@ -52,6 +52,7 @@ __all__ = [
     "NoFreeRowError",
     "NotReservedError",
     "PageCopy",
+    "PageDigests",
     "PageLayout",
     "PageLease",
     "PagedKVCacheManager",

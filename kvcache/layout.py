@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 import msgspec
 import torch
@@ -90,6 +91,12 @@ def replica_fingerprint(layouts: list[PageLayout]) -> str:
     """Names the geometry of all shards of a replica together."""
     joined = ",".join(layout.fingerprint() for layout in layouts)
     return hashlib.sha256(joined.encode()).hexdigest()[:16]
+
+
+def kv_kind(layouts: Sequence[PageLayout]) -> str:
+    """What the shards of a replica keep of a token, however its heads are split and its pages lie."""
+    one, heads = layouts[0], max(layout.first_head + layout.num_heads for layout in layouts)
+    return f"{one.dtype}, {one.num_layers} layers of {one.sides} x {heads} heads of {one.head_dim}"
 
 
 def as_blocks(pages: torch.Tensor, layout: PageLayout, num_pages: int) -> torch.Tensor:

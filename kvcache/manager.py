@@ -17,6 +17,7 @@ from kvcache.params import KVCacheParams, resolve_page_size
 from kvcache.replica import imports, inputs
 from kvcache.replica.batch import Batch
 from kvcache.replica.block_table import BlockTable, PageCopy, PendingImport
+from kvcache.replica.contents import PageContents
 from kvcache.replica.context import Context, TextContext, check_context, check_fork
 from kvcache.replica.copier import ImportCopier, ImportProof
 from kvcache.replica.leases import PageLease, books_of
@@ -99,6 +100,7 @@ class PagedKVCacheManager:
         # Of each replica where its KV events are bound, and their replays; none without `params.kv_events`.
         self.kv_event_endpoints: list[tuple[str, str | None]] = self._replicas.event_endpoints
         self._claims = Claims(self._replicas.each)
+        self.contents = PageContents(self._replicas.each, self.fingerprint)  # pages by what they hold
         # What a decode step looks up: the place of a context, and the tokens that the pages of a place hold.
         self._place_of: Callable[[Any, int], int] = self._claims.bound.get
         self._capacity = self._replicas.capacity

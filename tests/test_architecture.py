@@ -41,7 +41,10 @@ ROOMS: dict[str, set[str]] = {
     "transfer.plan": {"kvcache values", "transfer values"},
     "transfer.wire": {"transfer values", "transfer.plan"},
     "transfer.nixl": {"transfer values"},
-    "transfer.pull": {"kvcache values", "transfer values", "transfer.plan", "transfer.wire", "transfer.nixl"},
+    "transfer.pull": {
+        *("kvcache values", "kvcache.replica"),
+        *("transfer values", "transfer.plan", "transfer.wire", "transfer.nixl"),
+    },
     "transfer.engine": {"transfer values", "transfer.plan", "transfer.wire", "transfer.nixl"},
     "transfer.connector": {"transfer values", "transfer.plan", "transfer.wire", "transfer.pull"},
     "transfer": {

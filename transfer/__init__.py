@@ -44,6 +44,7 @@ from transfer.errors import (
 )
 from transfer.memory import MemoryType
 from transfer.nixl.settings import settings_fingerprint
+from transfer.pull.asking import Lent
 from transfer.pull.exchange import ExchangeEvent, PageExchange
 from transfer.pull.lease import LeaseRef
 from transfer.pull.pull_state import PullEvent
@@ -70,6 +71,7 @@ __all__ = [
     "KVTransferEngineMetadata",
     "LeaseOver",
     "LeaseRef",
+    "Lent",
     "LoadRequest",
     "MemoryType",
     "MetadataError",

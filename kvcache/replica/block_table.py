@@ -36,6 +36,14 @@ class BlockTable(msgspec.Struct, frozen=True, tag="block_table/1", omit_defaults
     digests: bytes = b""  # one after another, of all full pages; none where prefix caching is off
 
 
+class PageDigests(NamedTuple):
+    """Names full pages by what they hold: equal digests, equal tokens from the first on, salt and extra keys."""
+
+    page_size: int  # tokens
+    hash_algorithm: str
+    digests: bytes  # one after another, from the first page on
+
+
 class PageCopy(NamedTuple):
     """Pages to copy from another manager, of one group of layers: of the logical pages that `tokens` touch."""
 

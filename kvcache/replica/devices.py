@@ -52,11 +52,14 @@ class PlacedReplica:
     def copy_pages_of(self, other: "PlacedReplica", sources: Pages, targets: Pages) -> None:
         """Copy pages of another replica of this process into as many of ours, distinct, shard by shard.
 
-        In the order of the devices' work: after what was launched before on either, before what comes after.
+        In the order of the devices' work, after what was launched before on either. It is over on return: the pages are
+        published then, and who READs a published page from another process waits for no device.
         """
         with self._on_stream():
             for theirs, ours in zip(other.blocks, self.blocks, strict=True):
                 copy_pages(page_rows(theirs), sources, page_rows(ours), targets)
+            for device in {ours.device for ours in self.blocks if ours.is_cuda}:
+                torch.cuda.current_stream(device).synchronize()
 
     def _on_stream(self) -> Any:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

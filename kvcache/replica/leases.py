@@ -56,6 +56,13 @@ class PageLeases:
         self.tell(row, int(self._rows.cached[row]))  # its block table may have been made before
         return lease
 
+    def grant_pages(self, name: str, replica_idx: int, pages: Pages) -> PageLease:
+        """A lease of published pages, whoever computed them; `name`: of who asks for them."""
+        lease = PageLease(self, name, replica_idx)
+        self._held[lease] = []
+        self._hold(lease, pages)
+        return lease
+
     def tell(self, row: int, tokens: int) -> None:
         """Readers may know by now where the first `tokens` tokens of a leased row lie: these are not written again."""
         if row in self.of_row:

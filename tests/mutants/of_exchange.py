@@ -4,6 +4,7 @@ from tests.mutants.mutation import Module, Mutation
 
 _OWNERSHIP = "tests/transfer/pull/test_ownership.py"
 _EXCHANGE = "tests/transfer/pull/test_exchange.py"
+_LENDING = "tests/transfer/pull/test_lending.py"
 _LEASES = "tests/kvcache/replica/test_leases.py"
 _DIRECTORY = "tests/transfer/pull/test_directory.py"
 _VOUCHERS = "tests/transfer/nixl/test_vouchers.py"
@@ -61,7 +62,35 @@ EXCHANGE: tuple[Module, ...] = (
             Mutation("PageExchange.offer", "running=running", "running=True", [_EXCHANGE]),
             Mutation("PageExchange.pull", "self._refuse_open(replica, key)", "pass", [_EXCHANGE]),
             Mutation("PageExchange.pull", "copier.give_up()", "pass", [_OWNERSHIP]),
-            Mutation("PageExchange.offer", "self._manager.end_lease(held)\n            raise", "raise", [_OWNERSHIP]),
+            Mutation("PageExchange._grant", "self._manager.end_lease(held)\n            raise", "raise", [_OWNERSHIP]),
+            Mutation("PageExchange._take", "and self.lending.of[replica].settle(event)", "and False", [_LENDING]),
+        ],
+    ),
+    Module(
+        "transfer.pull.lending",
+        [_LENDING],
+        [
+            Mutation("PageLender._lend", " - sum(lent.num_pages for lent in self._lent.values())", "", [_LENDING]),
+            Mutation("PageLender.answer", "known is None and query.digests", "query.digests", [_LENDING]),
+            Mutation("PageLender.answer", "len(self._answers) > _KNOWN", "not self._answers", [_LENDING]),
+            Mutation("PageLender.settle", "del self._lent[event.lease_id]", "pass", [_LENDING]),
+        ],
+    ),
+    Module(
+        "transfer.pull.asking",
+        [_LENDING],
+        [
+            Mutation("PageAsks.poll", "if now >= ask.deadline:", "if not ask.key:", [_LENDING]),
+            Mutation("PageAsks._lent", "or own[-width:] != pages.prompt_digest", "", [_LENDING]),
+        ],
+    ),
+    Module(
+        "kvcache.replica.contents",
+        [_LENDING],
+        [
+            Mutation("PageContents.lease", "or ours != theirs ", "", [_LENDING]),
+            Mutation("PageContents.lease", "[: max(0, most)]", "", [_LENDING]),
+            Mutation("PageContents.digests", "(context.current_length - 1)", "context.current_length", [_LENDING]),
         ],
     ),
     Module(

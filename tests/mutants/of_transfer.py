@@ -395,7 +395,7 @@ TRANSFER: tuple[Module, ...] = (
         [
             Mutation("differences", "{*ours, *theirs}", "ours"),
             Mutation("HandshakeServer._answer", "if not throttle.admits(identity):", "if not identity:"),
-            Mutation("HandshakeServer._answer", "self._lease_throttle if isinstance(query, LeaseQuery) else ", ""),
+            Mutation("HandshakeServer._answer", "isinstance(query, LeaseQuery | ContentQuery)", "False"),
             Mutation("HandshakeServer._answer_to", "if card.leased is None:", "if query is None:"),
             Mutation("HandshakeServer._answer_to", "if cards and not engine_id else None", "if cards else None"),
             Mutation(

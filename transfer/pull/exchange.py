@@ -8,13 +8,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcache.errors import InvalidRequestError
-from transfer.errors import InvalidLeaseError
+from kvcache.layout import kv_kind
+from transfer.errors import InvalidEngineError, InvalidLeaseError
 from transfer.memory import MemoryType
 from transfer.nixl.agent import Agent
 from transfer.plan.boxes import ShardLayout
 from transfer.plan.shapes import dense
+from transfer.pull.asking import Lent, PageAsks
 from transfer.pull.lease import LeaseRef
 from transfer.pull.lease_slots import LeaseSlots
+from transfer.pull.lending import LENT_S, PageLending
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation
 from transfer.pull.replica import LeaseOver, Offered, ReplicaTransfer
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from kvcache.replica.block_table import BlockTable, PageDigests
     from transfer.pull.page_owner import PageOwner, PendingPages
     from transfer.wire.keys import Keyring
 
@@ -46,7 +50,7 @@ class ExchangeEvent(NamedTuple):
     """
 
     replica: int
-    event: PullEvent | LeaseOver | Offered
+    event: PullEvent | LeaseOver | Offered | Lent
     proof: Any = None
 
 
@@ -72,18 +76,21 @@ class PageExchange:
         secret: shared by the fleet, as `transfer.wire.secret.read_secret` takes it: turns on keys for those sockets,
             and for the metadata that they carry. In place of a keyring.
         allowed_peers: addresses, networks and host names of sources that may be contacted, beside this host.
+        lend: of a replica's pages, the share that readers who `ask` may hold at a time, 0.0 to 1.0; they get fewer
+            pages beyond that, as our own requests come first.
 
     Attributes:
         address: the endpoint, as bound.
         incarnation: random, new with each start.
         cards: of each replica, what peers are told of it.
+        lending: what readers who asked for pages by what they hold were leased.
         threads: of each replica, the thread that counts what it does.
         queries: how often peers have asked, by what became of it.
 
     Raises:
         AgentError: NIXL cannot be used.
         HandshakeError: the endpoint cannot be bound.
-        InvalidEngineError: a secret that cannot be read, or one beside a keyring; no list of peers.
+        InvalidEngineError: a secret that cannot be read, or one beside a keyring; no list of peers; no such share.
     """
 
     def __init__(
@@ -99,8 +106,11 @@ class PageExchange:
         keyring: Keyring | None = None,
         secret: str = "",
         allowed_peers: Sequence[str] = (),
+        lend: float = 0.25,
     ) -> None:
         self._verify, self._agent = verify, agent
+        if not 0.0 <= lend <= 1.0:
+            raise InvalidEngineError(f"exchange {name!r}: lend is {lend}, a share from 0.0 to 1.0 is needed")
         self._key, keyring = fleet_keys(f"exchange {name!r}", secret, keyring=keyring)
         allowed = AllowedPeers((*host_of(bind), *allowed_peers))
         self.incarnation = new_incarnation()
@@ -114,6 +124,9 @@ class PageExchange:
         agreed, options = dict(compatibility or {}), dict[str, Any](replica_options or {})
         ask = None if keyring is None else keyring.secure_client
         self.cards: list[EngineCard] = []
+        self.lending = PageLending(manager, self._grant_lent, share=lend, key=self._key)
+        kind = kv_kind(manager.layouts)
+        self._asks = PageAsks(HandshakeClient(ask, allowed=allowed), name, self._key, agreed, kind)
         try:
             for replica, engine_id in enumerate(self._names):
                 ranks = self._ranks(replica, engine_id, agreed)
@@ -122,11 +135,13 @@ class PageExchange:
                 self._slots.append(LeaseSlots())
                 self._leases.append({})
                 sealed = tuple(rank.metadata for rank in ranks)
-                self.cards.append(EngineCard(engine_id, self.incarnation, sealed, agreed))
+                lent = self.lending.of[replica].answer
+                self.cards.append(EngineCard(engine_id, self.incarnation, sealed, agreed, lent=lent))
             self._server = HandshakeServer(self.cards, bind, None if keyring is None else keyring.secure_server)
         except BaseException:
             for thread in self.threads:
                 thread.close()
+            self.lending.close()
             raise
         self.address, self.queries = self._server.endpoint, self._server.counts
 
@@ -188,13 +203,24 @@ class PageExchange:
             NotReservedError: (a RuntimeError) an import of its pages is pending.
             EngineClosedError: the transfer thread has died.
         """
-        held = self._manager.lease(request_id)
+        return self._grant(self._manager.lease(request_id), request_id, duration_s, running=running)
+
+    def _grant(
+        self,
+        held: Any,
+        name: str,
+        duration_s: float,
+        *,
+        running: bool,
+        pages: Sequence[Sequence[int]] | None = None,
+    ) -> Source | None:
+        """Has a lease stand for what the manager holds; lets go of that where there is none."""
         replica: int = held.replica_idx
         lease = None
         try:
             lease = self._slots[replica].take(duration_s)
             if lease is not None:
-                self.threads[replica].call_soon(ReplicaTransfer.offer, request_id, lease, running=running)
+                self.threads[replica].call_soon(ReplicaTransfer.offer, name, lease, pages=pages, running=running)
         except BaseException:
             if lease is not None:
                 self._slots[replica].give_back(lease)
@@ -205,6 +231,9 @@ class PageExchange:
             return None
         self._leases[replica][lease.lease_id] = (lease, held)
         return Source(self.address, self._names[replica], lease, self.incarnation)
+
+    def _grant_lent(self, held: Any, table: BlockTable) -> Source | None:
+        return self._grant(held, table.request_id, LENT_S, running=False, pages=table.groups if self._verify else None)
 
     def seal(self, replica: int, pages: Sequence[Sequence[int]]) -> None:
         """Makes the page checks of computed pages, a list for each group, where readers verify. Waits for that."""
@@ -227,6 +256,27 @@ class PageExchange:
         if source.engine_id not in self._names:
             raise InvalidLeaseError(f"engine {source.engine_id!r} has offered it, ours are {self._names}")
         return self.threads[self._names.index(source.engine_id)]
+
+    # ---- pages by what they hold
+
+    def ask(
+        self, replica: int, key: str, address: str, engine_id: str, wanted: PageDigests, timeout_s: float = 5.0
+    ) -> None:
+        """Asks a source for pages by what they hold, whoever computed them. `Lent` comes out of `poll`.
+
+        The source leases the longest run of them, from the first on, that its devices hold, and that it lends: it may
+        be shorter than it was yesterday, and none, which is no error. With the table of a `Lent` the pages are
+        imported and pulled like those of any offer; a lease that nobody pulls under ends by itself within seconds.
+
+        Args:
+            replica: ours, which the event names.
+            key: names the question in the event.
+            address: ZMQ endpoint of the source's handshake.
+            engine_id: the engine there, a replica of another exchange.
+            wanted: `manager.contents.digests` of the request; of more than 512 KiB of digests the first.
+            timeout_s: seconds until the source is given up, and `Lent` says so.
+        """
+        self._asks.ask(replica, key, (address, engine_id), wanted, timeout_s)
 
     # ---- pulls
 
@@ -307,7 +357,8 @@ class PageExchange:
         for replica, thread in enumerate(self.threads):
             thread.raise_failure()
             found += self._take(replica)
-        return found
+        self.lending.poll()
+        return found + [ExchangeEvent(*answered) for answered in self._asks.poll()]
 
     def _take(self, replica: int) -> list[ExchangeEvent]:
         events, found = self.threads[replica].events, list[ExchangeEvent]()
@@ -317,6 +368,8 @@ class PageExchange:
                 proof = self._end_copy(replica, event) if event.safe else None
             elif isinstance(event, LeaseOver) or event.error:
                 self._end_lease(replica, event.lease_id)
+            if not isinstance(event, PullEvent) and self.lending.of[replica].settle(event):
+                continue
             found.append(ExchangeEvent(replica, event, proof))
         return found
 
@@ -363,6 +416,8 @@ class PageExchange:
                     if copier is not None:
                         copier.give_up()
         self._server.close()
+        self._asks.close()
+        self.lending.close()
 
 
 def _shards(manager: PageOwner, replica: int) -> list[tuple[ShardLayout, list[torch.Tensor]]]:

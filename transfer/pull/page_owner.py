@@ -68,6 +68,11 @@ class PageOwner(Protocol):
         """Hold what a claimed request computes, until `end_lease`. The hold says its `replica_idx`."""
         ...
 
+    @property
+    def contents(self) -> Any:
+        """Pages by what they hold: `kvcache.replica.contents.PageContents`."""
+        ...
+
     def end_lease(self, lease: Any) -> None:
         """Nobody reads under the hold any more."""
 

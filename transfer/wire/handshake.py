@@ -18,15 +18,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
 import zmq
 
 from transfer.errors import HandshakeError, MetadataError, TransferError
 from transfer.wire.allowed_peers import AllowedPeers
 from transfer.wire.keys import Throttle
 from transfer.wire.messages import (
+    MAX_DIGEST_BYTES,
     MAX_METADATA_BYTES,
     MAX_RANKS,
     Answer,
+    ContentQuery,
     LeaseQuery,
     LeaseReply,
     MetadataQuery,
@@ -49,7 +52,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pagewire.handshake")
 
-MAX_QUERY_BYTES = 1 << 16
+MAX_QUERY_BYTES = MAX_DIGEST_BYTES + (1 << 16)
 _WAIT_MS = 100
 _BATCH = 64
 # An engine asks a source once, and for a sign of life once a second; a host may run many engines.
@@ -88,6 +91,7 @@ class EngineCard:
         ranks: of each rank, what `sealed_rank` returned.
         compatibility: what a reader must have in common with it.
         leased: says what a lease of its holds, in the server's thread; None where readers learn that in another way.
+        lent: says what it leases by content, in the server's thread; None where it does not.
     """
 
     engine_id: str
@@ -95,6 +99,7 @@ class EngineCard:
     ranks: tuple[bytes, ...]
     compatibility: Mapping[str, str] = field(default_factory=dict[str, str])
     leased: Callable[[LeaseQuery], LeaseReply] | None = None
+    lent: Callable[[ContentQuery], LeaseReply] | None = None
 
 
 def differences(
@@ -198,7 +203,7 @@ class HandshakeServer:
             query = decode_query(rest[0]) if len(rest) == 1 else _refusal(f"{len(rest)} frames, 1 is expected")
         except MetadataError as error:
             query = _refusal(str(error)[:500])
-        throttle = self._lease_throttle if isinstance(query, LeaseQuery) else self._throttle
+        throttle = self._lease_throttle if isinstance(query, LeaseQuery | ContentQuery) else self._throttle
         if not throttle.admits(identity):
             self.counts["throttled"] += 1  # no answer either: that is what it asks for too often
             return
@@ -222,6 +227,10 @@ class HandshakeServer:
             return card.leased(query)
         if differ := differences(query.compatibility, card.compatibility):
             return _refusal(f"engine {card.engine_id!r} is not compatible: {differ[:2000]}", query.query_id)
+        if isinstance(query, ContentQuery):
+            if card.lent is None:
+                return _refusal(f"engine {card.engine_id!r} lends no pages by content", query.query_id)
+            return card.lent(query)
         return MetadataReply(
             query_id=query.query_id, engine_id=card.engine_id, incarnation=card.incarnation, ranks=card.ranks
         )
@@ -278,6 +287,10 @@ class HandshakeClient:
         _, engine_id, lease_id, num_tokens, _ = wanted
         query = LeaseQuery(query_id=next(self._ids), engine_id=engine_id, lease_id=lease_id, num_tokens=num_tokens)
         self._ask(wanted.address, query, done, timeout_s)
+
+    def ask_content(self, address: str, query: ContentQuery, done: Done, timeout_s: float = 5.0) -> None:
+        """Asks an engine for pages by what they hold. `done` gets a `LeaseReply`, or the error."""
+        self._ask(address, msgspec.structs.replace(query, query_id=next(self._ids)), done, timeout_s)
 
     def ping(self, address: str, engine_id: str, done: Done, timeout_s: float = 2.0) -> None:
         """Asks the engine at a ZMQ address for a sign of life. `done` gets a `Pong`, or the error."""

@@ -23,6 +23,8 @@ PROTOCOL = 2
 MAX_RANKS = 4096
 MAX_METADATA_BYTES = 16 << 20
 MAX_NOTE_BYTES = 1024
+MAX_DIGEST_BYTES = 1 << 19
+"""Of the pages that a reader asks for by what they hold: 16,384 by sha256. Of longer prompts these are the first."""
 MAX_LEASE_S = 86_400.0
 MAX_TOKENS = (1 << 31) - 1
 _Name = Annotated[str, Meta(min_length=1, max_length=512)]
@@ -142,7 +144,7 @@ class LeaseQuery(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, 
 
 
 class LeaseReply(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="lease-reply/1"):
-    """Answers a `LeaseQuery`.
+    """Answers a `LeaseQuery`, or a `ContentQuery`.
 
     Attributes:
         query_id: of the question.
@@ -158,6 +160,35 @@ class LeaseReply(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, 
     waits_for: str = ""
 
 
+class ContentQuery(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="content/1"):
+    """Asks an engine for pages by what they hold: to lease the longest run of them, from the first on, that it has.
+
+    A `LeaseReply` answers it: `LeasedPages` without a page where the engine has none, or lends no more. What it leases
+    is said by a serving loop, so the first answers are that nothing is known yet: the reader asks again.
+
+    Attributes:
+        query_id: comes back in the answer.
+        engine_id: the engine that is expected there.
+        ask_id: random; the same however often the question is asked again.
+        reader: who asks, for the engine's own books.
+        compatibility: the asker's, as in a `MetadataQuery`.
+        kind: what the asker keeps of a token (`kvcache.layout.kv_kind`); an engine with another one refuses.
+        page_size: tokens of a page.
+        hash_algorithm: of the digests.
+        digests: of the pages, one after another; empty where the engine has answered that it knows the question.
+    """
+
+    query_id: int
+    engine_id: str
+    ask_id: int
+    reader: _Name
+    compatibility: dict[str, str] = {}
+    kind: Annotated[str, Meta(max_length=512)]
+    page_size: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+    hash_algorithm: Annotated[str, Meta(max_length=64)]
+    digests: Annotated[bytes, Meta(max_length=MAX_DIGEST_BYTES)]
+
+
 class LeasedPages(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="pages/1"):
     """What an engine holds under a lease that stands on all its ranks.
 
@@ -169,7 +200,8 @@ class LeasedPages(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True,
         duration_s: seconds that a renewal lasts.
         num_tokens: tokens whose KV the pages hold.
         block_ids: for each group of layers its blocks; the last one holds the last token, or the state after it.
-        prompt_digest: of as many tokens as were asked for, from the first on, and of what else their KV depends on.
+        prompt_digest: of as many tokens as were asked for, from the first on, and of what else their KV depends on; of
+            pages that were asked for by what they hold the digest of the last one.
         digest: keyed digest over all other fields; `sealed_pages` fills it in.
     """
 
@@ -211,7 +243,7 @@ class ReaderNote(msgspec.Struct, frozen=True, array_like=True, tag="note/1"):
     reason: str = ""
 
 
-Query = MetadataQuery | LeaseQuery | Ping
+Query = MetadataQuery | LeaseQuery | ContentQuery | Ping
 Answer = MetadataReply | LeaseReply | Pong | QueryRefusal
 
 _encoder = msgspec.msgpack.Encoder()
@@ -275,9 +307,13 @@ def _check_seal(where: str, message: RankMetadata | LeasedPages, key: bytes) -> 
         raise MetadataError(f"{where} was changed on its way, or made with another key: its digest does not match")
 
 
-def open_pages(data: bytes, engine_id: str, lease_id: int, key: bytes = b"") -> LeasedPages:
-    """Returns what `sealed_pages` encoded of this lease of this engine; a `MetadataError` where it is not that."""
+def open_pages(data: bytes, engine_id: str, lease_id: int | None, key: bytes = b"") -> LeasedPages:
+    """Returns what `sealed_pages` encoded of this lease of this engine; a `MetadataError` where it is not that.
+
+    None for `lease_id`: any of this engine.
+    """
     pages = _decoded(_pages, data, "pages of a lease")
+    lease_id = pages.lease_id if lease_id is None else lease_id
     where = f"what engine {engine_id!r} says of lease {lease_id:#018x}"
     _check_seal(where, pages, key)
     if (pages.engine_id, pages.lease_id) != (engine_id, lease_id):

@@ -36,19 +36,18 @@ PAGES, PAGE_SIZE, MINE, OTHERS = 8, 4, 1.0, 2.0
 PROMPT = list(range(16))
 
 
-def manager_of(*, caching: bool = False, shards: int = 1) -> PagedKVCacheManager:
-    params = KVCacheParams(
-        torch.float32, n_kv_heads=2, head_dim=8, enable_prefix_caching=caching, page_size=PAGE_SIZE, n_devices=shards
-    )
-    memory = params.bytes_per_token(1) * PAGE_SIZE * PAGES
+def manager_of(*, caching: bool = False, shards: int = 1, **params_of: Any) -> PagedKVCacheManager:
+    known: dict[str, Any] = {"n_kv_heads": 2, "head_dim": 8, "page_size": PAGE_SIZE, **params_of}
+    params = KVCacheParams(torch.float32, enable_prefix_caching=caching, n_devices=shards, **known)
+    memory = params.bytes_per_token(1) * known["page_size"] * PAGES
     return PagedKVCacheManager(params, 4, 32, 1, ["cpu"] * shards, available_cache_memory=memory)
 
 
 class Side:
     """A manager and its exchange."""
 
-    def __init__(self, name: str, exchange: Mapping[str, Any] | None = None, **options: bool | int) -> None:
-        self.manager = manager_of(**options)  # type: ignore[arg-type]
+    def __init__(self, name: str, exchange: Mapping[str, Any] | None = None, **options: Any) -> None:
+        self.manager = manager_of(**options)
         self.exchange = PageExchange(self.manager, name, **(exchange or {}))
         self.events: list[ExchangeEvent] = []
 

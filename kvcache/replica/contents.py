@@ -1,0 +1,72 @@
+"""Pages by what they hold: which ones a prompt needs, and leases of those that are cached, whoever computed them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvcache.errors import BlockTableMismatchError
+from kvcache.replica.block_table import BlockTable, PageDigests
+from kvcache.replica.context import Context, check_context, hasher_of
+from kvcache.replica.hashing import DIGEST_BYTES
+from kvcache.replica.leases import PageLease
+from kvcache.replica.replica import Replica
+from kvcache.types import RequestID
+
+
+class PageContents:
+    """What the pages of a manager's replicas hold. The manager has it as `contents`."""
+
+    def __init__(self, replicas: Sequence[Replica], fingerprint: str) -> None:
+        self._replicas = replicas
+        self._fingerprint = fingerprint
+
+    def digests(self, context: Context) -> PageDigests:
+        """Of all full pages that a request may have from elsewhere: its last known token is not among them.
+
+        None where nothing is cached here, as what is pulled could not be found again. Raises `InvalidRequestError` for
+        what is no request context.
+        """
+        check_context(context, "digests")
+        one = self._replicas[0]
+        last = (context.current_length - 1) // one.page_size if one.caching else 0
+        hasher = hasher_of(context, one.hash_algorithm, one.page_size)
+        return PageDigests(one.page_size, one.hash_algorithm, hasher.digests(context.tokens, 0, last).tobytes())
+
+    def cached(self, replica_idx: int, wanted: PageDigests) -> int:
+        """How many tokens of wanted pages, of `digests`, a replica's devices have, from the first on."""
+        replica = self._replicas[replica_idx]
+        digests = np.frombuffer(wanted.digests, np.uint64).reshape(-1, DIGEST_BYTES[replica.hash_algorithm] // 8)
+        return len(replica.pool.index.match(digests)) * replica.page_size
+
+    def lease(
+        self, name: RequestID, replica_idx: int, wanted: PageDigests, most: int
+    ) -> tuple[PageLease, BlockTable] | None:
+        """Hold the longest run of wanted pages, from the first on, that a replica's devices have, until `end_lease`.
+
+        `most` pages at most; None where that is none. `name`: of who asks, for who looks at leases. Raises
+        `BlockTableMismatchError` where the pages here cannot be compared with these.
+        """
+        replica = self._replicas[replica_idx]
+        width = DIGEST_BYTES[replica.hash_algorithm]
+        ours, theirs = (replica.page_size, replica.hash_algorithm), (wanted.page_size, wanted.hash_algorithm)
+        if not replica.caching or ours != theirs or len(wanted.digests) % width:
+            cached = f"pages of {ours[0]} tokens by {ours[1]}" if replica.caching else "no page"
+            raise BlockTableMismatchError(
+                f"request {name!r}: asks for {len(wanted.digests)} bytes of digests of pages of {theirs[0]} tokens by "
+                f"{theirs[1]!a}, cached here is {cached}"
+            )
+        digests = np.frombuffer(wanted.digests, np.uint64).reshape(-1, width // 8)[: max(0, most)]
+        pages = replica.pool.index.match(digests)
+        if not pages.size:
+            return None
+        table = BlockTable(
+            request_id=name,
+            replica_idx=replica_idx,
+            num_tokens=len(pages) * replica.page_size,
+            page_size=replica.page_size,
+            groups=(tuple(pages.tolist()),),
+            fingerprint=self._fingerprint,
+            hash_algorithm=replica.hash_algorithm,
+            digests=digests[: len(pages)].tobytes(),
+        )
+        return replica.leases.grant_pages(name, replica_idx, pages), table

@@ -1,0 +1,43 @@
+"""A process that computes prompts of the small Llama and lends their pages, driven by a test over a pipe."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+
+from scheduler_adapters.loop import Request
+from scheduler_adapters.service.server import ServerConfig, build_loop
+from transfer import PageExchange
+
+CONFIG = ServerConfig(
+    model=None,
+    seed=3,
+    page_size=8,
+    cache_bytes=1 << 20,
+    max_seq_len=512,
+    max_requests=4,
+    token_budget=64,
+    tp=1,
+    device="cpu",
+)
+
+
+def serve(pipe: Connection) -> None:
+    """Lends what it has until it is killed: `run` has a prompt computed, `reset` forgets all that nobody holds."""
+    loop, compatibility = build_loop(CONFIG)
+    exchange = PageExchange(loop.manager, "p", compatibility=compatibility, lend=1.0)
+    pipe.send(exchange.address)
+    while True:
+        exchange.poll()
+        if not pipe.poll(1e-3):
+            continue
+        match pipe.recv():
+            case ("run", prompt):
+                loop.add(Request("theirs", prompt, 1))
+                while loop.has_work:
+                    loop.step()
+                    exchange.poll()  # where pages are short, what is lent comes back by this alone
+            case ("reset",):
+                loop.manager.reset_prefix_cache()
+            case _:
+                loop.manager.check()
+        pipe.send((loop.manager.num_held_blocks, exchange.threads[0].replica.num_leases))

@@ -1,0 +1,153 @@
+"""A prefix that another process has computed is pulled from there: real processes, NIXL, and the small Llama."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import msgspec
+import pytest
+
+from scheduler_adapters.hf.runner import load_model, reference_tokens
+from scheduler_adapters.hf.tiny import ByteTokenizer
+from scheduler_adapters.loop import Request, ServingLoop
+from scheduler_adapters.service.server import build_loop
+from tests import forked
+from tests.scheduler_adapters.hf.lending_source import CONFIG, serve
+from transfer import Lent, PageExchange, PullEvent
+
+HEAD = ByteTokenizer().encode("Whoever has computed a prefix has it for all. " * 4)  # 185 tokens: 23 full pages
+PROMPT = [*HEAD, *ByteTokenizer().encode("And what follows is mine.")[1:]]
+NEW = 8
+QUICK = {"handshake_timeout_s": 1.0, "heartbeat_s": 0.2, "dead_after_s": 1.0}
+
+
+class LentReader:
+    """A serving loop that asks the source for each prompt before it computes what is missing."""
+
+    def __init__(self, tp: int = 1) -> None:
+        self.loop: ServingLoop[Any]
+        self.loop, compatibility = build_loop(msgspec.structs.replace(CONFIG, tp=tp))
+        self.manager = self.loop.manager
+        self.exchange = PageExchange(self.manager, "d", compatibility=compatibility, replica_options=QUICK)
+
+    def event(self, kind: type) -> Any:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            for happened in self.exchange.poll():
+                if isinstance(happened.event, kind) and getattr(happened.event, "safe", True):
+                    return happened
+            time.sleep(1e-3)
+        raise TimeoutError(kind)
+
+    def generate(self, address: str, then: Callable[[str], None] = lambda _: None) -> tuple[list[int], int]:
+        """The tokens of the prompt, and how many of it were not computed here; `then` is told how far it has come."""
+        request = Request("mine", PROMPT, NEW)
+        context = self.loop.context_for(request)
+        self.manager.external_claim("mine")
+        self.exchange.ask(0, "k", address, "p/0", self.manager.contents.digests(context), timeout_s=2.0)
+        then("asked")
+        lent = self.event(Lent).event
+        then("lent")
+        if lent.source is not None:
+            pending = self.manager.import_block_table(context, lent.table)
+            self.exchange.pull("k", lent.source, pending, 20.0)
+            then("pulling")
+            happened = self.event(PullEvent)
+            if happened.event.error:
+                self.manager.cancel_import(pending)
+            else:
+                self.manager.commit_import(context, pending, happened.proof)
+        found = context.start_idx
+        assert self.manager.maybe_reserve(context)
+        self.loop.adopt(request, context)
+        tokens = [output.token for output in iter(self.step, None) if output.token is not None]
+        return tokens, found
+
+    def step(self) -> Any:
+        while self.loop.has_work:
+            for output in self.loop.step():
+                return output
+        return None
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[int]:
+    return reference_tokens(load_model(None, CONFIG.seed), PROMPT, NEW)
+
+
+@pytest.fixture
+def source() -> Iterator[tuple[BaseProcess, Connection, str]]:
+    process, pipe = forked.start(serve)
+    yield process, pipe, pipe.recv()
+    process.kill()
+    process.join()
+
+
+@pytest.fixture(params=[1, 2], ids=["tp1", "tp2"])
+def reader(request: pytest.FixtureRequest) -> Iterator[LentReader]:
+    made = LentReader(request.param)
+    yield made
+    assert made.manager.num_held_blocks == 0
+    made.manager.check()
+    made.exchange.close()
+    made.manager.close()
+
+
+def told(pipe: Connection, *command: Any) -> tuple[int, int]:
+    """Pages that the source holds, and leases that stand there, once it has done that."""
+    pipe.send(command)
+    found: tuple[int, int] = pipe.recv()
+    return found
+
+
+def test_tokens_are_those_of_one_process_and_nothing_stays_held(
+    source: tuple[BaseProcess, Connection, str], reader: LentReader, expected: list[int]
+) -> None:
+    _, pipe, address = source
+    assert told(pipe, "run", HEAD) == (0, 0)
+    assert reader.generate(address) == (expected, 184)
+    deadline = time.monotonic() + 5
+    while told(pipe, "held") != (0, 0):
+        assert time.monotonic() < deadline
+    assert reader.exchange.totals()[1] == 0
+
+
+@pytest.mark.parametrize("when", ["asked", "lent", "pulling"])
+def test_a_source_that_is_killed_costs_time_and_no_token(
+    source: tuple[BaseProcess, Connection, str], reader: LentReader, expected: list[int], when: str
+) -> None:
+    process, pipe, address = source
+    told(pipe, "run", HEAD)
+
+    def kill(now: str) -> None:
+        if now == when:
+            process.kill()
+            process.join()
+
+    tokens, found = reader.generate(address, kill)
+    assert tokens == expected
+    assert found in (0, 184)
+
+
+@pytest.mark.parametrize("when", ["asked", "lent"])
+def test_a_source_that_forgets_gives_fewer_pages_or_what_it_has_lent(
+    source: tuple[BaseProcess, Connection, str], reader: LentReader, expected: list[int], when: str
+) -> None:
+    _, pipe, address = source
+    told(pipe, "run", HEAD)
+
+    def forget(now: str) -> None:
+        if now == when:
+            told(pipe, "reset")
+            # Another prompt takes the pages: 38 of the 41 of 64 that can be had beside those that are lent.
+            told(pipe, "run", [7 + token % 200 for token in range(300)])
+
+    tokens, found = reader.generate(address, forget)
+    assert tokens == expected
+    assert found == 184 if when == "lent" else found in (0, 184)
+    while told(pipe, "held")[0]:
+        time.sleep(1e-2)

@@ -1,0 +1,341 @@
+"""Pages pulled by what they hold: whoever computed them, and whatever becomes of them meanwhile.
+
+Two managers, their exchanges, real NIXL. A page holds its prompt's value all over, as in `test_ownership`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import select
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from kvcache import BlockTableMismatchError, InvalidRequestError, PageDigests, TextContext
+from tests.transfer.pull.test_ownership import MINE, PAGE_SIZE, PROMPT, Reader, Side
+from transfer import Lent
+from transfer.errors import InvalidEngineError, MetadataError
+from transfer.pull import lending
+from transfer.pull.replica import LeaseOver, Offered
+from transfer.wire.messages import ContentQuery, open_pages
+
+LONGER = [*PROMPT, 91, 92, 93, 94, 95]  # the prompt, and a page and a token that nobody has computed
+QUICK = {"handshake_timeout_s": 1.0}
+
+
+@pytest.fixture
+def side() -> Iterator[Callable[..., Any]]:
+    made: list[Side] = []
+
+    def make(kind: type[Side], name: str, exchange: dict[str, Any] | None = None, **options: Any) -> Side:
+        options = {"caching": True, **options}
+        made.append(kind(name, exchange={"replica_options": QUICK, "lend": 1.0, **(exchange or {})}, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.exchange.close()
+        one.manager.check()
+        one.manager.close()
+
+
+def computed(source: Side, tokens: list[int] = PROMPT) -> None:
+    """The source has the prompt's pages in its cache, and nobody uses them."""
+    source.compute("theirs", tokens)
+    source.manager.release("theirs")
+    assert source.idle
+
+
+def asked(reader: Side, source: Side, context: TextContext, key: str = "k", **options: Any) -> Lent:
+    exchange = source.exchange
+    wanted = options.pop("wanted", None) or reader.manager.contents.digests(context)
+    reader.exchange.ask(0, key, exchange.address, exchange.engine_id(0), wanted, **options)
+
+    def lent() -> list[Lent]:
+        source.poll()
+        events = [one.event for one in reader.events]
+        return [event for event in events if isinstance(event, Lent) and event.key == key]
+
+    reader.until(lent)
+    return lent()[0]
+
+
+def taken(reader: Reader, source: Side, context: TextContext, lent: Lent, key: str = "k") -> str:
+    """Pull and commit what is lent; returns the error of the pull."""
+    assert lent.source is not None
+    assert lent.table is not None
+    reader.manager.external_claim(context.request_id)
+    pending = reader.manager.import_block_table(context, lent.table)
+    assert pending is not None
+    reader.exchange.pull(key, lent.source, pending, 60.0)
+    event, proof = reader.end(source, key)
+    if event.error:
+        assert proof is None
+        reader.manager.cancel_import(pending)
+        return event.error
+    reader.manager.commit_import(context, pending, proof)
+    assert reader.values(pending) <= {MINE}
+    return ""
+
+
+def all_given_back(source: Side) -> None:
+    """Whatever was lent is free again; the scheduler has heard nothing of it."""
+    source.until(lambda: source.manager.num_leased_blocks == 0 and source.exchange.threads[0].replica.num_leases == 0)
+    assert source.idle
+    assert not source.of(Offered)
+    assert not source.of(LeaseOver)
+    assert len(source.exchange._slots[0]._free) == 4096
+
+
+def test_what_another_has_computed_is_found_pulled_and_published(side: Any) -> None:
+    source, reader = side(Side, "p"), side(Reader, "d")
+    computed(source)
+    context = TextContext(LONGER, 32, "mine")
+    lent = asked(reader, source, context)
+    assert lent.table is not None
+    assert lent.table.num_tokens == 16
+    assert source.manager.num_leased_blocks == 4
+    source.overwrite()  # nobody gets what is lent
+    assert taken(reader, source, context, lent) == ""
+    assert context.start_idx == 16  # the rest of the prompt is computed here
+    reader.run(context, MINE)
+    source.manager.release("other")
+    all_given_back(source)
+    reader.manager.release("mine")
+    again = TextContext(LONGER, 32, "again")
+    with reader.manager.claim(again):
+        assert reader.manager.maybe_reserve(again)
+        assert again.start_idx == 20
+
+
+def test_only_what_the_reader_lacks_is_read(side: Any) -> None:
+    source, reader = side(Side, "p"), side(Reader, "d")
+    computed(source)
+    computed(reader, PROMPT[:8])
+    context = TextContext(LONGER, 32, "mine")
+    assert taken(reader, source, context, asked(reader, source, context)) == ""
+    page = reader.manager.device_tensors[0][0][0].nbytes
+    assert reader.exchange.totals() == (2 * page, 0)
+    all_given_back(source)
+
+
+def test_what_was_lost_meanwhile_makes_the_answer_shorter_and_never_an_error(side: Any) -> None:
+    source, reader = side(Side, "p"), side(Reader, "d")
+    computed(source)
+    source.compute("other", list(range(100, 123)))  # six of eight pages: two are left of the prompt's
+    source.manager.release("other")
+    context = TextContext(LONGER, 32, "mine")
+    lent = asked(reader, source, context)
+    assert lent.table is not None
+    assert lent.table.num_tokens == 8
+    assert taken(reader, source, context, lent) == ""
+    all_given_back(source)
+    source.manager.reset_prefix_cache()
+    assert asked(reader, source, context, "later") == Lent("later", None, None, "")
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        TextContext([7, *LONGER[1:]], 32, "mine"),
+        TextContext(LONGER, 32, "mine", cache_salt="a"),
+        TextContext(LONGER, 32, "mine", extra_keys=[(0, b"image")]),
+        TextContext(PROMPT[:PAGE_SIZE], 32, "mine"),  # its last token runs here: there is nothing to ask for
+    ],
+)
+def test_another_prompt_salt_or_image_has_nothing_there(side: Any, context: TextContext) -> None:
+    source, reader = side(Side, "p"), side(Reader, "d")
+    computed(source)
+    assert asked(reader, source, context, wanted=reader.manager.contents.digests(context)).source is None
+    assert source.manager.num_leased_blocks == 0
+
+
+def test_a_bound_on_what_is_lent_at_a_time_leaves_the_rest_to_its_own_requests(side: Any) -> None:
+    source, reader = side(Side, "p", {"lend": 0.4}), side(Reader, "d")
+    computed(source)
+    context = TextContext(LONGER, 32, "mine")
+    first = asked(reader, source, context, "first")
+    assert first.table is not None
+    assert first.table.num_tokens == 12  # three of eight pages
+    assert asked(reader, source, context, "second") == Lent("second", None, None, "")
+    assert source.manager.num_free_blocks == 5
+    assert taken(reader, source, context, first) == ""
+    all_given_back(source)
+    third = asked(reader, source, context, "third")
+    assert third.table is not None
+    assert third.table.num_tokens == 12
+    closed = side(Side, "q", {"lend": 0.0})
+    computed(closed)
+    assert asked(reader, closed, context, "fourth").source is None
+    with pytest.raises(InvalidEngineError, match="lend is 1.5"):
+        side(Side, "r", {"lend": 1.5})
+
+
+def test_a_lease_that_nobody_reads_under_ends_by_itself(side: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transfer.pull.exchange.LENT_S", 0.3)
+    source, reader = side(Side, "p"), side(Reader, "d")
+    computed(source)
+    context = TextContext(LONGER, 32, "mine")
+    lent = asked(reader, source, context)
+    all_given_back(source)
+    source.manager.reset_prefix_cache()
+    source.overwrite()
+    assert "lease" in taken(reader, source, context, lent)
+    assert reader.manager.maybe_reserve(context)  # it computes its tokens itself
+    assert context.start_idx == 0
+
+
+def test_where_leases_or_pages_do_not_compare_the_reader_hears_why(side: Any) -> None:
+    source, reader = side(Side, "p", {"compatibility": {"model": "a"}}), side(Reader, "d")
+    context = TextContext(LONGER, 32, "mine")
+    assert "is not compatible: model: 'a' at the source" in asked(reader, source, context).error
+    pages = side(Side, "q", page_size=8)
+    assert "cached here is pages of 8 tokens by sha256" in asked(reader, pages, context, "pages").error
+    plain = side(Side, "r", caching=False)
+    assert "cached here is no page" in asked(reader, plain, context, "plain").error
+    wrong = PageDigests(PAGE_SIZE, "sha256", bytes(33))
+    assert "33 bytes of digests" in asked(reader, source_of(side), context, "odd", wanted=wrong).error
+    with pytest.raises(InvalidRequestError):
+        reader.manager.contents.digests("mine")
+
+
+def question(query_id: int, ask_id: int, digests: bytes) -> ContentQuery:
+    return ContentQuery(
+        query_id=query_id,
+        engine_id="p/0",
+        ask_id=ask_id,
+        reader="d",
+        kind="float32, 1 layers of 2 x 2 heads of 8",
+        page_size=PAGE_SIZE,
+        hash_algorithm="sha256",
+        digests=digests,
+    )
+
+
+def source_of(side: Any) -> Side:
+    source: Side = side(Side, "s")
+    computed(source)
+    return source
+
+
+@pytest.mark.parametrize(("name", "value"), [("n_kv_heads", 4), ("head_dim", 4)])
+def test_a_foreign_layout_is_refused_and_nothing_is_held(side: Any, name: str, value: int) -> None:
+    source, reader = side(Side, "p", **{name: value}), side(Reader, "d")
+    computed(source)
+    lent = asked(reader, source, TextContext(LONGER, 32, "mine"))
+    assert "keeps 'float32, 1 layers of 2 x 2 heads of 8', and we 'float32, 1 layers of 2 x" in lent.error
+    assert source.manager.num_leased_blocks == 0
+
+
+def test_a_source_of_two_shards_lends_to_a_reader_of_one(side: Any) -> None:
+    source, reader = side(Side, "p", shards=2), side(Reader, "d")
+    computed(source)
+    context = TextContext(LONGER, 32, "mine")
+    assert taken(reader, source, context, asked(reader, source, context)) == ""
+    all_given_back(source)
+
+
+def test_a_source_that_is_gone_or_does_not_look_is_given_up(side: Any) -> None:
+    source, reader = side(Side, "p"), side(Reader, "d")
+    context = TextContext(LONGER, 32, "mine")
+    computed(source)
+    wanted = reader.manager.contents.digests(context)
+    reader.exchange.ask(0, "idle", source.exchange.address, source.exchange.engine_id(0), wanted, timeout_s=0.3)
+    reader.until(lambda: reader.of(Lent))  # its loop does not turn
+    (idle,) = reader.of(Lent)
+    assert "waited in vain for its serving loop to look" in idle.event.error
+    source.exchange.close()
+    assert "p/0" in asked(reader, source, context, "gone", timeout_s=0.3).error
+
+
+def test_a_question_wakes_a_loop_that_sleeps_and_one_turn_after_it_sleeps_again(side: Any) -> None:
+    source, reader = side(Side, "p"), side(Reader, "d")
+    computed(source)
+    lending, exchange = source.exchange.lending, source.exchange
+    assert not select.select([lending], [], [], 0.0)[0]
+    wanted = reader.manager.contents.digests(TextContext(LONGER, 32, "mine"))
+    reader.exchange.ask(0, "k", exchange.address, exchange.engine_id(0), wanted)
+    reader.until(lambda: select.select([lending], [], [], 0.0)[0])  # the reader's turns alone: the source's loop sleeps
+    source.until(lambda: lending.num_leases and not lending.is_asked)
+    assert not select.select([lending], [], [], 0.0)[0]
+
+
+def test_a_source_that_leases_other_pages_than_it_was_asked_for_is_not_read(side: Any) -> None:
+    source, reader = side(Side, "p"), side(Reader, "d")
+    computed(source)
+    exchange, context = source.exchange, TextContext([7, *LONGER[1:]], 32, "mine")
+    others = source.manager.contents.digests(TextContext(LONGER, 32, "theirs")).digests
+
+    def mixed_up(query: ContentQuery) -> Any:
+        return exchange.lending.of[0].answer(replace(query, digests=query.digests and others))
+
+    exchange._server.serve(dataclasses.replace(exchange.cards[0], lent=mixed_up))
+    lent = asked(reader, source, context)
+    assert lent.source is None
+    assert "is of other pages than it was asked for" in lent.error
+
+
+def test_a_source_that_lends_no_more_answers_so(side: Any) -> None:
+    source, reader = side(Side, "p"), side(Reader, "d")
+    computed(source)
+    context = TextContext(LONGER, 32, "mine")
+    before = asked(reader, source, context, "before")
+    source.exchange.lending.stop()
+    assert asked(reader, source, context, "after") == Lent("after", None, None, "")
+    assert source.exchange.lending.num_leases == 1
+    assert taken(reader, source, context, before) == ""  # what is lent stays so
+    all_given_back(source)
+    assert source.exchange.lending.num_leases == 0
+
+
+def test_a_question_that_comes_again_is_answered_alike_and_leases_once(side: Any) -> None:
+    source = side(Side, "p")
+    computed(source)
+    (lender,) = source.exchange.lending.of
+    wanted = source.manager.contents.digests(TextContext(LONGER, 32, "mine"))
+    query, unknown = question(3, 5, wanted.digests), question(4, 6, b"")
+    assert "question 0x6 is not known" in lender.answer(unknown).error
+    for _ in range(3):
+        assert lender.answer(query).waits_for
+    source.until(lambda: lender.answer(query).pages)
+    assert lender.pages_lent == 4
+    first, second = lender.answer(query), lender.answer(query)
+    assert first == second
+    assert first.query_id == 3
+    pages = open_pages(first.pages, "p/0", None)
+    assert pages.prompt_digest == wanted.digests[96:128]
+    with pytest.raises(MetadataError):
+        open_pages(first.pages, "p/0", pages.lease_id + 1)
+
+
+def test_as_many_questions_as_may_come_are_kept_and_no_more(side: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lending, "_KNOWN", 8)
+    source = side(Side, "p")
+    (lender,) = source.exchange.lending.of
+    for ask_id in range(20):
+        lender.answer(question(0, ask_id, bytes(32)))
+    assert len(lender._answers) == 8
+
+
+def test_a_manager_leases_by_content_what_it_has_and_says_what_it_cannot_compare(side: Any) -> None:
+    source = side(Side, "p")
+    computed(source)
+    contents = source.manager.contents
+    wanted = contents.digests(TextContext(LONGER, 32, "mine"))
+    assert len(wanted.digests) == 5 * 32
+    found = contents.lease("mine", 0, wanted, 3)
+    assert found is not None
+    lease, table = found
+    assert (table.num_tokens, len(table.groups[0]), table.digests) == (12, 3, wanted.digests[:96])
+    assert source.manager.num_leased_blocks == 3
+    source.manager.reset_prefix_cache()
+    assert contents.lease("more", 0, wanted, 8)[1].num_tokens == 12  # what is leased stays findable
+    assert contents.lease("none", 0, wanted, 0) is None
+    assert contents.lease("none", 0, wanted, -4) is None
+    source.manager.check()
+    for wrong in (wanted._replace(page_size=8), wanted._replace(hash_algorithm="xxh3_128")):
+        with pytest.raises(BlockTableMismatchError, match="request 'mine': asks for 160 bytes"):
+            contents.lease("mine", 0, wrong, 8)
+    source.manager.end_lease(lease)

@@ -1,0 +1,170 @@
+"""The reader's side of a pull by content: questions to sources for pages by digest, and what they lease."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec.structs import replace
+
+from kvcache.replica.block_table import BlockTable, PageDigests
+from transfer.errors import MetadataError, TransferError
+from transfer.pull.lease import LeaseRef
+from transfer.pull.source import Source
+from transfer.wire.messages import MAX_DIGEST_BYTES, ContentQuery, LeaseReply, open_pages
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from transfer.pull.source import Place
+    from transfer.wire.handshake import HandshakeClient
+    from transfer.wire.messages import Answer
+
+# Until a source is asked again whether it has looked by now; doubled each time.
+_PAUSE_S, _MAX_PAUSE_S = 1e-3, 0.05
+
+
+class Lent(NamedTuple):
+    """What a source leases of the pages that it was asked for.
+
+    Attributes:
+        key: of the question.
+        source: to pull from; None where it has no page, lends no more, or `error` says why nothing is known.
+        table: of these pages, for `import_block_table`; None likewise.
+        error: why the source has not said what it has.
+    """
+
+    key: str
+    source: Source | None
+    table: BlockTable | None
+    error: str
+
+
+@dataclass(slots=True, eq=False)
+class _Ask:
+    """A question, and when it is asked again."""
+
+    replica: int
+    key: str
+    place: Place
+    query: ContentQuery
+    digests: bytes
+    deadline: float
+    at: float = -math.inf  # inf while an answer is waited for
+    pause_s: float = _PAUSE_S
+    waits_for: str = ""
+
+
+class PageAsks:
+    """The open questions of a process. The loop's thread calls it, and never waits.
+
+    Args:
+        client: nobody else uses it.
+        name: of who asks.
+        key: of the digests over answers.
+        compatibility: what must agree with a source.
+        kind: likewise, what we keep of a token.
+    """
+
+    def __init__(
+        self, client: HandshakeClient, name: str, key: bytes, compatibility: Mapping[str, str], kind: str
+    ) -> None:
+        self._client, self._kind = client, kind
+        self._name, self._key, self._compatibility = name, key, dict(compatibility)
+        self._open: dict[int, _Ask] = {}  # by `ask_id`
+        self._happened: list[tuple[int, Lent]] = []
+
+    def ask(self, replica: int, key: str, place: Place, wanted: PageDigests, timeout_s: float) -> None:
+        """As `PageExchange.ask`."""
+        now, ask_id = time.monotonic(), secrets.randbits(63)
+        query = ContentQuery(
+            query_id=0,
+            engine_id=place[1],
+            ask_id=ask_id,
+            reader=f"{key} of {self._name}"[:512],
+            compatibility=self._compatibility,
+            kind=self._kind,
+            page_size=wanted.page_size,
+            hash_algorithm=wanted.hash_algorithm,
+            digests=wanted.digests[:MAX_DIGEST_BYTES],
+        )
+        self._open[ask_id] = _Ask(replica, key, place, query, query.digests, now + timeout_s)
+        self._send(self._open[ask_id])
+
+    def poll(self) -> list[tuple[int, Lent]]:
+        """What sources have said since the last call, with the replica that each was asked for."""
+        if not self._open:
+            return []
+        self._client.poll()
+        now = time.monotonic()
+        for ask in list(self._open.values()):
+            if now >= ask.deadline:
+                missing = ask.waits_for or "its answer"
+                self._end(ask, error=f"engine {ask.place[1]!r} at {ask.place[0]}: waited in vain for {missing}")
+            elif now >= ask.at:
+                self._send(ask)
+        found, self._happened = self._happened, []
+        return found
+
+    def close(self) -> None:
+        """Asks nobody any more. Safe to call twice."""
+        self._open.clear()
+        self._client.close()
+
+    def _send(self, ask: _Ask) -> None:
+        ask.at = math.inf
+
+        def done(answer: Answer | TransferError) -> None:
+            if self._open.get(ask.query.ask_id) is ask:
+                self._on_answer(ask, answer)
+
+        left = max(1e-3, ask.deadline - time.monotonic())
+        self._client.ask_content(ask.place[0], ask.query, done, left)
+
+    def _on_answer(self, ask: _Ask, answer: Answer | TransferError) -> None:
+        where = f"engine {ask.place[1]!r} at {ask.place[0]}"
+        if not isinstance(answer, LeaseReply):
+            self._end(ask, error=f"{where}: {answer}")
+        elif answer.error:
+            self._end(ask, error=f"{where}: {answer.error}")
+        elif not answer.pages:
+            ask.at, ask.pause_s = time.monotonic() + ask.pause_s, min(2 * ask.pause_s, _MAX_PAUSE_S)
+            ask.waits_for = answer.waits_for[:200]
+            ask.query = replace(ask.query, digests=b"")
+        else:
+            try:
+                self._end(ask, *self._lent(ask, answer.pages))
+            except TransferError as error:
+                self._end(ask, error=f"{where}: {error}")
+
+    def _lent(self, ask: _Ask, data: bytes) -> tuple[Source, BlockTable] | tuple[None, None]:
+        """What is leased, if it is what was asked for."""
+        pages = open_pages(data, ask.place[1], None, self._key)
+        blocks = pages.block_ids[0] if len(pages.block_ids) == 1 else ()
+        if not blocks and not pages.num_tokens:
+            return None, None
+        width = len(pages.prompt_digest)
+        own = ask.digests[: len(blocks) * width]
+        if not width or len(own) != len(blocks) * width or own[-width:] != pages.prompt_digest:
+            raise MetadataError(f"lease {pages.lease_id:#018x} is of other pages than it was asked for")
+        if pages.num_tokens != len(blocks) * ask.query.page_size:
+            raise MetadataError(f"lease {pages.lease_id:#018x} is of {pages.num_tokens} tokens in {len(blocks)} pages")
+        table = BlockTable(
+            request_id=ask.key,
+            replica_idx=0,
+            num_tokens=pages.num_tokens,
+            page_size=ask.query.page_size,
+            groups=(blocks,),
+            fingerprint="",  # the plan compares the layouts
+            hash_algorithm=ask.query.hash_algorithm,
+            digests=own,
+        )
+        lease = LeaseRef(pages.lease_id, pages.slot, pages.duration_s)
+        return Source(*ask.place, lease, pages.incarnation), table
+
+    def _end(self, ask: _Ask, source: Source | None = None, table: BlockTable | None = None, error: str = "") -> None:
+        del self._open[ask.query.ask_id]
+        self._happened.append((ask.replica, Lent(ask.key, source, table, error)))

@@ -1,0 +1,231 @@
+"""The source's side of a pull by content: readers ask for pages by digest, and get a lease of those that are here.
+
+A question comes in the thread of the handshake's server, which knows no pages. It waits for the serving loop, which
+holds the pages and has a lease granted for them; when that stands on every rank the reader, who asks again and again,
+hears which pages they are. From there on it is a lease like any other.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict, deque
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvcache.errors import BlockTableMismatchError, KVCacheError
+from kvcache.layout import kv_kind
+from kvcache.replica.block_table import BlockTable, PageDigests
+from transfer.pull.replica import LeaseOver, Offered
+from transfer.wire.messages import ContentQuery, LeasedPages, LeaseReply, sealed_pages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transfer.pull.page_owner import PageOwner
+    from transfer.pull.source import Source
+
+    Grant = Callable[[Any, BlockTable], Source | None]
+    """Has a lease granted for what the manager holds, the pages of the table. None: as many leases stand as can."""
+
+LENT_S = 10.0  # without a word of the reader, who has asked a moment ago
+_KNOWN = 4096  # questions whose answers are kept
+_UNSEEN = LeaseReply(query_id=0, waits_for="its serving loop to look for the pages")
+_GRANTING = LeaseReply(query_id=0, waits_for="the lease to stand on all its ranks")
+
+
+class _Lent(NamedTuple):
+    """Pages under a lease: for which question, and what it is answered once the lease stands."""
+
+    ask_id: int
+    num_pages: int
+    answer: bytes
+
+
+class PageLender:
+    """Leases pages of one replica to whoever asks for them by digest. `answer` is for any thread, all else the loop's.
+
+    Its own requests come first: at most a `share` of its pages is lent at a time, and beyond that readers get fewer.
+
+    Attributes:
+        pages_lent: pages leased so far, each time that they were.
+    """
+
+    def __init__(
+        self,
+        manager: PageOwner,
+        replica: int,
+        grant: Grant,
+        ring: Callable[[], None],
+        *,
+        share: float,
+        key: bytes,
+    ) -> None:
+        self.pages_lent = 0
+        self._manager = manager
+        self._replica = replica
+        self._grant = grant
+        self._ring = ring
+        self._most = int(share * (manager.total_num_pages // manager.num_replicas))
+        self._key = key
+        self._kind = kv_kind(manager.layouts)
+        self._lent: dict[int, _Lent] = {}  # by lease
+        self._granting: set[int] = set()  # those of them that do not stand yet
+        self._lock = threading.Lock()  # of these two
+        self._asked: deque[ContentQuery] = deque(maxlen=_KNOWN)
+        self._answers: OrderedDict[int, LeaseReply] = OrderedDict()  # by question, the last ones
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a question waits for the loop."""
+        return bool(self._asked or self._granting)
+
+    @property
+    def num_leases(self) -> int:
+        """Leases that stand, or will."""
+        return len(self._lent)
+
+    def stop(self) -> None:
+        """Lend nothing more."""
+        self._most = 0
+
+    def answer(self, query: ContentQuery) -> LeaseReply:
+        """What a reader who asks, or asks again, is told now."""
+        with self._lock:
+            known = self._answers.get(query.ask_id)
+            if known is None and query.digests:
+                known = self._answers[query.ask_id] = _UNSEEN
+                self._asked.append(query)
+                self._ring()
+                while len(self._answers) > _KNOWN:
+                    self._answers.popitem(last=False)
+        if known is None:
+            known = LeaseReply(query_id=0, error=f"its question {query.ask_id:#x} is not known, or forgotten")
+        return LeaseReply(query_id=query.query_id, pages=known.pages, error=known.error, waits_for=known.waits_for)
+
+    def poll(self) -> None:
+        """Looks for what was asked for since the last call, and has it leased."""
+        while self._asked:
+            with self._lock:
+                query = self._asked.popleft()
+            try:
+                self._lend(query)
+            except KVCacheError as error:
+                self._say(query.ask_id, LeaseReply(query_id=0, error=str(error)))
+
+    def settle(self, event: LeaseOver | Offered) -> bool:
+        """Whether a lease is one of ours, of which the loop need not hear. What it is takes its course."""
+        lent = self._lent.get(event.lease_id)
+        if lent is None:
+            return False
+        self._granting.discard(event.lease_id)
+        if isinstance(event, Offered) and not event.error:
+            self._say(lent.ask_id, LeaseReply(query_id=0, pages=lent.answer))
+            return True
+        del self._lent[event.lease_id]
+        reason = event.error if isinstance(event, Offered) else f"its lease is over: {event.reason}"
+        self._say(lent.ask_id, LeaseReply(query_id=0, error=reason))
+        return True
+
+    def _lend(self, query: ContentQuery) -> None:
+        if query.kind != self._kind:
+            raise BlockTableMismatchError(f"request {query.reader!r}: keeps {query.kind!a}, and we {self._kind!r}")
+        most = self._most - sum(lent.num_pages for lent in self._lent.values())
+        wanted = PageDigests(query.page_size, query.hash_algorithm, query.digests)
+        found = None
+        if not self._manager.further_groups:  # a state is of one place in a prompt: its pages alone do not continue it
+            found = self._manager.contents.lease(query.reader, self._replica, wanted, most)
+        source = None if found is None else self._grant(*found)
+        if found is None or source is None:
+            self._say(query.ask_id, LeaseReply(query_id=0, pages=self._sealed(query, None, None)))
+            return
+        pages = len(found[1].groups[0])
+        answer = self._sealed(query, source, found[1])
+        self._lent[source.lease.lease_id] = _Lent(query.ask_id, pages, answer)
+        self._granting.add(source.lease.lease_id)
+        self.pages_lent += pages
+        self._say(query.ask_id, _GRANTING)
+
+    def _sealed(self, query: ContentQuery, source: Source | None, table: BlockTable | None) -> bytes:
+        """What is said of the pages of a table, or of none."""
+        found = () if table is None else table.groups[0]
+        digests = b"" if table is None else table.digests
+        pages = LeasedPages(
+            engine_id=query.engine_id,
+            incarnation="-" if source is None else source.incarnation,
+            lease_id=0 if source is None else source.lease.lease_id,
+            slot=0 if source is None else source.lease.slot,
+            duration_s=LENT_S,
+            num_tokens=0 if table is None else table.num_tokens,
+            block_ids=(found,),
+            prompt_digest=digests[len(digests) - len(digests) // max(1, len(found)) :],
+        )
+        return sealed_pages(pages, self._key)
+
+    def _say(self, ask_id: int, reply: LeaseReply) -> None:
+        with self._lock:
+            if ask_id in self._answers:
+                self._answers[ask_id] = reply
+
+
+class PageLending:
+    """What the replicas of a manager lend. It can be waited for like a file: there is something to read at a question.
+
+    Args:
+        manager: whose pages.
+        grant: has a lease stand.
+        share: of each replica's pages, that may be lent at a time.
+        key: of the digests over answers.
+
+    Attributes:
+        of: of each replica, what it lends.
+    """
+
+    def __init__(self, manager: PageOwner, grant: Grant, *, share: float, key: bytes) -> None:
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._rung = False
+        replicas = range(manager.num_replicas)
+        self.of = [PageLender(manager, replica, grant, self._ring, share=share, key=key) for replica in replicas]
+
+    def fileno(self) -> int:
+        """Can be read from a question on until the next `poll`."""
+        return self._bell
+
+    @property
+    def pages_lent(self) -> int:
+        """Pages that were leased to readers who asked for them."""
+        return sum(one.pages_lent for one in self.of)
+
+    @property
+    def num_leases(self) -> int:
+        """Leases of such pages that stand, or will."""
+        return sum(one.num_leases for one in self.of)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a question waits for `poll`."""
+        return any(one.is_asked for one in self.of)
+
+    def stop(self) -> None:
+        """Lend nothing more."""
+        for one in self.of:
+            one.stop()
+
+    def poll(self) -> None:
+        """Looks for what was asked for since the last call."""
+        if self._rung:
+            self._rung = False
+            with suppress(BlockingIOError, ValueError):  # read, for a question that came this moment; or closed
+                os.eventfd_read(self._bell)
+        for one in self.of:
+            one.poll()
+
+    def close(self) -> None:
+        """Nobody asks any more. Safe twice."""
+        bell, self._bell = self._bell, -1
+        if bell >= 0:
+            os.close(bell)
+
+    def _ring(self) -> None:
+        os.eventfd_write(self._bell, 1)
+        self._rung = True
