@@ -55,6 +55,7 @@ class EventLog:
 
     def end_call(self) -> None:
         """A call of the manager is at its end."""
-        self.entries.append(None)
-        if len(self.entries) > MOST_ENTRIES and self.full is not None:
+        entries = self.entries
+        entries.append(None)
+        if len(entries) > MOST_ENTRIES and self.full is not None:
             self.full()

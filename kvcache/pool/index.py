@@ -167,8 +167,8 @@ class PrefixIndex:
         """These pages are published by now, or not any more. Nothing else says so: who follows the log misses none."""
         self.published[pages] = come
         self.generation += 1
-        if self.log is not None:
-            self.log((self.number, come, self._digests.item(pages, -1) if digests is None else digests))
+        if (log := self.log) is not None:
+            log((self.number, come, self._digests.item(pages, -1) if digests is None else digests))
 
     def _unlink(self, pages: Pages, buckets: Buckets) -> None:
         current = self._heads[buckets]

@@ -46,7 +46,7 @@ EVENTS: tuple[Module, ...] = (
         [_EVENTS],
         [
             Mutation("EventLog.watch", "if (there :=", "if not (there :="),
-            Mutation("EventLog.end_call", "len(self.entries) > MOST_ENTRIES", "not self.entries"),
+            Mutation("EventLog.end_call", "len(entries) > MOST_ENTRIES", "not self.entries"),
         ],
     ),
     Module(

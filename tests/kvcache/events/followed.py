@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from tests.kvcache.events.mirror import settled, worker_of
 
 PAGE, PAGES, SLOTS = 4, 48, 40
 PATIENCE_S = 20.0
+ANSWER_S = 60.0  # of a service to one question
 
 
 class LossyWay:
@@ -133,6 +134,14 @@ class Worker:
         self.way.close()
 
 
+async def answered(asking: Awaitable[Any], what: str) -> Any:
+    """What comes of it. `TimeoutError` names what is stuck."""
+    try:
+        return await asyncio.wait_for(asking, ANSWER_S)
+    except TimeoutError:
+        raise TimeoutError(f"{what}: no answer for {ANSWER_S:.0f} s") from None
+
+
 class Followed:
     """Some managers, and the services that follow them."""
 
@@ -151,16 +160,16 @@ class Followed:
 
         service = SelectionService(indexer_threads=1)
         for worker in self.workers:
-            await service.upsert_worker(
-                {
-                    "worker_id": worker.number,
-                    "model_name": "m",
-                    "endpoint": f"http://127.0.0.1:{worker.number}",
-                    "block_size": PAGE,
-                    "kv_events_endpoint": worker.way.address,
-                    "replay_endpoint": worker.manager.kv_event_endpoints[0][1],
-                }
-            )
+            told = {
+                "worker_id": worker.number,
+                "model_name": "m",
+                "endpoint": f"http://127.0.0.1:{worker.number}",
+                "block_size": PAGE,
+                "kv_events_endpoint": worker.way.address,
+                "replay_endpoint": worker.manager.kv_event_endpoints[0][1],
+            }
+            joining = f"service {len(self.services)}: following manager {worker.number}"
+            await answered(service.upsert_worker(told), joining)
         self.services.append(service)
 
     def prompt(self) -> list[int]:
@@ -197,22 +206,29 @@ class Followed:
         await self.compare(compared)
 
     async def compare(self, count: int) -> None:
-        """So many overlaps of each service with each manager. What differs has some time yet to arrive."""
+        """So many overlaps of each service with each manager. What differs has some time yet to arrive.
+
+        That time is the round's: where a service follows somebody no more, each of its overlaps would wait for it.
+        """
+        deadline = time.monotonic() + PATIENCE_S
         for tokens in self.random.choices(self.prompts[1:], k=-(-count // len(self.workers))):
             want = {worker.number: worker.overlap(tokens) for worker in self.workers}
             self.seen["pages"] += sum(found[2] for found in want.values())
-            for service in self.services:
+            for at, service in enumerate(self.services):
                 have = await self.asked(service, tokens)
-                for _ in range(int(PATIENCE_S / 0.05)):
-                    if have == want:
-                        break
+                while have != want and time.monotonic() < deadline:
                     await asyncio.sleep(0.05)
                     have = await self.asked(service, tokens)
                 self.seen["compared"] += len(want)
-                self.differences += [f"{at}: {have[at]} told, {want[at]} there" for at in want if have[at] != want[at]]
+                self.differences += [
+                    f"service {at}, manager {number}: {have.get(number)} told, {there} there"
+                    for number, there in want.items()
+                    if have.get(number) != there
+                ]
 
     async def asked(self, service: Any, tokens: list[int]) -> dict[int, tuple[int, int, int]]:
-        told = await service.overlap_scores({"model_name": "m", "token_ids": tokens})
+        asking = service.overlap_scores({"model_name": "m", "token_ids": tokens})
+        told = await answered(asking, f"service {self.services.index(service)}: overlaps of {len(tokens)} tokens")
         names = ("device_blocks", "host_pinned_blocks", "disk_blocks")
         return {each["worker_id"]: tuple(each[name] for name in names) for each in told["workers"]}  # type: ignore[misc]
 
