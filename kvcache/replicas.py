@@ -240,7 +240,7 @@ class Replicas:
 
     def _reserve_decoding(self, gathered: Gathered, num_steps: int) -> bool:
         """Pages for a batch of one token each; False where it takes a closer look at each request."""
-        if not (gathered.actives - gathered.starts == 1).all():
+        if np.count_nonzero(gathered.actives - gathered.starts != 1):
             return False
         states = [gathered.part(mine) for mine in self._split(gathered)]
         for replica, state in zip(self.each, states, strict=True):

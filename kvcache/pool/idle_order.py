@@ -11,6 +11,7 @@ Indices = NDArray[np.intp]
 CHUNK = 4096
 MOST_ORDERS = 40  # that the log of a pool has room for: the plain order, and one for each kind of retention hint
 _SCAN = 64
+_NEAR = 8  # entries that are looked at one by one
 
 
 class OrderLog:
@@ -67,7 +68,7 @@ class IdleOrder:
         chunks = self._stamp[pages] // CHUNK
         self._stamp[pages] = -1
         self.count -= len(pages)
-        if len(pages) and (chunks == chunks[0]).all():  # they came together, as the pages of a request do
+        if len(pages) and np.count_nonzero(chunks == chunks[0]) == len(chunks):  # they came together, as of a request
             self._live[chunks[0]] -= len(pages)
             chunks = chunks[:1]
         else:
@@ -84,17 +85,36 @@ class IdleOrder:
         while missing:
             chunk = self.chunks[0]
             end = min(self._head + missing + _SCAN, self._end_of(chunk))
-            live = self._entries(chunk, self._head, end)[:missing]
+            entries = self._entries(chunk, self._head, end)
+            live = entries[:missing]
+            self._head = end if len(live) == len(entries) else self._stamp.item(live.item(-1)) % CHUNK + 1
             missing -= len(live)
             self._stamp[live] = -1
             self._live[chunk] -= len(live)
             taken.append(live)
             if not self._live[chunk]:
                 self._give_up(chunk)
-            elif missing:
-                self._head = end
         self.count -= count
-        return np.concatenate(taken) if taken else np.zeros(0, np.int32)
+        return taken[0] if len(taken) == 1 else np.concatenate(taken) if taken else np.zeros(0, np.int32)
+
+    def pop_one(self) -> int:
+        """`pop(1)`, where there is a page: a tenth of the cost."""
+        chunk, log, stamp = self.chunks[0], self._log, self._stamp
+        for at in range(self._head, min(self._head + _NEAR, self._end_of(chunk))):
+            page: int = log.item(chunk, at)
+            if stamp.item(page) == chunk * CHUNK + at:
+                break
+        else:  # many that left from the middle
+            return int(self.pop(1)[0])
+        stamp[page] = -1
+        self.count -= 1
+        live = self._live.item(chunk) - 1
+        self._live[chunk] = live
+        if live:
+            self._head = at + 1
+        else:
+            self._give_up(chunk)
+        return page
 
     def oldest(self, most: int) -> Pages:
         """The oldest page and some that follow it, `most` at most; they stay. None where the order is empty."""

@@ -1,7 +1,9 @@
 """`PrefixIndex`: page digest → page, for a whole prompt in a few numpy operations.
 
-A hash table with chained buckets whose links are arrays over page ids: no Python object per page, and a removal frees
-its place at once. Open addressing was rejected: its tombstones ask for a rebuild of the whole table now and then.
+A hash table with chained buckets whose links are arrays: no Python object per page, and a removal frees its place at
+once. Open addressing was rejected: its tombstones ask for a rebuild of the whole table now and then. The chains are
+linked both ways, and the heads of the buckets are links as any other: so many removals are four operations, where
+following the chains of a full pool takes a dozen for each page that one of them is long.
 """
 
 from collections.abc import Callable
@@ -18,6 +20,7 @@ Change = tuple[int, bool, Digests | int]
 """Of the index of this number pages have come (True) or gone: their digests; of one page that went the last word."""
 
 NO_PAGE = 0  # the null page is never published
+_FEW = 16  # chains that are followed one by one
 
 
 class PrefixIndex:
@@ -26,12 +29,17 @@ class PrefixIndex:
     def __init__(self, num_pages: int, digest_words: int) -> None:
         buckets = 1 << max(3, (num_pages - 1).bit_length())
         self._bucket_mask = np.uint64(buckets - 1)
-        self._heads = np.zeros(buckets, np.int32)
-        self._chosen = np.zeros(buckets, np.int32)  # scratch of _one_per_bucket: saves a sort per removal
-        self._next = np.zeros(num_pages + 1, np.int32)
+        # The link of each page, then that of each bucket: the page that follows it in its chain, `NO_PAGE` at the end.
+        self._links = np.zeros(num_pages + 1 + buckets, np.int32)
+        self._before = np.zeros(num_pages + 1, np.int32)  # of each published page, which link names it
+        self._first = num_pages + 1  # the link of the first bucket
         self._digests = np.zeros((num_pages + 1, digest_words), np.uint64)
+        # The same memory, an item a page: here and below `put` and `take` last a quarter of what rows by index do.
+        self._records = self._digests.view(f"V{8 * digest_words}").reshape(-1)
         self._words = self._digests[:, 0]  # enough to tell two digests apart, nearly always
-        self.published = np.zeros(num_pages + 1, np.bool_)
+        self._linked = np.zeros(len(self._links), np.bool_)  # whose link is one of a chain: buckets, published pages
+        self._linked[self._first :] = True
+        self.published = self._linked[: self._first]  # the same memory
         self.generation = 0  # counts the changes: a match made at the same generation still stands
         self.log: Callable[[Change], None] | None = None  # told of each change, with the number of this index
         self.number = 0
@@ -43,25 +51,22 @@ class PrefixIndex:
     def may_have(self, digest: NDArray[np.uint64]) -> bool:
         """Whether a published page has the digest's first word: a cheap question before a costly one."""
         word = int(digest[0])
-        page = int(self._heads[word & int(self._bucket_mask)])
-        while page != NO_PAGE and int(self._words[page]) != word:
-            page = int(self._next[page])
-        return page != NO_PAGE
+        return self._follow(self._links.item(self._first + (word & int(self._bucket_mask))), word) != NO_PAGE
 
     def match(self, digests: Digests) -> Pages:
         """The pages of the longest run of digests, from the first on, that are all published."""
         pages = self.find(digests)
-        missing = np.flatnonzero(pages == NO_PAGE)
+        missing = (pages == NO_PAGE).nonzero()[0]
         return pages[: missing[0]] if missing.size else pages
 
     def publish(self, pages: Pages, digests: Digests) -> Pages:
         """Make `pages` findable by `digests`, distinct; the page of each by now: one published before, if there is."""
         buckets = self._buckets(digests)
         winners = self._find(digests, buckets)
-        missing = winners == NO_PAGE
-        if missing.all():
+        if not np.count_nonzero(winners):  # here and below: for few pages a fourth of what `any` and `all` take
             self._insert(pages, digests, buckets)
             return pages
+        missing = winners == NO_PAGE
         winners[missing] = pages[missing]
         self._insert(pages[missing], digests[missing], buckets[missing])
         return winners
@@ -70,32 +75,30 @@ class PrefixIndex:
         """Remove published `pages`, all distinct."""
         if not pages.size:
             return
-        digests = self._digests[pages]
-        self._changed(pages, False, digests)
-        buckets = self._buckets(digests)
-        while pages.size:
-            # Two removals in one chain would each rewrite a link that the other has read: one a bucket and round.
-            now = self._one_per_bucket(buckets)
-            self._unlink(pages[now], buckets[now])
-            pages, buckets = pages[~now], buckets[~now]
+        at = pages.astype(np.intp)
+        self._changed(at, False, self.digests_of(at) if self.log is not None else None)
+        before = self._before[at].astype(np.intp)
+        # A page behind one that goes, too, waits for it: each of the two would rewrite a link that the other has read.
+        while np.count_nonzero(linked := self._linked[before]) < len(before):
+            if not np.count_nonzero(linked):
+                raise InvariantError(f"page {at[0]} is not in the chain of its digest")
+            self._unlink(at[linked], before[linked])
+            at = at[~linked]
+            before = self._before[at].astype(np.intp)
+        self._unlink(at, before)
 
     def withdraw_one(self, page: int) -> None:
         """`withdraw` for one page: a fifth of the cost."""
         self._changed(page, False)
-        bucket = int(self._words[page]) & int(self._bucket_mask)
-        after, current, before = self._next[page], int(self._heads[bucket]), NO_PAGE
-        while current not in (page, NO_PAGE):
-            before, current = current, int(self._next[current])
-        if current == NO_PAGE:
+        before, after = self._before.item(page), self._links.item(page)
+        if self._links.item(before) != page:
             raise InvariantError(f"page {page} is not in the chain of its digest")
-        if before == NO_PAGE:
-            self._heads[bucket] = after
-        else:
-            self._next[before] = after
+        self._links[before] = after
+        self._before[after] = before
 
-    def digests_of(self, pages: Pages) -> Digests:
+    def digests_of(self, pages: Pages | Buckets) -> Digests:
         """Digests that `pages` are found by, or were when they were withdrawn, uint64 `[len(pages), words]`."""
-        return self._digests[pages]
+        return self._digests.take(pages, axis=0)
 
     def words_of(self, pages: NDArray[np.integer]) -> NDArray[np.uint64]:
         """The first word of each of these digests, uint64 `[len(pages)]`."""
@@ -110,83 +113,88 @@ class PrefixIndex:
         found = self.find(self._digests[linked])
         for page in linked[found != linked][:1]:
             raise InvariantError(f"page {page} is published, but its digest finds page {found[linked == page][0]}")
+        for page in linked[self._links[self._before[linked]] != linked][:1]:
+            raise InvariantError(f"page {page} is published, but the link before it is not {self._before[page]}")
         steps = 0
-        current = self._heads[self._heads != NO_PAGE]
-        while current.size:
+        current = self._links[self._first :]
+        while (current := current[current != NO_PAGE]).size:
             steps += current.size
-            current = self._next[current]
-            current = current[current != NO_PAGE]
             if steps > len(linked):
                 break
+            current = self._links[current]
         if steps != len(linked):
             raise InvariantError(f"{len(linked)} pages are published, but the chains link {steps}")
 
     def _find(self, digests: Digests, buckets: Buckets) -> Pages:
         found = np.zeros(len(digests), np.int32)
-        wanted, places, current = digests[:, 0], None, self._heads[buckets].astype(np.intp)
-        while current.any():
-            equal = self._words[current] == wanted
-            if equal.any():
-                hits = np.flatnonzero(equal)
+        wanted, places, current = digests[:, 0], None, self._links[buckets]
+        while len(current) > _FEW:
+            at = current.astype(np.intp)
+            equal = self._words[at] == wanted
+            if np.count_nonzero(equal):
+                hits = equal.nonzero()[0]  # half the cost of `flatnonzero`
                 found[hits if places is None else places[hits]] = current[hits]
-                current[hits] = NO_PAGE
-            current = self._next[current].astype(np.intp)
-            if places is None:  # few digests are behind others in their bucket: go on with those
-                places = np.flatnonzero(current)
-                current, wanted = current[places], wanted[places]
-        hits = np.flatnonzero(found)
-        if hits.size and self._digests[found[hits]].tobytes() != digests[hits].tobytes():
+                at[hits] = NO_PAGE
+            current = self._links[at]
+            left = current.nonzero()[0]  # those that are behind others in their bucket
+            places = left if places is None else places[left]
+            current, wanted = current[left], wanted[left]
+        at_end = range(len(current)) if places is None else places.tolist()
+        for place, page, word in zip(at_end, current.tolist(), wanted.tolist(), strict=True):
+            found[place] = self._follow(page, word)
+        hits = found.nonzero()[0]
+        if hits.size and self.digests_of(found[hits]).tobytes() != digests.take(hits, axis=0).tobytes():
             self._find_exactly(found, digests, buckets)
         return found
+
+    def _follow(self, page: int, word: int) -> int:
+        """The first page of a chain, from `page` on, whose digest has this first word."""
+        while page != NO_PAGE and self._words.item(page) != word:
+            page = self._links.item(page)
+        return page
 
     def _find_exactly(self, found: Pages, digests: Digests, buckets: Buckets) -> None:
         """Two digests share their first word: compare whole digests along the chains, one by one."""
         for at in np.flatnonzero(found):
-            page = self._heads[buckets[at]]
+            page = self._links[buckets[at]]
             while page != NO_PAGE and not np.array_equal(self._digests[page], digests[at]):
-                page = self._next[page]
+                page = self._links[page]
             found[at] = page
 
     def _insert(self, pages: Pages, digests: Digests, buckets: Buckets) -> None:
         if not pages.size:
             return
-        self._digests[pages] = digests
-        self._changed(pages, True, digests)
-        while pages.size:
-            heads = self._heads[buckets]
-            self._heads[buckets] = pages
+        at = pages.astype(np.intp)
+        self._records.put(at, digests.view(self._records.dtype).reshape(-1))
+        self._changed(at, True, digests)
+        while True:
+            heads = self._links[buckets]
+            self._links[buckets] = pages
+            self._links[at] = heads
             # Where several pages go to one bucket one of them was written: it links to the old head, the rest go again.
-            placed = self._heads[buckets] == pages
-            if placed.all():
-                self._next[pages] = heads
+            written = self._links[buckets]
+            self._before[heads.astype(np.intp)] = written  # that of the null page is written, and never read
+            self._before[at] = buckets.astype(np.int32)
+            lost = (written != pages).nonzero()[0]
+            if not lost.size:
                 return
-            self._next[pages[placed]] = heads[placed]
-            pages, buckets = pages[~placed], buckets[~placed]
+            at, pages, buckets = at[lost], pages[lost], buckets[lost]
 
-    def _changed(self, pages: Pages | int, come: bool, digests: Digests | None = None) -> None:
+    def _changed(self, pages: Pages | Buckets | int, come: bool, digests: Digests | None = None) -> None:
         """These pages are published by now, or not any more. Nothing else says so: who follows the log misses none."""
         self.published[pages] = come
         self.generation += 1
         if (log := self.log) is not None:
             log((self.number, come, self._digests.item(pages, -1) if digests is None else digests))
 
-    def _unlink(self, pages: Pages, buckets: Buckets) -> None:
-        current = self._heads[buckets]
-        here = current == pages
-        self._heads[buckets[here]] = self._next[pages[here]]
-        while not here.all():
-            pages, before = pages[~here], current[~here]
-            current = self._next[before]
-            if not before.all():
-                raise InvariantError(f"page {pages[before == NO_PAGE][0]} is not in the chain of its digest")
-            here = current == pages
-            self._next[before[here]] = self._next[pages[here]]
-
-    def _one_per_bucket(self, buckets: Buckets) -> NDArray[np.bool_]:
-        order = np.arange(len(buckets), dtype=np.int32)
-        self._chosen[buckets] = order
-        return self._chosen[buckets] == order
+    def _unlink(self, at: Buckets, before: Buckets) -> None:
+        if np.count_nonzero(astray := self._links[before] != at):
+            raise InvariantError(f"page {at[astray][0]} is not in the chain of its digest")
+        after = self._links[at]
+        self._links[before] = after
+        self._before[after.astype(np.intp)] = before.astype(np.int32)
 
     def _buckets(self, digests: Digests) -> Buckets:
-        # intp here and below: numpy takes about twice as long to follow an index of another kind.
-        return (digests[:, 0] & self._bucket_mask).astype(np.intp)
+        """Where the links of the buckets of `digests` are."""
+        # intp here and above: numpy takes about twice as long to follow an index of another kind.
+        return (digests[:, 0] & self._bucket_mask).astype(np.intp) + self._first

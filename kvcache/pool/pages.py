@@ -53,6 +53,8 @@ class PagePool:
 
     def allocate(self, count: int) -> Pages:
         """Hand out `count` pages of `free_count`, with one holder each, ascending: neighbours transfer as one run."""
+        if count == 1:
+            return np.array([self.allocate_one()], np.int32)
         fresh = min(count, self._fresh_count)
         self._fresh_count -= fresh
         pages = self._fresh[self._fresh_count : self._fresh_count + fresh]
@@ -64,7 +66,7 @@ class PagePool:
                 told("evicted", evicted, self.idle.reasons)
             if self.guard is not None:
                 self.guard(evicted)
-            pages = np.concatenate((pages, evicted))
+            pages = np.concatenate((pages, evicted)) if fresh else evicted
         pages = np.sort(pages)
         self.holders[pages] = 1
         return pages
@@ -75,14 +77,15 @@ class PagePool:
             self._fresh_count -= 1
             page = int(self._fresh[self._fresh_count])
         else:
-            evicted = self.idle.pop(1)
-            page = int(evicted[0])
+            page = self.idle.pop_one()
             self.index.withdraw_one(page)
             self.evictions += 1
-            if (told := self.told) is not None:
-                told("evicted", evicted, self.idle.reasons)
-            if self.guard is not None:
-                self.guard(evicted)
+            if self.told is not None or self.guard is not None:
+                evicted = np.array([page], np.int32)
+                if (told := self.told) is not None:
+                    told("evicted", evicted, self.idle.reasons)
+                if self.guard is not None:
+                    self.guard(evicted)
         self.holders[page] = 1
         return page
 
@@ -156,7 +159,7 @@ class PagePool:
 
     def _free(self, pages: NDArray[np.intp]) -> None:
         published = self.index.published[pages]
-        if published.all():
+        if np.count_nonzero(published) == len(published):
             self.idle.append(pages)
             return
         self.idle.append(pages[published])

@@ -162,6 +162,9 @@ class HintedOrder:
         self.codes[gone] = NEUTRAL
         return gone
 
+    def pop_one(self) -> int:
+        return int(self.pop(1)[0])
+
     def positions(self) -> Indices:
         """As `IdleOrder.positions`: settled pages by their place in the LRU order, below 0, then the recent ones."""
         return np.where(self._settled, self._since - self._places, self._recent.positions())

@@ -226,7 +226,8 @@ class Batch(Gathered, Sequence[Context]):
     ) -> NDArray[np.uint64]:
         columns = self._count - self.ends[places] + firsts * self._page_size
         column = int(columns[0])
-        if not self._together or column < 0 or (columns != column).any() or (lasts - firsts != 1).any():
+        differ = np.count_nonzero(columns != column) or np.count_nonzero(lasts - firsts != 1)
+        if not self._together or column < 0 or differ:
             return super().digests(places, firsts, lasts, hasher_of, log)
         # The usual step: one page each, all of them full at this token. No context has to catch up.
         tokens = self._log[:, column : column + self._page_size][places]

@@ -175,9 +175,9 @@ class Replica:
         lacking = as_rows(rows)[short]
         missing = -(-lengths[short] // self.page_size) - state.num_pages[lacking]
         # One page each is a decode step's need. Other needs, a full pool, pending imports: one request at a time.
-        if (missing != 1).any() or len(lacking) > self.pool.free_count or (state.prompt[lacking] < 0).any():
+        if np.count_nonzero(missing != 1) or np.count_nonzero(state.prompt[lacking] < 0):
             return False
-        if self.imports.of_row or lengths.max() > self.max_seq_len:
+        if len(lacking) > self.pool.free_count or self.imports.of_row or lengths.max() > self.max_seq_len:
             return False
         state.append(lacking, self.pool.allocate(len(lacking)))
         return True
@@ -216,7 +216,7 @@ class Replica:
         self.tier.arrive(filled)
         counts = lasts - firsts
         flat_rows, columns = filled, firsts
-        if not (counts == 1).all():
+        if np.count_nonzero(counts == 1) < len(counts):
             flat_rows = np.repeat(filled, counts)
             columns = np.arange(len(flat_rows)) + np.repeat(firsts - np.cumsum(counts) + counts, counts)
         if len(filled) == 1 or len(set(digests[:, 0].tolist())) == len(digests):
@@ -362,7 +362,7 @@ class Replica:
         own = self.rows.table[rows, columns]
         kept = self.pool.index.publish(own, digests)
         duplicate = kept != own
-        if duplicate.any():
+        if np.count_nonzero(duplicate):
             # The rows name the pages to keep before the duplicates are freed: they never name a free page.
             self.pool.hold(kept[duplicate])
             self.rows.table[rows[duplicate], columns[duplicate]] = kept[duplicate]

@@ -29,7 +29,8 @@ def test_oldest_first_whatever_left_the_middle() -> None:
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["append", "remove", "pop"]), st.lists(st.integers(1, 30), unique=True)), max_size=60
+        st.tuples(st.sampled_from(["append", "remove", "pop", "pop_one"]), st.lists(st.integers(1, 30), unique=True)),
+        max_size=60,
     )
 )
 def test_any_sequence_equals_a_list(moves: list[tuple[str, list[int]]]) -> None:
@@ -43,12 +44,33 @@ def test_any_sequence_equals_a_list(moves: list[tuple[str, list[int]]]) -> None:
             gone = [name for name in names if name in known]
             order.remove(pages(*gone))
             known = [name for name in known if name not in gone]
-        else:
+        elif move == "pop":
             count = min(len(names), len(known))
             assert order.pop(count).tolist() == known[:count]
             known = known[count:]
+        elif known:
+            assert order.pop_one() == known.pop(0)
         order.check()
         assert order.pages().tolist() == known
+
+
+def test_one_by_one_they_leave_in_order_however_many_left_from_between() -> None:
+    rng, count = np.random.default_rng(0), 3 * CHUNK
+    order = IdleOrder(count)
+    order.append(known := rng.permutation(np.arange(1, count + 1, dtype=np.int32)))
+    for share in (0.5, 0.95, 0.999):
+        gone = rng.random(len(known)) < share
+        order.remove(known[gone])
+        known = known[~gone]
+        assert [order.pop_one() for _ in range(len(known) // 2)] == known[: len(known) // 2].tolist()
+        known = known[len(known) // 2 :]
+        order.check()
+        assert np.array_equal(order.pages(), known)
+        order.append(back := np.setdiff1d(np.arange(1, count + 1, dtype=np.int32), known))
+        known = np.concatenate((known, back))
+    assert [order.pop_one() for _ in known] == known.tolist()
+    with pytest.raises(InvariantError, match="1 pages asked for, 0 are there"):
+        order.pop_one()
 
 
 def test_the_log_never_runs_out_and_keeps_its_order() -> None:

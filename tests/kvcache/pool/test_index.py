@@ -89,6 +89,18 @@ def test_one_crowded_bucket_can_be_filled_and_emptied_in_any_order() -> None:
         index.withdraw(pages(*(set(range(1, 51)) - set((gone + 1).tolist()))))
 
 
+def test_a_long_chain_is_followed_to_its_end() -> None:
+    index = PrefixIndex(50, 4)
+    everything = digests(*range(60))
+    everything[:, 0] = np.arange(60) * 64 + 3  # one bucket of the 64
+    order = np.random.default_rng(0).permutation(60)
+    index.publish(np.arange(1, 51, dtype=np.int32), everything[order[:50]])
+    index.check()
+    pages_of = dict(zip(order[:50].tolist(), range(1, 51), strict=True))
+    assert index.find(everything).tolist() == [pages_of.get(name, NO_PAGE) for name in range(60)]
+    assert [index.may_have(digest) for digest in everything] == [name in pages_of for name in range(60)]
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 39), unique=True)), max_size=30))
 def test_any_sequence_equals_a_dict(moves: list[tuple[bool, list[int]]]) -> None:
@@ -131,11 +143,27 @@ def test_generation_counts_changes_only() -> None:
 def test_check_names_a_broken_link() -> None:
     index = PrefixIndex(8, 4)
     index.publish(pages(1, 2, 3), digests(0, 1, 2, bucket=1))
-    index._next[:] = 0
+    index._links[: index._first] = 0
     with pytest.raises(InvariantError, match="is published, but its digest finds page 0"):
+        index.check()
+    index = PrefixIndex(8, 4)
+    index.publish(pages(1, 2, 3), digests(0, 1, 2, bucket=1))
+    index._before[2] = index._before[1]
+    with pytest.raises(InvariantError, match="page 2 is published, but the link before it is not"):
         index.check()
     index = PrefixIndex(8, 4)
     index.publish(pages(1), digests(0))
     index.published[1] = False
     with pytest.raises(InvariantError, match="0 pages are published, but the chains link 1"):
         index.check()
+
+
+def test_a_page_that_is_not_there_cannot_be_withdrawn() -> None:
+    for gone in (pages(3), pages(3, 1)):
+        index = PrefixIndex(8, 4)
+        index.publish(pages(1, 2, 3), digests(0, 1, 2, bucket=1))
+        index.withdraw_one(3)
+        with pytest.raises(InvariantError, match="page 3 is not in the chain"):
+            index.withdraw_one(3)
+        with pytest.raises(InvariantError, match="page 3 is not in the chain"):
+            index.withdraw(gone)
