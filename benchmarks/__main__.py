@@ -26,6 +26,7 @@ NAMES = (
     "events",
     "memory",
     "recommend",
+    "waiting",
     "trace_replay",
     "trace_hints",
     "trace_routing",

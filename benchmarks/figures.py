@@ -46,7 +46,7 @@ class Step(NamedTuple):
     environment: str = ""
 
 
-_MANAGER = ("decode_step", "admission", "growing_conversation", "release", "evict", "memory", "recommend")
+_MANAGER = ("decode_step", "admission", "growing_conversation", "release", "evict", "memory", "recommend", "waiting")
 _TRACES = ("trace_replay", "trace_hints", "trace_routing")
 
 

@@ -9,7 +9,7 @@ Each `step` does five things, in this order:
     finish    release what ended; report tokens
 """
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
@@ -89,8 +89,9 @@ class ServingLoop(Generic[PagesT_co]):
         self.preemptions = 0  # requests that had to give way
         # Told of a request that runs now, its replica, and how many of its tokens were cached.
         self.on_admit: Callable[[str, int, int], None] | None = None
-        self._waiting: deque[_Entry] = deque()
-        self._running: list[_Entry] = []  # oldest first
+        # By id, those that come first before those that follow. A step looks at the first that waits, and at no other.
+        self._waiting: OrderedDict[str, _Entry] = OrderedDict()
+        self._running: dict[str, _Entry] = {}
         self._held: set[str] = set()
 
     @property
@@ -114,12 +115,12 @@ class ServingLoop(Generic[PagesT_co]):
         Raises `PromptTooLongError` where it can never fit, `AlreadyClaimedError` where the loop knows a request of that
         id, `InvalidRequestError` for no prompt, bad tokens, or a `max_new_tokens` below 1.
         """
-        self._waiting.append(_Entry(request, self.context_for(request)))
+        self._waiting[request.request_id] = _Entry(request, self.context_for(request))
 
     def adopt(self, request: Request, context: TextContext) -> None:
         """Let a request join that was prefilled elsewhere: its context is claimed, its last token alone is to run."""
         self._check_new(request.request_id)
-        self._running.append(_Entry(request, context, self.manager.get_replica(context)))
+        self._running[request.request_id] = _Entry(request, context, self.manager.get_replica(context))
 
     def knows(self, token: int) -> bool:
         """Whether the model has such a token."""
@@ -160,50 +161,50 @@ class ServingLoop(Generic[PagesT_co]):
         if request_id in self._held:
             self.free(request_id)
             return True
-        entry = next((one for one in (*self._waiting, *self._running) if one.request.request_id == request_id), None)
-        if entry in self._running:
-            self._running.remove(entry)
+        if self._running.pop(request_id, None) is not None:
             self.manager.release(request_id)
-        elif entry is not None:
-            self._waiting.remove(entry)
-        return entry is not None
+            return True
+        return self._waiting.pop(request_id, None) is not None
 
     def step(self) -> list[Output]:
         """Run the model once, where anything can run. What came of it, in the order of age."""
         outputs = self._reserve_running()
         outputs += self._admit()
-        counts = plan_chunks([e.context.end_idx - e.context.start_idx for e in self._running], self.token_budget)
-        batch = [(entry, count) for entry, count in zip(self._running, counts, strict=True) if count]
+        running = list(self._running.values())
+        counts = plan_chunks([e.context.end_idx - e.context.start_idx for e in running], self.token_budget)
+        batch = [(entry, count) for entry, count in zip(running, counts, strict=True) if count]
         return outputs + (self._run(batch) if batch else [])
 
     def _reserve_running(self) -> list[Output]:
         """Pages for every running request. The oldest come first: they never give way to a newer one."""
         outputs = list[Output]()
-        for entry in list(self._running):
-            while entry in self._running:
+        for entry in list(self._running.values()):
+            while entry.request.request_id in self._running:
                 try:
                     if self.manager.maybe_reserve(entry.context):
                         break
                 except SequenceTooLongError as error:
                     outputs.append(self._fail(entry, error))
                     break
-                self._preempt(next(e for e in reversed(self._running) if e.replica == entry.replica))
+                self._preempt(next(e for e in reversed(self._running.values()) if e.replica == entry.replica))
         return outputs
 
     def _preempt(self, entry: _Entry) -> None:
         """Take the pages of a running request away. It runs again from its first token, before all that wait."""
         # It does not come straight back, to be preempted again: it needs all the pages that it gave back, and an older
         # request has taken some of them.
-        self._running.remove(entry)
-        self.manager.release(entry.context.request_id)
+        request_id = entry.request.request_id
+        del self._running[request_id]
+        self.manager.release(request_id)
         entry.context.reset()
-        self._waiting.appendleft(entry)
+        self._waiting[request_id] = entry
+        self._waiting.move_to_end(request_id, last=False)
         self.preemptions += 1
 
     def _admit(self) -> list[Output]:
         outputs = list[Output]()
         while self._waiting:
-            entry = self._waiting[0]
+            request_id, entry = next(iter(self._waiting.items()))
             if self.manager.prefetch(entry.context) and self._running:
                 break  # pages of it come from files: the others run on meanwhile
             try:
@@ -213,9 +214,9 @@ class ServingLoop(Generic[PagesT_co]):
                 continue
             if not admitted:
                 break
-            self._running.append(self._waiting.popleft())
+            self._running[request_id] = self._waiting.pop(request_id)
             if self.on_admit is not None:
-                self.on_admit(entry.request.request_id, entry.replica, entry.context.start_idx)
+                self.on_admit(request_id, entry.replica, entry.context.start_idx)
         return outputs
 
     def _claim(self, entry: _Entry) -> bool:
@@ -262,7 +263,7 @@ class ServingLoop(Generic[PagesT_co]):
         request = entry.request
         reason = finish_reason(request, entry.context.current_length, token, self.runner.eos_token_ids)
         if reason:
-            self._running.remove(entry)
+            del self._running[request.request_id]
             if request.hold_pages:
                 self._held.add(request.request_id)
             else:
@@ -274,8 +275,7 @@ class ServingLoop(Generic[PagesT_co]):
         return Output(entry.request.request_id, None, "error", str(error))
 
     def _check_new(self, request_id: str) -> None:
-        known = (entry.request.request_id for entry in (*self._waiting, *self._running))
-        if request_id in self._held or request_id in known:
+        if request_id in self._held or request_id in self._waiting or request_id in self._running:
             raise AlreadyClaimedError(f"request {request_id!r} is known to the loop already")
 
 

@@ -106,6 +106,7 @@ class DecodeScheduler:
         self.connections = [self._connect(endpoint) for endpoint in prefills]
         self._max_open = max_open
         self._requests: dict[str, DecodeRequest] = {}
+        self._unasked: dict[str, DecodeRequest] = {}  # those that no prefill process has been asked for yet
         # Of each replica the requests that wait for its pages, in the order of their offers, each with its attempt.
         self._arrived: list[deque[tuple[DecodeRequest, int]]] = [deque() for _ in range(self._manager.num_replicas)]
         # Counted over all requests: a request whose id comes again is told from the earlier one.
@@ -148,12 +149,13 @@ class DecodeScheduler:
             self._loop.context_for(spec)
         except KVCacheError as error:
             again = isinstance(error, RefusedError)
-            self._emit(msg.Tokens(request_id=name, finished="error", error=str(error), serial=serial, elsewhere=again))
+            news = msg.Tokens(request_id=name, finished="error", error=str(error), serial=serial, elsewhere=again)
+            self.frontend.send(news)
             return
         number, by = next(self._attempts), self._clock() + self._times.wait_s
         request = DecodeRequest(name, number, "waiting", by, spec=spec, serial=serial, wanted=message.prefill)
         request.span = span_of(message, self.name) if self._trace else None
-        self._requests[name] = request
+        self._requests[name] = self._unasked[name] = request
 
     def abort(self, request_id: str, serial: int = 0) -> None:
         """Forget a request, wherever it is; the frontend hears `cancelled`. Nothing happens where it is over.
@@ -161,7 +163,7 @@ class DecodeScheduler:
         With the `serial` of a submission that one is meant, even if it is yet to come.
         """
         if serial and self._submitted.add(serial):  # its submission comes too late now
-            self._emit(msg.Tokens(request_id=request_id, finished="cancelled", serial=serial))
+            self.frontend.send(msg.Tokens(request_id=request_id, finished="cancelled", serial=serial))
             return
         request = self._requests.get(request_id)
         if request is not None and serial in (0, request.serial):
@@ -236,9 +238,11 @@ class DecodeScheduler:
     # ---- having a prompt prefilled
 
     def _ask(self) -> None:
-        for request in [request for request in self._requests.values() if request.phase == "waiting"]:
+        there = any(prefill.takes_requests for prefill in self.connections)
+        for request in list(self._unasked.values()) if there else ():
             if request.ask(self.connections, self._times.prefill_s, chunkwise=self._chunkwise):
                 request.move("asked", self._clock() + self._times.prefill_s)
+                del self._unasked[request.request_id]
 
     def _on_message(self, prefill: PrefillConnection, message: msg.ToDecode) -> None:
         if not isinstance(message, msg.PagesOffer | msg.Failed):
@@ -295,7 +299,7 @@ class DecodeScheduler:
             self._give_up(request, "ended with its first token", tell_prefill=True)
             self._finish(request, reason, (token,))
             return False
-        self._emit(request.news((token,)))
+        self.frontend.send(request.news((token,)))
         request.deadline = self._clock() + (self._times.room_s if request.phase == "offered" else self._times.pull_s)
         if request.importing is not None:
             request.importing.context.update(token)
@@ -378,7 +382,7 @@ class DecodeScheduler:
             request.blame(output.error)
             self._finish(request, output.finished, tokens)
         else:
-            self._emit(request.news(tokens))
+            self.frontend.send(request.news(tokens))
 
     # ---- the end, or another attempt
 
@@ -407,7 +411,7 @@ class DecodeScheduler:
 
     def _fail(self, request: DecodeRequest, reason: str, *, final: bool = False, tell_prefill: bool = True) -> None:
         """An attempt has come to nothing. Another one follows, unless it would fail as well or was the last."""
-        avoid, again = request.prefill, request.phase in ("asked", "offered", "pulling")
+        again = request.phase in ("asked", "offered", "pulling")
         self._give_up(request, reason, tell_prefill=tell_prefill)
         request.reasons.append(reason)
         if final or not again or len(request.reasons) >= MAX_ATTEMPTS:
@@ -416,11 +420,8 @@ class DecodeScheduler:
             self._finish(request, "error")
             return
         self.counts["retries"] += 1
-        if avoid is not None:
-            request.avoid.add(avoid.name)
-        request.move("waiting", self._clock() + self._times.wait_s)
-        request.attempt = next(self._attempts)
-        request.offer = request.prefill = None
+        request.begin_anew(next(self._attempts), self._clock() + self._times.wait_s)
+        self._unasked[request.request_id] = request
 
     def _give_up(self, request: DecodeRequest, reason: str, *, tell_prefill: bool) -> None:
         """Give back what the request holds, here at once and there by a message; pages that are written stay held."""
@@ -443,8 +444,6 @@ class DecodeScheduler:
     def _finish(self, request: DecodeRequest, finished: msg.Finished, tokens: tuple[int, ...] = ()) -> None:
         request.move("over")
         del self._requests[request.request_id]
+        self._unasked.pop(request.request_id, None)
         self.counts["failed"] += finished == "error"
-        self._emit(request.news(tokens, finished))
-
-    def _emit(self, message: msg.Tokens) -> None:
-        self.frontend.send(message)
+        self.frontend.send(request.news(tokens, finished))

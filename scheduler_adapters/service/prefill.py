@@ -85,6 +85,7 @@ class PrefillScheduler:
         self._serial = itertools.count()
         self._readers: dict[bytes, _DecodeConnection] = {}
         self._requests: dict[str, PrefillRequest] = {}
+        self._untold: dict[str, PrefillRequest] = {}  # those that have pages, and whose reader has not been told of all
         self._expire_at = 0.0
         loop.on_admit = self._on_admit
         replicas = range(loop.manager.num_replicas)
@@ -125,7 +126,7 @@ class PrefillScheduler:
             self._on_output(output)
             busy = True
         self._offer_chunks()
-        waiting = [one for one in self._requests.values() if one.phase == "leasing" and one.token is not None]
+        waiting = [one for one in self._untold.values() if one.phase == "leasing" and one.token is not None]
         for replica in {one.replica for one in waiting}:
             self._exchange.wait(replica, _OFFERED_S)
             busy |= self._take_events()
@@ -263,6 +264,7 @@ class PrefillScheduler:
         request = self._requests.get(key)
         if request is None:
             return  # a request of somebody else's
+        self._untold[key] = request
         request.replica, request.cached_tokens = replica, cached
         request.source = self._exchange.offer(key, self._times.lease_s, running=True)
         if request.source is not None:  # always: each replica has a lease word for each request
@@ -284,7 +286,7 @@ class PrefillScheduler:
 
     def _offer_chunks(self) -> None:
         """Offer the pages that are full by now of prompts that still run."""
-        for request in list(self._requests.values()):
+        for request in list(self._untold.values()):
             if request.chunkwise and request.token is None and request.phase in ("computing", "offered"):
                 self._offer(request)
 
@@ -330,6 +332,7 @@ class PrefillScheduler:
             return
         if request.token is not None:
             request.move("held")
+            del self._untold[request.key]
             self._exchange.start_clock(source)
         elif request.phase == "computing":
             request.move("offered", request.compute_by)
@@ -383,6 +386,7 @@ class PrefillScheduler:
     def _forget(self, request: PrefillRequest) -> None:
         request.move("over")
         self._requests.pop(request.key, None)
+        self._untold.pop(request.key, None)
         reader = self._readers.get(request.reader)
         if reader is not None:
             reader.requests.pop((request.request_id, request.attempt), None)

@@ -108,6 +108,11 @@ class PrefillConnection:
         return self.endpoint if self.welcome is None else self.welcome.name
 
     @property
+    def takes_requests(self) -> bool:
+        """Whether the process is there, and stays."""
+        return self.welcome is not None and not self.leaving
+
+    @property
     def sockets(self) -> list[Socket]:
         """What to wait for."""
         watched = None if self._pulse is None else self._pulse.socket
@@ -214,7 +219,7 @@ def route(
     is wanted comes before all that guessing. Whom it was asked of, and the tokens booked there as its load; None where
     nobody took it.
     """
-    there = [one for one in connections if one.welcome and not one.leaving]
+    there = [one for one in connections if one.takes_requests]
     if not there:
         return None
     chunks = chunks_of(message.prompt, message.cache_salt) if len(connections) > 1 else []

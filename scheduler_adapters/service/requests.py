@@ -350,6 +350,14 @@ class DecodeRequest(TrackedRequest):
         self.prefill, self.load = asked
         return True
 
+    def begin_anew(self, attempt: int, deadline: float) -> None:
+        """Wait for another prefill process, where there is one, after an attempt that has failed."""
+        if self.prefill is not None:
+            self.avoid.add(self.prefill.name)
+        self.move("waiting", deadline)
+        self.attempt = attempt
+        self.offer = self.prefill = None
+
     def relieve(self) -> None:
         """The process that was asked has this prompt no longer before it."""
         if self.prefill is not None:

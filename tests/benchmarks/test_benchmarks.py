@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import admission, decode_step, evict, growing_conversation, recommend, release
+from benchmarks import admission, decode_step, evict, growing_conversation, recommend, release, waiting
 from benchmarks.frame import HEADER
 
 pytestmark = pytest.mark.usefixtures("_unfrozen")
@@ -38,6 +38,7 @@ def test_every_benchmark_measures_what_it_says_on_a_small_pool() -> None:
     assert evict.measure(4096, (1, 64), 3)[1]["at a time"] == 64
     assert len(growing_conversation.measure(1024, "xxh3_128", 3)) == 4
     assert [row["case"] for row in recommend.measure(3, 256, "sha256", 3)] == ["cold", "one", "all", "again"]
+    assert [row["call"] for row in waiting.measure(10, 3)] == ["step", "add", "abort"]
 
 
 def test_sweeps_of_traces_are_drawn_one_by_one(tmp_path: Path) -> None:

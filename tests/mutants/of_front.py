@@ -67,7 +67,7 @@ FRONT: tuple[Module, ...] = (
     Module(
         "scheduler_adapters.service.prefill_router",
         [],
-        [Mutation("route", " and not one.leaving", "", [_DRAIN])],
+        [Mutation("PrefillConnection.takes_requests", " and not self.leaving", "", [_DRAIN])],
     ),
     Module(
         "scheduler_adapters.service.decode",

@@ -27,8 +27,8 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
             Mutation("ServingLoop._reserve_running", "if e.replica == entry.replica", "if e"),
             Mutation(
                 "ServingLoop._reserve_running",
-                "reversed(self._running)",
-                "self._running",
+                "reversed(self._running.values())",
+                "self._running.values()",
                 [
                     "tests/scheduler_adapters/test_loop.py::test_the_oldest_request_is_never_preempted",
                     "tests/scheduler_adapters/test_loop.py::test_a_tiny_pool_preempts_and_still_gives_equal_tokens",
@@ -42,8 +42,8 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
             ),
             Mutation(
                 "ServingLoop._preempt",
-                "appendleft",
-                "append",
+                "last=False",
+                "last=True",
                 ["tests/scheduler_adapters/test_loop.py::test_a_preempted_request_comes_before_those_that_wait"],
             ),
             Mutation(
@@ -109,6 +109,14 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
                 "pass",
                 ["tests/scheduler_adapters/service/test_prefill_router.py"],
             ),
+            Mutation(
+                "DecodeRequest.begin_anew",
+                "self.avoid.add(self.prefill.name)",
+                "pass",
+                [
+                    "tests/scheduler_adapters/service/test_faults.py::test_the_next_attempt_avoids_the_prefill_process_of_the_one_that_failed"
+                ],
+            ),
             Mutation("TrackedRequest.blame", "self.reason or reason", "reason or self.reason"),
             Mutation("TrackedRequest.move", "deadline\n", "self.deadline\n"),
             Mutation(
@@ -173,7 +181,27 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
                 ],
             ),
             Mutation("DecodeScheduler._fail", ">= MAX_ATTEMPTS", "> MAX_ATTEMPTS"),
-            Mutation("DecodeScheduler._fail", "request.avoid.add(avoid.name)", "pass"),
+            Mutation("DecodeScheduler._fail", "self._unasked[request.request_id] = request", "pass"),
+            Mutation(
+                "DecodeScheduler._ask",
+                "self._unasked.values()",
+                "self._requests.values()",
+                ["tests/scheduler_adapters/service/test_service.py::test_a_poll_looks_at_no_request_that_has_no_news"],
+            ),
+            Mutation(
+                "DecodeScheduler._ask",
+                " if there else ()",
+                "",
+                [
+                    "tests/scheduler_adapters/service/test_service.py::test_requests_that_nobody_takes_are_not_looked_at_until_somebody_does"
+                ],
+            ),
+            Mutation(
+                "DecodeScheduler._finish",
+                "self._unasked.pop(request.request_id, None)",
+                "pass",
+                ["tests/scheduler_adapters/service/test_faults.py::test_a_cancelled_request_ends_in_every_phase"],
+            ),
             Mutation(
                 "DecodeScheduler.submit",
                 "if self.draining or len(self._requests) >= self._max_open:",
@@ -261,6 +289,18 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
                 ],
             ),
             Mutation("PrefillScheduler._on_event", 'if reason == "read":', "if reason:"),
+            Mutation(
+                "PrefillScheduler._offer_chunks",
+                "self._untold.values()",
+                "self._requests.values()",
+                ["tests/scheduler_adapters/service/test_service.py::test_a_poll_looks_at_no_request_that_has_no_news"],
+            ),
+            Mutation(
+                "PrefillScheduler._forget",
+                "self._untold.pop(request.key, None)",
+                "pass",
+                ["tests/scheduler_adapters/service/test_faults.py::test_a_cancelled_request_ends_in_every_phase"],
+            ),
             Mutation(
                 "PrefillScheduler._table",
                 "full_pages=True",

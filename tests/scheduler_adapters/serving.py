@@ -1,10 +1,25 @@
 """What tests of served models share: a manager of so many pages, a loop over it, and running the loop to its end."""
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from scheduler_adapters.hf.runner import HFRunner, kv_params_of, manager_for, num_layers_of, state_bytes_of
 from scheduler_adapters.loop import Output, Request, ServingLoop
+
+
+class Unwalked(OrderedDict[str, Any]):
+    """Requests by id, for who may look at the first, and at those that have news: a look at each of them fails."""
+
+    def items(self) -> Iterator[tuple[str, Any]]:  # type: ignore[override]
+        yield next(iter(super().items()))
+        raise AssertionError("every request is looked at")
+
+    def values(self) -> Iterator[Any]:  # type: ignore[override]
+        raise AssertionError("every request is looked at")
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("every request is looked at")
 
 
 def new_manager(

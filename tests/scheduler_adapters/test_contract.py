@@ -320,9 +320,7 @@ class TestPrefillAndDecode(AdapterContract):
 
 def keep_pages_at_abort(driver: LoopDriver) -> None:
     def abort(request_id: str) -> bool:
-        running = driver.loop._running
-        driver.loop._running = [one for one in running if one.request.request_id != request_id]
-        return driver.loop._running != running
+        return driver.loop._running.pop(request_id, None) is not None
 
     driver.loop.abort = abort  # type: ignore[method-assign]
 

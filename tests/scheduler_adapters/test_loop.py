@@ -10,7 +10,7 @@ from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.loop import Output, Request, ServingLoop, finish_reason, plan_chunks
 from tests.kvcache.build import proven
 from tests.scheduler_adapters import serving
-from tests.scheduler_adapters.serving import assert_nothing_held, new_loop, new_manager, serve, tokens_of
+from tests.scheduler_adapters.serving import Unwalked, assert_nothing_held, new_loop, new_manager, serve, tokens_of
 
 HEAD = "Pages are fixed blocks of tokens, and a table says which of them a request owns. " * 2
 TEXTS = (HEAD + "Why?", "x", HEAD + "Who frees them, and when?", "Another text altogether: " * 5, HEAD + "Why?")
@@ -93,6 +93,15 @@ def test_a_preempted_request_comes_before_those_that_wait(model: Any) -> None:
     first_of_r2 = next(i for i, output in enumerate(outputs) if output.request_id == "r2")
     end_of_r0 = next(i for i, output in enumerate(outputs) if output.request_id == "r0" and output.finished)
     assert first_of_r2 > end_of_r0
+
+
+def test_nobody_looks_at_requests_that_wait_behind_the_first(model: Any, expected: list[list[int]]) -> None:
+    loop = new_loop(model, rows=2)
+    loop._waiting = Unwalked()
+    last = Request("last", PROMPTS[0], NEW)
+    loop.add(last)
+    assert loop.abort("last")
+    assert tokens_of(serve(loop, requests_of(PROMPTS))) == expected
 
 
 def test_shared_heads_are_computed_once(model: Any, expected: list[list[int]]) -> None:

@@ -142,6 +142,7 @@ def test_a_cancelled_request_ends_in_every_phase(
     assert request.phase == "over"
     # Before there are pages again: what is not wanted any more is not computed.
     service.until(lambda: not prefill_requests(service), "the end at prefill")
+    assert not any(one._untold for one in service.prefills.values())
     assert_serves_on(service, expected)
 
 

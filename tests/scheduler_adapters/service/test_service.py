@@ -1,6 +1,7 @@
 """The service as a whole: what it serves, and that nothing is held afterwards."""
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.sockets import received
 from tests.scheduler_adapters.service.processes import NEW, Service, Side
+from tests.scheduler_adapters.serving import Unwalked
 
 HEAD = "What a page holds, who may write to it, and when it may be used again. " * 3
 PROMPTS = [ByteTokenizer().encode(text) for text in (HEAD + "First?", "short", HEAD + "Second?", HEAD + "First?")]
@@ -153,6 +155,38 @@ def test_chunks_are_pulled_while_the_rest_of_the_prompt_runs(
     service.until(lambda: service.ended, "the last token")
     assert service.tokens["r0"] == expected[0]
     assert service.decode.stats().pages_pulled == -(-len(PROMPTS[0]) // 16)
+    service.assert_nothing_held()
+
+
+def test_a_poll_looks_at_no_request_that_has_no_news(start: Callable[..., Service], expected: list[list[int]]) -> None:
+    service = start(prefill={"budget": 32})
+    every: list[Any] = [service.prefill, service.decode]
+    for one in every:
+        one._requests = Unwalked()
+        one._expire_at = math.inf  # deadlines are compared with the clock every few milliseconds
+    assert service.serve(PROMPTS) == expected
+    for one in every:
+        one._requests, one._expire_at = {**one._requests}, 0.0
+    service.assert_nothing_held()
+    assert (service.prefill._untold, service.decode._unasked) == ({}, {})
+
+
+def test_requests_that_nobody_takes_are_not_looked_at_until_somebody_does(
+    start: Callable[..., Service], expected: list[list[int]]
+) -> None:
+    service = start()
+    service.until(lambda: service.connected, "the connection")
+    (connection,) = service.decode.connections
+    connection.leaving, unasked = True, service.decode._unasked
+    service.decode._unasked = Unwalked()
+    service.submit(PROMPTS)
+    for _ in range(3):
+        service.poll()
+    assert len(service.decode._unasked) == len(PROMPTS)
+    unasked.update({name: service.decode._requests[name] for name in ("r0", "r1", "r2", "r3")})
+    service.decode._unasked, connection.leaving = unasked, False
+    service.until(lambda: len(service.ended) == len(PROMPTS), "the last token")
+    assert [service.tokens[f"r{number}"] for number in range(len(PROMPTS))] == expected
     service.assert_nothing_held()
 
 

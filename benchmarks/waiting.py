@@ -1,0 +1,63 @@
+"""What do requests that wait cost: a step of those that run, one that comes, one that is given up?
+
+64 requests decode, and have every row of the cache: none of those behind them gets in. There is no model, so that a
+step is what the loop and the manager take. `add` and `abort` are of one request more, the last one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from benchmarks.frame import Row, options, pin, report, samples, summary
+from benchmarks.pools import Prompts, expect, manager_of
+from kvcache import RaggedKVCacheInputs
+from kvcache.replica.context import Context
+from scheduler_adapters.loop import Request, ServingLoop
+
+RUNNING, PROMPT, PAGE = 64, 256, 16
+WAITING = (0, 1, 100, 1000, 10_000)
+
+
+class _NoModel:
+    """Says 1 for every request."""
+
+    eos_token_ids: frozenset[int] = frozenset()
+
+    def run(self, batch: Sequence[Context], inputs: Sequence[RaggedKVCacheInputs]) -> list[int]:  # noqa: ARG002 - no model
+        """One token each."""
+        return [1] * len(batch)
+
+
+def measure(waiting: int, repeats: int) -> list[Row]:
+    """The rows of one length of the queue."""
+    steps = 4 * repeats + 64
+    pages = RUNNING * -(-(PROMPT + steps) // PAGE) * 2
+    manager, prompts, names = manager_of(pages, page_size=PAGE, rows=RUNNING), Prompts(), itertools.count()
+    loop = ServingLoop(manager, _NoModel(), token_budget=RUNNING * PROMPT)
+
+    def request() -> Request:
+        return Request(f"r{next(names)}", prompts.tokens(PROMPT).tolist(), steps)
+
+    for _ in range(RUNNING + waiting):
+        loop.add(request())
+    loop.step()
+    expect((loop.num_running, loop.num_waiting) == (RUNNING, waiting), "the rest waits")
+    rows = [("step", samples(repeats, lambda: None, lambda _: loop.step()))]
+    rows.append(("add", samples(repeats, request, loop.add)))
+    last = [f"r{number}" for number in range(RUNNING + waiting, next(names))]
+    rows.append(("abort", samples(repeats, last.pop, loop.abort)))
+    expect((loop.num_running, loop.num_waiting) == (RUNNING, waiting), "nothing has ended")
+    return [{"running": RUNNING, "waiting": waiting, "call": call, **summary(times)} for call, times in rows]
+
+
+def main() -> None:
+    """Run and report."""
+    chosen = options(__doc__)
+    pin()
+    repeats = 50 if chosen.quick else 300
+    report("waiting", [row for waiting in WAITING for row in measure(waiting, repeats)], chosen)
+
+
+if __name__ == "__main__":
+    main()
