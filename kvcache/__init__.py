@@ -20,6 +20,7 @@ from kvcache.errors import (
     UnknownRequestError,
 )
 from kvcache.kv_events import KVEvents
+from kvcache.layer_groups import GroupTable, LayerGroup, LayerTables
 from kvcache.layout import PageLayout
 from kvcache.manager import PagedKVCacheManager
 from kvcache.metrics import KVCacheMetrics
@@ -40,6 +41,7 @@ __all__ = [
     "BlockTable",
     "BlockTableMismatchError",
     "Context",
+    "GroupTable",
     "ImportCopier",
     "ImportProof",
     "InvalidParamsError",
@@ -49,6 +51,8 @@ __all__ = [
     "KVCacheMetrics",
     "KVCacheParams",
     "KVEvents",
+    "LayerGroup",
+    "LayerTables",
     "NoFreeRowError",
     "NotReservedError",
     "PageCopy",

@@ -50,6 +50,9 @@ def check_replica(replica: Replica) -> None:
     for row, request_id in enumerate(rows.request_ids):
         if request_id is None and (rows.num_pages[row] or rows.table[row].any()):
             raise InvariantError(f"row {row} is free, but names {rows.num_pages[row]} pages")
+    if replica.further is not None:
+        replica.further.check()
+        holders += replica.further.holders()
     replica.leases.check()
     holders += replica.leases.holders()
     replica.imports.check()

@@ -87,6 +87,11 @@ def shard_layout(params: KVCacheParams, num_layers: int, page_size: int, shard: 
     )
 
 
+def shard_layouts(params: KVCacheParams, num_layers: int, page_size: int) -> list[PageLayout]:
+    """The layouts of all shards of a replica."""
+    return [shard_layout(params, num_layers, page_size, shard) for shard in range(params.tensor_parallel_degree)]
+
+
 def replica_fingerprint(layouts: list[PageLayout]) -> str:
     """Names the geometry of all shards of a replica together."""
     joined = ",".join(layout.fingerprint() for layout in layouts)

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from kvcache import arguments, sizing
 from kvcache.check import check_around_calls
 from kvcache.claims import Claims
-from kvcache.layout import replica_fingerprint, shard_layout
+from kvcache.layer_groups import layer_tables
+from kvcache.layout import replica_fingerprint, shard_layouts
 from kvcache.metrics import KVCacheMetrics
 from kvcache.params import KVCacheParams, resolve_page_size
 from kvcache.replica import imports, inputs
@@ -81,22 +82,22 @@ class PagedKVCacheManager:
         sizes = sizing.check_sizes(params, max_batch_size, max_seq_len, num_layers)
         every = sizing.check_devices(params, devices, here=True)
         stream = sizing.stream_of(session, every)
-        arguments.flag("enable_runtime_checks", enable_runtime_checks)
+        self.enable_runtime_checks = arguments.flag("enable_runtime_checks", enable_runtime_checks)
         self.params = params
         self.page_size = resolve_page_size(params, page_size)
         _, self.max_seq_len, self.num_layers = sizes
         self.num_replicas = params.data_parallel_degree
         self.enable_prefix_caching = params.enable_prefix_caching
         self.enable_kvcache_swapping_to_host = params.enable_kvcache_swapping_to_host
-        self.enable_runtime_checks = enable_runtime_checks
         tp = params.tensor_parallel_degree
         self.devices_per_replica = [every[first : first + tp] for first in range(0, len(every), tp)]
-        self.layouts = [shard_layout(params, self.num_layers, self.page_size, shard) for shard in range(tp)]
+        self.layer_tables = tables = layer_tables(params.groups, self.num_layers)  # whose pages are in each block table
+        self.layouts = shard_layouts(params, tables.layers_per_page, self.page_size)
         self.fingerprint = replica_fingerprint(self.layouts)
-        pages = sizing.pages_per_replica(params, sizes, self.page_size, available_cache_memory, every)
+        pages = sizing.pages_per_replica(params, sizes, tables, self.page_size, available_cache_memory, every)
         check_endpoint(zmq_endpoint_base)
-        sizing.warn_of_what_falls_short(params, sizes, self.page_size, pages)
-        self._replicas = place_replicas(params, sizes, self.layouts, self.devices_per_replica, stream, pages)
+        sizing.warn_of_what_falls_short(params, sizes, tables, self.page_size, pages)
+        self._replicas = place_replicas(params, sizes, self.layouts, self.devices_per_replica, stream, pages, tables)
         # Of each replica where its KV events are bound, and their replays; none without `params.kv_events`.
         self.kv_event_endpoints: list[tuple[str, str | None]] = self._replicas.event_endpoints
         self._claims = Claims(self._replicas.each)
@@ -282,8 +283,8 @@ class PagedKVCacheManager:
         if devices is not None:
             sizing.check_devices(self.params, devices)
         layers = self.num_layers if num_layers is None else sizing.check_layers(num_layers)
-        layouts = [shard_layout(self.params, layers, self.page_size, shard) for shard in range(len(self.layouts))]
-        return inputs.input_symbols(layouts, [replica.pool.num_pages + 1 for replica in self._replicas.each])
+        pages = [replica.pool.num_pages + 1 for replica in self._replicas.each]
+        return inputs.input_symbols(self.params, layers, self.page_size, pages)
 
     # ---- pages for and from another manager
 
@@ -302,6 +303,7 @@ class PagedKVCacheManager:
         but its pages stay as they are for as long as one of its leases is open. They stay findable by their prefix.
         """
         replica, replica_idx, row = self._claims.locate(request_id, "lease")
+        replica.refuse_further(row, "lease")
         replica.refuse_pending(row, "lease")
         return replica.leases.grant(request_id, replica_idx, row)
 

@@ -12,6 +12,7 @@ import torch
 from kvcache.arguments import flag, number, of_kind, one_of, optional, shown, whole
 from kvcache.errors import InvalidParamsError
 from kvcache.kv_events import KVEvents
+from kvcache.layer_groups import LayerGroup
 from kvcache.routing import Routing
 from kvcache.types import PageIO
 
@@ -94,6 +95,11 @@ class KVCacheParams:
     # each of two threads; None: preadv and pwritev.
     file_tier_io: Callable[[Sequence[torch.Tensor]], PageIO] | None = None
     kv_events: KVEvents | None = None  # tells routers what is cached, as vLLM does; None: nobody is told
+    # Layers that keep the same tokens, each of them in one group, and one group or more of full attention; none
+    # means that all layers attend to everything. All have the same heads and `head_dim`. A prefix is found as far as
+    # every group can go on from; windows need only what the next token sees. Retention hints are not followed then. See
+    # `kvcache.layer_groups`.
+    groups: tuple[LayerGroup, ...] = ()
 
     def __post_init__(self) -> None:
         for name, rule in _RULES.items():
@@ -108,6 +114,7 @@ class KVCacheParams:
             _check(isinstance(cast("object", salt), str), f"tenant_quotas names {shown(salt)}: a salt is a string")
             _share(f"tenant_quotas[{salt!r}]", share)
         self._check_tiers()
+        self._check_groups()
 
     @property
     def tensor_parallel_degree(self) -> int:
@@ -173,6 +180,26 @@ class KVCacheParams:
                 "file_tier_key is not given: without the name of the model and its weights, files of another model "
                 "would be taken for this one's",
             )
+
+    def _check_groups(self) -> None:
+        given = cast("tuple[object, ...]", self.groups)
+        if not isinstance(cast("object", given), tuple | list) or not all(isinstance(one, LayerGroup) for one in given):
+            raise InvalidParamsError(f"groups is {shown(given)}: a tuple of LayerGroup is needed")
+        object.__setattr__(self, "groups", tuple(given))
+        if not given:
+            return
+        _check(
+            any(group.kind == "full" for group in self.groups),
+            f"groups are of {', '.join(group.kind for group in self.groups)}: one group of full attention is needed",
+        )
+        for name, given in (
+            (_SWAPPING, self.enable_kvcache_swapping_to_host),
+            ("partial_reuse_min_tokens", self.partial_reuse_min_tokens > 0),
+            ("routing.copy_pages", self.routing.copy_pages),
+            ("tenant_quota", self.tenant_quota < 1.0 or bool(self.tenant_quotas)),
+            ("kv_events", self.kv_events is not None),
+        ):
+            _check(not given, f"{name} is given, and groups: it holds for layers of one group only")
 
 
 def resolve_page_size(params: KVCacheParams, page_size: int | None) -> int:

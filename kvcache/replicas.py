@@ -14,12 +14,14 @@ from kvcache.events.book import EventBook
 from kvcache.events.log import FILES, HOST, EventLog
 from kvcache.events.publisher import EventPublisher
 from kvcache.kv_events import KVEvents
+from kvcache.layer_groups import LayerTables
 from kvcache.layout import PageLayout
 from kvcache.metrics import KVCacheMetrics
 from kvcache.params import KVCacheParams
 from kvcache.replica.batch import Batch, Gathered
 from kvcache.replica.context import Context, hasher_of
 from kvcache.replica.devices import PlacedReplica
+from kvcache.replica.further_tables import FurtherPlan, FurtherTables
 from kvcache.replica.hashing import PrefixHasher
 from kvcache.replica.partial import PartialReuse
 from kvcache.replica.peer_copies import PeerCopies
@@ -38,8 +40,9 @@ def place_replicas(
     devices: Sequence[Sequence[torch.device]],
     stream: Any,
     pages: int,
+    tables: LayerTables,
 ) -> "Replicas":
-    """Replicas of `pages` pages each, on the `devices` of each, with the tiers below them."""
+    """Replicas of `pages` pages each, on the `devices` of each, with block `tables`, and the tiers below them."""
     rows = sizes.max_batch_size // len(devices)
     # The rows write by numpy; calls of one request read an array of Python's own, which answers them faster.
     capacity = array("q", bytes(8 * (rows * len(devices) + 1)))
@@ -47,8 +50,12 @@ def place_replicas(
     placed: list[PlacedReplica] = []
     for group, part in zip(devices, parts, strict=True):
         pinned = any(device.type == "cuda" for device in group)
-        block_rows = BlockRows(part, sizes.max_seq_len, layouts[0].page_size, pinned=pinned)
-        placed.append(PlacedReplica(Replica(params, block_rows, pages), layouts, group, stream))
+        count, page_size = len(tables.tables), layouts[0].page_size
+        block_rows = BlockRows(part, sizes.max_seq_len, page_size, pinned=pinned, tables=count)
+        replica = Replica(params, block_rows, pages)
+        if count > 1:
+            replica.further = FurtherTables(tables, replica.pool, block_rows, caching=params.enable_prefix_caching)
+        placed.append(PlacedReplica(replica, layouts, group, stream))
     replicas = Replicas(placed, capacity, params, make_tiers(params, layouts, placed, stream))
     if params.kv_events is not None and params.enable_prefix_caching:
         replicas.publish_events(params.kv_events, "mla_attention" if params.is_mla else "full_attention")
@@ -83,19 +90,27 @@ class Replicas:
 
     def admission(self, context: Context, num_steps: int = 1) -> Admission:
         """Where a new request is best claimed."""
-        needed = self.each[0].pages_needed(context, num_steps)
+        one = self.each[0]
+        needed = one.pages_needed(context, num_steps)
         claimed = [len(replica.rows.row_of) for replica in self.each]
         if self._router.routing.rule != "prefix":
             chosen = self._router.without_looking(claimed)
             hits = self.each[chosen].match(context)[1]
-            return Admission(chosen, len(hits), needed - len(hits), _fits(self.each[chosen], needed, hits))
+            further = self.each[chosen].plan_further(None, context, num_steps, hits, start=len(hits) * one.page_size)
+            fits = _fits(self.each[chosen], needed, hits, further)
+            return Admission(chosen, len(hits), needed - len(hits) + further.new, fits)
         # One hash of the prompt for all of them, also where the context cannot keep it.
-        one = self.each[0]
         hasher = hasher_of(context, one.hash_algorithm, one.page_size) if one.caching else None
         found = [replica.match(context, hasher=hasher)[1] for replica in self.each]
-        fits = [_fits(replica, needed, pages) for replica, pages in zip(self.each, found, strict=True)]
-        chosen = self._router.recommend([needed - len(pages) for pages in found], claimed, fits)
-        return Admission(chosen, len(found[chosen]), needed - len(found[chosen]), fits[chosen])
+        both = list(zip(self.each, found, strict=True))
+        further = [
+            replica.plan_further(None, context, num_steps, pages, hasher, start=len(pages) * one.page_size)
+            for replica, pages in both
+        ]
+        fits = [_fits(replica, needed, pages, more) for (replica, pages), more in zip(both, further, strict=True)]
+        missing = [needed - len(pages) + more.new for pages, more in zip(found, further, strict=True)]
+        chosen = self._router.recommend(missing, claimed, fits)
+        return Admission(chosen, len(found[chosen]), missing[chosen], fits[chosen])
 
     def prefetch(self, context: Context) -> bool:
         """Begin to bring the request's pages to the host tier; whether some are on their way."""
@@ -135,17 +150,21 @@ class Replicas:
 
     def fork(self, replica_idx: int, parent: int, row: int, child: Context, num_steps: int) -> bool:
         """Let the claimed `row` share what the row `parent` has computed; False: too few pages, nothing changed."""
-        copied = self.each[replica_idx].fork(parent, row, child, num_steps)
-        if copied is not None and copied != (0, 0):
-            self.placed[replica_idx].copy_page(*copied)
-        return copied is not None
+        copies = self.each[replica_idx].fork(parent, row, child, num_steps)
+        for source, target in copies or ():
+            self.placed[replica_idx].copy_page(source, target)
+        return copies is not None
 
     def fetch(self, gathered: Gathered, num_steps: int) -> list[RaggedKVCacheInputs]:
         """What the model reads, shard by shard and replica by replica. Raises before anything is counted."""
         states = [gathered.part(mine) for mine in self._split(gathered)]
         if gathered.slack < num_steps - 1:
             for replica, state in zip(self.each, states, strict=True):
-                replica.refuse_short(state.rows, state.ends + (num_steps - 1), "fetch")
+                lengths = state.ends + (num_steps - 1)
+                if replica.further is not None:  # pages for a chunk are enough to run it
+                    lengths = np.where(state.actives < state.ends, state.actives, lengths)
+                    replica.further.refuse_lost(state.rows, state.starts)
+                replica.refuse_short(state.rows, lengths, "fetch")
         for replica, state in zip(self.each, states, strict=True):
             if replica.leases.of_row:
                 replica.leases.refuse_rewrite(state.rows, state.starts)
@@ -277,9 +296,9 @@ def _learn(partial: Sequence[PartialReuse], gathered: Gathered, full: Sequence[F
                 learner.learn(row, contexts[replica_idx, row], first, last)
 
 
-def _fits(replica: Replica, needed: int, hits: NDArray[np.int32]) -> bool:
+def _fits(replica: Replica, needed: int, hits: NDArray[np.int32], further: FurtherPlan) -> bool:
     """Whether a new request of `needed` pages, `hits` of them published, could be claimed and reserved now."""
     if len(replica.rows.row_of) == len(replica.rows.request_ids):
         return False
-    free = replica.pool.free_count
+    free = replica.pool.free_count - further.cost
     return needed <= free or needed - len(hits) + replica.pool.would_be_taken(hits) <= free

@@ -1,11 +1,13 @@
 """How many pages, tokens and requests a memory budget holds, and whether a host holds them. Allocates nothing.
 
-The page size is that of the params, else of the argument, as of the manager. Keywords that the documented API may pass
-on to some other manager are refused, as nothing here would follow them.
+The page size is that of the params, else of the argument, as of the manager. With groups of layers, a request's pages
+are counted as when one token of it runs at a time: what of a prompt runs at once takes more pages of its windows.
+Keywords that the documented API may pass on to some other manager are refused, as nothing here would follow them.
 """
 
 import logging
 import os
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -13,6 +15,7 @@ import torch
 
 from kvcache.arguments import MOST, shown, whole
 from kvcache.errors import InvalidParamsError, PoolTooSmallError, UnknownArgumentError
+from kvcache.layer_groups import LayerTables, layer_tables
 from kvcache.params import KVCacheParams, resolve_page_size
 
 MOST_REQUESTS = 512  # of `infer_optimal_batch_size`: what one step of a model still gains from
@@ -53,9 +56,9 @@ def estimated_memory_size(
     batch, longest, layers = check_sizes(params, max_batch_size, max_seq_len, num_layers)
     check_devices(params, devices)
     size, memory = _each_replica(params, page_size, "available_cache_memory", available_cache_memory)
-    dp = params.data_parallel_degree
-    pages = -(-longest // size) * -(-batch // dp)
-    return min(memory, pages * page_bytes(params, layers, size)) * dp
+    dp, tables = params.data_parallel_degree, layer_tables(params.groups, layers)
+    pages = tables.most_pages(longest, size) * -(-batch // dp)
+    return min(memory, pages * page_bytes(params, tables.layers_per_page, size)) * dp
 
 
 def infer_optimal_batch_size(
@@ -77,8 +80,9 @@ def infer_optimal_batch_size(
     _, longest, layers = check_sizes(params, dp, max_seq_len, num_layers)
     check_devices(params, devices)
     size, memory = _each_replica(params, page_size, "available_cache_memory", available_cache_memory)
-    pages = memory // page_bytes(params, layers, size)
-    return max(dp, min(MOST_REQUESTS, pages // -(-longest // size) * dp))
+    tables = layer_tables(params.groups, layers)
+    pages = memory // page_bytes(params, tables.layers_per_page, size)
+    return max(dp, min(MOST_REQUESTS, pages // tables.most_pages(longest, size) * dp))
 
 
 def max_supported_sequence_length(
@@ -86,9 +90,15 @@ def max_supported_sequence_length(
 ) -> int:
     """Tokens of the longest request that each replica can hold, a multiple of the page size; `InvalidParamsError`."""
     check_params(params)
-    layers = check_layers(num_layers)
+    tables = layer_tables(params.groups, check_layers(num_layers))
     size, memory = _each_replica(params, page_size, "memory_available", memory_available)
-    return memory // page_bytes(params, layers, size) * size
+    return _longest(tables, memory // page_bytes(params, tables.layers_per_page, size), size)
+
+
+def _longest(tables: LayerTables, pages: int, page_size: int) -> int:
+    """Tokens of the longest request that so many pages hold, a multiple of the page size."""
+    fits = bisect_right(range(pages + 1), pages, key=lambda columns: tables.most_pages(columns * page_size, page_size))
+    return (fits - 1) * page_size
 
 
 def _each_replica(params: KVCacheParams, page_size: int, name: str, memory: object) -> tuple[int, int]:
@@ -102,7 +112,12 @@ def page_bytes(params: KVCacheParams, num_layers: int, page_size: int) -> int:
 
 
 def pages_per_replica(
-    params: KVCacheParams, sizes: Sizes, page_size: int, memory: object, devices: Sequence[torch.device]
+    params: KVCacheParams,
+    sizes: Sizes,
+    tables: LayerTables,
+    page_size: int,
+    memory: object,
+    devices: Sequence[torch.device],
 ) -> int:
     """Pages of each replica when `memory` bytes are split over the replicas.
 
@@ -113,7 +128,7 @@ def pages_per_replica(
         raise InvalidParamsError("available_cache_memory is not given: a number of bytes is needed")
     budget = whole("available_cache_memory", memory, 0, MOST_BYTES)
     share = budget // params.data_parallel_degree
-    size = page_bytes(params, sizes.num_layers, page_size)
+    size = page_bytes(params, tables.layers_per_page, page_size)
     if share < size:
         raise PoolTooSmallError(
             f"available_cache_memory is {budget} bytes, {share} for each of {params.data_parallel_degree} replicas: "
@@ -123,12 +138,17 @@ def pages_per_replica(
         raise InvalidParamsError(
             f"available_cache_memory is {budget} bytes, {share // size} pages a replica: {MOST - 1} are the most"
         )
-    _refuse_what_no_host_holds(params, sizes, page_size, share // size, devices)
+    _refuse_what_no_host_holds(params, sizes, tables, page_size, share // size, devices)
     return share // size
 
 
 def _refuse_what_no_host_holds(
-    params: KVCacheParams, sizes: Sizes, page_size: int, pages: int, devices: Sequence[torch.device]
+    params: KVCacheParams,
+    sizes: Sizes,
+    tables: LayerTables,
+    page_size: int,
+    pages: int,
+    devices: Sequence[torch.device],
 ) -> None:
     """Raise `PoolTooSmallError` where the host's memory is too small for its part of `pages` a replica.
 
@@ -136,8 +156,8 @@ def _refuse_what_no_host_holds(
     """
     dp = params.data_parallel_degree
     on_host = sum(device.type == "cpu" for device in devices)
-    pool = (pages + 1) * page_bytes(params, sizes.num_layers, page_size) * dp * on_host // len(devices)
-    table = sizes.max_batch_size * -(-sizes.max_seq_len // page_size) * 4
+    pool = (pages + 1) * page_bytes(params, tables.layers_per_page, page_size) * dp * on_host // len(devices)
+    table = sizes.max_batch_size * -(-sizes.max_seq_len // page_size) * 4 * len(tables.tables)
     tier = int((params.host_kvcache_swap_space_gb or 0) * 2**30) if params.enable_kvcache_swapping_to_host else 0
     needed = pool + table + tier + pages * dp * _BOOK_BYTES
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -148,18 +168,20 @@ def _refuse_what_no_host_holds(
         )
 
 
-def warn_of_what_falls_short(params: KVCacheParams, sizes: Sizes, page_size: int, pages: int) -> None:
+def warn_of_what_falls_short(
+    params: KVCacheParams, sizes: Sizes, tables: LayerTables, page_size: int, pages: int
+) -> None:
     """Log what is given in vain, and what `pages` a replica are too few for."""
     rows, longest = sizes.max_batch_size // params.data_parallel_degree, sizes.max_seq_len
     for sentence in params.without_effect():
         _log.warning("%s", sentence)
     if pages < rows:
         _log.warning("%d pages a replica for up to %d requests", pages, rows)
-    if pages * page_size < longest:
+    if (most := _longest(tables, pages, page_size)) < longest:
         _log.warning(
             "a request of max_seq_len %d cannot run: a replica has %d pages of %d tokens, so that requests of up to %d "
             "tokens can; a larger available_cache_memory, or a smaller max_seq_len, ends this warning",
-            *(longest, pages, page_size, pages * page_size),
+            *(longest, pages, page_size, most),
         )
 
 

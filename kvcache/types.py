@@ -24,7 +24,9 @@ class RaggedKVCacheInputs(NamedTuple):
         blocks: the whole pool of this device, `[pages + 1, sides, layers, page_size, heads, head_dim]`, strided
             (page 0 is the null page).
         cache_lengths: int32 `[batch]`, tokens of each request whose KV is in the cache.
-        lookup_table: int32 `[batch, columns]`, page ids in logical order; unused entries name the null page, 0.
+        lookup_table: int32 `[batch, columns]`, page ids in logical order; unused entries name the null page, 0. Where
+            groups of layers have several tables (`PagedKVCacheManager.layer_tables`) `[tables, batch, columns]`, and
+            what fell out of a window is the null page's, too.
         max_lengths: int32 `[num_steps, 2]` on the host: of each step the longest active run and the longest context.
     """
 

@@ -108,6 +108,17 @@ class PagePool:
         self.holders[at] = holders
         self._free(at[(holders == 0) & (self.writers[at] == 0)][::-1])
 
+    def release_each(self, pages: Pages) -> None:
+        """`release` for pages that may be named several times, once for each holder that goes."""
+        at = pages.astype(np.intp)
+        first = np.unique(at, return_index=True)[1]
+        if len(first) == len(at):
+            self.release(pages)
+            return
+        np.subtract.at(self.holders, at, 1)
+        pages = pages[np.sort(first)]
+        self._free(pages[self._unused(pages)][::-1].astype(np.intp))
+
     def add_writer(self, pages: Pages) -> None:
         """A transfer may write to `pages`, which are held, until `drop_writer`."""
         self.writers[pages] += 1

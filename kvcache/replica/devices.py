@@ -29,7 +29,7 @@ class PlacedReplica:
         # Per shard `[pages + 1, sides, layers, page_size, heads, head_dim]`.
         self.blocks = [allocate_blocks(layout, pages, device) for layout, device in zip(layouts, devices, strict=True)]
         with self._on_stream():
-            per_device = {device: DeviceTables(replica.rows, device) for device in devices}
+            per_device = {device: DeviceTables(replica.rows.tensor, device) for device in devices}
         self._tables = [per_device[device] for device in devices]
         self._mirrored = [table for device, table in per_device.items() if device.type != "cpu"]
 

@@ -25,7 +25,8 @@ class ReplicaHints:
         self._rows = rows
         self._hasher_of = hasher_of
         caching = params.enable_prefix_caching
-        self._most_hinted = params.max_hint_share if caching else 0.0
+        # Groups of layers: a prefix is found by pages of all its tables, and hints name those of the first alone.
+        self._most_hinted = params.max_hint_share if caching and not params.groups else 0.0
         # By row, pages that plain LRU would have found, and hints at their largest share; and those looked for.
         self._expected: dict[int, tuple[int, int, int]] = {}
         # What plain LRU, and hints at their largest share, would hold; from the first hint on.

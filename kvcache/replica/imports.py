@@ -24,6 +24,7 @@ def export_table(replica: Replica, replica_idx: int, row: int, fingerprint: str,
     """The block table of what the request had computed by its last `step`, or of its full pages only."""
     rows, size = replica.rows, replica.page_size
     request_id = rows.request_ids[row] or ""
+    replica.refuse_further(row, "block_table")
     replica.refuse_pending(row, "block_table")
     num_tokens = int(rows.cached[row])
     if not num_tokens:
@@ -123,6 +124,7 @@ def begin_import(
     replica: Replica, replica_idx: int, row: int, context: Context, table: BlockTable, num_steps: int, *, partial: bool
 ) -> PendingImport | None:
     """Reserve the request's pages, and say which are to be copied. None: too few pages, nothing changed."""
+    replica.refuse_further(row, "import_block_table")
     hasher = check_table(replica, context, table, last=not partial)
     replica.refuse_pending(row, "import_block_table")
     if replica.rows.num_pages[row]:

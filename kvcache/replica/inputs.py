@@ -9,9 +9,11 @@ from numpy.typing import NDArray
 
 from kvcache.arguments import shown
 from kvcache.errors import InvalidRequestError, KVCacheError
-from kvcache.layout import PageLayout
+from kvcache.layer_groups import layer_tables
+from kvcache.layout import shard_layouts
+from kvcache.params import KVCacheParams
 from kvcache.replica.batch import BatchState
-from kvcache.replica.rows import BlockRows, Ints, Rows
+from kvcache.replica.rows import Ints, Rows
 from kvcache.types import RaggedKVCacheInputs
 
 from_numpy = cast("Callable[[NDArray[Any]], torch.Tensor]", torch.from_numpy)  # pyright: ignore[reportUnknownMemberType]
@@ -19,30 +21,30 @@ from_numpy = cast("Callable[[NDArray[Any]], torch.Tensor]", torch.from_numpy)  #
 
 
 class DeviceTables:
-    """Hands out lookup tables on one device.
+    """Hands out lookup tables on one device, of one block table or several of the same rows.
 
     On the CPU they are views of the block table where the batch is a run of rows, a copy otherwise. On a GPU a copy of
     the block table lives on the device, and only rows that changed since the last call are uploaded, from pinned memory
     on the current stream. torch's pinned allocator keeps a staging buffer until the copy from it is done.
     """
 
-    def __init__(self, rows: BlockRows, device: torch.device) -> None:
-        self._rows = rows
+    def __init__(self, tensor: torch.Tensor, device: torch.device) -> None:
+        self._table: NDArray[np.int32] = tensor.numpy()  # `[..., rows, columns]`
         self._device = device
-        self._mirror = None if device.type == "cpu" else rows.tensor.to(device)
+        self._mirror = None if device.type == "cpu" else tensor.to(device)
 
     def lookup(self, rows: Rows, columns: int) -> torch.Tensor:
-        """The first `columns` entries of `rows`, int32 `[len(rows), columns]`."""
+        """The first `columns` entries of `rows`, int32 `[..., len(rows), columns]`."""
         if self._mirror is None:
-            return from_numpy(self._rows.table[rows, :columns])
+            return from_numpy(self._table[..., rows, :columns])
         if isinstance(rows, slice):
-            return self._mirror[rows, :columns]
-        return self._mirror[:, :columns].index_select(0, self.upload(rows))
+            return self._mirror[..., rows, :columns]
+        return self._mirror[..., :columns].index_select(-2, self.upload(rows))
 
     def upload_changes(self, changed: NDArray[np.int64]) -> None:
         """Bring the device's copy up to date for the rows `changed`."""
         if self._mirror is not None and changed.size:
-            self._mirror.index_copy_(0, self.upload(changed), self.upload(self._rows.table[changed]))
+            self._mirror.index_copy_(-2, self.upload(changed), self.upload(self._table[..., changed, :]))
 
     def upload(self, array: NDArray[Any]) -> torch.Tensor:
         tensor = from_numpy(array)
@@ -140,14 +142,20 @@ class RaggedKVCacheInputSymbols(NamedTuple):
     dynamic_shapes: RaggedKVCacheInputs  # for each of them the named dimensions that vary between calls
 
 
-def input_symbols(layouts: Sequence[PageLayout], num_pages: Sequence[int]) -> list[RaggedKVCacheInputSymbols]:
+def input_symbols(
+    params: KVCacheParams, num_layers: int, page_size: int, num_pages: Sequence[int]
+) -> list[RaggedKVCacheInputSymbols]:
     """Symbols of the shards of each replica, whose pool has `num_pages` pages. Its shards share their dimensions."""
+    tables = layer_tables(params.groups, num_layers)
+    layouts = shard_layouts(params, tables.layers_per_page, page_size)
+    count = len(tables.tables)
     names = ("total_num_pages", "batch_size", "max_num_pages", "steps_remaining")
     found: list[RaggedKVCacheInputSymbols] = []
     for replica, total in enumerate(num_pages):
         prefix = f"replica_{replica}_" if len(num_pages) > 1 else ""
         pages, batch, columns, steps = (torch.export.Dim(prefix + name) for name in names)
-        shapes = RaggedKVCacheInputs({0: pages}, {0: batch}, {0: batch, 1: columns}, {0: steps})  # pyright: ignore[reportArgumentType] - the same fields hold shapes here
+        of_table = {0: batch, 1: columns} if count == 1 else {1: batch, 2: columns}
+        shapes = RaggedKVCacheInputs({0: pages}, {0: batch}, of_table, {0: steps})  # pyright: ignore[reportArgumentType] - the same fields hold shapes here
         for layout in layouts:
             strides = (layout.page_elements, *layout.shape_strides)
             dtype: torch.dtype = getattr(torch, layout.dtype)
@@ -156,5 +164,7 @@ def input_symbols(layouts: Sequence[PageLayout], num_pages: Sequence[int]) -> li
             lengths, table, steps_left = (
                 torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((2,), (2, 3), (4, 2))
             )
+            if count > 1:
+                table = table.repeat(count, 1, 1)
             found.append(RaggedKVCacheInputSymbols(RaggedKVCacheInputs(blocks, lengths, table, steps_left), shapes))
     return found

@@ -13,6 +13,7 @@ from kvcache.params import HashAlgorithm, KVCacheParams
 from kvcache.pool.pages import PagePool
 from kvcache.replica.context import Context, hasher_of, salt_and_keys
 from kvcache.replica.copier import ImportBook
+from kvcache.replica.further_tables import FurtherPlan, FurtherTables
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
 from kvcache.replica.hints import ReplicaHints
 from kvcache.replica.keys import ExtraKeys
@@ -24,6 +25,7 @@ DigestsOf = Callable[[Ints, Ints, Ints], NDArray[np.uint64]]
 
 _NEVER = 1 << 62
 _NO_PAGES: Pages = np.zeros(0, np.int32)
+_NOTHING_FURTHER = FurtherPlan()
 
 
 class Filled(NamedTuple):
@@ -49,6 +51,7 @@ class _Reservation(NamedTuple):
     cached: int
     restored: int
     slots: Slots
+    further: FurtherPlan
 
 
 class Replica:
@@ -68,6 +71,7 @@ class Replica:
         self.counter = PromptCounter(rows)
         self.hints = ReplicaHints(self.pool, rows, self.hasher, params)
         self.tier = PagesBelow()
+        self.further: FurtherTables | None = None  # of layers that keep other tokens; None: there are none
         self.log: EventLog | None = None  # what is written down for KV events; None: nobody asks
 
     @property
@@ -81,19 +85,21 @@ class Replica:
         """
         self.refuse_pending(row, "maybe_reserve")
         needed = self.pages_needed(context, num_steps)
-        if context.active_length == 1 and 1 < needed == self.rows.num_pages[row] + 1:  # a decode step onto a new page
+        one_more = context.active_length == 1 and 1 < needed == self.rows.num_pages[row] + 1
+        if one_more and self.further is None:  # a decode step onto a new page
             if not self.pool.free_count:
                 return None
             self.counter.admit(row, context.end_idx)
             self.rows.append_one(row, self.pool.allocate_one())
             return 1
+        if context.active_length == 1 and context.current_length + num_steps - 1 <= self.rows.capacity[row]:
+            return 0
         named = self.refuse_renamed(row, context)
         self.refuse_rewrite(row, context)
-        plan = self._plan(row, context, needed)
+        plan = self._plan(row, context, needed, num_steps)
+        taken = plan.new + plan.further.cost
         if plan.hits.size:
-            taken = self.pool.would_be_taken(plan.hits) + plan.new - self.pool.would_be_freed(plan.replaced)
-        else:
-            taken = plan.new
+            taken += self.pool.would_be_taken(plan.hits) - self.pool.would_be_freed(plan.replaced)
         if taken > self.pool.free_count:
             return None
         if plan.cached:
@@ -114,12 +120,34 @@ class Replica:
                 f"max_seq_len is {self.max_seq_len}"
             )
         needed = -(-length // self.page_size)
-        if needed > self.pool.num_pages:
+        in_all = needed if self.further is None else needed + self.further.least(context, num_steps)
+        if in_all > self.pool.num_pages:
             raise PromptTooLongError(
-                f"request {context.request_id!r}: {length} tokens need {needed} pages, "
+                f"request {context.request_id!r}: {length} tokens need {in_all} pages, "
                 f"the pool has {self.pool.num_pages} of {self.page_size} tokens"
             )
         return needed
+
+    def plan_further(
+        self,
+        row: int | None,
+        context: Context,
+        num_steps: int,
+        hits: Pages,
+        hasher: PrefixHasher | None = None,
+        *,
+        start: int,
+    ) -> FurtherPlan:
+        """What the row, or one to come, takes in its further tables where the first one has found `hits`.
+
+        `start`: the token up to which nothing has to run then, 0 for no news.
+        """
+        if self.further is None:
+            return _NOTHING_FURTHER
+        first = 0 if row is None else int(self.rows.committed[row])
+        hasher = hasher or self.hasher(row, context)
+        digests = hasher.digests(context.tokens, first, first + len(hits))
+        return self.further.plan(row, context, num_steps, start or context.start_idx, first, digests)
 
     def match(self, context: Context, row: int | None = None, hasher: PrefixHasher | None = None) -> tuple[int, Pages]:
         """First logical page that is not committed yet, and the published pages that continue from there.
@@ -137,31 +165,37 @@ class Replica:
         digests = hasher.digests(context.tokens, first, last)
         # Most lookups of a new prompt end at its first page.
         pages = index.match(digests) if index.may_have(digests[0]) else np.zeros(0, np.int32)
+        if pages.size and self.further is not None:
+            pages = pages[: self.further.longest(first, digests[: len(pages)])]
         hasher.matches[index] = (index.generation, first, last, pages)
         return first, pages
 
-    def fork(self, parent: int, row: int, child: Context, num_steps: int) -> tuple[int, int] | None:
-        """Let `row` share what the row `parent` has computed; returns the partly filled page and its copy-to-be.
+    def fork(self, parent: int, row: int, child: Context, num_steps: int) -> list[tuple[int, int]] | None:
+        """Let `row` share what the row `parent` has computed; returns each partly filled page and its copy-to-be.
 
-        (0, 0): there is no such page. None: too few pages, and nothing has changed. The page is copied now and not at
-        the next write, as both requests write to it in their next step.
+        None: too few pages, and nothing has changed. A page is copied now and not at the next write, as both requests
+        write to it in their next step.
         """
         self.refuse_pending(parent, "fork")
         named = self.refuse_renamed(parent, child)
         rows, computed = self.rows, int(self.rows.cached[parent])
         needed, full = self.pages_needed(child, num_steps), computed // self.page_size
-        if needed - full > self.pool.free_count:
+        tables = 1 if self.further is None else 1 + self.further.count
+        if (needed - full) * tables > self.pool.free_count:
             return None
         child.set_token_indices(start_idx=computed, active_idx=child.end_idx)
         shared = rows.pages(parent)[:full].copy()
         self.pool.hold(shared)
         rows.write(row, 0, shared)
         rows.write(row, full, self.pool.allocate(needed - full))
+        further = [] if self.further is None else self.further.fork(parent, row, full, needed)
         rows.commit(row, min(full, int(rows.committed[parent])))
         rows.cached[row] = computed
         self._named[row] = named
         self.counter.ran_elsewhere(row, computed)
-        return (int(rows.table[parent, full]), int(rows.table[row, full])) if computed % self.page_size else (0, 0)
+        if not computed % self.page_size:
+            return []
+        return [(int(rows.table[parent, full]), int(rows.table[row, full])), *further]
 
     def reserve_decoding(self, rows: Rows, lengths: Ints) -> bool:
         """Give each of `rows`, which have one token to run, pages for `lengths` tokens: all of them or none.
@@ -178,6 +212,8 @@ class Replica:
         if np.count_nonzero(missing != 1) or np.count_nonzero(state.prompt[lacking] < 0):
             return False
         if len(lacking) > self.pool.free_count or self.imports.of_row or lengths.max() > self.max_seq_len:
+            return False
+        if self.further is not None and not self.further.append(lacking):
             return False
         state.append(lacking, self.pool.allocate(len(lacking)))
         return True
@@ -256,6 +292,8 @@ class Replica:
         self.tier.leave(row, pages[: int(self.rows.committed[row])])
         if self.leases.of_row:
             self.leases.leave(row, pages)
+        if self.further is not None:
+            self.further.release(row)
         self.rows.unbind(row)
         self.pool.release(pages)
 
@@ -305,6 +343,13 @@ class Replica:
                 "commit_import or cancel_import first"
             )
 
+    def refuse_further(self, row: int, call: str) -> None:
+        if self.further is not None:
+            raise InvalidRequestError(
+                f"request {self.rows.request_ids[row]!r}: {call} with {1 + self.further.count} block tables "
+                "(params.groups): pages of one table alone are handed over"
+            )
+
     def refuse_short(self, rows: Rows, lengths: Ints, call: str) -> None:
         """Raise unless each of `rows` has pages for `lengths` tokens, to run or computed by now."""
         room = self.rows.capacity[rows]
@@ -322,7 +367,7 @@ class Replica:
 
     # ---- inside
 
-    def _plan(self, row: int, context: Context, needed: int) -> _Reservation:
+    def _plan(self, row: int, context: Context, needed: int, num_steps: int) -> _Reservation:
         rows, slots = self.rows, NO_SLOTS
         have = int(rows.num_pages[row])
         # One active token after all others were computed is a decode step: there is nothing to look up.
@@ -337,11 +382,14 @@ class Replica:
             cached, hits, slots = 0, _NO_PAGES, NO_SLOTS  # no token fewer to run: `step` finds the duplicates
         replaced = rows.table[row, first : min(have, first + len(hits))].copy() if hits.size else _NO_PAGES
         new = max(0, needed - max(have, first + len(hits)))
-        return _Reservation(first, hits, replaced, new, cached, restored, slots)
+        further = self.plan_further(row, context, num_steps, hits, start=cached)
+        return _Reservation(first, hits, replaced, new, cached, restored, slots, further)
 
     def _take(self, row: int, plan: _Reservation) -> None:
         rows = self.rows
         self.tier.hold(plan.slots)  # first: an eviction below may make room for the page that it evicts
+        if self.further is not None:
+            self.further.hold(row, plan.further)
         if plan.hits.size:
             self.pool.hold(plan.hits)
             if plan.replaced.size:
@@ -354,11 +402,15 @@ class Replica:
                 watched("found", plan.hits, None)
         if plan.new:
             rows.write(row, int(rows.num_pages[row]), self.pool.allocate(plan.new))
+        if self.further is not None:
+            self.further.take(row, plan.further)
         if plan.slots.size:
             self.tier.restore(row, rows.pages(row)[plan.restored :][: len(plan.slots)].copy(), plan.slots)
 
     def _publish(self, rows: Ints, columns: Ints, digests: NDArray[np.uint64], told: Ints | None) -> None:
         """Publish the pages at `rows`, `columns`; `digests` are distinct. `told`: by row, tokens told to others."""
+        if self.further is not None:
+            self.further.publish(rows, columns, digests)
         own = self.rows.table[rows, columns]
         kept = self.pool.index.publish(own, digests)
         duplicate = kept != own

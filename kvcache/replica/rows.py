@@ -21,14 +21,22 @@ def as_rows(rows: Rows) -> Ints:
 
 
 class BlockRows:
-    """One row per running request: its page ids, and how far it has come. Unused entries name the null page."""
+    """One row per running request: its page ids, and how far it has come. Unused entries name the null page.
 
-    def __init__(self, capacity: Ints, max_seq_len: int, page_size: int, *, pinned: bool) -> None:
+    The rows of several block tables lie in one tensor. What is known here is of the first table; of the others it is
+    in `FurtherTables`.
+    """
+
+    def __init__(self, capacity: Ints, max_seq_len: int, page_size: int, *, pinned: bool, tables: int = 1) -> None:
         rows = len(capacity)
         self.page_size = page_size
         self.max_seq_len = max_seq_len
-        self.tensor = torch.zeros((rows, -(-max_seq_len // page_size)), dtype=torch.int32, pin_memory=pinned)
-        self.table: Pages = self.tensor.numpy()  # `[rows, columns]`, page ids in logical order; the same memory
+        shape = (tables, rows, -(-max_seq_len // page_size))
+        # `[rows, columns]`, of several tables `[tables, rows, columns]`: page ids in logical order.
+        self.tensor = torch.zeros(shape if tables > 1 else shape[1:], dtype=torch.int32, pin_memory=pinned)
+        every: Pages = self.tensor.numpy().reshape(shape)  # the same memory
+        self.table: Pages = every[0]
+        self.further: Pages = every[1:]
         self.changed = np.zeros(rows, np.bool_)  # set where a row changed; who copies rows elsewhere clears it
         self.num_pages = np.zeros(rows, np.int64)
         self.committed = np.zeros(rows, np.int64)  # pages, from the first on, that are published

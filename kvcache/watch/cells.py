@@ -80,7 +80,9 @@ def replica_cells(replica: Replica, numbers: OwnerNumbers) -> Cells:
     taken = np.flatnonzero(rows.num_pages)
     if taken.size:
         width = int(rows.num_pages[taken].max())
-        owner[rows.table[taken, :width].ravel()] = np.repeat(taken.astype(np.uint32) + 1, width)
+        numbers_of = np.repeat(taken.astype(np.uint32) + 1, width)
+        for table in (*(() if replica.further is None else replica.further.table), rows.table):
+            owner[table[taken, :width].ravel()] = numbers_of
     leases, given_up = leased(replica), quarantined(replica)
     for at, (holding, number) in enumerate(zip(leases + given_up, numbers.of(leases + given_up), strict=True)):
         pages = holding.pages

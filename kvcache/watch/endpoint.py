@@ -182,7 +182,7 @@ class ManagerWatch(Watch):
         beside: Callable[[], Beside] = Beside,
     ) -> None:
         all_of = manager._replicas  # noqa: SLF001  # pyright: ignore[reportPrivateUsage] - the manager's own watch
-        sizes = manager.page_size, manager.params.bytes_per_token(manager.num_layers) * manager.page_size
+        sizes = manager.page_size, sum(layout.page_bytes for layout in manager.layouts)
         found = weakref.ref(all_of)
 
         def metrics() -> KVCacheMetrics:

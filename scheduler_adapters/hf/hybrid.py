@@ -63,6 +63,8 @@ class HybridKVCacheManager(PagedKVCacheManager):
             raise InvalidParamsError(
                 f"data_parallel_degree is {params.data_parallel_degree}: a manager with state pages has one replica"
             )
+        if params.groups:
+            raise InvalidParamsError("groups are given: a manager with state pages has one group of attention layers")
         self.states = StatePages(state, max_batch_size, devices)
         self.further_groups = (self.states,)
         left = available_cache_memory - sum(tensor.nbytes for tensor in chain.from_iterable(self.states.tensors))

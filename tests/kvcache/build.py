@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from kvcache import ImportProof, KVCacheParams, PagedKVCacheManager, PendingImport
+from kvcache.layer_groups import layer_tables
 
 
 def manager_of(
@@ -43,13 +44,14 @@ def manager_of(
         made = dataclasses.replace(
             made, enable_kvcache_swapping_to_host=True, host_kvcache_swap_space_gb=space, **files
         )
+    per_page = layer_tables(made.groups, layers).layers_per_page
     return PagedKVCacheManager(
         made,
         max_batch_size=rows * dp,
         max_seq_len=max_seq_len,
         num_layers=layers,
         devices=["cpu"] * (dp * tp),
-        available_cache_memory=made.bytes_per_token(layers) * page_size * pages * dp,
+        available_cache_memory=made.bytes_per_token(per_page) * page_size * pages * dp,
         enable_runtime_checks=checks,
         **options,
     )

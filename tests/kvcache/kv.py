@@ -48,26 +48,31 @@ class KVTokens:
         for replica in range(replicas):
             mine = [run for run in batch if run.replica == replica]
             for shard, entry in enumerate(inputs[replica * shards : (replica + 1) * shards]):
-                for run, row in zip(mine, entry.lookup_table.tolist(), strict=True):
-                    self._run(run, row, entry.blocks.numpy(), shard)
+                tables = entry.lookup_table if entry.lookup_table.ndim == 3 else entry.lookup_table[None]
+                for number, (table, of_layers) in enumerate(zip(tables, self.manager.layer_tables.tables, strict=True)):
+                    for run, row in zip(mine, table.tolist(), strict=True):
+                        seen = int(of_layers.group.first_seen(np.array(run.start)))
+                        self._run(run, row, entry.blocks.numpy(), (shard, number) if number else shard, seen)
 
-    def _run(self, run: Run, row: list[int], blocks: np.ndarray, shard: int) -> None:
+    def _run(self, run: Run, row: list[int], blocks: np.ndarray, part: object, seen: int) -> None:
+        """`part`: which of the model's KV it is; `seen`: the first token that the run's first query sees."""
         size, start, active = self.manager.page_size, run.start, run.active
-        values = kv_of(run.tokens, run.named, shard)
+        values = kv_of(run.tokens, run.named, part)
         positions = np.arange(active)
         pages, offsets = np.array(row)[positions // size], positions % size
-        found = blocks[pages[:start], :, :, offsets[:start]]  # [tokens, sides, layers, heads, dim]
-        wrong = np.flatnonzero((found != values[:start, None, None, None, None]).any(axis=(1, 2, 3, 4)))
-        assert not wrong.size, f"{run.request_id}: the KV of token {wrong[0]} of {start} cached ones is another's"
-        self.compared += start
+        found = blocks[pages[seen:start], :, :, offsets[seen:start]]  # [tokens, sides, layers, heads, dim]
+        wrong = np.flatnonzero((found != values[seen:start, None, None, None, None]).any(axis=(1, 2, 3, 4)))
+        assert not wrong.size, f"{run.request_id}: the KV of token {seen + wrong[0]} of {start} is another's"
+        assert pages[seen:].all(), f"{run.request_id}: a token that is seen has no page"
+        self.compared += start - seen
         written = values[start:active, None, None, None, None]
         blocks[pages[start:active], :, :, offsets[start:active]] = written
 
 
-def kv_of(tokens: list[int], named: Named, shard: int) -> np.ndarray:
+def kv_of(tokens: list[int], named: Named, part: object) -> np.ndarray:
     """The KV of each token, int64: a sum over all tokens and keys up to it, the tokens weighted by their position."""
     salt, keys = named
     sums = np.cumsum((np.array(tokens, np.uint64) + np.uint64(1)) * _WEIGHTS[: len(tokens)])
     for position, key in keys:
         sums[position:] += np.uint64(xxhash.xxh3_64_intdigest(repr((position, key)).encode()))
-    return (sums ^ np.uint64(xxhash.xxh3_64_intdigest(repr((salt, shard)).encode()))).view(np.int64)
+    return (sums ^ np.uint64(xxhash.xxh3_64_intdigest(repr((salt, part)).encode()))).view(np.int64)

@@ -97,6 +97,10 @@ class ModelReplica:
     def free(self) -> int:
         return self.num_pages - len(self.holders)
 
+    def room(self, name: str) -> int:
+        """Tokens that the request's pages hold."""
+        return len(self.requests[name].pages) * self.page_size
+
     def content(self, tokens: list[int], named: Named, page: int) -> Content:
         end = (page + 1) * self.page_size
         return (named[0], tuple(sorted(key for key in named[1] if key[0] < end)), *tokens[:end])

@@ -77,15 +77,18 @@ class Leased:
 class Moves:
     """A manager, its model, and the requests that are claimed."""
 
+    pages, layers, host_slots = PAGES, 1, HOST_SLOTS
+
     def __init__(self, chooser: Chooser, params: dict[str, Any] | None = None) -> None:
         self.choose = chooser
         dp, self.caching = chooser.integer(1, 2), chooser.integer(0, 4) > 0
-        slots = chooser.pick(HOST_SLOTS) if self.caching else 0
+        slots = chooser.pick(self.host_slots) if self.caching else 0
         self.manager = manager_of(
-            PAGES,
+            self.pages,
             page_size=PAGE_SIZE,
             rows=ROWS,
             max_seq_len=LONGEST,
+            layers=self.layers,
             dp=dp,
             caching=self.caching,
             checks=False,
@@ -99,7 +102,7 @@ class Moves:
         self.lazy = chooser.integer(0, 1) == 1
         if self.host:
             tiers_of(self.manager).share = 0.0
-        self.models = [ModelReplica(PAGES, PAGE_SIZE, self.host) for _ in range(dp)]
+        self.models = [self.model() for _ in range(dp)]
         self.kv = KVTokens(self.manager)
         self.live: dict[str, TextContext] = {}
         self.reserved: set[str] = set()
@@ -108,6 +111,16 @@ class Moves:
         self.leases: list[Leased] = []
         self.seen: Counter[str] = Counter()
         self.made = 0
+
+    def model(self) -> ModelReplica:
+        return ModelReplica(PAGES, PAGE_SIZE, self.host)
+
+    def too_long(self, length: int, start: int, active: int, steps: int = 1) -> bool:  # noqa: ARG002 - with one table
+        """Whether a request of `length` known tokens can never have its pages."""
+        return -(-(length + steps - 1) // PAGE_SIZE) > self.pages
+
+    def waits_too_long(self, context: TextContext, steps: int = 1) -> bool:
+        return self.too_long(context.current_length, context.start_idx, context.active_idx, steps)
 
     def move(self) -> None:
         """One move, then both must agree."""
@@ -159,7 +172,7 @@ class Moves:
         if not self.manager.get_req_blocks(context.request_id):
             self.seen["renamed"] += 1
         else:
-            if context.active_length > 1 and -(-context.current_length // PAGE_SIZE) <= PAGES:
+            if context.active_length > 1 and not self.waits_too_long(context):
                 self.refused(context, lambda: self.manager.maybe_reserve(context))
             context.cache_salt, context.extra_keys = before
         return True
@@ -197,7 +210,7 @@ class Moves:
     def ask(self) -> bool:
         """What a waiting request was told may be true no more when it comes: it has other keys, or pages are gone."""
         waiting = [name for name in sorted(self.live) if not self.manager.get_req_blocks(name)]
-        waiting = [name for name in waiting if -(-self.live[name].current_length // PAGE_SIZE) <= PAGES]
+        waiting = [name for name in waiting if not self.waits_too_long(self.live[name])]
         if not waiting:
             return False
         context, between = self.live[self.choose.pick(waiting)], self.choose.integer(0, 6)
@@ -214,12 +227,12 @@ class Moves:
 
     def reserve_one(self, context: TextContext, steps: int) -> bool:
         before = (context.start_idx, context.active_idx)
-        if -(-(context.current_length + steps - 1) // PAGE_SIZE) > PAGES:
+        if self.waits_too_long(context, steps):
             try:
                 self.manager.maybe_reserve(context, steps)
             except PromptTooLongError:
                 return False
-            raise AssertionError(f"{context.current_length} tokens and {steps} steps in {PAGES} pages")
+            raise AssertionError(f"{context.current_length} tokens and {steps} steps in {self.pages} pages")
         wanted = self.model_reserve(context, steps)
         assert self.manager.maybe_reserve(context, steps) == (wanted is not None)
         if wanted is None:
@@ -260,6 +273,7 @@ class Moves:
     def run_batch(self) -> bool:
         """Several steps of a `Batch` over the requests that have one token to run."""
         ready = [self.live[name] for name in sorted(self.reserved) if self.live[name].active_length == 1]
+        ready = [context for context in ready if context.active_idx == context.end_idx]
         if not ready:
             return False
         batch = self.manager.batch(ready)
@@ -267,7 +281,7 @@ class Moves:
         known = {context.request_id: context.tokens.tolist() for context in ready}
         for _ in range(self.choose.integer(1, 8)):
             longest = max(map(len, known.values()))
-            if longest == LONGEST or -(-longest // PAGE_SIZE) > PAGES:
+            if longest == LONGEST or any(self.too_long(len(one), len(one) - 1, len(one)) for one in known.values()):
                 break
             wanted = [self.batch_reserve(context, known[context.request_id]) for context in ready]
             assert self.manager.reserve_batch(batch).tolist() == wanted
@@ -329,7 +343,7 @@ class Moves:
             return False
         parent = self.live[self.choose.pick(names)]
         replica = self.manager.get_replica(parent)
-        room = -(-parent.end_idx // PAGE_SIZE) <= PAGES and len(self.models[replica].requests) < ROWS
+        room = not self.too_long(parent.end_idx, 0, parent.end_idx) and len(self.models[replica].requests) < ROWS
         if not room or self.stepped.get(parent.request_id) != parent.start_idx:
             return False
         child = parent.fork(self.name())
@@ -407,6 +421,10 @@ class Moves:
         for model in self.models:
             model.reset()
 
+    def of_groups(self) -> Counter[str]:
+        """What happened in further tables."""
+        return Counter()
+
     def finish(self) -> None:
         """Everything is released: every page is free."""
         for name in list(self.live):
@@ -426,7 +444,7 @@ class Moves:
         self.reserved = {
             name
             for name in self.reserved
-            if len(self.manager.get_req_blocks(name)) * PAGE_SIZE >= self.live[name].current_length
+            if self.models[self.manager.get_replica(self.live[name])].room(name) >= self.live[name].current_length
         }
 
     def model_reserve(self, context: TextContext, steps: int) -> int | None:

@@ -22,6 +22,7 @@ from tests.mutants.of_events import EVENTS
 from tests.mutants.of_exchange import EXCHANGE
 from tests.mutants.of_front import FRONT
 from tests.mutants.of_kvcache import KVCACHE
+from tests.mutants.of_kvcache_groups import KVCACHE_GROUPS
 from tests.mutants.of_kvcache_tiers import KVCACHE_TIERS
 from tests.mutants.of_observe import OBSERVE
 from tests.mutants.of_plan import PLAN
@@ -34,6 +35,7 @@ from tests.mutants.tree import Run, Tree
 
 MODULES: tuple[Module, ...] = (
     *KVCACHE,
+    *KVCACHE_GROUPS,
     *KVCACHE_TIERS,
     *EVENTS,
     *TRANSFER,

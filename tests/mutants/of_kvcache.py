@@ -1,4 +1,6 @@
-"""Mutations of the manager: pages, index, replica, batches, imports, policy. See `of_kvcache_tiers` for the tiers."""
+"""Mutations of the manager: pages, index, replica, batches, imports, policy. See `of_kvcache_tiers` for the tiers,
+`of_kvcache_groups` for groups of layers.
+"""
 
 from tests.mutants.mutation import Module, Mutation
 
@@ -74,17 +76,17 @@ KVCACHE: tuple[Module, ...] = (
         [
             Mutation("Replica.reserve", "if not self.pool.free_count:", "if self.pool.free_count < 2:"),
             Mutation("Replica.reserve", " - self.pool.would_be_freed(plan.replaced)", ""),
-            Mutation("Replica.reserve", "self.pool.would_be_taken(plan.hits) + plan.new", "plan.new"),
+            Mutation("Replica.reserve", "self.pool.would_be_taken(plan.hits)", "0"),
             Mutation("Replica.reserve", "if taken > self.pool.free_count:", "if taken >= self.pool.free_count:"),
             Mutation("Replica.pages_needed", "+ num_steps - 1", "+ num_steps"),
             Mutation("Replica.pages_needed", "length > self.max_seq_len", "length >= self.max_seq_len"),
-            Mutation("Replica.pages_needed", "needed > self.pool.num_pages", "needed >= self.pool.num_pages"),
+            Mutation("Replica.pages_needed", "in_all > self.pool.num_pages", "in_all >= self.pool.num_pages"),
             Mutation("Replica.match", "(context.current_length - 1)", "context.current_length"),
             Mutation("Replica.match", "kept[:3] == (index.generation, first, last)", "kept[1:3] == (first, last)"),
             Mutation("Replica.fork", "self.pool.hold(shared)", "pass"),
             Mutation("Replica.fork", "min(full, int(rows.committed[parent]))", "full"),
-            Mutation("Replica.fork", "needed - full > self.pool.free_count", "needed - full >= self.pool.free_count"),
-            Mutation("Replica.fork", "if computed % self.page_size else", "if full else"),
+            Mutation("Replica.fork", "tables > self.pool.free_count", "tables >= self.pool.free_count"),
+            Mutation("Replica.fork", "if not computed % self.page_size:", "if not full:"),
             Mutation("Replica.reserve_decoding", "missing != 1", "missing < 1"),
             Mutation(
                 "Replica.reserve_decoding", "len(lacking) > self.pool.free_count", "len(lacking) >= self.pool.num_pages"
@@ -385,15 +387,13 @@ KVCACHE: tuple[Module, ...] = (
                 "pass",
                 ["tests/kvcache/test_handover.py"],
             ),
-            Mutation(
-                "Replicas.fetch", 'replica.refuse_short(state.rows, state.ends + (num_steps - 1), "fetch")', "pass"
-            ),
+            Mutation("Replicas.fetch", 'replica.refuse_short(state.rows, lengths, "fetch")', "pass"),
             Mutation("Replicas.step", 'replica.refuse_short(rows, computed, "step")', "pass"),
             Mutation("Replicas.step", "gathered.due > 0", "gathered.due >= 0"),
             Mutation("Replicas._reserve_decoding", "gathered.slack = min(", "gathered.slack = max("),
             Mutation(
                 "Replicas.fork",
-                "self.placed[replica_idx].copy_page(*copied)",
+                "self.placed[replica_idx].copy_page(source, target)",
                 "pass",
                 ["tests/kvcache/replica/test_fork.py"],
             ),

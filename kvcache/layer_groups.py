@@ -1,0 +1,128 @@
+"""`LayerGroup`: layers that keep the same tokens; and how groups of unequal size share pages of one size.
+
+All groups take pages of the same bytes from one pool, as vLLM has it: a page holds the KV of `page_size` tokens in
+`layers_per_page` layers, whichever these are. So no memory is set apart for a group, and none is cut into pieces that
+fit one group alone. A group of more layers has several block tables; a table of fewer layers leaves the rest of its
+pages empty, which is the loss.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, cast, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.arguments import one_of, shown, whole
+from kvcache.errors import InvalidParamsError
+
+LayerKind = Literal["full", "window", "chunked"]
+
+MOST_LOST = 0.05  # of a request's pages, in layers that are not there
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers of one kind, by their numbers among the layers of the cache, from 0.
+
+    Each query of a `full` layer sees every token before it, of a `window` layer the last `window` tokens, itself
+    included, and of a `chunked` one those from the last multiple of `window` on. What no later query sees is given
+    back while the request runs.
+    """
+
+    kind: LayerKind
+    layers: tuple[int, ...]
+    window: int = 0  # tokens, 1 or more; 0 where the kind is full
+
+    def __post_init__(self) -> None:
+        one_of("kind", self.kind, get_args(LayerKind))
+        if self.kind == "full":
+            if self.window != 0:
+                raise InvalidParamsError(f"window is {shown(self.window)}: a group of full attention has none, 0")
+        else:
+            object.__setattr__(self, "window", whole("window", self.window, 1))
+        if not isinstance(cast("object", self.layers), tuple | list | range) or not self.layers:
+            raise InvalidParamsError(f"layers is {shown(self.layers)}: the numbers of one layer or more are needed")
+        object.__setattr__(self, "layers", tuple(whole("layers", layer, 0) for layer in self.layers))
+
+    def first_seen(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The first token that the query at each of these positions sees."""
+        if self.kind == "window":
+            return np.maximum(positions - (self.window - 1), 0)
+        return positions - positions % self.window if self.kind == "chunked" else positions * 0
+
+    def most_pages(self, tokens: int, page_size: int) -> int:
+        """Most pages that a table of the group has of a request of `tokens` tokens, one of which runs at a time."""
+        pages = -(-tokens // page_size)
+        return pages if self.kind == "full" else min(pages, -(-(self.window - 1) // page_size) + 1)
+
+
+class GroupTable(NamedTuple):
+    """A block table of a model: which layers' KV its pages have, and how long these keep it."""
+
+    group: LayerGroup
+    layers: tuple[int, ...]  # in the order in which they lie in a page
+
+
+class LayerTables(NamedTuple):
+    """The block tables of a model. The first is of a full group; those of one group follow one another."""
+
+    layers_per_page: int
+    tables: tuple[GroupTable, ...]
+
+    @property
+    def places(self) -> dict[int, tuple[int, int]]:
+        """Of each layer its table, and its place in a page of that."""
+        return {
+            layer: (number, place)
+            for number, table in enumerate(self.tables)
+            for place, layer in enumerate(table.layers)
+        }
+
+    def most_pages(self, tokens: int, page_size: int) -> int:
+        """Most pages of a request of `tokens` tokens, one of which runs at a time, in all tables together."""
+        return sum(table.group.most_pages(tokens, page_size) for table in self.tables)
+
+
+def layer_tables(groups: tuple[LayerGroup, ...], num_layers: int) -> LayerTables:
+    """The fewest tables that lose no more than `MOST_LOST` of a request's pages, however long it is.
+
+    Without groups one table of all `num_layers` layers. Raises `InvalidParamsError` where groups do not have each of
+    these once.
+    """
+    if not groups:
+        every = LayerGroup("full", tuple(range(num_layers)))
+        return LayerTables(num_layers, (GroupTable(every, every.layers),))
+    named = sorted(layer for group in groups for layer in group.layers)
+    if named != list(range(num_layers)):
+        odd = next((layer for layer in named if named.count(layer) > 1 or layer >= num_layers), None)
+        odd = next(layer for layer in range(num_layers) if layer not in named) if odd is None else odd
+        raise InvalidParamsError(
+            f"groups have layer {odd} {named.count(odd)} times: each of the {num_layers} layers is in one group"
+        )
+    in_order = sorted(groups, key=lambda group: (group.kind != "full", -group.window))
+    _, _, size = min(
+        (count, lost, size)
+        for size in range(1, num_layers + 1)
+        for count, lost in [_cut(in_order, size)]
+        if lost <= MOST_LOST
+    )
+    tables = [
+        GroupTable(group, group.layers[first : first + size])
+        for group in in_order
+        for first in range(0, len(group.layers), size)
+    ]
+    return LayerTables(size, tuple(tables))
+
+
+def _cut(groups: list[LayerGroup], size: int) -> tuple[int, float]:
+    """How many tables of `size` layers the groups take, and what is lost of a request of the worst length.
+
+    The longer a request, the more pages of the longest windows stand against one of the others: what is lost at any
+    length is no more than the worst of the first group, the first two, and so on.
+    """
+    tables, layers, lost = 0, 0, 0.0
+    for group in groups:
+        tables += -(-len(group.layers) // size)
+        layers += len(group.layers)
+        lost = max(lost, tables * size / layers - 1)
+    return tables, lost

@@ -1,0 +1,264 @@
+"""`FurtherTables`: block tables beside the first one, of layers that keep other tokens, or do not fit into its pages.
+
+A row has one column a page of tokens in each table. A table of a window has pages from the first token on that the
+request's next query sees; the columns before that are the null page's. Their pages go back when the request comes for
+more. Published ones are idle then, and age by themselves: they are found by the digest of the first table's page with
+the table's number mixed in, so that no table finds another's.
+
+A request may go on from the end of a page if each table has what the query there sees. Where a prompt runs in chunks,
+these tables have pages up to the end of the chunk that runs, so that a long prompt takes no more than a window and a
+chunk; the first table has them for all known tokens.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from kvcache.errors import InvalidRequestError, InvariantError
+from kvcache.layer_groups import LayerGroup, LayerTables
+from kvcache.pool.index import NO_PAGE, Digests
+from kvcache.pool.pages import PagePool
+from kvcache.replica.context import Context
+from kvcache.replica.rows import BlockRows, Ints, Pages, Rows, as_rows
+
+_NO_PAGES: Pages = np.zeros(0, np.int32)
+_MIX = 0x9E3779B97F4A7C15  # odd: no two tables' multiples are equal in 64 bits
+
+
+class FurtherPlan(NamedTuple):
+    """What a reservation does to the further tables of a row."""
+
+    found: int = 0  # the column after the pages that were found; the row's published ones where none were
+    hits: tuple[Pages, ...] = ()  # by group `[tables, pages]`, those of them that the next query sees
+    firsts: tuple[int, ...] = ()  # by group the first column that has a page then
+    leaving: Pages = _NO_PAGES  # the pages that leave the row, by column
+    end: int = 0  # the column after the last that has a page then
+    new: int = 0  # pages to be allocated
+    cost: int = 0  # free pages that all this takes: below zero where it gives more back
+
+
+class FurtherTables:
+    """The further tables of one replica: those of `rows`, `[tables, rows, columns]`."""
+
+    def __init__(self, tables: LayerTables, pool: PagePool, rows: BlockRows, *, caching: bool) -> None:
+        further = tables.tables[1:]
+        self.count = len(further)
+        self.slid = 0  # pages that requests gave back because no later query sees them
+        self._pool, self._rows, self._caching = pool, rows, caching
+        self._page_size = rows.page_size
+        # Each group, and which of these tables are its.
+        self._groups: list[tuple[LayerGroup, slice]] = []
+        for at, table in enumerate(further):
+            if self._groups and self._groups[-1][0] is table.group:
+                self._groups[-1] = (table.group, slice(self._groups[-1][1].start, at + 1))
+            else:
+                self._groups.append((table.group, slice(at, at + 1)))
+        self.table = rows.further
+        self.firsts = np.zeros((len(self._groups), len(rows.request_ids)), np.int64)  # the first column with a page
+        self.ends = np.zeros(len(rows.request_ids), np.int64)  # the column after the last one
+        self._mixed = np.array([number * _MIX % (1 << 64) for number in range(1, self.count + 1)], np.uint64)
+
+    def longest(self, first: int, digests: Digests) -> int:
+        """Of pages that the first table has found, after `first` published ones, how many all tables can go on from."""
+        size, end = self._page_size, first + len(digests)
+        needed = [(tables, max(0, self._seen(group, end * size) - first)) for group, tables in self._groups]
+        if all((self._find(tables, digests[least:]) != NO_PAGE).all() for tables, least in needed):
+            return len(digests)
+        columns = np.arange(first, end)
+        fits = np.ones(len(digests), np.bool_)  # of each page whether a request may go on after it
+        for group, tables in self._groups:
+            there = (self._find(tables, digests) != NO_PAGE).all(axis=0)
+            last_missing = np.maximum.accumulate(np.where(there, -1, columns))
+            fits &= last_missing < group.first_seen((columns + 1) * size) // size
+        found = np.flatnonzero(fits)
+        return int(found[-1]) + 1 if found.size else 0
+
+    def plan(
+        self, row: int | None, context: Context, num_steps: int, start: int, first: int, digests: Digests
+    ) -> FurtherPlan:
+        """What it takes that the row, or one to come (None), runs on from token `start`; changes nothing.
+
+        `first`: its pages that are published; `digests`: of those that were found after these.
+        """
+        size, found = self._page_size, first + len(digests)
+        had = 0 if row is None else int(self.ends[row])
+        end = max(had, found, -(-_tokens_to_hold(context, num_steps, start) // size))
+        hits, firsts, new = list[Pages](), list[int](), 0
+        leaving = np.zeros((self.count, had), np.bool_)
+        for number, (group, tables) in enumerate(self._groups):
+            before = 0 if row is None else int(self.firsts[number, row])
+            now = self._seen(group, start)
+            # What is not published yet is kept for `step`.
+            now = max(before, min(now, found) if self._caching else now)
+            from_hits = max(now, first)
+            hits.append(self._find(tables, digests[from_hits - first :]))
+            leaving[tables, before:now] = True
+            leaving[tables, from_hits:found] = True
+            firsts.append(now)
+            new += (tables.stop - tables.start) * max(0, end - max(had, found, now))
+        gone = _NO_PAGES if row is None else self.table[:, row, :had].T[leaving.T]
+        taken = sum(self._pool.would_be_taken(pages.ravel()) for pages in hits)
+        cost = new + taken - self._pool.would_be_freed(gone)
+        return FurtherPlan(found, tuple(hits), tuple(firsts), gone, end, new, cost)
+
+    def least(self, context: Context, num_steps: int) -> int:
+        """Pages that the request takes where nothing is found."""
+        start = context.start_idx
+        pages = -(-_tokens_to_hold(context, num_steps, start) // self._page_size)
+        return sum((part.stop - part.start) * (pages - self._seen(group, start)) for group, part in self._groups)
+
+    def hold(self, row: int, plan: FurtherPlan) -> None:
+        """Hold what was found and give back what leaves the row. `take` follows; neither can fail."""
+        if plan.hits and (hits := np.concatenate([pages.ravel() for pages in plan.hits])).size:
+            self._pool.hold(hits)
+        for number, ((_, tables), pages) in enumerate(zip(self._groups, plan.hits, strict=True)):
+            self.table[tables, row, self.firsts[number, row] : plan.firsts[number]] = NO_PAGE
+            self.table[tables, row, plan.found - pages.shape[1] : plan.found] = pages
+        self.firsts[:, row] = plan.firsts
+        self.slid += len(plan.leaving)
+        self._pool.release(plan.leaving)
+
+    def take(self, row: int, plan: FurtherPlan) -> None:
+        """Allocate what is missing."""
+        pages, from_column = self._pool.allocate(plan.new), max(int(self.ends[row]), plan.found)
+        for (_, tables), now in zip(self._groups, plan.firsts, strict=True):
+            columns = slice(max(from_column, now), plan.end)
+            part = self.table[tables, row, columns]
+            part[:] = pages[: part.size].reshape(part.shape)
+            pages = pages[part.size :]
+        self.ends[row] = plan.end
+        rows = self._rows
+        rows.changed[row] = True
+        rows.measure(row)
+        rows.capacity[row] = min(int(rows.capacity[row]), plan.end * self._page_size)
+
+    def append(self, rows: Ints) -> bool:
+        """One more page for each of `rows` in each table; what fell out of their windows goes.
+
+        False: too few pages for these and the first table's, or a row is in a chunk; nothing has changed.
+        """
+        ends = self.ends[rows]
+        if (ends != self._rows.num_pages[rows]).any() or len(rows) * (self.count + 1) > self._pool.free_count:
+            return False
+        self._slide(rows)
+        pages = self._pool.allocate(self.count * len(rows))
+        self.table[:, rows, ends] = pages.reshape(self.count, len(rows))
+        self.ends[rows] = ends + 1
+        return True
+
+    def publish(self, rows: Ints, columns: Ints, digests: Digests) -> None:
+        """The pages at `rows`, `columns` are full, as those of the first table are that have these `digests`."""
+        at = self.table[:, rows, columns]
+        there = at != NO_PAGE
+        own, mixed = at[there], self._mix(slice(None), digests)[there]
+        kept = self._pool.index.publish(own, mixed)
+        shared = kept != own
+        if shared.any():
+            self._pool.hold(kept[shared])
+            at[there] = kept
+            self.table[:, rows, columns] = at
+            self._rows.changed[rows] = True
+            self._pool.release(own[shared])
+
+    def fork(self, parent: int, row: int, full: int, end: int) -> list[tuple[int, int]]:
+        """Let `row` share the first `full` pages, and have pages up to `end`; each page after these, and its twin."""
+        shared = self.table[:, parent, :full]
+        self._pool.hold(shared[shared != NO_PAGE])
+        self.table[:, row, :full] = shared
+        self.table[:, row, full:end] = self._pool.allocate(self.count * (end - full)).reshape(self.count, -1)
+        self.firsts[:, row], self.ends[row] = self.firsts[:, parent], end
+        return [(int(one[parent, full]), int(one[row, full])) for one in self.table]
+
+    def release(self, row: int) -> None:
+        """The row gives its pages back."""
+        part = self.table[:, row, : self.ends[row]]
+        pages = part.T[part.T != NO_PAGE]
+        part[:] = NO_PAGE
+        self.firsts[:, row] = self.ends[row] = 0
+        self._pool.release(pages)
+
+    def refuse_lost(self, rows: Rows, starts: Ints) -> None:
+        """Raise `InvalidRequestError` where one of `rows` would run from a token whose window it has given back."""
+        for number, (group, _) in enumerate(self._groups):
+            first = self.firsts[number, rows]
+            behind = (group.first_seen(starts) // self._page_size < first).nonzero()[0]
+            if behind.size:
+                at = int(behind[0])
+                raise InvalidRequestError(
+                    f"request {self._rows.request_ids[as_rows(rows)[at]]!r}: runs from token {starts[at]}, its layers "
+                    f"of kind {group.kind} and {group.window} tokens have given back what is before token "
+                    f"{first[at] * self._page_size}: release it and claim it anew"
+                )
+
+    def holders(self) -> Ints:
+        """How many rows hold each page: int64 `[num_pages + 1]`."""
+        counts = np.bincount(self.table.ravel(), minlength=self._pool.num_pages + 1)
+        counts[NO_PAGE] = 0
+        return counts
+
+    def check(self) -> None:
+        """Raise `InvariantError` where a table has not the pages that the first table's rows stand for."""
+        rows = self._rows
+        columns = np.arange(-(-rows.max_seq_len // rows.page_size))
+        for number, (group, tables) in enumerate(self._groups):
+            with_page = (columns >= self.firsts[number][:, None]) & (columns < self.ends[:, None])
+            for _, row, column in np.argwhere((self.table[tables] != NO_PAGE) != with_page)[:1]:
+                raise InvariantError(
+                    f"request {rows.request_ids[row]!r}: of the layers of kind {group.kind} column {column} has a page "
+                    f"or not, and its pages are from {self.firsts[number, row]} to {self.ends[row]}"
+                )
+            full = with_page & (columns < rows.committed[:, None])
+            for _, row, column in np.argwhere(full & ~self._pool.index.published[self.table[tables]])[:1]:
+                raise InvariantError(
+                    f"request {rows.request_ids[row]!r}: of the layers of kind {group.kind} column {column} "
+                    f"is not published, and its first {rows.committed[row]} pages are"
+                )
+        if (self.ends > rows.num_pages).any() or (self.ends < rows.committed).any():
+            raise InvariantError("a row has further pages beyond those of its first table, or not all published ones")
+
+    def _slide(self, rows: Ints) -> None:
+        """Give back what the next queries of `rows` do not see, as if row by row: the first row's pages age first."""
+        size, published = self._page_size, self._rows.committed[rows]
+        found: list[tuple[Ints, Ints, Ints, Pages]] = []
+        for number, (group, tables) in enumerate(self._groups):
+            before = self.firsts[number, rows]
+            now = group.first_seen(self._rows.cached[rows]) // size
+            now = np.maximum(before, np.minimum(now, published) if self._caching else now)
+            counts = now - before
+            at = np.repeat(np.arange(len(rows)), counts)
+            if not at.size:
+                continue
+            columns = np.arange(len(at)) + np.repeat(before - np.cumsum(counts) + counts, counts)
+            mine = self.table[tables]
+            pages = mine[:, rows[at], columns]
+            mine[:, rows[at], columns] = NO_PAGE
+            self.firsts[number, rows] = now
+            of_table: Ints = np.repeat(np.arange(int(tables.start), int(tables.stop)), len(at))
+            found.append((np.tile(-at, len(pages)), np.tile(columns, len(pages)), of_table, pages.ravel()))
+        if found:
+            at, columns, of_table, pages = (np.concatenate(part) for part in zip(*found, strict=True))
+            self.slid += len(pages)
+            self._pool.release_each(pages[np.lexsort((of_table, columns, at))])
+
+    def _seen(self, group: LayerGroup, position: int) -> int:
+        """The first column that the query at `position` sees."""
+        return int(group.first_seen(np.array(position))) // self._page_size
+
+    def _find(self, tables: slice, digests: Digests) -> Pages:
+        """The published page of each digest in each of `tables`: int32 `[tables, len(digests)]`."""
+        mixed = self._mix(tables, digests)
+        return self._pool.index.find(mixed.reshape(-1, digests.shape[1])).reshape(mixed.shape[:2])
+
+    def _mix(self, tables: slice, digests: Digests) -> Digests:
+        """The digests of the pages of `tables`, given those of the first table: uint64 `[tables, pages, words]`."""
+        mixed = np.repeat(digests[None], len(self._mixed[tables]), axis=0)
+        mixed[:, :, 0] ^= self._mixed[tables, None]
+        return mixed
+
+
+def _tokens_to_hold(context: Context, num_steps: int, start: int) -> int:
+    """Tokens that need pages where the request runs from `start`: its chunk's, else all known ones and the steps."""
+    active = context.active_idx
+    if start >= active:  # all of the chunk was found: the next one is as long
+        active = min(context.end_idx, start + context.active_length)
+    return active if active < context.end_idx else context.current_length + num_steps - 1

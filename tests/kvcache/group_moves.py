@@ -1,0 +1,261 @@
+"""The random moves with groups of layers: the model of one replica has further tables, as plain dicts.
+
+Written from the contract: a page of a further table is `(table, content)`, a request has of each table the columns that
+its next token sees, and a hit goes as far as every table has what is seen after it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from kvcache import InvalidRequestError, LayerGroup, TextContext
+from tests.kvcache.model import Content, Held, ModelReplica, Named
+from tests.kvcache.moves import PAGE_SIZE, Chooser, Moves
+
+Seen = tuple[str, int]  # the kind of a table's layers, and its tokens
+
+
+@dataclass
+class Further:
+    """A request's pages in the further tables, by column, and up to which column there are some."""
+
+    columns: list[dict[int, int]]
+    first: list[int]
+    end: int = 0
+
+
+class GroupedReplica(ModelReplica):
+    def __init__(self, num_pages: int, page_size: int, tables: list[Seen], *, caching: bool) -> None:
+        super().__init__(num_pages, page_size)
+        self.tables, self.caching = tables, caching
+        self.further: dict[str, Further] = {}
+        self.slid = 0
+        self.evicted_further = 0
+        self.shortened = 0  # hits that the first table would have had longer
+
+    def seen(self, table: int, position: int) -> int:
+        """The first column that the query at `position` sees."""
+        kind, tokens = self.tables[table]
+        first = {"full": 0, "window": position - tokens + 1, "chunked": position - position % max(tokens, 1)}[kind]
+        return max(0, first) // self.page_size
+
+    def of(self, name: str) -> Further:
+        fresh = Further([{} for _ in self.tables], [0] * len(self.tables))
+        return self.further.setdefault(name, fresh)
+
+    def room(self, name: str) -> int:
+        return min(len(self.requests[name].pages), self.of(name).end) * self.page_size
+
+    def reserve(self, name: str, tokens: list[int], named: Named, start: int, active: int, steps: int) -> int | None:
+        held, mine, size = self.requests[name], self.of(name), self.page_size
+        if active - start == 1 and len(tokens) + steps - 1 <= self.room(name):
+            return start
+        hits = self.hits(held, tokens, named, start, active)
+        first, found = held.committed, held.committed + len(hits)
+        if hits:
+            length, start = active - start, found * size
+            active = min(len(tokens), start + length) if start >= active else active
+        end = max(mine.end, found, -(-(active if active < len(tokens) else len(tokens) + steps - 1) // size))
+        needed, fresh, held_more, gone = -(-(len(tokens) + steps - 1) // size), 0, [], []
+        firsts: list[int] = []
+        for table in range(len(self.tables)):
+            now = self.seen(table, start)
+            now = max(mine.first[table], min(now, found) if self.caching else now)
+            firsts.append(now)
+            taken = [
+                (column, table, self.page_of[self.key(tokens, named, table, column)])
+                for column in range(max(now, first), found)
+            ]
+            held_more += taken
+            replaced = {column for column, _, _ in taken}
+            gone += [
+                (column, table, page)
+                for column, page in mine.columns[table].items()
+                if column < now or column in replaced
+            ]
+            fresh += max(0, end - max(mine.end, found, now))
+        dropped = held.pages[first:found]
+        more = max(0, needed - max(len(held.pages), found))
+        available = self.free - sum(page not in self.holders for page in [*hits, *(one[2] for one in held_more)])
+        available += sum(self.holders[page] == 1 for page in [*dropped, *(one[2] for one in gone)])
+        if more + fresh > available:
+            return None
+        for _, _, page in held_more:
+            self._hold(page)
+        self.leave(mine, gone)
+        for column, table, page in held_more:
+            mine.columns[table][column] = page
+        for page in hits:
+            self._hold(page)
+        for page in reversed(dropped):
+            self._drop(page)
+        held.pages[first:found] = hits
+        held.committed = found
+        held.pages += [self._take() for _ in range(more)]
+        for table, now in enumerate(firsts):
+            mine.columns[table] |= {column: self._take() for column in range(max(mine.end, found, now), end)}
+        mine.first, mine.end = firsts, end
+        return start
+
+    def hits(self, held: Held, tokens: list[int], named: Named, start: int, active: int) -> list[int]:
+        hits: list[int] = []
+        for page in range(held.committed, (len(tokens) - 1) // self.page_size if active - start > 1 else 0):
+            found = self.page_of.get(self.content(tokens, named, page)) if self.caching else None
+            if found is None:
+                break
+            hits.append(found)
+        longest = len(hits)
+        while hits and not self.goes_on(tokens, named, held.committed, held.committed + len(hits)):
+            hits.pop()
+        self.shortened += len(hits) < longest
+        return hits if (held.committed + len(hits)) * self.page_size > start else []
+
+    def goes_on(self, tokens: list[int], named: Named, committed: int, column: int) -> bool:
+        return all(
+            self.key(tokens, named, table, seen) in self.page_of
+            for table in range(len(self.tables))
+            for seen in range(max(committed, self.seen(table, column * self.page_size)), column)
+        )
+
+    def key(self, tokens: list[int], named: Named, table: int, column: int) -> Content:
+        return ("table", table, *self.content(tokens, named, column))
+
+    def _take(self) -> int:
+        if len(self.holders) + len(self.idle) == self.num_pages:
+            self.evicted_further += self.content_of[self.idle[0]][0] == "table"
+        return super()._take()
+
+    def leave(self, mine: Further, gone: list[tuple[int, int, int]]) -> None:
+        for column, table, page in sorted(gone, reverse=True):
+            del mine.columns[table][column]
+            self._drop(page)
+        self.slid += len(gone)
+
+    def step(self, name: str, tokens: list[int], named: Named, start: int) -> tuple[int, list[int]]:
+        for table, columns in enumerate(self.of(name).columns):
+            for column in range(self.requests[name].committed, start // self.page_size):
+                if column in columns:
+                    own, content = columns[column], self.key(tokens, named, table, column)
+                    kept = self.page_of.setdefault(content, own)
+                    if kept == own:
+                        self.content_of[own] = content
+                    else:
+                        self._hold(kept)
+                        columns[column] = kept
+                        self._drop(own)
+        return super().step(name, tokens, named, start)
+
+    def fork(self, parent: str, child: str, computed: int, length: int) -> bool:
+        full, needed = computed // self.page_size, -(-length // self.page_size)
+        if (needed - full) * (1 + len(self.tables)) > self.free or not super().fork(parent, child, computed, length):
+            return False
+        theirs = self.of(parent)
+        columns = [{at: page for at, page in one.items() if at < full} for one in theirs.columns]
+        for one in columns:
+            for page in one.values():
+                self._hold(page)
+        for one in columns:
+            one |= {at: self._take() for at in range(full, needed)}
+        self.further[child] = Further(columns, list(theirs.first), needed)
+        return True
+
+    def release(self, name: str) -> None:
+        mine = self.of(name)
+        pages = [(column, table, page) for table, one in enumerate(mine.columns) for column, page in one.items()]
+        self.leave(mine, pages)
+        self.slid -= len(pages)
+        del self.further[name]
+        super().release(name)
+
+
+def layouts() -> list[tuple[int, tuple[LayerGroup, ...]]]:
+    """Layers, and how they are grouped: windows below a page, of pages, beyond all; chunks; both; full ones cut."""
+    window, chunked = "window", "chunked"
+    return [
+        *((2, (LayerGroup("full", (0,)), LayerGroup(window, (1,), tokens))) for tokens in (1, 2, 4, 7, 100)),
+        (3, (LayerGroup(window, (0, 2), 5), LayerGroup("full", (1,)))),
+        *((2, (LayerGroup("full", (1,)), LayerGroup(chunked, (0,), tokens))) for tokens in (4, 9)),
+        (
+            4,
+            (
+                LayerGroup("full", (0,)),
+                LayerGroup(window, (1,), 4),
+                LayerGroup(chunked, (2,), 6),
+                LayerGroup(window, (3,), 8),
+            ),
+        ),
+        (3, (LayerGroup("full", (0, 1)), LayerGroup(window, (2,), 6))),
+    ]
+
+
+class GroupMoves(Moves):
+    """A manager of groups beside its model. There are no leases over several tables, and no tiers below them."""
+
+    host_slots = (0,)
+
+    def __init__(self, chooser: Chooser, params: dict[str, Any] | None = None) -> None:
+        self.layers, groups = chooser.pick(layouts())
+        self.pages = chooser.pick((24, 36))
+        super().__init__(chooser, {"groups": groups, **(params or {})})
+
+    def model(self) -> ModelReplica:
+        tables = [(one.group.kind, one.group.window) for one in self.manager.layer_tables.tables[1:]]
+        return GroupedReplica(self.pages, PAGE_SIZE, tables, caching=self.caching)
+
+    @property
+    def grouped(self) -> list[GroupedReplica]:
+        return [model for model in self.models if isinstance(model, GroupedReplica)]
+
+    def too_long(self, length: int, start: int, active: int, steps: int = 1) -> bool:
+        model, until = self.grouped[0], active if active < length else length + steps - 1
+        pages, columns = -(-(length + steps - 1) // PAGE_SIZE), -(-until // PAGE_SIZE)
+        return pages + sum(columns - model.seen(table, start) for table in range(len(model.tables))) > self.pages
+
+    def reserve_one(self, context: TextContext, steps: int) -> bool:
+        """Now and then only a chunk is to run: windows have pages for that alone."""
+        if context.active_length > 1 and self.choose.integer(0, 1):
+            context.set_token_indices(active_idx=self.choose.integer(context.start_idx + 1, context.end_idx))
+            self.seen["chunk"] += context.active_idx < context.end_idx
+        return super().reserve_one(context, steps)
+
+    def model_reserve(self, context: TextContext, steps: int) -> int | None:
+        model = self.models[self.manager.get_replica(context)]
+        named, tokens = (context.cache_salt, context.extra_keys), context.tokens.tolist()
+        return model.reserve(context.request_id, tokens, named, context.start_idx, context.active_idx, steps)
+
+    def lease(self) -> bool:
+        if not self.live:
+            return False
+        name = self.choose.pick(sorted(self.live))
+        try:
+            self.manager.lease(name)
+        except InvalidRequestError as error:
+            assert "block tables" in str(error)  # noqa: PT017 - the moves run without pytest, too
+            return True
+        raise AssertionError(f"{name}: a lease over several tables")
+
+    def of_groups(self) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for model in self.grouped:
+            found["slid"] += model.slid
+            found["hit shortened"] += model.shortened
+            found["evicted beyond the first table"] += model.evicted_further
+        return found
+
+    def same_books(self) -> None:
+        super().same_books()
+        names: dict[tuple[int, int], int] = {}
+        for replica_idx, model in enumerate(self.grouped):
+            replica = self.manager._replicas.each[replica_idx]
+            assert replica.further is not None
+            assert replica.further.slid == model.slid
+            for name in model.requests:
+                mine, row = model.of(name), replica.rows.row_of[name]
+                for table, columns in enumerate(mine.columns):
+                    ours = replica.further.table[table, row]
+                    assert ours.nonzero()[0].tolist() == sorted(columns), (name, table, ours, columns)
+                    for column, theirs in columns.items():
+                        assert names.setdefault((replica_idx, int(ours[column])), theirs) == theirs
+        assert len({(replica, theirs) for (replica, _), theirs in names.items()}) == len(names)

@@ -1,0 +1,303 @@
+"""Block tables of windows and chunks: what they hold, what they give back, and how far a prompt is found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache import (
+    InvalidRequestError,
+    InvariantError,
+    LayerGroup,
+    NotReservedError,
+    PagedKVCacheManager,
+    PromptTooLongError,
+    TextContext,
+)
+from tests.kvcache.build import manager_of
+
+SIZE = 4
+WINDOW = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6)  # a window of 6 tokens: 2 pages and what is written
+CHUNKED = LayerGroup("full", (0,)), LayerGroup("chunked", (1,), 8)
+
+
+def make(
+    groups: tuple[LayerGroup, ...] = WINDOW, pages: int = 64, layers: int = 2, **options: Any
+) -> PagedKVCacheManager:
+    return manager_of(pages, page_size=SIZE, layers=layers, params={"groups": groups}, **options)
+
+
+def columns(manager: PagedKVCacheManager, context: TextContext, table: int = 0) -> list[int]:
+    """The columns of a further table in which the request has a page."""
+    replica = manager._replicas.each[manager.get_replica(context)]
+    assert replica.further is not None
+    return replica.further.table[table, replica.rows.row_of[context.request_id]].nonzero()[0].tolist()
+
+
+def start(manager: PagedKVCacheManager, tokens: Any, name: str, chunk: int | None = None) -> TextContext:
+    context = TextContext(list(tokens), 256, name)
+    if chunk:
+        context.set_token_indices(active_idx=chunk)
+    manager.external_claim(name, 0)
+    assert manager.maybe_reserve(context)
+    return context
+
+
+def run(manager: PagedKVCacheManager, context: TextContext, token: int = 1) -> None:
+    manager.fetch([context])
+    context.update(token)
+    manager.step([context])
+
+
+def decode(manager: PagedKVCacheManager, context: TextContext, steps: int) -> None:
+    for _ in range(steps):
+        assert manager.maybe_reserve(context)
+        run(manager, context)
+
+
+def served(manager: PagedKVCacheManager, tokens: Any, name: str) -> None:
+    context = start(manager, tokens, name)
+    run(manager, context)
+    manager.release(name)
+
+
+def test_a_window_gives_back_what_fell_out_of_it() -> None:
+    manager = make()
+    context = start(manager, range(40), "r")
+    assert columns(manager, context) == list(range(10))
+    run(manager, context)
+    decode(manager, context, 1)
+    assert columns(manager, context) == [8, 9, 10]  # token 40 sees 35 to 40
+    decode(manager, context, 4)
+    assert columns(manager, context) == [9, 10, 11]
+    assert len(manager.get_req_blocks("r")) == 12
+    assert manager.num_held_blocks == 15
+
+
+def test_a_chunked_layer_gives_back_the_chunk_before() -> None:
+    manager = make(CHUNKED)
+    context = start(manager, range(15), "r")
+    run(manager, context)
+    decode(manager, context, 1)  # token 15 is in the chunk from token 8 on
+    assert columns(manager, context) == [0, 1, 2, 3]  # and came on the page that there was
+    decode(manager, context, 1)
+    assert columns(manager, context) == [4]
+
+
+def test_a_prompt_in_chunks_takes_a_window_and_a_chunk() -> None:
+    manager = make(pages=25)
+    context = start(manager, range(60), "r", chunk=8)
+    assert columns(manager, context) == [0, 1]
+    context.set_token_indices(active_idx=60)
+    with pytest.raises(NotReservedError, match="60 tokens, its reserved pages hold 8"):
+        manager.fetch([context])
+    context.set_token_indices(active_idx=8)
+    seen = 0
+    while context.start_idx < 59:
+        run(manager, context)
+        context.set_token_indices(active_idx=min(context.end_idx, context.start_idx + 8))
+        assert manager.maybe_reserve(context)
+        seen = max(seen, len(columns(manager, context)))
+    assert seen == 4
+    decode(manager, context, 5)
+    assert columns(manager, context) == [14, 15, 16]  # it came for its last page at token 64
+
+
+def test_a_prompt_that_cannot_run_whole_is_refused_and_may_run_in_chunks() -> None:
+    manager = make(pages=25)
+    context = TextContext(list(range(60)), 256, "r")
+    manager.external_claim("r")
+    with pytest.raises(PromptTooLongError, match="60 tokens need 30 pages, the pool has 25"):
+        manager.maybe_reserve(context)
+    context.set_token_indices(active_idx=8)
+    assert manager.admission(context).missing_pages == 17
+    assert manager.maybe_reserve(context)
+
+
+def test_a_hit_needs_the_last_window_and_nothing_before() -> None:
+    manager = make()
+    served(manager, range(40), "first")
+    context = start(manager, range(100, 104), "other")
+    manager.release("other")
+    assert manager.admission(TextContext([*range(40), 7, 8], 99)) == (0, 10, 2, True)
+    context = start(manager, [*range(40), 7, 8], "again")
+    assert context.start_idx == 40
+    assert columns(manager, context) == [8, 9, 10]
+    run(manager, context)
+    decode(manager, context, 8)
+
+
+def test_a_hit_ends_where_a_window_is_left() -> None:
+    """Evicted pages of the window end the hit at the last boundary that still has all of one."""
+    manager = make(pages=24, max_seq_len=64)
+    served(manager, range(40), "first")
+    replica = manager._replicas.each[0]
+    further = replica.further
+    assert further is not None
+    hasher = TextContext([*range(40), 1], 99)
+    digests = replica.hasher(None, hasher).digests(hasher.tokens, 0, 10)
+    gone = further._find(slice(0, 1), digests)[0, [9]]
+    replica.pool.hold(gone)
+    replica.pool.index.withdraw(gone)
+    replica.pool.release(gone)
+    assert manager.admission(hasher).cached_pages == 9
+    gone = further._find(slice(0, 1), digests)[0, [5]]
+    replica.pool.hold(gone)
+    replica.pool.index.withdraw(gone)
+    replica.pool.release(gone)
+    assert manager.admission(hasher).cached_pages == 9  # pages 7 and 8 are its window
+    assert manager.admission(TextContext([*range(28), 1], 99)).cached_pages == 5
+    context = start(manager, [*range(28), 1], "short")
+    assert context.start_idx == 20
+    manager.check()
+
+
+def test_a_table_finds_no_other_tables_pages() -> None:
+    groups = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6), LayerGroup("window", (2,), 100)
+    manager = make(groups, layers=3)
+    served(manager, range(40), "first")
+    context = start(manager, [*range(40), 1], "again")
+    tables = manager.fetch([context])[0].lookup_table[:, 0]
+    assert len(set(tables.ravel().tolist()) - {0}) == tables.count_nonzero()
+    assert tables.shape == (3, 11)
+
+
+def test_fetch_gives_a_table_a_group_and_one_without() -> None:
+    manager = make()
+    context = start(manager, range(9), "r")
+    table = manager.fetch([context])[0].lookup_table
+    assert table.shape == (2, 1, 3)
+    assert table.dtype == torch.int32
+    assert table[0, 0].tolist() == manager.get_req_blocks("r")
+    assert manager.device_tensors[0][0].shape[2] == 1  # each page has the KV of one layer
+    (symbols,) = manager.input_symbols()
+    assert symbols.inputs.lookup_table.ndim == 3
+    assert symbols.inputs.blocks.shape[2] == 1
+    (symbols,) = manager_of(layers=2).input_symbols()
+    assert symbols.inputs.lookup_table.ndim == 2
+
+
+def test_a_request_that_goes_back_behind_its_window_is_refused() -> None:
+    manager = make(caching=False)
+    context = start(manager, range(40), "r")
+    run(manager, context)
+    decode(manager, context, 5)
+    context.set_token_indices(start_idx=30, active_idx=46)
+    assert manager.maybe_reserve(context)
+    with pytest.raises(InvalidRequestError, match="'r': runs from token 30, .* kind window and 6 .* before token 36"):
+        manager.fetch([context])
+    context.set_token_indices(start_idx=45)
+    manager.fetch([context])
+
+
+def test_a_request_that_goes_back_runs_from_its_last_published_page() -> None:
+    manager = make()
+    context = start(manager, range(38), "r")
+    run(manager, context)
+    decode(manager, context, 2)
+    context.set_token_indices(start_idx=30, active_idx=36)
+    assert manager.maybe_reserve(context)
+    assert (context.start_idx, context.active_idx) == (40, 41)
+    manager.fetch([context])
+
+
+def test_pages_of_several_tables_are_not_handed_over() -> None:
+    manager = make()
+    context = start(manager, range(9), "r")
+    run(manager, context)
+    for call in (manager.block_table, manager.lease):
+        with pytest.raises(InvalidRequestError, match="'r': .* with 2 block tables"):
+            call("r")
+    table = manager_of(page_size=SIZE)
+    other = start(table, range(9), "x")
+    run(table, other)
+    manager.external_claim("y", 0)
+    with pytest.raises(InvalidRequestError, match="'y': import_block_table with 2 block tables"):
+        manager.import_block_table(TextContext([*range(10)], 99, "y"), table.block_table("x"))
+
+
+def test_a_fork_shares_the_window_and_copies_the_page_that_is_written() -> None:
+    manager = make(dtype=torch.float32)
+    parent = start(manager, range(42), "parent")
+    run(manager, parent)
+    decode(manager, parent, 3)
+    child = parent.fork("child")
+    assert manager.fork(parent, child)
+    theirs, ours = (manager.fetch([one])[0].lookup_table[1, 0].tolist() for one in (parent, child))
+    assert columns(manager, child) == columns(manager, parent) == [9, 10, 11]
+    assert theirs[9:11] == ours[9:11]
+    assert theirs[11] != ours[11]
+    decode(manager, parent, 9)
+    decode(manager, child, 9)
+    manager.release("parent")
+    manager.release("child")
+    assert manager.num_held_blocks == 0
+
+
+def test_without_caching_pages_go_back_too() -> None:
+    manager = make(caching=False, pages=16)
+    context = start(manager, range(20), "r")
+    run(manager, context)
+    decode(manager, context, 24)
+    assert manager.num_held_blocks == 11 + 3
+
+
+def test_a_batch_gives_back_pages_that_its_requests_share() -> None:
+    manager = make(pages=40)
+    served(manager, range(17), "first")
+    both = [start(manager, range(17), name) for name in ("a", "b")]
+    assert columns(manager, both[0]) == columns(manager, both[1])
+    batch = manager.batch(both)
+    for step in range(12):
+        assert manager.reserve_batch(batch).all()
+        manager.fetch(batch)
+        batch.update([50 + step, 80 + step])
+        manager.step(batch)
+    assert columns(manager, both[0]) == columns(manager, both[1]) == [4, 5, 6]
+
+
+def test_sizing_counts_windows() -> None:
+    manager = make()
+    params = manager.params
+    page = 2 * 2 * SIZE * 4  # sides, head_dim, tokens, float32: of one layer
+    sizes: dict[str, Any] = {"params": params, "num_layers": 2}
+    full = PagedKVCacheManager.max_supported_sequence_length(memory_available=100 * page, **sizes)
+    assert full == 97 * SIZE  # 97 pages and 3 of the window
+    more: dict[str, Any] = {"max_seq_len": 400, "available_cache_memory": 1030 * page, "devices": ["cpu"], **sizes}
+    assert PagedKVCacheManager.infer_optimal_batch_size(**more) == 10  # 100 pages and 3
+    assert PagedKVCacheManager.estimated_memory_size(max_batch_size=2, **more) == 206 * page
+
+
+def corrupt(manager: PagedKVCacheManager) -> list[tuple[str, Any]]:
+    further = manager._replicas.each[0].further
+    assert further is not None
+    return [
+        ("column 9 has a page or not", (further.table[0], (0, 9), 0)),
+        ("column 3 has a page or not", (further.table[0], (0, 3), further.table[0, 0, 9])),
+        ("page .* has 1 holders, but 2", (further.table[0], (0, 10), further.table[0, 0, 9])),
+        ("has a page or not", (further.firsts, (0, 0), 9)),
+        ("has a page or not", (further.ends, 0, 12)),
+        (
+            "column 8 .*is not published",
+            (manager._replicas.each[0].pool.index.published, further.table[0, 0, 8], False),
+        ),
+    ]
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_check_finds_what_is_wrong(number: int) -> None:
+    manager = make(checks=False)
+    context = start(manager, range(40), "r")
+    run(manager, context)
+    decode(manager, context, 1)
+    manager.check()
+    said, (array, at, value) = corrupt(manager)[number]
+    before = np.array(array[at])
+    array[at] = value
+    with pytest.raises(InvariantError, match=said):
+        manager.check()
+    array[at] = before
+    manager.check()

@@ -1,0 +1,132 @@
+"""How groups of layers share pages of one size, and what of them is refused."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcache import InvalidParamsError, KVEvents, LayerGroup, Routing
+from kvcache.layer_groups import MOST_LOST, LayerTables, layer_tables
+from tests.kvcache.build import manager_of
+
+
+def pattern(layers: int, full: range, window: int) -> tuple[LayerGroup, ...]:
+    rest = tuple(layer for layer in range(layers) if layer not in full)
+    return LayerGroup("full", tuple(full)), LayerGroup("window", rest, window)
+
+
+def lost(tables: LayerTables, tokens: int) -> float:
+    """Share of a request's pages that no layer uses, counted page by page."""
+    used = sum(len(table.layers) * table.group.most_pages(tokens, 1) for table in tables.tables)
+    return 1 - used / (tables.layers_per_page * tables.most_pages(tokens, 1))
+
+
+@pytest.mark.parametrize(
+    ("layers", "full", "window", "per_page", "count"),
+    [
+        (62, range(5, 62, 6), 1024, 5, 13),  # Gemma 3 27B: 10 full layers, 52 of a window
+        (36, range(1, 36, 2), 128, 18, 2),  # gpt-oss 120B
+        (48, range(3, 48, 4), 8192, 12, 4),  # Llama 4 Scout
+        (34, range(5, 34, 6), 1024, 5, 7),  # Gemma 3 4B
+    ],
+)
+def test_the_tables_of_known_models(layers: int, full: range, window: int, per_page: int, count: int) -> None:
+    groups = pattern(layers, full, window)
+    tables = layer_tables(groups, layers)
+    assert (tables.layers_per_page, len(tables.tables)) == (per_page, count)
+    assert all(lost(tables, tokens) <= MOST_LOST for tokens in (1, 128, 1024, 8192, 65536, 1 << 20))
+
+
+def test_each_layer_has_one_place_and_little_is_lost() -> None:
+    choose = random.Random(1)
+    for _ in range(300):
+        sizes = [choose.randint(1, 20) for _ in range(choose.randint(1, 4))]
+        numbers = choose.sample(range(sum(sizes)), sum(sizes))
+        groups: list[LayerGroup] = []
+        for size in sizes:
+            mine, numbers = tuple(numbers[:size]), numbers[size:]
+            window = choose.randint(1, 3000)
+            groups.append(LayerGroup("window", mine, window) if groups else LayerGroup("full", mine))
+        choose.shuffle(groups)
+        tables = layer_tables(tuple(groups), sum(sizes))
+        assert tables.tables[0].group.kind == "full"
+        assert sorted(tables.places) == list(range(sum(sizes)))
+        for layer, (table, place) in tables.places.items():
+            assert tables.tables[table].layers[place] == layer
+            assert place < tables.layers_per_page
+        assert all(lost(tables, tokens) <= MOST_LOST for tokens in (1, 50, 1000, 1 << 20))
+
+
+def test_without_groups_there_is_one_table_of_all_layers() -> None:
+    tables = layer_tables((), 7)
+    assert (tables.layers_per_page, len(tables.tables)) == (7, 1)
+    assert tables.places == {layer: (0, layer) for layer in range(7)}
+
+
+@pytest.mark.parametrize("kind", ["window", "chunked"])
+def test_what_a_query_sees_is_what_the_kind_says(kind: Any) -> None:
+    for tokens in (1, 2, 5, 8):
+        group = LayerGroup(kind, (0,), tokens)
+        for position in range(40):
+            chunks = [key for key in range(position + 1) if key // tokens == position // tokens]
+            window = [key for key in range(position + 1) if position - key < tokens]
+            assert int(group.first_seen(np.array(position))) == (window if kind == "window" else chunks)[0]
+            for size in (1, 3, 4):
+                first = int(group.first_seen(np.array(position)))
+                assert position // size - first // size + 1 <= group.most_pages(position + 1, size)
+
+
+def test_layers_that_are_missing_or_named_twice_are_refused() -> None:
+    for groups, odd in (
+        ((LayerGroup("full", (0,)),), "layer 1 0 times"),
+        ((LayerGroup("full", (0, 1)), LayerGroup("window", (1,), 4)), "layer 1 2 times"),
+        ((LayerGroup("full", (0, 1, 2)),), "layer 2 1 times: each of the 2 layers"),
+    ):
+        with pytest.raises(InvalidParamsError, match=odd):
+            manager_of(layers=2, params={"groups": groups})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("full", (0,), 5), "window is 5"),
+        (("window", (0,)), "window is 0"),
+        (("window", (0,), True), "window is True"),
+        (("chunked", (0,), -1), "window is -1"),
+        (("wide", (0,)), "kind is 'wide'"),
+        (("full", ()), "layers is"),
+        (("full", "01"), "layers is '01'"),
+        (("full", (0, -1)), "layers is -1"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused(arguments: Any, said: str) -> None:
+    with pytest.raises(InvalidParamsError, match=said):
+        LayerGroup(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("enable_kvcache_swapping_to_host", {"enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": 1}),
+        ("partial_reuse_min_tokens", {"partial_reuse_min_tokens": 2}),
+        ("routing.copy_pages", {"routing": Routing(copy_pages=True)}),
+        ("tenant_quota", {"tenant_quota": 0.5}),
+        ("tenant_quota", {"tenant_quotas": {"a": 0.5}}),
+        ("kv_events", {"kv_events": KVEvents("tcp://127.0.0.1:0")}),
+    ],
+)
+def test_what_holds_for_one_group_only_is_refused_by_name(name: str, given: dict[str, Any]) -> None:
+    groups = (LayerGroup("full", (0,)), LayerGroup("window", (1,), 4))
+    with pytest.raises(InvalidParamsError, match=f"^{name} is given, and groups"):
+        manager_of(layers=2, params={"groups": groups, **given})
+
+
+def test_one_group_of_full_attention_is_needed() -> None:
+    with pytest.raises(InvalidParamsError, match="groups are of window, chunked"):
+        manager_of(layers=2, params={"groups": (LayerGroup("window", (0,), 4), LayerGroup("chunked", (1,), 4))})
+    for wrong in ((1,), LayerGroup("full", (0,)), "full", None):
+        with pytest.raises(InvalidParamsError, match="groups is"):
+            manager_of(params={"groups": wrong})

@@ -1,0 +1,99 @@
+"""Mutations of what groups of layers add: how they are cut, and the further tables of a replica."""
+
+from tests.mutants.mutation import Module, Mutation
+
+_TABLES = ["tests/kvcache/replica/test_further_tables.py", "tests/kvcache/test_group_moves.py"]
+_CUT = ["tests/kvcache/test_layer_groups.py"]
+
+KVCACHE_GROUPS: tuple[Module, ...] = (
+    Module(
+        "kvcache.layer_groups",
+        _CUT,
+        [
+            Mutation("LayerGroup.first_seen", "self.window - 1", "self.window"),
+            Mutation("LayerGroup.first_seen", "positions - positions % self.window", "positions // self.window"),
+            Mutation("LayerGroup.most_pages", "-(-(self.window - 1) // page_size) + 1", "-(-self.window // page_size)"),
+            Mutation("layer_tables", "if lost <= MOST_LOST", "if lost <= 2 * MOST_LOST"),
+            Mutation("layer_tables", "if named != list(range(num_layers)):", "if False:"),
+            Mutation("layer_tables", 'group.kind != "full", -group.window', "-group.window"),
+            Mutation("_cut", "lost = max(lost, tables * size / layers - 1)", "lost = tables * size / layers - 1"),
+        ],
+    ),
+    Module(
+        "kvcache.replica.further_tables",
+        _TABLES,
+        [
+            Mutation("FurtherTables.longest", "digests[least:]", "digests[-1:]"),
+            Mutation("FurtherTables.longest", ".all(axis=0)", ".any(axis=0)"),
+            Mutation("FurtherTables.longest", "last_missing < ", "last_missing <= "),
+            Mutation("FurtherTables.longest", "columns + 1", "columns"),
+            Mutation("FurtherTables.longest", "fits &= last_missing", "fits = last_missing"),
+            Mutation("FurtherTables.plan", "min(now, found) if self._caching else now", "now"),
+            Mutation("FurtherTables.plan", "max(before, min", "max(0, min"),
+            Mutation("FurtherTables.plan", "leaving[tables, before:now] = True", "pass"),
+            Mutation("FurtherTables.plan", "leaving[tables, from_hits:found] = True", "pass"),
+            Mutation("FurtherTables.plan", "end = max(had, found,", "end = max(had,"),
+            Mutation("FurtherTables.plan", "end - max(had, found, now)", "end - max(had, found)"),
+            Mutation("FurtherTables.plan", "new + taken", "new"),
+            Mutation("FurtherTables.plan", " - self._pool.would_be_freed(gone)", ""),
+            Mutation("FurtherTables.least", "pages - self._seen(group, start)", "pages"),
+            Mutation("FurtherTables.hold", "self._pool.hold(hits)", "pass"),
+            Mutation("FurtherTables.hold", "self._pool.release(plan.leaving)", "pass"),
+            Mutation("FurtherTables.hold", "self.firsts[:, row] = plan.firsts", "pass"),
+            Mutation("FurtherTables.take", "self.ends[row] = plan.end", "self.ends[row] += 1"),
+            Mutation("FurtherTables.take", "plan.end * self._page_size", "1 << 40"),
+            Mutation("FurtherTables.append", "(ends != self._rows.num_pages[rows]).any() or ", ""),
+            Mutation("FurtherTables.append", "(self.count + 1)", "self.count"),
+            Mutation("FurtherTables.append", "self._slide(rows)", "pass"),
+            Mutation("FurtherTables.publish", "self._pool.hold(kept[shared])", "pass"),
+            Mutation("FurtherTables.publish", "self.table[:, rows, columns] = at", "pass"),
+            Mutation("FurtherTables.publish", "self._pool.release(own[shared])", "pass"),
+            Mutation("FurtherTables.fork", "self._pool.hold(shared[shared != NO_PAGE])", "pass"),
+            Mutation("FurtherTables.fork", "self.firsts[:, parent]", "0"),
+            Mutation("FurtherTables.release", "part[:] = NO_PAGE", "pass"),
+            Mutation("FurtherTables.release", "self._pool.release(pages)", "pass"),
+            Mutation("FurtherTables.release", "self.firsts[:, row] = self.ends[row] = 0", "self.ends[row] = 0"),
+            Mutation("FurtherTables.refuse_lost", "behind.size", "False"),
+            Mutation("FurtherTables._slide", "np.minimum(now, published) if self._caching else now", "published"),
+            Mutation("FurtherTables._slide", "mine[:, rows[at], columns] = NO_PAGE", "pass"),
+            Mutation("FurtherTables._slide", "release_each", "release"),
+            Mutation("FurtherTables._slide", "np.tile(-at,", "np.tile(at,"),
+            Mutation("FurtherTables._mix", "^= self._mixed[tables, None]", "^= self._mixed[:1, None]"),
+            Mutation("FurtherTables.check", "!= with_page", "> with_page"),
+            Mutation("FurtherTables.check", "full & ~", "full & "),
+            Mutation("_tokens_to_hold", "start + context.active_length", "start + 1"),
+            Mutation("_tokens_to_hold", "+ num_steps - 1", ""),
+        ],
+    ),
+    Module(
+        "kvcache.pool.pages",
+        _TABLES,
+        [
+            Mutation("PagePool.release_each", "np.sort(first)", "np.sort(first)[::-1]"),
+        ],
+    ),
+    Module(
+        "kvcache.replica.replica",
+        _TABLES,
+        [
+            Mutation("Replica.match", "pages[: self.further.longest(first, digests[: len(pages)])]", "pages"),
+            Mutation("Replica.reserve", "and self.further is None", ""),
+            Mutation("Replica.reserve", "plan.new + plan.further.cost", "plan.new"),
+            Mutation("Replica.pages_needed", "needed + self.further.least(context, num_steps)", "needed"),
+            Mutation("Replica.fork", "else 1 + self.further.count", "else 1"),
+            Mutation("Replica._plan", "start=cached", "start=0"),
+            Mutation("Replica._publish", "self.further.publish(rows, columns, digests)", "pass"),
+            Mutation("Replica.refuse_further", "if self.further is not None:", "if False:"),
+        ],
+    ),
+    Module(
+        "kvcache.replicas",
+        _TABLES,
+        [
+            Mutation("_fits", " - further.cost", ""),
+            Mutation("Replicas.admission", "needed - len(pages) + more.new", "needed - len(pages)"),
+            Mutation("Replicas.fetch", "np.where(state.actives < state.ends, state.actives, lengths)", "lengths"),
+            Mutation("Replicas.fetch", "replica.further.refuse_lost(state.rows, state.starts)", "pass"),
+        ],
+    ),
+)
