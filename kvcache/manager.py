@@ -98,7 +98,6 @@ class PagedKVCacheManager:
         check_endpoint(zmq_endpoint_base)
         sizing.warn_of_what_falls_short(params, sizes, tables, self.page_size, pages)
         self._replicas = place_replicas(params, sizes, self.layouts, self.devices_per_replica, stream, pages, tables)
-        # Of each replica where its KV events are bound, and their replays; none without `params.kv_events`.
         self.kv_event_endpoints: list[tuple[str, str | None]] = self._replicas.event_endpoints
         self._claims = Claims(self._replicas.each)
         self.contents = PageContents(self._replicas.each, self.fingerprint)  # pages by what they hold
@@ -303,8 +302,7 @@ class PagedKVCacheManager:
         but its pages stay as they are for as long as one of its leases is open. They stay findable by their prefix.
         """
         replica, replica_idx, row = self._claims.locate(request_id, "lease")
-        replica.refuse_further(row, "lease")
-        replica.refuse_pending(row, "lease")
+        replica.refuse_hand_over(row, "lease")
         return replica.leases.grant(request_id, replica_idx, row)
 
     def end_lease(self, lease: PageLease) -> None:

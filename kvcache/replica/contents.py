@@ -47,6 +47,7 @@ class PageContents:
         `BlockTableMismatchError` where the pages here cannot be compared with these.
         """
         replica = self._replicas[replica_idx]
+        replica.refuse_further(name, "lease")
         width = DIGEST_BYTES[replica.hash_algorithm]
         ours, theirs = (replica.page_size, replica.hash_algorithm), (wanted.page_size, wanted.hash_algorithm)
         if not replica.caching or ours != theirs or len(wanted.digests) % width:

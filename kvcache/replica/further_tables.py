@@ -82,7 +82,7 @@ class FurtherTables:
         """
         size, found = self._page_size, first + len(digests)
         had = 0 if row is None else int(self.ends[row])
-        end = max(had, found, -(-_tokens_to_hold(context, num_steps, start) // size))
+        end = max(had, -(-_tokens_to_hold(context, num_steps, start) // size))
         hits, firsts, new = list[Pages](), list[int](), 0
         leaving = np.zeros((self.count, had), np.bool_)
         for number, (group, tables) in enumerate(self._groups):

@@ -24,8 +24,7 @@ def export_table(replica: Replica, replica_idx: int, row: int, fingerprint: str,
     """The block table of what the request had computed by its last `step`, or of its full pages only."""
     rows, size = replica.rows, replica.page_size
     request_id = rows.request_ids[row] or ""
-    replica.refuse_further(row, "block_table")
-    replica.refuse_pending(row, "block_table")
+    replica.refuse_hand_over(row, "block_table")
     num_tokens = int(rows.cached[row])
     if not num_tokens:
         raise InvalidRequestError(f"request {request_id!r}: no tokens computed yet; block_table comes after step")
@@ -124,9 +123,8 @@ def begin_import(
     replica: Replica, replica_idx: int, row: int, context: Context, table: BlockTable, num_steps: int, *, partial: bool
 ) -> PendingImport | None:
     """Reserve the request's pages, and say which are to be copied. None: too few pages, nothing changed."""
-    replica.refuse_further(row, "import_block_table")
     hasher = check_table(replica, context, table, last=not partial)
-    replica.refuse_pending(row, "import_block_table")
+    replica.refuse_hand_over(row, "import_block_table")
     if replica.rows.num_pages[row]:
         raise InvalidRequestError(
             f"request {context.request_id!r}: has {replica.rows.num_pages[row]} pages already; import comes first"

@@ -343,11 +343,15 @@ class Replica:
                 "commit_import or cancel_import first"
             )
 
-    def refuse_further(self, row: int, call: str) -> None:
+    def refuse_hand_over(self, row: int, call: str) -> None:
+        self.refuse_pending(row, call)
+        self.refuse_further(self.rows.request_ids[row], call)
+
+    def refuse_further(self, request_id: str | None, call: str) -> None:
         if self.further is not None:
             raise InvalidRequestError(
-                f"request {self.rows.request_ids[row]!r}: {call} with {1 + self.further.count} block tables "
-                "(params.groups): pages of one table alone are handed over"
+                f"request {request_id!r}: {call} with {1 + self.further.count} block tables (params.groups): "
+                "pages of one table alone are handed over"
             )
 
     def refuse_short(self, rows: Rows, lengths: Ints, call: str) -> None:

@@ -32,7 +32,6 @@ KVCACHE_GROUPS: tuple[Module, ...] = (
             Mutation("FurtherTables.plan", "max(before, min", "max(0, min"),
             Mutation("FurtherTables.plan", "leaving[tables, before:now] = True", "pass"),
             Mutation("FurtherTables.plan", "leaving[tables, from_hits:found] = True", "pass"),
-            Mutation("FurtherTables.plan", "end = max(had, found,", "end = max(had,"),
             Mutation("FurtherTables.plan", "end - max(had, found, now)", "end - max(had, found)"),
             Mutation("FurtherTables.plan", "new + taken", "new"),
             Mutation("FurtherTables.plan", " - self._pool.would_be_freed(gone)", ""),

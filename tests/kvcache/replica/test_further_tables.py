@@ -64,6 +64,18 @@ def served(manager: PagedKVCacheManager, tokens: Any, name: str) -> None:
     manager.release(name)
 
 
+def gone(manager: PagedKVCacheManager, tokens: Any, table: int, column: int) -> None:
+    """As if the page at a column of a further table were evicted."""
+    replica = manager._replicas.each[0]
+    assert replica.further is not None
+    context = TextContext([*tokens], 999)
+    digests = replica.hasher(None, context).digests(context.tokens, column, column + 1)
+    page = replica.further._find(slice(table, table + 1), digests)[0]
+    replica.pool.hold(page)
+    replica.pool.index.withdraw(page)
+    replica.pool.release(page)
+
+
 def test_a_window_gives_back_what_fell_out_of_it() -> None:
     manager = make()
     context = start(manager, range(40), "r")
@@ -134,21 +146,10 @@ def test_a_hit_ends_where_a_window_is_left() -> None:
     """Evicted pages of the window end the hit at the last boundary that still has all of one."""
     manager = make(pages=24, max_seq_len=64)
     served(manager, range(40), "first")
-    replica = manager._replicas.each[0]
-    further = replica.further
-    assert further is not None
-    hasher = TextContext([*range(40), 1], 99)
-    digests = replica.hasher(None, hasher).digests(hasher.tokens, 0, 10)
-    gone = further._find(slice(0, 1), digests)[0, [9]]
-    replica.pool.hold(gone)
-    replica.pool.index.withdraw(gone)
-    replica.pool.release(gone)
-    assert manager.admission(hasher).cached_pages == 9
-    gone = further._find(slice(0, 1), digests)[0, [5]]
-    replica.pool.hold(gone)
-    replica.pool.index.withdraw(gone)
-    replica.pool.release(gone)
-    assert manager.admission(hasher).cached_pages == 9  # pages 7 and 8 are its window
+    gone(manager, range(40), 0, 9)
+    assert manager.admission(TextContext([*range(40), 1], 99)).cached_pages == 9
+    gone(manager, range(40), 0, 5)
+    assert manager.admission(TextContext([*range(40), 1], 99)).cached_pages == 9  # pages 7 and 8 are its window
     assert manager.admission(TextContext([*range(28), 1], 99)).cached_pages == 5
     context = start(manager, [*range(28), 1], "short")
     assert context.start_idx == 20
@@ -257,6 +258,75 @@ def test_a_batch_gives_back_pages_that_its_requests_share() -> None:
         batch.update([50 + step, 80 + step])
         manager.step(batch)
     assert columns(manager, both[0]) == columns(manager, both[1]) == [4, 5, 6]
+
+
+def test_each_table_of_each_group_must_have_its_window() -> None:
+    groups = LayerGroup("window", (0, 2), 5), LayerGroup("full", (1,)), LayerGroup("window", (3,), 13)
+    for table, column, left in ((1, 9, 9), (2, 9, 9), (2, 7, 7), (0, 7, 7)):  # tables of 13 tokens, then two of 5
+        manager = make(groups, layers=4)
+        assert [one.layers for one in manager.layer_tables.tables] == [(1,), (3,), (0,), (2,)]
+        served(manager, range(40), "first")
+        gone(manager, range(40), table, column)
+        if column == 7:  # the last boundary has all that is seen there of the tables of 5 tokens
+            gone(manager, range(40), 1, 9)
+            gone(manager, range(40), 1, 8)
+        assert manager.admission(TextContext([*range(40), 1], 99)).cached_pages == left
+
+
+def test_pages_that_were_not_published_yet_stay_for_the_step() -> None:
+    manager = make()
+    context = start(manager, range(40), "r")
+    manager.fetch([context])
+    context.update(1)
+    assert manager.maybe_reserve(context)  # before the step that publishes the prompt
+    manager.step([context])
+    assert manager.admission(TextContext([*range(20), 1], 99)).cached_pages == 5
+
+
+def test_a_request_that_begins_within_its_tokens_has_a_window() -> None:
+    manager = make(caching=False)
+    context = TextContext([*range(40)], 99, "r")
+    context.set_token_indices(start_idx=30)
+    manager.external_claim("r")
+    assert manager.maybe_reserve(context)
+    assert columns(manager, context) == [6, 7, 8, 9]
+
+
+def test_a_batch_of_chunks_has_pages_for_them_alone() -> None:
+    manager = make()
+    context = start(manager, range(20), "r", chunk=8)
+    run(manager, context)
+    context.set_token_indices(active_idx=9)
+    assert manager.reserve_batch([context], 2).all()
+    assert columns(manager, context) == [0, 1, 2]
+    context.set_token_indices(active_idx=20)
+    with pytest.raises(NotReservedError, match="20 tokens, its reserved pages hold 12"):
+        manager.fetch([context])
+
+
+def ages(*, together: bool) -> list[list[int]]:
+    """The digests of idle pages, oldest first, after requests of a batch, two of them forked, came for pages."""
+    manager = make(pages=200)
+    one, other = (start(manager, range(first, first + 42), f"{first}") for first in (0, 100))
+    for context in (one, other):
+        run(manager, context)
+        decode(manager, context, 2)
+    child = one.fork("child")
+    assert manager.fork(one, child)
+    contexts = [one, other, child]
+    batch = manager.batch(contexts)
+    for step in range(9):
+        assert manager.reserve_batch(batch).all() if together else all(map(manager.maybe_reserve, contexts))
+        manager.fetch(batch)
+        batch.update([step, step, 9 + step])
+        manager.step(batch)
+    pool = manager._replicas.each[0].pool
+    return pool.index.digests_of(pool.idle.pages()).tolist()
+
+
+def test_pages_of_a_batch_age_as_those_of_its_requests_one_by_one() -> None:
+    assert len(ages(together=True)) > 20
+    assert ages(together=True) == ages(together=False)
 
 
 def test_sizing_counts_windows() -> None:
