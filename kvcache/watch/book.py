@@ -85,6 +85,7 @@ class WatchBook:
         self.incarnation = secrets.token_hex(8)
         self.number = 0
         self.cost_s = 0.0  # processor time of the last look
+        self.beside_s = 0.0  # that part of it in which numpy goes over whole pools, mostly without the interpreter
         self.check: tuple[float, CheckReport] | None = None  # when it was made
         self._name, self._sizes, self._beside = name, sizes, beside
         self._metrics = metrics
@@ -107,8 +108,11 @@ class WatchBook:
     def update(self) -> None:
         """Look."""
         self.number += 1
+        self.beside_s = 0.0
         for pool in self._pools:
+            started = time.thread_time()
             pool.update(self.number)
+            self.beside_s += time.thread_time() - started
             pool.take(self._evictions)
 
     def look(self, known: int) -> tuple[Look, Frames]:

@@ -27,7 +27,10 @@ from kvcache.watched import AskLook, Beside, CheckReport
 
 _WAKE_MS = 200  # between two looks at whether the watch is closed, or its manager is gone
 _SHARE = 0.25  # of the time, for looks, however many ask how often: they wait
-_LEAST_S = 0.05
+# Of the loop's time, for what a look does with the interpreter: where the rest of the process never rests, looks are so
+# far apart, up to a limit; where it mostly waits for its model, they are in nobody's way.
+_LOOP_SHARE = 0.01
+_LEAST_S, _MOST_S = 0.05, 2.0
 _FAILED_S = 1.0  # from a look that failed to the next one
 _FORGET_S = 10.0  # nobody has asked for so long: nothing is written down or kept any more
 _CHECK_SHARE = 0.1  # of the loop's time, for recounts
@@ -49,6 +52,7 @@ class _WatchThread:
         self._make_book = make_book
         self._book: WatchBook | None = None
         self._asked_at = self._due = 0.0
+        self._clocks = _clocks()  # at the end of the last look
 
     def run(self) -> None:
         poller = zmq.Poller()
@@ -88,7 +92,8 @@ class _WatchThread:
                 return
             book = self._book = self._make_book(owner)
         self.check_asked |= ask.check
-        time.sleep(max(0.0, self._due - self._asked_at))
+        if self.closing.wait(max(0.0, self._due - self._asked_at)):
+            return
         started = time.thread_time()
         book.update()
         book.check = self.checked
@@ -98,7 +103,9 @@ class _WatchThread:
             # The frames are sent from where they lie: a look makes new ones, and changes none.
             self._socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
         book.cost_s = time.thread_time() - started
-        self._due = time.monotonic() + max(_LEAST_S, book.cost_s * (1 / _SHARE - 1))
+        before, self._clocks = self._clocks, _clocks()
+        busy = (self._clocks[1] - before[1]) / max(1e-9, self._clocks[0] - before[0])
+        self._due = time.monotonic() + _pause(book.cost_s, book.cost_s - book.beside_s, busy)
 
 
 class Watch:
@@ -192,6 +199,20 @@ class ManagerWatch(Watch):
             return WatchBook(name, pools_of(owner), sizes, metrics, beside)
 
         super().__init__(all_of, make_book, manager.check, lambda: pools_of(all_of), endpoint, secure)
+
+
+def _clocks() -> tuple[float, float]:
+    """Wall time, and the processor time of all other threads of this process."""
+    return time.monotonic(), time.process_time() - time.thread_time()
+
+
+def _pause(cost_s: float, held_s: float, busy: float) -> float:
+    """Seconds after a look that took so long, and so long with the interpreter, while the others had a share of a core.
+
+    Two threads that both need the interpreter take it from each other; how often both do follows from the share.
+    """
+    for_the_loop = min(_MOST_S, held_s * min(1.0, busy) / _LOOP_SHARE)
+    return max(_LEAST_S, cost_s * (1 / _SHARE - 1), for_the_loop)
 
 
 def _bound(endpoint: str, secure: Callable[[Any], None] | None) -> "zmq.Socket[bytes]":

@@ -28,6 +28,16 @@ OBSERVE: tuple[Module, ...] = (
         ],
     ),
     Module(
+        "kvcache.watch.endpoint",
+        [f"{_WATCH}::test_a_look_waits_as_long_as_a_loop_that_never_rests_needs"],
+        [
+            Mutation("_pause", "min(1.0, busy)", "busy"),
+            Mutation("_pause", "min(_MOST_S, held_s", "min(1e9, held_s"),
+            Mutation("_clocks", " - time.thread_time()", " * 0"),
+            Mutation("_WatchThread._answer", "book.cost_s - book.beside_s, busy", "book.cost_s - book.beside_s, 0.0"),
+        ],
+    ),
+    Module(
         "kvcache.watch.log",
         [_WATCH],
         [

@@ -28,6 +28,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each question is a look: the tests ask faster than anybody who looks."""
     monkeypatch.setattr(endpoint, "_LEAST_S", 0.0)
     monkeypatch.setattr(endpoint, "_SHARE", 1e6)
+    monkeypatch.setattr(endpoint, "_LOOP_SHARE", 1e6)
 
 
 class Watcher:
@@ -303,6 +304,31 @@ def test_what_is_no_look_changes_nothing() -> None:
             followed.apply(frames)
     assert np.array_equal(before, followed.cells["0"])
     watcher.close()
+
+
+def test_a_look_waits_as_long_as_a_loop_that_never_rests_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    pause = endpoint._pause
+    assert pause(0.001, 0.001, 0.0) == 0.05, "nobody runs: as often as anybody may ask"
+    assert pause(0.010, 0.010, 0.5) == pytest.approx(0.5), "a hundredth of half of the time"
+    assert pause(0.010, 0.010, 8.0) == pytest.approx(1.0), "more than one thread needs the interpreter at a time"
+    assert pause(0.138, 0.010, 0.1) == pytest.approx(3 * 0.138), "what numpy does without the interpreter is in no way"
+    assert pause(0.100, 0.100, 1.0) == 2.0, "who looks takes a process for gone after three"
+    monkeypatch.setattr(endpoint, "_LOOP_SHARE", 1e-6)
+    monkeypatch.setattr(endpoint, "_MOST_S", 1.0)
+    with closing(manager_of()) as manager, closing(Watcher(manager)) as watcher:
+        watcher.look()
+        until = time.process_time() + 0.2
+        while time.process_time() < until:
+            served(manager, "a", list(range(33)))
+            manager.release("a")
+        watcher.look()
+        assert watcher.watch._worker._due > time.monotonic() + 0.5, "this thread has run all the time"
+        watcher.client.ask(watcher.followed.ask)
+        started = time.process_time()
+        watcher.watch.close()
+        assert not watcher.watch._thread.is_alive(), "a look that waits keeps nobody"
+        assert time.process_time() - started < 0.5
 
 
 def test_a_look_that_fails_costs_its_answer_and_neither_the_watch_nor_the_loop(
