@@ -1,10 +1,15 @@
-"""The HTTP of the front: OpenAI's paths, `/health`, `/fleet` with the counters of each process, and metrics."""
+"""The HTTP of the front: OpenAI's paths, `/health`, `/fleet` with the counters of each process, and metrics.
+
+The same below `/processes/NAME`, for a router that chooses a prefill and a decode process itself, as vLLM's does. It
+asks the one and carries `kv_transfer_params` to the other: of ours they say who is to compute the prompt, and no more.
+That process is asked for it by decode, which reads the first pages while the last ones are computed.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -37,6 +42,8 @@ if TYPE_CHECKING:
 _MAX_BODY = 32 << 20  # bytes
 _GONE = 499  # status of an answer that nobody reads, as nginx has it
 _LONGEST_TRACEPARENT = 256
+_PREFILL = "prefill_process"  # in `kv_transfer_params`
+_LONGEST_NAME = 256
 
 
 def make_app(frontend: Frontend, served: ServedModel) -> Starlette:
@@ -48,29 +55,67 @@ def make_app(frontend: Frontend, served: ServedModel) -> Starlette:
     def answering(kind: Kind) -> Callable[[Request], Awaitable[Response]]:
         async def respond(request: Request) -> Response:
             try:
-                data = await _body(request)
-                asked = await asyncio.to_thread(read_request, kind, data, served)  # long texts take long to tokenize
-                submit = _submit(asked, room_for(asked, frontend.capacity), request.headers.get("traceparent", ""))
-                answer = Answer(asked, served.tokenizer)
-                if asked.stream:
-                    parts = _parts(frontend, submit, answer, include_usage=asked.include_usage)
-                    return StreamingResponse(parts, media_type="text/event-stream")
-                whole = await _unless_gone(request, _whole(frontend, submit, answer))
+                return await _answered(frontend, served, kind, request)
             except (OpenAIError, ServiceError) as error:
                 told = _told(error)
                 return _json(told.body(), told.status)
-            return Response(status_code=_GONE) if whole is None else _json(whole)
 
         return respond
 
-    return Starlette(
-        routes=[
-            *_observed(frontend),
-            Route("/v1/models", models),
-            Route("/v1/completions", answering("completion"), methods=["POST"]),
-            Route("/v1/chat/completions", answering("chat"), methods=["POST"]),
+    async def health(request: Request) -> Response:
+        try:
+            return _json({"role": _process(frontend, request).role})
+        except OpenAIError as error:
+            return _json(error.body(), error.status)
+
+    routes = [*_observed(frontend), Route("/processes/{name}/health", health)]
+    for at in ("", "/processes/{name}"):
+        routes += [
+            Route(f"{at}/v1/models", models),
+            Route(f"{at}/v1/completions", answering("completion"), methods=["POST"]),
+            Route(f"{at}/v1/chat/completions", answering("chat"), methods=["POST"]),
         ]
-    )
+    return Starlette(routes=routes)
+
+
+async def _answered(frontend: Frontend, served: ServedModel, kind: Kind, request: Request) -> Response:
+    """The answer to a request, from the process that its path names, or whichever."""
+    data = await _body(request)
+    asked = await asyncio.to_thread(read_request, kind, data, served)  # long texts take long to tokenize
+    submit = _submit(asked, room_for(asked, frontend.capacity), request.headers.get("traceparent", ""))
+    answer, name = Answer(asked, served.tokenizer), ""
+    if "name" in request.path_params:
+        process = _process(frontend, request)
+        if process.role == "prefill":
+            return _json(_prefilled_later(asked, process.name, answer))
+        name = process.name
+    news = frontend.generate(submit, name)
+    if asked.stream:
+        parts = _parts(news, answer, include_usage=asked.include_usage)
+        return StreamingResponse(parts, media_type="text/event-stream")
+    whole = await _unless_gone(request, _whole(news, answer))
+    return Response(status_code=_GONE) if whole is None else _json(whole)
+
+
+def _process(frontend: Frontend, request: Request) -> msg.Ready:
+    """The process that the path names."""
+    name = request.path_params["name"]
+    member = frontend.members.get(name)
+    if member is None or member.ready.draining:
+        what = "is not there" if member is None else "drains"
+        raise OpenAIError(f"the process {name[:200]!r} {what}: {', '.join(sorted(frontend.members))} are", status=503)
+    return member.ready
+
+
+def _prefilled_later(asked: ClientRequest, name: str, answer: Answer) -> Json:
+    """What a router is told that has chosen a prefill process: nothing has run."""
+    if not asked.transfer.get("do_remote_decode"):
+        reason = f"{name!r} is a prefill process: it computes prompts for decode processes (do_remote_decode)"
+        raise OpenAIError(reason, param="kv_transfer_params")
+    answer.add((), "length", 0)
+    whole = answer.whole()
+    del whole["usage"]["prompt_tokens_details"]  # what was cached is not known yet; the router would tell its client
+    return whole | {"kv_transfer_params": {"do_remote_prefill": True, _PREFILL: name}}
 
 
 def _observed(frontend: Frontend) -> list[Route]:
@@ -122,29 +167,31 @@ async def _body(request: Request) -> bytes:
 
 def _submit(asked: ClientRequest, most: int, traceparent: str) -> msg.Submit:
     """What the service is asked for. A header that is too long to be one is none, as W3C has it."""
+    prefill: Any = asked.transfer.get(_PREFILL, "")
+    if not isinstance(prefill, str) or len(prefill) > _LONGEST_NAME:
+        raise OpenAIError(f"{_PREFILL} is {str(prefill)[:100]!r}: the name of a process", param="kv_transfer_params")
     return msg.Submit(
         request_id=asked.request_id,
         prompt=asked.prompt,
         max_new_tokens=most,
         cache_salt=asked.cache_salt,
         ignore_eos=asked.ignore_eos,
+        prefill=prefill,
         traceparent=traceparent if len(traceparent) <= _LONGEST_TRACEPARENT else "",
     )
 
 
-async def _whole(frontend: Frontend, submit: msg.Submit, answer: Answer) -> Json:
-    async with aclosing(frontend.generate(submit)) as news:
+async def _whole(all_news: AsyncGenerator[msg.Tokens], answer: Answer) -> Json:
+    async with aclosing(all_news) as news:
         async for one in news:
             answer.add(one.tokens, one.finished, one.cached_tokens)
     return answer.whole()
 
 
-async def _parts(
-    frontend: Frontend, submit: msg.Submit, answer: Answer, *, include_usage: bool
-) -> AsyncGenerator[bytes]:
+async def _parts(all_news: AsyncGenerator[msg.Tokens], answer: Answer, *, include_usage: bool) -> AsyncGenerator[bytes]:
     """The events of a stream. Whoever stops reading them closes this, and with it the request."""
     try:
-        async with aclosing(frontend.generate(submit)) as news:
+        async with aclosing(all_news) as news:
             async for one in news:
                 yield _event(answer.add(one.tokens, one.finished, one.cached_tokens))
         if include_usage:

@@ -163,10 +163,11 @@ class Frontend:
 
     # ---- requests
 
-    async def generate(self, request: msg.Submit) -> AsyncGenerator[msg.Tokens]:
+    async def generate(self, request: msg.Submit, decode: str = "") -> AsyncGenerator[msg.Tokens]:
         """The tokens of a request as they come; the last message says why it ended. Closing it aborts the request.
 
-        Its `serial` and `prefill` are filled in here.
+        Its `serial` is filled in here, and its `prefill`, where it names none. It goes to the process `decode`, where
+        that is there and has not lost or refused it.
 
         Raises:
             RefusedError: nobody takes it; it may come again later.
@@ -175,7 +176,7 @@ class Frontend:
         begun, how, first = time.monotonic(), "cancelled", True
         self.counts.open += 1
         try:
-            async with aclosing(self._attempted(request)) as all_news:
+            async with aclosing(self._attempted(request, decode)) as all_news:
                 async for news in all_news:
                     if first:
                         self.counts.first_token.add(time.monotonic() - begun)
@@ -193,7 +194,7 @@ class Frontend:
             self.counts.open -= 1
             self.counts.ended[how] += 1
 
-    async def _attempted(self, request: msg.Submit) -> AsyncGenerator[msg.Tokens]:
+    async def _attempted(self, request: msg.Submit, decode: str) -> AsyncGenerator[msg.Tokens]:
         """As `generate`."""
         request_id = request.request_id
         emitted: list[int] = []
@@ -203,7 +204,7 @@ class Frontend:
         while len(reasons) < MAX_ATTEMPTS:
             attempt: _Attempt | None = None
             try:
-                attempt = await self._submit(request, emitted, refused)
+                attempt = await self._submit(request, emitted, refused, decode)
                 while True:
                     news = await attempt.news.get()
                     if news.finished == "error":
@@ -228,14 +229,14 @@ class Frontend:
                     await asyncio.shield(self._placement.over(request_id))
         raise ServiceError(f"{len(reasons)} attempts: " + "; ".join(reasons))
 
-    async def _submit(self, request: msg.Submit, emitted: Sequence[int], refused: set[str]) -> _Attempt:
+    async def _submit(self, request: msg.Submit, emitted: Sequence[int], refused: set[str], decode: str) -> _Attempt:
         """Have a decode process go on after the tokens that the client has had."""
-        prompt, prefill = (*request.prompt, *emitted), ""
-        if self._placement is not None:
+        prompt, prefill = (*request.prompt, *emitted), request.prefill
+        if self._placement is not None and not prefill:
             there = [one.ready.name for one in self._serving("prefill")]
             prefill = await self._placement.place(request.request_id, prompt, there)
         while True:
-            name = await self._choose(refused)
+            name = await self._choose(refused, decode)
             serial = next(self._serials)
             attempt = _Attempt(name, f"{request.request_id}.{serial}", serial)
             submit = msgspec.structs.replace(
@@ -251,14 +252,14 @@ class Frontend:
                 self.members[name].serials.add(serial)
                 return attempt
 
-    async def _choose(self, refused: set[str]) -> str:
-        """The decode process with the fewest requests of us, of those that have not refused this one."""
+    async def _choose(self, refused: set[str], wanted: str) -> str:
+        """Of the decode processes that have not refused this request the wanted one, or that with the fewest of us."""
         deadline = time.monotonic() + _WAIT_S
         while True:
             there = self._serving("decode")
             willing = [member for member in there if member.ready.name not in refused]
             if willing:
-                return min(willing, key=lambda member: len(member.serials)).ready.name
+                return min(willing, key=lambda one: (one.ready.name != wanted, len(one.serials))).ready.name
             if there:
                 raise RefusedError(f"no decode process takes it: {', '.join(sorted(refused))} have refused it")
             self._changed.clear()

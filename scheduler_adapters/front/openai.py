@@ -99,6 +99,7 @@ class _Body(msgspec.Struct):
     return_token_ids: bool | None = None  # as in vLLM
     ignore_eos: bool | None = None  # as in vLLM
     min_tokens: Annotated[int, Meta(ge=0)] | None = None  # as in vLLM
+    kv_transfer_params: Json | None = None  # as in vLLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,7 @@ class ClientRequest:
         ignore_eos: it ends by its length alone.
         model: as the client called it.
         request_id: what the answer is called.
+        transfer: what a router carries from a prefill process to a decode process.
         created: seconds since 1970.
     """
 
@@ -129,6 +131,7 @@ class ClientRequest:
     ignore_eos: bool
     model: str
     request_id: str
+    transfer: Json = field(default_factory=dict[str, Any])
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -155,8 +158,11 @@ def read_request(kind: Kind, data: bytes, served: ServedModel) -> ClientRequest:
     if body.stream_options is not None and not body.stream:
         raise OpenAIError("stream_options are for requests with stream", param="stream_options")
     limit = most if most or kind == "chat" else _DEFAULT_TOKENS
-    if body.min_tokens and (not body.ignore_eos or (limit and limit < body.min_tokens)):
-        reason = f"min_tokens is {body.min_tokens}: only with ignore_eos, and up to max_tokens"
+    transfer = body.kv_transfer_params or {}
+    # vLLM's router asks prefill for one token, at least and at most: nothing is generated there.
+    least = 0 if transfer.get("do_remote_decode") else body.min_tokens
+    if least and (not body.ignore_eos or (limit and limit < least)):
+        reason = f"min_tokens is {least}: only with ignore_eos, and up to max_tokens"
         raise OpenAIError(reason, param="min_tokens")
     prefix = "chatcmpl" if kind == "chat" else "cmpl"
     return ClientRequest(
@@ -170,6 +176,7 @@ def read_request(kind: Kind, data: bytes, served: ServedModel) -> ClientRequest:
         ignore_eos=bool(body.ignore_eos),
         model=body.model,
         request_id=f"{prefix}-{uuid.uuid4().hex}",
+        transfer=transfer,
     )
 
 

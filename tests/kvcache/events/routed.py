@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ class Router:
         events: dict[str, tuple[str, str | None]],
         log: Path,
         *,
-        decode: str | None = None,
+        decodes: Sequence[str] = (),
         model: str = "m",
         page_size: int = PAGE,
     ) -> None:
@@ -103,22 +104,22 @@ class Router:
         self.log = log
         command = [str(ROUTER), "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics)]
         command += ["--kv-event-block-size", str(page_size), "--kv-event-model", model, "--policy", "kv_aware"]
-        if decode is None:
+        if not decodes:
             command += ["--worker-urls", *events]
             for url, (endpoint, replay) in events.items():
                 command += ["--kv-event-source", f"{url}={endpoint}"]
                 command += ["--kv-event-replay-source", f"{url}={replay}"] if replay else []
         else:
-            command += ["--vllm-pd-disaggregation", "--decode", decode]
+            command += ["--vllm-pd-disaggregation", *(each for url in decodes for each in ("--decode", url))]
             command += ["--prefill-policy", "kv_aware", "--decode-policy", "round_robin"]
             for url, (endpoint, _) in events.items():
                 command += ["--prefill", url, "--pd-kv-events", f"{url}={endpoint}"]
         with log.open("w") as output:
             self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
 
-    def complete(self, tokens: list[int]) -> dict[str, Any]:
+    def complete(self, prompt: list[int] | str, new: int = 1) -> dict[str, Any]:
         """The answer to a prompt. `OSError` where there is none."""
-        body = json.dumps({"model": self.model, "prompt": tokens, "max_tokens": 1}).encode()
+        body = json.dumps({"model": self.model, "prompt": prompt, "max_tokens": new}).encode()
         request = urllib.request.Request(self.url, body, {"content-type": "application/json"})  # noqa: S310 - http
         with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:  # noqa: S310 - as above
             return json.load(answer)
@@ -196,7 +197,8 @@ class Routed(Followed):
             worker.server.url: (worker.way.address, worker.manager.kv_event_endpoints[0][1]) for worker in self.workers
         }
         log = self.folder / f"router{len(self.routers)}.log"
-        router = Router(events, log, decode=self.decode and self.decode.url, page_size=self.page_size)
+        decodes = [self.decode.url] if self.decode else []
+        router = Router(events, log, decodes=decodes, page_size=self.page_size)
         self.routers.append(router)
         await asyncio.to_thread(router.begin)
         for worker in self.workers:

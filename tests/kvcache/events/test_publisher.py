@@ -201,6 +201,16 @@ def asking(stream: _Stream, first: int) -> zmq.Socket[bytes]:
     return socket
 
 
+def is_gone(stream: _Stream) -> bool:
+    """Whether the stream's socket has noticed that the peer of its answer is no more there."""
+    assert stream.replay is not None
+    try:
+        stream.replay.send_multipart([stream._unsent[0][0], b""], zmq.NOBLOCK)
+    except zmq.ZMQError as error:
+        return error.errno == zmq.EHOSTUNREACH
+    return False
+
+
 def read(socket: zmq.Socket[bytes]) -> list[bytes]:
     """The numbers of what is there for a peer."""
     found: list[bytes] = []
@@ -235,7 +245,9 @@ def test_of_answers_that_nobody_reads_few_messages_are_kept(stream: _Stream, mon
         waited(lambda: not stream.reply() and not stream.is_answering)
     gone = asking(stream, first)
     gone.close(linger=0)
-    waited(lambda: not stream.reply() and not stream.is_answering)
+    waited(lambda: is_gone(stream))
+    assert not stream.reply()
+    assert not stream.is_answering
     reader, got = asking(stream, first), list[bytes]()
     while stream.is_answering:
         stream.reply()
@@ -420,6 +432,17 @@ def test_who_comes_late_and_cannot_ask_is_told_all() -> None:
         assert worker_of(made)._anew_at > time.monotonic(), "and not again so soon"
         worker_of(made)._anew_at = 0.0
         run(made, 201 + 100 * number)
+    made.close()
+
+
+def test_a_subscription_that_is_on_its_way_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcache.events.publisher._JOIN_S", 60.0)
+    made = manager_of(32, max_seq_len=120, params={"kv_events": KVEvents(ANY)})
+    worker = worker_of(made)
+    with Mirror(made.kv_event_endpoints[0]):
+        waited(lambda: worker._anew_at > 0)
+        assert worker._is_owed
+        assert worker._anew_at > time.monotonic() + 20
     made.close()
 
 

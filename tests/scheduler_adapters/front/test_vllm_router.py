@@ -1,11 +1,15 @@
-"""vLLM's router in front of two whole fleets sends a prompt to the fleet whose prefill process has its pages."""
+"""vLLM's router in front of whole fleets, and of the processes of one: prompts go to whoever has their pages."""
 
 import random
+import signal
 import time
+import urllib.error
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
+import openai
 import pytest
 
 from tests.kvcache.events.routed import ROUTER, Router
@@ -69,3 +73,104 @@ def send(router: Router, fleets: list[Served]) -> None:
     assert [found(prompt) for prompt in prompts] == [LENGTH // PAGE * PAGE] * 24
     served = [sum(one["prompt_tokens"] for one in each.get("/fleet").values()) for each in fleets]
     assert min(served) > 0, "both"
+
+
+@pytest.fixture
+def apart(tmp_path: Path) -> Iterator[Served]:
+    """Two prefill and two decode processes behind one front."""
+    pytest.importorskip("dynamo.llm")  # as above
+    served = Served(tmp_path)
+    placed = ("--placement", "dynamo")
+    try:
+        served.start("front", "front", "--address-file", str(served.addresses), "--http-port", "0", *placed)
+        for number in (1, 2):
+            served.join("prefill", f"p{number}", *placed)
+            served.join("decode", f"d{number}")
+        served.until_there(2, 2)
+        yield served
+    finally:
+        served.close()
+
+
+def test_the_router_chooses_the_prefill_process_and_the_decode_process(apart: Served, tmp_path: Path) -> None:
+    members = apart.get("/fleet")
+    at = {name: f"{apart.url}/processes/{name}" for name in members}
+    events = {at[name]: (members[name]["kv_events"], None) for name in ("p1", "p2")}
+    decodes = [at["d1"], at["d2"]]
+    with closing(Router(events, tmp_path / "router.log", decodes=decodes, model="pagewire", page_size=PAGE)) as router:
+        router.begin()
+        follows_both(router, apart)
+        loses_some(router, apart)
+
+
+def follows_both(router: Router, apart: Served) -> None:
+    rng, urls = random.Random(1), {name: f"{apart.url}/processes/{name}/v1" for name in ("p1", "p2", "d1", "d2")}
+
+    def at_one_of_them() -> list[int]:
+        """A new prompt that one prefill process has computed: the router's two calls, by hand."""
+        prompt, name = [rng.randrange(200) for _ in range(LENGTH)], rng.choice(["p1", "p2"])
+        params = {"do_remote_decode": True, "do_remote_prefill": False}
+        asked = apart.client.with_options(base_url=urls[name]).completions.create(
+            model="pagewire", prompt=prompt, max_tokens=1, extra_body={"kv_transfer_params": params}
+        )
+        carried = {"kv_transfer_params": asked.model_dump()["kv_transfer_params"]}
+        at_decode = apart.client.with_options(base_url=urls[rng.choice(["d1", "d2"])])
+        at_decode.completions.create(model="pagewire", prompt=prompt, max_tokens=1, extra_body=carried)
+        return prompt
+
+    def found(prompt: list[int]) -> int:
+        """Tokens of it that were cached where the router has had it prefilled.
+
+        By the process's own count: the router tells its clients what the first of its two answers says.
+        """
+        before = cached()
+        router.complete([*prompt, 7])
+        return cached() - before
+
+    def cached() -> int:
+        stats = apart.get("/fleet")
+        return sum(stats[name]["cached_tokens"] for name in ("p1", "p2"))
+
+    deadline, right = time.monotonic() + WITHIN_S, 0
+    while right < 8:  # in a row: by then it follows both
+        assert time.monotonic() < deadline, router.log.read_text()[-2000:]
+        prompt = at_one_of_them()
+        time.sleep(0.2)
+        right = right + 1 if found(prompt) else 0
+    prompts = [at_one_of_them() for _ in range(12)]
+    time.sleep(1.0)
+    assert [found(prompt) for prompt in prompts] == [LENGTH // PAGE * PAGE] * 12
+    for text in (*prompts[:4], "A text goes the same way."):
+        assert router.complete(text, 12)["choices"][0]["text"] == complete(apart.client, text, 12).choices[0].text
+    stats = apart.get("/fleet")
+    assert min(stats[name]["prompt_tokens"] for name in ("p1", "p2")) > 0, "both computed"
+    assert min(stats[name]["pages_pulled"] for name in ("d1", "d2")) > 0, "both decoded"
+
+
+def loses_some(router: Router, apart: Served) -> None:
+    """What was on its way to a process that dies goes on at another one, or says who is gone."""
+    rng = random.Random(2)
+    prompts = [[rng.randrange(200) for _ in range(LENGTH)] for _ in range(12)]
+    theirs = [complete(apart.client, prompt, 100).choices[0].text for prompt in prompts]
+
+    def told(prompt: list[int]) -> str:
+        try:
+            return router.complete(prompt, 100)["choices"][0]["text"]
+        except urllib.error.HTTPError as error:
+            return f"{error.code}: {error.read().decode()}"
+
+    for gone in ("d1", "p1"):
+        with ThreadPoolExecutor(4) as pool:
+            asked = [pool.submit(told, prompt) for prompt in prompts]
+            apart.until(lambda: any(one.done() for one in asked), "some of it")  # noqa: B023 - called at once
+            apart.signal(gone, signal.SIGKILL)
+            results = [one.result() for one in asked]
+        wrong = [one for one, want in zip(results, theirs, strict=True) if one != want]
+        # Of d1 the router learns a minute later, by its own look at who is well.
+        assert all("'d1' is not there" in one or f"{gone!r} is not there" in one for one in wrong), wrong
+        assert len(wrong) < len(prompts)
+    apart.until_nothing_is_held()
+    with pytest.raises(openai.InternalServerError, match="'p1' is not there: d2, p2 are"):
+        complete(apart.client.with_options(base_url=f"{apart.url}/processes/p1/v1"), [1, 2], 1)
+    with pytest.raises(openai.BadRequestError, match="'p2' is a prefill process"):
+        complete(apart.client.with_options(base_url=f"{apart.url}/processes/p2/v1"), [1, 2], 1)
