@@ -80,7 +80,8 @@ class Explorer:
         self.cast = cast
         self.protocol = Protocol(cast.shape, without)
         readers = cast.shape.readers
-        self._exact = bool(without & {"writer-hold", "quarantine", "settled-ends"})  # a READ may hit a page
+        # A READ may hit a page, or which pages of a request are there counts.
+        self._exact = bool(without & {"writer-hold", "quarantine", "settled-ends"}) or cast.shape.by_content
         self._mirrors = len(readers) == 2 and readers[0] == readers[1] and not self._exact
         self._rooms: list[Room] = []
         self._faces: list[Face] = []

@@ -16,6 +16,7 @@ from tests.transfer.protocol_room import (
     PULLING,
     STALE,
     STANDING,
+    UNASKED,
     UNSET,
     Move,
     Protocol,
@@ -29,7 +30,7 @@ _STAGE = {IDLE: 0, PULLING: 1, GIVEN_UP: 2, COMMITTED: 2, CLOSED: 3}  # how far 
 def stale(protocol: Protocol, name: str, size: int, room: Room) -> str:
     """No stale page: says which committed page does not hold what was leased, empty where each does."""
     for link, (reader, rank) in enumerate(protocol.links):
-        wrong = ((1 << size) - 1) & ~room.link[link][2]
+        wrong = ((1 << protocol.pages_of(size, room)) - 1) & ~room.link[link][2]
         if room.pull[reader] == COMMITTED and wrong:
             return f"stale page: D{reader} serves page {bits(wrong)[0]} of {name} from P{rank}, and it is another's"
     return ""
@@ -74,6 +75,11 @@ def is_over(room: Room) -> bool:
 def rank(size: int, room: Room) -> int:
     """A number that every move increases. So no move leads back, and every run ends."""
     gone = 0 if UNSET in room.word or room.held else sum(1 + size - mask.bit_count() for mask in room.intact)
-    source = 10 * sum(room.word) + room.heard.bit_count() + bool(room.held or any(room.word)) + gone
+    if room.found == UNASKED and UNSET in room.word:
+        lost = sum(size - mask.bit_count() for mask in (room.listed, *room.intact))
+        return 1 + lost + 1000 * sum(_STAGE[state] for state in room.pull)
+    source = (
+        100 * bool(room.found) + 10 * sum(room.word) + room.heard.bit_count() + bool(room.held or any(room.word)) + gone
+    )
     reads = sum(-1 if state == FLYING else 10 * state + copied.bit_count() for state, copied, _ in room.link)
     return source + reads + 1000 * sum(_STAGE[state] for state in room.pull)

@@ -3,6 +3,9 @@
 A *room* is one attempt of one request: a source engine P of one or several ranks leases pages to the readers D0 and D1,
 each of which copies them over *links*, one for each pair of ranks. `docs/protocol.md` tells the same in prose.
 
+Where pages are asked for by what they hold (`Shape.by_content`), P has computed them for somebody else: nobody holds
+them, each may be lost at any time, and what P leases is as many of them as it still has when it is asked.
+
 The network is the set of everything that was ever sent: a message may arrive at once, late, out of order, many times or
 never, with no move for any of these. A clock may strike at any moment. A page that nobody holds may be rewritten at any
 moment, each page for itself. A READ copies page by page, in any order, and a page counts as what it held when its last
@@ -17,6 +20,8 @@ from typing import NamedTuple, TypeVar
 UNSET, STANDING, STALE, CLEARED = range(4)  # a lease word; STALE: the id stands, the pages are gone
 IDLE, PULLING, GIVEN_UP, COMMITTED, CLOSED = range(5)  # a reader's pull
 NONE, COPYING, FENCED_EARLY, FENCING, MATCHED, MISMATCHED, PASSED, FLYING = range(8)  # a link
+
+ABSENT, UNASKED = 0, -1  # by content, not computed yet; computed, and nobody was answered yet
 
 T = TypeVar("T")
 
@@ -34,6 +39,8 @@ class Room(NamedTuple):
     pages: tuple[int, ...]  # [reader] pages held there, a mask over its pool, the same on every rank
     loose: tuple[int, ...]  # [reader] pages given back that a READ may still write: none, with all rules
     link: tuple[tuple[int, int, int], ...]  # [link] state, pages copied, pages whose copy is what was leased
+    found: int = ABSENT  # by content: how many pages the lease is of, from the first one on; before it UNASKED
+    listed: int = 0  # by content: pages that P would find
 
 
 class View(NamedTuple):
@@ -67,6 +74,7 @@ class Shape(NamedTuple):
     sources: int
     readers: tuple[tuple[int, ...], ...]
     pool: int
+    by_content: bool = False
 
 
 def put(values: tuple[T, ...], index: int, value: T) -> tuple[T, ...]:
@@ -101,7 +109,8 @@ class Protocol:
 
     def moves(self, name: str, size: int, room: Room, view: View) -> Iterator[Move]:
         """Everything that can happen next in the room of request `name`, of `size` pages."""
-        yield from self._grant(name, size, room, view)
+        yield from (self._lend if self.shape.by_content else self._grant)(name, size, room, view)
+        size = self.pages_of(size, room)
         for rank in range(self.shape.sources):
             yield from self._lease(name, rank, room, view)
         yield from self._give_away(name, room)
@@ -119,6 +128,44 @@ class Protocol:
                 room = room._replace(held=lowest(view.free_source, size), intact=full)
                 yield Move(f"P has computed {name} and holds its pages {bits(room.held)}", room)
             return
+        yield from self._set_words(name, room)
+
+    def pages_of(self, size: int, room: Room) -> int:
+        """How many pages a reader takes that has asked for `size` of them."""
+        return room.found if room.found > 0 and self.has("take-what-is-held") else size
+
+    def _lend(self, name: str, size: int, room: Room, view: View) -> Iterator[Move]:
+        """What comes before a lease by content, and the lease."""
+        if room.found == ABSENT:
+            if view.may_lease and view.free_source.bit_count() >= size:
+                full = (1 << size) - 1
+                computed = room._replace(intact=(full,) * self.shape.sources, found=UNASKED, listed=full)
+                yield Move(f"P has computed {name} for somebody, its pages are listed, and nobody holds them", computed)
+            return
+        for page in bits(room.listed):
+            yield Move(f"page {page} of {name} leaves P's index", room._replace(listed=room.listed & ~(1 << page)))
+        if room.found == UNASKED and all(word == UNSET for word in room.word):
+            run = next(page for page in range(size + 1) if not room.listed >> page & 1)
+            run = min(run, view.free_source.bit_count())  # what another lease holds is not this request's any more
+            if not run:
+                none = room._replace(word=(CLEARED,) * self.shape.sources, listed=0)
+                yield Move(f"P is asked for {name} and has nothing of it: there is no lease", none)
+            elif self.has("find-and-hold"):
+                yield self._hold(name, room._replace(found=run), view)
+            else:
+                yield Move(f"P is asked for {name} and finds {run} pages of it", room._replace(found=run))
+        elif room.found > 0 and not room.held and all(word == UNSET for word in room.word):
+            yield self._hold(name, room, view)
+        elif room.held:
+            yield from self._set_words(name, room)
+
+    def _hold(self, name: str, room: Room, view: View) -> Move:
+        held = lowest(view.free_source, room.found)
+        kept = (1 << room.found) - 1 if self.has("take-what-is-held") else -1  # beyond them nobody looks
+        intact = tuple(mask & kept for mask in room.intact)
+        return Move(f"P holds {room.found} pages of {name}", room._replace(held=held, intact=intact, listed=0))
+
+    def _set_words(self, name: str, room: Room) -> Iterator[Move]:
         for rank, word in enumerate(room.word):
             if word == UNSET:
                 text = f"P{rank} writes the id of {name}'s lease into its word"
@@ -126,6 +173,8 @@ class Protocol:
 
     def offered(self, room: Room) -> bool:
         """Whether the offer has left the source. The readers learn of it then, or any time later."""
+        if room.found in (ABSENT, UNASKED) and self.shape.by_content:
+            return False
         if self.has("word-before-offer"):
             return UNSET not in room.word
         return bool(room.held) or UNSET not in room.word
@@ -181,9 +230,10 @@ class Protocol:
         gone = room.word.count(CLEARED)
         if room.held and (gone == len(room.word) or (gone and not self.has("all-words"))):
             yield Move(f"P lets go of the pages of {name}", room._replace(held=0), "P")
-        if not room.held:
+        if not room.held or self.shape.by_content:
+            kept = (1 << room.found) - 1 if room.held else room.listed if self.has("unlist-first") else 0
             for rank, intact in enumerate(room.intact):
-                for page in bits(intact):
+                for page in bits(intact & ~kept):
                     text = f"page {page} of {name} is rewritten on P{rank}, for another request"
                     yield Move(text, room._replace(intact=put(room.intact, rank, intact & ~(1 << page))))
 
@@ -200,6 +250,9 @@ class Protocol:
                 yield Move(f"D{reader} takes the offer of {name}, reserves pages {bits(pages)}, posts its READs", taken)
             refused = room._replace(pull=put(room.pull, reader, CLOSED), said=room.said | self._mask(links))
             yield Move(f"D{reader} refuses {name}", refused, f"D{reader}")
+        elif state == IDLE and room.found == UNASKED and UNSET not in room.word:
+            closed = room._replace(pull=put(room.pull, reader, CLOSED))
+            yield Move(f"D{reader} is told that P has nothing of {name}", closed)
         elif state == PULLING:
             yield from self._commit(name, reader, room)
             yield self._give_up(name, reader, room)
@@ -338,7 +391,7 @@ class Protocol:
     def crash_source(self, room: Room, rank: int) -> Room:
         """A rank of P dies and starts anew: other bytes where its pages were, empty words, nothing remembered."""
         if not room.held and room.word[rank] == UNSET:
-            return room
+            return room._replace(intact=put(room.intact, rank, 0), listed=0)
         survives = room.word[rank] in (STANDING, STALE) and not self.has("mortal-words")
         word = put(room.word, rank, STALE if survives else CLEARED)
         held = 0 if all(state in (CLEARED, STALE) for state in word) else room.held

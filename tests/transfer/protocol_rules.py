@@ -43,6 +43,9 @@ RULES = {
     "all-or-nothing": "a pull commits when the words of all ranks that it read from held the id, or not at all",
     "source-deadline": "the source ends a lease at a deadline of its own",
     "reader-deadline": "the reader gives a pull up at a deadline of its own",
+    "find-and-hold": "pages that are asked for by what they hold are held in the moment in which they are found",
+    "unlist-first": "a page leaves the index before it is given to anybody else",
+    "take-what-is-held": "a reader takes as many pages as the source says that it holds, not as many as it asked for",
 }
 ASSUMPTIONS = {
     "whole-reads": "a READ that ended well has delivered every byte, while the source lives and its pool is mapped",
@@ -64,6 +67,8 @@ CASTS = {
         Cast("2 attempts, 2 by 2 ranks", Shape(2, ((0, 1, 0, 1),), 3), (_A, _AGAIN), crashes=0),
         Cast("2 source ranks, 2 readers", Shape(2, ((0, 1), (0, 1)), 3), (_A,), crashes=2),
         Cast("one word for all leases", Shape(1, _ONE, 3), (_A, Part("A again", 2, 0), Part("B", 1)), crashes=2),
+        Cast("2 requests by content", Shape(1, _ONE, 3, by_content=True), (_A, _B), crashes=2),
+        Cast("by content, 2 source ranks", Shape(2, ((0, 1),), 3, by_content=True), (_A,), crashes=2),
     ),
     "small": (
         Cast("2 requests, 1 reader", Shape(1, _ONE, 3), (_A, _B), crashes=1),
@@ -71,6 +76,7 @@ CASTS = {
         Cast("2 attempts, 1 reader", Shape(1, _ONE, 3), (_A, _AGAIN), crashes=1),
         Cast("1 request, 2 source ranks", Shape(2, ((0, 1),), 3), (_A,), crashes=1),
         Cast("one word for all leases", Shape(1, _ONE, 3), (_A, Part("B", 1)), crashes=1),
+        Cast("by content", Shape(1, _ONE, 3, by_content=True), (_A,), crashes=1),
     ),
 }
 
@@ -80,6 +86,7 @@ _READERS = Cast("1 request, 2 readers", Shape(1, _TWO, 3), (_A,))
 _ATTEMPTS = Cast("2 attempts, 1 reader", Shape(1, _ONE, 4), (_A, _AGAIN))
 _RANKS = Cast("1 request, 2 source ranks", Shape(2, ((0, 1),), 3), (_A,))
 _REQUESTS = Cast("2 requests, 1 reader", Shape(1, _ONE, 3), (Part("A", 2, slot=0), Part("B", 2, slot=1)))
+_ASKED = Cast("by content", Shape(1, _ONE, 3, by_content=True), (_A,))
 _WORD = Cast("2 requests, one word", Shape(1, _ONE, 3), (Part("A", 2), Part("B", 1)))
 
 SHOWN_BY = dict.fromkeys((*RULES, *ASSUMPTIONS), _PAIR) | {
@@ -93,5 +100,8 @@ SHOWN_BY = dict.fromkeys((*RULES, *ASSUMPTIONS), _PAIR) | {
     "quarantine": _REQUESTS,
     "settled-ends": _REQUESTS,
     "all-or-nothing": _RANKS,
+    "find-and-hold": _ASKED,
+    "unlist-first": _ASKED,
+    "take-what-is-held": _ASKED,
 }
 """The smallest cast in which the absence of a rule, or of an assumption, does harm."""
