@@ -12,7 +12,7 @@ What a scheduler does, and what does it here:
     accept    `PageExchange.open_pull`, `PageExchange.read`               of what a peer offered
     poll      `PageExchange.poll`                                         what has become of both
 
-`ServingLoop` and `PrefillScheduler` need `Pages`, `DecodeScheduler` needs `PulledPages`; the managers are both. Both
+`ServingLoop` needs `Pages`, `PrefillScheduler` and `DecodeScheduler` need `PulledPages`; the managers are both. Both
 ends of a transfer are an `PageExchange` (`transfer.pull.exchange`). An engine that owns its pages (SGLang) has
 no use for `Pages`: there an adapter follows the engine's own interface. What every adapter must do, whatever it is
 built of, is in `tests/scheduler_adapters/contract.py`.
@@ -26,6 +26,7 @@ from typing import Protocol
 
 from kvcache.metrics import KVCacheMetrics
 from kvcache.replica.block_table import BlockTable, PageCopy, PendingImport
+from kvcache.replica.contents import PageContents
 from kvcache.replica.context import Context
 from kvcache.replica.copier import ImportProof
 from kvcache.types import RaggedKVCacheInputs, RequestID
@@ -107,6 +108,11 @@ class PulledPages(Pages, Protocol):
     What is imported never covers the request's last known token: decode runs that one itself, and gets its first logits
     from it. So the context must know one token more than the table covers, the one that prefill has sampled, say.
     """
+
+    @property
+    def contents(self) -> PageContents:
+        """Pages by what they hold: what a prompt needs, and what is cached of it."""
+        ...
 
     def import_block_table(
         self, context: Context, table: BlockTable, num_steps: int = 1, *, partial: bool = False

@@ -109,13 +109,14 @@ class ServingLoop(Generic[PagesT_co]):
         """Requests that hold no page yet, or were preempted."""
         return len(self._waiting)
 
-    def add(self, request: Request) -> None:
-        """Queue a request.
+    def add(self, request: Request, context: TextContext | None = None) -> None:
+        """Queue a request; `context`: what `context_for` made of it before, where it did.
 
         Raises `PromptTooLongError` where it can never fit, `AlreadyClaimedError` where the loop knows a request of that
         id, `InvalidRequestError` for no prompt, bad tokens, or a `max_new_tokens` below 1.
         """
-        self._waiting[request.request_id] = _Entry(request, self.context_for(request))
+        self._check_new(request.request_id)
+        self._waiting[request.request_id] = _Entry(request, context or self.context_for(request))
 
     def adopt(self, request: Request, context: TextContext) -> None:
         """Let a request join that was prefilled elsewhere: its context is claimed, its last token alone is to run."""

@@ -14,7 +14,7 @@ from transfer import prometheus as transfer
 PAGE = Path(__file__).parents[1] / "docs/metrics.md"
 FAMILIES: dict[str, tuple[Family, ...]] = {
     "`ManagerCollector` of `kvcache.prometheus`": cache.FAMILIES,
-    "`TransferCollector` of `transfer.prometheus`": (*transfer.FAMILIES, transfer.QUERIES),
+    "`TransferCollector` of `transfer.prometheus`": (*transfer.FAMILIES, *transfer.OF_EXCHANGE),
     "`ServiceCollector` of `scheduler_adapters.service.prometheus`": service.FAMILIES,
     "`FrontCollector` of `scheduler_adapters.front.prometheus`": front.FAMILIES,
 }

@@ -65,6 +65,10 @@ def _queries(owner: PageExchange) -> Iterator[Sample]:
     return (((count,), owner.queries[count]) for count in get_args(Count))
 
 
+def _lent(owner: PageExchange) -> Iterator[Sample]:
+    return (((replica,), lender.pages_lent) for replica, lender in enumerate(owner.lending.of))
+
+
 FAMILIES = (
     Family(
         "pagewire_pull_seconds",
@@ -135,12 +139,21 @@ FAMILIES = (
         _notes,
     ),
 )
-QUERIES = Family(
-    "pagewire_handshake_queries_total",
-    "counter",
-    "What peers asked of this process's engines, by what became of it.",
-    ("answer",),
-    _queries,
+OF_EXCHANGE = (
+    Family(
+        "pagewire_lent_pages_total",
+        "counter",
+        "Pages that readers asked for by what they hold, and were leased.",
+        _REPLICA,
+        _lent,
+    ),
+    Family(
+        "pagewire_handshake_queries_total",
+        "counter",
+        "What peers asked of this process's engines, by what became of it.",
+        ("answer",),
+        _queries,
+    ),
 )
 
 
@@ -151,5 +164,5 @@ class TransferCollector(FamilyCollector):
     """
 
     def __init__(self, source: PageExchange | Transfers, **labels: object) -> None:
-        families = (*FAMILIES, QUERIES) if isinstance(source, PageExchange) else FAMILIES
+        families = (*FAMILIES, *OF_EXCHANGE) if isinstance(source, PageExchange) else FAMILIES
         super().__init__("transfer", lambda: source, families, labels)

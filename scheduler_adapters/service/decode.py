@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from kvcache.replica.copier import ImportProof
     from scheduler_adapters.base import PulledPages
-    from scheduler_adapters.service.sockets import Context, Socket
+    from scheduler_adapters.service.sockets import Awaited, Context, Socket
     from transfer.pull.exchange import ExchangeEvent, PageExchange
     from transfer.wire.keys import Keyring
 
@@ -116,18 +116,19 @@ class DecodeScheduler:
 
     @property
     def open_requests(self) -> int:
-        """Requests on their way, and pulls of others that have not ended."""
-        return len({request.key for request in list(self._requests.values())} | self._exchange.open_pulls)
+        """Requests on their way, pulls of others that have not ended, and leases of pages that were asked for."""
+        keys = {request.key for request in list(self._requests.values())} | self._exchange.open_pulls
+        return len(keys) + self._exchange.lending.num_leases
 
     @property
     def is_idle(self) -> bool:
         """Whether there is nothing to do before somebody asks for it: no request is here, and no pull of one."""
-        return not (self._requests or self._exchange.open_pulls)
+        return not (self._requests or self._exchange.open_pulls or self._exchange.lending.is_asked)
 
     @property
-    def sockets(self) -> list[Socket]:
+    def sockets(self) -> list[Awaited]:
         """What to wait for while `poll` finds nothing to do."""
-        return [socket for prefill in self.connections for socket in prefill.sockets]
+        return [*(socket for prefill in self.connections for socket in prefill.sockets), self._exchange.lending]
 
     # ---- what the frontend says
 
@@ -152,8 +153,7 @@ class DecodeScheduler:
             news = msg.Tokens(request_id=name, finished="error", error=str(error), serial=serial, elsewhere=again)
             self.frontend.send(news)
             return
-        number, by = next(self._attempts), self._clock() + self._times.wait_s
-        request = DecodeRequest(name, number, "waiting", by, spec=spec, serial=serial, wanted=message.prefill)
+        request = DecodeRequest.of(message, spec, next(self._attempts), self._clock() + self._times.wait_s)
         request.span = span_of(message, self.name) if self._trace else None
         self._requests[name] = self._unasked[name] = request
 
@@ -171,8 +171,9 @@ class DecodeScheduler:
             self._finish(request, "cancelled")
 
     def drain(self) -> None:
-        """Refuse each new request from now on."""
+        """Refuse each new request from now on, and lend nothing more."""
         self.draining = True
+        self._exchange.lending.stop()
 
     def follow(self, prefills: Sequence[str]) -> None:
         """The endpoints of the prefill processes are these now. Nobody is left whose process is still there."""
@@ -257,10 +258,8 @@ class DecodeScheduler:
             self._fail(request, f"prefill process {prefill.name!r} has offered two leases for one attempt")
         elif request.has_had(message):
             self.counts["late"] += 1
-        elif message.prompt_digest != (digest := request.digest(message.table.num_tokens)):
-            reason = f"prefill process {prefill.name!r} has offered the pages of another prompt: the digest of their "
-            reason += f"{message.table.num_tokens} tokens is {message.prompt_digest.hex()[:16]}, that of the request's "
-            self._fail(request, f"{reason}is {digest.hex()[:16]}")
+        elif foreign := request.foreign(message):
+            self._fail(request, f"prefill process {prefill.name!r} has offered the pages of another prompt: {foreign}")
         elif message.token is not None and not self._loop.knows(message.token):
             reason = f"prefill process {prefill.name!r} sent token {message.token}, which the model does not know"
             self._fail(request, reason)
@@ -321,15 +320,16 @@ class DecodeScheduler:
                     continue
                 last = offer.token is not None
                 try:
-                    importing = reserve(self._manager, request, offer.table, last=last)
+                    context = request.new_context()
+                    pending = reserve(self._manager, context, request.replica, offer.table, last=last)
                 except KVCacheError as error:
                     queue.popleft()
                     self._fail(request, str(error), final=True)
                     continue
-                if importing is None:
+                if pending is None:
                     break
                 queue.popleft()
-                request.importing = importing
+                importing = request.importing = Importing(context, pending)
                 request.move("pulling", self._clock() + (self._times.pull_s if last else self._times.prefill_s))
                 start, stop = importing.pending.tokens
                 self.counts["reused"] += start // self._manager.page_size

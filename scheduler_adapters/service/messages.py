@@ -57,6 +57,16 @@ class OfAttempt(Message, frozen=True, kw_only=True):
     attempt: Attempt  # a number of decode's, higher for each attempt at any request
 
 
+class KVSource(msgspec.Struct, frozen=True):
+    """Who may have pages of a prompt, and is asked for them."""
+
+    address: Name  # of its `PageExchange`
+    engines: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=64)]  # its replicas, the likeliest first
+
+
+KVSources = Annotated[tuple[KVSource, ...], Meta(max_length=8)]
+
+
 class Hello(Message, frozen=True, kw_only=True, tag=True):
     """Decode to prefill, first of all on each connection: who asks."""
 
@@ -70,6 +80,7 @@ class Welcome(Message, frozen=True, kw_only=True, tag=True):
     name: Name
     incarnation: Name
     engines: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=1024)]
+    address: OptionalName = ""  # of its `PageExchange`, where other processes ask for pages
 
 
 class Leaving(Message, frozen=True, kw_only=True, tag=True):
@@ -94,6 +105,7 @@ class Submit(Message, frozen=True, kw_only=True, tag=True):
     serial: Serial = 0  # of no other submission: one that comes again is dropped. 0: each is sent once
     prefill: OptionalName = ""  # the process to have it prefilled by, where it is there and has not failed at it
     traceparent: Annotated[str, Meta(max_length=256)] = ""  # of the trace that its hand-over belongs to (W3C's header)
+    kv_sources: KVSources = ()  # who may have its pages; empty: decode says what it knows of the prefill processes
 
 
 class Abort(Message, frozen=True, kw_only=True, tag=True):
@@ -122,6 +134,7 @@ class Prefill(OfAttempt, frozen=True, kw_only=True, tag=True):
     within_s: Seconds  # after these nobody waits for it any more
     chunkwise: bool = False  # offer pages while the rest of the prompt still runs
     cache_salt: Salt | None = None
+    kv_sources: KVSources = ()  # who may have its pages, in the order in which they are asked
 
 
 class PagesOffer(OfAttempt, frozen=True, kw_only=True, tag=True):
@@ -193,6 +206,9 @@ class Stats(Message, frozen=True, kw_only=True, tag=True):
     preemptions: int = 0  # requests that had to give way
     pages_pulled: int = 0  # pages of ours that pulls filled; a page of several shards counts once
     pages_reused: int = 0  # pages of imported requests that were cached here already, and not pulled
+    prefixes: dict[str, int] = {}  # prompts for which a source was named, by what came of it (`peer_prefixes.py`)
+    taken_s: dict[str, float] = {}  # that prefixes took to "pull", and prompts to "compute"
+    misjudged_s: dict[str, float] = {}  # by which their estimates were wrong, too long or too short
     bytes_pulled: int = 0  # that READs brought here, all shards
     pull_seconds: float = 0.0  # in which at least one READ was under way, the first contact with a source included
     retries: int = 0  # attempts that failed and were followed by another

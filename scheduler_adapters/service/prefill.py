@@ -20,6 +20,7 @@ from kvcache.errors import InvalidRequestError, KVCacheError
 from scheduler_adapters.errors import MessageError, ServiceError
 from scheduler_adapters.loop import Output, Request, ServingLoop
 from scheduler_adapters.service import messages as msg
+from scheduler_adapters.service.peer_prefixes import PeerPrefixes
 from scheduler_adapters.service.requests import PrefillRequest, PrefillTimes, Recent, phases_of, prompt_of
 from scheduler_adapters.service.sockets import Socket, received
 from transfer.pull.lease_slots import LEASE_SLOTS
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvcache.replica.block_table import BlockTable
-    from scheduler_adapters.base import Pages
+    from kvcache.replica.context import TextContext
+    from scheduler_adapters.base import PulledPages
+    from scheduler_adapters.service.sockets import Awaited
     from transfer.pull.exchange import ExchangeEvent, PageExchange
 
 _EXPIRE_S = 0.01
@@ -62,12 +65,13 @@ class PrefillScheduler:
     Attributes:
         counts: messages that were "malformed", or "late"; requests that "failed".
         draining: nothing new is taken.
+        peers: asks other processes for what they have of a prompt.
     """
 
     def __init__(
         self,
         name: str,
-        loop: ServingLoop[Pages],
+        loop: ServingLoop[PulledPages],
         exchange: PageExchange,
         socket: Socket,
         *,
@@ -82,6 +86,7 @@ class PrefillScheduler:
         self._socket = socket
         self._times = times or PrefillTimes()
         self._clock = clock
+        self.peers = PeerPrefixes(loop.manager, exchange, clock)
         self._serial = itertools.count()
         self._readers: dict[bytes, _DecodeConnection] = {}
         self._requests: dict[str, PrefillRequest] = {}
@@ -93,22 +98,23 @@ class PrefillScheduler:
             name=name,
             incarnation=exchange.incarnation,
             engines=tuple(exchange.engine_id(replica) for replica in replicas),
+            address=exchange.address,
         )
 
     @property
     def open_requests(self) -> int:
-        """Requests on their way, or held for their reader."""
-        return len(self._requests)
+        """Requests on their way, or held for their reader, pulls of others, and leases of pages that were asked for."""
+        return len({*list(self._requests)} | self._exchange.open_pulls) + self._exchange.lending.num_leases
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to do before somebody asks for it: no request is here."""
-        return not self._requests
+        """Whether there is nothing to do before somebody asks for it: no request is here, and no question."""
+        return not (self._requests or self._exchange.open_pulls or self._exchange.lending.is_asked)
 
     @property
-    def sockets(self) -> list[Socket]:
+    def sockets(self) -> list[Awaited]:
         """What to wait for while `poll` finds nothing to do."""
-        return [self._socket]
+        return [self._socket, self._exchange.lending]
 
     def poll(self) -> bool:
         """Take messages and events in, and run one step. Whether there was anything to do; never waits.
@@ -136,6 +142,7 @@ class PrefillScheduler:
         """Take nothing new from now on; what is here runs, and is kept until it is read or its lease is over."""
         if not self.draining:
             self.draining = True
+            self._exchange.lending.stop()
             for reader in list(self._readers):
                 self._send(reader, msg.Leaving())
 
@@ -158,6 +165,12 @@ class PrefillScheduler:
             prompt_tokens=manager.metrics.prompt_tokens,
             cached_tokens=manager.metrics.cache_tokens,
             preemptions=self._loop.preemptions,
+            pages_pulled=self.peers.pages_pulled,
+            bytes_pulled=self._exchange.totals()[0],
+            pull_seconds=self._exchange.pull_seconds,
+            prefixes={**self.peers.counts},
+            taken_s=self.peers.estimate.taken_s,
+            misjudged_s=self.peers.estimate.misjudged_s,
             failed=self.counts["failed"],
             malformed=self.counts["malformed"],
             late=self.counts["late"],
@@ -227,7 +240,7 @@ class PrefillScheduler:
         request = PrefillRequest(
             request_id,
             attempt,
-            "queued",
+            "fetching",
             by,
             compute_by=by,
             reader=sender,
@@ -242,12 +255,21 @@ class PrefillScheduler:
             if len(self._requests) >= LEASE_SLOTS:
                 self._fail(request, f"prefill process {self.name!r} has {LEASE_SLOTS} requests open")
                 return
-            self._loop.add(Request(key, message.prompt, 1, hold_pages=True, cache_salt=message.cache_salt))
+            asked = Request(key, message.prompt, 1, hold_pages=True, cache_salt=message.cache_salt)
+            context = self._loop.context_for(asked)
         except KVCacheError as error:
             request.final = True
             self._fail(request, str(error).replace(repr(key), repr(request_id)))
         else:
             self._requests[key] = reader.requests[request_id, attempt] = request
+            if not self.peers.begin(asked, context, message.kv_sources):
+                self._queue(asked, context)
+
+    def _queue(self, asked: Request, context: TextContext) -> None:
+        """It is computed in its turn, but for what is cached then."""
+        request = self._requests[asked.request_id]
+        request.move("queued", request.compute_by)
+        self._loop.add(asked, context)
 
     def _on_cancel(self, reader: _DecodeConnection, message: msg.Cancel) -> None:
         request = reader.requests.get((message.request_id, message.attempt))
@@ -265,7 +287,7 @@ class PrefillScheduler:
         if request is None:
             return  # a request of somebody else's
         self._untold[key] = request
-        request.replica, request.cached_tokens = replica, cached
+        request.replica, request.cached_tokens, request.admitted = replica, cached, self._clock()
         request.source = self._exchange.offer(key, self._times.lease_s, running=True)
         if request.source is not None:  # always: each replica has a lease word for each request
             request.move("leasing", self._clock() + self._times.step_s)
@@ -278,6 +300,8 @@ class PrefillScheduler:
         if output.token is None:
             self._end(request, output.error.replace(repr(request.key), repr(request.request_id)), final=True)
             return
+        computed, took_s = len(request.prompt.token_ids) - request.cached_tokens, self._clock() - request.admitted
+        self.peers.estimate.compute.add(computed, took_s)
         request.token = output.token
         request.table = self._loop.manager.block_table(request.key)
         self._loop.free(request.key)
@@ -323,7 +347,8 @@ class PrefillScheduler:
                 else:
                     self._fail(request, reason)
             case _:
-                pass  # this process pulls nothing
+                if (waiting := self.peers.on_event(happened)) is not None:
+                    self._queue(*waiting)
 
     def _offer(self, request: PrefillRequest) -> None:
         """Tell the reader what it may read by now, where there is anything new."""
@@ -385,6 +410,7 @@ class PrefillScheduler:
 
     def _forget(self, request: PrefillRequest) -> None:
         request.move("over")
+        self.peers.drop(request.key)
         self._requests.pop(request.key, None)
         self._untold.pop(request.key, None)
         reader = self._readers.get(request.reader)

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 import zmq
+from msgspec.structs import replace
 
 from scheduler_adapters.errors import MessageError
 from scheduler_adapters.service import messages as msg
@@ -227,8 +228,21 @@ def route(
     chosen = min(
         there, key=lambda one: (one.name in avoid, one.name != wanted, one.load + missing[one], len(one.history))
     )
+    if not message.kv_sources:
+        message = replace(message, kv_sources=_sources(connections, chosen, chunks))
     if not chosen.send(message):
         return None
     chosen.load += missing[chosen]
     chosen.history.add(chunks)
     return chosen, missing[chosen]
+
+
+def _sources(
+    connections: Sequence[PrefillConnection], chosen: PrefillConnection, chunks: Sequence[int]
+) -> tuple[msg.KVSource, ...]:
+    """The process that was asked for more of these chunks before than the chosen one, if any: it may have the pages."""
+    best = max(connections, key=lambda one: one.history.tokens_of(chunks))
+    welcome = best.welcome
+    if not welcome or not welcome.address or best.history.tokens_of(chunks) <= chosen.history.tokens_of(chunks):
+        return ()
+    return (msg.KVSource(welcome.address, welcome.engines[:64]),)

@@ -13,6 +13,7 @@ from kvcache.manager import PagedKVCacheManager
 from kvcache.prometheus import ManagerCollector
 from scheduler_adapters.errors import ServiceError
 from scheduler_adapters.service import messages as msg
+from scheduler_adapters.service.peer_prefixes import FETCH_OUTCOMES
 from scheduler_adapters.service.requests import DECODE_MOVES, PREFILL_MOVES
 from transfer.prometheus import TransferCollector
 from transfer.pull.exchange import PageExchange
@@ -28,6 +29,14 @@ class Counted(Protocol):
 
 def _figure(name: str) -> Callable[[msg.Stats], Iterator[Sample]]:
     return lambda stats: iter([((), getattr(stats, name))])
+
+
+def _outcomes(stats: msg.Stats) -> Iterator[Sample]:
+    return (((outcome,), stats.prefixes.get(outcome, 0)) for outcome in FETCH_OUTCOMES)
+
+
+def _ways(name: str) -> Callable[[msg.Stats], Iterator[Sample]]:
+    return lambda stats: (((way,), getattr(stats, name).get(way, 0.0)) for way in ("pull", "compute"))
 
 
 def _phases(stats: msg.Stats) -> Iterator[Sample]:
@@ -63,6 +72,27 @@ FAMILIES = (
         "Pages of requests from elsewhere that were cached here already, and not pulled.",
         (),
         _figure("pages_reused"),
+    ),
+    Family(
+        "pagewire_prefixes_total",
+        "counter",
+        "Prompts for which a source of pages was named, by what came of it; `computed`: that was quicker.",
+        ("outcome",),
+        _outcomes,
+    ),
+    Family(
+        "pagewire_prefix_seconds_total",
+        "counter",
+        "Time that prefixes took to pull, from the question on, and that prompts took to compute.",
+        ("way",),
+        _ways("taken_s"),
+    ),
+    Family(
+        "pagewire_misjudged_prefix_seconds_total",
+        "counter",
+        "By how much the estimates of these times were wrong, too long or too short.",
+        ("way",),
+        _ways("misjudged_s"),
     ),
     Family(
         "pagewire_late_messages_total",

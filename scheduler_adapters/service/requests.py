@@ -4,9 +4,10 @@ What the sides say to each other is about one attempt at a request, (request id,
 
 With prefill, where an attempt is a request of its own:
 
-    queued ──► leasing ──► computing ──► offered ──► held ──► over
-                    each of the four may go to  ending ──► over
+    fetching ──► queued ──► leasing ──► computing ──► offered ──► held ──► over
+                                 each of the last four may go to  ending ──► over
 
+    fetching    another process is asked for its pages, or they are pulled from there
     queued      in the loop, without pages
     leasing     it has pages and runs; a lease was asked for
     computing   the lease stands, and no reader knows of it
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from transfer.spans import HandoverSpan
 
 PREFILL_MOVES: dict[str, frozenset[str]] = {
+    "fetching": frozenset({"queued", "over"}),
     "queued": frozenset({"leasing", "over"}),
     "leasing": frozenset({"computing", "held", "ending", "over"}),
     "computing": frozenset({"offered", "held", "ending", "over"}),
@@ -195,6 +197,7 @@ class PrefillRequest(TrackedRequest):
         chunkwise: the reader takes pages while the prompt runs.
         replica: ours that holds the pages, once there is a lease.
         cached_tokens: of the prompt, that were not computed.
+        admitted: when it was given pages.
         source: what the reader is told of its pages, once a lease was asked for.
         table: of the whole prompt, once computed.
         token: the first new token, likewise.
@@ -212,6 +215,7 @@ class PrefillRequest(TrackedRequest):
     chunkwise: bool = False
     replica: int = 0
     cached_tokens: int = 0
+    admitted: float = 0.0
     source: Source | None = None
     table: BlockTable | None = None
     token: int | None = None
@@ -260,6 +264,7 @@ class DecodeRequest(TrackedRequest):
         serial: of its submission; 0 for none.
         wanted: name of the prefill process to ask first; empty for any.
         emitted: tokens that the client has had.
+        sources: who may have its pages, as its client says.
         prefill: the process that was asked.
         load: prompt tokens that it has to compute, as far as is known, and that have not come.
         avoid: names of those where an attempt failed.
@@ -274,6 +279,7 @@ class DecodeRequest(TrackedRequest):
     spec: Request = field(kw_only=True)
     serial: int = 0
     wanted: str = ""
+    sources: tuple[msg.KVSource, ...] = ()
     emitted: list[int] = field(default_factory=list[int])
     prefill: PrefillConnection | None = None
     load: int = 0
@@ -282,6 +288,13 @@ class DecodeRequest(TrackedRequest):
     replica: int = 0
     importing: Importing | None = None
     reasons: list[str] = field(default_factory=list[str])
+
+    @classmethod
+    def of(cls, message: msg.Submit, spec: Request, attempt: int, deadline: float) -> DecodeRequest:
+        """A new one, which waits for a prefill process."""
+        wanted, sources = message.prefill, message.kv_sources
+        request_id, serial = message.request_id, message.serial
+        return cls(request_id, attempt, "waiting", deadline, spec=spec, serial=serial, wanted=wanted, sources=sources)
 
     @property
     def key(self) -> str:
@@ -330,9 +343,14 @@ class DecodeRequest(TrackedRequest):
         limit = len(self.spec.prompt) + self.spec.max_new_tokens
         return TextContext(self.tokens, limit, self.request_id, self.spec.cache_salt)
 
-    def digest(self, num_tokens: int) -> bytes:
-        """By what pages of its first tokens are known to be its own."""
-        return prompt_of(self.tokens[:num_tokens], self.spec.cache_salt).digest(num_tokens)
+    def foreign(self, offer: msg.PagesOffer) -> str:
+        """Why the pages of an offer are not of this request's prompt; empty where they are."""
+        count, theirs = offer.table.num_tokens, offer.prompt_digest
+        own = prompt_of(self.tokens[:count], self.spec.cache_salt).digest(count)
+        if theirs == own:
+            return ""
+        shown = theirs.hex()[:16], own.hex()[:16]
+        return f"the digest of their {count} tokens is {shown[0]}, that of the request's is {shown[1]}"
 
     def ask(self, connections: Sequence[PrefillConnection], within_s: float, *, chunkwise: bool) -> bool:
         """Have the prompt computed. Whether somebody was there to take the message."""
@@ -343,6 +361,7 @@ class DecodeRequest(TrackedRequest):
             within_s=within_s,
             chunkwise=chunkwise,
             cache_salt=self.spec.cache_salt,
+            kv_sources=self.sources,
         )
         asked = route(connections, message, self.avoid, self.wanted)
         if asked is None:
@@ -372,15 +391,16 @@ class DecodeRequest(TrackedRequest):
         return offer.token is None and offer.table.num_tokens <= before.table.num_tokens
 
 
-def reserve(manager: PulledPages, request: DecodeRequest, table: BlockTable, *, last: bool) -> Importing | None:
+def reserve(
+    manager: PulledPages, context: TextContext, replica: int, table: BlockTable, *, last: bool = True
+) -> PendingImport | None:
     """A row and pages for what the source has by now; None, and nothing taken, where one is short.
 
     Raises:
         BlockTableMismatchError, PromptTooLongError, SequenceTooLongError: it can never be taken over.
     """
-    context = request.new_context()
     try:
-        manager.external_claim(request.request_id, request.replica)
+        manager.external_claim(context.request_id, replica)
     except NoFreeRowError:
         return None
     pending = None
@@ -388,5 +408,5 @@ def reserve(manager: PulledPages, request: DecodeRequest, table: BlockTable, *, 
         pending = manager.import_block_table(context, table, partial=not last)
     finally:
         if pending is None:
-            manager.release(request.request_id)
-    return None if pending is None else Importing(context, pending)
+            manager.release(context.request_id)
+    return pending

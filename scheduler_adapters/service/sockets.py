@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import zmq
 
@@ -14,7 +14,7 @@ from transfer.errors import HandshakeError
 from transfer.wire.handshake import keep_alive
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from transfer.wire.keys import Keyring
 
@@ -28,6 +28,14 @@ _monitors = itertools.count()
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
+
+
+class Awaited(Protocol):
+    """What can be waited for: a socket, or whatever has a file descriptor."""
+
+    def fileno(self) -> int:
+        """Of what is to be read."""
+        ...
 
 
 def bounded_socket(context: Context, kind: int) -> Socket:
@@ -146,7 +154,7 @@ def received(socket: Socket) -> Iterator[list[bytes]]:
             return
 
 
-def wait_for_any(sockets: list[Socket], timeout_ms: int) -> None:
+def wait_for_any(sockets: Sequence[Awaited], timeout_ms: int) -> None:
     """Wait until one of the sockets has something, or the time is over."""
     zmq.zmq_poll([(socket, zmq.POLLIN) for socket in sockets], timeout_ms)
 

@@ -6,6 +6,12 @@ _FRONTEND = "tests/scheduler_adapters/service/test_frontend.py"
 _SOCKETS = "tests/scheduler_adapters/service/test_sockets.py"
 _FOLDER = "tests/scheduler_adapters/service/test_run_folder.py"
 _SIGNALS = "tests/scheduler_adapters/test_interrupts.py"
+_PEERS = "tests/scheduler_adapters/service/test_peer_prefixes.py::test_"
+_QUICKER = f"{_PEERS}where_computing_is_quicker_nobody_is_asked"
+_IN_TURN = f"{_PEERS}sources_that_a_client_names_are_asked_in_turn"
+_LOST = f"{_PEERS}what_was_pulled_and_lost_before_its_turn_is_computed"
+_PULLS = f"{_PEERS}what_one_has_computed_another_pulls_and_computes_the_rest"
+_CANCELLED = f"{_PEERS}a_request_that_is_cancelled_meanwhile_leaves_nothing_held"
 
 SCHEDULER_ADAPTERS_EDGES: tuple[Module, ...] = (
     Module(
@@ -27,6 +33,32 @@ SCHEDULER_ADAPTERS_EDGES: tuple[Module, ...] = (
             Mutation("chunks_of", "len(tokens) - CHUNK + 1", "len(tokens)"),
             Mutation("chunks_of", "hash(cache_salt)", "0"),
             Mutation("PromptHistory.add", "reversed(chunks)", "chunks"),
+            Mutation("_sources", "best.history.tokens_of(chunks) <= ", "best.history.tokens_of(chunks) < "),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.service.peer_prefixes",
+        [],
+        [
+            Mutation("PeerPrefixes.begin", "not self.estimate.pays(missing)", "not missing", [_QUICKER]),
+            Mutation("PeerPrefixes._on_lent", "self._ask(fetch)\n", "pass\n", [_IN_TURN]),
+            Mutation("PeerPrefixes._end", "context.reset()", "pass", [_LOST]),
+            Mutation("PeerPrefixes._take", "self._manager.release(context.request_id)", "pass", [_PULLS]),
+            Mutation(
+                "PeerPrefixes.drop", "self._give_back(fetch.waiting.context, fetch.pending)", "pass", [_CANCELLED]
+            ),
+            Mutation("PeerPrefixes._give_back", "self._manager.release(context.request_id)", "pass", [_CANCELLED]),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.service.pull_or_compute",
+        ["tests/scheduler_adapters/service/test_pull_or_compute.py"],
+        [
+            Mutation("TimeByTokens.seconds", "elif latency < 0.0:", "elif not count:"),
+            Mutation("TimeByTokens.seconds", "if rate < 0.0:", "if not count:"),
+            Mutation("TimeByTokens.add", "_KEEP * old", "old"),
+            Mutation("PullOrCompute.pays", "pull < compute", "pull > compute"),
+            Mutation("PullOrCompute.pays", "self._refused % _TRY_AGAIN == 0", "False"),
         ],
     ),
     Module(

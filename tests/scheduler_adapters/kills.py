@@ -42,7 +42,7 @@ CANCELLED = 0.15
 NEW = 12
 PROGRAM = (sys.executable, "-m", "tests.scheduler_adapters.kill_worker")
 PHASES = {
-    "prefill": [phase for phase in PREFILL_MOVES if phase not in ("queued", "over")],
+    "prefill": [phase for phase in PREFILL_MOVES if phase not in ("fetching", "queued", "over")],
     "decode": [phase for phase in DECODE_MOVES if phase not in ("waiting", "over")],
 }
 

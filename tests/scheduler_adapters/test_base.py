@@ -7,6 +7,7 @@ import pytest
 
 from kvcache.manager import PagedKVCacheManager
 from kvcache.metrics import KVCacheMetrics
+from kvcache.replica.contents import PageContents
 from scheduler_adapters.base import Pages, PulledPages
 from scheduler_adapters.hf.hybrid import HybridKVCacheManager
 from tests.kvcache.build import manager_of
@@ -34,5 +35,5 @@ def test_a_manager_has_what_its_protocol_says() -> None:
     assert len(NAMES) > 12
     manager = manager_of()
     asked = MEMBERS.keys() - {*NAMES}
-    assert asked == {"num_replicas", "page_size", "total_num_pages", "num_held_blocks", "metrics"}
-    assert {type(getattr(manager, name)) for name in asked} == {int, KVCacheMetrics}
+    assert asked == {"num_replicas", "page_size", "total_num_pages", "num_held_blocks", "metrics", "contents"}
+    assert {type(getattr(manager, name)) for name in asked} == {int, KVCacheMetrics, PageContents}

@@ -21,13 +21,14 @@ ROOM = {"request_id": "r", "attempt": 3}
 SOURCE = Source("tcp://127.0.0.1:1", "p/0", LeaseRef((1 << 64) - 1, 0, 10.0), "i")
 MESSAGES = [
     msg.Hello(reader="d", incarnation="i"),
-    msg.Welcome(name="p", incarnation="i", engines=("p/0", "p/1")),
+    msg.Welcome(name="p", incarnation="i", engines=("p/0", "p/1"), address="tcp://127.0.0.1:5"),
     msg.Rejected(reason="why", stranger=True),
     msg.Submit(request_id="r", prompt=(1, 2), max_new_tokens=3),
     msg.Abort(request_id="r"),
     msg.Tokens(request_id="r", tokens=(4,), finished="eos"),
     msg.Tokens(request_id="r", finished="error", error="why"),
     msg.Prefill(**ROOM, prompt=(1, 2), within_s=1.5, cache_salt="s", chunkwise=True),
+    msg.Prefill(**ROOM, prompt=(1, 2), within_s=1.5, kv_sources=(msg.KVSource("tcp://127.0.0.1:5", ("p/0",)),)),
     msg.PagesOffer(**ROOM, source=SOURCE, table=TABLE, prompt_digest=b"d", token=4),
     msg.Failed(**ROOM, reason="why", final=True),
     msg.Cancel(**ROOM, reason="why"),

@@ -42,7 +42,9 @@ def heard(connections: list[PrefillConnection], router: Any, answers: int = 0) -
         for identity, data in received(router):
             found.append(msg.decode(data))
             if len(found) <= answers:
-                welcome = msg.Welcome(name=f"p{id(router)}", incarnation="1", engines=("e",))
+                welcome = msg.Welcome(
+                    name=f"p{id(router)}", incarnation="1", engines=("e",), address=f"at {id(router)}"
+                )
                 router.send_multipart([identity, msg.encode(welcome)])
     for _ in range(50 * answers):
         for connection in connections:
@@ -91,6 +93,28 @@ def test_cancelling_names_the_attempt(fleet: Fleet) -> None:
     (message,) = heard(connections, routers[0])
     assert isinstance(message, msg.Cancel)
     assert (message.request_id, message.attempt, len(message.reason)) == ("r", 7, 2000)
+
+
+def test_who_was_asked_for_more_of_a_prompt_is_named_as_its_source(fleet: Fleet) -> None:
+    connections, routers = fleet
+    for router in routers:
+        heard(connections, router, 1)
+    names = [connection.name for connection in connections]
+
+    def sources(prefill: str, **message: Any) -> tuple[msg.KVSource, ...]:
+        asked = msg.Prefill(request_id="r", attempt=1, prompt=tuple(PROMPT), within_s=1.0, **message)
+        found = prefill_router.route(connections, asked, set(), prefill)
+        assert found is not None
+        (heard_of,) = heard(connections, routers[names.index(prefill)])
+        assert isinstance(heard_of, msg.Prefill)
+        return heard_of.kv_sources
+
+    assert sources(names[0]) == ()  # nobody was asked before
+    assert sources(names[0]) == ()  # nobody else was
+    assert sources(names[1]) == (msg.KVSource(f"at {id(routers[0])}", ("e",)),)
+    assert sources(names[1]) == ()  # it was asked for as much by now
+    named = (msg.KVSource("elsewhere", ("x",)),)
+    assert sources(names[1], kv_sources=named) == named  # who asks knows better
 
 
 def test_a_chunk_is_named_by_all_before_it_and_by_its_tenant() -> None:

@@ -17,7 +17,7 @@ from tests.scheduler_adapters.service.test_faults import empty, fill
 PROMPTS = [[seed * 7 % 250 + at % 5 for at in range(length)] for seed, length in enumerate((150, 40, 90, 16, 64, 100))]
 NEW = 6
 # A move that takes an error of the transfer thread, or a race of less than a millisecond.
-RARE = {("leasing", "over"), ("computing", "over"), ("leasing", "computing"), ("offered", "over")}
+RARE = {(phase, "over") for phase in ("fetching", "leasing", "computing", "offered")} | {("leasing", "computing")}
 
 
 SHARES = {"submit": 40, "abort": 10, "lose": 6, "hang up": 3, "late": 6, "prefill": 3, "decode": 2, "fill": 3}
