@@ -23,12 +23,12 @@ class PageContents:
     def digests(self, context: Context) -> PageDigests:
         """Of all full pages that a request may have from elsewhere: its last known token is not among them.
 
-        None where nothing is cached here, as what is pulled could not be found again. Raises `InvalidRequestError` for
-        what is no request context.
+        None where nothing is cached here, as what is pulled could not be found again, nor where a request has several
+        block tables. Raises `InvalidRequestError` for what is no request context.
         """
         check_context(context, "digests")
         one = self._replicas[0]
-        last = (context.current_length - 1) // one.page_size if one.caching else 0
+        last = (context.current_length - 1) // one.page_size if one.caching and one.further is None else 0
         hasher = hasher_of(context, one.hash_algorithm, one.page_size)
         return PageDigests(one.page_size, one.hash_algorithm, hasher.digests(context.tokens, 0, last).tobytes())
 
