@@ -4,14 +4,16 @@ The requests are spread evenly over their last pages, so that each step `batch /
 requests most steps cross none: `page_mean` is the mean over a page's worth of steps, where each crosses once.
 
 A `Batch` keeps lengths and tokens in arrays; its contexts catch up when somebody reads them, and by themselves every
-256 steps. `Batch, contexts read` reads the last token of every context after each step, as a server does that streams
-from its contexts; `us_mean` and `us_max` are of all steps of a row, the one where all contexts catch up among them.
+256 steps. After each step `Batch, arrays read` takes the length and the last token of every request from the batch, as
+a server may that streams; `Batch, contexts read` reads the last token of every context, as one that knows no batch;
+`us_mean` and `us_max` are of all steps of a row, the one where all contexts catch up among them.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -21,7 +23,7 @@ from kvcache import PagedKVCacheManager, TextContext
 
 PROMPT = 1024
 LONGEST = 4096
-CALLS = ("Batch", "Batch, contexts read", "per request")
+CALLS = ("Batch", "Batch, arrays read", "Batch, contexts read", "per request")
 _STATISTICS = (
     "columns us_*: minimum, median, mean and maximum of the n steps of a row; page_mean: median of the means over as "
     "many steps as a page has tokens"
@@ -48,8 +50,8 @@ def by_calls(manager: PagedKVCacheManager, contexts: list[TextContext]) -> None:
     manager.step(contexts)
 
 
-def bound(manager: PagedKVCacheManager, contexts: list[TextContext]) -> Callable[[], None]:
-    """One step through a `Batch`."""
+def bound(manager: PagedKVCacheManager, contexts: list[TextContext], calls: str = "Batch") -> Callable[[], None]:
+    """One step through a `Batch`, and then what `calls` says."""
     batch, tokens = manager.batch(contexts), np.ones(len(contexts), np.int32)
 
     def step() -> None:
@@ -57,19 +59,14 @@ def bound(manager: PagedKVCacheManager, contexts: list[TextContext]) -> Callable
         manager.fetch(batch)
         batch.update(tokens)
         manager.step(batch)
+        if calls == "Batch, arrays read":
+            batch.lengths.tolist()
+            batch.last_tokens.tolist()
+        elif calls == "Batch, contexts read":
+            for context in contexts:
+                _ = context.tokens[-1]
 
     return step
-
-
-def read_after(step: Callable[[], None], contexts: list[TextContext]) -> Callable[[], None]:
-    """The step, and then every context read."""
-
-    def both() -> None:
-        step()
-        for context in contexts:
-            _ = context.tokens[-1]
-
-    return both
 
 
 def measure(batch: int, page_size: int, repeats: int, *, full: bool = False) -> list[Row]:
@@ -78,8 +75,7 @@ def measure(batch: int, page_size: int, repeats: int, *, full: bool = False) -> 
     rows: list[Row] = []
     for calls in CALLS:
         manager, contexts = begun(batch, page_size, repeats + WARM_UP, full=full)
-        step = bound(manager, contexts) if calls != "per request" else lambda m=manager, c=contexts: by_calls(m, c)
-        step = read_after(step, contexts) if calls == "Batch, contexts read" else step
+        step = bound(manager, contexts, calls) if calls != "per request" else partial(by_calls, manager, contexts)
         free, evicted = manager.num_free_blocks, manager.metrics.evictions
         times = samples(repeats, lambda: None, lambda _, step=step: step())
         crossed = free - manager.num_free_blocks

@@ -160,7 +160,7 @@ class Replicas:
         states = [gathered.part(mine) for mine in self._split(gathered)]
         if gathered.slack < num_steps - 1:
             for replica, state in zip(self.each, states, strict=True):
-                lengths = state.ends + (num_steps - 1)
+                lengths = state.ends if num_steps == 1 else state.ends + (num_steps - 1)
                 if replica.further is not None:  # pages for a chunk are enough to run it
                     lengths = np.where(state.actives < state.ends, state.actives, lengths)
                     replica.further.refuse_lost(state.rows, state.starts)
@@ -182,12 +182,13 @@ class Replicas:
         """Publish what is full of computed tokens. Raises before anything is published."""
         parts = self._split(gathered)
         states = [gathered.computed(mine) for mine in parts]
-        if gathered.due > 0 and gathered.slack >= -1:  # no page is full, and none was run past
+        if gathered.slack < -1:  # else none was run past its pages
+            for replica, (rows, computed) in zip(self.each, states, strict=True):
+                replica.refuse_short(rows, computed, "step")
+        if gathered.due > 0:  # no page is full
             for replica, (rows, computed) in zip(self.each, states, strict=True):
                 replica.counter.computed(rows, computed)
             return
-        for replica, (rows, computed) in zip(self.each, states, strict=True):
-            replica.refuse_short(rows, computed, "step")
         # Of all replicas first: digests are refused where a request's salt or keys changed, and nothing is half done.
         full = [
             replica.filled(rows, computed, functools.partial(self._digests, gathered, mine))
@@ -197,7 +198,7 @@ class Replicas:
             replica.publish(rows, computed, pages)
         if self._partial is not None:
             _learn(self._partial, gathered, full)
-        if isinstance(gathered, Batch):
+        if not any(full) and isinstance(gathered, Batch):  # of many requests that fill pages now, others do next
             gathered.due = min(replica.due(*state) for replica, state in zip(self.each, states, strict=True))
         if self._log is not None:
             self._log.end_call()

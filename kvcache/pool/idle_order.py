@@ -8,7 +8,8 @@ from kvcache.errors import InvariantError
 Pages = NDArray[np.int32]
 Indices = NDArray[np.intp]
 
-CHUNK = 4096
+_CHUNK_BITS = 12
+CHUNK = 1 << _CHUNK_BITS  # entries
 MOST_ORDERS = 40  # that the log of a pool has room for: the plain order, and one for each kind of retention hint
 _SCAN = 64
 _NEAR = 8  # entries that are looked at one by one
@@ -65,14 +66,18 @@ class IdleOrder:
 
     def remove(self, pages: Pages | Indices) -> None:
         """Take `pages`, all of them in the order, out of it."""
-        chunks = self._stamp[pages] // CHUNK
+        if not len(pages):
+            return
+        chunks = self._stamp[pages] >> _CHUNK_BITS
         self._stamp[pages] = -1
         self.count -= len(pages)
-        if len(pages) and np.count_nonzero(chunks == chunks[0]) == len(chunks):  # they came together, as of a request
-            self._live[chunks[0]] -= len(pages)
-            chunks = chunks[:1]
-        else:
-            np.subtract.at(self._live, chunks, 1)
+        first = chunks.item(0)
+        if np.count_nonzero(chunks == first) == len(chunks):  # they came together, as the pages of a request do
+            self._live[first] = live = self._live.item(first) - len(pages)
+            if not live:
+                self._give_up(first)
+            return
+        np.subtract.at(self._live, chunks, 1)
         for chunk in set(chunks[self._live[chunks] == 0].tolist()):
             self._give_up(chunk)
 

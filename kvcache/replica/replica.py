@@ -19,7 +19,7 @@ from kvcache.replica.hints import ReplicaHints
 from kvcache.replica.keys import ExtraKeys
 from kvcache.replica.leases import PageLeases
 from kvcache.replica.pages_below import NO_SLOTS, PagesBelow, Slots
-from kvcache.replica.rows import BlockRows, Ints, Pages, PromptCounter, Rows, as_rows
+from kvcache.replica.rows import BlockRows, Ints, Pages, PromptCounter, Rows, as_rows, rows_at
 
 DigestsOf = Callable[[Ints, Ints, Ints], NDArray[np.uint64]]
 
@@ -98,7 +98,7 @@ class Replica:
         self.refuse_rewrite(row, context)
         plan = self._plan(row, context, needed, num_steps)
         taken = plan.new + plan.further.cost
-        if plan.hits.size:
+        if taken + len(plan.hits) > self.pool.free_count:  # else it does not matter how many of them are idle
             taken += self.pool.would_be_taken(plan.hits) - self.pool.would_be_freed(plan.replaced)
         if taken > self.pool.free_count:
             return None
@@ -206,12 +206,13 @@ class Replica:
         short = (state.capacity[rows] < lengths).nonzero()[0]
         if not short.size:
             return True
-        lacking = as_rows(rows)[short]
-        missing = -(-lengths[short] // self.page_size) - state.num_pages[lacking]
+        lacking = rows_at(rows, short)
+        needed = lengths[short]
+        missing = -(-needed // self.page_size) - state.num_pages[lacking]
         # One page each is a decode step's need. Other needs, a full pool, pending imports: one request at a time.
         if np.count_nonzero(missing != 1) or np.count_nonzero(state.prompt[lacking] < 0):
             return False
-        if len(lacking) > self.pool.free_count or self.imports.of_row or lengths.max() > self.max_seq_len:
+        if len(lacking) > self.pool.free_count or self.imports.of_row or needed.max() > self.max_seq_len:
             return False
         if self.further is not None and not self.further.append(lacking):
             return False
@@ -236,7 +237,7 @@ class Replica:
         at = (computed >= self.rows.commit_at[rows]).nonzero()[0]
         if not at.size:
             return None
-        filled = as_rows(rows)[at]
+        filled = rows_at(rows, at)
         firsts, lasts = self.rows.committed[filled], computed[at] // self.page_size
         return Filled(filled, firsts, lasts, digests_of(at, firsts, lasts))
 

@@ -20,6 +20,11 @@ def as_rows(rows: Rows) -> Ints:
     return np.arange(rows.start, rows.stop, dtype=np.int64) if isinstance(rows, slice) else rows
 
 
+def rows_at(rows: Rows, at: NDArray[np.intp]) -> Ints:
+    """Those of `rows` at the places `at`."""
+    return at + rows.start if isinstance(rows, slice) else rows[at]
+
+
 class BlockRows:
     """One row per running request: its page ids, and how far it has come. Unused entries name the null page.
 
@@ -73,10 +78,12 @@ class BlockRows:
 
     def append(self, rows: Ints, pages: Pages) -> None:
         """Put one more page at the end of each of `rows`, distinct."""
-        self.table[rows, self.num_pages[rows]] = pages
-        self.num_pages[rows] += 1
+        counts = self.num_pages[rows]
+        self.table[rows, counts] = pages
+        counts += 1
+        self.num_pages[rows] = counts
         self.changed[rows] = True
-        self.capacity[rows] = np.minimum(self.num_pages[rows] * self.page_size, self.max_seq_len)
+        self.capacity[rows] = np.minimum(counts * self.page_size, self.max_seq_len)
 
     def append_one(self, row: int, page: int) -> None:
         self.table[row, self.num_pages[row]] = page

@@ -25,7 +25,7 @@ def _unfrozen() -> Iterator[None]:
 @pytest.mark.parametrize("full", [False, True])
 def test_a_decode_step_is_measured_both_ways(full: bool) -> None:
     rows = decode_step.measure(4, 16, 16, full=full)
-    assert [row["calls"] for row in rows] == ["Batch", "Batch, contexts read", "per request"]
+    assert [row["calls"] for row in rows] == ["Batch", "Batch, arrays read", "Batch, contexts read", "per request"]
 
 
 def test_every_benchmark_measures_what_it_says_on_a_small_pool() -> None:

@@ -92,7 +92,7 @@ KVCACHE: tuple[Module, ...] = (
                 "Replica.reserve_decoding", "len(lacking) > self.pool.free_count", "len(lacking) >= self.pool.num_pages"
             ),
             Mutation("Replica.reserve_decoding", " or np.count_nonzero(state.prompt[lacking] < 0)", ""),
-            Mutation("Replica.reserve_decoding", " or lengths.max() > self.max_seq_len", ""),
+            Mutation("Replica.reserve_decoding", " or needed.max() > self.max_seq_len", ""),
             Mutation("Replica.slack", ".min()", ".max()"),
             Mutation("Replica.due", ".min()", ".max()"),
             Mutation("Replica.refuse_short", 'if call == "step":', "if False:"),
@@ -134,7 +134,7 @@ KVCACHE: tuple[Module, ...] = (
                 "BlockRows.measure", "min(int(self.num_pages[row]) * self.page_size, self.max_seq_len)", "1 << 40"
             ),
             Mutation("BlockRows.measure", " if usable else -1", "", ["tests/kvcache/replica/test_imports.py"]),
-            Mutation("BlockRows.append", "self.num_pages[rows] * self.page_size", "self.page_size"),
+            Mutation("BlockRows.append", "counts * self.page_size", "self.page_size"),
             Mutation("BlockRows.commit", "(pages + 1)", "pages"),
             Mutation("PromptCounter.admit", "if self._rows.prompt[row] < 0:", "if True:"),
             Mutation("PromptCounter.run", "np.minimum(ends, prompts)", "ends"),
@@ -158,6 +158,10 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("Batch.update", "self._updates_left -= 1", "pass"),
             Mutation("Batch.update", "self.starts = self.ends - 1", "self.starts = self.ends"),
             Mutation("Batch.refresh", "self._stale or", ""),
+            Mutation("Batch.last_tokens", "self._count - 1", "self._count - 2"),
+            Mutation("Batch.last_tokens", "self.refresh()", "pass"),
+            Mutation("Batch.lengths", "self.refresh()", "pass"),
+            Mutation("Gathered.part", "active - start, active, end)", "active, active, end)"),
             Mutation("Batch.digests", "np.count_nonzero(columns != column) or ", ""),
             Mutation("Batch.lose", "self.catch_up(place)", "pass"),
             Mutation("Batch._refuse_longest", "end >= context.max_length", "end > context.max_length"),
@@ -390,6 +394,7 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("Replicas.fetch", 'replica.refuse_short(state.rows, lengths, "fetch")', "pass"),
             Mutation("Replicas.step", 'replica.refuse_short(rows, computed, "step")', "pass"),
             Mutation("Replicas.step", "gathered.due > 0", "gathered.due >= 0"),
+            Mutation("Replicas.step", "gathered.slack < -1", "gathered.slack < -2"),
             Mutation("Replicas._reserve_decoding", "gathered.slack = min(", "gathered.slack = max("),
             Mutation(
                 "Replicas.fork",

@@ -8,6 +8,7 @@ KVCACHE_TIERS: tuple[Module, ...] = (
         ["tests/kvcache/pool/test_idle_order.py"],
         [
             Mutation("IdleOrder.remove", "self._stamp[pages] = -1", "pass"),
+            Mutation("IdleOrder.remove", "self._give_up(first)", "pass"),
             Mutation("IdleOrder.pop", "self.count -= count", "self.count -= len(taken)"),
             Mutation("IdleOrder.squeeze", "pairs.min() > CHUNK", "pairs.min() >= CHUNK"),
             Mutation("IdleOrder._give_up", "self._spare.append(chunk)", "pass"),

@@ -73,6 +73,15 @@ def test_one_by_one_they_leave_in_order_however_many_left_from_between() -> None
         order.pop_one()
 
 
+def test_the_oldest_page_is_found_behind_those_that_left_together() -> None:
+    order = IdleOrder(2 * CHUNK)
+    every = np.arange(1, CHUNK + 2, dtype=np.int32)
+    order.append(every)
+    order.remove(every[:-1])
+    assert order.oldest(1).tolist() == [CHUNK + 1]
+    order.check()
+
+
 def test_the_log_never_runs_out_and_keeps_its_order() -> None:
     order = IdleOrder(4)
     order.append(pages(1, 2, 3, 4))

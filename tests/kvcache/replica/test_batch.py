@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache import InvalidRequestError, PagedKVCacheManager, SequenceTooLongError, TextContext
+from kvcache import InvalidRequestError, NotReservedError, PagedKVCacheManager, SequenceTooLongError, TextContext
 from kvcache.replica.batch import _STEPS_KEPT, Gathered
 
 
@@ -120,6 +120,51 @@ def test_contexts_catch_up_when_they_are_read(make: Any) -> None:
     assert contexts[0].active_length == 1
     assert contexts[0].current_length == 8
     assert "end=8" in repr(contexts[0])
+
+
+def test_lengths_and_last_tokens_are_those_of_the_contexts(make: Any) -> None:
+    manager = make(64, page_size=4)
+    contexts = running(manager, [4, 5, 7])
+    batch = manager.batch(contexts)
+
+    def expect() -> None:
+        assert batch.lengths.tolist() == [context.end_idx for context in contexts]
+        assert batch.last_tokens.tolist() == [int(context.tokens[-1]) for context in contexts]
+
+    expect()
+    for token in range(10, 13):
+        assert manager.reserve_batch(batch).all()
+        batch.update(np.array([token, token + 10, token + 20]))
+        assert batch.last_tokens.tolist() == [token, token + 10, token + 20]
+        assert batch.lengths.tolist() == [token - 4, token - 3, token - 1]
+        manager.step(batch)
+    contexts[1].set_token_indices(start_idx=5, active_idx=6)  # by somebody else, who has a chunk of it run again
+    expect()
+    contexts[0].update(7)
+    assert batch.last_tokens.tolist()[0] == 7
+    contexts[0].update(8)
+    expect()
+
+
+def test_one_request_is_fetched_as_many_are(make: Any) -> None:
+    manager = make(64, page_size=4)
+    contexts = running(manager, [5, 9])
+    assert manager.fetch(contexts)[0].max_lengths.tolist() == [[1, 10]]
+    assert [manager.fetch([one])[0].max_lengths.tolist() for one in contexts] == [[[1, 6]], [[1, 10]]]
+
+
+def test_a_step_past_the_pages_is_refused(make: Any) -> None:
+    manager = make(64, page_size=4)
+    batch = manager.batch(running(manager, [3, 2]))
+    assert manager.reserve_batch(batch).all()
+    batch.update(np.array([1, 1]))
+    manager.step(batch)
+    batch.update(np.array([1, 1]))
+    with pytest.raises(NotReservedError, match="5 tokens computed, its reserved pages hold 4"):
+        manager.step(batch)
+    assert manager.reserve_batch(batch).all()
+    manager.step(batch)
+    manager.check()
 
 
 def test_a_context_that_others_move_is_read_anew(make: Any) -> None:
