@@ -47,7 +47,7 @@ class LayerGroup:
     def first_seen(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The first token that the query at each of these positions sees."""
         if self.kind == "window":
-            return np.maximum(positions - (self.window - 1), 0)
+            return (positions - (self.window - 1)).clip(0)
         return positions - positions % self.window if self.kind == "chunked" else positions * 0
 
     def most_pages(self, tokens: int, page_size: int) -> int:

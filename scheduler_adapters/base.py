@@ -24,6 +24,7 @@ each call takes, gives and raises is said at `PagedKVCacheManager`; here stands 
 from collections.abc import Sequence
 from typing import Protocol
 
+from kvcache.layer_groups import LayerTables
 from kvcache.metrics import KVCacheMetrics
 from kvcache.replica.block_table import BlockTable, PageCopy, PendingImport
 from kvcache.replica.contents import PageContents
@@ -48,6 +49,11 @@ class Pages(Protocol):
     @property
     def page_size(self) -> int:
         """Tokens of a page."""
+        ...
+
+    @property
+    def layer_tables(self) -> LayerTables:
+        """Its block tables: with several, some have pages only for what of a prompt `maybe_reserve` is to let run."""
         ...
 
     @property

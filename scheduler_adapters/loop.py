@@ -86,6 +86,7 @@ class ServingLoop(Generic[PagesT_co]):
         self.token_budget = token_budget
         # A runner without a vocabulary takes every token.
         self.vocab_size: int | None = getattr(runner, "vocab_size", None)
+        self._has_windows = len(manager.layer_tables.tables) > 1
         self.preemptions = 0  # requests that had to give way
         # Told of a request that runs now, its replica, and how many of its tokens were cached.
         self.on_admit: Callable[[str, int, int], None] | None = None
@@ -172,7 +173,7 @@ class ServingLoop(Generic[PagesT_co]):
         outputs = self._reserve_running()
         outputs += self._admit()
         running = list(self._running.values())
-        counts = plan_chunks([e.context.end_idx - e.context.start_idx for e in running], self.token_budget)
+        counts = plan_chunks([self._pending(entry.context) for entry in running], self.token_budget)
         batch = [(entry, count) for entry, count in zip(running, counts, strict=True) if count]
         return outputs + (self._run(batch) if batch else [])
 
@@ -181,6 +182,7 @@ class ServingLoop(Generic[PagesT_co]):
         outputs = list[Output]()
         for entry in list(self._running.values()):
             while entry.request.request_id in self._running:
+                self._choose_chunk(entry.context)
                 try:
                     if self.manager.maybe_reserve(entry.context):
                         break
@@ -223,6 +225,7 @@ class ServingLoop(Generic[PagesT_co]):
     def _claim(self, entry: _Entry) -> bool:
         """A row and pages for a waiting request; False, and nothing taken, where one is short."""
         context = entry.context
+        self._choose_chunk(context)
         entry.replica = self.manager.get_or_recommend_replica(context)
         try:
             self.manager.external_claim(context.request_id, entry.replica)
@@ -235,6 +238,17 @@ class ServingLoop(Generic[PagesT_co]):
             if not reserved:
                 self.manager.release(context.request_id)
         return reserved
+
+    def _choose_chunk(self, context: TextContext) -> None:
+        """Say what of a prompt runs in a step at most: several block tables have pages for that alone."""
+        if self._has_windows and context.active_length > 1:
+            # One token would be a decode step, for which no prefix is looked up.
+            most = context.start_idx + max(2, self.token_budget)
+            context.set_token_indices(active_idx=min(context.end_idx, most))
+
+    def _pending(self, context: TextContext) -> int:
+        """Tokens of a running request that have pages and are not cached yet."""
+        return (context.active_idx if self._has_windows else context.end_idx) - context.start_idx
 
     def _run(self, batch: list[tuple[_Entry, int]]) -> list[Output]:
         """Run `count` tokens of each entry. Only a chunk that ends the known tokens yields one."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvcache.errors import InvalidParamsError, SequenceTooLongError
 from kvcache.manager import PagedKVCacheManager
 from scheduler_adapters.errors import GenerationError, UnsupportedModelError
+from scheduler_adapters.hf.recurrent import groups_of
 from scheduler_adapters.hf.runner import HFRunner, kv_params_of, num_layers_of, paged_attention
 from scheduler_adapters.loop import Request, ServingLoop
 
@@ -110,6 +111,8 @@ def _check_pages(model: PreTrainedModel, manager: PagedKVCacheManager) -> None:
     for name, has, needs in [("num_layers", manager.num_layers, num_layers_of(model.config)), *pairs]:
         if has != needs:
             raise InvalidParamsError(f"{name} of the manager's pages is {has}, of {type(model).__name__} {needs}")
+    if given.groups and given.groups != groups_of(model.config):
+        raise InvalidParamsError(f"groups of the manager are not those of {type(model).__name__}")
 
 
 def _check_settings(model: PreTrainedModel) -> None:

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvcache.layer_groups import LayerGroup
 from kvcache.types import RaggedKVCacheInputs
 from scheduler_adapters.errors import UnsupportedModelError
 
 NULL_PAGE = 0
 # Arguments with which some models change the scores. Ignoring one would give wrong tokens without a word.
-_UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")
+_UNSUPPORTED_ARGUMENTS = ("softcap", "position_bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,8 @@ class PagedBatch:
 
     `inputs` are of one replica, one entry per shard, as `PagedKVCacheManager.fetch` gives them, on the model's device.
     The shards' tables are equal; each shard holds its own range of heads. Of each request `starts` has the tokens that
-    are cached, `counts` the new ones. `layers`: where the pages keep each of the model's layers that attend.
+    are cached, `counts` the new ones. `layers`: of each of the model's layers that attend its block table, and its
+    place in the pages of that.
     """
 
     def __init__(
@@ -47,45 +49,62 @@ class PagedBatch:
         inputs: Sequence[RaggedKVCacheInputs],
         starts: Sequence[int],
         counts: Sequence[int],
-        layers: Mapping[int, int],
+        layers: Mapping[int, tuple[int, int]],
     ) -> None:
         self._layers = layers
         self._pools = [shard.blocks for shard in inputs]
-        self._table = inputs[0].lookup_table.long()
+        table = inputs[0].lookup_table.long()
+        self._tables = table if table.ndim == 3 else table[None]
         self._page_size = self._pools[0].shape[3]
-        device = self._table.device
+        device = table.device
         self._starts = torch.tensor(starts, device=device)
         self._counts = torch.tensor(counts, device=device)
         self._first_rows = self._counts.cumsum(0) - self._counts
         requests = torch.arange(len(counts), device=device).repeat_interleave(self._counts)
         self.positions = torch.arange(len(requests), device=device) + (self._starts - self._first_rows)[requests]
         self.last_rows = self._first_rows + self._counts - 1
-        self._write_pages = self._table[requests, self.positions // self._page_size]
+        self._write_pages = self._tables[:, requests, self.positions // self._page_size]
         self._write_offsets = self.positions % self._page_size
         self._by_count: dict[int, list[int]] = defaultdict(list)
         for request, count in enumerate(counts):
             self._by_count[count].append(request)
-        self._groups: dict[int | None, list[_EqualCounts]] = {}
+        self._groups: dict[tuple[int, LayerGroup | None], list[_EqualCounts]] = {}
 
-    def place_of(self, layer: int) -> int:
-        """Where the pages keep a layer of the model; `UnsupportedModelError` where they do not."""
+    def place_of(self, layer: int) -> tuple[int, int]:
+        """A layer's table, and its place in the pages of that; `UnsupportedModelError` where these do not keep it."""
         if layer not in self._layers:
             raise UnsupportedModelError(f"layer {layer} attends, the pages hold layers {sorted(self._layers)}")
         return self._layers[layer]
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Put the new keys and values, each `[tokens, kv_heads, head_dim]`, into the pages of `layer`."""
-        self._check_shape(layer, key, value)
+        """Put the new keys and values, each `[tokens, kv_heads, head_dim]`, into the pages of the model's `layer`."""
+        table, place = self.place_of(layer)
+        self._check_shape(place, key, value)
         for pool, heads in self._shards(key.shape[1]):
             for side, states in enumerate((key, value)):
-                pool[:, side, layer][self._write_pages, self._write_offsets] = states[:, heads.start : heads.stop]
+                pool[:, side, place][self._write_pages[table], self._write_offsets] = states[
+                    :, heads.start : heads.stop
+                ]
 
-    def attend(self, layer: int, query: torch.Tensor, kv_heads: int, scale: float, window: int | None) -> torch.Tensor:
-        """Attention of `query`, `[tokens, heads, head_dim]`, over what the pages of `layer` hold; same shape."""
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        kv_heads: int,
+        scale: float,
+        seen: LayerGroup | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of `query`, `[tokens, heads, head_dim]`, over what the pages of `layer` hold; same shape.
+
+        `seen`: which of these tokens a query sees, None for all. `sinks`, `[heads]`: scores that take a share of each
+        query's attention and give nothing.
+        """
         output = torch.empty_like(query)
-        for group in self._groups_of(window):
-            key, value = (self._read(layer, side, group, kv_heads) for side in (0, 1))
-            output[group.rows] = _grouped_attention(query[group.rows], key, value, group.mask, scale)
+        table, place = self.place_of(layer)
+        for group in self._groups_of(table, seen):
+            key, value = (self._read(place, side, group, kv_heads) for side in (0, 1))
+            output[group.rows] = _grouped_attention(query[group.rows], key, value, group.mask, scale, sinks)
         return output
 
     def _read(self, layer: int, side: int, group: _EqualCounts, kv_heads: int) -> torch.Tensor:
@@ -106,28 +125,30 @@ class PagedBatch:
         firsts = [shard * kv_heads // len(self._pools) for shard in range(len(self._pools))]
         return [(pool, range(first, first + pool.shape[4])) for pool, first in zip(self._pools, firsts, strict=True)]
 
-    def _groups_of(self, window: int | None) -> list[_EqualCounts]:
-        if window not in self._groups:
-            self._groups[window] = [self._group(count, window) for count in self._by_count]
-        return self._groups[window]
+    def _groups_of(self, table: int, seen: LayerGroup | None) -> list[_EqualCounts]:
+        if (table, seen) not in self._groups:
+            self._groups[table, seen] = [self._group(count, self._tables[table], seen) for count in self._by_count]
+        return self._groups[table, seen]
 
-    def _group(self, count: int, window: int | None) -> _EqualCounts:
-        device = self._table.device
+    def _group(self, count: int, table: torch.Tensor, seen: LayerGroup | None) -> _EqualCounts:
+        device = table.device
         requests = torch.tensor(self._by_count[count], device=device)
         starts = self._starts[requests]
         ends = starts + count
         # Only pages that the first query of a request can still see are read.
-        first_keys = torch.zeros_like(starts) if window is None else (starts - window + 1).clamp(min=0)
+        first_keys = _first_seen(seen, starts)
         first_pages, end_pages = first_keys // self._page_size, -(-ends // self._page_size)
         columns = first_pages[:, None] + torch.arange(int((end_pages - first_pages).max()), device=device)
         exists = columns < end_pages[:, None]
-        pages = self._table[requests].gather(1, columns.where(exists, 0)).where(exists, NULL_PAGE)
+        pages = table[requests].gather(1, columns.where(exists, 0)).where(exists, NULL_PAGE)
         offsets = torch.arange(self._page_size, device=device)
         keys = (columns[:, :, None] * self._page_size + offsets).flatten(1)
         stale = (keys >= ends[:, None]) & exists.repeat_interleave(self._page_size, dim=1)
         steps = torch.arange(count, device=device)
-        distance = (starts[:, None] + steps)[:, :, None] - keys[:, None, :]
-        mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        positions = starts[:, None] + steps
+        mask = keys[:, None, :] <= positions[:, :, None]
+        if seen is not None:
+            mask &= keys[:, None, :] >= _first_seen(seen, positions)[:, :, None]
         rows = self._first_rows[requests][:, None] + steps
         return _EqualCounts(rows, pages, stale.nonzero(as_tuple=True), mask[:, None])
 
@@ -172,10 +193,11 @@ def paged_attention_forward(
             f"the batch has {len(paged_batch.positions)} tokens"
         )
     query, key, value = (states.transpose(1, 2) for states in (query, key, value))
-    layer = paged_batch.place_of(int(module.layer_idx))  # type: ignore[arg-type]
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
     paged_batch.write(layer, key.flatten(0, 1), value.flatten(0, 1))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output = paged_batch.attend(layer, query.flatten(0, 1), key.shape[2], scale, sliding_window)
+    seen = _seen_by(module, sliding_window)
+    output = paged_batch.attend(layer, query.flatten(0, 1), key.shape[2], scale, seen, kwargs.get("s_aux"))
     return output.view(query.shape), None
 
 
@@ -183,19 +205,47 @@ def no_attention_mask(*_args: Any, **_kwargs: Any) -> None:
     """The mask function that goes with `paged_attention_forward`: the tables say who sees whom."""
 
 
+def _seen_by(module: torch.nn.Module, sliding_window: int | None) -> LayerGroup | None:
+    """Which tokens the queries of a layer see; None for all."""
+    if sliding_window is not None:
+        return LayerGroup("window", (0,), sliding_window)
+    config: Any = getattr(module, "config", None)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types and layer_types[int(module.layer_idx)] == "chunked_attention":  # type: ignore[arg-type]
+        return LayerGroup("chunked", (0,), config.attention_chunk_size)
+    return None
+
+
+def _first_seen(seen: LayerGroup | None, positions: torch.Tensor) -> torch.Tensor:
+    """`LayerGroup.first_seen`, which calls what arrays and tensors both have."""
+    return torch.zeros_like(positions) if seen is None else seen.first_seen(positions)  # type: ignore[arg-type,return-value]
+
+
 def _grouped_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """SDPA with the query heads that share a key/value head stacked as more queries: nothing is repeated.
 
-    Query and result `[b, q, heads, dim]`, key and value `[b, kv_heads, k, dim]`, mask `[b, 1, q, k]`.
+    Query and result `[b, q, heads, dim]`, key and value `[b, kv_heads, k, dim]`, mask `[b, 1, q, k]`, sinks `[heads]`.
     """
     batch, queries, heads, dim = query.shape
     kv_heads = key.shape[1]
     share = heads // kv_heads
     stacked = query.view(batch, queries, kv_heads, share, dim).permute(0, 2, 3, 1, 4)
     stacked = stacked.reshape(batch, kv_heads, share * queries, dim)
-    output = scaled_dot_product_attention(stacked, key, value, attn_mask=mask.repeat(1, 1, share, 1), scale=scale)
+    mask = mask.repeat(1, 1, share, 1)
+    if sinks is not None:  # a key more, of zeros, whose score is the sink's, and whose value is nothing
+        key, value = (torch.nn.functional.pad(states, (0, 0, 0, 1)) for states in (key, value))
+        scores = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, -torch.inf)
+        of_sinks = sinks.to(query.dtype).view(1, kv_heads, share, 1).expand(batch, -1, -1, queries)
+        scores = scores.expand(-1, kv_heads, -1, -1)
+        mask = torch.cat((scores, of_sinks.reshape(batch, kv_heads, share * queries, 1)), dim=-1)
+    output = scaled_dot_product_attention(stacked, key, value, attn_mask=mask, scale=scale)
     return output.view(batch, kv_heads, share, queries, dim).permute(0, 3, 1, 2, 4).reshape(query.shape)
 
 

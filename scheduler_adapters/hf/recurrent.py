@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvcache.layer_groups import LayerGroup
 from scheduler_adapters.errors import UnsupportedModelError
 from scheduler_adapters.hf.state_layout import CONV_KINDS, SSM_KIND, StateShape
 from scheduler_adapters.hf.state_pages import StatePages
@@ -18,7 +19,7 @@ from scheduler_adapters.hf.state_pages import StatePages
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-ATTENTION_KINDS = {"full_attention", "sliding_attention"}
+ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 _BOTH_KINDS = {"hybrid"}  # attention and recurrent, side by side in one layer
 _RECURRENT_KINDS = {"linear_attention"}
 _STATELESS_KINDS = {"mlp", "moe"}
@@ -48,6 +49,24 @@ def recurrent_layers_of(config: PretrainedConfig) -> list[int]:
     return [layer for layer, kind in enumerate(kinds) if kind in _RECURRENT_KINDS | _BOTH_KINDS]
 
 
+def groups_of(config: PretrainedConfig) -> tuple[LayerGroup, ...]:
+    """The attention layers of a model as groups, numbered as the cache does; none where all see the same tokens."""
+    text, layers = text_config_of(config), kv_layers_of(config)
+    kinds = _kinds_of(config) or ()
+    named = [kinds[layer] if kinds else "full_attention" for layer in layers]
+    if "full_attention" not in named or len(set(named)) == 1:
+        return ()  # a cache of windows alone keeps all pages
+    groups = [LayerGroup("full", tuple(place for place, kind in enumerate(named) if kind == "full_attention"))]
+    for name, kind, tokens in (
+        ("sliding_attention", "window", getattr(text, "sliding_window", None)),
+        ("chunked_attention", "chunked", getattr(text, "attention_chunk_size", None)),
+    ):
+        places = tuple(place for place, other in enumerate(named) if other == name)
+        if places and tokens:
+            groups.append(LayerGroup(kind, places, tokens))
+    return tuple(groups)
+
+
 def check_supported(config: PretrainedConfig) -> None:
     """Refuse models that keep more of a layer than keys and values, or a Mamba-2 state: `UnsupportedModelError`."""
     known, text = ATTENTION_KINDS, text_config_of(config)
@@ -56,7 +75,8 @@ def check_supported(config: PretrainedConfig) -> None:
     for layer, kind in enumerate(_kinds_of(config) or ()):
         if kind not in known:
             raise UnsupportedModelError(f"{config.model_type}: layer {layer} is {kind!r}: not supported over pages")
-    for name in ("kv_lora_rank", "num_kv_shared_layers"):
+    # Temperature tuning counts a layer's rows as positions: those of the packed batch are others.
+    for name in ("kv_lora_rank", "num_kv_shared_layers", "attn_temperature_tuning"):
         if getattr(text, name, None):
             raise UnsupportedModelError(f"{config.model_type}: {name} is set: not supported over pages")
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
+from kvcache.layer_groups import layer_tables
 from kvcache.manager import PagedKVCacheManager
 from kvcache.params import KVCacheParams
 from kvcache.replica.context import Context
@@ -26,6 +27,7 @@ from scheduler_adapters.hf.recurrent import (
     NO_MASKS,
     PagedStates,
     check_supported,
+    groups_of,
     kv_layers_of,
     recurrent_layers_of,
     state_shape_of,
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 ATTENTION = "pagewire"
-_OWN_ATTENTION = "sdpa"  # what a model's own `generate` runs with
 _TIE = 1e-3
 
 
@@ -72,7 +73,12 @@ class HFRunner:
         embeddings: Any = model.get_input_embeddings()
         self.vocab_size = int(embeddings.weight.shape[0])
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._layers = {layer: place for place, layer in enumerate(kv_layers_of(model.config))}
+        # Of each layer its table and its place there, by the number of tables.
+        layers = kv_layers_of(model.config)
+        self._layers: dict[int, dict[int, tuple[int, int]]] = {}
+        for groups in ((), groups_of(model.config)):
+            tables = layer_tables(groups, len(layers))
+            self._layers[len(tables.tables)] = {layers[at]: place for at, place in tables.places.items()}
         self._recurrent = {layer: place for place, layer in enumerate(recurrent_layers_of(model.config))}
         if self._recurrent and states is None:
             raise UnsupportedModelError(
@@ -102,7 +108,7 @@ class HFRunner:
         parts: dict[int, torch.Tensor] = {}
         for length in set(lengths):
             places = [place for place, count in enumerate(lengths) if count == length]
-            rows = [shard._replace(lookup_table=shard.lookup_table[places]) for shard in inputs]
+            rows = [shard._replace(lookup_table=shard.lookup_table[..., places, :]) for shard in inputs]
             parts |= zip(places, self._forward([batch[place] for place in places], rows, self._states), strict=True)
         return torch.stack([parts[place] for place in range(len(batch))])
 
@@ -111,7 +117,10 @@ class HFRunner:
     ) -> torch.Tensor:
         """Run the requests as one packed row, or, with `states`, as a row for each."""
         starts = [context.start_idx for context in batch]
-        paged = PagedBatch(inputs, starts, [context.active_length for context in batch], self._layers)
+        count = inputs[0].lookup_table.shape[0] if inputs[0].lookup_table.ndim == 3 else 1
+        if count not in self._layers:
+            raise UnsupportedModelError(f"the pages have {count} block tables, the model's layers {max(self._layers)}")
+        paged = PagedBatch(inputs, starts, [context.active_length for context in batch], self._layers[count])
         tokens = np.concatenate([context.tokens[context.start_idx : context.active_idx] for context in batch])
         rows = 1 if states is None else len(batch)
         cache = None
@@ -182,9 +191,12 @@ def kv_params_of(
     enable_prefix_caching: bool | None = None,
     n_devices: int = 1,
     data_parallel_degree: int = 1,
+    group_layers: bool = False,
 ) -> KVCacheParams:
     """Cache parameters for a model; `num_layers_of` gives the manager's layer count.
 
+    `group_layers`: layers that see a window or a chunk have block tables of their own, and give back what no query sees
+    any more. Such pages are not handed over to other processes; without it, every page is kept until the end.
     `enable_prefix_caching` None means: on, but for a model with recurrent layers. Its states cannot be had from cached
     pages, so there True is an error. Raises `UnsupportedModelError`, or `InvalidParamsError` where heads cannot be
     split.
@@ -206,6 +218,7 @@ def kv_params_of(
         page_size=page_size,
         n_devices=n_devices,
         data_parallel_degree=data_parallel_degree,
+        groups=groups_of(config) if group_layers else (),
     )
 
 
@@ -244,8 +257,8 @@ def eos_token_ids_of(model: PreTrainedModel) -> frozenset[int]:
 
 
 def own_attention(model: PreTrainedModel) -> AbstractContextManager[Any]:
-    """A `with` block in which the model has its own attention (SDPA); afterwards what it had before."""
-    return _attention(model, _OWN_ATTENTION)
+    """A `with` block in which the model has its own attention (SDPA where it can); afterwards what it had before."""
+    return _attention(model, "sdpa" if model._supports_sdpa else "eager")  # noqa: SLF001  (no public getter)
 
 
 def paged_attention(model: PreTrainedModel) -> AbstractContextManager[Any]:

@@ -73,6 +73,11 @@ def _make_model(kind: str, **changes: Any) -> Any:
         "gemma2": ("Gemma2Config", {}),
         # With tied embeddings a random one repeats its last token.
         "gemma3": ("Gemma3TextConfig", {"tie_word_embeddings": False}),
+        "gpt_oss": ("GptOssConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        "llama4": (
+            "Llama4TextConfig",
+            {"intermediate_size_mlp": 128, "num_local_experts": 4, "attn_temperature_tuning": False},
+        ),
         **HYBRIDS,
     }[kind]
     config_class = getattr(transformers, name)

@@ -129,6 +129,14 @@ def test_a_prompt_that_cannot_run_whole_is_refused_and_may_run_in_chunks() -> No
     assert manager.maybe_reserve(context)
 
 
+def test_a_request_fits_where_all_its_tables_do() -> None:
+    manager = make(pages=20, max_seq_len=64)
+    waiting = TextContext(list(range(40)), 64)
+    assert manager.admission(waiting) == (0, 0, 20, True)
+    start(manager, range(50, 54), "other")
+    assert manager.admission(waiting) == (0, 0, 20, False)
+
+
 def test_a_hit_needs_the_last_window_and_nothing_before() -> None:
     manager = make()
     served(manager, range(40), "first")

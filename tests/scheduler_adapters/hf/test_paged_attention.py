@@ -1,5 +1,5 @@
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from scheduler_adapters.errors import UnsupportedModelError
 from scheduler_adapters.hf.paged_attention import PagedBatch, paged_attention_forward
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
-LAYERS = {0: 0, 1: 1}
+LAYERS = {0: (0, 0), 1: (0, 1)}
 
 
 class Layer(torch.nn.Module):
@@ -21,7 +21,23 @@ def packed(tokens: int, heads: int) -> Any:
     return torch.randn(1, heads, tokens, DIM)
 
 
-def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None) -> Any:
+class Config:
+    layer_types: ClassVar = ["full_attention", "chunked_attention"]
+    attention_chunk_size = 3
+
+
+class ChunkedLayer(Layer):
+    config = Config()
+
+
+def dense(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: int | None,
+    chunk: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> Any:
     """The formula, one head and one query at a time."""
     output = torch.zeros_like(query[0]).transpose(0, 1)
     count, length = query.shape[2], key.shape[2]
@@ -29,10 +45,13 @@ def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: i
         for row in range(count):
             position = length - count + row
             first = 0 if window is None else max(0, position - window + 1)
+            first = position // chunk * chunk if chunk else first
             seen = slice(first, position + 1)
             kv_head = head * KV_HEADS // HEADS
             scores = key[0, kv_head, seen] @ query[0, head, row] / math.sqrt(DIM)
-            output[row, head] = scores.softmax(0) @ value[0, kv_head, seen]
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head : head + 1]))
+            output[row, head] = scores.softmax(0)[: position + 1 - first] @ value[0, kv_head, seen]
     return output
 
 
@@ -46,31 +65,61 @@ def pools(pages: int, page_size: int, tp: int) -> Any:
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("window", [None, 2, 3])  # 2: the first key that is seen ends a page
-def test_ragged_chunks_equal_the_formula_and_ignore_stale_pages(tp: int, window: int | None) -> Any:
+def test_ragged_chunks_equal_the_formula_and_ignore_stale_pages(tp: int, window: int | None) -> None:
+    compare(tp, Layer(), window=window)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("sinks", [None, torch.tensor([3.0, -2.0, 0.5, 9.0])])
+def test_chunks_and_sinks_equal_the_formula(tp: int, sinks: torch.Tensor | None) -> None:
+    compare(tp, ChunkedLayer(), chunk=3, sinks=sinks)
+    compare(tp, Layer(), sinks=sinks)
+    compare(tp, Layer(), window=2, sinks=sinks)
+
+
+def test_a_layer_reads_and_writes_the_pages_of_its_own_table() -> None:
+    table = torch.tensor([[[4, 0], [5, 0], [6, 6]], [[3, 1], [5, 0], [2, 6]]], dtype=torch.int32)
+    compare(1, Layer(), table=table, layers={1: (1, 1)})
+
+
+def compare(
+    tp: int,
+    layer: torch.nn.Module,
+    *,
+    window: int | None = None,
+    chunk: int | None = None,
+    sinks: torch.Tensor | None = None,
+    table: torch.Tensor | None = None,
+    layers: dict[int, tuple[int, int]] | None = None,
+) -> None:
     torch.manual_seed(0)
     lengths, page_size = [7, 1, 5], 4
-    table = torch.tensor([[3, 1], [5, 0], [2, 6]], dtype=torch.int32)
+    table = torch.tensor([[3, 1], [5, 0], [2, 6]], dtype=torch.int32) if table is None else table
     keys, values, queries = ([packed(n, h) for n in lengths] for h in (KV_HEADS, KV_HEADS, HEADS))
     blocks = pools(6, page_size, tp)
     chunks = [(0, [3, 1, 4]), (1, [4, 0, 1])]
     starts = [0, 0, 0]
     for _, counts in chunks:
         rows = [i for i, count in enumerate(counts) if count]
-        inputs = [RaggedKVCacheInputs(b, table[rows], table[rows], table) for b in blocks]
+        inputs = [RaggedKVCacheInputs(b, table[..., rows, :], table[..., rows, :], table) for b in blocks]
         taken, begun = [counts[i] for i in rows], [starts[i] for i in rows]
-        batch = PagedBatch(inputs, begun, taken, LAYERS)
+        batch = PagedBatch(inputs, begun, taken, layers or LAYERS)
 
         def pack(states: Any, rows: Any = rows, counts: Any = counts, starts: Any = tuple(starts)) -> Any:
             return torch.cat([states[i][:, :, starts[i] : starts[i] + counts[i]] for i in rows], dim=2)
 
         output, weights = paged_attention_forward(
-            Layer(), pack(queries), pack(keys), pack(values), None, sliding_window=window, paged_batch=batch
+            *(layer, pack(queries), pack(keys), pack(values), None),
+            sliding_window=window,
+            s_aux=sinks,
+            paged_batch=batch,
         )
         assert weights is None
         for i, part in zip(rows, output[0].split(taken), strict=True):
             end = starts[i] + counts[i]
             query = queries[i][:, :, starts[i] : end]
-            torch.testing.assert_close(part, dense(query, keys[i][:, :, :end], values[i][:, :, :end], window))
+            wanted = dense(query, keys[i][:, :, :end], values[i][:, :, :end], window, chunk, sinks)
+            torch.testing.assert_close(part, wanted)
             starts[i] = end
     assert starts == lengths
     for pool in blocks:
@@ -105,7 +154,6 @@ def one_token_call(module: Any = None, kv_heads: int = KV_HEADS, **arguments: An
     ("arguments", "named"),
     [
         ({"softcap": 30.0}, "softcap"),
-        ({"s_aux": torch.zeros(4)}, "s_aux"),
         ({"position_bias": torch.zeros(1)}, "position_bias"),
         ({"is_causal": False}, "not causal"),
         ({"dropout": 0.1}, "dropout"),

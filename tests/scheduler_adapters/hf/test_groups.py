@@ -1,0 +1,146 @@
+"""Models with windows and chunks over tables of their own: the tokens of `generate`, with fewer pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvcache import InvalidParamsError, LayerGroup, TextContext
+from scheduler_adapters.errors import UnsupportedModelError
+from scheduler_adapters.hf.generate import PagedGenerator
+from scheduler_adapters.hf.recurrent import groups_of
+from scheduler_adapters.hf.runner import HFRunner, kv_params_of, manager_for, num_layers_of, reference_tokens
+from scheduler_adapters.hf.tiny import ByteTokenizer
+from scheduler_adapters.loop import ServingLoop
+from tests.scheduler_adapters.serving import assert_nothing_held, requests_of, serve, tokens_of
+
+PAGE, WINDOW, NEW = 8, 20, 20
+SYSTEM = ByteTokenizer().encode("What all prompts begin with, and what is longer than any window of these models. " * 2)
+PROMPTS = [[*SYSTEM, *ByteTokenizer().encode(text)] for text in ("one", "another one", "the third, which is longest")]
+
+MIXED = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
+CHUNKED = ["chunked_attention", "chunked_attention", "full_attention", "chunked_attention"]
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": ("gemma3", {"layer_types": MIXED, "sliding_window": WINDOW}),
+    "gpt-oss": ("gpt_oss", {"layer_types": MIXED, "sliding_window": WINDOW}),
+    "qwen3": ("qwen3", {"layer_types": MIXED, "sliding_window": WINDOW, "use_sliding_window": True}),
+    "llama4": ("llama4", {"layer_types": CHUNKED, "attention_chunk_size": 24}),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest, make_model: Callable[..., Any]) -> Any:
+    kind, changes = MODELS[request.param]
+    return make_model(kind, num_hidden_layers=4, **changes)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Any) -> Any:
+    return [reference_tokens(model, prompt, NEW) for prompt in PROMPTS]
+
+
+def manager_of_pages(model: Any, pages: int, rows: int = 8, **params: Any) -> Any:
+    """A manager of so many pages of one layer each, or of all where the layers have one table."""
+    cache = kv_params_of(model.config, page_size=PAGE, **{"group_layers": True, **params})
+    layers = num_layers_of(model.config)
+    memory = pages * PAGE * cache.bytes_per_token(1 if cache.groups else layers) * cache.data_parallel_degree
+    devices = ["cpu"] * cache.n_devices
+    return manager_for(model, cache, rows, 512, devices, available_cache_memory=memory, enable_runtime_checks=True)
+
+
+@pytest.mark.parametrize(("budget", "tp"), [(512, 1), (16, 2)])
+def test_tokens_equal_with_hits_chunks_and_shards(model: Any, expected: Any, budget: int, tp: int) -> None:
+    manager = manager_of_pages(model, 400, n_devices=tp)
+    assert manager.layer_tables.layers_per_page == 1
+    loop = ServingLoop(manager, HFRunner(model), token_budget=budget)
+    first = tokens_of(serve(loop, requests_of(PROMPTS[:1], NEW)))
+    others = tokens_of(serve(loop, requests_of(PROMPTS[1:], NEW)))
+    assert first + others == expected
+    assert manager.metrics.cache_tokens >= 2 * (len(SYSTEM) // PAGE - 1) * PAGE
+    again = tokens_of(serve(loop, requests_of([[*PROMPTS[0], *expected[0][:-1]]], 1)))
+    assert again == [expected[0][-1:]]
+    assert_nothing_held(manager)
+
+
+def test_tokens_equal_when_requests_give_way(model: Any) -> None:
+    manager = manager_of_pages(model, 66)
+    loop = ServingLoop(manager, HFRunner(model), token_budget=16)
+    prompts = [[at, *prompt] for at, prompt in enumerate(PROMPTS)]  # none shares a page with another
+    wanted = [reference_tokens(model, prompt, NEW) for prompt in prompts]
+    assert tokens_of(serve(loop, requests_of(prompts, NEW))) == wanted
+    assert loop.preemptions
+    assert manager.metrics.evictions
+    assert_nothing_held(manager)
+
+
+def test_tokens_equal_after_a_fork(model: Any) -> None:
+    manager, runner = manager_of_pages(model, 400), HFRunner(model)
+    parent = TextContext(PROMPTS[0], 512, "parent")
+    manager.external_claim("parent")
+    contexts = [parent]
+    for step in range(NEW):
+        assert all(manager.maybe_reserve(context) for context in contexts)
+        tokens = runner.run(contexts, manager.fetch(contexts))
+        for context, token in zip(contexts, tokens, strict=True):
+            context.update(token)
+        manager.step(contexts)
+        if step == 5:
+            child = parent.fork("child")
+            assert manager.fork(parent, child)
+            contexts.append(child)
+    wanted = reference_tokens(model, PROMPTS[0], NEW)
+    for context in contexts:
+        assert context.tokens[len(PROMPTS[0]) :].tolist() == wanted
+        manager.release(context.request_id)
+    assert_nothing_held(manager)
+
+
+def longest_held(model: Any, **params: Any) -> int:
+    """Bytes that a request of 400 tokens holds at the most, decoding, and its prompt in chunks of 16."""
+    manager = manager_of_pages(model, 400, **params)
+    loop = ServingLoop(manager, HFRunner(model), token_budget=16)
+    for request in requests_of([(SYSTEM * 3)[:380]], NEW):
+        loop.add(request)
+    held = 0
+    while loop.has_work:
+        loop.step()
+        held = max(held, manager.num_held_blocks)
+    return held * manager.layouts[0].page_bytes
+
+
+def test_fewer_pages_are_held(model: Any) -> None:
+    grouped, whole = longest_held(model), longest_held(model, group_layers=False)
+    page = whole // 50 // 4
+    assert whole == 4 * 50 * page
+    assert grouped <= (50 + 3 * 7) * page
+
+
+def test_the_groups_follow_the_config(make_model: Callable[..., Any]) -> None:
+    config = make_model("gemma3", num_hidden_layers=4, layer_types=MIXED, sliding_window=WINDOW).config
+    assert groups_of(config) == (LayerGroup("full", (1,)), LayerGroup("window", (0, 2, 3), WINDOW))
+    config = make_model("llama4", num_hidden_layers=4, layer_types=CHUNKED, attention_chunk_size=24).config
+    assert groups_of(config) == (LayerGroup("full", (2,)), LayerGroup("chunked", (0, 1, 3), 24))
+    for kind in ("llama", "mistral"):  # all layers alike
+        assert groups_of(make_model(kind).config) == ()
+        assert not kv_params_of(make_model(kind).config, group_layers=True).groups
+    assert not kv_params_of(config).groups
+
+
+def test_positions_that_a_packed_batch_has_not_are_refused(make_model: Callable[..., Any]) -> None:
+    model = make_model("llama4", num_hidden_layers=4, layer_types=CHUNKED, attn_temperature_tuning=True)
+    with pytest.raises(UnsupportedModelError, match="attn_temperature_tuning"):
+        HFRunner(model)
+
+
+def test_tables_of_another_model_are_refused(model: Any, make_model: Callable[..., Any]) -> None:
+    manager = manager_of_pages(model, 400)
+    context = TextContext([1, 2, 3], 99, "r")
+    manager.external_claim("r")
+    assert manager.maybe_reserve(context)
+    with pytest.raises(UnsupportedModelError, match="4 block tables"):
+        HFRunner(make_model("llama", num_hidden_layers=4)).run([context], manager.fetch([context]))
+    other = make_model("qwen3", num_hidden_layers=4, num_key_value_heads=2)
+    with pytest.raises(InvalidParamsError, match="groups of the manager are not those of"):
+        PagedGenerator(other, manager)
