@@ -1,4 +1,4 @@
-"""Mutations of what groups of layers add: how they are cut, and the further tables of a replica."""
+"""Mutations of what groups of layers add: how they are cut, the further tables of a replica, and chunks of a loop."""
 
 from tests.mutants.mutation import Module, Mutation
 
@@ -83,6 +83,18 @@ KVCACHE_GROUPS: tuple[Module, ...] = (
             Mutation("Replica._plan", "start=cached", "start=0"),
             Mutation("Replica._publish", "self.further.publish(rows, columns, digests)", "pass"),
             Mutation("Replica.refuse_further", "if self.further is not None:", "if False:"),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.loop",
+        ["tests/scheduler_adapters/hf/test_groups.py"],
+        [
+            Mutation(
+                "ServingLoop._pending",
+                "context.active_idx if self._has_windows else context.end_idx",
+                "context.end_idx",
+            ),
+            Mutation("ServingLoop._choose_chunk", "self._has_windows and", "False and"),
         ],
     ),
     Module(

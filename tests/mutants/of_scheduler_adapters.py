@@ -381,8 +381,11 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
         "scheduler_adapters.hf.paged_attention",
         ["tests/scheduler_adapters/hf/test_paged_attention.py"],
         [
-            Mutation("PagedBatch._group", "(distance < window)", "(distance <= window)"),
-            Mutation("PagedBatch._group", "(starts - window + 1)", "(starts - window + 2)"),
+            Mutation("PagedBatch._group", ">= _first_seen(seen, positions)", "> _first_seen(seen, positions)"),
+            Mutation("PagedBatch._group", "= _first_seen(seen, starts)", "= _first_seen(seen, starts) + 1"),
+            Mutation("PagedBatch.write", "self._write_pages[table]", "self._write_pages[0]"),
+            Mutation("PagedBatch._groups_of", "self._tables[table]", "self._tables[0]"),
+            Mutation("_grouped_attention", "sinks.to(query.dtype)", "torch.zeros_like(sinks)"),
             Mutation("PagedBatch._read", "states[group.stale[0], :, group.stale[1]] = 0", "pass"),
             Mutation("PagedBatch._group", "-(-ends // self._page_size)", "ends // self._page_size"),
         ],
