@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvcache.layer_groups import LayerGroup
+from kvcache.layer_groups import LayerGroup, LayerKind
 from scheduler_adapters.errors import UnsupportedModelError
 from scheduler_adapters.hf.state_layout import CONV_KINDS, SSM_KIND, StateShape
 from scheduler_adapters.hf.state_pages import StatePages
@@ -57,10 +57,11 @@ def groups_of(config: PretrainedConfig) -> tuple[LayerGroup, ...]:
     if "full_attention" not in named or len(set(named)) == 1:
         return ()  # a cache of windows alone keeps all pages
     groups = [LayerGroup("full", tuple(place for place, kind in enumerate(named) if kind == "full_attention"))]
-    for name, kind, tokens in (
+    with_window: tuple[tuple[str, LayerKind, int | None], ...] = (
         ("sliding_attention", "window", getattr(text, "sliding_window", None)),
         ("chunked_attention", "chunked", getattr(text, "attention_chunk_size", None)),
-    ):
+    )
+    for name, kind, tokens in with_window:
         places = tuple(place for place, other in enumerate(named) if other == name)
         if places and tokens:
             groups.append(LayerGroup(kind, places, tokens))

@@ -258,7 +258,7 @@ def eos_token_ids_of(model: PreTrainedModel) -> frozenset[int]:
 
 def own_attention(model: PreTrainedModel) -> AbstractContextManager[Any]:
     """A `with` block in which the model has its own attention (SDPA where it can); afterwards what it had before."""
-    return _attention(model, "sdpa" if model._supports_sdpa else "eager")  # noqa: SLF001  (no public getter)
+    return _attention(model, "sdpa" if getattr(model, "_supports_sdpa", True) else "eager")
 
 
 def paged_attention(model: PreTrainedModel) -> AbstractContextManager[Any]:
