@@ -87,13 +87,15 @@ class PeerPrefixes:
 
     def begin(self, request: Request, context: TextContext, sources: Sequence[msg.KVSource]) -> bool:
         """Ask for a prompt that is not claimed. False: there is nothing to ask for, or computing it is quicker."""
+        if not sources:
+            return False
         manager = self._manager
         wanted = manager.contents.digests(context)
         replica = manager.get_or_recommend_replica(context)
         cached = manager.contents.cached(replica, wanted)
         missing = (context.current_length - 1) // manager.page_size * manager.page_size - cached
         engines = [(source.address, engine) for source in sources for engine in source.engines]
-        if not engines or not wanted.digests or missing <= 0:
+        if not wanted.digests or missing <= 0:
             return False
         if not self.estimate.pays(missing):
             self.counts["computed"] += 1
