@@ -258,7 +258,7 @@ def rates_of_tier(folder: Path, page_bytes: int, size: int, make_io: Callable[[A
         start = time.perf_counter()
         while tier.read < before + pages:
             have = tier.read - before
-            tier.promote(digests[have:], wait=True)
+            tier.promote(digests[have:], have, wait=True)
         rates[case] = size / (time.perf_counter() - start) / 1e9
     expect(not tier.refusals, "every page that was read is right")
     tier.reset()

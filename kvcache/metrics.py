@@ -20,6 +20,10 @@ class KVCacheMetrics(msgspec.Struct, frozen=True):
     file_blocks_cut: int = 0  # their file has another size than it had
     file_blocks_foreign: int = 0  # the file has other pages in their place
     file_blocks_corrupted: int = 0  # their checksums are others
+    object_blocks_written: int = 0  # pages written to the object store
+    object_blocks_read: int = 0  # pages read from the object store into the host tier
+    object_blocks_refused: int = 0  # pages of objects that were not taken: wrong, cut short or gone
+    object_store_failures: int = 0  # calls of the object store that failed, or took too long
     files_refused: int = 0  # files in the file tier's folder that were not taken up: broken, or of another kind
 
     @property

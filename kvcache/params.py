@@ -14,7 +14,7 @@ from kvcache.errors import InvalidParamsError
 from kvcache.kv_events import KVEvents
 from kvcache.layer_groups import LayerGroup
 from kvcache.routing import Routing
-from kvcache.types import PageIO
+from kvcache.types import MakeObjectIO, PageIO
 
 HashAlgorithm = Literal["sha256", "xxh3_128"]
 PageOrder = Literal["head,layer,side,token,dim", "layer,side,head,token,dim", "layer,side,token,head,dim"]
@@ -41,6 +41,12 @@ _RULES: dict[str, Callable[[str, Any], object]] = {
     "file_tier_io": optional(
         functools.partial(of_kind, kind=Callable, needed="a function that makes a `PageIO` of the tier's memory")
     ),
+    "object_tier_io": optional(
+        functools.partial(of_kind, kind=Callable, needed="a function that makes an `ObjectIO`, say a `NixlObjects`")
+    ),
+    "object_tier_pages": functools.partial(whole, least=1, most=1 << 10),
+    "object_tier_timeout_s": functools.partial(number, least=0.01, most=60.0),
+    "object_tier_tokens_per_s": optional(functools.partial(number, least=1.0, most=1e12)),
 }
 _DEFAULT_PAGE_SIZE = 128
 
@@ -94,6 +100,18 @@ class KVCacheParams:
     # Makes what moves bytes between files and the host tier (`kvcache.types.PageIO`), given the tier's memory, once for
     # each of two threads; None: preadv and pwritev.
     file_tier_io: Callable[[Sequence[torch.Tensor]], PageIO] | None = None
+    # Makes what moves bytes between an object store and the host tier (`kvcache.types.ObjectIO`), once for each of two
+    # threads: `transfer.NixlObjects(bucket)`. None: no objects. Without `file_tier_dir` it takes `file_tier_key`, too.
+    object_tier_io: MakeObjectIO | None = None
+    # Pages of an object, which are written and found together; the last pages of a prompt, where they are fewer, are
+    # not. The same wherever objects are to be found.
+    object_tier_pages: int = 8
+    # Seconds that a call of the object store may take before the store is left alone for 10 s: a request waits until
+    # it is told what there is, and then for its pages, each no longer than that.
+    object_tier_timeout_s: float = 2.0
+    # Tokens that the model computes in a second: objects are read where the rate of reads of late is better. None:
+    # always.
+    object_tier_tokens_per_s: float | None = None
     kv_events: KVEvents | None = None  # tells routers what is cached, as vLLM does; None: nobody is told
     # Layers that keep the same tokens, each of them in one group, and one group or more of full attention; none
     # means that all layers attend to everything. All have the same heads and `head_dim`. A prefix is found as far as
@@ -150,7 +168,16 @@ class KVCacheParams:
             for name, given, needed in (
                 ("host_kvcache_swap_space_gb", self.host_kvcache_swap_space_gb is not None and not swapping, _SWAPPING),
                 ("file_tier_max_gb", self.file_tier_max_gb is not None and self.file_tier_dir is None, "file_tier_dir"),
-                ("file_tier_key", self.file_tier_key and self.file_tier_dir is None, "file_tier_dir"),
+                (
+                    "file_tier_key",
+                    self.file_tier_key and self.file_tier_dir is None and self.object_tier_io is None,
+                    "file_tier_dir or object_tier_io",
+                ),
+                (
+                    "object_tier_tokens_per_s",
+                    self.object_tier_tokens_per_s is not None and self.object_tier_io is None,
+                    "object_tier_io",
+                ),
                 ("file_tier_io", self.file_tier_io is not None and self.file_tier_dir is None, "file_tier_dir"),
                 ("tenant_quota", self.tenant_quota != 1.0 and not caching, _CACHING),
                 ("tenant_quotas", self.tenant_quotas and not caching, _CACHING),
@@ -166,6 +193,7 @@ class KVCacheParams:
             ("partial_reuse_min_tokens", self.partial_reuse_min_tokens > 0, _CACHING),
             (_SWAPPING, self.enable_kvcache_swapping_to_host, _CACHING),
             ("file_tier_dir", self.file_tier_dir is not None, _SWAPPING),
+            ("object_tier_io", self.object_tier_io is not None, _SWAPPING),
         ):
             _check(not given or getattr(self, needed), f"{name} needs {needed}")
         space, most = self.host_kvcache_swap_space_gb, self.file_tier_max_gb
@@ -175,9 +203,10 @@ class KVCacheParams:
         )
         if self.file_tier_dir is not None:
             _check(most is not None and most > 0, f"file_tier_max_gb is {most}: files need a size above 0")
+        if self.file_tier_dir is not None or self.object_tier_io is not None:
             _check(
                 bool(self.file_tier_key),
-                "file_tier_key is not given: without the name of the model and its weights, files of another model "
+                "file_tier_key is not given: without the name of the model and its weights, pages of another model "
                 "would be taken for this one's",
             )
 

@@ -114,7 +114,7 @@ class Replicas:
 
     def prefetch(self, context: Context) -> bool:
         """Begin to bring the request's pages to the host tier; whether some are on their way."""
-        if self.tiers is None or self.tiers.files is None:
+        if self.tiers is None or not self.tiers.lower:
             return False
         hasher = hasher_of(context, self.each[0].hash_algorithm, self.each[0].page_size)
         first = max(len(replica.match(context, hasher=hasher)[1]) for replica in self.each)

@@ -1,6 +1,6 @@
 """Small values that cross the manager's border."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, cast
 
 import msgspec
@@ -105,3 +105,39 @@ class PageIO(Protocol):
 
     def write(self, file: int, parts: Sequence[Part], offset: int) -> None: ...  # noqa: D102 - as the class says
     def read(self, file: int, parts: Sequence[Part], offset: int) -> None: ...  # noqa: D102
+
+
+class ObjectRange(NamedTuple):
+    """Bytes of an object, from `offset` on, and where they lie in the memory of an `ObjectIO`."""
+
+    key: str
+    offset: int
+    start: int
+    size: int
+
+
+class ObjectIO(Protocol):
+    """Moves bytes between objects of a store and `memory`, for one thread.
+
+    No call takes much longer than the seconds that the maker was given. A store that fails, or is too slow, is an
+    `OSError`, also at the next call, and nothing that it sends later comes to `memory`.
+    """
+
+    @property
+    def memory(self) -> Part: ...  # noqa: D102 - as the class says
+    def exist(self, keys: Sequence[str]) -> list[bool]:
+        """Of each key whether there is an object."""
+        ...
+
+    def write(self, objects: Sequence[ObjectRange]) -> None:
+        """Write whole objects, each from offset 0 on: nobody sees one before it is whole."""
+
+    def read(self, ranges: Sequence[ObjectRange]) -> list[bool]:
+        """Of each range whether it was read: False where there is no such object. What is cut short leaves a rest."""
+        ...
+
+    def close(self) -> None: ...  # noqa: D102
+
+
+MakeObjectIO = Callable[[int, float], ObjectIO]
+"""Makes an `ObjectIO` with so many bytes of memory, whose calls take so many seconds at most. Never raises."""

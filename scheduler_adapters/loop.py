@@ -9,6 +9,7 @@ Each `step` does five things, in this order:
     finish    release what ended; report tokens
 """
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from kvcache.errors import (
 from kvcache.replica.context import Context, TextContext
 from kvcache.types import RaggedKVCacheInputs
 from scheduler_adapters.base import Pages
+
+_LONGEST_FETCH_S = 5.0  # that a request waits for pages of its own
 
 FinishReason = Literal["eos", "length", "error"]
 # What else its pages can do is for those who built the loop to know: `DecodeScheduler` fills them from elsewhere.
@@ -69,6 +72,7 @@ class _Entry:
     request: Request
     context: TextContext
     replica: int = 0
+    fetching_since: float | None = None  # when pages of it were first found to be on their way
 
 
 class ServingLoop(Generic[PagesT_co]):
@@ -88,6 +92,7 @@ class ServingLoop(Generic[PagesT_co]):
         self.vocab_size: int | None = getattr(runner, "vocab_size", None)
         self._has_windows = len(manager.layer_tables.tables) > 1
         self.preemptions = 0  # requests that had to give way
+        self.fetching = False  # whether the first that waits does so for pages of its own, from files or objects
         # Told of a request that runs now, its replica, and how many of its tokens were cached.
         self.on_admit: Callable[[str, int, int], None] | None = None
         # By id, those that come first before those that follow. A step looks at the first that waits, and at no other.
@@ -206,10 +211,12 @@ class ServingLoop(Generic[PagesT_co]):
 
     def _admit(self) -> list[Output]:
         outputs = list[Output]()
+        self.fetching = False
         while self._waiting:
             request_id, entry = next(iter(self._waiting.items()))
-            if self.manager.prefetch(entry.context) and self._running:
-                break  # pages of it come from files: the others run on meanwhile
+            self.fetching = self._fetches(entry)
+            if self.fetching:
+                break  # the others run on meanwhile
             try:
                 admitted = self._claim(entry)
             except SequenceTooLongError as error:
@@ -221,6 +228,15 @@ class ServingLoop(Generic[PagesT_co]):
             if self.on_admit is not None:
                 self.on_admit(request_id, entry.replica, entry.context.start_idx)
         return outputs
+
+    def _fetches(self, entry: _Entry) -> bool:
+        """Whether pages of a waiting request are on their way, and it had better wait for them."""
+        if not self.manager.prefetch(entry.context):
+            return False
+        now = time.monotonic()
+        if entry.fetching_since is None:
+            entry.fetching_since = now
+        return now - entry.fetching_since < _LONGEST_FETCH_S
 
     def _claim(self, entry: _Entry) -> bool:
         """A row and pages for a waiting request; False, and nothing taken, where one is short."""

@@ -40,7 +40,7 @@ ROOMS: dict[str, set[str]] = {
     "transfer values": {"kvcache values"},
     "transfer.plan": {"kvcache values", "transfer values"},
     "transfer.wire": {"transfer values", "transfer.plan"},
-    "transfer.nixl": {"transfer values"},
+    "transfer.nixl": {"kvcache values", "transfer values"},
     "transfer.pull": {
         *("kvcache values", "kvcache.replica"),
         *("transfer values", "transfer.plan", "transfer.wire", "transfer.nixl"),

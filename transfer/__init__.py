@@ -43,6 +43,7 @@ from transfer.errors import (
     UnknownTransferError,
 )
 from transfer.memory import MemoryType
+from transfer.nixl.object_io import NixlObjects
 from transfer.nixl.settings import settings_fingerprint
 from transfer.pull.asking import Lent
 from transfer.pull.exchange import ExchangeEvent, PageExchange
@@ -77,6 +78,7 @@ __all__ = [
     "MetadataError",
     "NixlConnectorScheduler",
     "NixlConnectorWorker",
+    "NixlObjects",
     "NoFreePortError",
     "Offered",
     "PageExchange",

@@ -87,25 +87,24 @@ class FileTier:
 
     # ---- up: from files to host slots
 
-    def promote(self, digests: Digests, *, wait: bool) -> bool:
-        """Fetch the first of these pages into host slots, as many as there are; whether some have come since.
+    def promote(self, digests: Digests, _first: int, /, *, wait: bool) -> int:
+        """Fetch the first of these pages into host slots, as many as there are in files; how many that is.
 
         `wait`, for at most `_LONGEST_WAIT_S`, for those that are on their way.
         """
-        host = self._host.pool.index
-        generation = host.generation
         self._take_up_reads()
-        entries = self._index.match(digests)[: self._host.pool.free_count // 2]
+        there = self._index.match(digests)
+        entries = there[: self._host.pool.free_count // 2]
         if entries.size:
             names = digests[: len(entries)]
-            absent = (host.find(names) == NO_PAGE) & ~self._index.reading[entries]
+            absent = (self._host.pool.index.find(names) == NO_PAGE) & ~self._index.reading[entries]
             self._begin_reads(entries[absent], names[absent])
         if wait and self._reads:
             self._await_reads()
             self._take_up_reads()
-        return host.generation != generation
+        return len(there)
 
-    def coming(self, digests: Digests) -> bool:
+    def coming(self, digests: Digests, _first: int, /) -> bool:
         """Whether some of these pages are on their way up."""
         self._take_up_reads()
         return bool(self._index.reading[self._index.find(digests)].any())

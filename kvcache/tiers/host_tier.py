@@ -65,11 +65,19 @@ class HostStore(NamedTuple):
 
 
 class LowerTier(Protocol):
-    """Where pages are that the host tier does not have: a `FileTier`, which says what each means."""
+    """Where pages are that the host tier does not have: `FileTier` and `ObjectTier`, which say what each means."""
 
     def offer(self, digests: Digests) -> None: ...
     def used(self, digests: Digests) -> None: ...
-    def promote(self, digests: Digests, *, wait: bool) -> bool: ...
+    def promote(self, digests: Digests, first: int, /, *, wait: bool) -> int: ...
+    def coming(self, digests: Digests, first: int, /) -> bool: ...
+    def tick(self) -> None: ...
+    def flush(self) -> None: ...
+    def reset(self) -> None: ...
+    def close(self) -> None: ...
+    def check(self) -> None: ...
+    @property
+    def held_slots(self) -> list[Slots]: ...
 
 
 class ReplicaTier(PagesBelow):
@@ -81,7 +89,7 @@ class ReplicaTier(PagesBelow):
     def __init__(self, host: HostTier, pool: PagePool, blocks: Sequence[torch.Tensor], stream: Any) -> None:
         self.host = host
         self.pool = pool
-        self.lower: LowerTier | None = None  # where the pages are that left the host tier, if anywhere
+        self.lower: Sequence[LowerTier] = ()  # where the pages are that left the host tier, the nearest first
         self._movers = [PageMover(shard, memory, stream) for shard, memory in zip(blocks, host.memory, strict=True)]
         self._at_once = all(mover.at_once for mover in self._movers)
         self._no_digests: Digests = pool.index.digests_of(NO_SLOTS)
@@ -143,8 +151,8 @@ class ReplicaTier(PagesBelow):
             # Another replica may have stored the same content meanwhile: then this slot is free again.
             self.host.pool.index.publish(slots, digests)
             self.host.pool.release(slots)
-            if self.lower is not None:
-                self.lower.offer(digests)
+            for lower in self.lower:
+                lower.offer(digests)
         for load in [load for load in self._left if all(mark.over() for mark in load.marks or ())]:
             self._left.remove(load)
             self._end(load)
@@ -182,11 +190,15 @@ class ReplicaTier(PagesBelow):
             return NO_SLOTS
         digests = hasher.digests(context.tokens, first, last)
         slots = self._match(hasher, digests, first, last)
-        if self.lower is None or len(slots) == len(digests):
+        if not self.lower or len(slots) == len(digests):
             return slots
         if slots.size:
             self.host.touch(slots)  # what is fetched must not push out what comes before it
-        if self.lower.promote(digests[len(slots) :], wait=wait):
+        have, generation = len(slots), self.host.pool.index.generation
+        for lower in self.lower:
+            if have < len(digests):
+                have += lower.promote(digests[have:], first + have, wait=wait)
+        if self.host.pool.index.generation != generation:
             slots = self._match(hasher, digests, first, last)
         return slots
 
@@ -263,8 +275,8 @@ class ReplicaTier(PagesBelow):
             _, digests = self.waiting.popleft()
             slots = self.host.pool.index.find(digests)
             self.host.touch(slots[slots != NO_PAGE])
-            if self.lower is not None:
-                self.lower.used(digests)
+            for lower in self.lower:
+                lower.used(digests)
 
     def _await_stores(self) -> None:
         for store in self.stores:

@@ -106,6 +106,15 @@ class FileFormat:
             running.update(part)  # pyright: ignore[reportArgumentType] - any buffer will do
         return running.digest()
 
+    def row(self, digest: bytes, parts: Sequence[Part]) -> bytes:
+        return digest + self.checksum(digest, parts)
+
+    def judge(self, row: bytes, digest: bytes, parts: Sequence[Part]) -> FileRefusal | None:
+        """What is wrong with a page that is to have this digest, and was found with this row."""
+        if row[: self.digest_bytes] != digest:
+            return FileRefusal.FOREIGN
+        return None if row == self.row(digest, parts) else FileRefusal.CORRUPTED
+
     def footer(self, rows: bytes, count: int) -> bytes:
         fields = (_MAGIC, self.namespace, self.page_bytes, count, self.digest_bytes)
         covered = _FOOTER.pack(*fields, bytes(_SUM_BYTES))[:-_SUM_BYTES]
@@ -122,7 +131,7 @@ def write_pages(
     or the draft (see `open_draft`).
     """
     names = [row.tobytes() for row in digests]
-    rows = b"".join(name + layout.checksum(name, parts) for name, parts in zip(names, pages, strict=True))
+    rows = b"".join(layout.row(name, parts) for name, parts in zip(names, pages, strict=True))
     name = xxhash.xxh3_128_hexdigest(layout.namespace + rows) + ".pages"
     path = folder / draft
     try:
@@ -198,12 +207,7 @@ def _read_pages(
     if len(rows) != len(pages) * width:
         return [FileRefusal.CUT] * len(pages)
     io.read(file, [part for parts in pages for part in parts], first * layout.page_bytes)
-    found: list[FileRefusal | None] = []
-    for at, (digest, parts) in enumerate(zip(digests, pages, strict=True)):
-        wanted, row = digest.tobytes(), rows[at * width : (at + 1) * width]
-        if row[: layout.digest_bytes] != wanted:
-            found.append(FileRefusal.FOREIGN)
-        else:
-            right = row[layout.digest_bytes :] == layout.checksum(wanted, parts)
-            found.append(None if right else FileRefusal.CORRUPTED)
-    return found
+    return [
+        layout.judge(rows[at * width : (at + 1) * width], digest.tobytes(), parts)
+        for at, (digest, parts) in enumerate(zip(digests, pages, strict=True))
+    ]

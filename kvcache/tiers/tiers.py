@@ -15,9 +15,11 @@ from kvcache.replica.context import Context
 from kvcache.replica.devices import PlacedReplica
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
 from kvcache.tiers.file_tier import FileTier
-from kvcache.tiers.host_tier import HostTier, ReplicaTier
+from kvcache.tiers.host_tier import HostTier, LowerTier, ReplicaTier
+from kvcache.tiers.object_tier import ObjectTier
 from kvcache.tiers.page_files import FileFormat, FileRefusal, SystemIO
 from kvcache.tiers.page_folder import PageFolder, namespace_of
+from kvcache.tiers.page_objects import ObjectFormat
 
 _SHARE = 0.05  # of the time that passes, for copies that take the loop's own
 _MOST_CREDIT_S = 0.005  # what a long step leaves to spend at once
@@ -25,19 +27,28 @@ _BATCH_BYTES = 1 << 20  # copied between two looks at the clock
 
 
 class Tiers:
-    """The host tier of a manager and the file tier below it, shared by its replicas.
+    """The host tier of a manager, and files and objects below it, shared by its replicas.
 
     Published pages are copied a few at a time, at each `fetch`, for at most a `share` of the time that has passed: that
     bounds what a step pays, whatever its length. What an eviction is about to overwrite is copied then and there.
     """
 
-    def __init__(self, host: HostTier, replicas: Sequence[ReplicaTier], files: FileTier | None) -> None:
+    def __init__(
+        self,
+        host: HostTier,
+        replicas: Sequence[ReplicaTier],
+        files: FileTier | None = None,
+        objects: ObjectTier | None = None,
+    ) -> None:
         self.host = host
         self.replicas = replicas
         self.files = files
-        self._counted = [] if files is None else [files]  # also when it is closed
+        self.lower: list[LowerTier] = [tier for tier in (files, objects) if tier is not None]
+        # These also when they are closed.
+        self._counted = [] if files is None else [files]
+        self._counted_objects = [] if objects is None else [objects]
         for tier in replicas:
-            tier.lower = files
+            tier.lower = self.lower
         self._batch = max(1, _BATCH_BYTES // sum(memory.shape[1] for memory in host.memory))
         self.share = _SHARE
         self._credit = 0.0
@@ -53,6 +64,10 @@ class Tiers:
             file_blocks_read=sum(files.read for files in self._counted),
             file_blocks_refused=sum(files.refusals.total() for files in self._counted),
             files_refused=sum(files.files_refused for files in self._counted),
+            object_blocks_written=sum(objects.written for objects in self._counted_objects),
+            object_blocks_read=sum(objects.read for objects in self._counted_objects),
+            object_blocks_refused=sum(objects.refusals.total() for objects in self._counted_objects),
+            object_store_failures=sum(objects.failures for objects in self._counted_objects),
             **{f"file_blocks_{why}": sum(files.refusals[why] for files in self._counted) for why in FileRefusal},
         )
 
@@ -65,35 +80,36 @@ class Tiers:
             while self._credit > 0 and tier.store(self._batch):
                 before, self._seen = self._seen, self._clock()
                 self._credit -= self._seen - before
-        if self.files is not None:
-            self.files.tick()
+        for lower in self.lower:
+            lower.tick()
 
     def prefetch(self, hasher: PrefixHasher, context: Context, first: int) -> bool:
-        """Begin to bring the context's pages from `first` on from files; whether some are on their way."""
-        if self.files is None:
-            return False
+        """Begin to bring the context's pages from `first` on to the host; whether some are on their way."""
         first += len(self.replicas[0].match(hasher, context, first))
         last = (context.current_length - 1) // hasher.page_size
-        return first < last and self.files.coming(hasher.digests(context.tokens, first, last))
+        if first >= last:
+            return False
+        digests = hasher.digests(context.tokens, first, last)
+        return any(lower.coming(digests, first) for lower in self.lower)
 
     def settle(self) -> None:
         for tier in self.replicas:
             tier.store_all()
 
     def flush(self) -> None:
-        """`settle`, and write what the files lack."""
+        """`settle`, and write what files and objects lack."""
         self.settle()
-        if self.files is not None:
-            self.files.flush()
+        for lower in self.lower:
+            lower.flush()
 
     def close(self) -> None:
-        """Copy and write what is left, and do without files from now on. Safe twice."""
-        if self.files is not None:
+        """Copy and write what is left, and do without files and objects from now on. Safe twice."""
+        if self.lower:
             self.flush()
-            self.files.close()
-            self.files = None
-        for tier in self.replicas:
-            tier.lower = None
+        for lower in self.lower:
+            lower.close()
+        self.lower.clear()  # for the replicas, too
+        self.files = None
 
     def reset(self) -> None:
         """Forget every page: what is on its way back arrives first, as it is promised."""
@@ -101,17 +117,17 @@ class Tiers:
             tier.forget_waiting()
             tier.store_all()
             tier.load_all()
-        if self.files is not None:
-            self.files.reset()
+        for lower in self.lower:
+            lower.reset()
         self.host.pool.forget_idle()
 
     def check(self) -> None:
         """Raise `InvariantError` at the first slot or mark that a recount of the open copies does not give."""
         held = [load.slots for tier in self.replicas for load in tier.open_loads]
         held += [store.slots for tier in self.replicas for store in tier.stores]
-        if self.files is not None:
-            self.files.check()
-            held += self.files.held_slots
+        for lower in self.lower:
+            lower.check()
+            held += lower.held_slots
         holders = np.zeros(self.host.pool.num_pages + 1, np.int64)
         for slots in held:
             np.add.at(holders, slots, 1)
@@ -155,15 +171,28 @@ def make_tiers(
     tiers = [ReplicaTier(host, place.replica.pool, place.blocks, stream) for place in placed]
     for place, tier in zip(placed, tiers, strict=True):
         place.replica.tier = tier
-    return Tiers(host, tiers, _make_file_tier(params, layouts, host))
+    return Tiers(host, tiers, _make_file_tier(params, layouts, host), _make_object_tier(params, layouts, host))
+
+
+def _page_format(params: KVCacheParams, layouts: Sequence[PageLayout], *fields: str) -> FileFormat:
+    # What a page depends on besides its tokens and their salt, which its digest covers.
+    namespace = namespace_of(params.hash_algorithm, replica_fingerprint([*layouts]), params.file_tier_key, *fields)
+    return FileFormat(namespace, sum(shard.page_bytes for shard in layouts), DIGEST_BYTES[params.hash_algorithm])
 
 
 def _make_file_tier(params: KVCacheParams, layouts: Sequence[PageLayout], host: HostTier) -> FileTier | None:
     if params.file_tier_dir is None:
         return None
-    # What a page depends on besides its tokens and their salt, which its digest covers.
-    namespace = namespace_of(params.hash_algorithm, replica_fingerprint([*layouts]), params.file_tier_key)
-    layout = FileFormat(namespace, sum(shard.page_bytes for shard in layouts), DIGEST_BYTES[params.hash_algorithm])
-    folder = PageFolder(Path(params.file_tier_dir), namespace)
+    layout = _page_format(params, layouts)
+    folder = PageFolder(Path(params.file_tier_dir), layout.namespace)
     most = int((params.file_tier_max_gb or 0) * 2**30)
     return FileTier(folder, layout, most, host, params.file_tier_io or (lambda _: SystemIO()))
+
+
+def _make_object_tier(params: KVCacheParams, layouts: Sequence[PageLayout], host: HostTier) -> ObjectTier | None:
+    if params.object_tier_io is None:
+        return None
+    count, speed = params.object_tier_pages, params.object_tier_tokens_per_s
+    layout = ObjectFormat(_page_format(params, layouts, "objects", str(count)), count)
+    compute_page_s = None if speed is None else layouts[0].page_size / speed
+    return ObjectTier(layout, host, params.object_tier_io, params.object_tier_timeout_s, compute_page_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -82,7 +83,9 @@ class PagedGenerator:
             self._loop.add(request)
         while self._loop.has_work:
             outputs = self._loop.step()
-            if not outputs and not self._loop.num_running:
+            if self._loop.fetching and not self._loop.num_running:
+                time.sleep(0.001)
+            elif not outputs and not self._loop.num_running:
                 manager = self._manager
                 held = manager.total_num_pages - manager.num_free_blocks
                 raise GenerationError(

@@ -8,6 +8,8 @@ import torch
 from kvcache import ImportProof, KVCacheParams, PagedKVCacheManager, PendingImport
 from kvcache.layer_groups import layer_tables
 
+_LOWER = ("file_tier", "object_tier")
+
 
 def manager_of(
     pages: int = 64,
@@ -36,11 +38,11 @@ def manager_of(
         page_size=page_size,
         n_devices=dp * tp,
         data_parallel_degree=dp,
-        **{name: value for name, value in (params or {}).items() if not name.startswith("file_tier")},
+        **{name: value for name, value in (params or {}).items() if not name.startswith(_LOWER)},
     )
     if host_slots:  # only now is the size of a page known
         space = made.bytes_per_token(layers) * page_size * host_slots / 2**30
-        files = {name: value for name, value in (params or {}).items() if name.startswith("file_tier")}
+        files = {name: value for name, value in (params or {}).items() if name.startswith(_LOWER)}
         made = dataclasses.replace(
             made, enable_kvcache_swapping_to_host=True, host_kvcache_swap_space_gb=space, **files
         )

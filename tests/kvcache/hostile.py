@@ -314,6 +314,12 @@ class Hostile:
                 ("tenant_quotas", [None, 1, [("a", 1.0)], {"a": 2.0}, {1: 0.5}, {"a": "x"}]),
                 *((name, ["1", float("nan"), float("inf"), Wild()]) for name in ("file_tier_max_gb",)),
                 ("file_tier_dir", [1, b"x", Wild()]),
+                ("object_tier_io", [1, "bucket"]),
+                ("object_tier_pages", no_integer()),
+                *(
+                    (name, ["1", 0, -1.0, float("nan"), Wild()])
+                    for name in ("object_tier_timeout_s", "object_tier_tokens_per_s")
+                ),
             ]
         )
         wrong = self.pick(values)

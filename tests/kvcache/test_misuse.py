@@ -212,7 +212,12 @@ def test_the_page_size_of_a_sizing_call_counts_and_unknown_keywords_do_not() -> 
 
 
 def test_what_has_no_effect_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    given = {"host_kvcache_swap_space_gb": 1.0, "tenant_quota": 0.5, "file_tier_key": "m"}
+    given = {
+        "host_kvcache_swap_space_gb": 1.0,
+        "tenant_quota": 0.5,
+        "file_tier_key": "m",
+        "object_tier_tokens_per_s": 1e4,
+    }
     with caplog.at_level(logging.WARNING, "pagewire"):
         PagedKVCacheManager(
             params(**given), 2, 8, 1, ["cpu"], available_cache_memory=1 << 20, zmq_endpoint_base="ipc:///no/such"

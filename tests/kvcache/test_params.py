@@ -35,6 +35,12 @@ def params(**changes: Any) -> KVCacheParams:
         ({**HOST, "file_tier_dir": "folder", "file_tier_key": "k"}, "file_tier_max_gb is None"),
         ({**HOST, "file_tier_dir": "folder", "file_tier_max_gb": 0, "file_tier_key": "k"}, "file_tier_max_gb is 0"),
         ({**HOST, "file_tier_dir": "folder", "file_tier_max_gb": 1}, "file_tier_key is not given"),
+        ({"object_tier_io": print}, "object_tier_io needs enable_kvcache_swapping_to_host"),
+        ({**HOST, "object_tier_io": print}, "file_tier_key is not given"),
+        ({"object_tier_io": "bucket"}, "object_tier_io is 'bucket'"),
+        ({"object_tier_pages": 0}, "object_tier_pages is 0: an integer from 1 to 1024"),
+        ({"object_tier_timeout_s": 0}, "object_tier_timeout_s is 0: a number from 0.01 to 60.0"),
+        ({"object_tier_tokens_per_s": 0.5}, "object_tier_tokens_per_s is 0.5: a number from 1.0"),
         ({**HOST, "host_kvcache_swap_space_gb": 0}, "host_kvcache_swap_space_gb is 0"),
     ],
 )

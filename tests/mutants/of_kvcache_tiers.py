@@ -169,13 +169,8 @@ KVCACHE_TIERS: tuple[Module, ...] = (
         "kvcache.tiers.page_files",
         ["tests/kvcache/tiers/test_page_files.py"],
         [
-            Mutation("_read_pages", "if row[: layout.digest_bytes] != wanted:", "if False:"),
-            Mutation(
-                "_read_pages",
-                "layout.checksum(wanted, parts)",
-                "layout.checksum(row[: layout.digest_bytes], parts)",
-                equivalent="the row's digest is the wanted one here",
-            ),
+            Mutation("FileFormat.judge", "if row[: self.digest_bytes] != digest:", "if False:"),
+            Mutation("FileFormat.judge", "None if row == self.row(digest, parts) else FileRefusal.CORRUPTED", "None"),
             Mutation("_judge", "if footer == wanted:", "if True:"),
             Mutation("read_rows", " if len({row.tobytes() for row in digests}) == count else FileRefusal.FOREIGN", ""),
             Mutation(

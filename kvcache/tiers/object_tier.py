@@ -1,0 +1,443 @@
+"""The object tier: pages of the host tier in an object store, found by their digests. Outlives the machine.
+
+The loop's thread keeps all books. Two threads of the tier's own talk to the store, one to ask and read, one to write,
+and nothing here waits for them: pages that have not come are computed. A store that fails, or does not answer in time,
+is left alone for a while.
+
+A prompt's pages are written when its request is released, those of an object together. Objects are neither listed nor
+deleted: the bucket's own rules end them, and one that is gone is a miss.
+"""
+
+import logging
+import math
+import secrets
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from kvcache.errors import InvariantError
+from kvcache.pool.index import NO_PAGE, Digests
+from kvcache.replica.pages_below import NO_SLOTS, Slots
+from kvcache.tiers.host_tier import HostTier
+from kvcache.tiers.page_files import FileRefusal, FileRefusals
+from kvcache.tiers.page_objects import ObjectFormat, PageGroup
+from kvcache.types import MakeObjectIO, ObjectIO, ObjectRange, Part
+
+MEMORY_BYTES = 16 << 20  # that a thread moves at once, where an object is not larger
+_FIRST_EPOCH = "0" * 16  # of a namespace that was never reset
+_PAUSE_S = 10.0  # after the store failed
+_ABSENT_S = 10.0  # that an object is taken for absent once the store has said so
+_TRY_S = 30.0  # then pages are read that are cheaper to compute: the store may have become faster
+_LONGEST_FLUSH_S = 10.0
+_MOST_KNOWN = 1 << 16  # objects
+_MOST_ASKED = 256  # objects, at once
+_MOST_QUEUED = 256  # objects to be written
+_WEIGHT = 0.25  # of the newest figure in a running mean
+
+_log = logging.getLogger("pagewire")
+_T = TypeVar("_T")
+
+
+class _Piece(NamedTuple):
+    """Pages of one object that are to be read."""
+
+    name: bytes
+    skip: int  # pages of the object before them
+    digests: Digests
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """What a thread does."""
+
+    done: Future[Any]
+    take: Callable[[], None]  # takes its result up, in the loop's thread; raises what the thread has raised
+    names: list[bytes]  # of objects that are asked for or read
+    slots: Slots  # held until it is done
+    era: int
+
+
+class _LeftAloneError(OSError):
+    """The store was not called, as it had failed just before."""
+
+
+class ReadRates:
+    """What reading has cost of late, and whether it pays. Figures come from the thread of reads."""
+
+    def __init__(self, compute_page_s: float | None) -> None:
+        self._compute_page_s = compute_page_s
+        self.answer_s = 0.0  # running means of seconds: to be told what there is,
+        self.page_s: float | None = None  # and for each page that is read, beside
+        self._tried = -math.inf  # when reading was tried though it did not pay
+
+    def asked(self, seconds: float) -> None:
+        self.answer_s = _mean(self.answer_s or None, seconds)
+
+    def fetched(self, pages: int, seconds: float) -> None:
+        self.page_s = _mean(self.page_s, max(0.0, seconds - self.answer_s) / pages)
+
+    def pays(self, pages: int, before: int, now: float) -> bool:
+        """Whether `pages` are here sooner than computed, after `before` others that are on their way.
+
+        Now and then also where they are not: the store may have become faster.
+        """
+        if self._compute_page_s is None or self.page_s is None:
+            return True
+        if self.answer_s + (before + pages) * self.page_s < pages * self._compute_page_s:
+            return True
+        if now - self._tried < _TRY_S:
+            return False
+        self._tried = now
+        return True
+
+
+class ObjectTier:
+    """Objects of pages below a host tier, and below the file tier where there is one.
+
+    `make_io` is called once for each of the two threads. A request waits until it is told what there is, and then for
+    its pages, `timeout_s` at most each. `compute_page_s`: what the model takes for a page's tokens; None: reading
+    always pays.
+    """
+
+    def __init__(
+        self,
+        layout: ObjectFormat,
+        host: HostTier,
+        make_io: MakeObjectIO,
+        timeout_s: float,
+        compute_page_s: float | None = None,
+    ) -> None:
+        self._layout = layout
+        self._host = host
+        self._timeout_s = timeout_s
+        self._clock = time.monotonic
+        self.rates = ReadRates(compute_page_s)
+        size = max(layout.object_bytes, MEMORY_BYTES)
+        self._objects_at_once = size // layout.object_bytes
+        self._read_io, self._write_io = make_io(size, timeout_s), make_io(size, timeout_s)
+        self._reader = ThreadPoolExecutor(1, "pagewire-object-reads")
+        self._writer = ThreadPoolExecutor(1, "pagewire-object-writes")
+        self._era = 0  # resets so far
+        self._epoch: str | None = None  # None: not known yet
+        self._untold = False  # whether the store has still to be told of a new epoch
+        self._known: OrderedDict[bytes, float | None] = OrderedDict()  # until when it is absent; None: it is there
+        self._broken: set[bytes] = set()  # objects to be written over
+        self._busy: dict[bytes, float] = {}  # objects asked for or being read, and until when a request waits for them
+        self._jobs: deque[_Job] = deque()  # of the thread of reads, in order
+        self._writing: _Job | None = None
+        self._queue: OrderedDict[bytes, Digests] = OrderedDict()  # objects to be written
+        self._paused_until = 0.0
+        self.written = self.read = 0  # pages so far
+        self.failures = 0  # calls of the store that failed, or took too long
+        self.refusals = FileRefusals()  # pages that were wrong, cut short or gone when they were to be read
+        self._ask([])
+
+    # ---- up: from objects to host slots
+
+    def promote(self, digests: Digests, first: int, /, *, wait: bool = False) -> int:  # noqa: ARG002 - it never waits
+        """Begin to fetch a prompt's pages from `first` on, which have these digests; how many are known to be there."""
+        self._take_up()
+        if self._clock() < self._paused_until:
+            return 0
+        # Of a prompt that is larger than the host tier, what comes later would push out what came before, and be asked
+        # for again and again.
+        digests = digests[: max(0, self._host.pool.num_pages // 2 - first)]
+        present, unknown = list[PageGroup](), list[bytes]()
+        for group in self._layout.groups(digests, first):
+            absent_until = self._known.get(group.name, 0.0)
+            if absent_until is None:
+                if not unknown:
+                    present.append(group)
+            elif self._clock() < absent_until:
+                break
+            else:
+                unknown.append(group.name)
+        if unknown and unknown[0] not in self._busy:
+            self._ask(unknown[:_MOST_ASKED], digests, first)
+        if present and self._epoch is not None:
+            self._fetch(self._epoch, present, digests)
+        return present[-1].end if present else 0
+
+    def coming(self, digests: Digests, first: int, /) -> bool:
+        """Whether some of these pages may be on their way up, and not for too long."""
+        self._take_up()
+        now = self._clock()
+        return any(self._busy.get(group.name, now) > now for group in self._layout.groups(digests, first))
+
+    # ---- down: from host slots to objects
+
+    def offer(self, digests: Digests) -> None:
+        """The host tier has these pages now. Which of them make an object, is known when a request ends."""
+
+    def used(self, digests: Digests) -> None:
+        """A request has used these pages, from its first on: they are written, if they are still there in turn."""
+        if self._clock() < self._paused_until:
+            return
+        for group in self._layout.groups(digests, 0):
+            there = self._known.get(group.name, 0.0) is None
+            if not there and len(self._queue) < _MOST_QUEUED:
+                self._queue[group.name] = digests[group.begin : group.end]
+
+    def tick(self) -> None:
+        """Take up what the threads have done, and give them what is due. Never waits."""
+        self._take_up()
+        if self._writing is not None or self._clock() < self._paused_until:
+            return
+        if self._epoch is None:
+            if self._queue and not self._jobs:
+                self._ask([])
+        elif self._untold:
+            tell = partial(self._tell, self._epoch)
+            self._writing = self._job(self._writer, tell, self._take_told, [], NO_SLOTS)
+        elif self._queue:
+            self._begin_write(self._epoch)
+
+    def flush(self) -> None:
+        """Write what is queued, and wait for it: `_LONGEST_FLUSH_S` at most, and only while the store answers."""
+        deadline = self._clock() + _LONGEST_FLUSH_S
+        while (self._queue or self._untold or self._writing is not None) and self._clock() < deadline:
+            self.tick()
+            if self._clock() < self._paused_until:
+                return
+            job = self._writing or (self._jobs[0] if self._jobs else None)
+            if job is not None:
+                wait([job.done], max(0.0, deadline - self._clock()))
+
+    def reset(self) -> None:
+        """Find no object of before again. Who starts later finds none either, once the store could be told."""
+        self._era += 1
+        self._epoch = secrets.token_hex(8)
+        self._untold = True
+        self._queue.clear()
+        self._known.clear()
+        self._broken.clear()
+        self._busy.clear()
+        self.tick()
+
+    def close(self) -> None:
+        """End the threads, once what they are at is done. Safe twice."""
+        self._reader.shutdown(cancel_futures=True)
+        self._writer.shutdown(cancel_futures=True)
+        self._take_up()
+        self._read_io.close()
+        self._write_io.close()
+
+    @property
+    def held_slots(self) -> list[Slots]:
+        """The host slots of each open read and write: recounted by `check`."""
+        return [job.slots for job in (*self._jobs, *([self._writing] if self._writing else ()))]
+
+    def check(self) -> None:
+        busy = {name for job in self._jobs if job.era == self._era for name in job.names}
+        if busy != self._busy.keys():
+            raise InvariantError(f"object tier: {len(busy)} objects are asked for or read, {len(self._busy)} marked")
+
+    # ---- inside
+
+    def _job(
+        self,
+        thread: ThreadPoolExecutor,
+        work: Callable[[], _T],
+        take: Callable[[_T], None],
+        names: list[bytes],
+        slots: Slots,
+    ) -> _Job:
+        done = thread.submit(self._tried, work)
+        return _Job(done, lambda: take(done.result()), names, slots, self._era)
+
+    def _tried(self, work: Callable[[], _T]) -> _T:
+        """In a thread. What waits in line is not tried any more once the store has failed."""
+        if self._clock() < self._paused_until:
+            raise _LeftAloneError
+        try:
+            return work()
+        except OSError:
+            self._paused_until = self._clock() + _PAUSE_S
+            raise
+
+    def _take_up(self) -> None:
+        while self._jobs and self._jobs[0].done.done():
+            self._end(self._jobs.popleft())
+        if self._writing is not None and self._writing.done.done():
+            job, self._writing = self._writing, None
+            self._end(job)
+
+    def _end(self, job: _Job) -> None:
+        if job.era == self._era:
+            for name in job.names:
+                self._busy.pop(name, None)
+        try:
+            if job.era == self._era:
+                job.take()
+        except (_LeftAloneError, CancelledError):
+            pass
+        except OSError as error:
+            _log.warning("object tier: the store is left alone for %.0f s: %s", _PAUSE_S, error)
+            self.failures += 1
+            self._queue.clear()
+        finally:
+            if job.slots.size:
+                self._host.pool.release(job.slots)
+
+    def _know(self, name: bytes, absent_until: float | None) -> None:
+        self._known[name] = absent_until
+        self._known.move_to_end(name)
+        if len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
+
+    def _begin(self, work: Callable[[], _T], take: Callable[[_T], None], names: list[bytes], slots: Slots) -> None:
+        """Have the thread of reads do this, after what it has to do already."""
+        self._busy.update(dict.fromkeys(names, self._clock() + self._timeout_s))
+        self._jobs.append(self._job(self._reader, work, take, names, slots))
+
+    # ---- what is there
+
+    def _ask(self, names: list[bytes], digests: Digests | None = None, first: int = 0) -> None:
+        """Ask which of these objects there are, and then fetch the pages that were wanted."""
+
+        def take(answer: tuple[str, list[bool]]) -> None:
+            self._epoch, there = answer
+            for name, known in zip(names, there, strict=True):
+                self._know(name, None if known else self._clock() + _ABSENT_S)
+            if digests is not None:
+                self.promote(digests, first)
+
+        self._begin(partial(self._asked, self._epoch, names), take, names, NO_SLOTS)
+
+    def _asked(self, epoch: str | None, names: list[bytes]) -> tuple[str, list[bool]]:
+        """In the thread of reads: the epoch, and of each object whether it is there."""
+        epoch = self._find_epoch(self._read_io) if epoch is None else epoch
+        began = self._clock()
+        there = self._read_io.exist([self._layout.key(epoch, name) for name in names]) if names else []
+        if names:
+            self.rates.asked(self._clock() - began)
+        return epoch, there
+
+    def _find_epoch(self, io: ObjectIO) -> str:
+        key, size = self._layout.epoch_key, len(self._layout.epoch_object(_FIRST_EPOCH))
+        if not io.exist([key])[0]:
+            return _FIRST_EPOCH
+        io.memory[:size] = 0
+        io.read([ObjectRange(key, 0, 0, size)])
+        if (epoch := self._layout.epoch_of(io.memory[:size].tobytes())) is None:
+            raise OSError(f"object {key} names no epoch: a reset of the cache writes it anew")
+        return epoch
+
+    def _tell(self, epoch: str) -> None:
+        content = np.frombuffer(self._layout.epoch_object(epoch), np.uint8)
+        self._write_io.memory[: len(content)] = content
+        self._write_io.write([ObjectRange(self._layout.epoch_key, 0, 0, len(content))])
+
+    def _take_told(self, _: None) -> None:
+        self._untold = False
+
+    # ---- reads
+
+    def _fetch(self, epoch: str, groups: list[PageGroup], digests: Digests) -> None:
+        """Read the pages of these objects that the host lacks, as many as there is room for, where that pays."""
+        pool = self._host.pool
+        absent = pool.index.find(digests[: groups[-1].end]) == NO_PAGE
+        room, pieces = pool.free_count // 2, list[_Piece]()
+        for name, begin, end, skip in groups:
+            if name in self._busy:
+                break  # what follows is worth nothing before it has come
+            missing = np.flatnonzero(absent[begin:end])[:room]
+            if missing.size:
+                one = slice(begin + int(missing[0]), begin + int(missing[-1]) + 1)
+                pieces.append(_Piece(name, skip + int(missing[0]), digests[one][:room]))
+                room -= len(pieces[-1].digests)
+        before, count = (sum(map(len, each)) for each in (self.held_slots, [piece.digests for piece in pieces]))
+        if not pieces or not self.rates.pays(count, before, self._clock()):
+            return
+        for at in range(0, len(pieces), self._objects_at_once):
+            batch = pieces[at : at + self._objects_at_once]
+            names = np.concatenate([piece.digests for piece in batch])
+            slots = pool.allocate(len(names))
+            work = partial(self._read, epoch, batch, self._host.parts(slots))
+            take = partial(self._take_pages, batch, names, slots)
+            self._begin(work, take, [piece.name for piece in batch], slots)
+
+    def _read(self, epoch: str, pieces: list[_Piece], pages: list[list[Part]]) -> list[list[FileRefusal | None]]:
+        """In the thread of reads. Of each piece and page what is wrong with it; None: its slot has it."""
+        io, width, began = self._read_io, self._layout.record_bytes, self._clock()
+        sizes = [len(piece.digests) * width for piece in pieces]
+        starts = np.cumsum([0, *sizes]).tolist()
+        self._layout.blank(io.memory[: starts[-1]])
+        there = io.read(
+            [
+                ObjectRange(self._layout.key(epoch, piece.name), piece.skip * width, start, size)
+                for piece, start, size in zip(pieces, starts, sizes, strict=False)
+            ]
+        )
+        self.rates.fetched(len(pages), self._clock() - began)
+        found, left = list[list[FileRefusal | None]](), iter(pages)
+        for piece, start, size, whole in zip(pieces, starts, sizes, there, strict=False):
+            mine = [next(left) for _ in piece.digests]
+            records = io.memory[start : start + size]
+            gone: list[FileRefusal | None] = [FileRefusal.GONE] * len(mine)
+            found.append(self._layout.unpack(records, piece.digests, mine) if whole else gone)
+        return found
+
+    def _take_pages(
+        self, pieces: list[_Piece], digests: Digests, slots: Slots, found: list[list[FileRefusal | None]]
+    ) -> None:
+        right = np.array([refusal is None for refusals in found for refusal in refusals], np.bool_)
+        self._host.pool.index.publish(slots[right], digests[right])
+        self.read += int(right.sum())
+        for piece, refusals in zip(pieces, found, strict=True):
+            wrong = [refusal for refusal in refusals if refusal]
+            self.refusals.update(wrong)
+            if wrong:
+                self._know(piece.name, self._clock() + _ABSENT_S)
+            if wrong and wrong[0] != FileRefusal.GONE:
+                self._broken.add(piece.name)
+
+    # ---- writes
+
+    def _begin_write(self, epoch: str) -> None:
+        """Write the objects that have waited longest, of which the host still has every page."""
+        pool, batch, held = self._host.pool, dict[bytes, Digests](), list[Slots]()
+        while self._queue and len(batch) < self._objects_at_once:
+            name, digests = self._queue.popitem(last=False)
+            slots = pool.index.find(digests)
+            if (slots != NO_PAGE).all() and self._known.get(name, 0.0) is not None:
+                batch[name] = digests
+                held.append(slots)
+        if batch:
+            slots = np.concatenate(held)
+            pool.hold(slots)
+            pages = [self._host.parts(each) for each in held]
+            work = partial(self._write, epoch, batch, pages, frozenset(self._broken & batch.keys()))
+            self._writing = self._job(self._writer, work, partial(self._take_written, [*batch]), [], slots)
+
+    def _write(
+        self, epoch: str, batch: dict[bytes, Digests], pages: list[list[list[Part]]], broken: frozenset[bytes]
+    ) -> int:
+        """In the thread of writes: write the objects that are not there, or broken; how many."""
+        io, size, ranges = self._write_io, self._layout.object_bytes, list[ObjectRange]()
+        keys = [self._layout.key(epoch, name) for name in batch]
+        there = io.exist(keys)
+        for (name, digests), key, known, parts in zip(batch.items(), keys, there, pages, strict=True):
+            if not known or name in broken:
+                start = len(ranges) * size
+                self._layout.pack(io.memory[start : start + size], digests, parts)
+                ranges.append(ObjectRange(key, 0, start, size))
+        if ranges:
+            io.write(ranges)
+        return len(ranges)
+
+    def _take_written(self, names: list[bytes], count: int) -> None:
+        self.written += count * self._layout.count
+        self._broken.difference_update(names)
+        for name in names:
+            self._know(name, None)
+
+
+def _mean(before: float | None, newest: float) -> float:
+    return newest if before is None else before + _WEIGHT * (newest - before)

@@ -1,0 +1,112 @@
+"""Objects of pages: which pages lie in which, and how. Packing, and judging what was read; nothing here moves bytes.
+
+An object holds `count` pages that follow each other in a prompt, each with its row, as a file of pages has it:
+
+    page 0 │ row 0 │ page 1 │ row 1 │ …
+             digest, checksum
+
+The prompt's pages 0 to `count` are one, the next `count` another, and its last pages, where they are fewer, are none.
+An object is named by the digest of its last page, which covers the tokens of all: so a prompt alone says which objects
+to ask for, and no list of them is kept or read. Some of its pages that lie side by side are one range.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from kvcache.pool.index import Digests
+from kvcache.tiers.page_files import FileFormat, FileRefusal
+from kvcache.types import Part
+
+_EPOCH = re.compile(rb"[0-9a-f]{16}")
+_EPOCH_BYTES = 16
+
+
+class PageGroup(NamedTuple):
+    """Of a run of digests those whose pages lie in one object, which is named by the last one."""
+
+    name: bytes
+    begin: int  # of the run
+    end: int
+    skip: int  # pages of the object before these
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectFormat:
+    """The layout of all objects of one namespace, which names `count` as well."""
+
+    page: FileFormat
+    count: int  # pages of an object
+
+    @property
+    def record_bytes(self) -> int:
+        """Of a page and its row."""
+        return self.page.page_bytes + self.page.row_bytes
+
+    @property
+    def object_bytes(self) -> int:
+        return self.count * self.record_bytes
+
+    def groups(self, digests: Digests, first: int) -> list[PageGroup]:
+        """The objects of a prompt's pages, of which `digests` are those from page `first` on."""
+        ends = range((first // self.count + 1) * self.count - first, len(digests) + 1, self.count)
+        skips = [first % self.count, *(0 for _ in ends[1:])]
+        begins = [0, *ends]
+        return [
+            PageGroup(digests[end - 1].tobytes(), begin, end, skip)
+            for begin, end, skip in zip(begins, ends, skips, strict=False)
+        ]
+
+    def key(self, epoch: str, name: bytes) -> str:
+        return f"{self.page.namespace.hex()}/{epoch}/{name.hex()}"
+
+    @property
+    def epoch_key(self) -> str:
+        """The object that names the epoch."""
+        return f"{self.page.namespace.hex()}/current"
+
+    def epoch_object(self, epoch: str) -> bytes:
+        text = epoch.encode()
+        return text + xxhash.xxh3_128_digest(self.page.namespace + text)
+
+    def epoch_of(self, content: bytes) -> str | None:
+        """The epoch that an object names; None where it is broken, or another namespace's."""
+        text = content[:_EPOCH_BYTES]
+        right = _EPOCH.fullmatch(text) and content == self.epoch_object(text.decode())
+        return text.decode() if right else None
+
+    def pack(self, records: Part, digests: Digests, pages: Sequence[Sequence[Part]]) -> None:
+        """Lay pages and their rows into `records`, one after another."""
+        for digest, parts, page, row in self._records(records, digests, pages):
+            np.concatenate(parts, out=page)
+            row[:] = np.frombuffer(self.page.row(digest, parts), np.uint8)
+
+    def blank(self, records: Part) -> None:
+        """Make rows of no page, so that what a read leaves out is seen."""
+        records.reshape(-1, self.record_bytes)[:, self.page.page_bytes :] = 0
+
+    def unpack(self, records: Part, digests: Digests, pages: Sequence[Sequence[Part]]) -> list[FileRefusal | None]:
+        """Copy pages out of `records`, and say what is wrong with each: then its bytes mean nothing."""
+        found: list[FileRefusal | None] = []
+        for digest, parts, page, row in self._records(records, digests, pages):
+            at = 0
+            for part in parts:
+                part[:] = page[at : at + len(part)]
+                at += len(part)
+            found.append(self.page.judge(row.tobytes(), digest, parts) if row.any() else FileRefusal.CUT)
+        return found
+
+    def _records(
+        self, records: Part, digests: Digests, pages: Sequence[Sequence[Part]]
+    ) -> list[tuple[bytes, Sequence[Part], Part, Part]]:
+        """Of each page its digest, its parts in memory, and where the page and its row lie in `records`."""
+        rows = records.reshape(-1, self.record_bytes)
+        cut = self.page.page_bytes
+        return [
+            (digest.tobytes(), parts, record[:cut], record[cut:])
+            for digest, parts, record in zip(digests, pages, rows, strict=True)
+        ]

@@ -1,0 +1,244 @@
+"""The object tier through NIXL's OBJ plugin, over a real S3 server: the same pages, and the same misses."""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcache import InvalidParamsError
+from kvcache.types import ObjectRange
+from tests.kvcache.served import Served
+from tests.kvcache.tiers.stored_objects import StoredObjects
+from tests.kvcache.tiers.test_object_tier import DAMAGE, damaged, fetch, objects_of
+from tests.transfer.nixl.moto_store import MotoStore, moto_store
+from transfer import NixlObjects
+
+PROMPT = range(33)
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[MotoStore]:
+    with moto_store() as made:
+        yield made
+
+
+@pytest.fixture(name="io")
+def _io(store: MotoStore) -> Iterator[Any]:
+    made = store.bucket("calls")(1 << 20, 2.0)
+    yield made
+    made.close()
+
+
+def served(objects: NixlObjects, key: str = "model", timeout_s: float = 2.0, **options: Any) -> Served:
+    """A manager over this bucket, and nothing else that lasts."""
+    params = {
+        "file_tier_key": key,
+        "object_tier_io": objects,
+        "object_tier_pages": 4,
+        "object_tier_timeout_s": timeout_s,
+    }
+    return Served(20, 60, params=params, **options)
+
+
+def forget(it: Served) -> None:
+    """Serve other prompts until neither the device nor the host tier has what it had."""
+    for _ in range(3):
+        it.fill(18)
+
+
+def test_an_object_is_written_whole_and_read_by_ranges(io: Any) -> None:
+    content = np.random.default_rng(1).integers(0, 256, 300_000, np.uint8)
+    io.memory[: len(content)] = content
+    io.write([ObjectRange("a/1", 0, 0, 100_000), ObjectRange("a/2", 0, 100_000, 200_000)])
+    assert io.exist(["a/2", "a/3", "a/1"]) == [True, False, True]
+    io.memory[:] = 0
+    wanted = [
+        ObjectRange("a/2", 5_000, 7, 90_000),
+        ObjectRange("a/3", 0, 100_000, 10),
+        ObjectRange("a/1", 9, 200_000, 1),
+    ]
+    assert io.read(wanted) == [True, False, True]
+    assert np.array_equal(io.memory[7:90_007], content[105_000:195_000])
+    assert not io.memory[90_007:100_000].any()
+    assert not io.memory[100_010:200_000].any()  # the store says what is wrong in the place of what there is not
+    assert io.memory[200_000] == content[9]
+
+
+def test_a_read_beyond_the_end_leaves_a_rest(io: Any) -> None:
+    io.memory[:100] = 1
+    io.write([ObjectRange("short", 0, 0, 100)])
+    io.memory[:] = 9
+    assert io.read([ObjectRange("short", 90, 0, 50), ObjectRange("short", 200, 50, 50)]) == [True, False]
+    assert io.memory[:10].tolist() == [1] * 10
+    assert (io.memory[10:50] == 9).all()
+    assert (io.memory[100:] == 9).all()
+
+
+def test_a_process_that_ends_is_an_error_and_the_next_call_has_another(io: Any) -> None:
+    assert io.exist(["no"]) == [False]
+    io._process.process.send_signal(signal.SIGKILL)
+    with pytest.raises(OSError, match="bucket 'calls': exist: .*(its process has ended|Broken pipe|reset by peer)"):
+        io.exist(["no"])
+    assert io.exist(["no"]) == [False]
+
+
+def test_a_process_ends_with_its_parent_whatever_it_does(io: Any, store: MotoStore) -> None:
+    assert io.exist(["no"]) == [False]
+    process = io._process.process
+    store.stop()
+    try:
+        io._process.channel.sendall(b'{"call": "exist", "keys": ["no"]}\n')
+        time.sleep(0.1)
+        io._process.channel.close()
+        assert process.wait(5) == 0
+    finally:
+        store.go_on()
+
+
+def test_what_the_store_refuses_is_told(store: MotoStore) -> None:
+    io = NixlObjects("not-there", store.url, settings={"access_key": "a", "secret_key": "b"})(1 << 16, 5.0)
+    with pytest.raises(OSError, match="bucket 'not-there': write: RuntimeError: 1 of 1 objects could not be written"):
+        io.write([ObjectRange("a", 0, 0, 10)])
+    io.close()
+
+
+def test_a_store_that_stops_is_an_error_in_time(store: MotoStore) -> None:
+    io = store.bucket("calls")(1 << 16, 0.5)
+    io.exist(["no"])
+    store.stop()
+    try:
+        for call in (
+            lambda: io.exist(["no"]),
+            lambda: io.read([ObjectRange("no", 0, 0, 10)]),
+            lambda: io.write([ObjectRange("no", 0, 0, 10)]),
+        ):
+            began = time.monotonic()
+            with pytest.raises(OSError, match=re.escape("no answer in 0.5 s")):
+                call()
+            assert time.monotonic() - began < 5.0  # and a process that starts, where the last call ended one
+    finally:
+        store.go_on()
+    assert io.exist(["never"]) == [False]
+    io.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"bucket": ""}, "bucket is ''"),
+        ({"bucket": 3}, "bucket is 3: a string is needed"),
+        ({"bucket": "b", "endpoint": "store:9000"}, "endpoint is 'store:9000': a URL of http or https is needed"),
+        ({"bucket": "b", "prefix": None}, "prefix is None: a string is needed"),
+        ({"bucket": "b", "settings": {"num_threads": 4}}, "num_threads is 4: a string is needed"),
+    ],
+)
+def test_what_no_bucket_can_be(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidParamsError, match=re.escape(message)):
+        NixlObjects(**given)
+
+
+def test_a_new_process_in_a_new_folder_finds_the_pages(store: MotoStore) -> None:
+    objects = store.bucket("pages", "kv/")
+    it = served(objects)
+    assert it.serve(PROMPT) == 0
+    it.manager.close()
+    assert it.manager.metrics.object_blocks_written == 8
+    assert [key for key in store.keys("pages") if not key.startswith("kv/")] == []
+    again = served(objects)
+    fetch(again, PROMPT)
+    assert again.serve(PROMPT) == 32
+    assert (again.kv.compared, again.manager.metrics.object_blocks_read) == (32, 8)
+    again.manager.reset_prefix_cache()
+    again.manager.check()
+    again.manager.close()
+    third = served(objects)
+    fetch(third, PROMPT)
+    assert third.serve(PROMPT) == 0
+    third.manager.close()
+
+
+@pytest.mark.parametrize("rounds", [pytest.param(2, marks=pytest.mark.slow), pytest.param(160, marks=pytest.mark.long)])
+def test_broken_objects_of_a_real_store_are_misses(store: MotoStore, rounds: int) -> None:
+    """64 objects a round, written by one manager, broken, and read by another."""
+    objects, rng, broken, refused = store.bucket("broken"), np.random.default_rng(3), 0, 0
+    it = served(objects)
+    prompts = [[first, *range(32)] for first in range(32)]
+    for prompt in prompts:
+        it.serve(prompt)
+        it.manager.flush_tiers()
+    it.manager.close()
+    kept = StoredObjects()
+    kept.objects = {key: store.request("GET", f"broken/{key}") for key in store.keys("broken")}
+    assert len(kept.pages) == 64
+    again = None
+    for number in range(rounds):
+        for key, content in kept.objects.items():
+            damage = damaged(kept, key, DAMAGE[int(rng.integers(len(DAMAGE)))], rng)
+            broken += damage != content
+            store.request("DELETE", f"broken/{key}") if damage is None else store.request(
+                "PUT", f"broken/{key}", damage
+            )
+        again = served(objects, timeout_s=10.0)
+        for prompt in prompts[number % 2 :: 2] if rounds > 2 else prompts:
+            fetch(again, prompt)
+            again.serve(prompt)  # its KV is compared
+        refused += again.manager.metrics.object_blocks_refused
+        again.manager.check()
+        assert again.manager.metrics.object_store_failures == 0
+        objects_of(again)._queue.clear()
+        again.manager.close()
+    assert broken > 60 * rounds
+    assert refused > 20 * rounds
+
+
+def test_requests_go_on_while_the_store_stops_and_goes_on(store: MotoStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcache.tiers.object_tier._PAUSE_S", 0.3)
+    it, longest, hits = served(store.bucket("stopped"), timeout_s=0.5), 0.0, 0
+    for first in range(6):
+        it.serve([first, *PROMPT])
+    it.manager.flush_tiers()
+    stop = threading.Timer(0.2, store.stop)
+    stop.start()
+    try:
+        for first in range(12):
+            forget(it)
+            began = time.monotonic()
+            context = it.claim([first % 6, *PROMPT])
+            while it.manager.prefetch(context):
+                time.sleep(0.001)
+            longest = max(longest, time.monotonic() - began)
+            it.manager.release(context.request_id)
+            hits += it.serve([first % 6, *PROMPT])
+        stop.join()
+        assert it.manager.metrics.object_store_failures > 0
+    finally:
+        stop.cancel()
+        store.go_on()
+    assert longest < 2 * 0.5 + 0.5
+    before, ends = it.manager.metrics.object_blocks_read, time.monotonic() + 30
+    while it.manager.metrics.object_blocks_read == before:  # the store has to work off first what it was asked
+        assert time.monotonic() < ends
+        it.manager.flush_tiers()
+        forget(it)
+        fetch(it, [int(ends * 1000 + time.monotonic()) % 6, *PROMPT])
+    it.manager.check()
+    it.manager.close()
+
+
+def test_a_store_that_is_not_there_costs_a_request_its_time_once() -> None:
+    it = served(NixlObjects("none", "http://127.0.0.1:9"), timeout_s=0.3)
+    began = time.monotonic()
+    for first in range(5):
+        fetch(it, [first, *PROMPT], seconds=1.0)
+        assert it.serve([first, *PROMPT]) == 0
+    it.manager.check()
+    it.manager.close()
+    assert time.monotonic() - began < 15.0
+    assert it.manager.metrics.object_blocks_written == 0

@@ -1,0 +1,181 @@
+"""Objects of an S3 store through NIXL's OBJ plugin: `KVCacheParams(object_tier_io=NixlObjects(bucket))`.
+
+The plugin works in a process of its own, `object_store.py`, which shares only the memory that the bytes pass through.
+For a call of the plugin has no end where a store does not answer (25 s where nothing listens, 59 s and more where
+nobody replies, whatever the settings), a READ that is given up goes on writing, and one of NIXL's two wheels has a
+plugin that does not load without a library of CUDA's. A process can be ended at any time, and writes nothing after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.errors import InvalidParamsError
+
+_PROGRAM = Path(__file__).with_name("object_store.py")
+_START_S = 30.0
+_SHOWN = 400  # bytes of what the process has said of an error
+_T = TypeVar("_T")
+
+
+class _Store(NamedTuple):
+    process: subprocess.Popen[bytes]
+    channel: socket.socket
+
+
+class _Range(Protocol):
+    """`kvcache.types.ObjectRange`."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class NixlObjects:
+    """A bucket of an S3 store, as `KVCacheParams(object_tier_io=...)` takes it. Raises `InvalidParamsError`.
+
+    Credentials are found as the AWS SDK finds them (its environment variables, files and roles), or given in `settings`
+    as `access_key` and `secret_key`. Who may write to the bucket is trusted: checksums guard against accidents alone.
+    """
+
+    bucket: str
+    endpoint: str | None = None  # URL of a store that is not AWS's; a scheme of http is taken from it
+    prefix: str = ""  # of the key of every object, "kv/" say
+    settings: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)  # more parameters of the plugin
+
+    def __post_init__(self) -> None:
+        given: dict[object, object] = {"bucket": self.bucket, "prefix": self.prefix, **self.settings}
+        if self.endpoint is not None:
+            given["endpoint"] = self.endpoint
+        for name, value in given.items():
+            if not isinstance(name, str) or not isinstance(value, str):
+                raise InvalidParamsError(f"NixlObjects: {name} is {value!r}: a string is needed")
+        if not self.bucket:
+            raise InvalidParamsError("NixlObjects: bucket is '': the name of a bucket is needed")
+        if self.endpoint is not None and not re.match(r"https?://.", self.endpoint):
+            raise InvalidParamsError(f"NixlObjects: endpoint is {self.endpoint!r}: a URL of http or https is needed")
+
+    def __call__(self, size: int, timeout_s: float) -> NixlObjectIO:
+        """What moves objects through so many bytes of memory, in calls of so many seconds at most."""
+        given = {"bucket": self.bucket, "num_threads": "8"}
+        if self.endpoint is not None:
+            given |= {"endpoint_override": self.endpoint, "scheme": self.endpoint.partition("://")[0]}
+        return NixlObjectIO(size, timeout_s, self.prefix, given | dict(self.settings))
+
+
+class NixlObjectIO:
+    """A `kvcache.types.ObjectIO` in a process of its own, which the first call starts."""
+
+    def __init__(self, size: int, timeout_s: float, prefix: str, settings: Mapping[str, str]) -> None:
+        self._timeout_s = timeout_s
+        self._prefix = prefix
+        self._settings = dict(settings)
+        self._file = os.memfd_create("pagewire-objects", os.MFD_CLOEXEC)
+        os.ftruncate(self._file, size)
+        self._memory = np.frombuffer(mmap.mmap(self._file, size), np.uint8)
+        self._said = os.memfd_create("pagewire-object-log", os.MFD_CLOEXEC)  # what the process writes to stderr
+        fcntl.fcntl(self._said, fcntl.F_SETFL, os.O_APPEND)
+        self._process: _Store | None = None
+
+    @property
+    def memory(self) -> npt.NDArray[np.uint8]:
+        """What bytes are read into and written from."""
+        return self._memory
+
+    def exist(self, keys: Sequence[str]) -> list[bool]:
+        """Of each key whether there is an object."""
+        return self._ask({"call": "exist", "keys": [self._prefix + key for key in keys]}, list[bool])
+
+    def write(self, objects: Sequence[_Range]) -> None:
+        """Write whole objects."""
+        self._ask({"call": "write", "ranges": self._rows(objects)}, list[bool])
+
+    def read(self, ranges: Sequence[_Range]) -> list[bool]:
+        """Of each range whether it was read."""
+        return self._ask({"call": "read", "ranges": self._rows(ranges)}, list[bool])
+
+    def close(self) -> None:
+        """End the process, for good. Safe twice."""
+        self._end()
+        for file in (self._file, self._said):
+            with contextlib.suppress(OSError):
+                os.close(file)
+        self._file = self._said = -1
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.channel.close()
+            process.process.kill()
+            process.process.wait()
+
+    def _rows(self, ranges: Sequence[_Range]) -> list[tuple[str, int, int, int]]:
+        return [(self._prefix + one.key, one.offset, one.start, one.size) for one in ranges]
+
+    def _ask(self, question: dict[str, object], answer: type[_T]) -> _T:
+        """One call. After any failure the process is ended, and the next call starts another."""
+        os.ftruncate(self._said, 0)
+        try:
+            if self._process is None:
+                self._process = self._start()
+                self._exchange(self._process, {"call": "start", "settings": self._settings}, _START_S)
+            return msgspec.convert(self._exchange(self._process, question, self._timeout_s), answer)
+        except (OSError, KeyError, msgspec.MsgspecError) as error:
+            self._end()
+            said = os.pread(self._said, _SHOWN, max(0, os.fstat(self._said).st_size - _SHOWN))
+            text = " ".join(said.decode(errors="replace").split())
+            raise OSError(f"bucket {self._settings['bucket']!r}: {question['call']}: {error}; {text}") from error
+
+    def _start(self) -> _Store:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            inherited = (theirs.fileno(), self._file)
+            process = subprocess.Popen(  # noqa: S603 - a program of ours
+                [sys.executable, str(_PROGRAM), *map(str, inherited)],
+                stdin=subprocess.DEVNULL,
+                stdout=self._said,
+                stderr=self._said,
+                pass_fds=inherited,
+            )
+        return _Store(process, ours)
+
+    def _exchange(self, store: _Store, question: dict[str, object], seconds: float) -> Any:
+        """A question and its answer, a line of JSON each. Raises `OSError`."""
+        deadline, channel, line = time.monotonic() + seconds, store.channel, b""
+        channel.settimeout(seconds)
+        channel.sendall(msgspec.json.encode(question) + b"\n")
+        while not line.endswith(b"\n"):
+            channel.settimeout(max(1e-3, deadline - time.monotonic()))
+            try:
+                piece = channel.recv(1 << 16)
+            except TimeoutError as error:
+                raise TimeoutError(f"no answer in {seconds:g} s") from error
+            if not piece:
+                raise ConnectionError("its process has ended")
+            line += piece
+        answer: dict[str, Any] = msgspec.json.decode(line)
+        if "error" in answer:
+            raise ConnectionError(answer["error"])
+        return answer["answer"]

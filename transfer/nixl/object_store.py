@@ -1,0 +1,128 @@
+"""A process that calls NIXL's OBJ plugin for `object_io.py`, which ends it when a call takes too long.
+
+It is a program, and imports neither our packages nor torch: so it is there in a second, and takes 60 MB. Its arguments
+are two descriptors that it has inherited, a socket and a file of memory. A question is a line of JSON, and so is its
+answer: {"answer": ...} or {"error": "..."}. It ends when the socket does, whatever NIXL is doing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import mmap
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+_WHEELS = ("nixl_cu12", "nixl_cu13")  # the plugin of the first needs no library of CUDA's
+_POLL_S = 2e-4
+_NAME = "objects"
+
+
+class _Plugin:
+    """An agent of the OBJ plugin, over the memory. What NIXL raises goes through."""
+
+    def __init__(self, settings: dict[str, str], memory: mmap.mmap) -> None:
+        api, self._agent = _make_agent(settings)
+        self._start = int(api.np.frombuffer(memory, api.np.uint8).ctypes.data)
+        self._agent.register_memory([(self._start, len(memory), 0, "")], "DRAM")
+
+    def exist(self, keys: list[str]) -> list[bool]:
+        found = self._agent.query_memory([(0, 0, at, key) for at, key in enumerate(keys)], "OBJ", "OBJ")
+        return [one is not None for one in found]
+
+    def write(self, ranges: list[tuple[str, int, int, int]]) -> list[bool]:
+        done = self._move("WRITE", ranges)
+        if not all(done):
+            raise RuntimeError(f"{done.count(False)} of {len(done)} objects could not be written")
+        return done
+
+    def read(self, ranges: list[tuple[str, int, int, int]]) -> list[bool]:
+        return self._move("READ", ranges)
+
+    def _move(self, operation: str, ranges: list[tuple[str, int, int, int]]) -> list[bool]:
+        """Each range in a transfer of its own, all at once: so that one that fails fails alone."""
+        agent = self._agent
+        objects = agent.register_memory(
+            [(0, offset + size, at, key) for at, (key, offset, _, size) in enumerate(ranges)], "OBJ"
+        )
+        try:
+            handles: list[Any] = []
+            for at, (_, offset, start, size) in enumerate(ranges):
+                here = agent.get_xfer_descs([(self._start + start, size, 0)], "DRAM")
+                there = agent.get_xfer_descs([(offset, size, at)], "OBJ")
+                handles.append(agent.initialize_xfer(operation, here, there, _NAME))
+            states = [self._state(agent.transfer, handle) for handle in handles]
+            while "PROC" in states:
+                time.sleep(_POLL_S)
+                states = [
+                    self._state(agent.check_xfer_state, handle) if state == "PROC" else state
+                    for handle, state in zip(handles, states, strict=True)
+                ]
+            for handle in handles:
+                handle.release()
+            return [state == "DONE" for state in states]
+        finally:
+            agent.deregister_memory(objects)
+
+    @staticmethod
+    def _state(call: Any, handle: Any) -> str:
+        try:
+            return str(call(handle))
+        except Exception:  # noqa: BLE001 - NIXL's errors have no base of their own
+            return "ERR"
+
+
+def _make_agent(settings: dict[str, str]) -> tuple[Any, Any]:
+    """NIXL of the first wheel whose plugin loads, and an agent of it."""
+    errors: list[str] = []
+    for wheel in _WHEELS:
+        try:
+            api: Any = importlib.import_module(f"{wheel}._api")
+            agent = api.nixl_agent(_NAME, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
+            agent.create_backend("OBJ", settings)
+        except Exception as error:  # noqa: BLE001 - as above, and whatever a wheel for another machine raises
+            errors.append(f"{wheel}: {type(error).__name__}: {error}")
+        else:
+            return api, agent
+    raise RuntimeError("; ".join(errors))
+
+
+def _answer(plugin: _Plugin | None, question: dict[str, Any], memory: mmap.mmap) -> tuple[_Plugin | None, Any]:
+    if plugin is None:
+        return _Plugin(question["settings"], memory), None
+    if question["call"] == "exist":
+        return plugin, plugin.exist(question["keys"])
+    return plugin, getattr(plugin, {"read": "read", "write": "write"}[question["call"]])(question["ranges"])
+
+
+def _listen(channel: socket.socket, questions: queue.SimpleQueue[dict[str, Any]]) -> None:
+    with channel.makefile("rb") as lines:
+        for line in lines:
+            questions.put(json.loads(line))
+    os._exit(0)  # who asked has ended, or asks no more: nothing is left to be done well
+
+
+def main() -> None:
+    """Answer questions until the socket ends."""
+    channel, memory = socket.socket(fileno=int(sys.argv[1])), mmap.mmap(int(sys.argv[2]), 0)
+    questions: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(channel, questions), daemon=True).start()
+    plugin: _Plugin | None = None
+    while True:
+        question = questions.get()
+        try:
+            plugin, result = _answer(plugin, question, memory)
+            reply: dict[str, Any] = {"answer": result}
+        except Exception as error:  # noqa: BLE001 - it is answered, and who asked decides
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        channel.sendall(json.dumps(reply).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main()
