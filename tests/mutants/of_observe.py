@@ -25,6 +25,8 @@ OBSERVE: tuple[Module, ...] = (
         [
             Mutation("PoolBook.update", "self._changed[cells != self.cells] = number", "pass"),
             Mutation("PoolBook.since", "self._changed > base", "self._changed > base + 1"),
+            Mutation("WatchBook.is_outdated", "one.pool is not one.watched.pool", "False"),
+            Mutation("WatchBook.update", "self.beside_s += time.thread_time() - started", "pass"),
         ],
     ),
     Module(

@@ -306,6 +306,17 @@ def test_what_is_no_look_changes_nothing() -> None:
     watcher.close()
 
 
+def test_a_pool_that_is_another_one_by_now_is_watched_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(manager_of()) as manager, closing(manager_of()) as other, closing(Watcher(manager)) as watcher:
+        first, book = watcher.look(), watcher.watch._worker._book
+        assert book is not None
+        assert 0.0 < book.beside_s < book.cost_s
+        monkeypatch.setattr(book._pools[0].watched, "pool", other._replicas.each[0].pool)
+        again = watcher.look()
+        assert again.base == 0
+        assert again.incarnation != first.incarnation
+
+
 def test_a_look_waits_as_long_as_a_loop_that_never_rests_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     pause = endpoint._pause
@@ -323,7 +334,10 @@ def test_a_look_waits_as_long_as_a_loop_that_never_rests_needs(monkeypatch: pyte
             served(manager, "a", list(range(33)))
             manager.release("a")
         watcher.look()
-        assert watcher.watch._worker._due > time.monotonic() + 0.5, "this thread has run all the time"
+        worker, deadline = watcher.watch._worker, time.monotonic() + 20
+        while worker._due < worker._asked_at and time.monotonic() < deadline:  # it is set after the answer
+            time.sleep(0.001)
+        assert worker._due > worker._asked_at + 0.5, "this thread has run all the time"
         watcher.client.ask(watcher.followed.ask)
         started = time.process_time()
         watcher.watch.close()
