@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from kvcache.layer_groups import LayerTables
 from kvcache.manager import PagedKVCacheManager
 from kvcache.metrics import KVCacheMetrics
 from kvcache.replica.contents import PageContents
@@ -35,5 +36,6 @@ def test_a_manager_has_what_its_protocol_says() -> None:
     assert len(NAMES) > 12
     manager = manager_of()
     asked = MEMBERS.keys() - {*NAMES}
-    assert asked == {"num_replicas", "page_size", "total_num_pages", "num_held_blocks", "metrics", "contents"}
-    assert {type(getattr(manager, name)) for name in asked} == {int, KVCacheMetrics, PageContents}
+    counts = {"num_replicas", "page_size", "total_num_pages", "num_held_blocks"}
+    assert asked == {*counts, "metrics", "contents", "layer_tables"}
+    assert {type(getattr(manager, name)) for name in asked} == {int, KVCacheMetrics, PageContents, LayerTables}
