@@ -27,6 +27,7 @@ NAMES = (
     "memory",
     "recommend",
     "waiting",
+    "layer_groups",
     "trace_replay",
     "trace_hints",
     "trace_routing",

@@ -46,7 +46,10 @@ class Step(NamedTuple):
     environment: str = ""
 
 
-_MANAGER = ("decode_step", "admission", "growing_conversation", "release", "evict", "memory", "recommend", "waiting")
+_MANAGER = (
+    *("decode_step", "admission", "growing_conversation", "release", "evict", "memory", "recommend", "waiting"),
+    "layer_groups",
+)
 _TRACES = ("trace_replay", "trace_hints", "trace_routing")
 
 
@@ -59,7 +62,7 @@ def _alone(name: str, options: str = "") -> str:
 
 
 STEPS = (
-    Step("manager", _MANAGER, _all(_MANAGER), 200, (_all(_MANAGER) + " --quick", 40)),
+    Step("manager", _MANAGER, _all(_MANAGER), 280, (_all(_MANAGER) + " --quick", 80)),
     Step("pull", ("pull",), _alone("pull"), 660, (_alone("pull", " --quick"), 150)),
     Step("peers", ("peers",), _alone("peers", " --rounds 3"), 1080, (_alone("peers", " --quick"), 240)),
     Step("safety", ("verify_price",), _alone("verify_price"), 20, (_alone("verify_price", " --quick"), 8)),
