@@ -96,7 +96,11 @@ EXCHANGE: tuple[Module, ...] = (
     Module(
         "transfer.pull.thread",
         [_OWNERSHIP],
-        [Mutation("TransferThread._hand_over", "if self._stopping:", "if not command:", [_OWNERSHIP])],
+        [
+            Mutation("TransferThread._hand_over", "if self._stopping:", "if not command:", [_OWNERSHIP]),
+            Mutation("TransferThread._main", "not early and bool(self.replica.events)", "False"),
+            Mutation("TransferThread._pause", "self._used = now", "pass"),
+        ],
     ),
     Module(
         "transfer.pull.start",

@@ -152,15 +152,17 @@ class TransferThread:
     def _main(self) -> None:
         try:
             busy, since = False, time.perf_counter()  # busy: something was under way at `since`
+            early = False  # what commands have brought, a few pages say, was told of before the poll, which is due
             while not self._stopping:
-                changed = self._run_commands(self._pause(busy=busy))
+                changed = self._run_commands(self._pause(busy=busy or early))
                 now = time.perf_counter()
                 if busy:
                     self.pull_seconds += now - since
                     since = now
                 else:
                     since = self._woken if changed else now
-                was_busy, busy = busy, self.replica.poll()
+                early = not early and bool(self.replica.events)
+                was_busy, busy = busy, busy if early else self.replica.poll()
                 if not was_busy and not busy and any(isinstance(event, PullEvent) for event in self.replica.events):
                     self.pull_seconds += time.perf_counter() - since  # the READs were made, and ended, in this round
                 if changed or busy or self.replica.events:
@@ -175,13 +177,13 @@ class TransferThread:
 
     def _pause(self, *, busy: bool) -> float:
         """Seconds to the next poll, where no command comes before."""
+        now = time.perf_counter()
+        if not self.replica.is_idle:
+            self._used = now
         if self.replica.is_copying:
             return 0.0
         if busy:
             return BUSY_POLL_S
-        now = time.perf_counter()
-        if not self.replica.is_idle:
-            self._used = now
         return POLL_S if now - self._used < LINGER_S else IDLE_POLL_S
 
     def _run_commands(self, pause_s: float) -> bool:

@@ -138,10 +138,10 @@ def test_lengths_and_last_tokens_are_those_of_the_contexts(make: Any) -> None:
         assert batch.last_tokens.tolist() == [token, token + 10, token + 20]
         assert batch.lengths.tolist() == [token - 4, token - 3, token - 1]
         manager.step(batch)
-    contexts[1].set_token_indices(start_idx=5, active_idx=6)  # by somebody else, who has a chunk of it run again
-    expect()
     contexts[0].update(7)
     assert batch.last_tokens.tolist()[0] == 7
+    contexts[1].set_token_indices(start_idx=5, active_idx=6)  # by somebody else, who has a chunk of it run again
+    expect()
     contexts[0].update(8)
     expect()
 

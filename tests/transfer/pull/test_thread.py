@@ -91,6 +91,23 @@ def test_a_thread_without_leases_and_pulls_comes_to_rest_and_polls_on_while_ther
     at_rest(d)
 
 
+def test_what_a_command_brings_is_told_before_the_next_poll(threaded: Callable[[str], Threaded]) -> None:
+    p = threaded("p")
+    at_rest(p)
+    replica, untold = p.engine.replica, list[int]()
+    poll = replica.poll
+
+    def watched() -> bool:
+        untold.append(len(replica.events))
+        return poll()
+
+    replica.poll = watched  # type: ignore[method-assign]
+    p.offer(0)
+    p.until(lambda: len(untold) > 3)
+    assert len(p.thread.events) == 1
+    assert not any(untold)
+
+
 def test_a_lease_ends_in_time_after_any_rest(threaded: Callable[[str], Threaded]) -> None:
     p = threaded("p")
     at_rest(p)
