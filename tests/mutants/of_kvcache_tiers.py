@@ -191,4 +191,53 @@ KVCACHE_TIERS: tuple[Module, ...] = (
             Mutation("FileIndex.forget", "self.bytes -= file.size", "pass"),
         ],
     ),
+    Module(
+        "kvcache.tiers.object_tier",
+        [],
+        [
+            Mutation("ObjectTier.promote", "digests[: max(0, self._host.pool.num_pages // 2 - first)]", "digests"),
+            Mutation("ObjectTier.promote", "if unknown and unknown[0] not in self._busy:", "if unknown:"),
+            Mutation("ObjectTier.coming", "> now for", ">= now - 1e9 and group.name in self._busy for"),
+            Mutation("ObjectTier.reset", "self._era += 1", "pass"),
+            Mutation("ObjectTier.reset", "self._untold = True", "pass"),
+            Mutation("ObjectTier._tried", "self._paused_until = self._clock() + _PAUSE_S", "pass"),
+            Mutation("ObjectTier._end", "self._host.pool.release(job.slots)", "pass"),
+            Mutation("ObjectTier._end", "self._queue.clear()", "pass"),
+            Mutation("ObjectTier._fetch", "room, pieces = pool.free_count // 2", "room, pieces = pool.free_count"),
+            Mutation("ObjectTier._fetch", "break  # what follows", "continue  # what follows"),
+            Mutation("ObjectTier._read", "self._layout.blank(io.memory[: starts[-1]])", "pass"),
+            Mutation("ObjectTier._take_pages", "slots[right], digests[right]", "slots, digests"),
+            Mutation("ObjectTier._take_pages", "self._broken.add(piece.name)", "pass"),
+            Mutation("ObjectTier._begin_write", "(slots != NO_PAGE).all()", "(slots != NO_PAGE).any()"),
+            Mutation("ObjectTier._write", "if not known or name in broken:", "if True:"),
+            Mutation("ObjectTier.used", "len(self._queue) < _MOST_QUEUED", "True"),
+            Mutation("ReadRates.pays", "(before + pages) * self.page_s", "pages * self.page_s"),
+            Mutation("ReadRates.pays", "self._tried = now", "pass"),
+        ],
+    ),
+    Module(
+        "kvcache.tiers.page_objects",
+        ["tests/kvcache/tiers/test_object_tier.py"],
+        [
+            Mutation("ObjectFormat.groups", "first % self.count", "0"),
+            Mutation("ObjectFormat.unpack", " if row.any() else FileRefusal.CUT", ""),
+            Mutation("ObjectFormat.epoch_of", "and content == self.epoch_object(text.decode())", ""),
+        ],
+    ),
+    Module(
+        "transfer.nixl.object_io",
+        ["tests/transfer/nixl/test_object_io.py"],
+        [
+            Mutation("NixlObjectIO._ask", "            self._end()\n", ""),
+            Mutation("NixlObjectIO._rows", "self._prefix + one.key", "one.key"),
+        ],
+    ),
+    Module(
+        "transfer.nixl.object_store",
+        ["tests/transfer/nixl/test_object_io.py"],
+        [
+            Mutation("_listen", "os._exit(0)", "pass"),
+            Mutation("_Plugin.write", "if not all(done):", "if False:"),
+        ],
+    ),
 )

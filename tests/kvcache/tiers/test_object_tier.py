@@ -101,6 +101,46 @@ def test_objects_are_asked_for_once_and_written_once(served: Make, store: Stored
     assert store.calls == ["exist", "exist", "read"]  # the epoch, the objects, and what is there of them
 
 
+def test_what_another_has_written_meanwhile_is_not_written_again(served: Make, store: StoredObjects) -> None:
+    both = [served(), served()]
+    for it in both:
+        fetch(it, PROMPT)  # both know that there is nothing
+    for it in both:
+        it.serve(PROMPT)
+        it.manager.flush_tiers()
+    assert store.calls.count("write") == 1
+    assert [it.manager.metrics.object_blocks_written for it in both] == [8, 0]
+
+
+def test_what_waits_to_be_written_is_given_up_with_a_store_that_fails(served: Make, store: StoredObjects) -> None:
+    store.fails = True
+    store.may.clear()
+    it = served()
+    it.serve(PROMPT)
+    it.tiers.settle()
+    assert len(objects_of(it)._queue) == 2
+    store.may.set()
+    objects_of(it)._jobs[0].done.exception()
+    objects_of(it).tick()
+    assert not objects_of(it)._queue
+
+
+def test_what_is_cut_short_is_not_taken_for_what_was_read_before(served: Make, store: StoredObjects) -> None:
+    it = served()
+    it.serve(PROMPT)
+    it.manager.flush_tiers()
+    others = set(store.pages)
+    it.serve([7, *PROMPT])
+    it.manager.close()
+    again = served()
+    fetch(again, PROMPT)
+    for key in store.pages.keys() - others:
+        store.objects[key] = store.objects[key][: objects_of(again)._layout.record_bytes]
+    fetch(again, [7, *PROMPT])
+    assert objects_of(again).refusals == {"cut": 6}
+    assert again.serve([7, *PROMPT]) == 4
+
+
 def test_only_what_the_host_lacks_is_read(served: Make, store: StoredObjects) -> None:
     it = served(host_slots=20)
     it.serve(PROMPT)
