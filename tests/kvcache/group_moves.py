@@ -215,10 +215,14 @@ class GroupMoves(Moves):
 
     def reserve_one(self, context: TextContext, steps: int) -> bool:
         """Now and then only a chunk is to run: windows have pages for that alone."""
+        before, refused = context.active_idx, self.seen["refused"]
         if context.active_length > 1 and self.choose.integer(0, 1):
             context.set_token_indices(active_idx=self.choose.integer(context.start_idx + 1, context.end_idx))
             self.seen["chunk"] += context.active_idx < context.end_idx
-        return super().reserve_one(context, steps)
+        asked = super().reserve_one(context, steps)
+        if not asked or self.seen["refused"] > refused:  # who was reserved before runs what it was reserved for
+            context.set_token_indices(active_idx=before)
+        return asked
 
     def model_reserve(self, context: TextContext, steps: int) -> int | None:
         model = self.models[self.manager.get_replica(context)]
