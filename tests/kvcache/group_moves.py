@@ -12,7 +12,7 @@ from typing import Any
 
 from kvcache import InvalidRequestError, LayerGroup, TextContext
 from tests.kvcache.model import Content, Held, ModelReplica, Named
-from tests.kvcache.moves import PAGE_SIZE, Chooser, Moves
+from tests.kvcache.moves import LONGEST, PAGE_SIZE, Chooser, Moves
 
 Seen = tuple[str, int]  # the kind of a table's layers, and its tokens
 
@@ -215,6 +215,7 @@ class GroupMoves(Moves):
 
     def reserve_one(self, context: TextContext, steps: int) -> bool:
         """Now and then only a chunk is to run: windows have pages for that alone."""
+        steps = min(steps, LONGEST - context.current_length + 1)  # these pools hold longer requests than there may be
         before, refused = context.active_idx, self.seen["refused"]
         if context.active_length > 1 and self.choose.integer(0, 1):
             context.set_token_indices(active_idx=self.choose.integer(context.start_idx + 1, context.end_idx))
