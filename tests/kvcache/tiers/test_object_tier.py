@@ -141,6 +141,23 @@ def test_what_is_cut_short_is_not_taken_for_what_was_read_before(served: Make, s
     assert again.serve([7, *PROMPT]) == 4
 
 
+def test_an_object_of_which_the_host_has_lost_a_page_is_not_written(served: Make, store: StoredObjects) -> None:
+    store.may.clear()
+    it = served(12, 10)
+    it.serve(PROMPT)
+    it.tiers.settle()
+    assert len(objects_of(it)._queue) == 2
+    it.fill(4)
+    it.tiers.settle()
+    left = it.tiers.host.pool.index.find(it.digests(PROMPT)) != 0
+    assert left.any()
+    assert not left.all()
+    store.may.set()
+    it.manager.flush_tiers()
+    whole = sum(left[at : at + COUNT].all() for at in (0, COUNT))
+    assert it.manager.metrics.object_blocks_written == COUNT * whole == COUNT
+
+
 def test_only_what_the_host_lacks_is_read(served: Make, store: StoredObjects) -> None:
     it = served(host_slots=20)
     it.serve(PROMPT)
@@ -430,13 +447,15 @@ def test_reads_leave_half_of_the_free_slots_to_writes(served: Make, store: Store
     it.serve(range(61))
     it.manager.close()
     again = served(16, 40, checks=False)
-    held = again.tiers.host.pool.allocate(35)
+    held = again.tiers.host.pool.allocate(40)
     context, tier = again.claim(range(61)), objects_of(again)
-    settled(again)
     again.manager.prefetch(context)
-    tier._jobs[0].done.result()
+    settled(again)  # it knows what there is, and has no room for it
+    again.tiers.host.pool.release(held[:5])
+    held = held[5:]
     store.may.clear()
-    again.manager.prefetch(context)
+    for _ in range(3):
+        again.manager.prefetch(context)
     assert sum(map(len, tier.held_slots)) == 2
     store.may.set()
     again.manager.release(context.request_id)
