@@ -197,6 +197,12 @@ def placed(result: Row) -> str:
     return " / ".join(f"{100 * rate:.1f}" for rate in rates) + " %"
 
 
+def from_a_peer(result: Row) -> str:
+    """The first token of a prompt whose head nobody has, and of one whose head another process has."""
+    rows = [one(result["rows"], fleet="2 + 2", tokens=tokens) for tokens in (256, 3072)]
+    return "; ".join(some(row["computed_ms_p50"], row["pulled_ms_p50"]) for row in rows) + " ms"
+
+
 PROCESSES = (
     Line(
         "hits of two prefill processes on a trace: one cache of both / by decode's guess / by Dynamo / in turns",
@@ -216,6 +222,12 @@ PROCESSES = (
         "median",
         "first_token",
         first_tokens,
+    ),
+    Line(
+        "first token of 256; 3,072 tokens that another prefill process has computed: computed again / pulled from it",
+        "median",
+        "prefix_peers",
+        from_a_peer,
     ),
     Line(
         "1,000 requests of the conversation trace on 2 + 2 processes, 10 % cancelled, one of each killed: "
