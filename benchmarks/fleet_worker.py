@@ -108,7 +108,7 @@ class _Notes:
 
 
 class WatchedDecode(DecodeScheduler):
-    """Stamps each message of tokens, and carries the plan out."""
+    """Carries the plan out, and stamps what it cancels."""
 
     notes: _Notes
     plan: dict[str, Planned]
@@ -126,11 +126,6 @@ class WatchedDecode(DecodeScheduler):
             self.notes.add(request.request_id, f"cancel {now}", "decode", request.attempt)
             self.abort(request.request_id)
         return super().poll()
-
-    def _emit(self, message: msg.Tokens) -> None:
-        if message.tokens:
-            self.notes.add(message.request_id, "token", "decode")
-        super()._emit(message)
 
 
 class Alone:
@@ -151,19 +146,19 @@ class Alone:
         try:
             self._loop.add(request)
         except KVCacheError as error:
-            self._emit(msg.Tokens(request_id=message.request_id, finished="error", error=str(error)))
+            self.frontend.send(msg.Tokens(request_id=message.request_id, finished="error", error=str(error)))
 
     def abort(self, request_id: str, serial: int = 0) -> None:  # noqa: ARG002  (its frontend numbers nothing)
         """Forget a request."""
         if self._loop.abort(request_id):
-            self._emit(msg.Tokens(request_id=request_id, finished="cancelled"))
+            self.frontend.send(msg.Tokens(request_id=request_id, finished="cancelled"))
 
     def poll(self) -> bool:
         """One step. Whether there was anything to do."""
         self.frontend.flush()
         for output in self._loop.step():
             tokens = () if output.token is None else (output.token,)
-            self._emit(
+            self.frontend.send(
                 msg.Tokens(request_id=output.request_id, tokens=tokens, finished=output.finished, error=output.error)
             )
         return self._loop.has_work
@@ -196,11 +191,6 @@ class Alone:
             preemptions=self._loop.preemptions,
         )
 
-    def _emit(self, message: msg.Tokens) -> None:
-        if message.tokens:
-            self.notes.add(message.request_id, "token", "decode")
-        self.frontend.send(message)
-
 
 def stamped(move: Callable[..., None], notes: _Notes) -> Callable[..., None]:
     """`TrackedRequest.move` that stamps where each request goes."""
@@ -213,12 +203,24 @@ def stamped(move: Callable[..., None], notes: _Notes) -> Callable[..., None]:
     return move_and_stamp
 
 
+def stamped_tokens(send: Callable[..., None], notes: _Notes) -> Callable[..., None]:
+    """`FrontendQueue.send` that stamps each message of tokens."""
+
+    def stamp_and_send(frontend: FrontendQueue, message: msg.ToFrontend) -> None:
+        if isinstance(message, msg.Tokens) and message.tokens:
+            notes.add(message.request_id, "token", "decode")
+        send(frontend, message)
+
+    return stamp_and_send
+
+
 def main(arguments: Iterable[str]) -> int:
     """Run one process, as `scheduler_adapters.service.server` does; the exit status."""
     die_with_parent()
     folder = Path(os.environ[FOLDER_VARIABLE])
     notes, plan = _Notes(folder), folder / PLAN
     TrackedRequest.move = stamped(TrackedRequest.move, notes)  # type: ignore[method-assign]
+    FrontendQueue.send = stamped_tokens(FrontendQueue.send, notes)  # type: ignore[method-assign]
     WatchedDecode.notes = Alone.notes = notes
     WatchedDecode.plan = msgspec.json.decode(plan.read_bytes(), type=dict[str, Planned]) if plan.exists() else {}
     server.DecodeScheduler = Alone if "alone" in arguments else WatchedDecode  # type: ignore[misc, assignment]

@@ -74,10 +74,13 @@ def serves_to_the_end(service: Service, expected: list[int], new: int = NEW) -> 
     service.assert_nothing_held()
 
 
-def pulling_the_last(service: Service) -> DecodeRequest:
-    """Decode has had the last offer, and its READs are on their way."""
-    request = service.submit_one("r", PROMPT)
-    service.until(lambda: request.phase == "pulling" and request.has_ended_prefill, "the last offer")
+def pulling_the_last(service: Service, monkeypatch: pytest.MonkeyPatch) -> DecodeRequest:
+    """Decode has had the last offer, and does not know yet that its READs are over: of few pages they are at once."""
+    request, exchange = service.submit_one("r", PROMPT), service.decode._exchange
+    with monkeypatch.context() as held:
+        poll = exchange.poll
+        held.setattr(exchange, "poll", lambda: [] if request.has_ended_prefill else poll())
+        service.until(lambda: request.phase == "pulling" and request.has_ended_prefill, "the last offer")
     return request
 
 
@@ -98,7 +101,7 @@ def test_a_last_offer_that_comes_again_during_the_pull_puts_out_one_token(
     service: Service, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = Said(service, monkeypatch)
-    request = pulling_the_last(service)
+    request = pulling_the_last(service, monkeypatch)
     service.decode._on_message(service.decode.connections[0], said.offers[-1])
     assert (request.phase, service.decode.counts["late"]) == ("pulling", 1)
     serves_to_the_end(service, expected)
