@@ -97,7 +97,7 @@ class PeerPrefixes:
         engines = [(source.address, engine) for source in sources for engine in source.engines]
         if not wanted.digests or missing <= 0:
             return False
-        if not self.estimate.pays(missing):
+        if not self.estimate.pays(missing, context.current_length - cached - missing):
             self.counts["computed"] += 1
             return False
         fetch = _Fetch(Waiting(request, context), replica, engines, wanted, cached, self._clock())

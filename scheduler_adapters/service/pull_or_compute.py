@@ -63,10 +63,13 @@ class PullOrCompute:
         self.compute = TimeByTokens()
         self._refused = 0
 
-    def pays(self, tokens: int) -> bool:
-        """Whether so many tokens are better pulled. Where one of both is not known they are: to learn of it."""
-        pull, compute = self.pull.seconds(tokens), self.compute.seconds(tokens)
-        if pull is None or compute is None or pull < compute:
+    def pays(self, tokens: int, rest: int) -> bool:
+        """Whether so many tokens are better pulled, of a prompt that has `rest` behind them, which are computed anyway.
+
+        Where one of both is not known they are: to learn of it.
+        """
+        pull, whole, behind = self.pull.seconds(tokens), self.compute.seconds(tokens + rest), self.compute.seconds(rest)
+        if pull is None or whole is None or behind is None or pull < whole - behind:
             return True
         self._refused += 1
         return self._refused % _TRY_AGAIN == 0

@@ -40,7 +40,12 @@ SCHEDULER_ADAPTERS_EDGES: tuple[Module, ...] = (
         "scheduler_adapters.service.peer_prefixes",
         [],
         [
-            Mutation("PeerPrefixes.begin", "not self.estimate.pays(missing)", "not missing", [_QUICKER]),
+            Mutation(
+                "PeerPrefixes.begin",
+                "not self.estimate.pays(missing, context.current_length - cached - missing)",
+                "not missing",
+                [_QUICKER],
+            ),
             Mutation("PeerPrefixes._on_lent", "self._ask(fetch)\n", "pass\n", [_IN_TURN]),
             Mutation("PeerPrefixes._end", "context.reset()", "pass", [_LOST]),
             Mutation("PeerPrefixes._take", "self._manager.release(context.request_id)", "pass", [_PULLS]),
@@ -57,7 +62,8 @@ SCHEDULER_ADAPTERS_EDGES: tuple[Module, ...] = (
             Mutation("TimeByTokens.seconds", "elif latency < 0.0:", "elif not count:"),
             Mutation("TimeByTokens.seconds", "if rate < 0.0:", "if not count:"),
             Mutation("TimeByTokens.add", "_KEEP * old", "old"),
-            Mutation("PullOrCompute.pays", "pull < compute", "pull > compute"),
+            Mutation("PullOrCompute.pays", "pull < whole - behind", "pull > whole - behind"),
+            Mutation("PullOrCompute.pays", "whole - behind", "whole"),
             Mutation("PullOrCompute.pays", "self._refused % _TRY_AGAIN == 0", "False"),
         ],
     ),
