@@ -2,10 +2,8 @@
 
 `prefills`: reserving, fetching and stepping a prompt of so many pages, in a pool that evicts as many for it. `decodes`:
 a page of each of so many running requests, in such a pool: the step that reserves it, and the one that publishes it.
-With and without events in one run, on the same managers: where a manager's arrays lie changes a time more than events
-do, so each is compared with itself, by turns, and writes nothing down in half of them. `us_page_*` is this thread's
-processor time. Each store is followed by the next at once, so that the publisher's thread needs the interpreter while
-this one does, or by a pause as long as a small model, in which it has that for itself. This one has a core of its own.
+With and without events in one run, on several managers each, in any order; `us_page_*` is this thread's processor time,
+`wall_cost` has the publisher's own work in it as well, for here it runs on the same core.
 
 `loop` is a decode step of so many requests, back to back or with a pause as long as a small model, while nobody listens
 to the events, or somebody does: who reads all, who is slower than the loop, who reads nothing, who dies half way, and
@@ -30,55 +28,36 @@ from pathlib import Path
 
 import numpy as np
 import zmq
-from numpy.typing import NDArray
 
 from benchmarks.decode_step import bound
 from benchmarks.frame import Row, options, pin, report, settle
 from benchmarks.pools import Prompts, age, manager_of, reserve, running
-from kvcache import KVEvents, PagedKVCacheManager
+from kvcache import KVEvents
 
 ANY = "tcp://127.0.0.1:0"
 PAGE = 16
-MANAGERS = 3
-TURN, SETTLING = 32, 8
-"""Stores of a manager with events, then as many without; in the first ones the thread has what the last turn left."""
+SIDES = 3
+"""Managers with events, and as many without: where a manager's arrays lie changes a time more than events do."""
 KEPT = 50
 """Batches that wait for a subscriber, and that are kept for replays, in `loop`."""
 PAUSES_MS = (0.0, 1.0)
 SUBSCRIBERS = ("off", "none", "reading", "slow", "stopped", "dead", "flooding")
-Spent = NDArray[np.float64]
-"""Of each store of a turn the processor time and the wall time of a page, in µs."""
 _STATISTICS = (
-    "us_page_*_min and *_median: of n calls by page stored; cost_min: what events add to the minimum, "
-    "cost_median and wall_cost_median: the median of what they add to the median of a turn; "
+    "us_page_*_min and *_median: of n calls by page stored; cost_*: what events add to the minimum and to the median; "
     "us_median, us_p999 and us_max: median, 999th of 1,000 parts and maximum of the n steps of a row"
 )
-
-
-class Switch:
-    """Whether a manager that has events writes them down. Where it does not, it runs what one without events runs."""
-
-    def __init__(self, manager: PagedKVCacheManager) -> None:
-        self._all = manager._replicas  # noqa: SLF001 - a manager has no such switch
-        self._log = self._all._log  # noqa: SLF001 - as above
-        self._append = self._all.each[0].pool.index.log
-
-    def turn(self, *, on: bool) -> None:
-        """From now on it writes them down, or not."""
-        self._all._log = self._all.each[0].log = self._log if on else None  # noqa: SLF001 - as above
-        self._all.each[0].pool.index.log = self._append if on else None
 
 
 class Prefills:
     """Prompts of `pages` pages, one after another, each released."""
 
-    def __init__(self, pages: int) -> None:
+    def __init__(self, pages: int, told: KVEvents | None) -> None:
         self.pages = pages
-        self.manager = manager_of(max(512, 4 * pages), page_size=PAGE, kv_events=KVEvents(ANY, ANY))
+        self.manager = manager_of(max(512, 4 * pages), page_size=PAGE, kv_events=told)
         self.prompts = Prompts()
         age(self.manager, self.prompts)
 
-    def store(self, pause_ms: float) -> tuple[int, int]:
+    def store(self) -> tuple[int, int]:
         """Processor time and wall time of one prompt, in ns."""
         context = self.prompts.claimed(self.manager, self.pages * PAGE)
 
@@ -90,17 +69,15 @@ class Prefills:
 
         spent = timed(run)
         self.manager.release(context.request_id)
-        wait(pause_ms)
         return spent
 
 
 class Decodes:
     """Running requests that fill a page all at once, every `PAGE` steps: those where they take one and publish it."""
 
-    def __init__(self, requests: int) -> None:
+    def __init__(self, requests: int, told: KVEvents | None) -> None:
         self.pages = requests
-        events = KVEvents(ANY, ANY)
-        self.manager = manager_of(requests * 400, page_size=PAGE, rows=max(requests, 32), kv_events=events)
+        self.manager = manager_of(requests * 400, page_size=PAGE, rows=max(requests, 32), kv_events=told)
         self.prompts = Prompts()
         age(self.manager, self.prompts)
         self.begin()
@@ -110,24 +87,17 @@ class Decodes:
         self.contexts = running(self.manager, self.prompts, [PAGE - 1] * self.pages)
         self.step = bound(self.manager, self.contexts)
 
-    def store(self, pause_ms: float) -> tuple[int, int]:
+    def store(self) -> tuple[int, int]:
         """Processor time and wall time of the two steps, in ns."""
         if len(self.contexts[0].tokens) > 300 * PAGE:
             for context in self.contexts:
                 self.manager.release(context.request_id)
             self.begin()
         published = timed(self.step)
-        wait(pause_ms)
         reserved = timed(self.step)
         for _ in range(PAGE - 2):
             self.step()
         return published[0] + reserved[0], published[1] + reserved[1]
-
-
-def wait(pause_ms: float) -> None:
-    """As for a model, which leaves the interpreter to others."""
-    if pause_ms:
-        time.sleep(pause_ms / 1e3)
 
 
 def timed(call: Callable[[], object]) -> tuple[int, int]:
@@ -137,44 +107,34 @@ def timed(call: Callable[[], object]) -> tuple[int, int]:
     return time.thread_time_ns() - own, time.perf_counter_ns() - wall
 
 
-def stores(kind: type[Prefills | Decodes], pages: int, repeats: int, pause_ms: float) -> Row:
-    """One row: pairs of turns, one with events and one without, of one manager after the other."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, cores[:1])  # for the threads that are started now
-    made = [kind(pages) for _ in range(MANAGERS)]
-    os.sched_setaffinity(0, cores[-1:])
-    switches = [Switch(each.manager) for each in made]
-    for each in made * 3:
-        each.store(0.0)
+def stores(kind: type[Prefills | Decodes], pages: int, repeats: int) -> Row:
+    """One row: off and on in any order."""
+    made = [(on, kind(pages, KVEvents(ANY, ANY) if on else None)) for _ in range(SIDES) for on in (False, True)]
+    for _, each in made * 3:
+        each.store()
     settle()
     order = random.Random(0)  # noqa: S311 - nobody guesses it
-    spent: dict[bool, list[Spent]] = {False: [], True: []}
-    for pair in range(max(1, repeats // TURN) * MANAGERS):
-        at = pair % MANAGERS
-        for on in order.sample((False, True), 2):
-            switches[at].turn(on=on)
-            times = [made[at].store(pause_ms) for _ in range(TURN)][SETTLING:]
-            spent[on].append(np.array(times) / 1e3 / pages)
-    for each in made:
+    spent: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
+    for _ in range(repeats):
+        order.shuffle(made)
+        for on, each in made:
+            spent[on].append(each.store())
+    for _, each in made:
         each.manager.close()
-    os.sched_setaffinity(0, cores)
-    off, on = (np.array(spent[which]) for which in (False, True))
-    least = [float(side[..., 0].min()) for side in (off, on)]
-    middle = [float(np.median(side[..., 0])) for side in (off, on)]
-    # Of pairs, as what else the machine does changes a time more than events do, and is the same in both turns.
-    own, wall = np.median(np.median(on, axis=1) - np.median(off, axis=1), axis=0)
+    off, on = (np.array(spent[which]) / 1e3 / pages for which in (False, True))
+    least = [float(side[:, 0].min()) for side in (off, on)]
+    middle, wall = ([float(np.median(side[:, which])) for side in (off, on)] for which in (0, 1))
     return {
         "case": kind.__name__.lower(),
         "pages": pages,
-        "pause_ms": pause_ms,
         "us_page_off_min": round(least[0], 3),
         "us_page_on_min": round(least[1], 3),
         "us_page_off_median": round(middle[0], 3),
         "us_page_on_median": round(middle[1], 3),
         "cost_min": round(least[1] - least[0], 3),
-        "cost_median": round(float(own), 3),
-        "wall_cost_median": round(float(wall), 3),
-        "n": on[..., 0].size,
+        "cost_median": round(middle[1] - middle[0], 3),
+        "wall_cost_median": round(wall[1] - wall[0], 3),
+        "n": len(on),
     }
 
 
@@ -243,7 +203,8 @@ def loop(kind: str, requests: int, pause_ms: float, steps: int) -> tuple[list[fl
         started = time.perf_counter_ns()
         step()
         times.append((time.perf_counter_ns() - started) / 1e3)
-        wait(pause_ms)
+        if pause_ms:
+            time.sleep(pause_ms / 1e3)
     grown = resident() - before
     over.set()
     if process is not None:
@@ -293,11 +254,9 @@ def main() -> None:
     chosen = options(__doc__)
     rounds, steps, repeats = (1, 1600, 60) if chosen.quick else (3, 3200, 600)
     rows = loops(64, steps, rounds)
-    more = {1: 4, 16: 2}
-    for pause in PAUSES_MS:
-        rows += [stores(Prefills, pages, repeats * more.get(pages, 1), pause) for pages in (1, 16, 128, 1024)]
-        rows += [stores(Decodes, requests, repeats * more.get(requests, 1), pause) for requests in (1, 16, 64, 256)]
     pin()
+    rows += [stores(Prefills, pages, repeats * (4 if pages < 100 else 1)) for pages in (1, 16, 128, 1024)]
+    rows += [stores(Decodes, requests, repeats) for requests in (1, 16, 64, 256)]
     report("events", rows, chosen, _STATISTICS)
 
 
