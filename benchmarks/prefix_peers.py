@@ -7,8 +7,8 @@ which pulls the head or computes it, as it thinks is quicker. Lengths of heads i
 
     computed_ms   until the first token of a prompt whose head nobody has: what one process alone takes, each time
     pulled_ms     until that of one whose head was pulled
-    right         share of those that were asked for more than once for which the quicker way was chosen: that of the
-                  lower median at this length
+    right         share of the second requests for which the quicker way was chosen, which is that of the lower median
+                  at this length; of lengths that were pulled at least twice
 
 Each second prompt also names what it found cached; `hits` is the share of the heads' whole pages.
 """

@@ -93,7 +93,7 @@ class Replica:
             self.rows.append_one(row, self.pool.allocate_one())
             return 1
         if context.active_length == 1 and context.current_length + num_steps - 1 <= self.rows.capacity[row]:
-            return 0
+            return 0  # a decode step on a page that the row has; what it may not do is for `fetch` and `step` to refuse
         named = self.refuse_renamed(row, context)
         self.refuse_rewrite(row, context)
         plan = self._plan(row, context, needed, num_steps)

@@ -15,7 +15,7 @@ from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.sockets import Context, Pulse, Socket, bounded_socket, monitor_of, received
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from transfer.wire.keys import Keyring
 
@@ -229,7 +229,7 @@ def route(
         there, key=lambda one: (one.name in avoid, one.name != wanted, one.load + missing[one], len(one.history))
     )
     if not message.kv_sources:
-        message = replace(message, kv_sources=_sources(connections, chosen, chunks))
+        message = replace(message, kv_sources=_sources(missing, chosen))
     if not chosen.send(message):
         return None
     chosen.load += missing[chosen]
@@ -237,12 +237,13 @@ def route(
     return chosen, missing[chosen]
 
 
-def _sources(
-    connections: Sequence[PrefillConnection], chosen: PrefillConnection, chunks: Sequence[int]
-) -> tuple[msg.KVSource, ...]:
-    """The process that was asked for more of these chunks before than the chosen one, if any: it may have the pages."""
-    best = max(connections, key=lambda one: one.history.tokens_of(chunks))
+def _sources(missing: Mapping[PrefillConnection, int], chosen: PrefillConnection) -> tuple[msg.KVSource, ...]:
+    """The process that was asked for more of a prompt before than the chosen one, if any: it may have the pages.
+
+    `missing`: of each process that is there the tokens of the prompt that it was not asked for.
+    """
+    best = min(missing, key=missing.__getitem__)
     welcome = best.welcome
-    if not welcome or not welcome.address or best.history.tokens_of(chunks) <= chosen.history.tokens_of(chunks):
+    if not welcome or not welcome.address or missing[best] >= missing[chosen]:
         return ()
     return (msg.KVSource(welcome.address, welcome.engines[:64]),)

@@ -33,7 +33,7 @@ SCHEDULER_ADAPTERS_EDGES: tuple[Module, ...] = (
             Mutation("chunks_of", "len(tokens) - CHUNK + 1", "len(tokens)"),
             Mutation("chunks_of", "hash(cache_salt)", "0"),
             Mutation("PromptHistory.add", "reversed(chunks)", "chunks"),
-            Mutation("_sources", "best.history.tokens_of(chunks) <= ", "best.history.tokens_of(chunks) < "),
+            Mutation("_sources", "missing[best] >= missing[chosen]", "missing[best] > missing[chosen]"),
         ],
     ),
     Module(

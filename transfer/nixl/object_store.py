@@ -93,12 +93,11 @@ def _make_agent(settings: dict[str, str]) -> tuple[Any, Any]:
     raise RuntimeError("; ".join(errors))
 
 
-def _answer(plugin: _Plugin | None, question: dict[str, Any], memory: mmap.mmap) -> tuple[_Plugin | None, Any]:
-    if plugin is None:
-        return _Plugin(question["settings"], memory), None
-    if question["call"] == "exist":
-        return plugin, plugin.exist(question["keys"])
-    return plugin, getattr(plugin, {"read": "read", "write": "write"}[question["call"]])(question["ranges"])
+def _answer(plugin: _Plugin, question: dict[str, Any]) -> list[bool]:
+    call = question["call"]
+    if call == "exist":
+        return plugin.exist(question["keys"])
+    return plugin.write(question["ranges"]) if call == "write" else plugin.read(question["ranges"])
 
 
 def _listen(channel: socket.socket, questions: queue.SimpleQueue[dict[str, Any]]) -> None:
@@ -117,8 +116,11 @@ def main() -> None:
     while True:
         question = questions.get()
         try:
-            plugin, result = _answer(plugin, question, memory)
-            reply: dict[str, Any] = {"answer": result}
+            reply: dict[str, Any] = {"answer": None}
+            if plugin is None:  # the first question says which store
+                plugin = _Plugin(question["settings"], memory)
+            else:
+                reply = {"answer": _answer(plugin, question)}
         except Exception as error:  # noqa: BLE001 - it is answered, and who asked decides
             reply = {"error": f"{type(error).__name__}: {error}"}
         channel.sendall(json.dumps(reply).encode() + b"\n")

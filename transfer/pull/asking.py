@@ -44,7 +44,7 @@ class Lent(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Ask:
+class _Question:
     """A question, and when it is asked again."""
 
     replica: int
@@ -74,7 +74,7 @@ class PageAsks:
     ) -> None:
         self._client, self._kind = client, kind
         self._name, self._key, self._compatibility = name, key, dict(compatibility)
-        self._open: dict[int, _Ask] = {}  # by `ask_id`
+        self._open: dict[int, _Question] = {}  # by `ask_id`
         self._happened: list[tuple[int, Lent]] = []
 
     def ask(self, replica: int, key: str, place: Place, wanted: PageDigests, timeout_s: float) -> None:
@@ -91,7 +91,7 @@ class PageAsks:
             hash_algorithm=wanted.hash_algorithm,
             digests=wanted.digests[:MAX_DIGEST_BYTES],
         )
-        self._open[ask_id] = _Ask(replica, key, place, query, query.digests, now + timeout_s)
+        self._open[ask_id] = _Question(replica, key, place, query, query.digests, now + timeout_s)
         self._send(self._open[ask_id])
 
     def poll(self) -> list[tuple[int, Lent]]:
@@ -114,7 +114,7 @@ class PageAsks:
         self._open.clear()
         self._client.close()
 
-    def _send(self, ask: _Ask) -> None:
+    def _send(self, ask: _Question) -> None:
         ask.at = math.inf
 
         def done(answer: Answer | TransferError) -> None:
@@ -124,7 +124,7 @@ class PageAsks:
         left = max(1e-3, ask.deadline - time.monotonic())
         self._client.ask_content(ask.place[0], ask.query, done, left)
 
-    def _on_answer(self, ask: _Ask, answer: Answer | TransferError) -> None:
+    def _on_answer(self, ask: _Question, answer: Answer | TransferError) -> None:
         where = f"engine {ask.place[1]!r} at {ask.place[0]}"
         if not isinstance(answer, LeaseReply):
             self._end(ask, error=f"{where}: {answer}")
@@ -140,7 +140,7 @@ class PageAsks:
             except TransferError as error:
                 self._end(ask, error=f"{where}: {error}")
 
-    def _lent(self, ask: _Ask, data: bytes) -> tuple[Source, BlockTable] | tuple[None, None]:
+    def _lent(self, ask: _Question, data: bytes) -> tuple[Source, BlockTable] | tuple[None, None]:
         """What is leased, if it is what was asked for."""
         pages = open_pages(data, ask.place[1], None, self._key)
         blocks = pages.block_ids[0] if len(pages.block_ids) == 1 else ()
@@ -165,6 +165,8 @@ class PageAsks:
         lease = LeaseRef(pages.lease_id, pages.slot, pages.duration_s)
         return Source(*ask.place, lease, pages.incarnation), table
 
-    def _end(self, ask: _Ask, source: Source | None = None, table: BlockTable | None = None, error: str = "") -> None:
+    def _end(
+        self, ask: _Question, source: Source | None = None, table: BlockTable | None = None, error: str = ""
+    ) -> None:
         del self._open[ask.query.ask_id]
         self._happened.append((ask.replica, Lent(ask.key, source, table, error)))

@@ -30,11 +30,12 @@ if TYPE_CHECKING:
 
 LENT_S = 10.0  # without a word of the reader, who has asked a moment ago
 _KNOWN = 4096  # questions whose answers are kept
+_MOST_ASKED = 64  # questions that wait for the loop: each may bring half a MiB of digests
 _UNSEEN = LeaseReply(query_id=0, waits_for="its serving loop to look for the pages")
 _GRANTING = LeaseReply(query_id=0, waits_for="the lease to stand on all its ranks")
 
 
-class _Lent(NamedTuple):
+class _LentPages(NamedTuple):
     """Pages under a lease: for which question, and what it is answered once the lease stands."""
 
     ask_id: int
@@ -69,10 +70,10 @@ class PageLender:
         self._most = int(share * (manager.total_num_pages // manager.num_replicas))
         self._key = key
         self._kind = kv_kind(manager.layouts)
-        self._lent: dict[int, _Lent] = {}  # by lease
+        self._lent: dict[int, _LentPages] = {}  # by lease
         self._granting: set[int] = set()  # those of them that do not stand yet
         self._lock = threading.Lock()  # of these two
-        self._asked: deque[ContentQuery] = deque(maxlen=_KNOWN)
+        self._asked: deque[ContentQuery] = deque()
         self._answers: OrderedDict[int, LeaseReply] = OrderedDict()  # by question, the last ones
 
     @property
@@ -93,7 +94,9 @@ class PageLender:
         """What a reader who asks, or asks again, is told now."""
         with self._lock:
             known = self._answers.get(query.ask_id)
-            if known is None and query.digests:
+            if known is None and len(self._asked) >= _MOST_ASKED:
+                known = LeaseReply(query_id=0, error=f"{_MOST_ASKED} questions wait for its serving loop already")
+            elif known is None and query.digests:
                 known = self._answers[query.ask_id] = _UNSEEN
                 self._asked.append(query)
                 self._ring()
@@ -141,7 +144,7 @@ class PageLender:
             return
         pages = len(found[1].groups[0])
         answer = self._sealed(query, source, found[1])
-        self._lent[source.lease.lease_id] = _Lent(query.ask_id, pages, answer)
+        self._lent[source.lease.lease_id] = _LentPages(query.ask_id, pages, answer)
         self._granting.add(source.lease.lease_id)
         self.pages_lent += pages
         self._say(query.ask_id, _GRANTING)

@@ -319,6 +319,22 @@ def test_as_many_questions_as_may_come_are_kept_and_no_more(side: Any, monkeypat
     assert len(lender._answers) == 8
 
 
+def test_questions_that_come_while_the_loop_is_busy_take_little_memory(
+    side: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lending, "_MOST_ASKED", 3)
+    source = side(Side, "p")
+    computed(source)
+    (lender,) = source.exchange.lending.of
+    wanted = source.manager.contents.digests(TextContext(LONGER, 32, "mine")).digests
+    answers = [lender.answer(question(0, ask_id, wanted)) for ask_id in range(5)]
+    assert [answer.error for answer in answers] == ["", "", "", *["3 questions wait for its serving loop already"] * 2]
+    assert len(lender._asked) == 3
+    assert lender.answer(question(0, 1, wanted)).waits_for  # one that is known is no question more
+    source.poll()
+    assert not lender.answer(question(0, 4, wanted)).error  # the loop has looked: it may ask again
+
+
 def test_a_manager_leases_by_content_what_it_has_and_says_what_it_cannot_compare(side: Any) -> None:
     source = side(Side, "p")
     computed(source)
