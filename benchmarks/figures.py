@@ -91,6 +91,7 @@ STEPS = (
     Step("watch", ("watch",), _alone("watch"), 480, (_alone("watch", " --quick"), 180)),
     Step("events", ("events",), _alone("events"), 300, (_alone("events", " --quick"), 150)),
     Step("tiers", ("tiers",), _alone("tiers"), 150, (_alone("tiers", " --quick"), 40)),
+    Step("tiers", ("objects",), _alone("objects"), 90, (_alone("objects", " --quick"), 15)),
     Step("traces", _TRACES, _all(_TRACES), 420, (_all(_TRACES) + " --quick", 60)),
     Step(
         "kills",

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from tests.kvcache.served import Served
 from tests.kvcache.tiers.stored_objects import StoredObjects
 from tests.kvcache.tiers.test_object_tier import DAMAGE, damaged, fetch, objects_of
 from tests.transfer.nixl.moto_store import MotoStore, moto_store
+from tests.transfer.nixl.slow_link import slow_link
 from transfer import NixlObjects
 
 PROMPT = range(33)
@@ -43,6 +45,7 @@ def served(objects: NixlObjects, key: str = "model", timeout_s: float = 2.0, **o
         "object_tier_io": objects,
         "object_tier_pages": 4,
         "object_tier_timeout_s": timeout_s,
+        **options.pop("params", {}),
     }
     return Served(20, 60, params=params, **options)
 
@@ -230,6 +233,61 @@ def test_requests_go_on_while_the_store_stops_and_goes_on(store: MotoStore, monk
         fetch(it, [int(ends * 1000 + time.monotonic()) % 6, *PROMPT])
     it.manager.check()
     it.manager.close()
+
+
+def test_requests_go_on_over_a_link_that_becomes_slow(store: MotoStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcache.tiers.object_tier._PAUSE_S", 0.3)
+    with slow_link(store.url) as link:
+        objects = replace(store.bucket("slow"), endpoint=link.url)
+        it = served(objects, timeout_s=0.5)
+        for first in range(6):
+            it.serve([first, *PROMPT])
+        it.manager.flush_tiers()
+        forget(it)
+        fetch(it, [0, *PROMPT])
+        assert it.serve([0, *PROMPT]) == 32
+        longest = {0.0: 0.0, 0.05: 0.0, 5.0: 0.0}  # by the delay: none, one that is borne, and one that no call bears
+        for first in range(12):
+            link.delay_s = (0.0, 0.05, 5.0)[first // 4]
+            forget(it)
+            began = time.monotonic()
+            fetch(it, [first % 6, *PROMPT], seconds=2.0)
+            longest[link.delay_s] = max(longest[link.delay_s], time.monotonic() - began)
+            assert it.serve([first % 6, *PROMPT]) in {0, 32}  # the KV that it finds is compared
+            if link.delay_s < 1.0:
+                assert it.manager.metrics.object_store_failures == 0
+        assert it.manager.metrics.object_store_failures > 0
+        assert longest[0.05] < 1.0
+        assert longest[5.0] < 2 * 0.5 + 0.5  # told what there is, and read: `timeout_s` each
+        link.delay_s = 0.0
+        before, ends = it.manager.metrics.object_blocks_read, time.monotonic() + 30
+        while it.manager.metrics.object_blocks_read == before:
+            assert time.monotonic() < ends
+            it.manager.flush_tiers()
+            forget(it)
+            fetch(it, [0, *PROMPT])
+        it.manager.check()
+        it.manager.close()
+
+
+def test_a_link_that_carries_less_than_the_model_computes_is_not_read(store: MotoStore) -> None:
+    objects = store.bucket("thin")
+    writer = served(objects)
+    writer.serve([*PROMPT])
+    writer.manager.flush_tiers()
+    writer.manager.close()
+    with slow_link(store.url) as link:
+        link.delay_s = 0.02
+        it = served(replace(objects, endpoint=link.url), params={"object_tier_tokens_per_s": 1e4})
+        fetch(it, [*PROMPT])
+        assert it.manager.metrics.object_blocks_read == 8  # nothing was measured before
+        for _ in range(4):  # the 32 tokens are computed in 3.2 ms
+            forget(it)
+            forget(it)
+            fetch(it, [*PROMPT])
+        assert it.manager.metrics.object_blocks_read == 16  # one try in 30 s, as the store may have become faster
+        it.manager.check()
+        it.manager.close()
 
 
 def test_a_store_that_is_not_there_costs_a_request_its_time_once() -> None:
