@@ -34,6 +34,11 @@ class BlockTable(msgspec.Struct, frozen=True, tag="block_table/1", omit_defaults
     fingerprint: str  # names the geometry of the pages on all shards
     hash_algorithm: str = ""  # of `digests`; empty where prefix caching is off
     digests: bytes = b""  # one after another, of all full pages; none where prefix caching is off
+    first_page: int = 0  # the logical page of the first id and digest: whoever takes the table up has those before it
+
+    def pages_from(self, page: int) -> tuple[int, ...]:
+        """The ids from a logical page on, which is not before the first."""
+        return self.groups[0][page - self.first_page :]
 
 
 class PageDigests(NamedTuple):
@@ -41,7 +46,8 @@ class PageDigests(NamedTuple):
 
     page_size: int  # tokens
     hash_algorithm: str
-    digests: bytes  # one after another, from the first page on
+    digests: bytes  # one after another, from `first_page` on
+    first_page: int = 0  # a logical page: each digest names all that comes before its page as well
 
 
 class PageCopy(NamedTuple):
@@ -82,7 +88,7 @@ class PendingImport:
         first = self.tokens[0]
         self.num_tokens = table.num_tokens
         self.tokens = (first, max(first, table.num_tokens))
-        self.src_pages = np.array(table.groups[0], np.int32)[first // table.page_size :]
+        self.src_pages = np.array(table.pages_from(first // table.page_size), np.int32)
 
     def copy_from(self, token: int) -> PageCopy:
         """What is to be copied by now from `token` on, which is none before the first."""

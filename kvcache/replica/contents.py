@@ -20,9 +20,10 @@ class PageContents:
         self._replicas = replicas
         self._fingerprint = fingerprint
 
-    def digests(self, context: Context) -> PageDigests:
-        """Of all full pages that a request may have from elsewhere: its last known token is not among them.
+    def digests(self, context: Context, first_page: int = 0) -> PageDigests:
+        """Of all full pages that a request may have from elsewhere, or of those from a logical page on.
 
+        Its last known token is not among them.
         None where nothing is cached here, as what is pulled could not be found again, nor where a request has several
         block tables. Raises `InvalidRequestError` for what is no request context.
         """
@@ -30,7 +31,8 @@ class PageContents:
         one = self._replicas[0]
         last = (context.current_length - 1) // one.page_size if one.caching and one.further is None else 0
         hasher = hasher_of(context, one.hash_algorithm, one.page_size)
-        return PageDigests(one.page_size, one.hash_algorithm, hasher.digests(context.tokens, 0, last).tobytes())
+        digests = hasher.digests(context.tokens, min(first_page, last), last).tobytes()
+        return PageDigests(one.page_size, one.hash_algorithm, digests, first_page)
 
     def cached(self, replica_idx: int, wanted: PageDigests) -> int:
         """How many tokens of wanted pages, of `digests`, a replica's devices have, from the first on."""
@@ -41,7 +43,7 @@ class PageContents:
     def lease(
         self, name: RequestID, replica_idx: int, wanted: PageDigests, most: int
     ) -> tuple[PageLease, BlockTable] | None:
-        """Hold the longest run of wanted pages, from the first on, that a replica's devices have, until `end_lease`.
+        """Hold the longest run of wanted pages, from their first on, that a replica's devices have, until `end_lease`.
 
         `most` pages at most; None where that is none. `name`: of who asks, for who looks at leases. Raises
         `BlockTableMismatchError` where the pages here cannot be compared with these.
@@ -63,11 +65,12 @@ class PageContents:
         table = BlockTable(
             request_id=name,
             replica_idx=replica_idx,
-            num_tokens=len(pages) * replica.page_size,
+            num_tokens=(wanted.first_page + len(pages)) * replica.page_size,
             page_size=replica.page_size,
             groups=(tuple(pages.tolist()),),
             fingerprint=self._fingerprint,
             hash_algorithm=replica.hash_algorithm,
             digests=digests[: len(pages)].tobytes(),
+            first_page=wanted.first_page,
         )
         return replica.leases.grant_pages(name, replica_idx, pages), table

@@ -70,9 +70,10 @@ def check_table(
     if len(table.groups) != 1:
         raise _mismatch(context, f"has {len(table.groups)} page groups, this manager 1")
     pages = table.groups[0]
-    wanted = -(-table.num_tokens // table.page_size)
-    if len(pages) != wanted:
-        raise _mismatch(context, f"names {len(pages)} pages, its {table.num_tokens} tokens take {wanted}")
+    wanted = -(-table.num_tokens // table.page_size) - table.first_page
+    if len(pages) != wanted or not pages or table.first_page < 0:
+        first = f" from page {table.first_page} on" if table.first_page else ""
+        raise _mismatch(context, f"names {len(pages)} pages, its {table.num_tokens} tokens take {wanted}{first}")
     bad = next((page for page in pages if not 0 < page < 1 << 31), None)
     if bad is not None or len(set(pages)) != len(pages):
         raise _mismatch(context, f"names page {bad}" if bad is not None else "names a page twice")
@@ -101,22 +102,31 @@ def _check_digests(
     algorithm: HashAlgorithm | None = next((known for known in DIGEST_BYTES if known == table.hash_algorithm), None)
     if algorithm is None:
         raise _mismatch(context, f"has digests by {table.hash_algorithm!r}, known are {', '.join(DIGEST_BYTES)}")
-    count = table.num_tokens // table.page_size
-    if len(table.digests) != count * DIGEST_BYTES[algorithm]:
+    first, last = table.first_page, table.num_tokens // table.page_size
+    if len(table.digests) != (last - first) * DIGEST_BYTES[algorithm]:
         raise _mismatch(
             context,
-            f"carries {len(table.digests)} bytes of digests for {table.num_tokens} tokens in {count} full pages",
+            f"carries {len(table.digests)} bytes of digests for {table.num_tokens} tokens in {last - first} full pages",
         )
     if (algorithm, table.page_size) == (replica.hash_algorithm, replica.page_size):
         hasher = hasher_of(context, algorithm, replica.page_size)
     elif hasher is None or (hasher.algorithm, hasher.page_size) != (algorithm, table.page_size):
         hasher = PrefixHasher(algorithm, table.page_size, *salt_and_keys(context))
-    own = hasher.digests(context.tokens, 0, count)
+    own = hasher.digests(context.tokens, first, last)
     theirs = np.frombuffer(table.digests, np.uint64).reshape(own.shape)
     differ = np.flatnonzero((own != theirs).any(axis=1))
     if differ.size:
-        raise _mismatch(context, f"holds other tokens (or another cache_salt), from page {differ[0]} on")
+        raise _mismatch(context, f"holds other tokens (or another cache_salt), from page {first + differ[0]} on")
     return hasher
+
+
+def _refuse_hole(replica: Replica, row: int, context: Context, table: BlockTable) -> None:
+    """What a table leaves out has to be here: what stands behind a hole is nobody's prefix."""
+    begins = not context.start_idx and context.active_length > 1  # else nothing is looked up
+    here = len(replica.match(context, row)[1]) * replica.page_size if begins else 0
+    if here < table.first_page * table.page_size:
+        first = table.first_page * table.page_size
+        raise _mismatch(context, f"begins at token {first}, and the devices have {here} tokens before it")
 
 
 def begin_import(
@@ -129,6 +139,8 @@ def begin_import(
         raise InvalidRequestError(
             f"request {context.request_id!r}: has {replica.rows.num_pages[row]} pages already; import comes first"
         )
+    if table.first_page:
+        _refuse_hole(replica, row, context, table)
     if replica.reserve(row, context, num_steps) is None:
         return None
     size = replica.page_size
@@ -166,8 +178,9 @@ def extend_import(
             context, f"covers {table.num_tokens} tokens, {pending.num_tokens} to {room * replica.page_size} may be"
         )
     before, known = pending.tokens, pending.src_pages
-    now = np.array(table.groups[0], np.int32)[before[0] // table.page_size :]
-    if pending.src_replica_idx != table.replica_idx or not np.array_equal(now[: len(known)], known):
+    now = np.array(table.pages_from(before[0] // table.page_size), np.int32)
+    moved = pending.src_replica_idx != table.replica_idx or table.first_page * table.page_size > before[0]
+    if moved or not np.array_equal(now[: len(known)], known):
         raise _mismatch(context, "names other pages than before")
     pending.hasher = hasher
     pending.take_up(table)

@@ -3,12 +3,16 @@
 Who may have it is named with the request, and may have forgotten it, be busy, or be gone: then the prompt is computed
 as if nobody had been named, after a question, or after the time that a question or a pull is given. What was pulled is
 cached here like anything else: the request finds it when it is admitted, in its turn.
+
+Sources are asked one after another, each for what is missing by then, and each run of pages is published before the
+next is asked for: so there never is a hole, a run that fails leaves those before it, and nobody lends a page that
+another has lent already. Rejected: to ask all at once, as each would hold what one of them is read for.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
@@ -21,7 +25,7 @@ from transfer.pull.pull_state import PullEvent
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvcache.replica.block_table import BlockTable, PageDigests, PendingImport
+    from kvcache.replica.block_table import PendingImport
     from kvcache.replica.context import TextContext
     from kvcache.replica.copier import ImportProof
     from scheduler_adapters.base import PulledPages
@@ -31,11 +35,14 @@ if TYPE_CHECKING:
     from transfer.pull.source import Source
 
 FetchOutcome = Literal["pulled", "computed", "stale", "unanswered", "no_room", "failed"]
-"""Pulled; computed, as that is quicker; the source has no more than we, or did not say; no pages here; no pull."""
+"""Pulled, some of it at least; computed, as that is quicker; else what became of the source that was asked last: it
+has no more than we, or did not say; no pages here; no pull."""
 FETCH_OUTCOMES: tuple[FetchOutcome, ...] = get_args(FetchOutcome)
 
-_ASK_S = 1.0  # for a source to answer: it may be in the middle of a step
-_PULL_S = 5.0
+_ASK_S = 1.0  # for sources to answer, between two runs of pages: one may be in the middle of a step
+_PULL_S = 5.0  # for a run
+_DROPPED, _USELESS = "nobody wants it any more", "its pages are of no use here"
+_MOST_RUNS = 8  # of one prompt: where two sources have every other page, computing is quicker
 
 
 class Waiting(NamedTuple):
@@ -47,16 +54,16 @@ class Waiting(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """A prompt that somebody is asked for, and then the pull of it."""
+    """A prompt that somebody is asked for, or a run of its pages that is pulled."""
 
     waiting: Waiting
     replica: int
-    engines: list[tuple[str, str]]  # address and engine of those that are yet to be asked
-    wanted: PageDigests
-    cached: int  # tokens that are here
-    begun: float
-    source: str = ""  # the start of the process that is pulled from
+    engines: deque[tuple[str, str]]  # address and engine of those that may be asked, the next one first
+    to_ask: int  # how many of them, before we give up
+    since: float  # when what is pulled next was first asked for
+    source: Source | None = None  # of the run that is pulled
     pending: PendingImport | None = None
+    runs: int = 0  # that were pulled
 
 
 class PeerPrefixes:
@@ -89,20 +96,17 @@ class PeerPrefixes:
         """Ask for a prompt that is not claimed. False: there is nothing to ask for, or computing it is quicker."""
         if not sources:
             return False
-        manager = self._manager
-        wanted = manager.contents.digests(context)
-        replica = manager.get_or_recommend_replica(context)
-        cached = manager.contents.cached(replica, wanted)
-        missing = (context.current_length - 1) // manager.page_size * manager.page_size - cached
-        engines = [(source.address, engine) for source in sources for engine in source.engines]
-        if not wanted.digests or missing <= 0:
+        replica = self._manager.get_or_recommend_replica(context)
+        engines = deque(dict.fromkeys((source.address, engine) for source in sources for engine in source.engines))
+        fetch = _Fetch(Waiting(request, context), replica, engines, len(engines), self._clock())
+        cached, missing = self._missing(fetch)
+        if missing <= 0 or not engines:
             return False
         if not self.estimate.pays(missing, context.current_length - cached - missing):
             self.counts["computed"] += 1
             return False
-        fetch = _Fetch(Waiting(request, context), replica, engines, wanted, cached, self._clock())
         self._open[context.request_id] = fetch
-        self._ask(fetch)
+        self._ask(fetch, cached)
         return True
 
     def on_event(self, happened: ExchangeEvent) -> Waiting | None:
@@ -111,70 +115,102 @@ class PeerPrefixes:
         if not isinstance(event, Lent | PullEvent):
             return None
         fetch = self._open.get(event.key)
+        if isinstance(event, Lent):
+            return self._on_lent(fetch, happened.replica, event)
         if fetch is None:
             return None  # it was dropped
-        if isinstance(event, PullEvent):
-            return self._end(fetch, "failed") if event.error else self._take(fetch, happened.proof)
-        return self._on_lent(fetch, event)
+        if not event.error:
+            return self._take(fetch, happened.proof)
+        # While something of it may still be written, its name and its pages are not to be had for another pull.
+        return self._go_on(fetch, "failed") if event.safe else self._end(fetch, "failed")
 
     def drop(self, key: str) -> None:
         """Nobody wants this prompt any more. Safe for one that is not open."""
         fetch = self._open.pop(key, None)
         if fetch is not None and fetch.pending is not None:
-            self._exchange.cancel_pull(fetch.replica, key, "nobody wants it any more")
-            self._give_back(fetch.waiting.context, fetch.pending)
+            self._exchange.cancel_pull(fetch.replica, key, _DROPPED)
+            self._give_back(fetch)
 
-    def _ask(self, fetch: _Fetch) -> None:
-        address, engine = fetch.engines.pop(0)
-        left = max(0.0, fetch.begun + _ASK_S - self._clock())
-        self._exchange.ask(fetch.replica, fetch.waiting.context.request_id, address, engine, fetch.wanted, left)
+    def _missing(self, fetch: _Fetch) -> tuple[int, int]:
+        """Tokens of full pages that are here, from the first on, and those that are not."""
+        contents, context, size = self._manager.contents, fetch.waiting.context, self._manager.page_size
+        wanted = contents.digests(context)
+        if not wanted.digests:
+            return 0, 0
+        cached = contents.cached(fetch.replica, wanted)
+        return cached, (context.current_length - 1) // size * size - cached
 
-    def _on_lent(self, fetch: _Fetch, lent: Lent) -> Waiting | None:
-        if lent.source is not None and lent.table is not None and lent.table.num_tokens > fetch.cached:
-            return self._pull(fetch, lent.source, lent.table)
-        if fetch.engines and self._clock() < fetch.begun + _ASK_S:
-            self._ask(fetch)
+    def _ask(self, fetch: _Fetch, cached: int) -> None:
+        """Ask the next source; those that are to be asked after it share the time that is left."""
+        (address, engine), context = fetch.engines[0], fetch.waiting.context
+        wanted = self._manager.contents.digests(context, cached // self._manager.page_size)
+        left = max(0.0, fetch.since + _ASK_S - self._clock()) / fetch.to_ask
+        self._exchange.ask(fetch.replica, context.request_id, address, engine, wanted, left)
+
+    def _on_lent(self, fetch: _Fetch | None, replica: int, lent: Lent) -> Waiting | None:
+        if lent.source is None or lent.table is None:
+            return None if fetch is None else self._go_on(fetch, "unanswered" if lent.error else "stale")
+        if fetch is None:
+            self._exchange.refuse(replica, lent.source, _DROPPED)
             return None
-        return self._end(fetch, "unanswered" if lent.error else "stale")
-
-    def _pull(self, fetch: _Fetch, source: Source, table: BlockTable) -> Waiting | None:
-        fetch.source = source.incarnation
+        fetch.source = lent.source
         try:
-            fetch.pending = reserve(self._manager, fetch.waiting.context, fetch.replica, table)
-        except KVCacheError:  # what the source has said is no good to us
-            return self._end(fetch, "failed")
-        if fetch.pending is None:
-            return self._end(fetch, "no_room")
-        if not fetch.pending.needs_copy:  # it was computed here meanwhile
-            return self._take(fetch, None)
-        self._exchange.pull(fetch.pending.request_id, source, fetch.pending, _PULL_S)
-        return None
+            fetch.pending = reserve(self._manager, fetch.waiting.context, replica, lent.table)
+        except KVCacheError:  # what the source has said is no good to us, or what comes before it is gone
+            self._exchange.refuse(replica, lent.source, _USELESS)
+            return self._go_on(fetch, "failed")
+        if fetch.pending is not None and fetch.pending.needs_copy:
+            self._exchange.pull(fetch.pending.request_id, lent.source, fetch.pending, _PULL_S)
+            return None
+        self._exchange.refuse(replica, lent.source, _USELESS)  # no room, or it was computed here meanwhile
+        return self._end(fetch, "no_room") if fetch.pending is None else self._take(fetch, None)
 
     def _take(self, fetch: _Fetch, proof: ImportProof | None) -> Waiting | None:
-        """All of it is here: it is published, and given back for the request to find it."""
-        context, pending = fetch.waiting.context, fetch.pending
-        if pending is None:
+        """All of a run is here: it is published, and given back for the request, or the next run, to find it."""
+        context, pending, source = fetch.waiting.context, fetch.pending, fetch.source
+        if pending is None or source is None:
             return None
-        tokens = pending.tokens[1] - pending.tokens[0]
+        now, tokens = self._clock(), pending.tokens[1] - pending.tokens[0]
         self._manager.commit_import(context, pending, proof)
         fetch.pending = None
         if proof is not None:
             self.pages_pulled += tokens // self._manager.page_size
-            if not self._met.add(fetch.source):  # the first contact comes once
-                self.estimate.pull.add(tokens, self._clock() - fetch.begun)
+            if not self._met.add(source.incarnation):  # the first contact comes once
+                self.estimate.pull.add(tokens, now - fetch.since)
         self._manager.release(context.request_id)
-        return self._end(fetch, "pulled")
+        fetch.runs, fetch.since = fetch.runs + 1, now
+        # Whoever had nothing before it may have what follows; who has lent it has no more.
+        fetch.to_ask = len(fetch.engines)
+        return self._go_on(fetch, "pulled")
+
+    def _go_on(self, fetch: _Fetch, outcome: FetchOutcome) -> Waiting | None:
+        """Ask the next source for what is missing by now, if there is one, and it is worth it."""
+        context = fetch.waiting.context
+        fetch.to_ask -= 1
+        fetch.engines.rotate(-1)
+        if outcome in ("unanswered", "failed"):
+            fetch.engines.pop()  # nor is it asked for what comes later
+        if not fetch.to_ask or fetch.runs == _MOST_RUNS or self._clock() >= fetch.since + _ASK_S:
+            return self._end(fetch, outcome)
+        self._give_back(fetch)
+        context.reset()
+        cached, missing = self._missing(fetch)
+        if missing <= 0 or not self.estimate.pays(missing, context.current_length - cached - missing):
+            return self._end(fetch, outcome)
+        self._ask(fetch, cached)
+        return None
 
     def _end(self, fetch: _Fetch, outcome: FetchOutcome) -> Waiting:
-        self.counts[outcome] += 1
-        context, pending = fetch.waiting.context, fetch.pending
+        context = fetch.waiting.context
+        self.counts["pulled" if fetch.runs else outcome] += 1
         del self._open[context.request_id]
-        if pending is not None:
-            self._give_back(context, pending)
+        self._give_back(fetch)
         context.reset()
         return fetch.waiting
 
-    def _give_back(self, context: TextContext, pending: PendingImport) -> None:
-        """The import is over; its pages are, when nothing of the pull is in flight."""
-        self._manager.release(context.request_id)
-        self._manager.cancel_import(pending)
+    def _give_back(self, fetch: _Fetch) -> None:
+        """The import, if there is one, is over; its pages are, when nothing of the pull is in flight."""
+        pending, fetch.pending = fetch.pending, None
+        if pending is not None:
+            self._manager.release(fetch.waiting.context.request_id)
+            self._manager.cancel_import(pending)

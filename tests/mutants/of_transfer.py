@@ -300,7 +300,7 @@ TRANSFER: tuple[Module, ...] = (
             ),
             Mutation(
                 "ReplicaTransfer.cancel",
-                "self._ask(refusal)",
+                "self.refuse(pull.source, reason, pull.deadline - self._clock())",
                 "pass",
                 [
                     "tests/transfer/pull/test_replica.py::test_a_source_that_has_not_said_what_it_holds_is_told_of_a_cancelled_pull_when_it_does"

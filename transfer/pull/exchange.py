@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 _STUCK_S = 10.0
 """A stopped source's READs may never end. Until their agent is destroyed they hold pages and rows here."""
+_REFUSE_S = 5.0
+"""To reach a source that nobody here has spoken to. Its lease ends by itself, too."""
 
 
 class ExchangeEvent(NamedTuple):
@@ -264,19 +266,25 @@ class PageExchange:
     ) -> None:
         """Asks a source for pages by what they hold, whoever computed them. `Lent` comes out of `poll`.
 
-        The source leases the longest run of them, from the first on, that its devices hold, and that it lends: it may
-        be shorter than it was yesterday, and none, which is no error. With the table of a `Lent` the pages are
-        imported and pulled like those of any offer; a lease that nobody pulls under ends by itself within seconds.
+        The source leases the longest run of them, from the first on, that it holds, and that it lends: it may be
+        shorter than it was yesterday, and none, which is no error. With the table of a `Lent` the pages are imported
+        and pulled like those of any offer, where all that comes before them is cached here: so one prompt may come from
+        several sources, in runs. `refuse` gives back what nobody pulls; else it ends by itself within seconds.
 
         Args:
             replica: ours, which the event names.
             key: names the question in the event.
             address: ZMQ endpoint of the source's handshake.
             engine_id: the engine there, a replica of another exchange.
-            wanted: `manager.contents.digests` of the request; of more than 512 KiB of digests the first.
+            wanted: `manager.contents.digests` of the request, or those from a page on, as each names all before it;
+                of more than 512 KiB of digests the first.
             timeout_s: seconds until the source is given up, and `Lent` says so.
         """
         self._asks.ask(replica, key, (address, engine_id), wanted, timeout_s)
+
+    def refuse(self, replica: int, source: Source, reason: str) -> None:
+        """Gives a lease back under which nothing was read, and never will be: its source need not keep the pages."""
+        self.threads[replica].call_soon(ReplicaTransfer.refuse, source, reason, _REFUSE_S)
 
     # ---- pulls
 

@@ -192,7 +192,7 @@ class ReplicaTransfer:
             rank.end_lease(lease_id, reason)
         self._collect_leases()
 
-    def pull(self, key: str, source: Source | Wanted, timeout_s: float) -> None:
+    def pull(self, key: str, source: Source | Wanted, timeout_s: float, *, refusal: str = "") -> None:
         """Begins a pull by all ranks; `add_pages` says of what. Its `PullEvent`s come as events, also for bad input.
 
         Of a `Wanted` the source says which pages it holds. Where these are of other tokens the pull fails, and its
@@ -201,7 +201,7 @@ class ReplicaTransfer:
         if key in self._pulls:
             # Nothing is known of it under this name yet, so the owner is told at once and the older one goes on.
             raise PullFailedError(f"request {key!r}: a pull of this name has not ended yet")
-        self._pulls[key] = _Pull(source, self._clock() + timeout_s)
+        self._pulls[key] = _Pull(source, self._clock() + timeout_s, refusal=refusal)
         self.directory.connect(source.place)
         self._ask(key)
         self._start(key)
@@ -265,17 +265,16 @@ class ReplicaTransfer:
         self._collect_pulls()  # few pages are here by now
 
     def cancel(self, key: str, reason: str) -> None:
-        """Gives a pull up. Nothing happens where it has ended already.
-
-        A source that has not answered yet is told when it does: it keeps the pages for nobody.
-        """
+        """Gives a pull up, where it has not ended. A source that has not answered yet is told when it does."""
         if (pull := self._pulls.get(key)) is None:
             return
         if not pull.started and not pull.error:
-            refusal = f"{_REFUSED}{next(self._refusals)}"
-            self._pulls[refusal] = _Pull(pull.source, pull.deadline, refusal=reason)
-            self._ask(refusal)
+            self.refuse(pull.source, reason, pull.deadline - self._clock())
         self._fail(key, reason, is_failure=False)
+
+    def refuse(self, source: Source | Wanted, reason: str, timeout_s: float) -> None:
+        """Tells a source that nothing is read under its lease: it keeps the pages for nobody. No event comes of it."""
+        self.pull(f"{_REFUSED}{next(self._refusals)}", source, timeout_s, refusal=reason)
 
     def poll(self) -> bool:
         """Moves everything on. Whether READs are under way, or a source is waited for.

@@ -308,6 +308,64 @@ def test_an_import_that_grows_names_each_page_when_it_is_there(make: Any, theirs
     target.fetch([context])
 
 
+def from_page(table: BlockTable, first: int) -> BlockTable:
+    """The table of a source that was asked for what comes behind so many pages."""
+    return change(table, first_page=first, groups=(table.groups[0][first:],), digests=table.digests[first * 32 :])
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [*OTHER_PAGES, (4, 4)])
+def test_a_run_of_pages_follows_what_is_here_already(make: Any, theirs: int, ours: int) -> None:
+    tokens = list(range(100, 170))
+    _, table = prefilled(make, tokens, size=theirs)
+    target = make(40, page_size=ours)
+    context = receiver(target, tokens)
+    pending = target.import_block_table(context, beginning(table, 48))
+    target.commit_import(context, pending, proven(target, pending))
+    target.release("d")
+    context = receiver(target, tokens)
+    first = 48 // theirs // 2  # half of what is here the source does not tell of
+    pending = target.import_block_table(context, from_page(table, first))
+    assert pending.tokens == (48, 70)
+    assert pending.src_pages.tolist() == list(table.groups[0][48 // theirs :])
+    assert pending.dst_pages.tolist() == target.get_req_blocks("d")[48 // ours : -(-70 // ours)]
+    target.commit_import(context, pending, proven(target, pending))
+    assert context.start_idx == 70
+
+
+def test_a_run_behind_a_hole_is_refused_and_nothing_is_taken(make: Any) -> None:
+    _, table = prefilled(make)
+    target = make(16, page_size=4)
+    context = receiver(target)
+    pending = target.import_block_table(context, beginning(table, 8))
+    target.commit_import(context, pending, proven(target, pending))
+    target.release("d")
+    context = receiver(target)
+    hole = "begins at token 12, and the devices have 8 tokens before it"
+    with pytest.raises(BlockTableMismatchError, match=f"'d': the block table {hole}"):
+        target.import_block_table(context, from_page(table, 3))
+    assert target.num_held_blocks == 0
+    context.set_token_indices(start_idx=8, active_idx=19)  # what ran elsewhere is looked up nowhere
+    with pytest.raises(BlockTableMismatchError, match="the devices have 0 tokens before it"):
+        target.import_block_table(context, from_page(table, 2))
+    context.set_token_indices(start_idx=0, active_idx=19)
+    bad = [
+        (change(table, first_page=1), "names 5 pages, its 18 tokens take 4 from page 1 on"),
+        (change(table, first_page=-1), "names 5 pages, its 18 tokens take 6 from page -1 on"),
+        (change(table, first_page=9), "names 5 pages, its 18 tokens take -4 from page 9 on"),
+        (change(from_page(table, 4), num_tokens=16, groups=((),)), "names 0 pages, its 16 tokens take 0 from page 4"),
+        (change(from_page(table, 2), digests=table.digests), "128 bytes of digests for 18 tokens in 2 full pages"),
+        (change(from_page(table, 1), digests=table.digests[:96]), "holds other tokens .*from page 1 on"),
+    ]
+    for wrong, message in bad:
+        with pytest.raises(BlockTableMismatchError, match=message):
+            target.import_block_table(context, wrong)
+    assert target.num_held_blocks == 0
+    pending = target.import_block_table(context, from_page(table, 2))
+    with pytest.raises(BlockTableMismatchError, match="names other pages than before"):
+        target.extend_import(context, pending, from_page(table, 3), last=True)
+    assert target.extend_import(context, pending, from_page(table, 1), last=True).tokens == (18, 18)
+
+
 def test_a_growing_import_refuses_what_does_not_continue_it(make: Any) -> None:
     tokens = list(range(100, 170))
     _, table = prefilled(make, tokens)

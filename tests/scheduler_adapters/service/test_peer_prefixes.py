@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvcache import TextContext
 from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.service import messages as msg
@@ -18,6 +19,7 @@ from scheduler_adapters.service.pull_or_compute import PullOrCompute
 from scheduler_adapters.service.server import ServerConfig
 from tests import forked
 from tests.scheduler_adapters.service.processes import NEW, Service, Side
+from transfer.pull.lending import LENT_S
 
 HEAD = ByteTokenizer().encode("Whoever has computed a prefix has it for all that ask. " * 4)  # 221 tokens: 13 pages
 FIRST, SECOND = ([*HEAD, *ByteTokenizer().encode(text)[1:]] for text in ("First?", "Second? " * 5))
@@ -146,10 +148,9 @@ def test_where_computing_is_quicker_nobody_is_asked(start: Callable[..., Service
     assert service.exchanges["p0"].lending.pages_lent == 0
 
 
-def test_no_room_for_what_is_lent_is_no_error(
-    start: Callable[..., Service], expected: list[int], monkeypatch: pytest.MonkeyPatch
+def test_no_room_for_what_is_lent_is_no_error_and_it_is_given_back(
+    start: Callable[..., Service], expected: list[int]
 ) -> None:
-    monkeypatch.setattr("transfer.pull.exchange.LENT_S", 1.0)
     service = start(rows=1)
     served(service, "first", FIRST, "p0")
     manager = service.loops["p1"].manager
@@ -183,6 +184,97 @@ def test_what_was_pulled_and_lost_before_its_turn_is_computed(
     assert service.ended["second"].cached_tokens == 0
 
 
+def known(service: Service, *names: str) -> tuple[msg.KVSource, ...]:
+    return tuple(msg.KVSource(service.exchanges[name].address, (f"{name}/0",)) for name in names)
+
+
+def forget_head(service: Service, name: str, tokens: list[int], pages: int) -> None:
+    """Of a prompt the process has the pages from here on."""
+    service.assert_nothing_held()
+    manager = service.loops[name].manager
+    wanted = manager.contents.digests(TextContext([*tokens, 0], 4096, "tail"), pages)
+    held, _ = manager.contents.lease("tail", 0, wanted, 100)
+    manager.reset_prefix_cache()
+    manager.end_lease(held)
+
+
+@pytest.mark.parametrize("order", [("p0", "p2"), ("p2", "p0")])
+def test_the_head_is_pulled_from_one_and_the_tail_from_another_whoever_is_named_first(
+    start: Callable[..., Service], expected: list[int], order: tuple[str, str]
+) -> None:
+    service = start(count=3)
+    served(service, "head", FIRST[:100], "p0")  # six pages of its thirteen
+    served(service, "all", FIRST, "p2")
+    forget_head(service, "p2", FIRST, 4)
+    lent_before = [service.exchanges[name].lending.pages_lent for name in ("p0", "p2")]
+    assert served(service, "second", SECOND, "p1", kv_sources=known(service, *order)) == expected
+    stats = service.prefills["p1"].stats()
+    assert stats.prefixes == {"pulled": 1}
+    assert stats.pages_pulled == PAGES
+    assert service.ended["second"].cached_tokens == 16 * PAGES
+    lent = [service.exchanges[name].lending.pages_lent for name in ("p0", "p2")]
+    assert [now - before for now, before in zip(lent, lent_before, strict=True)] == [6, PAGES - 6]  # no page twice
+    service.assert_nothing_held()
+
+
+def test_a_tail_that_fails_leaves_the_head_and_who_failed_is_not_asked_again(
+    start: Callable[..., Service], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = start(count=3)
+    served(service, "head", FIRST[:100], "p0")
+    served(service, "all", FIRST, "p2")
+    forget_head(service, "p2", FIRST, 4)
+    pull = service.exchanges["p1"].pull
+
+    def stopped(key: str, source: Any, *rest: Any) -> None:
+        if source.engine_id == "p2/0":
+            service.exchanges["p2"].revoke(source, "stopped")
+            service.until(lambda: not service.exchanges["p2"].lending.num_leases, "the end of the lease")
+        pull(key, source, *rest)
+
+    monkeypatch.setattr(service.exchanges["p1"], "pull", stopped)
+    assert served(service, "second", SECOND, "p1", kv_sources=known(service, "p2", "p0")) == expected
+    assert outcome(service) == {"pulled": 1}
+    assert service.prefills["p1"].stats().pages_pulled == 6
+    assert service.ended["second"].cached_tokens == 6 * 16
+    assert service.exchanges["p1"].totals()[1] == 1
+    service.assert_nothing_held()
+
+
+def test_two_that_have_every_other_page_are_not_asked_for_ever(
+    start: Callable[..., Service], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scheduler_adapters.service.peer_prefixes._MOST_RUNS", 3)
+    service = start(count=3)
+    for name in ("p0", "p2"):
+        served(service, f"all {name}", FIRST, name)
+    manager = service.loops["p1"].manager
+    ask = service.exchanges["p1"].ask
+
+    def ask_for_one(replica: int, key: str, address: str, engine: str, wanted: Any, timeout_s: float) -> None:
+        ask(replica, key, address, engine, wanted._replace(digests=wanted.digests[:32]), timeout_s)
+
+    monkeypatch.setattr(service.exchanges["p1"], "ask", ask_for_one)
+    assert served(service, "second", SECOND, "p1", kv_sources=known(service, "p0", "p2")) == expected
+    assert service.prefills["p1"].stats().pages_pulled == 3
+    assert outcome(service) == {"pulled": 1}
+    assert manager.num_held_blocks == 0
+
+
+def test_one_that_does_not_answer_leaves_time_for_the_next(
+    start: Callable[..., Service], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transfer.pull.exchange.LENT_S", 1.0)
+    service = start(count=3)
+    served(service, "all", FIRST, "p2")
+    with monkeypatch.context() as patch:
+        patch.setattr(service.prefills["p0"], "poll", lambda: False)  # its loop stands still
+        assert served(service, "second", SECOND, "p1", kv_sources=known(service, "p0", "p2")) == expected
+    assert outcome(service) == {"pulled": 1}
+    assert service.ended["second"].cached_tokens == 16 * PAGES
+    service.assert_nothing_held()
+
+
 def fetching(service: Service, phase: str) -> Callable[[], bool]:
     """Whether a prompt is asked for, or pulled."""
 
@@ -209,16 +301,16 @@ def test_a_source_that_dies_meanwhile_costs_time_and_no_token(
 
 
 @pytest.mark.parametrize("phase", ["asked", "pulling"])
-def test_a_request_that_is_cancelled_meanwhile_leaves_nothing_held(
-    start: Callable[..., Service], phase: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("transfer.pull.exchange.LENT_S", 1.0)
+def test_a_request_that_is_cancelled_meanwhile_leaves_nothing_held(start: Callable[..., Service], phase: str) -> None:
     service = start()
     served(service, "first", FIRST, "p0")
     submit(service, "second", SECOND, "p1")
     service.until(fetching(service, phase), phase)
     service.decode.abort("second")
     service.until(lambda: "second" in service.ended, "the end")
+    began, asks, lending = time.monotonic(), service.exchanges["p1"]._asks, service.exchanges["p0"].lending
+    service.until(lambda: not (asks._open or lending.num_leases), "the answer, and what comes of it")
+    assert time.monotonic() - began < LENT_S / 2  # what nobody wants is given back, and does not run out
     service.assert_nothing_held()
     assert not service.prefills["p1"].peers._open
     assert served(service, "third", FIRST, "p1")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import select
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.transfer.pull.test_ownership import MINE, PAGE_SIZE, PROMPT, Reader, 
 from transfer import Lent
 from transfer.errors import InvalidEngineError, MetadataError
 from transfer.pull import lending
+from transfer.pull.pull_state import PullEvent
 from transfer.pull.replica import LeaseOver, Offered
 from transfer.wire.messages import ContentQuery, open_pages
 
@@ -134,6 +136,86 @@ def test_what_was_lost_meanwhile_makes_the_answer_shorter_and_never_an_error(sid
     all_given_back(source)
     source.manager.reset_prefix_cache()
     assert asked(reader, source, context, "later") == Lent("later", None, None, "")
+
+
+def forget_head(source: Side, pages: int) -> None:
+    """Of the prompt's pages the source has those from here on; what comes before it has forgotten."""
+    contents = source.manager.contents
+    held, _ = contents.lease("tail", 0, contents.digests(TextContext(LONGER, 32, "theirs"), pages), 8)
+    source.manager.reset_prefix_cache()
+    source.manager.end_lease(held)
+
+
+def begun(reader: Side, source: Side, context: TextContext, key: str) -> Lent:
+    """What a source lends behind the pages that are here."""
+    contents = reader.manager.contents
+    here = contents.cached(0, contents.digests(context)) // PAGE_SIZE
+    return asked(reader, source, context, key, wanted=contents.digests(context, here))
+
+
+def test_the_head_comes_from_one_source_and_the_tail_from_another_that_never_had_the_head(side: Any) -> None:
+    head, tail, reader = side(Side, "p"), side(Side, "q"), side(Reader, "d")
+    computed(head, PROMPT[:8])
+    computed(tail)
+    forget_head(tail, 2)
+    context = TextContext(LONGER, 32, "mine")
+    assert asked(reader, tail, context, "nothing").source is None
+    first = asked(reader, head, context, "head")
+    assert taken(reader, head, context, first, "head") == ""
+    reader.manager.release("mine")
+    context.reset()
+    second = begun(reader, tail, context, "tail")
+    assert second.table is not None
+    assert (second.table.first_page, second.table.num_tokens, len(second.table.groups[0])) == (2, 16, 2)
+    assert tail.manager.num_leased_blocks == 2
+    assert taken(reader, tail, context, second, "tail") == ""
+    assert context.start_idx == 16
+    pages = reader.manager.get_req_blocks("mine")[:4]
+    assert {float(value) for value in reader.manager.device_tensors[0][0][pages].unique()} == {MINE}
+    for source in (head, tail):
+        all_given_back(source)
+    page = reader.manager.device_tensors[0][0][0].nbytes
+    assert reader.exchange.totals() == (4 * page, 0)
+
+
+def test_a_tail_is_not_taken_once_the_head_is_gone(side: Any) -> None:
+    source, reader = side(Side, "p"), side(Reader, "d")
+    computed(source)
+    computed(reader, PROMPT[:8])
+    context = TextContext(LONGER, 32, "mine")
+    lent = begun(reader, source, context, "tail")
+    assert lent.table is not None
+    assert lent.source is not None
+    reader.manager.reset_prefix_cache()
+    reader.manager.external_claim("mine")
+    with pytest.raises(BlockTableMismatchError, match="begins at token 8, and the devices have 0 tokens before it"):
+        reader.manager.import_block_table(context, lent.table)
+    assert reader.idle
+    reader.exchange.refuse(0, lent.source, "a hole")
+    all_given_back(source)
+
+
+@pytest.mark.parametrize("met", [False, True])
+def test_what_is_refused_comes_back_at_once_and_is_no_failed_pull(side: Any, met: bool) -> None:
+    source, reader = side(Side, "p"), side(Reader, "d")
+    computed(source)
+    context = TextContext(LONGER, 32, "mine")
+    if met:
+        assert taken(reader, source, context, asked(reader, source, context, "first"), "first") == ""
+        all_given_back(source)
+    wanted = reader.manager.contents.digests(context)
+    lent = asked(reader, source, context, "second", wanted=wanted)
+    assert lent.source is not None
+    assert source.exchange.lending.num_leases == 1
+    began, thread = time.monotonic(), reader.exchange.threads[0]
+    reader.exchange.refuse(0, lent.source, "of no use")
+    source.until(lambda: not source.exchange.lending.num_leases)
+    assert time.monotonic() - began < lending.LENT_S / 2
+    all_given_back(source)
+    reader.until(lambda: thread.replica.is_idle)
+    assert not thread.replica.stats.failures
+    assert not [one for one in reader.of(PullEvent) if one.event.key != "first"]
+    assert thread.replica.num_pulls == (0, 0)
 
 
 @pytest.mark.parametrize(
