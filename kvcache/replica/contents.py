@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvcache.errors import BlockTableMismatchError
 from kvcache.replica.block_table import BlockTable, PageDigests
@@ -48,17 +49,8 @@ class PageContents:
         `most` pages at most; None where that is none. `name`: of who asks, for who looks at leases. Raises
         `BlockTableMismatchError` where the pages here cannot be compared with these.
         """
-        replica = self._replicas[replica_idx]
-        replica.refuse_further(name, "lease")
-        width = DIGEST_BYTES[replica.hash_algorithm]
-        ours, theirs = (replica.page_size, replica.hash_algorithm), (wanted.page_size, wanted.hash_algorithm)
-        if not replica.caching or ours != theirs or len(wanted.digests) % width:
-            cached = f"pages of {ours[0]} tokens by {ours[1]}" if replica.caching else "no page"
-            raise BlockTableMismatchError(
-                f"request {name!r}: asks for {len(wanted.digests)} bytes of digests of pages of {theirs[0]} tokens by "
-                f"{theirs[1]!a}, cached here is {cached}"
-            )
-        digests = np.frombuffer(wanted.digests, np.uint64).reshape(-1, width // 8)[: max(0, most)]
+        replica, digests = self._wanted(name, replica_idx, wanted)
+        digests = digests[: max(0, most)]
         pages = replica.pool.index.match(digests)
         if not pages.size:
             return None
@@ -74,3 +66,26 @@ class PageContents:
             first_page=wanted.first_page,
         )
         return replica.leases.grant_pages(name, replica_idx, pages), table
+
+    def bring(self, name: RequestID, replica_idx: int, wanted: PageDigests, most: int) -> bool:
+        """Have those of the pages that `lease` would hold brought to the devices which only lower tiers have.
+
+        A few at each call, and into half of the free pages at most: whoever runs here comes first. Whether some are on
+        their way: until then `lease` may find fewer. Raises as `lease`.
+        """
+        replica, digests = self._wanted(name, replica_idx, wanted)
+        return replica.tier.bring(digests, wanted.first_page, most)
+
+    def _wanted(self, name: RequestID, replica_idx: int, wanted: PageDigests) -> tuple[Replica, NDArray[np.uint64]]:
+        """The replica, and the digests if they are of pages like its own."""
+        replica = self._replicas[replica_idx]
+        replica.refuse_further(name, "lease")
+        width = DIGEST_BYTES[replica.hash_algorithm]
+        ours, theirs = (replica.page_size, replica.hash_algorithm), (wanted.page_size, wanted.hash_algorithm)
+        if not replica.caching or ours != theirs or len(wanted.digests) % width:
+            cached = f"pages of {ours[0]} tokens by {ours[1]}" if replica.caching else "no page"
+            raise BlockTableMismatchError(
+                f"request {name!r}: asks for {len(wanted.digests)} bytes of digests of pages of {theirs[0]} tokens by "
+                f"{theirs[1]!a}, cached here is {cached}"
+            )
+        return replica, np.frombuffer(wanted.digests, np.uint64).reshape(-1, width // 8)

@@ -42,5 +42,12 @@ class PagesBelow:
         """Pages that are on their way back: those that the row waits for, or all."""
         return []
 
+    def bring(self, digests: Digests, first: int, most: int) -> bool:  # noqa: ARG002 - as above
+        """Have `most` pages of these digests at most on the device, published, for others than rows: the rest of a run.
+
+        `first`: which page of its prompt the first is. To be called again while it says that some are on their way.
+        """
+        return False
+
     def leave(self, row: int, pages: Pages) -> None:
         """The row gives up its pages, and has used the published `pages`, in logical order, just now."""

@@ -24,6 +24,9 @@ from kvcache.replica.rows import Pages, Rows, as_rows
 from kvcache.storage import allocate_host_rows
 
 
+_BROUGHT_BYTES = 8 << 20  # for others than our rows, between two steps
+
+
 class HostTier:
     """Slots of host memory, each for one page of any replica: the shards of a page side by side, one array a shard.
 
@@ -53,6 +56,7 @@ class HostLoad:
     slots: Slots
     pages: Pages
     marks: list[CopyMark] | None = None  # None until it is begun, then one for each shard that copies beside us
+    digests: Digests | None = None  # of pages that no row has: they are published when they are there
 
 
 class HostStore(NamedTuple):
@@ -101,6 +105,7 @@ class ReplicaTier(PagesBelow):
         self._left: list[HostLoad] = []  # begun, and their rows do not wait for them any more
         self.stores: deque[HostStore] = deque()  # copies that are begun and not over, oldest first
         self.stored = self.loaded = 0  # pages so far
+        self._brought_at_once = max(1, _BROUGHT_BYTES // sum(memory.shape[1] for memory in host.memory))
         pool.guard = self.keep
 
     # ---- to the host
@@ -155,6 +160,8 @@ class ReplicaTier(PagesBelow):
                 lower.offer(digests)
         for load in [load for load in self._left if all(mark.over() for mark in load.marks or ())]:
             self._left.remove(load)
+            if load.digests is not None:
+                self.pool.index.publish(load.pages, load.digests)  # a row may have brought the same: then it is free
             self._end(load)
 
     def forget_waiting(self) -> None:
@@ -190,15 +197,7 @@ class ReplicaTier(PagesBelow):
             return NO_SLOTS
         digests = hasher.digests(context.tokens, first, last)
         slots = self._match(hasher, digests, first, last)
-        if not self.lower or len(slots) == len(digests):
-            return slots
-        if slots.size:
-            self.host.touch(slots)  # what is fetched must not push out what comes before it
-        have, generation = len(slots), self.host.pool.index.generation
-        for lower in self.lower:
-            if have < len(digests):
-                have += lower.promote(digests[have:], first + have, wait=wait)
-        if self.host.pool.index.generation != generation:
+        if self._promote(slots, digests, first, wait=wait):
             slots = self._match(hasher, digests, first, last)
         return slots
 
@@ -211,6 +210,29 @@ class ReplicaTier(PagesBelow):
         self._loads.setdefault(row, []).append(load)
         if not self._at_once:
             self._begin(load)
+
+    def bring(self, digests: Digests, first: int, most: int) -> bool:
+        self.poll()
+        head = self.pool.index.match(digests)
+        wanted, first = digests[len(head) : max(0, most)], first + len(head)
+        if not len(wanted):
+            return False
+        if any(load.digests is not None for load in self._left):
+            return True  # few at a time: a copy may take the caller's time, whose own requests come first
+        slots = self.host.pool.index.match(wanted)
+        if self._promote(slots, wanted, first, wait=False):
+            slots = self.host.pool.index.match(wanted)
+        self.pool.hold(head)  # what makes room for the rest is not what comes before it
+        slots = slots[: min(self._brought_at_once, self.pool.free_count // 2)]
+        if slots.size:
+            self.host.pool.hold(slots)
+            load = HostLoad(slots, self.pool.allocate(len(slots)), digests=wanted[: len(slots)])
+            self.pool.add_writer(load.pages)
+            self.pool.release(load.pages)
+            self._begin(load)
+            self._left.append(load)
+        self.pool.release(head)
+        return bool(slots.size) or any(lower.coming(wanted, first) for lower in self.lower)
 
     def arrive(self, rows: Rows) -> None:
         """Copies that take the caller's time are made now, not before: a request that is given up first costs none."""
@@ -243,6 +265,18 @@ class ReplicaTier(PagesBelow):
         return [*self._left, *(load for loads in self._loads.values() for load in loads)]
 
     # ---- inside
+
+    def _promote(self, slots: Slots, digests: Digests, first: int, *, wait: bool) -> bool:
+        """Have fetched from below what follows `slots` of these pages; whether the host may have more by now."""
+        if not self.lower or len(slots) == len(digests):
+            return False
+        if slots.size:
+            self.host.touch(slots)  # what is fetched must not push out what comes before it
+        have, generation = len(slots), self.host.pool.index.generation
+        for lower in self.lower:
+            if have < len(digests):
+                have += lower.promote(digests[have:], first + have, wait=wait)
+        return self.host.pool.index.generation != generation
 
     def _match(self, hasher: PrefixHasher, digests: Digests, first: int, last: int) -> Slots:
         index = self.host.pool.index

@@ -52,7 +52,6 @@ class _Question:
     place: Place
     query: ContentQuery
     digests: bytes
-    first_page: int
     deadline: float
     at: float = -math.inf  # inf while an answer is waited for
     pause_s: float = _PAUSE_S
@@ -91,8 +90,9 @@ class PageAsks:
             page_size=wanted.page_size,
             hash_algorithm=wanted.hash_algorithm,
             digests=wanted.digests[:MAX_DIGEST_BYTES],
+            first_page=wanted.first_page,
         )
-        self._open[ask_id] = _Question(replica, key, place, query, query.digests, wanted.first_page, now + timeout_s)
+        self._open[ask_id] = _Question(replica, key, place, query, query.digests, now + timeout_s)
         self._send(self._open[ask_id])
 
     def poll(self) -> list[tuple[int, Lent]]:
@@ -156,13 +156,13 @@ class PageAsks:
         table = BlockTable(
             request_id=ask.key,
             replica_idx=0,
-            num_tokens=ask.first_page * ask.query.page_size + pages.num_tokens,
+            num_tokens=ask.query.first_page * ask.query.page_size + pages.num_tokens,
             page_size=ask.query.page_size,
             groups=(blocks,),
             fingerprint="",  # the plan compares the layouts
             hash_algorithm=ask.query.hash_algorithm,
             digests=own,
-            first_page=ask.first_page,
+            first_page=ask.query.first_page,
         )
         lease = LeaseRef(pages.lease_id, pages.slot, pages.duration_s)
         return Source(*ask.place, lease, pages.incarnation), table

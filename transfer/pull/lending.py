@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import OrderedDict, deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 LENT_S = 10.0  # without a word of the reader, who has asked a moment ago
 _KNOWN = 4096  # questions whose answers are kept
 _MOST_ASKED = 64  # questions that wait for the loop: each may bring half a MiB of digests
+_LOAD_S = 0.25  # for pages to come from a lower tier: what is late is left out
+_LOADING = LeaseReply(query_id=0, waits_for="its pages to come from a lower tier")
 _UNSEEN = LeaseReply(query_id=0, waits_for="its serving loop to look for the pages")
 _GRANTING = LeaseReply(query_id=0, waits_for="the lease to stand on all its ranks")
 
@@ -74,12 +77,13 @@ class PageLender:
         self._granting: set[int] = set()  # those of them that do not stand yet
         self._lock = threading.Lock()  # of these two
         self._asked: deque[ContentQuery] = deque()
+        self._loading: list[tuple[ContentQuery, float]] = []  # questions that wait for a lower tier, and until when
         self._answers: OrderedDict[int, LeaseReply] = OrderedDict()  # by question, the last ones
 
     @property
     def is_asked(self) -> bool:
         """Whether a question waits for the loop."""
-        return bool(self._asked or self._granting)
+        return bool(self._asked or self._granting or self._loading)
 
     @property
     def num_leases(self) -> int:
@@ -108,11 +112,14 @@ class PageLender:
 
     def poll(self) -> None:
         """Looks for what was asked for since the last call, and has it leased."""
+        now, looked_for = time.monotonic(), self._loading
+        self._loading = []
         while self._asked:
             with self._lock:
-                query = self._asked.popleft()
+                looked_for.append((self._asked.popleft(), now + _LOAD_S))
+        for query, until in looked_for:
             try:
-                self._lend(query)
+                self._lend(query, until, now)
             except KVCacheError as error:
                 self._say(query.ask_id, LeaseReply(query_id=0, error=str(error)))
 
@@ -130,14 +137,18 @@ class PageLender:
         self._say(lent.ask_id, LeaseReply(query_id=0, error=reason))
         return True
 
-    def _lend(self, query: ContentQuery) -> None:
+    def _lend(self, query: ContentQuery, until: float, now: float) -> None:
         if query.kind != self._kind:
             raise BlockTableMismatchError(f"request {query.reader!r}: keeps {query.kind!a}, and we {self._kind!r}")
         most = self._most - sum(lent.num_pages for lent in self._lent.values())
-        wanted = PageDigests(query.page_size, query.hash_algorithm, query.digests)
-        found = None
+        wanted = PageDigests(query.page_size, query.hash_algorithm, query.digests, query.first_page)
+        place, found = (query.reader, self._replica), None
         if not self._manager.further_groups:  # a state is of one place in a prompt: its pages alone do not continue it
-            found = self._manager.contents.lease(query.reader, self._replica, wanted, most)
+            if now < until and self._manager.contents.bring(*place, wanted, most):
+                self._loading.append((query, until))
+                self._say(query.ask_id, _LOADING)
+                return
+            found = self._manager.contents.lease(*place, wanted, most)
         source = None if found is None else self._grant(*found)
         if found is None or source is None:
             self._say(query.ask_id, LeaseReply(query_id=0, pages=self._sealed(query, None, None)))
@@ -159,7 +170,7 @@ class PageLender:
             lease_id=0 if source is None else source.lease.lease_id,
             slot=0 if source is None else source.lease.slot,
             duration_s=LENT_S,
-            num_tokens=0 if table is None else table.num_tokens,
+            num_tokens=len(found) * query.page_size,
             block_ids=(found,),
             prompt_digest=digests[len(digests) - len(digests) // max(1, len(found)) :],
         )

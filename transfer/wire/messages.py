@@ -176,6 +176,7 @@ class ContentQuery(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True
         page_size: tokens of a page.
         hash_algorithm: of the digests.
         digests: of the pages, one after another; empty where the engine has answered that it knows the question.
+        first_page: which page of its prompt the first one is; a digest names all before it, wherever that lies.
     """
 
     query_id: int
@@ -187,6 +188,7 @@ class ContentQuery(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True
     page_size: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
     hash_algorithm: Annotated[str, Meta(max_length=64)]
     digests: Annotated[bytes, Meta(max_length=MAX_DIGEST_BYTES)]
+    first_page: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
 
 
 class LeasedPages(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="pages/1"):
