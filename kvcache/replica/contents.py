@@ -70,8 +70,8 @@ class PageContents:
     def bring(self, name: RequestID, replica_idx: int, wanted: PageDigests, most: int) -> bool:
         """Have those of the pages that `lease` would hold brought to the devices which only lower tiers have.
 
-        A few at each call, and into half of the free pages at most: whoever runs here comes first. Whether some are on
-        their way: until then `lease` may find fewer. Raises as `lease`.
+        A few at each call, and with those that are there half of the free pages at most: whoever runs here comes first.
+        Whether some are on their way: until then `lease` may find fewer. Raises as `lease`.
         """
         replica, digests = self._wanted(name, replica_idx, wanted)
         return replica.tier.bring(digests, wanted.first_page, most)

@@ -23,7 +23,6 @@ from kvcache.replica.pages_below import NO_SLOTS, PagesBelow, Slots
 from kvcache.replica.rows import Pages, Rows, as_rows
 from kvcache.storage import allocate_host_rows
 
-
 _BROUGHT_BYTES = 8 << 20  # for others than our rows, between two steps
 
 
@@ -222,8 +221,10 @@ class ReplicaTier(PagesBelow):
         slots = self.host.pool.index.match(wanted)
         if self._promote(slots, wanted, first, wait=False):
             slots = self.host.pool.index.match(wanted)
+        generation = self.host.pool.index.generation
+        room = self.pool.free_count // 2 - self.pool.would_be_taken(head)
+        slots = slots[: max(0, min(self._brought_at_once, room))]
         self.pool.hold(head)  # what makes room for the rest is not what comes before it
-        slots = slots[: min(self._brought_at_once, self.pool.free_count // 2)]
         if slots.size:
             self.host.pool.hold(slots)
             load = HostLoad(slots, self.pool.allocate(len(slots)), digests=wanted[: len(slots)])
@@ -232,7 +233,9 @@ class ReplicaTier(PagesBelow):
             self._begin(load)
             self._left.append(load)
         self.pool.release(head)
-        return bool(slots.size) or any(lower.coming(wanted, first) for lower in self.lower)
+        self.poll()  # a copy that has taken the caller's time is over
+        coming = any(lower.coming(wanted, first) for lower in self.lower)
+        return bool(slots.size) or coming or self.host.pool.index.generation != generation  # or has come just now
 
     def arrive(self, rows: Rows) -> None:
         """Copies that take the caller's time are made now, not before: a request that is given up first costs none."""

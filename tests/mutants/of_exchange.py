@@ -5,6 +5,8 @@ from tests.mutants.mutation import Module, Mutation
 _OWNERSHIP = "tests/transfer/pull/test_ownership.py"
 _EXCHANGE = "tests/transfer/pull/test_exchange.py"
 _LENDING = "tests/transfer/pull/test_lending.py"
+_CONTENTS = "tests/kvcache/replica/test_contents.py"
+_IMPORTS = "tests/kvcache/replica/test_imports.py"
 _LEASES = "tests/kvcache/replica/test_leases.py"
 _DIRECTORY = "tests/transfer/pull/test_directory.py"
 _VOUCHERS = "tests/transfer/nixl/test_vouchers.py"
@@ -75,6 +77,9 @@ EXCHANGE: tuple[Module, ...] = (
             Mutation("PageLender.answer", "len(self._asked) >= _MOST_ASKED", "not self._lock", [_LENDING]),
             Mutation("PageLender.answer", "len(self._answers) > _KNOWN", "not self._answers", [_LENDING]),
             Mutation("PageLender.settle", "del self._lent[event.lease_id]", "pass", [_LENDING]),
+            Mutation("PageLender._lend", "now < until and ", "", [_LENDING]),
+            Mutation("PageLender._lend", "self._loading.append((query, until))", "pass", [_LENDING]),
+            Mutation("PageLender.is_asked", " or self._loading", "", [_LENDING]),
         ],
     ),
     Module(
@@ -89,9 +94,38 @@ EXCHANGE: tuple[Module, ...] = (
         "kvcache.replica.contents",
         [_LENDING],
         [
-            Mutation("PageContents.lease", "or ours != theirs ", "", [_LENDING]),
+            Mutation("PageContents._wanted", "or ours != theirs ", "", [_LENDING]),
             Mutation("PageContents.lease", "[: max(0, most)]", "", [_LENDING]),
             Mutation("PageContents.digests", "(context.current_length - 1)", "context.current_length", [_LENDING]),
+            Mutation("PageContents.lease", "wanted.first_page + len(pages)", "len(pages)", [_CONTENTS, _LENDING]),
+        ],
+    ),
+    Module(
+        "kvcache.replica.imports",
+        [_IMPORTS],
+        [
+            Mutation("begin_import", "if table.first_page:", "if not table:", [_IMPORTS]),
+            Mutation("_refuse_hole", "not context.start_idx and ", "", [_IMPORTS]),
+            Mutation("check_table", " or not pages or table.first_page < 0", "", [_IMPORTS]),
+            Mutation("extend_import", " or table.first_page * table.page_size > before[0]", "", [_IMPORTS]),
+        ],
+    ),
+    Module(
+        "kvcache.tiers.host_tier",
+        [_CONTENTS],
+        [
+            Mutation("ReplicaTier.bring", " - self.pool.would_be_taken(head)", "", [_CONTENTS]),
+            Mutation("ReplicaTier.bring", " // 2", "", [_CONTENTS]),
+            Mutation("ReplicaTier.bring", "len(head) : max(0, most)", "len(head) :", [_CONTENTS]),
+            Mutation(
+                "ReplicaTier.bring",
+                "if any(load.digests is not None for load in self._left):",
+                "if first < 0:",
+                [_CONTENTS],
+            ),
+            Mutation("ReplicaTier.bring", "min(self._brought_at_once, room)", "room", [_CONTENTS]),
+            Mutation("ReplicaTier.bring", " or self.host.pool.index.generation != generation", "", [_CONTENTS]),
+            Mutation("ReplicaTier.poll", "if load.digests is not None:", "if not load:", [_CONTENTS]),
         ],
     ),
     Module(

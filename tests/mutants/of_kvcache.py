@@ -225,7 +225,7 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("check_table", "len(pages) != wanted", "len(pages) < wanted"),
             Mutation("check_table", "len(set(pages)) != len(pages)", "False"),
             Mutation("_check_digests", ".any(axis=1)", ".all(axis=1)"),
-            Mutation("_check_digests", "if len(table.digests) != count", "if len(table.digests) < count"),
+            Mutation("_check_digests", "len(table.digests) != (", "len(table.digests) < ("),
             Mutation("begin_import", "min(replica.pages_here(row), end)", "replica.pages_here(row)"),
             Mutation("begin_import", "if replica.rows.num_pages[row]:", "if replica.rows.num_pages[row] > 1:"),
             Mutation("extend_import", "if not pending.num_tokens <= table.num_tokens", "if not 0 <= table.num_tokens"),

@@ -12,6 +12,11 @@ _IN_TURN = f"{_PEERS}sources_that_a_client_names_are_asked_in_turn"
 _LOST = f"{_PEERS}what_was_pulled_and_lost_before_its_turn_is_computed"
 _PULLS = f"{_PEERS}what_one_has_computed_another_pulls_and_computes_the_rest"
 _CANCELLED = f"{_PEERS}a_request_that_is_cancelled_meanwhile_leaves_nothing_held"
+_RUN_BY_RUN = f"{_PEERS}the_head_is_pulled_from_one_and_the_tail_from_another_whoever_is_named_first"
+_RUNS = f"{_PEERS}two_that_have_every_other_page_are_not_asked_for_ever"
+_SILENT = f"{_PEERS}one_that_does_not_answer_leaves_time_for_the_next"
+_NO_ROOM = f"{_PEERS}no_room_for_what_is_lent_is_no_error_and_it_is_given_back"
+_HOLE = f"{_PEERS}a_tail_whose_head_is_gone_meanwhile_is_given_back"
 
 SCHEDULER_ADAPTERS_EDGES: tuple[Module, ...] = (
     Module(
@@ -46,13 +51,40 @@ SCHEDULER_ADAPTERS_EDGES: tuple[Module, ...] = (
                 "not missing",
                 [_QUICKER],
             ),
-            Mutation("PeerPrefixes._on_lent", "self._ask(fetch)\n", "pass\n", [_IN_TURN]),
+            Mutation("PeerPrefixes._go_on", "if not fetch.to_ask or", "if fetch.to_ask or", [_IN_TURN]),
+            Mutation("PeerPrefixes._go_on", "fetch.runs == _MOST_RUNS", "False", [_RUNS]),
+            Mutation("PeerPrefixes._go_on", "fetch.engines.pop()", "pass", [_SILENT]),
+            Mutation("PeerPrefixes._go_on", "context.reset()", "pass", [_RUN_BY_RUN]),
+            Mutation("PeerPrefixes._ask", " / fetch.to_ask", "", [_SILENT]),
+            Mutation("PeerPrefixes._ask", "cached // self._manager.page_size", "0", [_RUN_BY_RUN]),
+            Mutation("PeerPrefixes._take", "fetch.to_ask = len(fetch.engines)", "pass", [_RUN_BY_RUN]),
+            Mutation(
+                "PeerPrefixes._on_lent",
+                "self._exchange.refuse(replica, lent.source, _DROPPED)",
+                "pass",
+                [f"{_CANCELLED}[asked]"],
+            ),
+            Mutation(
+                "PeerPrefixes._on_lent",
+                "self._exchange.refuse(replica, lent.source, _USELESS)  #",
+                "pass  #",
+                [_NO_ROOM],
+            ),
+            Mutation(
+                "PeerPrefixes._on_lent",
+                "self._exchange.refuse(replica, lent.source, _USELESS)\n            return",
+                "return",
+                [_HOLE],
+            ),
             Mutation("PeerPrefixes._end", "context.reset()", "pass", [_LOST]),
             Mutation("PeerPrefixes._take", "self._manager.release(context.request_id)", "pass", [_PULLS]),
+            Mutation("PeerPrefixes.drop", "self._give_back(fetch)", "pass", [_CANCELLED]),
             Mutation(
-                "PeerPrefixes.drop", "self._give_back(fetch.waiting.context, fetch.pending)", "pass", [_CANCELLED]
+                "PeerPrefixes._give_back",
+                "self._manager.release(fetch.waiting.context.request_id)",
+                "pass",
+                [_CANCELLED],
             ),
-            Mutation("PeerPrefixes._give_back", "self._manager.release(context.request_id)", "pass", [_CANCELLED]),
         ],
     ),
     Module(

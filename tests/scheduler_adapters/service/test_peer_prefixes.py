@@ -161,7 +161,7 @@ def test_no_room_for_what_is_lent_is_no_error_and_it_is_given_back(
     manager.release("hog")
     service.until(lambda: "second" in service.ended, "the end")
     assert service.tokens["second"] == expected
-    service.until(lambda: not service.exchanges["p0"].lending.num_leases, "the end of the lease")
+    service.until(lambda: not service.exchanges["p0"].lending.num_leases, "the end of the lease", LENT_S / 2)
     service.assert_nothing_held()
 
 
@@ -241,6 +241,29 @@ def test_a_tail_that_fails_leaves_the_head_and_who_failed_is_not_asked_again(
     service.assert_nothing_held()
 
 
+def test_a_tail_whose_head_is_gone_meanwhile_is_given_back(
+    start: Callable[..., Service], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = start(count=3)
+    served(service, "head", FIRST[:100], "p0")
+    served(service, "all", FIRST, "p2")
+    forget_head(service, "p2", FIRST, 4)
+    ask = service.exchanges["p1"].ask
+
+    def forgets(replica: int, key: str, address: str, engine: str, wanted: Any, timeout_s: float) -> None:
+        ask(replica, key, address, engine, wanted, timeout_s)
+        if wanted.first_page:
+            service.loops["p1"].manager.reset_prefix_cache()
+
+    monkeypatch.setattr(service.exchanges["p1"], "ask", forgets)
+    began = time.monotonic()
+    assert served(service, "second", SECOND, "p1", kv_sources=known(service, "p0", "p2")) == expected
+    assert service.ended["second"].cached_tokens == 0
+    service.assert_nothing_held()
+    assert time.monotonic() - began < LENT_S / 2
+    assert service.exchanges["p2"].lending.pages_lent == PAGES - 6
+
+
 def test_two_that_have_every_other_page_are_not_asked_for_ever(
     start: Callable[..., Service], expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,9 +290,17 @@ def test_one_that_does_not_answer_leaves_time_for_the_next(
     monkeypatch.setattr("transfer.pull.exchange.LENT_S", 1.0)
     service = start(count=3)
     served(service, "all", FIRST, "p2")
+    ask, engines = service.exchanges["p1"].ask, list[str]()
+
+    def told(replica: int, key: str, address: str, engine: str, *rest: Any) -> None:
+        engines.append(engine)
+        ask(replica, key, address, engine, *rest)
+
+    monkeypatch.setattr(service.exchanges["p1"], "ask", told)
     with monkeypatch.context() as patch:
         patch.setattr(service.prefills["p0"], "poll", lambda: False)  # its loop stands still
         assert served(service, "second", SECOND, "p1", kv_sources=known(service, "p0", "p2")) == expected
+    assert engines == ["p0/0", "p2/0"]  # and who does not answer is not asked for what comes behind
     assert outcome(service) == {"pulled": 1}
     assert service.ended["second"].cached_tokens == 16 * PAGES
     service.assert_nothing_held()

@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvcache import BlockTableMismatchError, InvalidRequestError, PageDigests, TextContext
-from tests.transfer.pull.test_ownership import MINE, PAGE_SIZE, PROMPT, Reader, Side
+from tests.transfer.pull.test_ownership import MINE, OTHERS, PAGE_SIZE, PROMPT, Reader, Side
 from transfer import Lent
 from transfer.errors import InvalidEngineError, MetadataError
 from transfer.pull import lending
@@ -193,6 +193,92 @@ def test_a_tail_is_not_taken_once_the_head_is_gone(side: Any) -> None:
     assert reader.idle
     reader.exchange.refuse(0, lent.source, "a hole")
     all_given_back(source)
+
+
+HOST = {"enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": 1e-4}
+
+
+def below(side: Any, **options: Any) -> Side:
+    """A source that has the prompt in host memory alone."""
+    source: Side = side(Side, "p", **HOST, **options)
+    computed(source)
+    for first in (100, 200):
+        source.compute("other", list(range(first, first + 23)), OTHERS)
+        source.manager.release("other")
+    contents = source.manager.contents
+    assert contents.cached(0, contents.digests(TextContext(LONGER, 32, "theirs"))) == 0
+    return source
+
+
+class Endless:
+    """Of a copy that runs beside us, and is over when it is told."""
+
+    is_over = False
+
+    def over(self) -> bool:
+        return self.is_over
+
+    def wait(self) -> None:
+        self.is_over = True
+
+
+def copied_beside(source: Side, monkeypatch: pytest.MonkeyPatch) -> Endless:
+    """As on a GPU: what comes from the host is on its way until the mark is over."""
+    (tier,) = source.manager._replicas.tiers.replicas  # type: ignore[union-attr]
+    begin, mark = tier._begin, Endless()
+
+    def beside_us(load: Any) -> Any:
+        begin(load)
+        load.marks = [mark]
+        return load.marks
+
+    monkeypatch.setattr(tier, "_begin", beside_us)
+    return mark
+
+
+def test_what_a_source_has_in_host_memory_alone_is_lent(side: Any) -> None:
+    source, reader = below(side), side(Reader, "d")
+    context = TextContext(LONGER, 32, "mine")
+    lent = asked(reader, source, context)
+    assert lent.table is not None
+    assert lent.table.num_tokens == 16
+    assert source.manager.metrics.h2d_blocks_copied == 4
+    assert taken(reader, source, context, lent) == ""
+    all_given_back(source)
+
+
+def test_a_bound_on_what_is_lent_is_one_on_what_is_loaded(side: Any) -> None:
+    source, reader = below(side, exchange={"lend": 0.25}), side(Reader, "d")
+    lent = asked(reader, source, TextContext(LONGER, 32, "mine"))
+    assert lent.table is not None
+    assert lent.table.num_tokens == 8
+    assert source.manager.metrics.h2d_blocks_copied == 2
+
+
+def test_the_reader_is_told_of_a_load_and_what_is_late_makes_the_answer_shorter(
+    side: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = below(side)
+    mark = copied_beside(source, monkeypatch)
+    monkeypatch.setattr(lending, "_LOAD_S", 0.3)
+    (lender,) = source.exchange.lending.of
+    wanted = source.manager.contents.digests(TextContext(LONGER, 32, "mine"))
+    first, second = question(0, 1, wanted.digests), question(0, 2, wanted.digests)
+    lender.answer(first)
+    source.poll()
+    for _ in range(3):
+        assert lender.answer(first).waits_for == "its pages to come from a lower tier"
+        assert lender.is_asked  # its loop is not to sleep
+        source.poll()
+    assert source.manager.metrics.h2d_blocks_copied == 4
+    source.until(lambda: lender.answer(first).pages)
+    assert open_pages(lender.answer(first).pages, "p/0", None).num_tokens == 0
+    assert not lender.is_asked
+    mark.is_over = True
+    lender.answer(second)
+    source.until(lambda: lender.answer(second).pages)
+    assert open_pages(lender.answer(second).pages, "p/0", None).num_tokens == 16
+    assert source.manager.metrics.h2d_blocks_copied == 4  # what was late is there by now
 
 
 @pytest.mark.parametrize("met", [False, True])

@@ -1,0 +1,271 @@
+"""Pages by what they hold: which a replica leases, and what it brings from lower tiers for whoever asks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcache import BlockTableMismatchError, TextContext
+from kvcache.tiers import host_tier
+from tests.kvcache.served import SIZE, Served
+
+PROMPT = range(33)  # eight full pages and a token
+PAGES = 8
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterable[Callable[..., Served]]:
+    made: list[Served] = []
+
+    def make(pages: int = 16, host_slots: int = 80, *, files: bool = False, **options: Any) -> Served:
+        given = {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 1e-3, "file_tier_key": "model"} if files else {}
+        made.append(Served(pages, host_slots, params=given, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.manager.check()
+        one.manager.close()
+
+
+def evicted(it: Served, prompt: Iterable[int] = PROMPT) -> None:
+    """The prompt was served, and other prompts have had all pages since."""
+    it.serve(prompt)
+    it.fill(16)
+    it.fill(16)
+    assert cached(it) == 0
+
+
+def cached(it: Served) -> int:
+    return it.manager.contents.cached(0, wanted(it)) // SIZE
+
+
+def wanted(it: Served, first: int = 0, prompt: Iterable[int] = PROMPT) -> Any:
+    return it.manager.contents.digests(TextContext([*prompt], 256, "theirs"), first)
+
+
+def brought(it: Served, most: int = 100, first: int = 0) -> int:
+    """Pages that are leased once nothing is on its way any more; how often that was asked."""
+    asked, deadline = 0, time.monotonic() + 10
+    while it.manager.contents.bring("theirs", 0, wanted(it, first), most):
+        it.manager.check()
+        asked += 1
+        assert time.monotonic() < deadline
+    found = it.manager.contents.lease("theirs", 0, wanted(it, first), most)
+    if found is None:
+        return 0
+    it.manager.check()
+    it.manager.end_lease(found[0])
+    assert found[1].first_page == first
+    return len(found[1].groups[0])
+
+
+def test_what_only_the_host_has_is_brought_and_is_right(served: Any) -> None:
+    it = served()
+    evicted(it)
+    assert brought(it) == PAGES
+    assert it.manager.metrics.h2d_blocks_copied == PAGES
+    assert it.manager.num_held_blocks == 0
+    assert it.serve(PROMPT) == PAGES * SIZE
+    assert it.kv.compared == PAGES * SIZE
+    assert it.manager.metrics.h2d_blocks_copied == PAGES  # from the device
+
+
+def test_what_files_have_is_brought_after_a_restart(served: Any) -> None:
+    it = served(files=True)
+    it.serve(PROMPT)
+    it.manager.close()
+    again = served(files=True)
+    assert brought(again) == PAGES
+    assert again.manager.metrics.file_blocks_read == PAGES
+    assert again.serve(PROMPT) == PAGES * SIZE
+    assert again.kv.compared == PAGES * SIZE
+
+
+def test_what_has_come_in_this_moment_is_brought_in_the_next(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = served(files=True)
+    it.serve(PROMPT)
+    it.manager.close()
+    again = served(files=True)
+    files = again.tiers.files
+    coming = files.coming
+
+    def a_moment_later(*where: Any) -> bool:
+        files._await_reads()
+        return coming(*where)
+
+    monkeypatch.setattr(files, "coming", a_moment_later)
+    assert again.manager.contents.bring("theirs", 0, wanted(again), 100)
+    assert brought(again) == PAGES
+
+
+def test_a_run_begins_at_a_later_page_and_follows_what_the_device_has(served: Any) -> None:
+    it = served()
+    evicted(it)
+    assert brought(it, first=3) == PAGES - 3
+    assert it.manager.metrics.h2d_blocks_copied == PAGES - 3
+    assert brought(it) == PAGES  # three more before those that are there
+    assert it.manager.metrics.h2d_blocks_copied <= PAGES + PAGES - 3
+
+
+def test_no_more_is_brought_than_is_lent(served: Any) -> None:
+    it = served()
+    evicted(it)
+    assert brought(it, 0) == 0
+    assert brought(it, -2) == 0
+    assert brought(it, 5) == 5
+    assert it.manager.metrics.h2d_blocks_copied == 5
+
+
+def test_half_of_the_free_pages_stay_for_whoever_runs_here(served: Any) -> None:
+    it = served()
+    evicted(it)
+    busy = it.claim(range(500, 500 + 6 * SIZE - 1))
+    assert it.manager.maybe_reserve(busy)
+    assert it.manager.num_free_blocks == 10
+    assert brought(it) == 5
+    assert it.manager.num_free_blocks == 10
+    it.manager.release(busy.request_id)
+    assert brought(it) == PAGES
+
+
+def test_what_makes_room_is_not_what_comes_before(served: Any) -> None:
+    it = served()
+    evicted(it)
+    assert brought(it, 4) == 4
+    it.fill(12)  # the head is the oldest of what nobody uses
+    assert cached(it) == 4
+    assert brought(it) == PAGES
+
+
+def test_few_at_a_time(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_tier, "_BROUGHT_BYTES", 3 * 2 * SIZE * 2 * 8)  # three pages
+    it = served()
+    evicted(it)
+    counts = []
+    while it.manager.contents.bring("theirs", 0, wanted(it), 100):
+        counts.append(it.manager.metrics.h2d_blocks_copied)
+    assert counts == [3, 6, 8]
+    assert brought(it) == PAGES
+
+
+class Mark:
+    def __init__(self) -> None:
+        self.is_over = False
+
+    def over(self) -> bool:
+        return self.is_over
+
+    def order(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        self.is_over = True
+
+
+def test_pages_that_are_on_their_way_are_found_by_nobody(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = served()
+    evicted(it)
+    (tier,) = it.tiers.replicas
+    mark, begin = Mark(), tier._begin
+    monkeypatch.setattr(tier, "_at_once", False)
+
+    def beside_us(load: Any) -> Any:
+        begin(load)
+        load.marks = [mark]
+        return load.marks
+
+    monkeypatch.setattr(tier, "_begin", beside_us)
+    contents = it.manager.contents
+    assert contents.bring("theirs", 0, wanted(it), 100)
+    assert contents.bring("theirs", 0, wanted(it), 100)
+    it.manager.check()
+    assert it.manager.metrics.h2d_blocks_copied == PAGES  # once
+    assert contents.lease("theirs", 0, wanted(it), 100) is None
+    assert it.manager.num_free_blocks == 16 - PAGES
+    mark.is_over = True
+    assert not contents.bring("theirs", 0, wanted(it), 100)
+    assert cached(it) == PAGES
+    assert it.manager.num_free_blocks == 16
+
+
+def test_what_is_on_its_way_when_all_is_forgotten_is_forgotten(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = served()
+    evicted(it)
+    (tier,) = it.tiers.replicas
+    begin = tier._begin
+
+    def beside_us(load: Any) -> Any:
+        begin(load)
+        load.marks = [Mark()]
+        return load.marks
+
+    monkeypatch.setattr(tier, "_begin", beside_us)
+    assert it.manager.contents.bring("theirs", 0, wanted(it), 100)
+    it.manager.reset_prefix_cache()
+    it.manager.check()
+    assert cached(it) == 0
+    assert not it.manager.contents.bring("theirs", 0, wanted(it), 100)
+    assert it.manager.num_free_blocks == 16
+
+
+def test_what_a_request_has_computed_meanwhile_is_there_once(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = served(24)
+    it.serve(PROMPT)
+    it.fill(24)
+    it.fill(24)
+    (tier,) = it.tiers.replicas
+    mark, begin = Mark(), tier._begin
+
+    def beside_us(load: Any) -> Any:
+        begin(load)
+        if load.digests is not None:
+            load.marks = [mark]
+        return load.marks
+
+    monkeypatch.setattr(tier, "_begin", beside_us)
+    assert it.manager.contents.bring("theirs", 0, wanted(it), 100)
+    assert it.serve(PROMPT) == PAGES * SIZE  # it has the pages from the host, too
+    mark.is_over = True
+    assert not it.manager.contents.bring("theirs", 0, wanted(it), 100)
+    it.manager.check()
+    assert cached(it) == PAGES
+    assert it.serve(PROMPT) == PAGES * SIZE
+
+
+def test_without_lower_tiers_nothing_is_brought_and_pages_must_compare(served: Any) -> None:
+    it = served(host_slots=0)
+    it.serve(PROMPT)
+    contents = it.manager.contents
+    assert not contents.bring("theirs", 0, wanted(it), 100)
+    with pytest.raises(BlockTableMismatchError, match="request 'theirs': asks for 256 bytes of digests"):
+        contents.bring("theirs", 0, wanted(it)._replace(page_size=8), 100)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_moves_leave_the_books_right(served: Any, seed: int) -> None:
+    it, random = served(12, 60), np.random.default_rng(seed)
+    prompts = [[number, *range(random.integers(8, 40))] for number in range(6)]
+    leases = list[Any]()
+    for _ in range(150):
+        prompt, move = prompts[random.integers(6)], random.integers(4)
+        digests = it.manager.contents.digests(TextContext([*prompt], 256), int(random.integers(3)))
+        if move == 0 and it.manager.num_free_blocks >= 11:
+            it.serve(prompt)
+        elif move == 1 and digests.digests:
+            it.manager.contents.bring("theirs", 0, digests, int(random.integers(12)))
+        elif move == 2 and digests.digests:
+            found = it.manager.contents.lease("theirs", 0, digests, int(random.integers(12)))
+            leases += [] if found is None else [found[0]]
+        elif leases:
+            it.manager.end_lease(leases.pop(random.integers(len(leases))))
+        it.manager.check()
+    assert it.manager.metrics.h2d_blocks_copied
+    for lease in leases:
+        it.manager.end_lease(lease)
+    assert it.manager.num_held_blocks == 0
