@@ -181,8 +181,7 @@ def test_requests_are_counted_by_their_end_and_headers_that_are_none_do_no_harm(
             assert frontend.counts.open == 1
             await news.aclose()
             assert (frontend.counts.open, frontend.counts.ended["cancelled"]) == (0, 1)
-            for name in list(frontend.members):
-                frontend._lose(name, f"{name} is away")  # until it says so again
+            await frontend.drain(list(frontend.members))
             refused = await client.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
             assert refused.status_code == 503
             assert frontend.counts.ended == {"length": 3, "cancelled": 1}, "what was never taken never ended"
