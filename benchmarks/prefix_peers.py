@@ -9,6 +9,7 @@ which pulls the head or computes it, as it thinks is quicker. Lengths of heads i
     pulled_ms     until that of one whose head was pulled
     right         share of the second requests for which the quicker way was chosen, which is that of the lower median
                   at this length; of lengths that were pulled at least twice
+    no_loss       likewise, but the slower way is wrong only where its median is more than 5 % above the other's
 
 Each second prompt also names what it found cached; `hits` is the share of the heads' whole pages.
 """
@@ -37,6 +38,7 @@ from scheduler_adapters.service.server import ServerConfig
 LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 3072)
 FLEETS = ((2, 2), (4, 1))
 PAIRS = 20
+_TIE = 1.05
 _PAGE = 16
 _END = 8  # tokens of a prompt behind its head
 _LONGEST_WAIT_S = 120.0
@@ -127,6 +129,7 @@ def rows_of(fleet: str, pairs: list[Pair]) -> list[Row]:
         by_length[pair.length].append(pair)
     rows: list[Row] = []
     rights: list[bool] = []
+    no_losses: list[bool] = []
     for length, some in sorted(by_length.items()):
         pulled = [1e3 * pair.second.first_s for pair in some if pair.outcome == "pulled"]
         computed = [1e3 * pair.computed.first_s for pair in some]
@@ -135,16 +138,23 @@ def rows_of(fleet: str, pairs: list[Pair]) -> list[Row]:
         row |= Counter(pair.outcome for pair in some)
         row["hits"] = round(sum(pair.second.cached for pair in some) / (len(some) * (length // _PAGE * _PAGE)), 3)
         if len(pulled) > 1:
-            quicker = statistics.median(pulled) < statistics.median(computed)
-            right = [(pair.outcome == "pulled") == quicker for pair in some]
-            row["right"] = round(sum(right) / len(right), 3)
+            pulling, computing = statistics.median(pulled), statistics.median(computed)
+            right = [(pair.outcome == "pulled") == (pulling < computing) for pair in some]
+            near = max(pulling, computing) <= _TIE * min(pulling, computing)
+            no_loss = [one or near for one in right]
+            row |= {"right": _share(right), "no_loss": _share(no_loss)}
             rights += right
+            no_losses += no_loss
         rows.append(row)
     heads = sum(pair.length // _PAGE * _PAGE for pair in pairs)
-    share = round(sum(rights) / len(rights), 3) if rights else None
     hits = round(sum(pair.second.cached for pair in pairs) / heads, 3)
-    rows.append({"fleet": fleet, "tokens": "all", "n": len(pairs), "hits": hits, "right": share})
+    shares: Row = {"right": _share(rights), "no_loss": _share(no_losses)} if rights else {}
+    rows.append({"fleet": fleet, "tokens": "all", "n": len(pairs), "hits": hits, **shares})
     return rows
+
+
+def _share(of: list[bool]) -> float:
+    return round(sum(of) / len(of), 3)
 
 
 def _percentiles(name: str, times: list[float]) -> Row:

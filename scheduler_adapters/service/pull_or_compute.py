@@ -1,18 +1,28 @@
 """Whether tokens of a prompt are pulled from who has them or computed here: by what either took so far. Pure.
 
-Either takes a time that grows with the tokens: a latency, and a rate. Both are fitted to what was measured, the latest
-of which counts most, as links and loads change. What a pull takes has the question in it, and whatever source and
-link are busy with; what computing takes has the batch in it that a prompt shares.
+What either takes grows with the tokens, and by no straight line: computing pays for its steps first, and for attention
+later. So times are kept by length, a few for each power of two, and what lies between two lengths that were measured is
+interpolated. That is what a length usually takes. How quick a way is now is one factor for all lengths, that of the
+latest measurements, so that a link that has become slow at one length is known to be slow at each.
+
+What a pull takes has the question in it, and whatever source and link are busy with; what computing takes has the batch
+in it that a prompt shares.
 """
 
 from __future__ import annotations
 
-_KEEP = 0.9  # of the weight of a measurement, with each one after it: the last ten or so count
+import math
+from bisect import bisect
+from collections import deque
+from statistics import fmean, median, median_low
+
+_KEPT = 9  # measurements of a length
+_LATEST = 5  # measurements of any length that say how quick a way is now
 _TRY_AGAIN = 32  # of so many prompts that would be computed one is pulled: a link that was slow need not stay so
 
 
 class TimeByTokens:
-    """A line through measured times, by tokens.
+    """What a way took, by tokens.
 
     Attributes:
         taken_s: all times that were measured, in seconds.
@@ -22,33 +32,48 @@ class TimeByTokens:
     def __init__(self) -> None:
         self.taken_s = 0.0
         self.misjudged_s = 0.0
-        # Of the measurements (x: tokens, y: seconds), by their weights: their number, sum of x, of y, of x*x, of x*y.
-        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
+        # By bits of the length: tokens, and the seconds that they would usually have taken.
+        self._measured: dict[int, deque[tuple[int, float]]] = {}
+        self._usual: list[tuple[float, float]] = []  # of each of these one tokens and seconds, shorter ones first
+        self._latest = deque([1.0] * _LATEST, _LATEST)  # what the latest took, of what is usual
 
     def add(self, tokens: int, seconds: float) -> None:
         """So many tokens took so long."""
-        estimate = self.seconds(tokens)
-        if estimate is not None:
-            self.misjudged_s += abs(estimate - seconds)
         self.taken_s += seconds
-        new = (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
-        self._sums = tuple(_KEEP * old + one for old, one in zip(self._sums, new, strict=True))  # pyright: ignore[reportAttributeAccessIssue] - five
+        seconds = max(seconds, 1e-6)
+        usual = self._usually(tokens)
+        kept = self._measured.setdefault(tokens.bit_length(), deque(maxlen=_KEPT))
+        if usual is not None:
+            self.misjudged_s += abs(usual * self._pace() - seconds)
+            if kept:  # else the usual time is a guess, and says nothing of the moment
+                self._latest.append(seconds / usual)
+        kept.append((tokens, seconds / self._pace()))
+        self._usual = []
+        for some in (zip(*kept, strict=True) for _, kept in sorted(self._measured.items(), reverse=True)):
+            lengths, times = some
+            longer_s = self._usual[0][1] if self._usual else math.inf  # what is longer and takes less shows chance
+            self._usual.insert(0, (fmean(lengths), min(median_low(times), longer_s)))
 
     def seconds(self, tokens: int) -> float | None:
-        """How long so many tokens would take; None where nothing was measured that tells."""
-        count, x, y, xx, xy = self._sums
-        if not count:
-            return None
-        spread = xx - x * x / count
-        if spread <= 1e-6 * xx:  # one length: what is latency and what is rate is not known
-            return y / x * tokens if 0.5 < tokens * count / x < 2.0 else None
-        rate = (xy - x * y / count) / spread
-        latency = (y - rate * x) / count
-        if rate < 0.0:  # more tokens took less time: chance
-            rate, latency = 0.0, y / count
-        elif latency < 0.0:
-            rate, latency = xy / xx, 0.0
-        return latency + rate * tokens
+        """How long so many tokens would take now; None where nothing was measured that tells."""
+        usual = self._usually(tokens)
+        return None if usual is None else usual * self._pace()
+
+    def _pace(self) -> float:
+        """What is taken now of what is usual. Chance makes a time long: one that is short is believed at once."""
+        mostly, last = median(self._latest), self._latest[-1]
+        return last if last < mostly / 2 else mostly
+
+    def _usually(self, tokens: int) -> float | None:
+        """By the line through the two measured lengths that are nearest."""
+        known = self._usual
+        if len(known) < 2:  # what is latency and what is rate is not known
+            near = [seconds / at * tokens for at, seconds in known if 0.5 < tokens / at < 2.0]
+            return near[0] if near else None
+        first = min(max(bisect(known, (tokens, math.inf)) - 1, 0), len(known) - 2)
+        (low, low_s), (high, high_s) = known[first : first + 2]
+        line = low_s + (high_s - low_s) * (tokens - low) / (high - low)
+        return max(line, low_s * min(1.0, tokens / low))  # a latency is not below 0
 
 
 class PullOrCompute:
