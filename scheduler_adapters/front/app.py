@@ -1,7 +1,8 @@
 """The HTTP of the front: OpenAI's paths, `/health`, `/fleet` with the counters of each process, and metrics.
 
 The same below `/processes/NAME`, for a router that chooses a prefill and a decode process itself, as vLLM's does. It
-asks the one and carries `kv_transfer_params` to the other: of ours they say who is to compute the prompt, and no more.
+asks the one and carries `kv_transfer_params` to the other: of ours they say who is to compute the prompt, and who may
+have pages of it (`kv_sources`, which any request may name).
 That process is asked for it by decode, which reads the first pages while the last ones are computed.
 """
 
@@ -31,6 +32,7 @@ from scheduler_adapters.front.openai import (
 from scheduler_adapters.front.prometheus import FrontCollector
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.prometheus import registry_of
+from transfer.wire.allowed_peers import host_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 _MAX_BODY = 32 << 20  # bytes
 _GONE = 499  # status of an answer that nobody reads, as nginx has it
 _LONGEST_TRACEPARENT = 256
-_PREFILL = "prefill_process"  # in `kv_transfer_params`
+_PREFILL, _SOURCES = "prefill_process", "kv_sources"  # in `kv_transfer_params`
 _LONGEST_NAME = 256
 
 
@@ -115,7 +117,8 @@ def _prefilled_later(asked: ClientRequest, name: str, answer: Answer) -> Json:
     answer.add((), "length", 0)
     whole = answer.whole()
     del whole["usage"]["prompt_tokens_details"]  # what was cached is not known yet; the router would tell its client
-    return whole | {"kv_transfer_params": {"do_remote_prefill": True, _PREFILL: name}}
+    named = {_SOURCES: asked.transfer[_SOURCES]} if _SOURCES in asked.transfer else {}
+    return whole | {"kv_transfer_params": {"do_remote_prefill": True, _PREFILL: name, **named}}
 
 
 def _observed(frontend: Frontend) -> list[Route]:
@@ -130,9 +133,7 @@ def _observed(frontend: Frontend) -> list[Route]:
 
     async def fleet(_: Request) -> Response:
         stats, members = await frontend.stats(), frontend.members
-        told = {
-            name: {"kv_events": one.ready.kv_events, "kv_replay": one.ready.kv_replay} for name, one in members.items()
-        }
+        told = {name: _where(one.ready) for name, one in members.items()}
         return _json({name: {**msgspec.structs.asdict(one), **told.get(name, {})} for name, one in stats.items()})
 
     async def metrics(_: Request) -> Response:
@@ -143,6 +144,12 @@ def _observed(frontend: Frontend) -> list[Route]:
         return _json([{"targets": [request.url.netloc, *offered]}])
 
     return [Route("/health", health), Route("/fleet", fleet), Route("/metrics", metrics), Route("/targets", targets)]
+
+
+def _where(ready: msg.Ready) -> Json:
+    """Where a router hears of a process's pages, and how it names it as a source of them."""
+    source = {"address": ready.pulse, "engines": ready.engines}
+    return {"kv_events": ready.kv_events, "kv_replay": ready.kv_replay, "kv_source": source}
 
 
 def _json(content: object, status: int = 200) -> Response:
@@ -177,8 +184,22 @@ def _submit(asked: ClientRequest, most: int, traceparent: str) -> msg.Submit:
         cache_salt=asked.cache_salt,
         ignore_eos=asked.ignore_eos,
         prefill=prefill,
+        kv_sources=_sources(asked.transfer),
         traceparent=traceparent if len(traceparent) <= _LONGEST_TRACEPARENT else "",
     )
+
+
+def _sources(transfer: Json) -> msg.KVSources:
+    """Who may have pages of the prompt. Whether a host may be asked is for who asks to say (`allowed_peers`)."""
+    try:
+        sources = msgspec.convert(transfer.get(_SOURCES, ()), msg.KVSources)
+    except msgspec.ValidationError as error:
+        raise OpenAIError(f"{_SOURCES}: {error}", param="kv_transfer_params") from error
+    for source in sources:
+        if not host_of(source.address):
+            reason = f"{_SOURCES}: the address {source.address[:100]!r} is not tcp://host:port"
+            raise OpenAIError(reason, param="kv_transfer_params")
+    return sources
 
 
 async def _whole(all_news: AsyncGenerator[msg.Tokens], answer: Answer) -> Json:

@@ -18,7 +18,7 @@ from kvcache.errors import AlreadyClaimedError, KVCacheError
 from scheduler_adapters.errors import RefusedError
 from scheduler_adapters.loop import Output, ServingLoop, finish_reason
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.prefill_router import PrefillConnection, renewed
+from scheduler_adapters.service.prefill_router import PrefillConnection, own_pages, renewed
 from scheduler_adapters.service.requests import (
     DecodeRequest,
     DecodeTimes,
@@ -241,7 +241,8 @@ class DecodeScheduler:
     def _ask(self) -> None:
         there = any(prefill.takes_requests for prefill in self.connections)
         for request in list(self._unasked.values()) if there else ():
-            if request.ask(self.connections, self._times.prefill_s, chunkwise=self._chunkwise):
+            own = own_pages(self._manager, self._exchange, request.new_context())
+            if request.ask(self.connections, self._times.prefill_s, chunkwise=self._chunkwise, own=own):
                 request.move("asked", self._clock() + self._times.prefill_s)
                 del self._unasked[request.request_id]
 
@@ -363,7 +364,7 @@ class DecodeScheduler:
     def _on_event(self, happened: ExchangeEvent) -> None:
         """What became of a pull is news to the attempt that it is of, and to no other."""
         if not isinstance(happened.event, PullEvent):
-            return  # this process leases nothing
+            return  # what is lent to who asked for it is nobody's request
         key, error = happened.event.key, happened.event.error
         request = self._requests.get(key.rpartition("#")[0])
         if request is None or request.key != key or request.phase not in ("offered", "pulling"):

@@ -81,6 +81,7 @@ class Welcome(Message, frozen=True, kw_only=True, tag=True):
     incarnation: Name
     engines: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=1024)]
     address: OptionalName = ""  # of its `PageExchange`, where other processes ask for pages
+    page_size: OptionalCount = 0  # tokens: pages of another size cannot be compared with its own
 
 
 class Leaving(Message, frozen=True, kw_only=True, tag=True):
@@ -177,7 +178,8 @@ class Ready(Message, frozen=True, kw_only=True, tag=True):
     kv_replay: OptionalName = ""  # where what was missed of them is asked for
     metrics: OptionalName = ""  # host:port at which Prometheus reads it
     watch: OptionalName = ""  # where who watches its pages asks
-    pulse: OptionalName = ""  # where a `Pulse` of it connects to
+    pulse: OptionalName = ""  # where a `Pulse` of it connects to, and others ask for pages
+    engines: Annotated[tuple[Name, ...], Meta(max_length=64)] = ()  # of its replicas, likewise
 
 
 class Fatal(Message, frozen=True, kw_only=True, tag=True):

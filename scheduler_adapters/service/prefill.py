@@ -99,6 +99,7 @@ class PrefillScheduler:
             incarnation=exchange.incarnation,
             engines=tuple(exchange.engine_id(replica) for replica in replicas),
             address=exchange.address,
+            page_size=loop.manager.page_size,
         )
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import zmq
 from msgspec.structs import replace
@@ -17,6 +17,9 @@ from scheduler_adapters.service.sockets import Context, Pulse, Socket, bounded_s
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from kvcache.replica.context import TextContext
+    from scheduler_adapters.base import PulledPages
+    from transfer.pull.exchange import PageExchange
     from transfer.wire.keys import Keyring
 
 CHUNK = 64
@@ -60,6 +63,32 @@ class PromptHistory:
     def clear(self) -> None:
         """The process was restarted, perhaps: nothing is known of it."""
         self._chunks.clear()
+
+
+class OwnPages(NamedTuple):
+    """What the process that asks has cached of a prompt: the answers of a conversation are nowhere else.
+
+    Attributes:
+        source: where it is asked for these pages.
+        tokens: that they hold, from the first on.
+        page_size: of them.
+    """
+
+    source: msg.KVSource
+    tokens: int
+    page_size: int
+
+
+def own_pages(manager: PulledPages, exchange: PageExchange, context: TextContext) -> OwnPages | None:
+    """What is cached here of a request, say of the turns before it; None where that is nothing."""
+    contents, replicas = manager.contents, range(manager.num_replicas)
+    wanted = contents.digests(context)
+    cached = [contents.cached(replica, wanted) for replica in replicas]
+    best = sorted(replicas, key=cached.__getitem__, reverse=True)
+    if not cached[best[0]]:
+        return None
+    engines = tuple(exchange.engine_id(replica) for replica in best[:64])
+    return OwnPages(msg.KVSource(exchange.address, engines), cached[best[0]], manager.page_size)
 
 
 class PrefillConnection:
@@ -212,7 +241,11 @@ def renewed(
 
 
 def route(
-    connections: Sequence[PrefillConnection], message: msg.Prefill, avoid: set[str], wanted: str = ""
+    connections: Sequence[PrefillConnection],
+    message: msg.Prefill,
+    avoid: set[str],
+    wanted: str = "",
+    own: OwnPages | None = None,
 ) -> tuple[PrefillConnection, int] | None:
     """Have a prompt computed by the process that will have done so first, which is guessed by load and history.
 
@@ -223,13 +256,13 @@ def route(
     there = [one for one in connections if one.takes_requests]
     if not there:
         return None
-    chunks = chunks_of(message.prompt, message.cache_salt) if len(connections) > 1 else []
+    chunks = chunks_of(message.prompt, message.cache_salt)
     missing = {one: len(message.prompt) - one.history.tokens_of(chunks) for one in there}
     chosen = min(
         there, key=lambda one: (one.name in avoid, one.name != wanted, one.load + missing[one], len(one.history))
     )
     if not message.kv_sources:
-        message = replace(message, kv_sources=_sources(missing, chosen))
+        message = replace(message, kv_sources=_sources(missing, chosen, len(message.prompt), own))
     if not chosen.send(message):
         return None
     chosen.load += missing[chosen]
@@ -237,13 +270,18 @@ def route(
     return chosen, missing[chosen]
 
 
-def _sources(missing: Mapping[PrefillConnection, int], chosen: PrefillConnection) -> tuple[msg.KVSource, ...]:
-    """The process that was asked for more of a prompt before than the chosen one, if any: it may have the pages.
+def _sources(
+    missing: Mapping[PrefillConnection, int], chosen: PrefillConnection, length: int, own: OwnPages | None
+) -> tuple[msg.KVSource, ...]:
+    """Who has more of a prompt than the chosen process was asked for before, if anybody, those with most of it first.
 
-    `missing`: of each process that is there the tokens of the prompt that it was not asked for.
+    That is the process that was asked for most of it, which may have the pages, and whoever asks, who knows.
+    `missing`: of each process that is there the tokens of the prompt, of so many, that it was not asked for.
     """
+    lacking: list[tuple[int, msg.KVSource]] = []
     best = min(missing, key=missing.__getitem__)
-    welcome = best.welcome
-    if not welcome or not welcome.address or missing[best] >= missing[chosen]:
-        return ()
-    return (msg.KVSource(welcome.address, welcome.engines[:64]),)
+    if best.welcome and best.welcome.address:
+        lacking.append((missing[best], msg.KVSource(best.welcome.address, best.welcome.engines[:64])))
+    if own is not None and chosen.welcome and chosen.welcome.page_size == own.page_size:
+        lacking.append((length - own.tokens // CHUNK * CHUNK, own.source))
+    return tuple(source for tokens, source in sorted(lacking, key=lambda one: one[0]) if tokens < missing[chosen])

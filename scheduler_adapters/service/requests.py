@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from kvcache.replica.block_table import BlockTable, PendingImport
     from scheduler_adapters.base import PulledPages
-    from scheduler_adapters.service.prefill_router import PrefillConnection
+    from scheduler_adapters.service.prefill_router import OwnPages, PrefillConnection
     from transfer.pull.pull_state import PullTimes
     from transfer.pull.source import Source
     from transfer.spans import HandoverSpan
@@ -352,8 +352,15 @@ class DecodeRequest(TrackedRequest):
         shown = theirs.hex()[:16], own.hex()[:16]
         return f"the digest of their {count} tokens is {shown[0]}, that of the request's is {shown[1]}"
 
-    def ask(self, connections: Sequence[PrefillConnection], within_s: float, *, chunkwise: bool) -> bool:
-        """Have the prompt computed. Whether somebody was there to take the message."""
+    def ask(
+        self,
+        connections: Sequence[PrefillConnection],
+        within_s: float,
+        *,
+        chunkwise: bool,
+        own: OwnPages | None = None,
+    ) -> bool:
+        """Have the prompt computed; `own`: what is here of it. Whether somebody was there to take the message."""
         message = msg.Prefill(
             request_id=self.request_id,
             attempt=self.attempt,
@@ -363,7 +370,7 @@ class DecodeRequest(TrackedRequest):
             cache_salt=self.spec.cache_salt,
             kv_sources=self.sources,
         )
-        asked = route(connections, message, self.avoid, self.wanted)
+        asked = route(connections, message, self.avoid, self.wanted, own)
         if asked is None:
             return False
         self.prefill, self.load = asked

@@ -200,6 +200,7 @@ def serve(config: ServerConfig, context: Context, socket: Socket, told: DrainSig
         kv_events=events,
         kv_replay=replay or "",
         pulse=exchange.address,
+        engines=tuple(exchange.engine_id(replica) for replica in range(min(manager.num_replicas, 64))),
     )
     try:
         scheduler: PrefillScheduler | DecodeScheduler
@@ -225,9 +226,8 @@ def serve(config: ServerConfig, context: Context, socket: Socket, told: DrainSig
             served_metrics(config, scheduler, loop, exchange) as metrics,
             watched_service(config.watch, scheduler, manager, exchange, keyring) as watch,
         ):
-            at = "" if watch is None else watch.address
-            herald = Herald(msgspec.structs.replace(ready, metrics=metrics, watch=at), config.ready_s)
-            _Rounds(scheduler, socket, herald, chaos, watch).run(told)
+            ready = msgspec.structs.replace(ready, metrics=metrics, watch="" if watch is None else watch.address)
+            _Rounds(scheduler, socket, Herald(ready, config.ready_s), chaos, watch).run(told)
     finally:
         exchange.close()
         manager.close()

@@ -108,6 +108,55 @@ def test_errors_have_openais_form(served: Served) -> None:
         client.chat.completions.create(model="pagewire", messages=[{"role": "user", "content": "x"}])
 
 
+def test_a_request_names_who_has_its_pages(served: Served, tiny_model: Any) -> None:
+    """The next turn of a conversation, at processes that have nothing of it: as a router would send it."""
+    members = served.get("/fleet")
+
+    def turn(prompt: list[int], decode: str, **params: Any) -> Any:
+        client = served.client.with_options(base_url=f"{served.url}/processes/{decode}/v1")
+        extra = {"return_token_ids": True, "ignore_eos": True, "kv_transfer_params": params}
+        return client.completions.create(model="pagewire", prompt=prompt, max_tokens=64, extra_body=extra)
+
+    first = encoded("A conversation. " + 5 * HEAD)
+    answer = tokens_of(turn(first, "d1", prefill_process="p1"))
+    second = [*first, *answer, *encoded("And then?")[1:]]
+    sources = [members[name]["kv_source"] for name in ("d1", "p1")]
+    before = served.get("/fleet")["p2"]["prefixes"].get("pulled", 0)
+    found = turn(second, "d2", prefill_process="p2", kv_sources=sources)
+    assert served.get("/fleet")["p2"]["prefixes"]["pulled"] == before + 1
+    assert found.usage.prompt_tokens_details.cached_tokens == (len(first) + len(answer) - 1) // 16 * 16
+    longer = [*second, *tokens_of(found)]
+    theirs = reference_tokens(tiny_model, second, 64)
+    assert longer[len(second) :][: len(theirs)] == theirs
+    served.until_nothing_is_held()
+
+
+def test_a_source_on_a_host_that_is_not_allowed_is_not_asked(served: Served, tiny_model: Any) -> None:
+    far = [{"address": "tcp://192.0.2.1:9", "engines": ["p/0"]}]
+    prompt = 7 * HEAD
+    extra = {"return_token_ids": True, "kv_transfer_params": {"prefill_process": "p1", "kv_sources": far}}
+    answer = served.client.completions.create(model="pagewire", prompt=prompt, max_tokens=24, extra_body=extra)
+    assert tokens_of(answer) == expected(tiny_model, prompt, 24)
+    assert served.get("/fleet")["p1"]["prefixes"]["unanswered"] == 1
+
+
+@pytest.mark.parametrize(
+    ("sources", "reason"),
+    [
+        ("p1", "array"),
+        ([{"address": 1, "engines": ["p1/0"]}], r"`\$\[0\].address`"),
+        ([{"address": "tcp://a:1", "engines": []}], r"`\$\[0\].engines`"),
+        ([{"address": "ipc:///tmp/x", "engines": ["p1/0"]}], "'ipc:///tmp/x' is not tcp://host:port"),
+        (9 * [{"address": "tcp://a:1", "engines": ["p1/0"]}], "length <= 8"),
+    ],
+)
+def test_sources_that_are_none_are_refused_by_name(served: Served, sources: Any, reason: str) -> None:
+    extra = {"kv_transfer_params": {"kv_sources": sources}}
+    with pytest.raises(openai.BadRequestError, match=f"kv_sources: .*{reason}") as caught:
+        served.client.completions.create(model="pagewire", prompt="x", extra_body=extra)
+    assert caught.value.param == "kv_transfer_params"
+
+
 def test_a_client_that_hangs_up_gives_its_pages_back(served: Served) -> None:
     parts = complete(served.client, HEAD, 1900, stream=True)
     assert next(iter(parts)).choices

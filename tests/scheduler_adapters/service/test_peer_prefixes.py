@@ -18,7 +18,7 @@ from scheduler_adapters.service.fleet import Fleet
 from scheduler_adapters.service.pull_or_compute import PullOrCompute
 from scheduler_adapters.service.server import ServerConfig
 from tests import forked
-from tests.scheduler_adapters.service.processes import NEW, Service, Side
+from tests.scheduler_adapters.service.processes import DEFAULT, NEW, Service, Side
 from transfer.pull.lending import LENT_S
 
 HEAD = ByteTokenizer().encode("Whoever has computed a prefix has it for all that ask. " * 4)  # 221 tokens: 13 pages
@@ -40,10 +40,11 @@ def expected(model: Any) -> list[int]:
 def start(model: Any, tmp_path: Path) -> Iterator[Callable[..., Service]]:
     services = []
 
-    def make(**prefill: Any) -> Service:
-        service = Service(model, tmp_path, Side(**{"count": 2, **prefill}))
+    def make(decode: Side = DEFAULT, **prefill: Any) -> Service:
+        service = Service(model, tmp_path, Side(**{"count": 2, **prefill}), decode)
         services.append(service)
-        service.until(lambda: all(one.welcome for one in service.decode.connections), "the connections")
+        links = [one for decode in service.decodes.values() for one in decode.connections]
+        service.until(lambda: all(one.welcome for one in links), "the connections")
         return service
 
     yield make
@@ -51,10 +52,12 @@ def start(model: Any, tmp_path: Path) -> Iterator[Callable[..., Service]]:
         service.close()
 
 
-def submit(service: Service, name: str, prompt: list[int], prefill: str, **options: Any) -> None:
+def submit(
+    service: Service, name: str, prompt: list[int], prefill: str, *, new: int = NEW, decode: str = "d0", **options: Any
+) -> None:
     service.tokens[name] = []
-    submitted = msg.Submit(request_id=name, prompt=tuple(prompt), max_new_tokens=NEW, prefill=prefill, **options)
-    service.decode.submit(submitted)
+    submitted = msg.Submit(request_id=name, prompt=tuple(prompt), max_new_tokens=new, prefill=prefill, **options)
+    service.decodes[decode].submit(submitted)
 
 
 def served(service: Service, name: str, prompt: list[int], prefill: str, **options: Any) -> list[int]:
@@ -115,7 +118,8 @@ def test_each_replica_of_a_source_is_asked_and_shards_are_read(
 def test_a_source_that_has_forgotten_costs_a_question(start: Callable[..., Service], expected: list[int]) -> None:
     service = start()
     served(service, "first", FIRST, "p0")
-    service.loops["p0"].manager.reset_prefix_cache()
+    for name in ("p0", "d0"):  # decode would name itself
+        service.loops[name].manager.reset_prefix_cache()
     assert served(service, "second", SECOND, "p1") == expected
     assert outcome(service) == {"stale": 1}
     service.assert_nothing_held()
@@ -134,6 +138,46 @@ def test_sources_that_a_client_names_are_asked_in_turn(start: Callable[..., Serv
     served(service, "third", other, "p1", kv_sources=(far,))
     assert outcome(service) == {"pulled": 1, "unanswered": 1}
     service.assert_nothing_held()
+
+
+def turns(service: Service, model: Any) -> tuple[list[int], list[int], int]:
+    """Serves the first turn of a conversation. The next one, what the model answers it, and full pages of the first."""
+    answer = served(service, "turn 1", FIRST, "p0", new=100, ignore_eos=True)
+    prompt = [*FIRST, *answer, *ByteTokenizer().encode("And then?")[1:]]
+    return prompt, reference_tokens(model, prompt, NEW), (len(FIRST) + len(answer) - 1) // 16
+
+
+@pytest.mark.parametrize("decode", [{}, {"tp": 2}, {"dp": 2}])
+def test_a_next_turn_comes_from_the_decode_process_that_has_answered(
+    start: Callable[..., Service], model: Any, decode: dict[str, int]
+) -> None:
+    """Nobody else has the answer's tokens: prefill computes the new turn alone."""
+    service = start(Side(**decode), count=1)
+    prompt, expected, pages = turns(service, model)
+    assert served(service, "turn 2", prompt, "p0") == expected
+    assert outcome(service, "p0") == {"pulled": 1}
+    assert service.ended["turn 2"].cached_tokens == 16 * pages
+    assert service.prefills["p0"].stats().pages_pulled == pages - len(FIRST) // 16
+    service.assert_nothing_held()
+
+
+def test_a_next_turn_elsewhere_comes_from_the_decode_process_that_its_client_names(
+    start: Callable[..., Service], model: Any
+) -> None:
+    service = start(Side(count=2))
+    prompt, expected, pages = turns(service, model)
+    named = (msg.KVSource(service.exchanges["d0"].address, ("d0/0",)),)
+    assert served(service, "turn 2", prompt, "p1", decode="d1", kv_sources=named) == expected
+    assert outcome(service) == {"pulled": 1}
+    assert service.ended["turn 2"].cached_tokens == 16 * pages
+    service.assert_nothing_held()
+
+
+def test_pages_of_another_size_are_not_offered(start: Callable[..., Service], model: Any) -> None:
+    service = start(Side(page_size=32), count=1)
+    prompt, expected, _ = turns(service, model)
+    assert served(service, "turn 2", prompt, "p0") == expected
+    assert outcome(service, "p0") == {}
 
 
 def test_where_computing_is_quicker_nobody_is_asked(start: Callable[..., Service], expected: list[int]) -> None:

@@ -11,7 +11,13 @@ import zmq
 from scheduler_adapters.loop import Request
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service import prefill_router
-from scheduler_adapters.service.prefill_router import CHUNK, PrefillConnection, PromptHistory, chunks_of
+from scheduler_adapters.service.prefill_router import (
+    CHUNK,
+    OwnPages,
+    PrefillConnection,
+    PromptHistory,
+    chunks_of,
+)
 from scheduler_adapters.service.requests import DecodeRequest
 from scheduler_adapters.service.sockets import bind_router, received
 
@@ -43,7 +49,7 @@ def heard(connections: list[PrefillConnection], router: Any, answers: int = 0) -
             found.append(msg.decode(data))
             if len(found) <= answers:
                 welcome = msg.Welcome(
-                    name=f"p{id(router)}", incarnation="1", engines=("e",), address=f"at {id(router)}"
+                    name=f"p{id(router)}", incarnation="1", engines=("e",), address=f"at {id(router)}", page_size=16
                 )
                 router.send_multipart([identity, msg.encode(welcome)])
     for _ in range(50 * answers):
@@ -115,6 +121,29 @@ def test_who_was_asked_for_more_of_a_prompt_is_named_as_its_source(fleet: Fleet)
     assert sources(names[1]) == ()  # it was asked for as much by now
     named = (msg.KVSource("elsewhere", ("x",)),)
     assert sources(names[1], kv_sources=named) == named  # who asks knows better
+
+
+def test_who_asks_names_itself_where_it_has_more_than_the_others(fleet: Fleet) -> None:
+    connections, routers = fleet
+    for router in routers:
+        heard(connections, router, 1)
+    first, second = (connection.name for connection in connections)
+
+    def sources(prefill: str, chunks: int, tokens: int, page_size: int = 16) -> list[str]:
+        asked = msg.Prefill(request_id="r", attempt=1, prompt=tuple(PROMPT[: chunks * CHUNK]), within_s=1.0)
+        own = OwnPages(msg.KVSource("here", ("d/0",)), tokens, page_size)
+        assert prefill_router.route(connections, asked, set(), prefill, own) is not None
+        (heard_of,) = heard(connections, routers[0 if prefill == first else 1])
+        assert isinstance(heard_of, msg.Prefill)
+        return [source.address for source in heard_of.kv_sources]
+
+    assert sources(first, 2, 0) == []
+    assert sources(first, 4, 3 * CHUNK) == ["here"]
+    assert sources(first, 5, 4 * CHUNK + 8) == []  # less than a chunk more than it was asked for
+    assert sources(second, 5, 2 * CHUNK) == [f"at {id(routers[0])}", "here"]
+    assert sources(second, 5, 5 * CHUNK) == []
+    connections[1].history.clear()
+    assert sources(second, 5, 5 * CHUNK, page_size=32) == [f"at {id(routers[0])}"]
 
 
 def test_a_chunk_is_named_by_all_before_it_and_by_its_tenant() -> None:
