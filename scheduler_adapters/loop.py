@@ -178,7 +178,7 @@ class ServingLoop(Generic[PagesT_co]):
         outputs = self._reserve_running()
         outputs += self._admit()
         running = list(self._running.values())
-        counts = plan_chunks([self._pending(entry.context) for entry in running], self.token_budget)
+        counts = plan_chunks([entry.context.active_length for entry in running], self.token_budget)
         batch = [(entry, count) for entry, count in zip(running, counts, strict=True) if count]
         return outputs + (self._run(batch) if batch else [])
 
@@ -262,10 +262,6 @@ class ServingLoop(Generic[PagesT_co]):
             most = context.start_idx + max(2, self.token_budget)
             context.set_token_indices(active_idx=min(context.end_idx, most))
 
-    def _pending(self, context: TextContext) -> int:
-        """Tokens of a running request that have pages and are not cached yet."""
-        return (context.active_idx if self._has_windows else context.end_idx) - context.start_idx
-
     def _run(self, batch: list[tuple[_Entry, int]]) -> list[Output]:
         """Run `count` tokens of each entry. Only a chunk that ends the known tokens yields one."""
         batch = sorted(batch, key=lambda pair: pair[0].replica)  # fetch sorts by replica; stable, so age stays
@@ -311,7 +307,7 @@ class ServingLoop(Generic[PagesT_co]):
 
 
 def plan_chunks(pending: Sequence[int], budget: int) -> list[int]:
-    """How many tokens each running request runs in one step: 0 to its `pending` ones, which are not cached yet.
+    """How many tokens each running request runs in one step: 0 to its `pending` ones, which have pages to run in.
 
     Oldest first. 1 pending means: it decodes, and decodes always run. Prompts share what they leave of the budget, and
     get at least one token, so that a prompt behind any number of decodes still gets on.

@@ -19,6 +19,7 @@ from kvcache.replica.hints import ReplicaHints
 from kvcache.replica.keys import ExtraKeys
 from kvcache.replica.leases import PageLeases
 from kvcache.replica.pages_below import NO_SLOTS, PagesBelow, Slots
+from kvcache.replica.prefix_states import PrefixStates
 from kvcache.replica.rows import BlockRows, Ints, Pages, PromptCounter, Rows, as_rows, rows_at
 
 DigestsOf = Callable[[Ints, Ints, Ints], NDArray[np.uint64]]
@@ -72,6 +73,7 @@ class Replica:
         self.hints = ReplicaHints(self.pool, rows, self.hasher, params)
         self.tier = PagesBelow()
         self.further: FurtherTables | None = None  # of layers that keep other tokens; None: there are none
+        self.states: PrefixStates | None = None  # of recurrent layers, where these are cached
         self.log: EventLog | None = None  # what is written down for KV events; None: nobody asks
 
     @property
@@ -109,6 +111,8 @@ class Replica:
         self._named[row] = named
         self.hints.come(row, context, len(plan.hits))
         self.counter.admit(row, context.end_idx)
+        if self.states is not None:
+            self.states.reserved(context, plan.cached)
         return plan.new
 
     def pages_needed(self, context: Context, num_steps: int) -> int:
@@ -161,13 +165,17 @@ class Replica:
         hasher, index = hasher or self.hasher(row, context), self.pool.index
         kept = hasher.matches.get(index)
         if kept is not None and kept[:3] == (index.generation, first, last):
-            return first, kept[3]  # a waiting request is asked again and again: nothing was published or evicted since
-        digests = hasher.digests(context.tokens, first, last)
-        # Most lookups of a new prompt end at its first page.
-        pages = index.match(digests) if index.may_have(digests[0]) else np.zeros(0, np.int32)
-        if pages.size and self.further is not None:
-            pages = pages[: self.further.longest(first, digests[: len(pages)])]
-        hasher.matches[index] = (index.generation, first, last, pages)
+            pages = kept[3]  # a waiting request is asked again and again: nothing was published or evicted since
+        else:
+            digests = hasher.digests(context.tokens, first, last)
+            # Most lookups of a new prompt end at its first page.
+            pages = index.match(digests) if index.may_have(digests[0]) else np.zeros(0, np.int32)
+            if pages.size and self.further is not None:
+                pages = pages[: self.further.longest(first, digests[: len(pages)])]
+            hasher.matches[index] = (index.generation, first, last, pages)
+        if pages.size and self.states is not None:
+            of_pages, request_id = index.digests_of(pages), None if row is None else self.rows.request_ids[row]
+            pages = pages[: self.states.longest(request_id, first, of_pages)]
         return first, pages
 
     def fork(self, parent: int, row: int, child: Context, num_steps: int) -> list[tuple[int, int]] | None:

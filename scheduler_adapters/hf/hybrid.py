@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from kvcache import sizing
+from kvcache.arguments import whole
 from kvcache.errors import BlockTableMismatchError, InvalidParamsError
 from kvcache.layout import replica_fingerprint
 from kvcache.manager import PagedKVCacheManager
@@ -18,10 +19,12 @@ from kvcache.params import KVCacheParams
 from kvcache.replica.block_table import BlockTable, PageCopy, PendingImport
 from kvcache.replica.context import Context
 from kvcache.replica.copier import ImportProof
+from kvcache.replica.hashing import DIGEST_BYTES
 from kvcache.replica.imports import own_import
 from kvcache.replica.leases import PageLease
-from kvcache.types import RequestID
+from kvcache.types import Admission, RequestID
 from scheduler_adapters.errors import NoFreeStatePageError, StatePageError
+from scheduler_adapters.hf.kept_states import KeptStates
 from scheduler_adapters.hf.state_layout import StateShape
 from scheduler_adapters.hf.state_pages import StatePages
 
@@ -32,14 +35,23 @@ class HybridKVCacheManager(PagedKVCacheManager):
     A serving loop drives it as it drives the other one, whose arguments it takes after the shape of the recurrent
     layers; `num_layers` counts those that keep keys and values. What differs:
 
-    - No prefix caching: a state is of all tokens before it, so no page of keys and values can stand for it.
+    - A prefix is found as far as its pages are cached and a copy of the state after the last of them is: the newest one
+      that is left is copied into the request's state page. Copies are made by `step` where they pay (`KeptStates`), in
+      `state_copies` pages, twice `max_batch_size` where none are named, and evicted on their own, least recently used
+      first. `maybe_reserve` ends a chunk (`active_idx`) where a copy is to be made; a loop that runs it past that makes
+      none there. Hints and quotas are of the pages of tokens alone.
     - `block_table` has a second group, the state page. `import_block_table` takes such a table; the import's copier
       names both, `commit_import` and `cancel_import` are for both. So are leases.
-    - One replica: its state pages are of one set of devices. `max_batch_size` state pages come out of
-      `available_cache_memory`.
+    - One replica: its state pages are of one set of devices. `max_batch_size + state_copies` of them come out of
+      `available_cache_memory`: a state has as many bytes as some hundred or thousand tokens, so that pages of one size
+      for both would be found in steps as long.
+    - A state cannot go back: tokens that ran are not taken away again (speculative decoding), but the request may be
+      released, and then goes on from the newest copy.
 
-    Raises `InvalidParamsError` also where prefix caching is on, or there are several replicas, and `PoolTooSmallError`
-    where nothing is left beside the state pages.
+    `state_every_pages`: pages of tokens between two copies, whatever the prompts; 0: only where `KeptStates` says.
+
+    Raises `InvalidParamsError` also where there are several replicas, or with prefix caching a tier below the pages,
+    reuse of a part of a page, or events; and `PoolTooSmallError` where nothing is left beside the state pages.
     """
 
     def __init__(
@@ -51,21 +63,22 @@ class HybridKVCacheManager(PagedKVCacheManager):
         num_layers: int,
         devices: Sequence[torch.device | str],
         available_cache_memory: int,
+        state_copies: int | None = None,
+        state_every_pages: int = 0,
         **kwargs: Any,
     ) -> None:
         sizing.check_sizes(params, max_batch_size, max_seq_len, num_layers)  # before state pages are allocated
         sizing.check_devices(params, devices, here=True)
-        if params.enable_prefix_caching:
+        caching = params.enable_prefix_caching
+        _check_params(params)
+        copies = 2 * max_batch_size * caching if state_copies is None else whole("state_copies", state_copies, 0)
+        every = whole("state_every_pages", state_every_pages, 0)
+        if not caching and (copies or every):
             raise InvalidParamsError(
-                "enable_prefix_caching is set: the state of recurrent layers cannot be had from cached pages"
+                f"state_copies is {copies}, state_every_pages {every}: there are none, as enable_prefix_caching is off"
             )
-        if params.data_parallel_degree != 1:
-            raise InvalidParamsError(
-                f"data_parallel_degree is {params.data_parallel_degree}: a manager with state pages has one replica"
-            )
-        if params.groups:
-            raise InvalidParamsError("groups are given: a manager with state pages has one group of attention layers")
-        self.states = StatePages(state, max_batch_size, devices)
+        words = DIGEST_BYTES[params.hash_algorithm] // 8
+        self.states = StatePages(state, max_batch_size + copies, devices, words)
         self.further_groups = (self.states,)
         left = available_cache_memory - sum(tensor.nbytes for tensor in chain.from_iterable(self.states.tensors))
         super().__init__(
@@ -73,6 +86,9 @@ class HybridKVCacheManager(PagedKVCacheManager):
         )
         of_states = chain.from_iterable(kinds.values() for kinds in self.states.layouts)
         self.fingerprint = replica_fingerprint([*self.layouts, *of_states])
+        (replica,) = self._replicas.each
+        self._kept = KeptStates(self.states, replica, every)
+        replica.states = self._kept if caching else None
 
     def external_claim(self, request_id: RequestID, replica_idx: int | None = None) -> None:
         """As the base; takes a state page too. `NoFreeStatePageError`: transfers still write too many."""
@@ -86,7 +102,25 @@ class HybridKVCacheManager(PagedKVCacheManager):
     def release(self, request_id: RequestID) -> None:
         """As the base; gives the state page back too, unless a transfer still writes it or a lease holds it."""
         super().release(request_id)
+        self._kept.leave(request_id)
         self.states.release(request_id)
+
+    def admission(self, context: Context, num_steps: int = 1) -> Admission:
+        """As the base; a request fits where a state page is left for it, too."""
+        found = super().admission(context, num_steps)
+        return found if self.states.num_free else found._replace(fits=False)
+
+    def step(self, batch: Sequence[Context]) -> None:
+        """As the base; keeps copies of the states of requests that are at the end of a page, where these pay."""
+        gathered = self._claims.gather(batch, "step")
+        self._replicas.step(gathered)
+        if self.enable_prefix_caching:
+            self._kept.computed(gathered)
+
+    def reset_prefix_cache(self) -> None:
+        """As the base; forgets the copies of states too."""
+        super().reset_prefix_cache()
+        self.states.forget_copies()
 
     def fork(self, parent: Context, child: Context, num_steps: int = 1) -> bool:
         """As the base; copies the state too. `NoFreeStatePageError`: there is no page for it."""
@@ -128,7 +162,9 @@ class HybridKVCacheManager(PagedKVCacheManager):
         of_pages, source = _without_state(context, table)
         pending = super().import_block_table(context, of_pages, num_steps, partial=partial)
         if pending is not None:
-            page = self.states.begin_import(context.request_id)
+            had = context.start_idx
+            digest = self._kept.digest_at(context.request_id, had) if had else None
+            page = self.states.begin_import(context.request_id, digest)
             pending.wholes = ((source, page),)
             pending.on_free = functools.partial(self.states.cancel_import, page)
         return pending
@@ -152,8 +188,22 @@ class HybridKVCacheManager(PagedKVCacheManager):
     def check(self) -> None:
         """As the base, for the state pages too."""
         super().check()
+        self._kept.check()
         imports = self._replicas.each[0].imports.each
         self.states.check(self._claims.places, [page for pending in imports for _, page in pending.wholes])
+
+
+def _check_params(params: KVCacheParams) -> None:
+    """Refuse what does not go with state pages: `InvalidParamsError`."""
+    if params.data_parallel_degree != 1:
+        raise InvalidParamsError(
+            f"data_parallel_degree is {params.data_parallel_degree}: a manager with state pages has one replica"
+        )
+    if params.groups:
+        raise InvalidParamsError("groups are given: a manager with state pages has one group of attention layers")
+    for name in ("enable_kvcache_swapping_to_host", "partial_reuse_min_tokens", "kv_events"):
+        if getattr(params, name):
+            raise InvalidParamsError(f"{name} is given: pages of a model with recurrent states are not cached that way")
 
 
 def _without_state(context: Context, table: BlockTable) -> tuple[BlockTable, int]:

@@ -197,17 +197,11 @@ def kv_params_of(
 
     `group_layers`: layers that see a window or a chunk have block tables of their own, and give back what no query sees
     any more. Such pages are not handed over to other processes; without it, every page is kept until the end.
-    `enable_prefix_caching` None means: on, but for a model with recurrent layers. Its states cannot be had from cached
-    pages, so there True is an error. Raises `UnsupportedModelError`, or `InvalidParamsError` where heads cannot be
-    split.
+    `enable_prefix_caching` None means: on, but for a model with recurrent layers, whose cached states take memory of
+    their own. Raises `UnsupportedModelError`, or `InvalidParamsError` where heads cannot be split.
     """
     check_supported(config)
     recurrent = recurrent_layers_of(config)
-    if enable_prefix_caching and recurrent:
-        raise UnsupportedModelError(
-            f"{config.model_type}: enable_prefix_caching is set, but layer {recurrent[0]} is recurrent: "
-            "its state cannot be had from cached pages"
-        )
     text = text_config_of(config)
     heads = text.num_attention_heads
     return KVCacheParams(
@@ -242,11 +236,14 @@ def manager_for(
     return HybridKVCacheManager(state_shape_of(model), params, max_batch_size, max_seq_len, layers, devices, **kwargs)
 
 
-def state_bytes_of(model: PreTrainedModel, shards: int, requests: int) -> int:
-    """Bytes of the state pages that the manager of a hybrid model sets apart, on all shards; 0 for other models."""
+def state_bytes_of(model: PreTrainedModel, shards: int, pages: int) -> int:
+    """Bytes that so many state pages take out of a manager's budget, on all shards; 0 for models without.
+
+    A `HybridKVCacheManager` has a page for each request that may run, and, with prefix caching, `state_copies` more.
+    """
     if not recurrent_layers_of(model.config):
         return 0
-    return (requests + 1) * page_bytes(state_layouts(state_shape_of(model), shards))
+    return (pages + 1) * page_bytes(state_layouts(state_shape_of(model), shards))
 
 
 def eos_token_ids_of(model: PreTrainedModel) -> frozenset[int]:

@@ -1,8 +1,9 @@
 """State pages: what the recurrent layers of a hybrid model keep of a request, one page for each kind of state.
 
-`scheduler_adapters.hf.state_layout` says what lies in a page. A state cannot be had from another request's pages: it
-is of all tokens before, and of no page of them. So there is no prefix caching over states, and a preempted request
-computes its tokens again.
+`scheduler_adapters.hf.state_layout` says what lies in a page. A state is of all tokens before it, and is written over
+with each that follows: others can go on from it only where a copy was kept. Copies are pages of the same pool, found by
+the digest of the last page of their tokens, held by nobody, and evicted least recently used first: by other copies, and
+by requests that begin. Which states are kept is for `kept_states` to say.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError, UnknownRequestError
 from kvcache.layout import PageLayout
+from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.pages import PagePool
 from kvcache.storage import allocate_blocks
 from scheduler_adapters.errors import NoFreeStatePageError, StatePageError
@@ -33,11 +35,18 @@ class StatePages:
     not run on from the tokens that were told of it. What a request may do when is for the manager to check
     (`HybridKVCacheManager`).
 
-    There are `num_pages`, one for each request that may hold a state at a time, on a device for each shard. Raises
-    `InvalidParamsError` for shards that cannot share the heads, `PoolTooSmallError` where a device is too small.
+    There are `num_pages`, one for each request that may hold a state at a time and the rest for copies, on a device for
+    each shard. Copies are found by digests of `digest_words` words. Raises `InvalidParamsError` for shards that cannot
+    share the heads, `PoolTooSmallError` where a device is too small.
     """
 
-    def __init__(self, shape: StateShape, num_pages: int, devices: Sequence[torch.device | str] = ("cpu",)) -> None:
+    def __init__(
+        self,
+        shape: StateShape,
+        num_pages: int,
+        devices: Sequence[torch.device | str] = ("cpu",),
+        digest_words: int = 1,
+    ) -> None:
         self.num_pages = num_pages
         # Of each shard the page of each kind, and its memory, page after page; page 0 is nobody's.
         self.layouts = state_layouts(shape, len(devices))
@@ -53,21 +62,34 @@ class StatePages:
                 if kind == SSM_KIND:
                     view = view.view(*view.shape[:3], shape.head_dim, shape.d_state)
                 self._views.setdefault(kind, []).append((layout, view))
-        self._pool = PagePool(num_pages, digest_words=1)  # nothing is published: it has no digest
+        self._pool = PagePool(num_pages, digest_words)
         self._page_of: dict[str, int] = {}
         self._leased: dict[object, int] = {}  # by lease
+        self._before: dict[int, int] = {}  # of a page that a transfer writes the copy that it came from
+        self._passing: dict[str, Digests] = {}  # of a request the copy that its next one takes the place of
+        self.hits = 0  # requests that went on from a copy
         self._tokens = np.zeros(num_pages + 1, np.int64)
         self._told = np.zeros(num_pages + 1, np.int64)  # tokens of the state that a table named last
 
     @property
     def num_free(self) -> int:
-        """Pages that `allocate` can give."""
+        """Pages that `allocate` can give: those of copies count."""
         return self._pool.free_count
 
     @property
     def num_held(self) -> int:
         """Pages that a request or a lease holds, or that a transfer writes."""
         return self.num_pages - self.num_free
+
+    @property
+    def num_kept(self) -> int:
+        """Copies that can be found."""
+        return int(np.count_nonzero(self._pool.index.published))
+
+    @property
+    def evictions(self) -> int:
+        """Copies that were given up for another page."""
+        return self._pool.evictions
 
     # ---- who holds what
 
@@ -83,6 +105,7 @@ class StatePages:
         """Give the request's page back; it is free once no lease holds it, and no transfer writes it."""
         page = self.page_of(request_id)
         del self._page_of[request_id]
+        self._passing.pop(request_id, None)  # what it came to last stays, to be found
         self._pool.release(_one(page))
 
     def page_of(self, request_id: str) -> int:
@@ -101,29 +124,79 @@ class StatePages:
 
     def fork(self, parent: str, child: str) -> None:
         """Copy the parent's state into the child's page; both hold one."""
-        source, target = self.page_of(parent), self.page_of(child)
-        for tensor in chain.from_iterable(self.tensors):
-            tensor[target] = tensor[source]
-        self._tokens[target] = self._tokens[source]
+        self._copy(self.page_of(parent), self.page_of(child))
+
+    # ---- copies that others go on from
+
+    def longest(self, digests: Digests) -> int:
+        """Of pages of these digests, one after another, how many have a copy of the state after the last of them."""
+        there = np.flatnonzero(self._pool.index.find(digests) != NO_PAGE)
+        return int(there[-1]) + 1 if there.size else 0
+
+    def keep(self, request_id: str, digest: Digests, tokens: int, *, passing: bool) -> None:
+        """Keep a copy of the request's state, if it is that after `tokens` tokens and a page is left for it.
+
+        `digest`, `[1, words]`: of the last page of these tokens. `passing`: the copy goes with the request's next one.
+        """
+        page, pool = self.page_of(request_id), self._pool
+        if self._tokens[page] != tokens:
+            return
+        if (before := self._passing.pop(request_id, None)) is not None:
+            self._forget(before)
+        if self._found(digest) or not pool.free_count:
+            return
+        copy = pool.allocate_one()
+        self._copy(page, copy)
+        pool.index.publish(_one(copy), digest)
+        pool.release(_one(copy))
+        if passing:
+            self._passing[request_id] = digest
+
+    def resume(self, request_id: str, digest: Digests) -> None:
+        """Copy the state that is kept under `digest` into the request's page, where it goes on from."""
+        page, copy = self.page_of(request_id), self._found(digest)
+        if not copy:
+            raise InvariantError(f"request {request_id!r}: the state that it was to go on from is not kept")
+        self._copy(copy, page)
+        self.hits += 1
+
+    def forget_copies(self) -> None:
+        """Give up every copy."""
+        self._pool.forget_idle()
+        self._passing.clear()
 
     # ---- pages that a transfer fills
 
-    def begin_import(self, request_id: str) -> int:
-        """The request's page, which belongs to a transfer from now on; the request cannot run."""
+    def begin_import(self, request_id: str, digest: Digests | None = None) -> int:
+        """The request's page, which belongs to a transfer from now on; the request cannot run.
+
+        `digest`: of the copy that the page has, where it has one. It is kept until nothing writes the page any more.
+        """
         page = self.page_of(request_id)
         self._pool.add_writer(_one(page))
+        if digest is not None and (copy := self._found(digest)):
+            self._pool.hold(_one(copy))
+            self._before[page] = copy
         return page
 
     def commit_import(self, request_id: str, tokens: int) -> None:
         """Every byte of the page has arrived: it is the state after `tokens` tokens."""
         page = self.page_of(request_id)
-        self._pool.drop_writer(_one(page))
+        self._end_import(page)
         self._tokens[page] = tokens
 
     def cancel_import(self, page: int) -> None:
-        """Nothing writes the page any more: it is as allocated, or free if its request is gone."""
+        """Nothing writes the page any more: it is as before the import, or free if its request is gone."""
+        if copy := self._before.get(page):
+            self._copy(copy, page)
+        else:
+            self._reset(page)
+        self._end_import(page)
+
+    def _end_import(self, page: int) -> None:
         self._pool.drop_writer(_one(page))
-        self._reset(page)
+        if copy := self._before.pop(page, None):
+            self._pool.release(_one(copy))
 
     # ---- pages that others read
 
@@ -142,6 +215,11 @@ class StatePages:
         """A table has named the request's state as it is now: while it is leased it stays so."""
         self._told[self.page_of(request_id)] = self.tokens_of(request_id)
 
+    def is_promised(self, request_id: str) -> bool:
+        """Whether others were told of the request's state as it is, under a lease: nothing may be written over it."""
+        page = self.page_of(request_id)
+        return 0 < self._tokens[page] == self._told[page] and self._pool.holders[page] > 1
+
     # ---- what a model reads and writes
 
     def pages_at(self, request_ids: Sequence[str], tokens: Sequence[int]) -> torch.Tensor:
@@ -159,7 +237,7 @@ class StatePages:
                     f"request {request_id!r} runs from token {start}, its state has taken up {has}: "
                     "release it and run it from its first token"
                 )
-            if has and self._told[page] == has and self._pool.holders[page] > 1:
+            if self.is_promised(request_id):
                 raise StatePageError(
                     f"request {request_id!r}: its state after {has} tokens is leased, running on would write over it: "
                     "end the lease, or release the request and run it from its first token"
@@ -209,7 +287,7 @@ class StatePages:
         """
         if wrong := set(request_ids).symmetric_difference(self._page_of):
             raise InvariantError(f"state pages and rows are not of the same requests: {sorted(wrong)}")
-        held = [*self._page_of.values(), *self._leased.values()]
+        held = [*self._page_of.values(), *self._leased.values(), *self._before.values()]
         holders, writers = (
             np.bincount(np.array(pages, np.int64), minlength=self.num_pages + 1) for pages in (held, written)
         )
@@ -219,6 +297,33 @@ class StatePages:
             raise InvariantError(f"state pages: {error}") from error
         if any(tensor[0].any() for tensor in chain.from_iterable(self.tensors)):
             raise InvariantError("state page 0, which is nobody's, was written")
+        own, published = np.array([*self._page_of.values()], np.int64), self._pool.index.published
+        for page in own[published[own]][:1]:
+            raise InvariantError(f"state page {page} is found by others, and a request writes to it")
+        for page in np.flatnonzero(published & (self._tokens == 0))[:1]:
+            raise InvariantError(f"state page {page} is found by others, and has taken up no token")
+        if not self._passing.keys() <= self._page_of.keys():
+            raise InvariantError(f"a copy goes with the next one of {sorted(self._passing)}, not all of them run")
+
+    def _copy(self, source: int, target: int) -> None:
+        for tensor in chain.from_iterable(self.tensors):
+            tensor[target] = tensor[source]
+        self._tokens[target] = self._tokens[source]
+
+    def _found(self, digest: Digests) -> int:
+        """The copy of this digest, which is used now; `NO_PAGE` where there is none."""
+        copy = int(self._pool.index.find(digest)[0])
+        if copy != NO_PAGE:
+            self._pool.hold(_one(copy))
+            self._pool.release(_one(copy))
+        return copy
+
+    def _forget(self, digest: Digests) -> None:
+        """The copy of this digest, if there is one, is not found any more; its page is free."""
+        if copy := self._found(digest):
+            self._pool.hold(_one(copy))
+            self._pool.index.withdraw_one(copy)
+            self._pool.release(_one(copy))
 
     def _reset(self, page: int) -> None:
         for tensor in chain.from_iterable(self.tensors):

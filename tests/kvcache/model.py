@@ -113,11 +113,7 @@ class ModelReplica:
         if active - start > 1:
             if self.host:
                 self.host.drop({name}, arrived=True)
-            for page in range(held.committed, (len(tokens) - 1) // self.page_size):
-                found = self.page_of.get(self.content(tokens, named, page))
-                if found is None:
-                    break
-                hits.append(found)
+            hits = self.found(name, tokens, named)
         first, end = held.committed, held.committed + len(hits)
         restored = self.in_host(tokens, named, max(end, start // self.page_size)) if active - start > 1 else []
         cached = end if not restored else max(end, start // self.page_size) + len(restored)
@@ -141,6 +137,16 @@ class ModelReplica:
         held.committed = end
         held.pages += [self._take() for _ in range(fresh)]
         return start
+
+    def found(self, name: str, tokens: list[int], named: Named) -> list[int]:
+        """The published pages that the request can go on with."""
+        hits: list[int] = []
+        for page in range(self.requests[name].committed, (len(tokens) - 1) // self.page_size):
+            found = self.page_of.get(self.content(tokens, named, page))
+            if found is None:
+                break
+            hits.append(found)
+        return hits
 
     def in_host(self, tokens: list[int], named: Named, first: int) -> list[Content]:
         """The contents from page `first` on that the host has, without a gap."""

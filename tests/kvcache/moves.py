@@ -77,25 +77,13 @@ class Leased:
 class Moves:
     """A manager, its model, and the requests that are claimed."""
 
-    pages, layers, host_slots = PAGES, 1, HOST_SLOTS
+    pages, layers, host_slots, most_replicas = PAGES, 1, HOST_SLOTS, 2
 
     def __init__(self, chooser: Chooser, params: dict[str, Any] | None = None) -> None:
         self.choose = chooser
-        dp, self.caching = chooser.integer(1, 2), chooser.integer(0, 4) > 0
+        dp, self.caching = chooser.integer(1, self.most_replicas), chooser.integer(0, 4) > 0
         slots = chooser.pick(self.host_slots) if self.caching else 0
-        self.manager = manager_of(
-            self.pages,
-            page_size=PAGE_SIZE,
-            rows=ROWS,
-            max_seq_len=LONGEST,
-            layers=self.layers,
-            dp=dp,
-            caching=self.caching,
-            checks=False,
-            dtype=torch.int64,
-            host_slots=slots,
-            params=params,
-        )
+        self.manager = self.build(dp, slots, params)
         self.host = ModelHost(slots) if slots else None
         # Copies to the host wait for the clock, which no model foretells: here they are made at once, or never unless
         # an eviction asks for them.
@@ -111,6 +99,21 @@ class Moves:
         self.leases: list[Leased] = []
         self.seen: Counter[str] = Counter()
         self.made = 0
+
+    def build(self, dp: int, slots: int, params: dict[str, Any] | None) -> PagedKVCacheManager:
+        return manager_of(
+            self.pages,
+            page_size=PAGE_SIZE,
+            rows=ROWS,
+            max_seq_len=LONGEST,
+            layers=self.layers,
+            dp=dp,
+            caching=self.caching,
+            checks=False,
+            dtype=torch.int64,
+            host_slots=slots,
+            params=params,
+        )
 
     def model(self) -> ModelReplica:
         return ModelReplica(PAGES, PAGE_SIZE, self.host)

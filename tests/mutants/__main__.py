@@ -29,6 +29,7 @@ from tests.mutants.of_plan import PLAN
 from tests.mutants.of_scheduler_adapters import SCHEDULER_ADAPTERS
 from tests.mutants.of_scheduler_adapters_edges import SCHEDULER_ADAPTERS_EDGES
 from tests.mutants.of_scheduler_adapters_sglang import SCHEDULER_ADAPTERS_SGLANG
+from tests.mutants.of_states import STATES
 from tests.mutants.of_transfer import TRANSFER
 from tests.mutants.of_transfer_plan import TRANSFER_PLAN
 from tests.mutants.tree import Run, Tree
@@ -37,6 +38,7 @@ MODULES: tuple[Module, ...] = (
     *KVCACHE,
     *KVCACHE_GROUPS,
     *KVCACHE_TIERS,
+    *STATES,
     *EVENTS,
     *TRANSFER,
     *TRANSFER_PLAN,

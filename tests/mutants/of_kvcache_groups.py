@@ -90,9 +90,9 @@ KVCACHE_GROUPS: tuple[Module, ...] = (
         ["tests/scheduler_adapters/hf/test_groups.py"],
         [
             Mutation(
-                "ServingLoop._pending",
-                "context.active_idx if self._has_windows else context.end_idx",
-                "context.end_idx",
+                "ServingLoop.step",
+                "[entry.context.active_length for entry in running]",
+                "[entry.context.end_idx - entry.context.start_idx for entry in running]",
             ),
             Mutation("ServingLoop._choose_chunk", "self._has_windows and", "False and"),
         ],

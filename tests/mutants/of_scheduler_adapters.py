@@ -344,7 +344,7 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
             Mutation("StatePages.begin_import", "self._pool.add_writer(_one(page))", "pass"),
             Mutation("StatePages.lease", "self._pool.hold(_one(page))", "pass"),
             Mutation("StatePages.pages_at", "if has != start:", "if has < start:"),
-            Mutation("StatePages.fork", "self._tokens[target] = self._tokens[source]", "pass"),
+            Mutation("StatePages._copy", "self._tokens[target] = self._tokens[source]", "pass"),
             Mutation("StatePages.cancel_import", "self._reset(page)", "pass"),
             Mutation(
                 "StatePages.beside",

@@ -23,16 +23,24 @@ class Unwalked(OrderedDict[str, Any]):
 
 
 def new_manager(
-    model: Any, pages: int, page_size: int = 16, rows: int = 8, max_seq_len: int = 4096, **params: Any
+    model: Any,
+    pages: int,
+    page_size: int = 16,
+    rows: int = 8,
+    max_seq_len: int = 4096,
+    states: dict[str, int] | None = None,
+    **params: Any,
 ) -> Any:
-    """The manager that the model needs, with so many pages of tokens in each replica, and state pages beside them."""
+    """The manager that the model needs, with so many pages of tokens in each replica, and state pages beside them.
+
+    `states`: what a manager with state pages is told of copies.
+    """
     cache = kv_params_of(model.config, page_size=page_size, **params)
     memory = pages * page_size * cache.bytes_per_token(num_layers_of(model.config)) * cache.data_parallel_degree
-    memory += state_bytes_of(model, cache.n_devices, rows)
+    memory += state_bytes_of(model, cache.n_devices, rows + (states or {}).get("state_copies", 0))
     devices = ["cpu"] * cache.n_devices
-    return manager_for(
-        model, cache, rows, max_seq_len, devices, available_cache_memory=memory, enable_runtime_checks=True
-    )
+    options = {"available_cache_memory": memory, "enable_runtime_checks": True, **(states or {})}
+    return manager_for(model, cache, rows, max_seq_len, devices, **options)
 
 
 def new_loop(model: Any, pages: int = 200, budget: int = 64, **manager: Any) -> ServingLoop:

@@ -18,6 +18,7 @@ from kvcache.errors import (
     PoolTooSmallError,
     UnknownRequestError,
 )
+from kvcache.kv_events import KVEvents
 from kvcache.manager import PagedKVCacheManager
 from kvcache.replica.context import TextContext
 from scheduler_adapters.errors import StatePageError, UnsupportedModelError
@@ -334,21 +335,27 @@ def test_requests_wait_for_a_row_and_its_state_page(model: Any, expected: list[l
     assert_nothing_held(loop.manager)
 
 
-def test_prefix_caching_and_replicas_are_refused_with_the_reason(model: Any) -> None:
-    with pytest.raises(UnsupportedModelError, match="layer 0 is recurrent.*cached pages"):
-        kv_params_of(model.config, enable_prefix_caching=True)
+def test_what_does_not_go_with_states_is_refused_with_the_reason(model: Any) -> None:
     assert not kv_params_of(model.config).enable_prefix_caching
+    assert kv_params_of(model.config, enable_prefix_caching=True).enable_prefix_caching
     shape = state_shape_of(model)
     params = {"dtype": torch.float32, "n_kv_heads": 2, "head_dim": 16, "page_size": PAGE}
+    caching = {"enable_prefix_caching": True}
+    host = {"enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": 1.0}
     for wrong, message in (
-        ({"enable_prefix_caching": True}, "enable_prefix_caching is set"),
         ({"data_parallel_degree": 2, "n_devices": 2}, "data_parallel_degree is 2"),
+        ({**caching, **host}, "enable_kvcache_swapping_to_host is given"),
+        ({**caching, "partial_reuse_min_tokens": 2}, "partial_reuse_min_tokens is given"),
+        ({**caching, "kv_events": KVEvents("tcp://127.0.0.1:0")}, "kv_events is given"),
     ):
         cache = type(kv_params_of(model.config))(**params, **wrong)
         with pytest.raises(InvalidParamsError, match=message):
             HybridKVCacheManager(shape, cache, 4, 128, 2, ["cpu"] * cache.n_devices, 1 << 20)
+    cache = type(cache)(**params)
     with pytest.raises(InvalidParamsError, match="max_batch_size is 0"):
-        HybridKVCacheManager(shape, type(cache)(**params), 0, 128, 2, ["cpu"], 1 << 20)
+        HybridKVCacheManager(shape, cache, 0, 128, 2, ["cpu"], 1 << 20)
+    with pytest.raises(InvalidParamsError, match="state_every_pages 2: .* enable_prefix_caching is off"):
+        HybridKVCacheManager(shape, cache, 4, 128, 2, ["cpu"], 1 << 20, state_every_pages=2)
 
 
 def test_state_pages_are_part_of_the_budget(model: Any) -> None:

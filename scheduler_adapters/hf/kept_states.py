@@ -1,0 +1,73 @@
+"""`KeptStates`: after which tokens a request's recurrent state is kept for others, and who goes on from one.
+
+A state is worth its memory where another request comes by: at the end of a prompt's last full page, for who asks the
+same again; where a prompt leaves what others had in common with it, for the next of them; after the last full page that
+a request came to, for the next turn of its conversation; and each `every` pages, if that is asked for. A prompt runs
+in chunks that end there, as only then its state is that of these tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvcache.errors import InvariantError
+from kvcache.pool.index import Digests
+from kvcache.replica.batch import Gathered
+from kvcache.replica.context import Context
+from kvcache.replica.replica import Replica
+from scheduler_adapters.hf.state_pages import StatePages
+
+
+class KeptStates:
+    """The rule for one replica, over the copies in `pages`. `every`: pages of tokens between two copies, 0 for none."""
+
+    def __init__(self, pages: StatePages, replica: Replica, every: int) -> None:
+        self._pages, self._replica = pages, replica
+        self._spacing = every * replica.page_size
+        self._shared: dict[str, int] = {}  # tokens of each request whose pages were found when it looked last
+        self._ends: dict[str, tuple[int, ...]] = {}  # tokens after which chunks of its prompt end
+
+    def longest(self, request_id: str | None, first: int, digests: Digests) -> int:
+        """As `PrefixStates.longest`: up to the newest copy. None for a state that others were promised."""
+        if request_id is not None:
+            self._shared[request_id] = (first + len(digests)) * self._replica.page_size
+            if self._pages.is_promised(request_id):
+                return 0
+        return self._pages.longest(digests)
+
+    def reserved(self, context: Context, cached: int) -> None:
+        """As `PrefixStates.reserved`: what was found comes into the request's page, and its chunk is cut."""
+        request_id, start, active = context.request_id, context.start_idx, context.active_idx
+        if cached:
+            self._pages.resume(request_id, self.digest_at(request_id, cached))
+        if request_id not in self._ends:
+            last = context.current_length - 1
+            self._ends[request_id] = (self._shared.get(request_id, 0), last - last % self._replica.page_size)
+        ends = [*self._ends[request_id], start - start % self._spacing + self._spacing if self._spacing else 0]
+        if later := [end for end in ends if start < end < active]:
+            context.set_token_indices(active_idx=min(later))
+
+    def computed(self, gathered: Gathered) -> None:
+        """Keep the states of those requests of a step that are at the end of a page now."""
+        size, rows = self._replica.page_size, self._replica.rows
+        at = np.flatnonzero((gathered.starts % size == 0) & (gathered.starts > 0))
+        for row, tokens in zip(gathered.rows[at].tolist(), gathered.starts[at].tolist(), strict=True):
+            request_id = rows.request_ids[row] or ""
+            stays = tokens in self._ends.get(request_id, ()) or (self._spacing and tokens % self._spacing == 0)
+            self._pages.keep(request_id, self.digest_at(request_id, tokens), tokens, passing=not stays)
+
+    def digest_at(self, request_id: str, tokens: int) -> Digests:
+        """The digest of a request's first `tokens` tokens, whose pages are published: `[1, words]`."""
+        rows, column = self._replica.rows, tokens // self._replica.page_size - 1
+        page = rows.table[rows.row_of[request_id], column : column + 1]
+        return self._replica.pool.index.digests_of(page)
+
+    def leave(self, request_id: str) -> None:
+        """The request is released."""
+        self._shared.pop(request_id, None)
+        self._ends.pop(request_id, None)
+
+    def check(self) -> None:
+        """Raise `InvariantError` where something is known of a request that is not claimed."""
+        if odd := (self._shared.keys() | self._ends.keys()) - self._replica.rows.row_of.keys():
+            raise InvariantError(f"ends of chunks are known of {sorted(odd)}, which are not claimed")

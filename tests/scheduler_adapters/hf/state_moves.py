@@ -1,0 +1,181 @@
+"""The random moves with recurrent states: the model keeps copies of states as contents, least recently used first.
+
+Written from the contract: a prefix is found up to the last page after which there is a copy, chunks of a prompt end
+where copies are made, and a copy of a place that a request only passes goes with its next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
+from scheduler_adapters.hf.hybrid import HybridKVCacheManager
+from scheduler_adapters.hf.state_layout import StateShape, page_bytes, state_layouts
+from tests.kvcache.kv import Run, kv_of
+from tests.kvcache.model import Content, ModelReplica, Named
+from tests.kvcache.moves import LONGEST, PAGE_SIZE, ROWS, Chooser, Moves
+
+SHAPE = StateShape(2, 2, 1, 1, 1, 2, torch.int64, torch.int64)
+
+
+class StateReplica(ModelReplica):
+    def __init__(self, num_pages: int, copies: int, every: int) -> None:
+        super().__init__(num_pages, PAGE_SIZE)
+        self.state_pages, self.spacing = ROWS + copies, every * PAGE_SIZE
+        self.kept: list[Content] = []  # least recently used first
+        self.passing: dict[str, Content] = {}
+        self.shared: dict[str, int] = {}
+        self.ends: dict[str, set[int]] = {}
+        self.hits = self.shortened = self.state_evictions = self.replaced = 0
+
+    def found(self, name: str, tokens: list[int], named: Named) -> list[int]:
+        pages, first = super().found(name, tokens, named), self.requests[name].committed
+        longest = len(pages)
+        if pages:
+            self.shared[name] = (first + longest) * PAGE_SIZE
+        while pages and self.content(tokens, named, first + len(pages) - 1) not in self.kept:
+            pages.pop()
+        self.shortened += len(pages) < longest
+        return pages
+
+    def reserve(self, name: str, tokens: list[int], named: Named, start: int, active: int, steps: int) -> int | None:
+        came = super().reserve(name, tokens, named, start, active, steps)
+        if came is None or active - start == 1:
+            return came
+        if came > start:
+            self.touch(self.content(tokens, named, came // PAGE_SIZE - 1))
+            self.hits += 1
+        last = len(tokens) - 1
+        self.ends.setdefault(name, {self.shared.get(name, 0), last - last % PAGE_SIZE})
+        return came
+
+    def end_of_chunk(self, name: str, start: int, active: int) -> int:
+        """Where a chunk that would run up to `active` ends."""
+        spaced = range(0, active, self.spacing) if self.spacing else ()
+        return min((end for end in (*self.ends[name], *spaced) if start < end < active), default=active)
+
+    def touch(self, content: Content) -> None:
+        self.kept.remove(content)
+        self.kept.append(content)
+
+    def make_room(self) -> bool:
+        """Whether there is a page for one more copy, or a request that was claimed just now has one."""
+        if len(self.requests) + len(self.kept) < self.state_pages:
+            return True
+        if self.kept:
+            self.kept.pop(0)
+            self.state_evictions += 1
+            return True
+        return False
+
+    def claimed(self) -> None:
+        while len(self.requests) + len(self.kept) > self.state_pages:
+            self.kept.pop(0)
+            self.state_evictions += 1
+
+    def step(self, name: str, tokens: list[int], named: Named, start: int) -> tuple[int, list[int]]:
+        done = super().step(name, tokens, named, start)
+        if start % PAGE_SIZE or not start:
+            return done
+        content, before = self.content(tokens, named, start // PAGE_SIZE - 1), self.passing.pop(name, None)
+        if before in self.kept:
+            self.kept.remove(before)
+            self.replaced += 1
+        if content in self.kept:
+            self.touch(content)
+        elif self.make_room():
+            self.kept.append(content)
+            if start not in self.ends.get(name, ()) and (not self.spacing or start % self.spacing):
+                self.passing[name] = content
+        return done
+
+    def fork(self, parent: str, child: str, computed: int, length: int) -> bool:
+        done = super().fork(parent, child, computed, length)
+        self.claimed()
+        return done
+
+    def release(self, name: str) -> None:
+        super().release(name)
+        for of_requests in (self.passing, self.shared, self.ends):
+            of_requests.pop(name, None)
+
+    def reset(self) -> None:
+        super().reset()
+        self.kept.clear()
+        self.passing.clear()
+
+
+class StateMoves(Moves):
+    """A manager with state pages beside its model. A state is a number that depends on all tokens before it."""
+
+    host_slots, most_replicas = (0,), 1
+    manager: HybridKVCacheManager
+
+    def __init__(self, chooser: Chooser, params: dict[str, Any] | None = None) -> None:
+        self.copies, self.every = chooser.pick((0, 1, 2, 4, 8)), chooser.pick((0, 0, 1, 2))
+        super().__init__(chooser, params)
+
+    def build(self, dp: int, slots: int, params: dict[str, Any] | None) -> PagedKVCacheManager:  # noqa: ARG002 - of one replica
+        copies, every = (self.copies, self.every) if self.caching else (0, 0)
+        cache = KVCacheParams(torch.int64, 1, 2, enable_prefix_caching=self.caching, page_size=PAGE_SIZE)
+        memory = self.pages * PAGE_SIZE * cache.bytes_per_token(self.layers)
+        memory += (ROWS + copies + 1) * page_bytes(state_layouts(SHAPE, 1))
+        return HybridKVCacheManager(
+            SHAPE, cache, ROWS, LONGEST, self.layers, ["cpu"], memory, state_copies=copies, state_every_pages=every
+        )
+
+    def model(self) -> ModelReplica:
+        return StateReplica(self.pages, self.copies, self.every)
+
+    @property
+    def states(self) -> StateReplica:
+        (model,) = self.models
+        assert isinstance(model, StateReplica)
+        return model
+
+    def claim(self) -> bool:
+        done = super().claim()
+        if self.caching:
+            self.states.claimed()
+        return done
+
+    def lease(self) -> bool:
+        return False  # a state that was told under a lease is not run on: tested where the leases are
+
+    def reserve_one(self, context: TextContext, steps: int) -> bool:
+        start, length, refused = context.start_idx, context.active_length, self.seen["refused"]
+        before = context.active_idx
+        asked = super().reserve_one(context, steps)
+        if asked and self.caching and length > 1 and self.seen["refused"] == refused:
+            now = context.start_idx
+            active = before if now < before else min(context.end_idx, now + length)
+            wanted = self.states.end_of_chunk(context.request_id, now, active)
+            assert context.active_idx == wanted, f"a chunk from {now} (was {start}) ends at {context.active_idx}"
+            self.seen["cut"] += wanted < active
+        return asked
+
+    def compute(self, batch: Sequence[TextContext], runs: Sequence[Run]) -> None:
+        super().compute(batch, runs)
+        states = self.manager.states
+        pages = states.pages_at([run.request_id for run in runs], [run.start for run in runs])
+        for page, run in zip(pages.tolist(), runs, strict=True):
+            values = kv_of(run.tokens, run.named, "state")
+            wanted = int(values[run.start - 1]) if run.start else 0
+            for tensor in states.tensors[0]:
+                assert (tensor[page] == wanted).all(), f"{run.request_id}: another state after {run.start} tokens"
+                tensor[page] = int(values[run.active - 1])
+        states.advance(pages, [run.active for run in runs])
+
+    def same_books(self) -> None:
+        super().same_books()
+        ours, theirs = self.manager.states, self.states
+        assert ours.num_held == len(theirs.requests)
+        if self.caching:
+            assert (ours.num_kept, ours.evictions, ours.hits) == (
+                len(theirs.kept),
+                theirs.state_evictions,
+                theirs.hits,
+            )

@@ -1,0 +1,287 @@
+"""Recurrent states that are kept for others: which, who goes on from them, and that the tokens are the model's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kvcache.errors import InvariantError
+from kvcache.replica.context import TextContext
+from scheduler_adapters.errors import StatePageError
+from scheduler_adapters.hf.runner import HFRunner, reference_tokens
+from scheduler_adapters.hf.tiny import ByteTokenizer
+from scheduler_adapters.loop import Request, ServingLoop
+from tests.kvcache.build import proven
+from tests.scheduler_adapters.conftest import HYBRIDS
+from tests.scheduler_adapters.serving import assert_nothing_held, new_manager, requests_of, serve, tokens_of
+
+PAGE, NEW = 8, 20
+SYSTEM = ByteTokenizer().encode("What all of these prompts begin with. ")
+ENDS = ("Who wrote it?", "And who read it, some time later?", "x", "Was it long?")
+PROMPTS = [[*SYSTEM, *ByteTokenizer().encode(text)[1:]] for text in ENDS]
+
+
+@pytest.fixture(scope="module", params=HYBRIDS)
+def each_model(request: pytest.FixtureRequest, make_model: Callable[..., Any]) -> Any:
+    return make_model(request.param)
+
+
+@pytest.fixture(scope="module")
+def model(make_model: Callable[..., Any]) -> Any:
+    return make_model("bamba")
+
+
+def cached_loop(
+    model: Any, budget: int = 64, pages: int = 200, shards: int = 1, rows: int = 8, copies: int = 16, every: int = 0
+) -> ServingLoop:
+    states = {"state_copies": copies, "state_every_pages": every}
+    manager = new_manager(model, pages, PAGE, rows, states=states, n_devices=shards, enable_prefix_caching=True)
+    return ServingLoop(manager, HFRunner(model, manager.states), token_budget=budget)
+
+
+def states_of(loop: ServingLoop) -> Any:
+    return loop.manager.states  # type: ignore[attr-defined]
+
+
+def served(loop: ServingLoop, prompt: list[int], new: int = NEW, name: str = "r") -> tuple[list[int], int]:
+    """The tokens of one request, and how many of its prompt were cached."""
+    before = loop.manager.metrics.cache_tokens
+    (tokens,) = tokens_of(serve(loop, [Request(name, prompt, new)]))
+    return [int(token or 0) for token in tokens], loop.manager.metrics.cache_tokens - before
+
+
+def full(tokens: int) -> int:
+    return tokens - tokens % PAGE
+
+
+@pytest.mark.parametrize(("budget", "shards"), [(64, 1), (7, 2)])
+def test_tokens_equal_and_prefixes_are_found_where_they_pay(each_model: Any, budget: int, shards: int) -> None:
+    expected = [reference_tokens(each_model, prompt, NEW) for prompt in PROMPTS]
+    loop = cached_loop(each_model, budget, shards=shards)
+    found = [served(loop, prompt) for prompt in PROMPTS[:3]]
+    assert [tokens for tokens, _ in found] == expected[:3]
+    # Nobody knew that the second would share the first one's pages; the third finds the state where the second left.
+    assert [cached for _, cached in found] == [0, 0, full(len(SYSTEM))]
+    assert served(loop, PROMPTS[0]) == (expected[0], full(len(PROMPTS[0]) - 1))
+    turn = [*PROMPTS[0], *expected[0], 1, 2, 3]
+    assert served(loop, turn) == (reference_tokens(each_model, turn, NEW), full(len(PROMPTS[0]) + NEW - 1))
+    assert states_of(loop).hits == 3
+    assert_nothing_held(loop.manager)
+
+
+def test_tokens_equal_when_requests_run_together_and_give_way(each_model: Any) -> None:
+    prompts = [[at, *prompt] for at, prompt in enumerate(PROMPTS)]
+    expected = [reference_tokens(each_model, prompt, NEW) for prompt in prompts]
+    loop = cached_loop(each_model, budget=16, pages=15, copies=4)
+    assert tokens_of(serve(loop, requests_of(prompts, NEW))) == expected
+    assert loop.preemptions
+    assert_nothing_held(loop.manager)
+
+
+def test_a_request_that_gave_way_goes_on_from_its_newest_state(model: Any) -> None:
+    loop = cached_loop(model)
+    loop.add(Request("r", PROMPTS[0], NEW))
+    outputs = [output for _ in range(NEW // 2) for output in loop.step()]
+    loop._preempt(loop._running["r"])
+    outputs += loop.step()
+    assert states_of(loop).hits == 1
+    assert loop.manager.metrics.cache_tokens == full(len(PROMPTS[0]) + NEW // 2 - 2)
+    while loop.has_work:
+        outputs += loop.step()
+    assert [output.token for output in outputs] == reference_tokens(model, PROMPTS[0], NEW)
+
+
+def test_tokens_equal_after_a_hit_and_a_fork(each_model: Any) -> None:
+    loop = cached_loop(each_model, rows=2)
+    served(loop, PROMPTS[0])
+    manager, runner = loop.manager, loop.runner
+    parent = TextContext(PROMPTS[0], 4096, "parent")
+    manager.external_claim("parent")
+    contexts = [parent]
+    for step in range(NEW):
+        assert all(manager.maybe_reserve(context) for context in contexts)
+        tokens = runner.run(contexts, manager.fetch(contexts))
+        for context, token in zip(contexts, tokens, strict=True):
+            context.update(token)
+        manager.step(contexts)
+        if step == 5:
+            contexts.append(parent.fork("child"))
+            assert manager.fork(parent, contexts[1])  # type: ignore[attr-defined]
+    for context in contexts:
+        assert context.tokens[len(PROMPTS[0]) :].tolist() == reference_tokens(each_model, PROMPTS[0], NEW)
+        manager.release(context.request_id)
+    assert_nothing_held(manager)
+
+
+def test_the_oldest_copies_go_first_and_requests_that_begin_take_their_pages(model: Any) -> None:
+    loop = cached_loop(model, rows=1, copies=2)
+    states = states_of(loop)
+    for at in range(3):
+        served(loop, [at, *PROMPTS[0]], 1)
+    assert (states.num_kept, states.evictions) == (2, 1)
+    assert served(loop, [0, *PROMPTS[0]], 1)[1] == 0
+    assert (states.num_kept, states.evictions) == (2, 2)
+    assert served(loop, [2, *PROMPTS[0]], 1)[1]
+    assert_nothing_held(loop.manager)
+
+
+def test_one_copy_goes_along_with_a_request_that_decodes(model: Any) -> None:
+    loop = cached_loop(model)
+    prompt = PROMPTS[0][: 2 * PAGE]
+    answer, _ = served(loop, prompt, 5 * PAGE)
+    assert len(answer) > PAGE
+    assert states_of(loop).num_kept == 2  # of the prompt's last page before its last token, and of the answer's last
+    assert states_of(loop).evictions == 0
+    assert served(loop, [*prompt, *answer, 1], 1)[1] == full(len(prompt) + len(answer) - 1)
+
+
+def test_copies_are_made_at_a_spacing(model: Any) -> None:
+    loop = cached_loop(model, every=2)
+    prompt = (SYSTEM * 3)[: 7 * PAGE]
+    served(loop, prompt, 1)
+    assert states_of(loop).num_kept == 3 + 1  # after pages 2, 4 and 6, and the prompt's last
+    for shared in (1, 2, 3, 5):
+        assert served(loop, [*prompt[: shared * PAGE], 7, 7], 1)[1] == shared // 2 * 2 * PAGE
+
+
+def test_without_a_copy_nothing_is_found_and_nothing_is_lost(model: Any) -> None:
+    loop = cached_loop(model, rows=1, copies=0)
+    expected = reference_tokens(model, PROMPTS[0], NEW)
+    assert served(loop, PROMPTS[0]) == (expected, 0)
+    assert served(loop, PROMPTS[0]) == (expected, 0)  # the one page left is the request's own
+    assert_nothing_held(loop.manager)
+
+
+def test_a_reset_forgets_the_states_too(model: Any) -> None:
+    loop = cached_loop(model)
+    served(loop, PROMPTS[0])
+    loop.manager.reset_prefix_cache()  # type: ignore[attr-defined]
+    assert states_of(loop).num_kept == 0
+    assert served(loop, PROMPTS[0])[1] == 0
+
+
+def test_salts_share_no_state(model: Any) -> None:
+    loop = cached_loop(model)
+    served(loop, PROMPTS[0])
+    serve(loop, [Request("r", PROMPTS[0], NEW, cache_salt="other")])
+    assert states_of(loop).hits == 0
+
+
+def test_tokens_that_ran_are_not_taken_away_again(model: Any) -> None:
+    loop = cached_loop(model)
+    manager, runner = loop.manager, loop.runner
+    context = TextContext(PROMPTS[0], 4096, "r")
+    manager.external_claim("r")
+    while context.end_idx < len(PROMPTS[0]) + 3:
+        assert manager.maybe_reserve(context)
+        token = runner.run([context], manager.fetch([context]))[0]
+        context.update(token)
+        manager.step([context])
+    end = context.end_idx - 2
+    context.set_token_indices(start_idx=end - 1, active_idx=end, end_idx=end)
+    assert manager.maybe_reserve(context)
+    with pytest.raises(StatePageError, match=r"'r' runs from token \d+, its state has taken up \d+: release it"):
+        runner.run([context], manager.fetch([context]))
+    manager.release("r")
+    assert served(loop, context.tokens.tolist(), 1)[1] == full(len(PROMPTS[0]) - 1)
+
+
+def handed_over(source: ServingLoop, target: ServingLoop, name: str) -> tuple[TextContext, Any]:
+    table = source.manager.block_table(name)
+    prompt, token = PROMPTS[0], reference_tokens(target.runner.model, PROMPTS[0], 1)[0]  # type: ignore[attr-defined]
+    context = target.context_for(Request(name, [*prompt, token], NEW - 1))
+    target.manager.external_claim(name)
+    return context, target.manager.import_block_table(context, table)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("commits", [True, False])
+def test_an_import_takes_what_lacks_and_a_cancelled_one_goes_on_from_the_state_that_was_found(
+    model: Any, commits: bool
+) -> None:
+    source, target = cached_loop(model), cached_loop(model, rows=1, copies=1)
+    expected = reference_tokens(model, PROMPTS[0], NEW)
+    serve(source, [Request("r", PROMPTS[0], 1, hold_pages=True)])
+    served(target, PROMPTS[0], 1)
+    context, pending = handed_over(source, target, "r")
+    assert pending.tokens == (full(len(PROMPTS[0]) - 1), len(PROMPTS[0]))
+    ((there, here),) = pending.wholes
+    target.manager.check()
+    for mine, theirs in zip(states_of(target).tensors[0], states_of(source).tensors[0], strict=True):
+        mine[here] = theirs[there] if commits else 7
+    if commits:
+        blocks = [loop.manager.device_tensors[0][0] for loop in (target, source)]  # type: ignore[attr-defined]
+        blocks[0][pending.dst_pages] = blocks[1][pending.src_pages]
+        target.manager.commit_import(context, pending, proven(target.manager, pending))  # type: ignore[attr-defined]
+    else:
+        target.manager.cancel_import(pending)  # type: ignore[attr-defined]
+        assert states_of(target).tokens_of("r") == context.start_idx == full(len(PROMPTS[0]) - 1)
+    target.adopt(Request("r", PROMPTS[0], NEW), context)
+    tokens = expected[:1]
+    while target.has_work:
+        tokens += [int(output.token or 0) for output in target.step()]
+    assert tokens == expected
+    assert_nothing_held(target.manager)
+
+
+def test_a_state_that_others_were_promised_is_not_written_over_by_a_hit(model: Any) -> None:
+    loop = cached_loop(model, budget=16)
+    manager = loop.manager
+    context = TextContext(PROMPTS[1], 4096, "r")
+    manager.external_claim("r")
+    assert manager.maybe_reserve(context)
+    context.set_token_indices(active_idx=2 * PAGE)
+    loop.runner.run([context], manager.fetch([context]))
+    context.update(0)
+    manager.step([context])
+    lease = manager.lease("r")  # type: ignore[attr-defined]
+    manager.block_table("r", full_pages=False)
+    served(loop, PROMPTS[1], 1, "other")  # keeps states that the first could go on from
+    assert manager.maybe_reserve(context)
+    assert (context.start_idx, states_of(loop).tokens_of("r")) == (2 * PAGE, 2 * PAGE)
+    manager.end_lease(lease)  # type: ignore[attr-defined]
+    assert manager.maybe_reserve(context)
+    assert context.start_idx == states_of(loop).tokens_of("r") == full(len(PROMPTS[1]) - 1)
+    manager.release("r")
+    assert_nothing_held(manager)
+
+
+def test_admission_waits_for_a_state_page(model: Any) -> None:
+    loop = cached_loop(model, rows=1, copies=0)
+    manager: Any = loop.manager
+    serve(loop, [Request("r", PROMPTS[0], 1, hold_pages=True)])
+    lease = manager.lease("r")
+    loop.free("r")
+    context = TextContext(PROMPTS[2], 4096, "next")
+    assert not manager.admission(context).fits
+    manager.end_lease(lease)
+    assert manager.admission(context).fits
+
+
+def test_check_names_what_does_not_add_up(model: Any) -> None:
+    def broken() -> Any:
+        loop = cached_loop(model)
+        served(loop, PROMPTS[0])
+        loop.add(Request("r", PROMPTS[1], NEW))
+        loop.step()
+        loop.manager.check()
+        return loop.manager
+
+    manager = broken()
+    manager._kept._ends["gone"] = (8,)
+    with pytest.raises(InvariantError, match=r"ends of chunks are known of \['gone'\]"):
+        manager.check()
+    manager = broken()
+    manager.states._tokens[manager.states._pool.index.published] = 0
+    with pytest.raises(InvariantError, match="found by others, and has taken up no token"):
+        manager.check()
+    manager = broken()
+    manager.states._passing["gone"] = torch.zeros(1)
+    with pytest.raises(InvariantError, match="'gone'"):
+        manager.check()
+    manager = broken()
+    manager.states._pool.hold(manager.states._pool.idle.pages()[:1])
+    with pytest.raises(InvariantError, match="state pages: page"):
+        manager.check()

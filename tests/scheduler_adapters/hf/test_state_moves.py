@@ -1,0 +1,34 @@
+"""Random moves on a manager with recurrent states and on its model: every answer agrees."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.kvcache.moves import SeededChooser
+from tests.scheduler_adapters.hf.state_moves import StateMoves
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_seeded_moves_with_states(seed: int) -> None:
+    """4,000 moves, in which what states add happens often enough to be tested."""
+    seen: Counter[str] = Counter()
+    for number in range(20):
+        moves = StateMoves(SeededChooser(seed * 1000 + number))
+        for _ in range(200):
+            moves.move()
+        model = moves.states
+        seen += moves.seen + Counter(
+            {
+                "state hit": model.hits,
+                "hit shortened": model.shortened,
+                "state evicted": model.state_evictions,
+                "replaced": model.replaced,
+            }
+        )
+        moves.finish()
+        seen["compared"] += moves.kv.compared
+    least = {"hit": 10, "refused": 20, "fork": 20, "run_batch": 50, "reset": 3, "cut": 50}
+    least |= {"state hit": 10, "hit shortened": 10, "state evicted": 50, "replaced": 20}
+    assert {event: seen[event] for event, count in least.items() if seen[event] < count} == {}
