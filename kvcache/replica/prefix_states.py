@@ -14,11 +14,8 @@ from kvcache.types import RequestID
 class PrefixStates(Protocol):
     """The cached states of one replica. Where they lie the replica does not know."""
 
-    def longest(self, request_id: RequestID | None, first: int, digests: Digests) -> int:
-        """Of pages that were found after `first` others, how many the request, or one to come (None), may go on after.
-
-        `digests`: theirs, one after another, at least one.
-        """
+    def longest(self, request_id: RequestID | None, digests: Digests) -> int:
+        """Of found pages of these digests, one after another, how many the request, or one to come, may go on after."""
         ...
 
     def reserved(self, context: Context, cached: int) -> None:

@@ -175,7 +175,7 @@ class Replica:
             hasher.matches[index] = (index.generation, first, last, pages)
         if pages.size and self.states is not None:
             of_pages, request_id = index.digests_of(pages), None if row is None else self.rows.request_ids[row]
-            pages = pages[: self.states.longest(request_id, first, of_pages)]
+            pages = pages[: self.states.longest(request_id, of_pages)]
         return first, pages
 
     def fork(self, parent: int, row: int, child: Context, num_steps: int) -> list[tuple[int, int]] | None:

@@ -24,13 +24,15 @@ class KeptStates:
     def __init__(self, pages: StatePages, replica: Replica, every: int) -> None:
         self._pages, self._replica = pages, replica
         self._spacing = every * replica.page_size
-        self._shared: dict[str, int] = {}  # tokens of each request whose pages were found when it looked last
+        self._shared: dict[
+            str, int
+        ] = {}  # tokens of each request whose pages were found: of a new one from the first on
         self._ends: dict[str, tuple[int, ...]] = {}  # tokens after which chunks of its prompt end
 
-    def longest(self, request_id: str | None, first: int, digests: Digests) -> int:
+    def longest(self, request_id: str | None, digests: Digests) -> int:
         """As `PrefixStates.longest`: up to the newest copy. None for a state that others were promised."""
         if request_id is not None:
-            self._shared[request_id] = (first + len(digests)) * self._replica.page_size
+            self._shared[request_id] = len(digests) * self._replica.page_size
             if self._pages.is_promised(request_id):
                 return 0
         return self._pages.longest(digests)
@@ -51,7 +53,8 @@ class KeptStates:
         """Keep the states of those requests of a step that are at the end of a page now."""
         size, rows = self._replica.page_size, self._replica.rows
         at = np.flatnonzero((gathered.starts % size == 0) & (gathered.starts > 0))
-        for row, tokens in zip(gathered.rows[at].tolist(), gathered.starts[at].tolist(), strict=True):
+        ended: list[tuple[int, int]] = list(zip(gathered.rows[at].tolist(), gathered.starts[at].tolist(), strict=True))
+        for row, tokens in ended:
             request_id = rows.request_ids[row] or ""
             stays = tokens in self._ends.get(request_id, ()) or (self._spacing and tokens % self._spacing == 0)
             self._pages.keep(request_id, self.digest_at(request_id, tokens), tokens, passing=not stays)

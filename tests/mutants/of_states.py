@@ -10,7 +10,6 @@ STATES: tuple[Module, ...] = (
         "scheduler_adapters.hf.kept_states",
         _MOVES,
         [
-            Mutation("KeptStates.longest", "(first + len(digests))", "len(digests)"),
             Mutation("KeptStates.longest", "return 0", "pass"),
             Mutation(
                 "KeptStates.reserved", "self._pages.resume(request_id, self.digest_at(request_id, cached))", "pass"
@@ -77,7 +76,7 @@ STATES: tuple[Module, ...] = (
         "kvcache.replica.replica",
         _MOVES,
         [
-            Mutation("Replica.match", "pages[: self.states.longest(request_id, first, of_pages)]", "pages"),
+            Mutation("Replica.match", "pages[: self.states.longest(request_id, of_pages)]", "pages"),
             Mutation("Replica.reserve", "self.states.reserved(context, plan.cached)", "pass"),
         ],
     ),

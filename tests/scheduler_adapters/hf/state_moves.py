@@ -35,7 +35,7 @@ class StateReplica(ModelReplica):
         pages, first = super().found(name, tokens, named), self.requests[name].committed
         longest = len(pages)
         if pages:
-            self.shared[name] = (first + longest) * PAGE_SIZE
+            self.shared[name] = longest * PAGE_SIZE
         while pages and self.content(tokens, named, first + len(pages) - 1) not in self.kept:
             pages.pop()
         self.shortened += len(pages) < longest
