@@ -78,6 +78,17 @@ class LayerTables(NamedTuple):
             for place, layer in enumerate(table.layers)
         }
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What each table keeps: "full", or a kind and its tokens, "window 1024"."""
+        groups = (table.group for table in self.tables)
+        return tuple(one.kind if one.kind == "full" else f"{one.kind} {one.window}" for one in groups)
+
+    def described(self) -> str:
+        """What each table keeps, and of which layers; two managers that say the same can exchange pages."""
+        tables = zip(self.kinds, self.tables, strict=True)
+        return ", ".join(f"{kind} of layers {' '.join(map(str, table.layers))}" for kind, table in tables)
+
     def most_pages(self, tokens: int, page_size: int) -> int:
         """Most pages of a request of `tokens` tokens, one of which runs at a time, in all tables together."""
         return sum(table.group.most_pages(tokens, page_size) for table in self.tables)

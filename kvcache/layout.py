@@ -92,9 +92,9 @@ def shard_layouts(params: KVCacheParams, num_layers: int, page_size: int) -> lis
     return [shard_layout(params, num_layers, page_size, shard) for shard in range(params.tensor_parallel_degree)]
 
 
-def replica_fingerprint(layouts: list[PageLayout]) -> str:
-    """Names the geometry of all shards of a replica together."""
-    joined = ",".join(layout.fingerprint() for layout in layouts)
+def replica_fingerprint(layouts: list[PageLayout], groups: str = "") -> str:
+    """Names the geometry of all shards of a replica together, and its `groups` of layers, where there are several."""
+    joined = ",".join(layout.fingerprint() for layout in layouts) + groups
     return hashlib.sha256(joined.encode()).hexdigest()[:16]
 
 

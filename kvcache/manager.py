@@ -93,7 +93,7 @@ class PagedKVCacheManager:
         self.devices_per_replica = [every[first : first + tp] for first in range(0, len(every), tp)]
         self.layer_tables = tables = layer_tables(params.groups, self.num_layers)  # whose pages are in each block table
         self.layouts = shard_layouts(params, tables.layers_per_page, self.page_size)
-        self.fingerprint = replica_fingerprint(self.layouts)
+        self.fingerprint = replica_fingerprint(self.layouts, tables.described() if params.groups else "")
         pages = sizing.pages_per_replica(params, sizes, tables, self.page_size, available_cache_memory, every)
         check_endpoint(zmq_endpoint_base)
         sizing.warn_of_what_falls_short(params, sizes, tables, self.page_size, pages)
@@ -302,7 +302,7 @@ class PagedKVCacheManager:
         but its pages stay as they are for as long as one of its leases is open. They stay findable by their prefix.
         """
         replica, replica_idx, row = self._claims.locate(request_id, "lease")
-        replica.refuse_hand_over(row, "lease")
+        replica.refuse_pending(row, "lease")
         return replica.leases.grant(request_id, replica_idx, row)
 
     def end_lease(self, lease: PageLease) -> None:

@@ -47,7 +47,7 @@ def _pages(all_of: Replicas) -> Iterator[Sample]:
 
 
 def _quarantined(replica: Replica) -> int:
-    return sum(len(pending.dst_pages) for pending in list(replica.imports.each) if pending.closed)
+    return sum(len(pending.written) for pending in list(replica.imports.each) if pending.closed)
 
 
 def _host(read: Callable[[ReplicaTier], float]) -> Callable[[Replicas], Iterator[Sample]]:

@@ -54,7 +54,8 @@ def place_replicas(
         block_rows = BlockRows(part, sizes.max_seq_len, page_size, pinned=pinned, tables=count)
         replica = Replica(params, block_rows, pages)
         if count > 1:
-            replica.further = FurtherTables(tables, replica.pool, block_rows, caching=params.enable_prefix_caching)
+            caching = params.enable_prefix_caching
+            replica.further = FurtherTables(tables, replica.pool, block_rows, replica.leases, caching=caching)
         placed.append(PlacedReplica(replica, layouts, group, stream))
     replicas = Replicas(placed, capacity, params, make_tiers(params, layouts, placed, stream))
     if params.kv_events is not None and params.enable_prefix_caching:

@@ -148,11 +148,13 @@ class ServingLoop(Generic[PagesT_co]):
                 f"request {request.request_id!r}: token {highest}, the model knows {self.vocab_size}"
             )
         # The last token is never fed back, so it needs no room.
-        capacity = self.manager.total_num_pages // self.manager.num_replicas * self.manager.page_size
-        if total - 1 > capacity:
+        pages, size = self.manager.total_num_pages // self.manager.num_replicas, self.manager.page_size
+        tables = self.manager.layer_tables
+        if (needed := tables.most_pages(total - 1, size)) > pages:
+            of_tables = f", as {len(tables.tables)} block tables take {needed} pages" if len(tables.tables) > 1 else ""
             raise PromptTooLongError(
                 f"request {request.request_id!r}: {len(request.prompt)} prompt tokens and {request.max_new_tokens} "
-                f"new ones do not fit into a cache of {capacity} tokens"
+                f"new ones do not fit into a cache of {pages * size} tokens{of_tables}"
             )
         return context
 
@@ -191,7 +193,7 @@ class ServingLoop(Generic[PagesT_co]):
                 try:
                     if self.manager.maybe_reserve(entry.context):
                         break
-                except SequenceTooLongError as error:
+                except (PromptTooLongError, SequenceTooLongError) as error:
                     outputs.append(self._fail(entry, error))
                     break
                 self._preempt(next(e for e in reversed(self._running.values()) if e.replica == entry.replica))
@@ -219,7 +221,7 @@ class ServingLoop(Generic[PagesT_co]):
                 break  # the others run on meanwhile
             try:
                 admitted = self._claim(entry)
-            except SequenceTooLongError as error:
+            except (PromptTooLongError, SequenceTooLongError) as error:
                 outputs.append(self._fail(entry, error))
                 continue
             if not admitted:

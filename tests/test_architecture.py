@@ -86,7 +86,10 @@ ROOMS: dict[str, set[str]] = {
     },
 }
 # What `transfer` may know of `kvcache`: the contract between the packages.
-CONTRACT = {"kvcache.errors", "kvcache.families", "kvcache.layout", "kvcache.replica.block_table", "kvcache.watched"}
+CONTRACT = {
+    *("kvcache.errors", "kvcache.families", "kvcache.layer_groups", "kvcache.layout", "kvcache.watched"),
+    "kvcache.replica.block_table",
+}
 # The files of `kvcache` that have sockets.
 _SOCKETS = {
     *("kvcache.reset_endpoint", "kvcache.events.publisher"),

@@ -1,11 +1,12 @@
 """What two managers tell each other of a request's pages: `BlockTable`, and what is copied by it into ours.
 
 The maker of a table says where the KV of a request lies. The manager that takes it up makes a `PendingImport` of it,
-and whoever copies is handed a `PageCopy` for each group of layers.
+and whoever copies is handed a `PageCopy` for each group of layers. Where layers keep different tokens (`params.groups`)
+each block table is a group: of layers with a window the pages that the next token sees, and no others, are copied.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -30,10 +31,13 @@ class BlockTable(msgspec.Struct, frozen=True, tag="block_table/1", omit_defaults
     replica_idx: int  # the maker's replica that holds the pages
     num_tokens: int  # tokens whose KV the pages hold; the last page may be partly filled
     page_size: int  # tokens of a page
-    groups: tuple[tuple[int, ...], ...]  # per group of layers the page ids in logical order
+    # Per group of layers the page ids in logical order, up to that of the last token. Of a window the first of them may
+    # be left out, and all of them while the prompt still runs: it gives back what no query sees any more.
+    groups: tuple[tuple[int, ...], ...]
     fingerprint: str  # names the geometry of the pages on all shards
     hash_algorithm: str = ""  # of `digests`; empty where prefix caching is off
     digests: bytes = b""  # one after another, of all full pages; none where prefix caching is off
+    kinds: tuple[str, ...] = ()  # what each further group keeps (`LayerTables.kinds`), where there are several tables
     first_page: int = 0  # the logical page of the first id and digest: whoever takes the table up has those before it
 
     def pages_from(self, page: int) -> tuple[int, ...]:
@@ -59,6 +63,28 @@ class PageCopy(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
+class FurtherImport:
+    """What is copied into one further table of a request (`params.groups`): a part of its `PendingImport`."""
+
+    first: int  # the first token to copy; what is seen before it is here
+    dst_pages: Pages  # ours, from the page of that token on
+    at_end: bool  # a window: its source may still give pages back while the prompt runs
+    src_pages: Pages = field(default_factory=lambda: np.zeros(0, np.int32))  # the other manager's, likewise
+    stop: int = 0  # the token after the last to copy by now
+    taken: int = 0  # the token up to which the copier has been told of them
+
+    def named(self, pages: tuple[int, ...], num_tokens: int, page_size: int) -> Pages:
+        """Of the pages that a table of the other manager names those to copy."""
+        left_out = -(-num_tokens // page_size) - len(pages)
+        return np.array(pages, np.int32)[max(0, self.first // page_size - left_out) :]
+
+    def take(self, page_size: int, src_page_size: int) -> PageCopy:
+        """What is to be copied by now and was not taken before."""
+        token, self.taken = max(self.first, self.taken), self.stop
+        return _copy_from(token, self.first, self.stop, (self.dst_pages, page_size), (self.src_pages, src_page_size))
+
+
+@dataclass(eq=False, slots=True)
 class PendingImport:
     """Pages that another manager's block table is being copied into. Made by `import_block_table`."""
 
@@ -75,30 +101,48 @@ class PendingImport:
     # Of the request's tokens, in the page size and algorithm of the table; None where that has no digests.
     hasher: PrefixHasher | None = None
     closed: bool = False  # committed or cancelled
+    further: list[FurtherImport] = field(default_factory=list[FurtherImport])  # of each further table
     wholes: tuple[tuple[int, int], ...] = ()  # of each further group the other's page of the whole request, and ours
     on_free: Callable[[], None] | None = None  # called when a cancelled import has given its pages back
 
     @property
     def needs_copy(self) -> bool:
         """Whether anything is to be copied by now: False where all was cached here."""
-        return self.tokens[0] < self.tokens[1] or bool(self.wholes)
+        return self.tokens[0] < self.tokens[1] or bool(self.wholes) or any(one.first < one.stop for one in self.further)
 
-    def take_up(self, table: BlockTable) -> None:
-        """The other manager's table covers so many tokens now."""
+    @property
+    def written(self) -> Pages:
+        """Our pages that are copied into, of all tables: int32 `[pages]`."""
+        if not self.further:
+            return self.dst_pages
+        return np.concatenate([self.dst_pages, *(one.dst_pages for one in self.further)])
+
+    def take_up(self, table: BlockTable, *, last: bool) -> None:
+        """The other manager's table covers so many tokens now; `last`: it will not cover more."""
         first = self.tokens[0]
         self.num_tokens = table.num_tokens
         self.tokens = (first, max(first, table.num_tokens))
         self.src_pages = np.array(table.pages_from(first // table.page_size), np.int32)
+        for one, pages in zip(self.further, table.groups[1:], strict=False):
+            if last or not one.at_end:
+                one.src_pages = one.named(pages, table.num_tokens, table.page_size)
+                one.stop = max(one.first, table.num_tokens)
 
     def copy_from(self, token: int) -> PageCopy:
         """What is to be copied by now from `token` on, which is none before the first."""
         first, stop = self.tokens
-        dst = self.dst_pages[token // self.page_size - first // self.page_size :]
-        src = self.src_pages[token // self.src_page_size - first // self.src_page_size :]
-        return PageCopy(dst, src, (token, stop))
+        here, there = (self.dst_pages, self.page_size), (self.src_pages, self.src_page_size)
+        return _copy_from(token, first, stop, here, there)
 
     def copies(self, token: int, *, last: bool) -> list[PageCopy]:
-        """`copy_from`, then what is to be copied of each further group: of a state nothing before all has run."""
+        """`copy_from`, then what is new of each further table, and group: of a state nothing before all has run."""
         whole = (0, self.num_tokens if last else 0)
         pairs = ((np.array([ours], np.int32), np.array([theirs], np.int32)) for theirs, ours in self.wholes)
-        return [self.copy_from(token), *(PageCopy(dst, src, whole) for dst, src in pairs)]
+        tables = [one.take(self.page_size, self.src_page_size) for one in self.further]
+        return [self.copy_from(token), *tables, *(PageCopy(dst, src, whole) for dst, src in pairs)]
+
+
+def _copy_from(token: int, first: int, stop: int, here: tuple[Pages, int], there: tuple[Pages, int]) -> PageCopy:
+    """What is to be copied from `token` to `stop`; the pages, and their tokens, of both sides begin with `first`."""
+    dst, src = (pages[token // size - first // size :] for pages, size in (here, there))
+    return PageCopy(dst, src, (token, stop))

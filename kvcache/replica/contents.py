@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.errors import BlockTableMismatchError
+from kvcache.errors import BlockTableMismatchError, InvalidRequestError
 from kvcache.replica.block_table import BlockTable, PageDigests
 from kvcache.replica.context import Context, check_context, hasher_of
 from kvcache.replica.hashing import DIGEST_BYTES
@@ -79,7 +79,11 @@ class PageContents:
     def _wanted(self, name: RequestID, replica_idx: int, wanted: PageDigests) -> tuple[Replica, NDArray[np.uint64]]:
         """The replica, and the digests if they are of pages like its own."""
         replica = self._replicas[replica_idx]
-        replica.refuse_further(name, "lease")
+        if replica.further is not None:
+            raise InvalidRequestError(
+                f"request {name!r}: asks for pages by what they hold, and those of "
+                f"{1 + replica.further.count} block tables (params.groups) are leased with their request alone"
+            )
         width = DIGEST_BYTES[replica.hash_algorithm]
         ours, theirs = (replica.page_size, replica.hash_algorithm), (wanted.page_size, wanted.hash_algorithm)
         if not replica.caching or ours != theirs or len(wanted.digests) % width:

@@ -91,7 +91,7 @@ class ImportBook:
         self._rows = rows
 
     def begin(self, row: int, pending: PendingImport) -> None:
-        self._pool.add_writer(pending.dst_pages)
+        self._pool.add_writer(pending.written)
         self._rows.measure(row, usable=False)
         self.of_row[row] = pending
         self.each.append(pending)
@@ -140,4 +140,4 @@ class ImportBook:
         if row is not None and self.of_row.get(row) is pending:
             del self.of_row[row]
             self._rows.measure(row)
-        self._pool.drop_writer(pending.dst_pages)
+        self._pool.drop_writer(pending.written)

@@ -8,6 +8,8 @@ the table's number mixed in, so that no table finds another's.
 A request may go on from the end of a page if each table has what the query there sees. Where a prompt runs in chunks,
 these tables have pages up to the end of the chunk that runs, so that a long prompt takes no more than a window and a
 chunk; the first table has them for all known tokens.
+
+While a request is leased, what a query saw when its readers were told of windows stays in these (`PageLeases.kept`).
 """
 
 from typing import NamedTuple
@@ -18,7 +20,9 @@ from kvcache.errors import InvalidRequestError, InvariantError
 from kvcache.layer_groups import LayerGroup, LayerTables
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.pages import PagePool
+from kvcache.replica.block_table import FurtherImport
 from kvcache.replica.context import Context
+from kvcache.replica.leases import PageLeases
 from kvcache.replica.rows import BlockRows, Ints, Pages, Rows, as_rows
 
 _NO_PAGES: Pages = np.zeros(0, np.int32)
@@ -28,8 +32,8 @@ _MIX = 0x9E3779B97F4A7C15  # odd: no two tables' multiples are equal in 64 bits
 class FurtherPlan(NamedTuple):
     """What a reservation does to the further tables of a row."""
 
-    found: int = 0  # the column after the pages that were found; the row's published ones where none were
-    hits: tuple[Pages, ...] = ()  # by group `[tables, pages]`, those of them that the next query sees
+    hits: tuple[Pages, ...] = ()  # by group `[tables, pages]`, pages that were found and that the next query sees
+    founds: tuple[int, ...] = ()  # by group the column after these, or from which they would have been
     firsts: tuple[int, ...] = ()  # by group the first column that has a page then
     leaving: Pages = _NO_PAGES  # the pages that leave the row, by column
     end: int = 0  # the column after the last that has a page then
@@ -40,11 +44,14 @@ class FurtherPlan(NamedTuple):
 class FurtherTables:
     """The further tables of one replica: those of `rows`, `[tables, rows, columns]`."""
 
-    def __init__(self, tables: LayerTables, pool: PagePool, rows: BlockRows, *, caching: bool) -> None:
+    def __init__(
+        self, tables: LayerTables, pool: PagePool, rows: BlockRows, leases: PageLeases, *, caching: bool
+    ) -> None:
         further = tables.tables[1:]
         self.count = len(further)
+        self.kinds = tables.kinds[1:]
         self.slid = 0  # pages that requests gave back because no later query sees them
-        self._pool, self._rows, self._caching = pool, rows, caching
+        self._pool, self._rows, self._leases, self._caching = pool, rows, leases, caching
         self._page_size = rows.page_size
         # Each group, and which of these tables are its.
         self._groups: list[tuple[LayerGroup, slice]] = []
@@ -74,36 +81,53 @@ class FurtherTables:
         return int(found[-1]) + 1 if found.size else 0
 
     def plan(
-        self, row: int | None, context: Context, num_steps: int, start: int, first: int, digests: Digests
+        self,
+        row: int | None,
+        context: Context,
+        num_steps: int,
+        start: int,
+        first: int,
+        digests: Digests,
+        *,
+        imported: bool = False,
     ) -> FurtherPlan:
         """What it takes that the row, or one to come (None), runs on from token `start`; changes nothing.
 
-        `first`: its pages that are published; `digests`: of those that were found after these.
+        `first`: its pages that are published; `digests`: of those that were found after these. `imported`: what is
+        before `start` comes from elsewhere: each group looks for itself which of these pages it has, and none takes
+        pages that nobody will see; what comes after has pages for all known tokens.
         """
-        size, found = self._page_size, first + len(digests)
+        size = self._page_size
         had = 0 if row is None else int(self.ends[row])
-        end = max(had, -(-_tokens_to_hold(context, num_steps, start) // size))
-        hits, firsts, new = list[Pages](), list[int](), 0
+        tokens = context.current_length + num_steps - 1 if imported else _tokens_to_hold(context, num_steps, start)
+        end = max(had, -(-tokens // size))
+        start = start if row is None else min(start, int(self._leases.kept[row]))
+        hits, founds, firsts, new = list[Pages](), list[int](), list[int](), 0
         leaving = np.zeros((self.count, had), np.bool_)
         for number, (group, tables) in enumerate(self._groups):
             before = 0 if row is None else int(self.firsts[number, row])
             now = self._seen(group, start)
             # What is not published yet is kept for `step`.
-            now = max(before, min(now, found) if self._caching else now)
+            now = max(before, min(now, first + len(digests)) if self._caching and not imported else now)
             from_hits = max(now, first)
-            hits.append(self._find(tables, digests[from_hits - first :]))
+            pages = self._find(tables, digests[from_hits - first :])
+            if imported and (missing := (pages == NO_PAGE).any(axis=0).nonzero()[0]).size:
+                pages = pages[:, : missing[0]]
+            found = from_hits + pages.shape[1]
+            hits.append(pages)
+            founds.append(found)
             leaving[tables, before:now] = True
             leaving[tables, from_hits:found] = True
             firsts.append(now)
-            new += (tables.stop - tables.start) * max(0, end - max(had, found, now))
+            new += (tables.stop - tables.start) * max(0, end - max(had, found))
         gone = _NO_PAGES if row is None else self.table[:, row, :had].T[leaving.T]
         taken = sum(self._pool.would_be_taken(pages.ravel()) for pages in hits)
         cost = new + taken - self._pool.would_be_freed(gone)
-        return FurtherPlan(found, tuple(hits), tuple(firsts), gone, end, new, cost)
+        return FurtherPlan(tuple(hits), tuple(founds), tuple(firsts), gone, end, new, cost)
 
-    def least(self, context: Context, num_steps: int) -> int:
-        """Pages that the request takes where nothing is found."""
-        start = context.start_idx
+    def least(self, context: Context, num_steps: int, start: int | None = None) -> int:
+        """Pages that the request takes where nothing is found, and it runs from `start`, its own one for None."""
+        start = context.start_idx if start is None else start
         pages = -(-_tokens_to_hold(context, num_steps, start) // self._page_size)
         return sum((part.stop - part.start) * (pages - self._seen(group, start)) for group, part in self._groups)
 
@@ -111,23 +135,25 @@ class FurtherTables:
         """Hold what was found and give back what leaves the row. `take` follows; neither can fail."""
         if plan.hits and (hits := np.concatenate([pages.ravel() for pages in plan.hits])).size:
             self._pool.hold(hits)
-        for number, ((_, tables), pages) in enumerate(zip(self._groups, plan.hits, strict=True)):
+            if row in self._leases.of_row:
+                self._leave_to_readers(row, plan)
+        for number, ((_, tables), pages, found) in enumerate(zip(self._groups, plan.hits, plan.founds, strict=True)):
             self.table[tables, row, self.firsts[number, row] : plan.firsts[number]] = NO_PAGE
-            self.table[tables, row, plan.found - pages.shape[1] : plan.found] = pages
+            self.table[tables, row, found - pages.shape[1] : found] = pages
         self.firsts[:, row] = plan.firsts
         self.slid += len(plan.leaving)
         self._pool.release(plan.leaving)
 
     def take(self, row: int, plan: FurtherPlan) -> None:
         """Allocate what is missing."""
-        pages, from_column = self._pool.allocate(plan.new), max(int(self.ends[row]), plan.found)
-        for (_, tables), now in zip(self._groups, plan.firsts, strict=True):
-            columns = slice(max(from_column, now), plan.end)
-            part = self.table[tables, row, columns]
+        pages, had = self._pool.allocate(plan.new), int(self.ends[row])
+        for (_, tables), found in zip(self._groups, plan.founds, strict=True):
+            part = self.table[tables, row, max(had, found) : plan.end]
             part[:] = pages[: part.size].reshape(part.shape)
             pages = pages[part.size :]
         self.ends[row] = plan.end
         rows = self._rows
+        rows.commit(row, min(int(rows.committed[row]), *plan.founds))
         rows.changed[row] = True
         rows.measure(row)
         rows.capacity[row] = min(int(rows.capacity[row]), plan.end * self._page_size)
@@ -146,8 +172,11 @@ class FurtherTables:
         self.ends[rows] = ends + 1
         return True
 
-    def publish(self, rows: Ints, columns: Ints, digests: Digests) -> None:
-        """The pages at `rows`, `columns` are full, as those of the first table are that have these `digests`."""
+    def publish(self, rows: Ints, columns: Ints, digests: Digests, told: Ints | None = None) -> None:
+        """The pages at `rows`, `columns` are full, as those of the first table are that have these `digests`.
+
+        `told`: by row, tokens of which readers were told, where there are any.
+        """
         at = self.table[:, rows, columns]
         there = at != NO_PAGE
         own, mixed = at[there], self._mix(slice(None), digests)[there]
@@ -158,6 +187,11 @@ class FurtherTables:
             at[there] = kept
             self.table[:, rows, columns] = at
             self._rows.changed[rows] = True
+            if told is not None:
+                places = there.nonzero()[1]
+                for one in shared.nonzero()[0].tolist():
+                    row, column = int(rows[places[one]]), int(columns[places[one]])
+                    self._leases.replace(row, column, own[one : one + 1], int(told[row]))
             self._pool.release(own[shared])
 
     def fork(self, parent: int, row: int, full: int, end: int) -> list[tuple[int, int]]:
@@ -169,11 +203,41 @@ class FurtherTables:
         self.firsts[:, row], self.ends[row] = self.firsts[:, parent], end
         return [(int(one[parent, full]), int(one[row, full])) for one in self.table]
 
+    def lists(self, row: int, tokens: int, *, windows: bool) -> tuple[tuple[int, ...], ...]:
+        """The row's pages of its first `tokens` tokens, of each table; of a window those that the next query sees.
+
+        Without `windows` none of these.
+        """
+        end, named = -(-tokens // self._page_size), list[tuple[int, ...]]()
+        for number, (group, tables) in enumerate(self._groups):
+            first = max(int(self.firsts[number, row]), self._seen(group, tokens))
+            first = first if windows or group.kind == "full" else end
+            named += [tuple(pages) for pages in self.table[tables, row, first:end].tolist()]
+        return tuple(named)
+
+    def imports(self, row: int, plan: FurtherPlan, end: int) -> list[FurtherImport]:
+        """What is copied from elsewhere into each table of a row, whose import was planned so, before column `end`."""
+        kinds = zip(self.kinds, self.by_table(plan.founds), self.table[:, row], strict=True)
+        return [
+            FurtherImport(found * self._page_size, pages[found:end].copy(), at_end=kind != "full")
+            for kind, found, pages in kinds
+        ]
+
+    def by_table(self, of_groups: tuple[int, ...]) -> list[int]:
+        """What is of each group, of each of its tables."""
+        return [
+            one for (_, tables), one in zip(self._groups, of_groups, strict=True) for _ in range(self.count)[tables]
+        ]
+
+    def computed(self, row: int, end: int) -> Pages:
+        """The row's pages before column `end`, by column: int32 `[pages]`."""
+        part = self.table[:, row, :end].T
+        return part[part != NO_PAGE]
+
     def release(self, row: int) -> None:
         """The row gives its pages back."""
-        part = self.table[:, row, : self.ends[row]]
-        pages = part.T[part.T != NO_PAGE]
-        part[:] = NO_PAGE
+        pages = self.computed(row, int(self.ends[row]))
+        self.table[:, row, : self.ends[row]] = NO_PAGE
         self.firsts[:, row] = self.ends[row] = 0
         self._pool.release(pages)
 
@@ -219,10 +283,11 @@ class FurtherTables:
     def _slide(self, rows: Ints) -> None:
         """Give back what the next queries of `rows` do not see, as if row by row: the first row's pages age first."""
         size, published = self._page_size, self._rows.committed[rows]
+        starts = np.minimum(self._rows.cached[rows], self._leases.kept[rows])
         found: list[tuple[Ints, Ints, Ints, Pages]] = []
         for number, (group, tables) in enumerate(self._groups):
             before = self.firsts[number, rows]
-            now = group.first_seen(self._rows.cached[rows]) // size
+            now = group.first_seen(starts) // size
             now = np.maximum(before, np.minimum(now, published) if self._caching else now)
             counts = now - before
             at = np.repeat(np.arange(len(rows)), counts)
@@ -239,6 +304,14 @@ class FurtherTables:
             at, columns, of_table, pages = (np.concatenate(part) for part in zip(*found, strict=True))
             self.slid += len(pages)
             self._pool.release_each(pages[np.lexsort((of_table, columns, at))])
+
+    def _leave_to_readers(self, row: int, plan: FurtherPlan) -> None:
+        """What is computed of a leased row passes to its leases where pages that were found take its place."""
+        had, cached = int(self.ends[row]), int(self._rows.cached[row])
+        for (_, tables), pages, found in zip(self._groups, plan.hits, plan.founds, strict=True):
+            first = found - pages.shape[1]
+            for one in self.table[tables, row, first : min(found, had)]:
+                self._leases.replace(row, first, one, cached)
 
     def _seen(self, group: LayerGroup, position: int) -> int:
         """The first column that the query at `position` sees."""

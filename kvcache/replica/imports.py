@@ -1,6 +1,9 @@
 """Pages from elsewhere: export a request's block table, reserve against one, and take up what was copied.
 
 Until `commit_import` the pages are in no index and no batch: bytes that never arrived are never read.
+
+Of several tables (`params.groups`) each has what it finds here itself, from the first token on or of its last window,
+and the rest is copied: a prefix whose window was evicted takes the window's pages alone.
 """
 
 from collections.abc import Sequence
@@ -10,13 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.arguments import shown
-from kvcache.errors import BlockTableMismatchError, InvalidRequestError
+from kvcache.errors import BlockTableMismatchError, InvalidRequestError, InvariantError
 from kvcache.params import HashAlgorithm
-from kvcache.replica.block_table import BlockTable, PageCopy, PendingImport
+from kvcache.replica.block_table import BlockTable, FurtherImport, PageCopy, PendingImport
 from kvcache.replica.context import Context, hasher_of, salt_and_keys
 from kvcache.replica.copier import ImportProof
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher, token_bytes
-from kvcache.replica.replica import Replica
+from kvcache.replica.pages_below import NO_SLOTS
+from kvcache.replica.replica import Replica, Reservation
 from kvcache.replica.rows import Ints
 
 
@@ -24,21 +28,25 @@ def export_table(replica: Replica, replica_idx: int, row: int, fingerprint: str,
     """The block table of what the request had computed by its last `step`, or of its full pages only."""
     rows, size = replica.rows, replica.page_size
     request_id = rows.request_ids[row] or ""
-    replica.refuse_hand_over(row, "block_table")
+    replica.refuse_pending(row, "block_table")
     num_tokens = int(rows.cached[row])
     if not num_tokens:
         raise InvalidRequestError(f"request {request_id!r}: no tokens computed yet; block_table comes after step")
     if full_pages:
         num_tokens -= num_tokens % size
-    replica.leases.tell(row, num_tokens)
-    pages = rows.pages(row)[: -(-num_tokens // size)]
+    replica.leases.tell(row, num_tokens, windows=not full_pages)
+    pages, further = rows.pages(row)[: -(-num_tokens // size)], replica.further
     full = pages[: min(int(rows.committed[row]), num_tokens // size)]
     return BlockTable(
         request_id=request_id,
         replica_idx=replica_idx,
         num_tokens=num_tokens,
         page_size=size,
-        groups=(tuple(pages.tolist()),),
+        groups=(
+            tuple(pages.tolist()),
+            *(() if further is None else further.lists(row, num_tokens, windows=not full_pages)),
+        ),
+        kinds=() if further is None else further.kinds,
         fingerprint=fingerprint,
         hash_algorithm=replica.hash_algorithm if replica.caching else "",
         digests=replica.pool.index.digests_of(full).tobytes() if replica.caching else b"",
@@ -67,22 +75,35 @@ def check_table(
             context,
             f"covers {table.num_tokens} of the request's {context.end_idx} tokens: 1 to {context.end_idx - 1} may be",
         )
-    if len(table.groups) != 1:
-        raise _mismatch(context, f"has {len(table.groups)} page groups, this manager 1")
-    pages = table.groups[0]
-    wanted = -(-table.num_tokens // table.page_size) - table.first_page
-    if len(pages) != wanted or not pages or table.first_page < 0:
-        first = f" from page {table.first_page} on" if table.first_page else ""
-        raise _mismatch(context, f"names {len(pages)} pages, its {table.num_tokens} tokens take {wanted}{first}")
-    bad = next((page for page in pages if not 0 < page < 1 << 31), None)
-    if bad is not None or len(set(pages)) != len(pages):
-        raise _mismatch(context, f"names page {bad}" if bad is not None else "names a page twice")
+    _check_pages(replica, context, table)
     hasher = _check_digests(replica, context, table, hasher)
     if not last and table.num_tokens % table.page_size:
         raise _mismatch(
             context, f"covers {table.num_tokens} tokens, not yet all: full pages of {table.page_size} may be"
         )
     return hasher
+
+
+def _check_pages(replica: Replica, context: Context, table: BlockTable) -> None:
+    """The table names pages of our groups of layers: of each as many as its tokens take, of a window no more."""
+    kinds = () if replica.further is None else replica.further.kinds
+    if len(table.groups) != 1 + len(kinds):
+        raise _mismatch(context, f"has {len(table.groups)} page groups, this manager {1 + len(kinds)}")
+    if table.kinds != kinds:
+        theirs, ours = (", ".join(one) or "no further table" for one in (table.kinds, kinds))
+        raise _mismatch(context, f"has pages of {theirs} beside its first, this manager of {ours}")
+    if table.first_page and kinds:
+        raise _mismatch(context, f"begins with page {table.first_page}, that of {1 + len(kinds)} groups begins with 0")
+    wanted = -(-table.num_tokens // table.page_size) - table.first_page
+    for kind, pages in zip(("full", *kinds), table.groups, strict=True):
+        wrong = len(pages) != wanted or not pages or table.first_page < 0
+        if wrong and (kind == "full" or len(pages) > wanted):
+            first = f" from page {table.first_page} on" if table.first_page else ""
+            raise _mismatch(context, f"names {len(pages)} pages, its {table.num_tokens} tokens take {wanted}{first}")
+    every = [page for pages in table.groups for page in pages]
+    bad = next((page for page in every if not 0 < page < 1 << 31), None)
+    if bad is not None or len(set(every)) != len(every):
+        raise _mismatch(context, f"names page {bad}" if bad is not None else "names a page twice")
 
 
 def _mismatch(context: Context, reason: str) -> BlockTableMismatchError:
@@ -134,18 +155,24 @@ def begin_import(
 ) -> PendingImport | None:
     """Reserve the request's pages, and say which are to be copied. None: too few pages, nothing changed."""
     hasher = check_table(replica, context, table, last=not partial)
-    replica.refuse_hand_over(row, "import_block_table")
+    replica.refuse_pending(row, "import_block_table")
     if replica.rows.num_pages[row]:
         raise InvalidRequestError(
             f"request {context.request_id!r}: has {replica.rows.num_pages[row]} pages already; import comes first"
         )
     if table.first_page:
         _refuse_hole(replica, row, context, table)
-    if replica.reserve(row, context, num_steps) is None:
-        return None
-    size = replica.page_size
-    end = -(-(context.end_idx if partial else table.num_tokens) // size)
-    have = min(replica.pages_here(row), end)
+    size, end = replica.page_size, -(-(context.end_idx if partial else table.num_tokens) // replica.page_size)
+    further: list[FurtherImport] = []
+    if replica.further is None:
+        if replica.reserve(row, context, num_steps) is None:
+            return None
+        have = min(replica.pages_here(row), end)
+    else:
+        plan = _plan_tables(replica, row, context, table, num_steps, partial=partial)
+        if replica.act(row, context, replica.refuse_renamed(row, context), plan) is None:
+            return None
+        have, further = min(len(plan.hits), end), replica.further.imports(row, plan.further, end)
     pending = PendingImport(
         request_id=context.request_id,
         owner=replica,
@@ -158,10 +185,51 @@ def begin_import(
         src_pages=np.zeros(0, np.int32),
         dst_pages=replica.rows.pages(row)[have:end].copy(),
         hasher=hasher,
+        further=further,
     )
-    pending.take_up(table)
+    pending.take_up(table, last=not partial)
     replica.imports.begin(row, pending)
     return pending
+
+
+def _plan_tables(
+    replica: Replica, row: int, context: Context, table: BlockTable, num_steps: int, *, partial: bool
+) -> Reservation:
+    """What an import over several tables takes: each has what it finds itself, and pages for what is seen after it."""
+    further, size = replica.further, replica.page_size
+    if further is None:
+        raise InvariantError(f"request {context.request_id!r}: an import over several tables, where there is one")
+    num_tokens = context.end_idx if partial else table.num_tokens
+    needed = replica.pages_needed(context, num_steps, num_tokens)
+    found = len(replica.match(context, row)[1]) * size  # in all tables: nothing has to be copied up to there
+    start = max(num_tokens, found)
+    last = min(start, context.current_length - 1) // size if replica.caching else 0
+    digests = replica.hasher(row, context).digests(context.tokens, 0, last)
+    hits = replica.pool.index.match(digests)
+    plan = further.plan(row, context, num_steps, start, 0, digests, imported=True)
+    if not partial:
+        _check_reach(context, table, [at * size for at in further.by_table(plan.founds)])
+    return Reservation(
+        first=0,
+        hits=hits,
+        replaced=np.zeros(0, np.int32),
+        new=max(0, needed - len(hits)),
+        cached=found if found > context.start_idx else 0,
+        restored=len(hits),
+        slots=NO_SLOTS,
+        further=plan,
+    )
+
+
+def _check_reach(context: Context, table: BlockTable, firsts: Sequence[int]) -> None:
+    """Of each further table the pages that are named hold the tokens from the first on that is to be copied."""
+    wanted = -(-table.num_tokens // table.page_size)
+    for kind, pages, first in zip(table.kinds, table.groups[1:], firsts, strict=True):
+        begins = (wanted - len(pages)) * table.page_size
+        if first < min(begins, table.num_tokens):
+            raise _mismatch(
+                context, f"names pages of {kind} from token {begins} on, those from token {first} on are needed"
+            )
 
 
 def extend_import(
@@ -180,10 +248,22 @@ def extend_import(
     before, known = pending.tokens, pending.src_pages
     now = np.array(table.pages_from(before[0] // table.page_size), np.int32)
     moved = pending.src_replica_idx != table.replica_idx or table.first_page * table.page_size > before[0]
-    if moved or not np.array_equal(now[: len(known)], known):
+    same = not moved and np.array_equal(now[: len(known)], known)
+    for one, pages in zip(pending.further, table.groups[1:], strict=False):
+        if last or not one.at_end:
+            now = one.named(pages, table.num_tokens, table.page_size)
+            same &= np.array_equal(now[: len(one.src_pages)], one.src_pages)
+    if not same:
         raise _mismatch(context, "names other pages than before")
+    if last and max(table.num_tokens, pending.tokens[0]) < context.start_idx:
+        raise _mismatch(
+            context, f"covers {table.num_tokens} tokens at last, the request runs on from {context.start_idx}"
+        )
+    if last and replica.further is not None:
+        _check_reach(context, table, [one.first for one in pending.further])
+        replica.further.refuse_lost(np.array([row]), np.array([max(table.num_tokens, context.start_idx)]))
     pending.hasher = hasher
-    pending.take_up(table)
+    pending.take_up(table, last=last)
     return pending.copy_from(before[1])
 
 

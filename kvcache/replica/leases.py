@@ -5,12 +5,19 @@ every lease of it that is open, and go when the last of these ends. So no caller
 its readers. A page that leaves the row earlier, as content like its own was found, passes to the leases as well.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from kvcache.errors import InvalidRequestError, InvariantError
 from kvcache.pool.pages import PagePool
 from kvcache.replica.rows import BlockRows, Ints, Pages, Rows, as_rows
 from kvcache.types import RequestID
+
+ComputedPages = Callable[[int, int], Pages]
+"""Of a row the pages of its further tables before a column, by column."""
+
+_NEVER = 1 << 62
 
 
 class PageLease:
@@ -40,6 +47,8 @@ class PageLeases:
     def __init__(self, pool: PagePool, rows: BlockRows) -> None:
         self.of_row: dict[int, list[PageLease]] = {}  # of claimed rows; empty where nobody leases: then nothing costs
         self.told = np.zeros(len(rows.request_ids), np.int64)  # by row, tokens that readers may have been told of
+        # By row: what the query at this token sees stays in its windows, as readers were told of it.
+        self.kept = np.full(len(rows.request_ids), _NEVER, np.int64)
         self._pool = pool
         self._rows = rows
         self._held: dict[PageLease, list[Pages]] = {}
@@ -63,10 +72,15 @@ class PageLeases:
         self._hold(lease, pages)
         return lease
 
-    def tell(self, row: int, tokens: int) -> None:
-        """Readers may know by now where the first `tokens` tokens of a leased row lie: these are not written again."""
+    def tell(self, row: int, tokens: int, *, windows: bool = True) -> None:
+        """Readers may know by now where the first `tokens` tokens of a leased row lie: these are not written again.
+
+        `windows`: also of layers that keep a window alone, of which what a query behind these tokens sees.
+        """
         if row in self.of_row:
             self.told[row] = max(tokens, int(self.told[row]))
+            if windows and tokens:
+                self.kept[row] = min(tokens, int(self.kept[row]))
 
     def refuse_rewrite(self, rows: Rows, starts: Ints) -> None:
         """Raise `InvalidRequestError` where one of `rows` would compute from before what its readers were told of."""
@@ -79,17 +93,22 @@ class PageLeases:
                 f"while a lease promises its first {self.told[row]} tokens: release it and claim it anew"
             )
 
-    def leave(self, row: int, pages: Pages) -> None:
-        """The row is about to be released: what is computed in its `pages` passes to its leases."""
+    def leave(self, row: int, pages: Pages, further: ComputedPages | None = None) -> None:
+        """The row is about to be released: what is computed in its `pages` passes to its leases.
+
+        `further` gives those of its further tables, before a column.
+        """
         leases = self.of_row.pop(row, None)
         if leases is None:
             return
         computed = -(-max(int(self._rows.cached[row]), int(self.told[row])) // self._rows.page_size)
-        self.told[row] = 0
-        covered = pages[: max(computed, int(self._rows.committed[row]))]
+        computed = max(computed, int(self._rows.committed[row]))
+        self.told[row], self.kept[row] = 0, _NEVER
         for lease in leases:
             del self._row_of[lease]
-            self._hold(lease, covered)
+            self._hold(lease, pages[:computed])
+            if further is not None:
+                self._hold(lease, further(row, computed))
 
     def replace(self, row: int, first: int, pages: Pages, cached: int) -> None:
         """`pages` are about to leave the row, from its logical page `first` on, though the request stays.
@@ -109,7 +128,7 @@ class PageLeases:
             self.of_row[row].remove(lease)
             if not self.of_row[row]:
                 del self.of_row[row]
-                self.told[row] = 0
+                self.told[row], self.kept[row] = 0, _NEVER
 
     def held(self) -> list[tuple[PageLease, list[Pages]]]:
         """The open leases, and what each holds beside its row. Any thread may ask."""
@@ -135,6 +154,9 @@ class PageLeases:
         for row in self.told.nonzero()[0].tolist():
             if row not in self.of_row:
                 raise InvariantError(f"row {row} has no lease, but {self.told[row]} of its tokens are promised")
+        for row in (self.kept < _NEVER).nonzero()[0].tolist():
+            if row not in self.of_row:
+                raise InvariantError(f"row {row} has no lease, but keeps its windows from token {self.kept[row]} on")
         for lease, row in booked:
             if lease.is_over or self._rows.request_ids[row] != lease.request_id:
                 raise InvariantError(f"{lease} is booked with row {row} of request {self._rows.request_ids[row]!r}")

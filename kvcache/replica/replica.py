@@ -38,7 +38,7 @@ class Filled(NamedTuple):
     digests: NDArray[np.uint64]
 
 
-class _Reservation(NamedTuple):
+class Reservation(NamedTuple):
     """What a reservation takes: `hits` replace the row's logical pages from `first` on, `new` pages are appended.
 
     Into the logical pages from `restored` on come those of the lower tier's `slots`. `cached` is the token up to which
@@ -98,7 +98,10 @@ class Replica:
             return 0  # a decode step on a page that the row has; what it may not do is for `fetch` and `step` to refuse
         named = self.refuse_renamed(row, context)
         self.refuse_rewrite(row, context)
-        plan = self._plan(row, context, needed, num_steps)
+        return self.act(row, context, named, self._plan(row, context, needed, num_steps))
+
+    def act(self, row: int, context: Context, named: tuple[str | None, ExtraKeys], plan: Reservation) -> int | None:
+        """Take what a reservation says; returns the pages taken anew, or None: too few, and nothing has changed."""
         taken = plan.new + plan.further.cost
         if taken + len(plan.hits) > self.pool.free_count:  # else it does not matter how many of them are idle
             taken += self.pool.would_be_taken(plan.hits) - self.pool.would_be_freed(plan.replaced)
@@ -115,8 +118,11 @@ class Replica:
             self.states.reserved(context, plan.cached)
         return plan.new
 
-    def pages_needed(self, context: Context, num_steps: int) -> int:
-        """Pages for all known tokens and `num_steps` steps, the last of which stores no KV of its own token."""
+    def pages_needed(self, context: Context, num_steps: int, start: int | None = None) -> int:
+        """Pages for all known tokens and `num_steps` steps, the last of which stores no KV of its own token.
+
+        `start`: the token from which the request runs, its own one for None.
+        """
         length = context.current_length + num_steps - 1
         if length > self.max_seq_len:
             raise SequenceTooLongError(
@@ -124,7 +130,7 @@ class Replica:
                 f"max_seq_len is {self.max_seq_len}"
             )
         needed = -(-length // self.page_size)
-        in_all = needed if self.further is None else needed + self.further.least(context, num_steps)
+        in_all = needed if self.further is None else needed + self.further.least(context, num_steps, start)
         if in_all > self.pool.num_pages:
             raise PromptTooLongError(
                 f"request {context.request_id!r}: {length} tokens need {in_all} pages, "
@@ -300,7 +306,7 @@ class Replica:
         pages = self.rows.pages(row).copy()
         self.tier.leave(row, pages[: int(self.rows.committed[row])])
         if self.leases.of_row:
-            self.leases.leave(row, pages)
+            self.leases.leave(row, pages, None if self.further is None else self.further.computed)
         if self.further is not None:
             self.further.release(row)
         self.rows.unbind(row)
@@ -352,17 +358,6 @@ class Replica:
                 "commit_import or cancel_import first"
             )
 
-    def refuse_hand_over(self, row: int, call: str) -> None:
-        self.refuse_pending(row, call)
-        self.refuse_further(self.rows.request_ids[row], call)
-
-    def refuse_further(self, request_id: str | None, call: str) -> None:
-        if self.further is not None:
-            raise InvalidRequestError(
-                f"request {request_id!r}: {call} with {1 + self.further.count} block tables (params.groups): "
-                "pages of one table alone are handed over"
-            )
-
     def refuse_short(self, rows: Rows, lengths: Ints, call: str) -> None:
         """Raise unless each of `rows` has pages for `lengths` tokens, to run or computed by now."""
         room = self.rows.capacity[rows]
@@ -380,7 +375,7 @@ class Replica:
 
     # ---- inside
 
-    def _plan(self, row: int, context: Context, needed: int, num_steps: int) -> _Reservation:
+    def _plan(self, row: int, context: Context, needed: int, num_steps: int) -> Reservation:
         rows, slots = self.rows, NO_SLOTS
         have = int(rows.num_pages[row])
         # One active token after all others were computed is a decode step: there is nothing to look up.
@@ -396,9 +391,9 @@ class Replica:
         replaced = rows.table[row, first : min(have, first + len(hits))].copy() if hits.size else _NO_PAGES
         new = max(0, needed - max(have, first + len(hits)))
         further = self.plan_further(row, context, num_steps, hits, start=cached)
-        return _Reservation(first, hits, replaced, new, cached, restored, slots, further)
+        return Reservation(first, hits, replaced, new, cached, restored, slots, further)
 
-    def _take(self, row: int, plan: _Reservation) -> None:
+    def _take(self, row: int, plan: Reservation) -> None:
         rows = self.rows
         self.tier.hold(plan.slots)  # first: an eviction below may make room for the page that it evicts
         if self.further is not None:
@@ -423,7 +418,7 @@ class Replica:
     def _publish(self, rows: Ints, columns: Ints, digests: NDArray[np.uint64], told: Ints | None) -> None:
         """Publish the pages at `rows`, `columns`; `digests` are distinct. `told`: by row, tokens told to others."""
         if self.further is not None:
-            self.further.publish(rows, columns, digests)
+            self.further.publish(rows, columns, digests, told)
         own = self.rows.table[rows, columns]
         kept = self.pool.index.publish(own, digests)
         duplicate = kept != own

@@ -54,7 +54,7 @@ def leased(replica: Replica) -> list[Holding]:
 def quarantined(replica: Replica) -> list[Holding]:
     """What something in flight may still write for an import that was given up."""
     given_up = (pending for pending in list(replica.imports.each) if pending.closed)
-    return [Holding(pending, pending.request_id, pending.dst_pages) for pending in given_up]
+    return [Holding(pending, pending.request_id, pending.written) for pending in given_up]
 
 
 def pool_cells(pool: PagePool) -> Cells:

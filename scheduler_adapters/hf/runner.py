@@ -196,7 +196,7 @@ def kv_params_of(
     """Cache parameters for a model; `num_layers_of` gives the manager's layer count.
 
     `group_layers`: layers that see a window or a chunk have block tables of their own, and give back what no query sees
-    any more. Such pages are not handed over to other processes; without it, every page is kept until the end.
+    any more. They are handed over to processes that have the same tables; without it, every page is kept until the end.
     `enable_prefix_caching` None means: on, but for a model with recurrent layers, whose cached states take memory of
     their own. Raises `UnsupportedModelError`, or `InvalidParamsError` where heads cannot be split.
     """

@@ -25,6 +25,7 @@ from scheduler_adapters.service.requests import (
     Importing,
     Recent,
     phases_of,
+    recommended,
     reserve,
     span_of,
     spec_of,
@@ -285,7 +286,7 @@ class DecodeScheduler:
         """Keep the lease alive from now on, on the replica that will have the pages; queue for these."""
         patience_s = self._times.prefill_s + self._times.room_s
         request.move("offered", self._clock() + patience_s)
-        request.replica = self._manager.get_or_recommend_replica(request.new_context())
+        request.replica = recommended(self._manager, request.new_context())
         self._exchange.open_pull(request.replica, request.key, offer.source, patience_s + self._times.pull_s)
         self._arrived[request.replica].append((request, request.attempt))
 
@@ -332,9 +333,8 @@ class DecodeScheduler:
                 queue.popleft()
                 importing = request.importing = Importing(context, pending)
                 request.move("pulling", self._clock() + (self._times.pull_s if last else self._times.prefill_s))
-                start, stop = importing.pending.tokens
-                self.counts["reused"] += start // self._manager.page_size
-                self._read(request, importing, last=last, new=start < stop)
+                self.counts["reused"] += (start := pending.tokens[0]) // self._manager.page_size
+                self._read(request, importing, last=last, new=start < pending.tokens[1])
 
     def _extend(self, request: DecodeRequest, importing: Importing, offer: msg.PagesOffer) -> None:
         """Read what the source has beyond what it had."""
@@ -372,7 +372,7 @@ class DecodeScheduler:
         if error:
             self._fail(request, error)
         elif request.importing is not None:
-            self.counts["pulled"] += len(request.importing.pending.dst_pages)
+            self.counts["pulled"] += len(request.importing.pending.written)
             request.fenced(happened.event.times)
             self._join(request, request.importing, happened.proof)
 

@@ -398,6 +398,12 @@ class DecodeRequest(TrackedRequest):
         return offer.token is None and offer.table.num_tokens <= before.table.num_tokens
 
 
+def recommended(manager: PulledPages, context: TextContext) -> int:
+    """The replica that a request whose pages are elsewhere is best claimed on."""
+    context.set_token_indices(active_idx=min(2, context.end_idx))  # no window holds the whole prompt here
+    return manager.get_or_recommend_replica(context)
+
+
 def reserve(
     manager: PulledPages, context: TextContext, replica: int, table: BlockTable, *, last: bool = True
 ) -> PendingImport | None:

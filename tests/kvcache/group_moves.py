@@ -10,8 +10,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from kvcache import InvalidRequestError, LayerGroup, TextContext
-from tests.kvcache.model import Content, Held, ModelReplica, Named
+from kvcache import LayerGroup, TextContext
+from tests.kvcache.model import Content, Held, ModelLease, ModelReplica, Named
 from tests.kvcache.moves import LONGEST, PAGE_SIZE, Chooser, Moves
 
 Seen = tuple[str, int]  # the kind of a table's layers, and its tokens
@@ -24,6 +24,7 @@ class Further:
     columns: list[dict[int, int]]
     first: list[int]
     end: int = 0
+    kept: int | None = None  # readers were told of what the query at this token sees: it stays
 
 
 class GroupedReplica(ModelReplica):
@@ -61,7 +62,7 @@ class GroupedReplica(ModelReplica):
         needed, fresh, held_more, gone = -(-(len(tokens) + steps - 1) // size), 0, [], []
         firsts: list[int] = []
         for table in range(len(self.tables)):
-            now = self.seen(table, start)
+            now = self.seen(table, start if mine.kept is None else min(start, mine.kept))
             now = max(mine.first[table], min(now, found) if self.caching else now)
             firsts.append(now)
             taken = [
@@ -84,11 +85,13 @@ class GroupedReplica(ModelReplica):
             return None
         for _, _, page in held_more:
             self._hold(page)
+        self.leave_to_readers(held, mine, {(table, column) for column, table, _ in held_more})
         self.leave(mine, gone)
         for column, table, page in held_more:
             mine.columns[table][column] = page
         for page in hits:
             self._hold(page)
+        self._keep(held, [page for at, page in enumerate(dropped, first) if at * size < held.cached])
         for page in reversed(dropped):
             self._drop(page)
         held.pages[first:found] = hits
@@ -98,6 +101,13 @@ class GroupedReplica(ModelReplica):
             mine.columns[table] |= {column: self._take() for column in range(max(mine.end, found, now), end)}
         mine.first, mine.end = firsts, end
         return start
+
+    def leave_to_readers(self, held: Held, mine: Further, replaced: set[tuple[int, int]]) -> None:
+        """The leases of the request keep what was computed of these tables and columns."""
+        for table, columns in enumerate(mine.columns):
+            own = [page for column, page in sorted(columns.items()) if (table, column) in replaced]
+            computed = sum((table, column) in replaced and column * self.page_size < held.cached for column in columns)
+            self._keep(held, own[:computed])
 
     def hits(self, held: Held, tokens: list[int], named: Named, start: int, active: int) -> list[int]:
         hits: list[int] = []
@@ -134,6 +144,7 @@ class GroupedReplica(ModelReplica):
         self.slid += len(gone)
 
     def step(self, name: str, tokens: list[int], named: Named, start: int) -> tuple[int, list[int]]:
+        before = self.requests[name].cached
         for table, columns in enumerate(self.of(name).columns):
             for column in range(self.requests[name].committed, start // self.page_size):
                 if column in columns:
@@ -144,6 +155,7 @@ class GroupedReplica(ModelReplica):
                     else:
                         self._hold(kept)
                         columns[column] = kept
+                        self._keep(self.requests[name], [own] if column * self.page_size < before else [])
                         self._drop(own)
         return super().step(name, tokens, named, start)
 
@@ -162,12 +174,35 @@ class GroupedReplica(ModelReplica):
         return True
 
     def release(self, name: str) -> None:
-        mine = self.of(name)
+        mine, held = self.of(name), self.requests[name]
         pages = [(column, table, page) for table, one in enumerate(mine.columns) for column, page in one.items()]
+        computed = max(held.committed, -(-held.cached // self.page_size))
+        read = [page for column, _, page in sorted(pages) if column < computed]
+        for lease in held.leases:  # what it takes of the first table comes before
+            lease.parts += [held.pages[:computed]] * bool(computed) + [read] * bool(read)
+            for page in [*held.pages[:computed], *read]:
+                self._hold(page)
+        held.leases = []
         self.leave(mine, pages)
         self.slid -= len(pages)
         del self.further[name]
         super().release(name)
+
+    def lease(self, name: str) -> ModelLease:
+        self.tell(name)
+        return super().lease(name)
+
+    def tell(self, name: str) -> None:
+        """Readers know of what the request has computed by now."""
+        mine, cached = self.of(name), self.requests[name].cached
+        if cached:
+            mine.kept = cached if mine.kept is None else min(mine.kept, cached)
+
+    def end_lease(self, lease: ModelLease) -> None:
+        super().end_lease(lease)
+        for name, held in self.requests.items():
+            if not held.leases:
+                self.of(name).kept = None
 
 
 def layouts() -> list[tuple[int, tuple[LayerGroup, ...]]]:
@@ -191,7 +226,7 @@ def layouts() -> list[tuple[int, tuple[LayerGroup, ...]]]:
 
 
 class GroupMoves(Moves):
-    """A manager of groups beside its model. There are no leases over several tables, and no tiers below them."""
+    """A manager of groups beside its model. There are no tiers below several tables."""
 
     host_slots = (0,)
 
@@ -230,16 +265,26 @@ class GroupMoves(Moves):
         named, tokens = (context.cache_salt, context.extra_keys), context.tokens.tolist()
         return model.reserve(context.request_id, tokens, named, context.start_idx, context.active_idx, steps)
 
-    def lease(self) -> bool:
-        if not self.live:
+    def tell(self) -> bool:
+        """As with one table, and of each further one what the next token sees."""
+        told = {id(lease): len(lease.told) for lease in self.leases}
+        if not super().tell():
             return False
-        name = self.choose.pick(sorted(self.live))
-        try:
-            self.manager.lease(name)
-        except InvalidRequestError as error:
-            assert "block tables" in str(error)  # noqa: PT017 - the moves run without pytest, too
-            return True
-        raise AssertionError(f"{name}: a lease over several tables")
+        lease = next(one for one in self.leases if len(one.told) > told[id(one)])
+        name = lease.ours.request_id
+        table = self.manager.block_table(name)
+        model = self.models[lease.ours.replica_idx]
+        assert isinstance(model, GroupedReplica)
+        model.tell(name)
+        columns = -(-table.num_tokens // PAGE_SIZE)
+        for number, pages in enumerate(table.groups[1:]):
+            left_out = columns - len(pages)
+            assert left_out == min(columns, model.seen(number, table.num_tokens))
+            tokens = table.num_tokens - left_out * PAGE_SIZE
+            if pages:
+                lease.told.append((list(pages), tokens, self.bytes_of(lease, list(pages), tokens)))
+            self.seen["told of a window"] += left_out > 0
+        return True
 
     def of_groups(self) -> Counter[str]:
         found: Counter[str] = Counter()

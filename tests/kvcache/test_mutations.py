@@ -158,11 +158,11 @@ def kept_by_salt_alone(context: Any, algorithm: Any, page_size: int, named: Any 
 NEXT_DIGESTS, HASHER_OF = kvcache.replica.batch.next_digests, kvcache.replica.replica.hasher_of
 
 
-def leaves_nothing_to_leases(leases: PageLeases, row: int, pages: np.ndarray) -> None:
+def leaves_nothing_to_leases(leases: PageLeases, row: int, pages: np.ndarray, _further: Any) -> None:
     LEAVE(leases, row, pages[:0])
 
 
-def leaves_what_is_not_computed(leases: PageLeases, row: int, pages: np.ndarray) -> None:
+def leaves_what_is_not_computed(leases: PageLeases, row: int, pages: np.ndarray, _further: Any) -> None:
     leases._rows.committed[row] = len(pages)
     LEAVE(leases, row, pages)
 

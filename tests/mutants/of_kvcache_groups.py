@@ -3,6 +3,11 @@
 from tests.mutants.mutation import Module, Mutation
 
 _TABLES = ["tests/kvcache/replica/test_further_tables.py", "tests/kvcache/test_group_moves.py"]
+_MOVED = [
+    "tests/kvcache/replica/test_further_imports.py",
+    "tests/kvcache/replica/test_further_tables.py",
+    "tests/kvcache/test_group_moves.py",
+]
 _CUT = ["tests/kvcache/test_layer_groups.py"]
 
 KVCACHE_GROUPS: tuple[Module, ...] = (
@@ -28,11 +33,16 @@ KVCACHE_GROUPS: tuple[Module, ...] = (
             Mutation("FurtherTables.longest", "last_missing < ", "last_missing <= "),
             Mutation("FurtherTables.longest", "columns + 1", "columns"),
             Mutation("FurtherTables.longest", "fits &= last_missing", "fits = last_missing"),
-            Mutation("FurtherTables.plan", "min(now, found) if self._caching else now", "now"),
+            Mutation(
+                "FurtherTables.plan", "min(now, first + len(digests)) if self._caching and not imported else now", "now"
+            ),
             Mutation("FurtherTables.plan", "max(before, min", "max(0, min"),
             Mutation("FurtherTables.plan", "leaving[tables, before:now] = True", "pass"),
             Mutation("FurtherTables.plan", "leaving[tables, from_hits:found] = True", "pass"),
-            Mutation("FurtherTables.plan", "end - max(had, found, now)", "end - max(had, found)"),
+            Mutation("FurtherTables.plan", "end - max(had, found)", "end - had"),
+            Mutation("FurtherTables.plan", "self._caching and not imported", "self._caching", _MOVED),
+            Mutation("FurtherTables.plan", "if imported and (missing", "if (missing", _MOVED),
+            Mutation("FurtherTables.plan", "min(start, int(self._leases.kept[row]))", "start", _MOVED),
             Mutation("FurtherTables.plan", "new + taken", "new"),
             Mutation("FurtherTables.plan", " - self._pool.would_be_freed(gone)", ""),
             Mutation("FurtherTables.least", "pages - self._seen(group, start)", "pages"),
@@ -41,6 +51,9 @@ KVCACHE_GROUPS: tuple[Module, ...] = (
             Mutation("FurtherTables.hold", "self.firsts[:, row] = plan.firsts", "pass"),
             Mutation("FurtherTables.take", "self.ends[row] = plan.end", "self.ends[row] += 1"),
             Mutation("FurtherTables.take", "plan.end * self._page_size", "1 << 40"),
+            Mutation(
+                "FurtherTables.take", "min(int(rows.committed[row]), *plan.founds)", "rows.committed[row]", _MOVED
+            ),
             Mutation("FurtherTables.append", "(ends != self._rows.num_pages[rows]).any() or ", ""),
             Mutation("FurtherTables.append", "(self.count + 1)", "self.count"),
             Mutation("FurtherTables.append", "self._slide(rows)", "pass"),
@@ -49,7 +62,7 @@ KVCACHE_GROUPS: tuple[Module, ...] = (
             Mutation("FurtherTables.publish", "self._pool.release(own[shared])", "pass"),
             Mutation("FurtherTables.fork", "self._pool.hold(shared[shared != NO_PAGE])", "pass"),
             Mutation("FurtherTables.fork", "self.firsts[:, parent]", "0"),
-            Mutation("FurtherTables.release", "part[:] = NO_PAGE", "pass"),
+            Mutation("FurtherTables.release", "self.table[:, row, : self.ends[row]] = NO_PAGE", "pass"),
             Mutation("FurtherTables.release", "self._pool.release(pages)", "pass"),
             Mutation("FurtherTables.release", "self.firsts[:, row] = self.ends[row] = 0", "self.ends[row] = 0"),
             Mutation("FurtherTables.refuse_lost", "behind.size", "False"),
@@ -58,10 +71,60 @@ KVCACHE_GROUPS: tuple[Module, ...] = (
             Mutation("FurtherTables._slide", "release_each", "release"),
             Mutation("FurtherTables._slide", "np.tile(-at,", "np.tile(at,"),
             Mutation("FurtherTables._mix", "^= self._mixed[tables, None]", "^= self._mixed[:1, None]"),
+            Mutation("FurtherTables._slide", "self._leases.kept[rows]", "self._rows.cached[rows]", _MOVED),
+            Mutation("FurtherTables.hold", "self._leave_to_readers(row, plan)", "pass", _MOVED),
+            Mutation("FurtherTables.publish", "if told is not None:", "if False:", _MOVED),
+            Mutation("FurtherTables.lists", "if windows or group", "if group", _MOVED),
+            Mutation("FurtherTables.lists", "self._seen(group, tokens)", "0", _MOVED),
+            Mutation("FurtherTables.imports", 'kind != "full"', "False", _MOVED),
+            Mutation("FurtherTables.computed", "part != NO_PAGE", "part > 1", _MOVED),
             Mutation("FurtherTables.check", "!= with_page", "> with_page"),
             Mutation("FurtherTables.check", "full & ~", "full & "),
             Mutation("_tokens_to_hold", "start + context.active_length", "start + 1"),
             Mutation("_tokens_to_hold", "+ num_steps - 1", ""),
+        ],
+    ),
+    Module(
+        "kvcache.replica.leases",
+        _MOVED,
+        [
+            Mutation("PageLeases.tell", "windows and tokens", "tokens"),
+            Mutation("PageLeases.tell", "windows and tokens", "False"),
+            Mutation("PageLeases.tell", "min(tokens, int(self.kept[row]))", "tokens"),
+            Mutation("PageLeases.leave", "self._hold(lease, further(row, computed))", "pass"),
+            Mutation("PageLeases.leave", "further(row, computed)", "further(row, 1 << 20)"),
+            Mutation("PageLeases.end", "self.told[row], self.kept[row] = 0, _NEVER", "self.told[row] = 0"),
+        ],
+    ),
+    Module(
+        "kvcache.replica.imports",
+        _MOVED,
+        [
+            Mutation("_check_pages", "table.kinds != kinds", "False"),
+            Mutation("_check_pages", '(kind == "full" or len(pages) > wanted)', "len(pages) > wanted"),
+            Mutation("_check_reach", "first < min(begins, table.num_tokens)", "False"),
+            Mutation("_check_reach", "min(begins, table.num_tokens)", "begins"),
+            Mutation("_plan_tables", "max(num_tokens, found)", "num_tokens"),
+            Mutation(
+                "_plan_tables", "pages_needed(context, num_steps, num_tokens)", "pages_needed(context, num_steps)"
+            ),
+            Mutation("extend_import", "same &= np.array_equal(now[: len(one.src_pages)], one.src_pages)", "pass"),
+            Mutation("extend_import", "_check_reach(context, table, [one.first for one in pending.further])", "pass"),
+            Mutation("extend_import", "replica.further.refuse_lost(", "len("),
+        ],
+    ),
+    Module(
+        "kvcache.replica.block_table",
+        _MOVED,
+        [
+            Mutation("FurtherImport.named", " - left_out", ""),
+            Mutation("FurtherImport.take", "max(self.first, self.taken)", "self.first"),
+            Mutation("PendingImport.needs_copy", " or any(one.first < one.stop for one in self.further)", ""),
+            Mutation("PendingImport.written", "if not self.further:", "if True:"),
+            Mutation("PendingImport.take_up", "if last or not one.at_end:", "if True:"),
+            Mutation(
+                "PendingImport.take_up", "one.stop = max(one.first, table.num_tokens)", "one.stop = table.num_tokens"
+            ),
         ],
     ),
     Module(
@@ -77,12 +140,12 @@ KVCACHE_GROUPS: tuple[Module, ...] = (
         [
             Mutation("Replica.match", "pages[: self.further.longest(first, digests[: len(pages)])]", "pages"),
             Mutation("Replica.reserve", "and self.further is None", ""),
-            Mutation("Replica.reserve", "plan.new + plan.further.cost", "plan.new"),
-            Mutation("Replica.pages_needed", "needed + self.further.least(context, num_steps)", "needed"),
+            Mutation("Replica.act", "plan.new + plan.further.cost", "plan.new"),
+            Mutation("Replica.pages_needed", "needed + self.further.least(context, num_steps, start)", "needed"),
             Mutation("Replica.fork", "else 1 + self.further.count", "else 1"),
             Mutation("Replica._plan", "start=cached", "start=0"),
-            Mutation("Replica._publish", "self.further.publish(rows, columns, digests)", "pass"),
-            Mutation("Replica.refuse_further", "if self.further is not None:", "if False:"),
+            Mutation("Replica._publish", "self.further.publish(rows, columns, digests, told)", "pass"),
+            Mutation("Replica.release", "None if self.further is None else self.further.computed", "None", _MOVED),
         ],
     ),
     Module(

@@ -111,7 +111,7 @@ KVCACHE_TIERS: tuple[Module, ...] = (
             Mutation("check_replica", "np.add.at(holders, rows.pages(row), 1)", "pass"),
             Mutation(
                 "check_replica",
-                "np.add.at(writers, pending.dst_pages, 1)",
+                "np.add.at(writers, pending.written, 1)",
                 "pass",
                 ["tests/kvcache/replica/test_imports.py"],
             ),

@@ -7,7 +7,7 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
         "scheduler_adapters.loop",
         ["tests/scheduler_adapters/test_loop.py"],
         [
-            Mutation("ServingLoop.context_for", "if total - 1 > capacity:", "if total > capacity:"),
+            Mutation("ServingLoop.context_for", "most_pages(total - 1, size)", "most_pages(total, size)"),
             Mutation(
                 "ServingLoop.context_for",
                 "if not self.knows(highest):",
@@ -262,8 +262,8 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
             ),
             Mutation(
                 "DecodeScheduler._admit",
-                '["reused"] += start //',
-                '["reused"] += stop //',
+                "(start := pending.tokens[0]) //",
+                "(start := pending.tokens[1]) //",
                 ["tests/scheduler_adapters/service/test_service.py::test_decode_pulls_only_what_it_lacks"],
             ),
         ],

@@ -77,7 +77,7 @@ STATES: tuple[Module, ...] = (
         _MOVES,
         [
             Mutation("Replica.match", "pages[: self.states.longest(request_id, of_pages)]", "pages"),
-            Mutation("Replica.reserve", "self.states.reserved(context, plan.cached)", "pass"),
+            Mutation("Replica.act", "self.states.reserved(context, plan.cached)", "pass"),
         ],
     ),
 )

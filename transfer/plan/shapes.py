@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import msgspec
+
+from kvcache.layer_groups import LayerTables
 from kvcache.layout import PageLayout
 from transfer.errors import InvalidEngineError
 from transfer.plan.boxes import AXES, KV, Box, Group, Index, ShardLayout, Sizes
@@ -100,3 +103,14 @@ def dense(layout: PageLayout, num_pages: int, first_layer: int = 0) -> ShardLayo
         first=(first_layer, 0, layout.first_head, 0),
     )
     return ShardLayout((Group(layout.page_size, num_pages, (box,)),), (num_pages * layout.page_bytes,))
+
+
+def of_tables(layout: ShardLayout, tables: LayerTables) -> ShardLayout:
+    """A `dense` pool that several block tables share: a group for each of them, over the same pages.
+
+    The layers of a page are numbered by their place in it, whichever the table's are: both sides have the same tables.
+    Where a table has fewer layers than a page, its empty places are copied along: a page stays one run of bytes.
+    """
+    windows = [table.group.window if table.group.kind == "window" else 0 for table in tables.tables]
+    groups = tuple(msgspec.structs.replace(layout.groups[0], window=window) for window in windows)
+    return ShardLayout(groups, layout.region_bytes)

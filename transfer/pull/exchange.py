@@ -13,7 +13,7 @@ from transfer.errors import InvalidEngineError, InvalidLeaseError
 from transfer.memory import MemoryType
 from transfer.nixl.agent import Agent
 from transfer.plan.boxes import ShardLayout
-from transfer.plan.shapes import dense
+from transfer.plan.shapes import dense, of_tables
 from transfer.pull.asking import Lent, PageAsks
 from transfer.pull.lease import LeaseRef
 from transfer.pull.lease_slots import LeaseSlots
@@ -124,6 +124,8 @@ class PageExchange:
         self._pulls: dict[tuple[int, str], Any] = {}  # the copiers of those that are open, by replica and key
         self._happened: list[ExchangeEvent] = []  # at the end of a thread
         agreed, options = dict(compatibility or {}), dict[str, Any](replica_options or {})
+        if len(manager.layer_tables.tables) > 1:  # a page is of other layers, and its neighbours of other tokens
+            agreed["layer tables"] = manager.layer_tables.described()
         ask = None if keyring is None else keyring.secure_client
         self.cards: list[EngineCard] = []
         self.lending = PageLending(manager, self._grant_lent, share=lend, key=self._key)
@@ -433,7 +435,7 @@ def _shards(manager: PageOwner, replica: int) -> list[tuple[ShardLayout, list[to
     pages = manager.total_num_pages // manager.num_replicas + 1  # the null page is one of the tensor's
     shards: list[tuple[ShardLayout, list[torch.Tensor]]] = []
     for shard, (page, blocks) in enumerate(zip(manager.layouts, manager.device_tensors[replica], strict=True)):
-        layout, tensors = dense(page, pages), [blocks]
+        layout, tensors = of_tables(dense(page, pages), manager.layer_tables), [blocks]
         for group in manager.further_groups:
             layout = group.beside(layout, shard)
             tensors += group.tensors[shard]

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from kvcache.layer_groups import LayerTables
     from kvcache.layout import PageLayout
     from transfer.plan.boxes import ShardLayout
 
@@ -52,6 +53,11 @@ class PageOwner(Protocol):
     @property
     def layouts(self) -> Sequence[PageLayout]:
         """Of a page on each shard of a replica."""
+        ...
+
+    @property
+    def layer_tables(self) -> LayerTables:
+        """Its block tables, and the layers of each."""
         ...
 
     @property

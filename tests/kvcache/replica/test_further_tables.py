@@ -213,21 +213,6 @@ def test_a_request_that_goes_back_runs_from_its_last_published_page() -> None:
     manager.fetch([context])
 
 
-def test_pages_of_several_tables_are_not_handed_over() -> None:
-    manager = make()
-    context = start(manager, range(9), "r")
-    run(manager, context)
-    for call in (manager.block_table, manager.lease):
-        with pytest.raises(InvalidRequestError, match="'r': .* with 2 block tables"):
-            call("r")
-    table = manager_of(page_size=SIZE)
-    other = start(table, range(9), "x")
-    run(table, other)
-    manager.external_claim("y", 0)
-    with pytest.raises(InvalidRequestError, match="'y': import_block_table with 2 block tables"):
-        manager.import_block_table(TextContext([*range(10)], 99, "y"), table.block_table("x"))
-
-
 def test_a_fork_shares_the_window_and_copies_the_page_that_is_written() -> None:
     manager = make(dtype=torch.float32)
     parent = start(manager, range(42), "parent")

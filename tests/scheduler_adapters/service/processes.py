@@ -34,6 +34,7 @@ class Side(NamedTuple):
     count: int = 1
     rows: int = 4
     budget: int = 128
+    groups: bool = False  # a block table for each group of layers
     options: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -92,7 +93,11 @@ class Service:
 
     def _start(self, name: str, side: Side) -> tuple[ServingLoop, PageExchange]:
         params = kv_params_of(
-            self.model.config, page_size=side.page_size, n_devices=side.tp * side.dp, data_parallel_degree=side.dp
+            self.model.config,
+            page_size=side.page_size,
+            n_devices=side.tp * side.dp,
+            data_parallel_degree=side.dp,
+            group_layers=side.groups,
         )
         memory = side.pages * side.page_size * params.bytes_per_token(num_layers_of(self.model.config)) * side.dp
         memory += state_bytes_of(self.model, side.tp, side.rows)

@@ -1,0 +1,147 @@
+"""Models with windows and chunks over several block tables, prefilled in one process and decoded in another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache import InvalidRequestError
+from kvcache.replica.block_table import PageDigests
+from scheduler_adapters.hf.runner import reference_tokens
+from scheduler_adapters.hf.tiny import ByteTokenizer
+from tests.scheduler_adapters.hf.test_groups import MODELS
+from tests.scheduler_adapters.service.processes import NEW, Service, Side
+
+PAGE = 8
+HEAD = ByteTokenizer().encode("What all prompts begin with, and what is longer than any window of these models. " * 2)
+PROMPTS = [[*HEAD, *ByteTokenizer().encode(text)] for text in ("one", "another one", "the third, which is longest")]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest, make_model: Callable[..., Any]) -> Any:
+    kind, changes = MODELS[request.param]
+    return make_model(kind, num_hidden_layers=4, **changes)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Any) -> list[list[int]]:
+    return [reference_tokens(model, prompt, NEW) for prompt in PROMPTS]
+
+
+@pytest.fixture
+def start(model: Any, tmp_path: Path) -> Iterator[Callable[..., Service]]:
+    services: list[Service] = []
+
+    def make(prefill: dict[str, Any], decode: dict[str, Any], *, of: Any = model, **options: Any) -> Service:
+        sides = [Side(**{"page_size": PAGE, "groups": True, **side}) for side in (prefill, decode)]
+        services.append(Service(of, tmp_path, *sides, **options))
+        return services[-1]
+
+    yield make
+    for service in services:
+        service.close()
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "chunkwise"),
+    [({"tp": 2}, {}, False), ({"budget": 24, "page_size": 16, "pages": 50}, {"tp": 2}, True)],
+)
+def test_tokens_are_the_models_own_and_windows_alone_are_pulled(
+    start: Callable[..., Service],
+    expected: list[list[int]],
+    prefill: dict[str, Any],
+    decode: dict[str, Any],
+    chunkwise: bool,
+) -> None:
+    service = start(prefill, decode, chunkwise=chunkwise)
+    assert service.serve(PROMPTS) == expected
+    service.assert_nothing_held()
+    stats, manager = service.decode.stats(), service.loops["d0"].manager
+    assert len(manager.layer_tables.tables) == 4
+    whole = [-(-len(prompt) // PAGE) for prompt in PROMPTS]
+    # Of three layers of four a prompt takes a window of 20 tokens, which touches 4 pages, or a chunk of 24.
+    assert whole[0] < stats.pages_pulled <= sum(whole) + 3 * 4 * len(PROMPTS) < 2 * sum(whole)
+    per_page = sum(layout.page_bytes for layout in manager.layouts)
+    # Pages of other sizes and shards go through a slab, whole.
+    assert stats.bytes_pulled == stats.pages_pulled * per_page or chunkwise
+    assert service.serve(PROMPTS) == expected
+    pulled_again = service.decode.stats().pages_pulled - stats.pages_pulled
+    assert pulled_again <= 4 * len(PROMPTS), "all but a page that is not full was here"
+    service.assert_nothing_held()
+
+
+def test_a_decode_process_whose_requests_give_way_computes_them_itself(
+    start: Callable[..., Service], model: Any
+) -> None:
+    prompts = [[at, *prompt] for at, prompt in enumerate(PROMPTS)]
+    wanted = [reference_tokens(model, prompt, 40) for prompt in prompts]
+    service = start({}, {"pages": 19, "budget": 16})
+    assert service.serve(prompts, 40) == wanted
+    assert service.decode.stats().preemptions
+    service.assert_nothing_held()
+
+
+def test_what_does_not_fit_into_several_tables_fails_alone(start: Callable[..., Service], expected: Any) -> None:
+    service = start({}, {"pages": 16})  # 64 pages of a layer
+    assert service.serve([PROMPTS[0], [*HEAD, *HEAD, *HEAD]])[0] == expected[0]
+    assert "as 4 block tables take" in service.ended["r1"].error
+    service.assert_nothing_held()
+
+
+def test_pages_that_are_not_whole_in_a_window_are_refused_by_name(start: Callable[..., Service], model: Any) -> None:
+    service = start({}, {"page_size": 16, "pages": 50})
+    prompt = PROMPTS[0][: 24 * 7 + 3]  # the next token sees what a page of 8 begins with, and one of 16 has inside
+    service.serve([prompt])
+    if "error" in service.ended["r0"].finished:
+        assert "are needed" in service.ended["r0"].error
+    else:
+        assert service.tokens["r0"] == reference_tokens(model, prompt, NEW)
+    service.assert_nothing_held()
+
+
+def test_a_peer_with_one_table_is_refused_by_name(start: Callable[..., Service]) -> None:
+    service = start({"groups": False}, {})
+    service.serve([PROMPTS[0]])
+    error = service.ended["r0"].error  # by its first pages, or by what the process says of itself
+    assert "has 1 page groups, this manager 4" in error or "layer tables: None at the source, 'full of" in error
+    service.assert_nothing_held()
+
+
+def test_a_source_of_other_layers_is_refused_at_first_contact(
+    start: Callable[..., Service], make_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    kinds = ["full_attention", "sliding_attention", "sliding_attention", "sliding_attention"]
+    other = make_model("qwen3", num_hidden_layers=4, layer_types=kinds, sliding_window=20, use_sliding_window=True)
+    alike = make_model(
+        "qwen3", num_hidden_layers=4, layer_types=kinds[::-1], sliding_window=20, use_sliding_window=True
+    )
+    here, there = start({}, {}, of=other), Service(alike, tmp_path / "there", *[Side(page_size=PAGE, groups=True)] * 2)
+    try:
+        source, reader = there.exchanges["p0"], here.exchanges["d0"]
+        manager = there.loops["p0"].manager
+        manager.external_claim("x")
+        offered = source.offer("x", 5.0)
+        assert offered is not None
+        reader.open_pull(0, "k", offered, 5.0)
+        events: list[Any] = []
+
+        def ended() -> bool:
+            events.extend(one.event for one in reader.poll())
+            source.poll()
+            return bool(events)
+
+        here.until(ended, "the refusal", poll=lambda: None)
+        assert "is not compatible: layer tables: 'full of layers 3, window" in events[0].error
+        assert "full of layers 0" in events[0].error
+        manager.release("x")
+    finally:
+        there.close()
+
+
+def test_pages_that_are_asked_for_by_what_they_hold_have_one_table(start: Callable[..., Service]) -> None:
+    manager = start({}, {}).loops["p0"].manager
+    with pytest.raises(InvalidRequestError, match="'r': asks for pages by what they hold, and those of 4 block tables"):
+        manager.contents.lease("r", 0, PageDigests(PAGE, "sha256", b""), 5)
