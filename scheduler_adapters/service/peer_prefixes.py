@@ -4,8 +4,8 @@ Who may have it is named with the request, and may have forgotten it, be busy, o
 as if nobody had been named, after a question, or after the time that a question or a pull is given. What was pulled is
 cached here like anything else: the request finds it when it is admitted, in its turn.
 
-Sources are asked one after another, each for what is missing by then, and each run of pages is published before the
-next is asked for: so there never is a hole, a run that fails leaves those before it, and nobody lends a page that
+Sources are asked one after another, each for what is missing by then, and each stretch of pages is published before the
+next is asked for: so there never is a hole, a stretch that fails leaves those before it, and nobody lends a page that
 another has lent already. Rejected: to ask all at once, as each would hold what one of them is read for.
 """
 
@@ -39,10 +39,10 @@ FetchOutcome = Literal["pulled", "computed", "stale", "unanswered", "no_room", "
 has no more than we, or did not say; no pages here; no pull."""
 FETCH_OUTCOMES: tuple[FetchOutcome, ...] = get_args(FetchOutcome)
 
-_ASK_S = 1.0  # for sources to answer, between two runs of pages: one may be in the middle of a step
-_PULL_S = 5.0  # for a run
+_ASK_S = 1.0  # for sources to answer, between two stretches of pages: one may be in the middle of a step
+_PULL_S = 5.0  # for a stretch
 _DROPPED, _USELESS = "nobody wants it any more", "its pages are of no use here"
-_MOST_RUNS = 8  # of one prompt: where two sources have every other page, computing is quicker
+_MOST_STRETCHES = 8  # of one prompt: where two sources have every other page, computing is quicker
 
 
 class Waiting(NamedTuple):
@@ -54,16 +54,16 @@ class Waiting(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """A prompt that somebody is asked for, or a run of its pages that is pulled."""
+    """A prompt that somebody is asked for, or a stretch of its pages that is pulled."""
 
     waiting: Waiting
     replica: int
     engines: deque[tuple[str, str]]  # address and engine of those that may be asked, the next one first
     to_ask: int  # how many of them, before we give up
     since: float  # when what is pulled next was first asked for
-    source: Source | None = None  # of the run that is pulled
+    source: Source | None = None  # of the stretch that is pulled
     pending: PendingImport | None = None
-    runs: int = 0  # that were pulled
+    stretches: int = 0  # that were pulled
 
 
 class PeerPrefixes:
@@ -166,7 +166,7 @@ class PeerPrefixes:
         return self._end(fetch, "no_room") if fetch.pending is None else self._take(fetch, None)
 
     def _take(self, fetch: _Fetch, proof: ImportProof | None) -> Waiting | None:
-        """All of a run is here: it is published, and given back for the request, or the next run, to find it."""
+        """All of a stretch is here: it is published, and given back for the request, or the next one, to find it."""
         context, pending, source = fetch.waiting.context, fetch.pending, fetch.source
         if pending is None or source is None:
             return None
@@ -178,7 +178,7 @@ class PeerPrefixes:
             if not self._met.add(source.incarnation):  # the first contact comes once
                 self.estimate.pull.add(tokens, now - fetch.since)
         self._manager.release(context.request_id)
-        fetch.runs, fetch.since = fetch.runs + 1, now
+        fetch.stretches, fetch.since = fetch.stretches + 1, now
         # Whoever had nothing before it may have what follows; who has lent it has no more.
         fetch.to_ask = len(fetch.engines)
         return self._go_on(fetch, "pulled")
@@ -190,7 +190,7 @@ class PeerPrefixes:
         fetch.engines.rotate(-1)
         if outcome in ("unanswered", "failed"):
             fetch.engines.pop()  # nor is it asked for what comes later
-        if not fetch.to_ask or fetch.runs == _MOST_RUNS or self._clock() >= fetch.since + _ASK_S:
+        if not fetch.to_ask or fetch.stretches == _MOST_STRETCHES or self._clock() >= fetch.since + _ASK_S:
             return self._end(fetch, outcome)
         self._give_back(fetch)
         context.reset()
@@ -202,7 +202,7 @@ class PeerPrefixes:
 
     def _end(self, fetch: _Fetch, outcome: FetchOutcome) -> Waiting:
         context = fetch.waiting.context
-        self.counts["pulled" if fetch.runs else outcome] += 1
+        self.counts["pulled" if fetch.stretches else outcome] += 1
         del self._open[context.request_id]
         self._give_back(fetch)
         context.reset()

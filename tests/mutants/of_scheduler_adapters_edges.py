@@ -55,7 +55,7 @@ SCHEDULER_ADAPTERS_EDGES: tuple[Module, ...] = (
                 [_QUICKER],
             ),
             Mutation("PeerPrefixes._go_on", "if not fetch.to_ask or", "if fetch.to_ask or", [_IN_TURN]),
-            Mutation("PeerPrefixes._go_on", "fetch.runs == _MOST_RUNS", "False", [_RUNS]),
+            Mutation("PeerPrefixes._go_on", "fetch.stretches == _MOST_STRETCHES", "False", [_RUNS]),
             Mutation("PeerPrefixes._go_on", "fetch.engines.pop()", "pass", [_SILENT]),
             Mutation("PeerPrefixes._go_on", "context.reset()", "pass", [_RUN_BY_RUN]),
             Mutation("PeerPrefixes._ask", " / fetch.to_ask", "", [_SILENT]),

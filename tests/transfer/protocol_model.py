@@ -10,6 +10,7 @@ worked out once for each room and whatever it can see of the others; the success
 from __future__ import annotations
 
 import argparse
+import re
 import resource
 import sys
 import time
@@ -20,10 +21,12 @@ from tests.transfer import protocol_promises as promises
 from tests.transfer.protocol_room import (
     CLEARED,
     CLOSED,
+    COMMITTED,
     COPYING,
     FENCED_EARLY,
     GIVEN_UP,
     IDLE,
+    KEPT,
     PULLING,
     STALE,
     STANDING,
@@ -33,10 +36,11 @@ from tests.transfer.protocol_room import (
     Room,
     View,
 )
-from tests.transfer.protocol_rules import ASSUMPTIONS, CASTS, RULES, SHOWN_BY, Cast
+from tests.transfer.protocol_rules import ASSUMPTIONS, CASTS, RULES, SHOWN_BY, Cast, Part
 
 _BITS = 20  # of a room's index in a state
 _MASK = (1 << _BITS) - 1
+_SOURCES = "PQ"
 
 
 class Face(NamedTuple):
@@ -50,6 +54,9 @@ class Face(NamedTuple):
     claims: bool  # its slot among the words is taken
     standing: int  # source ranks where its word stands
     said: int
+    # Where a prompt comes in stretches, of its only reader:
+    pull: int = IDLE
+    here: int = -1  # pages that it has; -1: the stretch is not over
 
 
 class Steps(NamedTuple):
@@ -73,6 +80,11 @@ class Result(NamedTuple):
     story: tuple[str, ...] = ()
 
 
+def _of_source(source: int, text: str) -> str:
+    """What is told of a room, with its own source in place of P."""
+    return re.sub(r"\bP(?=\d|\b)", _SOURCES[source], text) if source else text
+
+
 class Explorer:
     """All states of one cast, with all rules or without some."""
 
@@ -92,7 +104,12 @@ class Explorer:
         self._ids: dict[tuple[int, Room], int] = {}
         self._steps: dict[tuple[int, ...], Steps] = {}
         self._shifts = [_BITS * position for position in range(len(cast.parts))]
-        self._processes = [f"P{rank}" for rank in range(cast.shape.sources)] + [f"D{i}" for i in range(len(readers))]
+        self._stretches = any(part.head >= 0 for part in cast.parts)
+        self._sources = range(1 + max(part.source for part in cast.parts))
+        self._processes = [
+            f"{_SOURCES[source]}{rank}" for source in self._sources for rank in range(cast.shape.sources)
+        ]
+        self._processes += [f"D{reader}" for reader in range(len(readers))]
 
     # Rooms and their indices.
 
@@ -106,7 +123,7 @@ class Explorer:
             self._faces.append(self._face(room))
             self._seen_as.append(self._face_ids.setdefault(self._faces[-1], len(self._face_ids)))
             waits = UNSET in room.word or (IDLE in room.pull and self.protocol.offered(room))
-            self._sees.append(waits or bool(self.protocol.without))
+            self._sees.append(waits or self._stretches or bool(self.protocol.without))
             self._mirror.append(found)
             if self._mirrors:
                 self._mirror[found] = self._id(position, self._mirrored(room))
@@ -162,19 +179,27 @@ class Explorer:
             claims=bool(room.held) or STANDING in room.word or STALE in room.word,
             standing=sum(1 << i for i, word in enumerate(room.word) if word in (STANDING, STALE)),
             said=0 if self.protocol.has("attempt-check") else room.said,
+            pull=room.pull[0] if self._stretches else IDLE,
+            here=self._here(room) if self._stretches else -1,
         )
+
+    def _here(self, room: Room) -> int:
+        if room.pull[0] in (COMMITTED, KEPT):
+            return room.first + room.found
+        return 0 if room.pull[0] in (GIVEN_UP, CLOSED) else -1
 
     def _view(self, position: int, faces: Sequence[Face]) -> View:
         parts, shape = self.cast.parts, self.cast.shape
         mine = parts[position]
         source, readers = (1 << shape.pool) - 1, [(1 << shape.pool) - 1] * len(shape.readers)
         take, foreign, claimed = (1 << len(shape.readers)) - 1, 0, False
+        tail = next((face.pull for part, face in zip(parts, faces, strict=True) if part.head == position), -1)
         for other, (part, face) in enumerate(zip(parts, faces, strict=True)):
             if other == position:
                 continue
-            source &= ~face.held
+            source &= ~face.held if part.source == mine.source else -1
             readers = [free & ~pages for free, pages in zip(readers, face.pages, strict=True)]
-            if part.slot == mine.slot:
+            if (part.source, part.slot) == (mine.source, mine.slot):
                 claimed |= face.claims
                 foreign |= face.standing
             if other == mine.before:
@@ -183,7 +208,19 @@ class Explorer:
                 take &= face.new
         may_lease = not claimed and (mine.before < 0 or faces[mine.before].failed)
         late = faces[mine.before].said if mine.before >= 0 else 0
-        return View(may_lease, source, tuple(readers), take, late, foreign)
+        head = faces[mine.head] if mine.head >= 0 else None
+        return View(
+            may_lease,
+            source,
+            tuple(readers),
+            take,
+            late,
+            foreign,
+            has_tail=tail >= 0,
+            tail=max(tail, 0),
+            head=-1 if head is None else head.here,
+            head_words=-1 if head is None else head.standing,
+        )
 
     # States and what can follow.
 
@@ -198,7 +235,8 @@ class Explorer:
 
     def _moves(self, position: int, room: Room, faces: Sequence[Face]) -> list[Move]:
         part = self.cast.parts[position]
-        return list(self.protocol.moves(part.name, part.pages, room, self._view(position, faces)))
+        moves = self.protocol.moves(part.name, part.pages, room, self._view(position, faces))
+        return [move._replace(text=_of_source(part.source, move.text)) for move in moves]
 
     def _steps_of(self, position: int, ids: list[int]) -> Steps:
         own = ids[position]
@@ -211,7 +249,7 @@ class Explorer:
             wrong = any(move.wrong or promises.stale(self.protocol, part.name, part.pages, move.room) for move in moves)
             steps = self._steps[key] = Steps(
                 deltas=tuple(dict.fromkeys(self._delta(position, own, other) for other in after if other != own)),
-                deaths=tuple(self._delta(position, own, self._id(position, room)) for room in self._killed(room)),
+                deaths=tuple(self._delta(position, own, self._id(position, room)) for room in self._killed(part, room)),
                 spoils=any(move.writes for move in moves),
                 wrong=wrong or bool(promises.stuck(self.protocol, part.name, room, moves)),
             )
@@ -228,10 +266,14 @@ class Explorer:
             if promises.rank(size, other) <= promises.rank(size, room):
                 raise RuntimeError(f"a move leads back: {room} to {other}")
 
-    def _killed(self, room: Room) -> list[Room]:
+    def _killed(self, part: Part, room: Room) -> list[Room]:
         """Returns what becomes of a room when each process dies."""
         shape = self.cast.shape
-        sources = [self.protocol.crash_source(room, rank) for rank in range(shape.sources)]
+        sources = [
+            self.protocol.crash_source(room, rank) if part.source == source else room
+            for source in self._sources
+            for rank in range(shape.sources)
+        ]
         return sources + [self.protocol.crash_reader(room, reader) for reader in range(len(shape.readers))]
 
     def _tell(self, crashes: int, rooms: list[Room]) -> Iterator[tuple[str, int, list[Room], str]]:
@@ -248,12 +290,14 @@ class Explorer:
                 yield move.text, crashes, after, move.wrong or self._stale(after)
             if stuck := promises.stuck(self.protocol, part.name, rooms[position], moves):
                 yield "", crashes, rooms, stuck
-        for name, *killed in zip(self._processes, *map(self._killed, rooms), strict=True) if crashes else ():
+        for name, *killed in (
+            zip(self._processes, *map(self._killed, self.cast.parts, rooms), strict=True) if crashes else ()
+        ):
             yield f"{name} dies and starts anew", crashes - 1, [*map(self._forget, killed)], ""
 
     def _stale(self, rooms: list[Room]) -> str:
         found = (
-            promises.stale(self.protocol, part.name, part.pages, room)
+            _of_source(part.source, promises.stale(self.protocol, part.name, part.pages, room))
             for part, room in zip(self.cast.parts, rooms, strict=True)
         )
         return next(filter(None, found), "")

@@ -10,6 +10,7 @@ from tests.transfer.protocol_room import (
     FLYING,
     GIVEN_UP,
     IDLE,
+    KEPT,
     MATCHED,
     MISMATCHED,
     PASSED,
@@ -24,7 +25,7 @@ from tests.transfer.protocol_room import (
     bits,
 )
 
-_STAGE = {IDLE: 0, PULLING: 1, GIVEN_UP: 2, COMMITTED: 2, CLOSED: 3}  # how far a pull has come
+_STAGE = {IDLE: 0, PULLING: 1, GIVEN_UP: 2, COMMITTED: 2, KEPT: 3, CLOSED: 4}  # how far a pull has come
 
 
 def stale(protocol: Protocol, name: str, size: int, room: Room) -> str:
@@ -46,7 +47,7 @@ def stuck(protocol: Protocol, name: str, room: Room, moves: Sequence[Move]) -> s
     if (room.held or STANDING in room.word or STALE in room.word) and "P" not in due:
         return f"P holds the pages of {name}, and waits for a message that may never come"
     for reader, state in enumerate(room.pull):
-        if state not in (IDLE, CLOSED) and f"D{reader}" not in due:
+        if state not in (IDLE, KEPT, CLOSED) and f"D{reader}" not in due:
             return f"D{reader} holds pages for {name}, and waits for a READ that may never end"
         if _is_sound(protocol, room, reader) and not any(
             move.room.pull[reader] == COMMITTED
@@ -77,7 +78,8 @@ def rank(size: int, room: Room) -> int:
     gone = 0 if UNSET in room.word or room.held else sum(1 + size - mask.bit_count() for mask in room.intact)
     if room.found == UNASKED and UNSET in room.word:
         lost = sum(size - mask.bit_count() for mask in (room.listed, *room.intact))
-        return 1 + lost + 1000 * sum(_STAGE[state] for state in room.pull)
+        loads = 2 * (size - room.below.bit_count()) - room.coming.bit_count()
+        return 1 + lost + 10 * loads + 1000 * sum(_STAGE[state] for state in room.pull)
     source = (
         100 * bool(room.found) + 10 * sum(room.word) + room.heard.bit_count() + bool(room.held or any(room.word)) + gone
     )

@@ -4,7 +4,9 @@ A *room* is one attempt of one request: a source engine P of one or several rank
 each of which copies them over *links*, one for each pair of ranks. `docs/protocol.md` tells the same in prose.
 
 Where pages are asked for by what they hold (`Shape.by_content`), P has computed them for somebody else: nobody holds
-them, each may be lost at any time, and what P leases is as many of them as it still has when it is asked.
+them, each may be lost at any time and be brought back from below, and what P leases is as many of them as it has when
+it is asked. A prompt may come in two stretches, each from a source of its own and each a room: the reader asks for the
+second behind what it has of the first, which it has published by then and may lose again.
 
 The network is the set of everything that was ever sent: a message may arrive at once, late, out of order, many times or
 never, with no move for any of these. A clock may strike at any moment. A page that nobody holds may be rewritten at any
@@ -18,7 +20,7 @@ from collections.abc import Iterator
 from typing import NamedTuple, TypeVar
 
 UNSET, STANDING, STALE, CLEARED = range(4)  # a lease word; STALE: the id stands, the pages are gone
-IDLE, PULLING, GIVEN_UP, COMMITTED, CLOSED = range(5)  # a reader's pull
+IDLE, PULLING, GIVEN_UP, COMMITTED, CLOSED, KEPT = range(6)  # a reader's pull; KEPT: in its cache, held by nobody
 NONE, COPYING, FENCED_EARLY, FENCING, MATCHED, MISMATCHED, PASSED, FLYING = range(8)  # a link
 
 ABSENT, UNASKED = 0, -1  # by content, not computed yet; computed, and nobody was answered yet
@@ -39,8 +41,12 @@ class Room(NamedTuple):
     pages: tuple[int, ...]  # [reader] pages held there, a mask over its pool, the same on every rank
     loose: tuple[int, ...]  # [reader] pages given back that a READ may still write: none, with all rules
     link: tuple[tuple[int, int, int], ...]  # [link] state, pages copied, pages whose copy is what was leased
-    found: int = ABSENT  # by content: how many pages the lease is of, from the first one on; before it UNASKED
-    listed: int = 0  # by content: pages that P would find
+    # By content:
+    found: int = ABSENT  # how many pages the lease is of, from the first one asked for on; before it UNASKED
+    listed: int = 0  # pages that P would find
+    below: int = 0  # pages that P has in a lower tier as well, and may bring back
+    coming: int = 0  # pages that are on their way from there
+    first: int = 0  # pages of the prompt before the first one asked for, which the other masks leave out from then on
 
 
 class View(NamedTuple):
@@ -52,6 +58,10 @@ class View(NamedTuple):
     may_take: int = 0  # readers to whom this attempt is not out of date
     late: int = 0  # without the attempt check: what was said in the attempt before
     foreign: int = 0  # without fresh ids: source ranks where another word stands in the same slot
+    has_tail: bool = False  # a stretch of the prompt follows
+    tail: int = IDLE  # the pull of it
+    head: int = -1  # pages of the stretch before that the reader has; -1: it is not over, or there is none
+    head_words: int = -1  # the source ranks where the word of that stretch stands; -1: there is none
 
 
 class Move(NamedTuple):
@@ -75,6 +85,7 @@ class Shape(NamedTuple):
     readers: tuple[tuple[int, ...], ...]
     pool: int
     by_content: bool = False
+    tiers: bool = False  # by content: what P has lost it may bring back
 
 
 def put(values: tuple[T, ...], index: int, value: T) -> tuple[T, ...]:
@@ -139,25 +150,51 @@ class Protocol:
         if room.found == ABSENT:
             if view.may_lease and view.free_source.bit_count() >= size:
                 full = (1 << size) - 1
-                computed = room._replace(intact=(full,) * self.shape.sources, found=UNASKED, listed=full)
-                yield Move(f"P has computed {name} for somebody, its pages are listed, and nobody holds them", computed)
+                below = full if self.shape.tiers else 0
+                room = room._replace(intact=(full,) * self.shape.sources, found=UNASKED, listed=full, below=below)
+                yield Move(f"P has computed {name} for somebody, its pages are listed, and nobody holds them", room)
             return
         for page in bits(room.listed):
             yield Move(f"page {page} of {name} leaves P's index", room._replace(listed=room.listed & ~(1 << page)))
+        yield from self._load(name, room)
         if room.found == UNASKED and all(word == UNSET for word in room.word):
-            run = next(page for page in range(size + 1) if not room.listed >> page & 1)
-            run = min(run, view.free_source.bit_count())  # what another lease holds is not this request's any more
-            if not run:
-                none = room._replace(word=(CLEARED,) * self.shape.sources, listed=0)
-                yield Move(f"P is asked for {name} and has nothing of it: there is no lease", none)
-            elif self.has("find-and-hold"):
-                yield self._hold(name, room._replace(found=run), view)
-            else:
-                yield Move(f"P is asked for {name} and finds {run} pages of it", room._replace(found=run))
+            if view.head_words < 0 or view.head >= 0:
+                yield from self._ask(name, size, room, view)
         elif room.found > 0 and not room.held and all(word == UNSET for word in room.word):
             yield self._hold(name, room, view)
         elif room.held:
             yield from self._set_words(name, room)
+
+    def _load(self, name: str, room: Room) -> Iterator[Move]:
+        """What P has in a lower tier comes back, page by page, while nobody has been answered."""
+        for page in bits(room.below & ~room.listed) if room.found == UNASKED else []:
+            bit, whole = 1 << page, self.has("list-when-there")
+            loading = room._replace(below=room.below & ~bit, coming=room.coming | bit)
+            text = f"P begins to bring page {page} of {name} from below" + ("" if whole else ", and lists it")
+            yield Move(text, loading if whole else loading._replace(listed=room.listed | bit))
+        for page in bits(room.coming):
+            bit = 1 << page
+            there = room._replace(coming=room.coming & ~bit, intact=tuple(mask | bit for mask in room.intact))
+            listed = room.listed | bit if room.found == UNASKED else room.listed
+            yield Move(f"page {page} of {name} is there", there._replace(listed=listed))
+
+    def _ask(self, name: str, size: int, room: Room, view: View) -> Iterator[Move]:
+        """P is asked for the pages behind those that the reader has, and answers with what it has of them."""
+        first = max(0, view.head)
+        listed, coming = room.listed >> first, room.coming >> first
+        run = next(page for page in range(size + 1) if not listed >> page & 1)
+        run = min(run, view.free_source.bit_count())  # what another lease holds is not this request's any more
+        behind = f"what is behind page {first} of {name}" if first else name
+        room = room._replace(below=0, coming=0 if self.has("list-when-there") else coming)
+        if not run:
+            none = room._replace(word=(CLEARED,) * self.shape.sources, listed=0, coming=0)
+            yield Move(f"P is asked for {behind} and has nothing of it: there is no lease", none)
+            return
+        room = room._replace(found=run, listed=listed, first=first, intact=tuple(mask >> first for mask in room.intact))
+        if self.has("find-and-hold"):
+            yield self._hold(behind, room, view)
+        else:
+            yield Move(f"P is asked for {behind} and finds {run} pages of it", room)
 
     def _hold(self, name: str, room: Room, view: View) -> Move:
         held = lowest(view.free_source, room.found)
@@ -242,8 +279,8 @@ class Protocol:
     def _pull(self, name: str, size: int, reader: int, room: Room, view: View) -> Iterator[Move]:
         state, links = room.pull[reader], self.of_reader[reader]
         if state == IDLE and self.offered(room):
-            free = view.free_reader[reader]
-            if view.may_take >> reader & 1 and free.bit_count() >= size:
+            free, whole = view.free_reader[reader], room.first <= max(0, view.head) or not self.has("no-hole")
+            if view.may_take >> reader & 1 and free.bit_count() >= size and whole:
                 taken = self._with_links(room, links, COPYING)
                 pages = lowest(free, size)
                 taken = taken._replace(pull=put(room.pull, reader, PULLING), pages=put(room.pages, reader, pages))
@@ -254,8 +291,16 @@ class Protocol:
             closed = room._replace(pull=put(room.pull, reader, CLOSED))
             yield Move(f"D{reader} is told that P has nothing of {name}", closed)
         elif state == PULLING:
-            yield from self._commit(name, reader, room)
+            yield from self._commit(name, reader, room, view)
             yield self._give_up(name, reader, room)
+        elif state == COMMITTED and view.has_tail:
+            kept = self._with_links(room, links, NONE)._replace(pull=put(room.pull, reader, KEPT))
+            yield Move(f"D{reader} has published {name} and lets go of it", kept, f"D{reader}")
+        elif state == KEPT and (view.tail not in (PULLING, COMMITTED) or not self.has("hold-the-head")):
+            gone = room._replace(pull=put(room.pull, reader, CLOSED), pages=put(room.pages, reader, 0))
+            wrong = f"hole: D{reader} serves what is behind {name}, and gives {name} away"
+            text = f"D{reader} gives the pages of {name} to another request"
+            yield Move(text, gone, wrong=wrong if view.tail == COMMITTED else "")
         elif state == COMMITTED:
             closed = self._with_links(room, links, NONE)._replace(pull=put(room.pull, reader, CLOSED))
             text = f"D{reader} has answered {name}, its pages are given back"
@@ -267,7 +312,7 @@ class Protocol:
     def _with_links(self, room: Room, links: list[int], state: int) -> Room:
         return room._replace(link=tuple((state, 0, 0) if i in links else link for i, link in enumerate(room.link)))
 
-    def _commit(self, name: str, reader: int, room: Room) -> Iterator[Move]:
+    def _commit(self, name: str, reader: int, room: Room, view: View) -> Iterator[Move]:
         states = {room.link[link][0] for link in self.of_reader[reader]}
         if states == {PASSED} or (
             PASSED in states and states <= {PASSED, MISMATCHED} and not self.has("all-or-nothing")
@@ -277,7 +322,8 @@ class Protocol:
                 for i, (state, copied, good) in enumerate(room.link)
             )
             done = room._replace(pull=put(room.pull, reader, COMMITTED), link=link)
-            yield Move(f"D{reader} commits {name}", done, f"D{reader}")
+            wrong = f"hole: D{reader} serves {name} without the {room.first} pages before it"
+            yield Move(f"D{reader} commits {name}", done, f"D{reader}", wrong if room.first > max(0, view.head) else "")
 
     def _give_up(self, name: str, reader: int, room: Room) -> Move:
         links = self.of_reader[reader]
@@ -354,6 +400,8 @@ class Protocol:
     def _sample(self, name: str, link: int, room: Room, view: View) -> Move:
         rank = self.links[link][1]
         stands = room.word[rank] in (STANDING, STALE)
+        if view.head_words >= 0 and not self.has("own-word"):
+            stands |= bool(view.head_words >> rank & 1)
         flag = bool(view.foreign >> rank & 1) and not self.has("fresh-ids")
         word = "its id" if stands else "the flag of another lease" if flag else "no such id"
         return self._sampled(name, link, room, word, matched=stands or flag)
@@ -391,7 +439,7 @@ class Protocol:
     def crash_source(self, room: Room, rank: int) -> Room:
         """A rank of P dies and starts anew: other bytes where its pages were, empty words, nothing remembered."""
         if not room.held and room.word[rank] == UNSET:
-            return room._replace(intact=put(room.intact, rank, 0), listed=0)
+            return room._replace(intact=put(room.intact, rank, 0), listed=0, coming=0)
         survives = room.word[rank] in (STANDING, STALE) and not self.has("mortal-words")
         word = put(room.word, rank, STALE if survives else CLEARED)
         held = 0 if all(state in (CLEARED, STALE) for state in word) else room.held

@@ -8,12 +8,17 @@ from tests.transfer.protocol_room import Shape
 
 
 class Part(NamedTuple):
-    """One attempt of one request: its name, its pages, the attempt before it (or -1), and its slot among the words."""
+    """One attempt of one request: its name, its pages, the attempt before it (or -1), and its slot among the words.
+
+    A stretch that has another one before it is of the whole prompt, of which it brings what that one did not.
+    """
 
     name: str
     pages: int
     before: int = -1
     slot: int = 0
+    source: int = 0  # whose slot it is, and whose pages: P, or Q
+    head: int = -1  # the stretch of the same prompt that comes before it (or -1)
 
 
 class Cast(NamedTuple):
@@ -46,6 +51,10 @@ RULES = {
     "find-and-hold": "pages that are asked for by what they hold are held in the moment in which they are found",
     "unlist-first": "a page leaves the index before it is given to anybody else",
     "take-what-is-held": "a reader takes as many pages as the source says that it holds, not as many as it asked for",
+    "list-when-there": "a page that a source brings from a lower tier is listed when it is there, not when it is begun",
+    "no-hole": "a later stretch of a prompt is taken only where all pages before it are here",
+    "hold-the-head": "what comes before a stretch is held from when that is taken",
+    "own-word": "each stretch counts by the word of its own lease, on its own source, not by that of the one before",
 }
 ASSUMPTIONS = {
     "whole-reads": "a READ that ended well has delivered every byte, while the source lives and its pool is mapped",
@@ -56,6 +65,7 @@ ASSUMPTIONS = {
 
 _A, _B = Part("A", 2, slot=0), Part("B", 1, slot=1)
 _AGAIN = Part("A again", 2, before=0, slot=2)
+_STRETCHES = (Part("A's head", 1), Part("A's tail", 2, source=1, head=0))
 _ONE, _TWO = ((0,),), ((0,), (0,))
 
 CASTS = {
@@ -67,8 +77,9 @@ CASTS = {
         Cast("2 attempts, 2 by 2 ranks", Shape(2, ((0, 1, 0, 1),), 3), (_A, _AGAIN), crashes=0),
         Cast("2 source ranks, 2 readers", Shape(2, ((0, 1), (0, 1)), 3), (_A,), crashes=2),
         Cast("one word for all leases", Shape(1, _ONE, 3), (_A, Part("A again", 2, 0), Part("B", 1)), crashes=2),
-        Cast("2 requests by content", Shape(1, _ONE, 3, by_content=True), (_A, _B), crashes=2),
-        Cast("by content, 2 source ranks", Shape(2, ((0, 1),), 3, by_content=True), (_A,), crashes=2),
+        Cast("2 requests by content", Shape(1, _ONE, 3, by_content=True, tiers=True), (_A, _B), crashes=2),
+        Cast("by content, 2 source ranks", Shape(2, ((0, 1),), 3, by_content=True, tiers=True), (_A,), crashes=2),
+        Cast("2 stretches, 2 sources", Shape(1, _ONE, 3, by_content=True), _STRETCHES, crashes=2),
     ),
     "small": (
         Cast("2 requests, 1 reader", Shape(1, _ONE, 3), (_A, _B), crashes=1),
@@ -77,6 +88,8 @@ CASTS = {
         Cast("1 request, 2 source ranks", Shape(2, ((0, 1),), 3), (_A,), crashes=1),
         Cast("one word for all leases", Shape(1, _ONE, 3), (_A, Part("B", 1)), crashes=1),
         Cast("by content", Shape(1, _ONE, 3, by_content=True), (_A,), crashes=1),
+        Cast("by content, lower tiers", Shape(1, _ONE, 3, by_content=True, tiers=True), (_A,), crashes=1),
+        Cast("2 stretches, 2 sources", Shape(1, _ONE, 3, by_content=True), _STRETCHES, crashes=0),
     ),
 }
 
@@ -87,6 +100,8 @@ _ATTEMPTS = Cast("2 attempts, 1 reader", Shape(1, _ONE, 4), (_A, _AGAIN))
 _RANKS = Cast("1 request, 2 source ranks", Shape(2, ((0, 1),), 3), (_A,))
 _REQUESTS = Cast("2 requests, 1 reader", Shape(1, _ONE, 3), (Part("A", 2, slot=0), Part("B", 2, slot=1)))
 _ASKED = Cast("by content", Shape(1, _ONE, 3, by_content=True), (_A,))
+_TIERS = Cast("by content, lower tiers", Shape(1, _ONE, 3, by_content=True, tiers=True), (_A,))
+_PROMPT = Cast("2 stretches, 2 sources", Shape(1, _ONE, 3, by_content=True), _STRETCHES)
 _WORD = Cast("2 requests, one word", Shape(1, _ONE, 3), (Part("A", 2), Part("B", 1)))
 
 SHOWN_BY = dict.fromkeys((*RULES, *ASSUMPTIONS), _PAIR) | {
@@ -103,5 +118,9 @@ SHOWN_BY = dict.fromkeys((*RULES, *ASSUMPTIONS), _PAIR) | {
     "find-and-hold": _ASKED,
     "unlist-first": _ASKED,
     "take-what-is-held": _ASKED,
+    "list-when-there": _TIERS,
+    "no-hole": _PROMPT,
+    "hold-the-head": _PROMPT,
+    "own-word": _PROMPT,
 }
 """The smallest cast in which the absence of a rule, or of an assumption, does harm."""

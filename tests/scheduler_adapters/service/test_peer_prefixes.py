@@ -311,7 +311,7 @@ def test_a_tail_whose_head_is_gone_meanwhile_is_given_back(
 def test_two_that_have_every_other_page_are_not_asked_for_ever(
     start: Callable[..., Service], expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scheduler_adapters.service.peer_prefixes._MOST_RUNS", 3)
+    monkeypatch.setattr("scheduler_adapters.service.peer_prefixes._MOST_STRETCHES", 3)
     service = start(count=3)
     for name in ("p0", "p2"):
         served(service, f"all {name}", FIRST, name)
