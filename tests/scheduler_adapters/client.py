@@ -5,6 +5,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.fleet import Fleet
 
@@ -50,14 +52,14 @@ class Client:
         """Requests that have not ended."""
         return [one for one in self.asked.values() if not one.finished]
 
-    def submit(self, request_id: str, prompt: Sequence[int], new: int, decode: str, expected: list[int]) -> Asked:
-        """Ask a decode process to serve a prompt."""
-        asked = Asked(request_id, tuple(prompt), decode, time.monotonic(), next(self._serials), expected)
-        self.asked[request_id] = asked
-        self.fleet.send(
-            decode,
-            msg.Submit(request_id=request_id, prompt=asked.prompt, max_new_tokens=new, serial=asked.serial),
-        )
+    def submit(
+        self, request_id: str, prompt: Sequence[int], new: int, decode: str, expected: list[int], **options: str
+    ) -> Asked:
+        """Ask a decode process to serve a prompt. `options`: of its `Submit`."""
+        serial = next(self._serials)
+        asked = self.asked[request_id] = Asked(request_id, tuple(prompt), decode, time.monotonic(), serial, expected)
+        message = msg.Submit(request_id=request_id, prompt=asked.prompt, max_new_tokens=new, serial=serial)
+        self.fleet.send(decode, msgspec.structs.replace(message, **options))
         return asked
 
     def abort(self, request_id: str) -> None:

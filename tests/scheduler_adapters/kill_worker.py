@@ -1,17 +1,23 @@
 """A worker with a fuse: where a file named after its pid says so, it kills or stops itself in the midst of a move.
 
-The file holds a phase, a signal and a delay in seconds. It goes when the fuse is lit.
+The file holds a phase, a signal and a delay in seconds. It goes when the fuse is lit. Beside the phases of requests
+there are those of pages that one prefill process has from another: who asks is "fetching", then "pulling", and who has
+them is "asked", and then has "lent". They are always asked for, whether that is quicker or not.
 """
 
 import os
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from scheduler_adapters.service import server
 from scheduler_adapters.service.program import die_with_parent
+from scheduler_adapters.service.pull_or_compute import PullOrCompute
 from scheduler_adapters.service.requests import TrackedRequest
+from transfer.pull.exchange import PageExchange
+from transfer.pull.lending import PageLender
 
 FOLDER_VARIABLE = "PAGEWIRE_FUSES"
 
@@ -20,18 +26,38 @@ def main() -> int:
     """Run one process, as `scheduler_adapters.service.server` does; the exit status."""
     die_with_parent()
     fuse = Path(os.environ[FOLDER_VARIABLE]) / str(os.getpid())
-    move = TrackedRequest.move
 
-    def move_and_look(request: TrackedRequest, phase: str, *deadline: Any) -> None:
-        move(request, phase, *deadline)
+    def look(phase: str) -> None:
         if fuse.exists():
             wanted, signal, delay = fuse.read_text().split()
             if phase == wanted:
                 fuse.unlink()
                 light(int(signal), float(delay))
 
+    move = TrackedRequest.move
+
+    def move_and_look(request: TrackedRequest, phase: str, *deadline: Any) -> None:
+        move(request, phase, *deadline)
+        look(phase)
+
     TrackedRequest.move = move_and_look  # type: ignore[method-assign]
+    moments = {"ask": (PageExchange, "fetching"), "pull": (PageExchange, "pulling"), "_lend": (PageLender, "asked")}
+    for name, (owner, phase) in {**moments, "settle": (PageLender, "lent")}.items():
+        setattr(owner, name, then(getattr(owner, name), look, phase))
+    PullOrCompute.pays = lambda *_: True  # type: ignore[method-assign]
     return server.main()
+
+
+def then(method: Callable[..., Any], look: Callable[[str], None], phase: str) -> Callable[..., Any]:
+    """The method, after which a phase has begun, unless it says that it had nothing to do."""
+
+    def act_and_look(*arguments: Any) -> Any:
+        result = method(*arguments)
+        if result is not False:
+            look(phase)
+        return result
+
+    return act_and_look
 
 
 def light(signal: int, delay_s: float) -> None:

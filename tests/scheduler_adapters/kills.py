@@ -9,6 +9,10 @@ restarted at once, or after the others have ended their requests; it listens whe
 - every request of the other processes ends within RECOVERY_S of the fault, and none waits for the victim for ever,
 - every output is equal to the model's own, or its failure has a reason and what came before is equal,
 - SETTLED_S after the last one nothing is held by any process, and `check()` finds nothing.
+
+Where the phase is one of pages that a prefill process has from the other (`kill_worker`), half of a run's requests come
+when the other half are served, with the same prompts and at the other prefill process; each run has a salt, so that
+nothing is cached from an earlier one.
 """
 
 import argparse
@@ -18,7 +22,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,8 +45,10 @@ REQUESTS = 12
 CANCELLED = 0.15
 NEW = 12
 PROGRAM = (sys.executable, "-m", "tests.scheduler_adapters.kill_worker")
+FETCHING, LENDING = ("fetching", "pulling"), ("asked", "lent")
+"""Phases of who reads pages of another prefill process, and of who has them."""
 PHASES = {
-    "prefill": [phase for phase in PREFILL_MOVES if phase not in ("fetching", "queued", "over")],
+    "prefill": [phase for phase in (*PREFILL_MOVES, "pulling", *LENDING) if phase not in ("queued", "over")],
     "decode": [phase for phase in DECODE_MOVES if phase not in ("waiting", "over")],
 }
 
@@ -56,6 +62,7 @@ class Fault(NamedTuple):
 
 
 FAULTS = [Fault(role, phase, kind) for role in PHASES for phase in PHASES[role] for kind in ("kill", "restart", "stop")]
+FETCHED = [("prefill", phase) for phase in (*FETCHING, *LENDING)]
 
 
 class Outcome(NamedTuple):
@@ -107,6 +114,33 @@ class Range:
         self.prompts = [[self.random.randrange(256) for _ in range(length)] for length in lengths]
         self.expected = [reference_tokens(model, prompt, NEW) for prompt in self.prompts]
         self.served = 0
+        self.long = [at for at, length in enumerate(lengths) if length > 128]
+
+    def submit_twice(self, first: str, second: str) -> None:
+        """Two rounds of the same requests: at one prefill process, and when they are served at the other one."""
+        prompts, salt = self.random.sample(self.long, REQUESTS // 2), f"salt {self.served}"
+        for prefill in (first, second):
+            for number, at in enumerate(prompts):
+                prompt, expected, decode = self.prompts[at], self.expected[at], f"decode-{number % 2}"
+                self.served += 1
+                options = {"prefill": prefill, "cache_salt": salt}
+                self.client.submit(f"r{self.served}", prompt, NEW, decode, expected, **options)
+            if prefill == first:
+                self.wait_for_all(time.monotonic() + RECOVERY_S)
+
+    def introduce(self) -> None:
+        """Until each decode process has been served by each prefill process: one that was restarted is known again."""
+        for decode in ("decode-0", "decode-1"):
+            for prefill in ("prefill-0", "prefill-1"):
+                self.client.settle(SETTLED_S)
+                before, deadline = self.client.stats[prefill].prompt_tokens, time.monotonic() + RECOVERY_S
+                while self.client.stats[prefill].prompt_tokens == before:
+                    assert time.monotonic() < deadline, f"{decode} has not asked {prefill}"
+                    self.served += 1
+                    self.client.submit(f"r{self.served}", [1, 2, 3], 1, decode, [], prefill=prefill)
+                    self.wait_for_all(deadline)
+                    self.client.settle(SETTLED_S)
+        self.client.asked.clear()
 
     def submit(self) -> None:
         """One round of requests, spread over the decode processes."""
@@ -119,6 +153,9 @@ class Range:
 
     def run(self, fault: Fault) -> Outcome:
         """One run. What it asserts is what the module says."""
+        fetched = (fault.role, fault.phase) in FETCHED
+        if fetched:
+            self.introduce()
         victim = f"{fault.role}-{self.random.randrange(2)}"
         delay = self.random.choice([0.0, 0.0, self.random.uniform(0.0, 0.005)])
         number = signal.SIGSTOP if fault.kind == "stop" else signal.SIGKILL
@@ -126,7 +163,11 @@ class Range:
         fuse.write_text(f"{fault.phase} {int(number)} {delay}")
         if number == signal.SIGKILL:
             self.fleet.expect_end(victim)
-        self.submit()
+        if fetched:
+            both = f"prefill-{1 - int(victim[-1])}", victim  # who has the pages, and who is to read them
+            self.submit_twice(*(both if fault.phase in FETCHING else both[::-1]))
+        else:
+            self.submit()
         struck = self.wait_for_end_or_stop(victim, fuse)
         at = time.monotonic()
         if struck and fault.kind == "restart":
@@ -199,7 +240,9 @@ def is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-def shoot(runs: int, seed: int, say: Callable[[str], None] = lambda _line: None) -> list[Outcome]:
+def shoot(
+    runs: int, seed: int, say: Callable[[str], None] = lambda _line: None, faults: Sequence[Fault] = tuple(FAULTS)
+) -> list[Outcome]:
     """Run every fault in turn, in an order of the seed, until there were `runs`."""
     torch.set_num_threads(1)
     order = random.Random(seed)
@@ -210,7 +253,7 @@ def shoot(runs: int, seed: int, say: Callable[[str], None] = lambda _line: None)
         with Fleet(configs(), PROGRAM) as fleet:
             shooting = Range(Client(fleet), Path(folder), seed)
             while len(outcomes) < runs:
-                queue = queue or order.sample(FAULTS, len(FAULTS))
+                queue = queue or order.sample(faults, len(faults))
                 outcomes.append(shooting.run(queue.pop()))
                 say(line_of(len(outcomes), outcomes[-1]))
     return outcomes
@@ -256,9 +299,11 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--fetching", action="store_true", help="only pages that a prefill process has from the other")
     chosen = parser.parse_args()
+    faults = [one for one in FAULTS if not chosen.fetching or (one.role, one.phase) in FETCHED]
     start = time.monotonic()
-    outcomes = shoot(chosen.runs, chosen.seed, lambda line: print(line, flush=True))  # noqa: T201
+    outcomes = shoot(chosen.runs, chosen.seed, lambda line: print(line, flush=True), faults)  # noqa: T201
     rows = summary(outcomes)
     for row in rows:
         print("  ".join(f"{key} {value}" for key, value in row.items()))  # noqa: T201
