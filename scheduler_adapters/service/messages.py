@@ -62,6 +62,7 @@ class KVSource(msgspec.Struct, frozen=True):
 
     address: Name  # of its `PageExchange`
     engines: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=64)]  # its replicas, the likeliest first
+    tokens: Annotated[int, Meta(ge=0, le=_MAX_PROMPT)] = 0  # of the prompt, that it has at least; 0: nobody knows
 
 
 KVSources = Annotated[tuple[KVSource, ...], Meta(max_length=8)]

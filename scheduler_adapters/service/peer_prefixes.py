@@ -60,6 +60,7 @@ class _Fetch:
     replica: int
     engines: deque[tuple[str, str]]  # address and engine of those that may be asked, the next one first
     to_ask: int  # how many of them, before we give up
+    most: int  # tokens that one of them has, as far as is known
     since: float  # when what is pulled next was first asked for
     source: Source | None = None  # of the stretch that is pulled
     pending: PendingImport | None = None
@@ -98,7 +99,9 @@ class PeerPrefixes:
             return False
         replica = self._manager.get_or_recommend_replica(context)
         engines = deque(dict.fromkeys((source.address, engine) for source in sources for engine in source.engines))
-        fetch = _Fetch(Waiting(request, context), replica, engines, len(engines), self._clock())
+        tokens = [source.tokens for source in sources]
+        most = max(tokens) if all(tokens) else context.current_length
+        fetch = _Fetch(Waiting(request, context), replica, engines, len(engines), most, self._clock())
         cached, missing = self._missing(fetch)
         if missing <= 0 or not engines:
             return False
@@ -132,13 +135,13 @@ class PeerPrefixes:
             self._give_back(fetch)
 
     def _missing(self, fetch: _Fetch) -> tuple[int, int]:
-        """Tokens of full pages that are here, from the first on, and those that are not."""
+        """Tokens of full pages that are here, from the first on, and those that are not, and may be elsewhere."""
         contents, context, size = self._manager.contents, fetch.waiting.context, self._manager.page_size
         wanted = contents.digests(context)
         if not wanted.digests:
             return 0, 0
         cached = contents.cached(fetch.replica, wanted)
-        return cached, (context.current_length - 1) // size * size - cached
+        return cached, min(context.current_length - 1, fetch.most) // size * size - cached
 
     def _ask(self, fetch: _Fetch, cached: int) -> None:
         """Ask the next source; those that are to be asked after it share the time that is left."""

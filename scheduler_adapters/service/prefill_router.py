@@ -69,13 +69,11 @@ class OwnPages(NamedTuple):
     """What the process that asks has cached of a prompt: the answers of a conversation are nowhere else.
 
     Attributes:
-        source: where it is asked for these pages.
-        tokens: that they hold, from the first on.
+        source: where it is asked for these pages, and how many tokens they hold.
         page_size: of them.
     """
 
     source: msg.KVSource
-    tokens: int
     page_size: int
 
 
@@ -88,7 +86,7 @@ def own_pages(manager: PulledPages, exchange: PageExchange, context: TextContext
     if not cached[best[0]]:
         return None
     engines = tuple(exchange.engine_id(replica) for replica in best[:64])
-    return OwnPages(msg.KVSource(exchange.address, engines), cached[best[0]], manager.page_size)
+    return OwnPages(msg.KVSource(exchange.address, engines, cached[best[0]]), manager.page_size)
 
 
 class PrefillConnection:
@@ -281,7 +279,8 @@ def _sources(
     lacking: list[tuple[int, msg.KVSource]] = []
     best = min(missing, key=missing.__getitem__)
     if best.welcome and best.welcome.address:
-        lacking.append((missing[best], msg.KVSource(best.welcome.address, best.welcome.engines[:64])))
+        known = length - missing[best]
+        lacking.append((missing[best], msg.KVSource(best.welcome.address, best.welcome.engines[:64], known)))
     if own is not None and chosen.welcome and chosen.welcome.page_size == own.page_size:
-        lacking.append((length - own.tokens // CHUNK * CHUNK, own.source))
+        lacking.append((length - own.source.tokens // CHUNK * CHUNK, own.source))
     return tuple(source for tokens, source in sorted(lacking, key=lambda one: one[0]) if tokens < missing[chosen])

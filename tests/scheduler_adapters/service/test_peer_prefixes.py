@@ -192,6 +192,20 @@ def test_where_computing_is_quicker_nobody_is_asked(start: Callable[..., Service
     assert service.exchanges["p0"].lending.pages_lent == 0
 
 
+def test_what_pays_is_judged_by_what_a_source_has(start: Callable[..., Service]) -> None:
+    """A page of a long prompt is not worth a question, however much of the prompt is missing."""
+    service = start()
+    estimate = service.prefills["p1"].peers.estimate
+    for tokens in (16, 1000):
+        estimate.pull.add(tokens, 0.003)
+        estimate.compute.add(tokens, 1e-4 * tokens)
+    served(service, "first", FIRST, "p0")
+    known = service.exchanges["p0"].address, ("p0/0",)
+    for number, tokens in enumerate((16, 160, 0)):
+        served(service, f"{number}", [number, *FIRST], "p1", kv_sources=(msg.KVSource(*known, tokens),))
+    assert outcome(service) == {"computed": 1, "stale": 2}
+
+
 def test_no_room_for_what_is_lent_is_no_error_and_it_is_given_back(
     start: Callable[..., Service], expected: list[int]
 ) -> None:

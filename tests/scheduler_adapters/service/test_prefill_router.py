@@ -117,7 +117,7 @@ def test_who_was_asked_for_more_of_a_prompt_is_named_as_its_source(fleet: Fleet)
 
     assert sources(names[0]) == ()  # nobody was asked before
     assert sources(names[0]) == ()  # nobody else was
-    assert sources(names[1]) == (msg.KVSource(f"at {id(routers[0])}", ("e",)),)
+    assert sources(names[1]) == (msg.KVSource(f"at {id(routers[0])}", ("e",), 5 * CHUNK),)
     assert sources(names[1]) == ()  # it was asked for as much by now
     named = (msg.KVSource("elsewhere", ("x",)),)
     assert sources(names[1], kv_sources=named) == named  # who asks knows better
@@ -131,7 +131,7 @@ def test_who_asks_names_itself_where_it_has_more_than_the_others(fleet: Fleet) -
 
     def sources(prefill: str, chunks: int, tokens: int, page_size: int = 16) -> list[str]:
         asked = msg.Prefill(request_id="r", attempt=1, prompt=tuple(PROMPT[: chunks * CHUNK]), within_s=1.0)
-        own = OwnPages(msg.KVSource("here", ("d/0",)), tokens, page_size)
+        own = OwnPages(msg.KVSource("here", ("d/0",), tokens), page_size)
         assert prefill_router.route(connections, asked, set(), prefill, own) is not None
         (heard_of,) = heard(connections, routers[0 if prefill == first else 1])
         assert isinstance(heard_of, msg.Prefill)
