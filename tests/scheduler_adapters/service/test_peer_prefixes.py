@@ -237,7 +237,7 @@ def test_what_was_pulled_and_lost_before_its_turn_is_computed(
         return waiting
 
     monkeypatch.setattr(peers, "on_event", lost)
-    assert served(service, "second", SECOND, "p1") == expected
+    assert served(service, "second", SECOND, "p1", kv_sources=known(service, "p0")) == expected
     assert outcome(service) == {"pulled": 1}
     assert service.ended["second"].cached_tokens == 0
 
