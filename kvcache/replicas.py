@@ -13,8 +13,9 @@ from kvcache.check import check_replica
 from kvcache.events.book import EventBook
 from kvcache.events.log import FILES, HOST, EventLog
 from kvcache.events.publisher import EventPublisher
+from kvcache.events.wire import CacheSpec
 from kvcache.kv_events import KVEvents
-from kvcache.layer_groups import LayerTables
+from kvcache.layer_groups import LayerGroup, LayerTables
 from kvcache.layout import PageLayout
 from kvcache.metrics import KVCacheMetrics
 from kvcache.params import KVCacheParams
@@ -59,7 +60,7 @@ def place_replicas(
         placed.append(PlacedReplica(replica, layouts, group, stream))
     replicas = Replicas(placed, capacity, params, make_tiers(params, layouts, placed, stream))
     if params.kv_events is not None and params.enable_prefix_caching:
-        replicas.publish_events(params.kv_events, "mla_attention" if params.is_mla else "full_attention")
+        replicas.publish_events(params.kv_events, [_spec_of(table.group, params) for table in tables.tables])
     return replicas
 
 
@@ -204,15 +205,20 @@ class Replicas:
         if self._log is not None:
             self._log.end_call()
 
-    def publish_events(self, options: KVEvents, kind: str) -> None:
-        """Tell subscribers what the pools and the tiers below them hold, from now on; each replica is a rank."""
-        indexes = {at: replica.pool.index for at, replica in enumerate(self.each)}
+    def publish_events(self, options: KVEvents, specs: Sequence[CacheSpec]) -> None:
+        """Tell subscribers what the pools and the tiers below them hold, from now on; each replica is a rank.
+
+        `specs`: of each block table, what its layers keep.
+        """
+        indexes = {at * len(specs): replica.pool.index for at, replica in enumerate(self.each)}
+        for index in indexes.values() if len(specs) > 1 else ():
+            index.tables = np.zeros(len(index.published), np.intp)
         if self.tiers is not None:
             indexes[HOST] = self.tiers.host.pool.index
             if self.tiers.files is not None:
                 indexes[FILES] = self.tiers.files.index
         log, capacity = EventLog(), sum(len(index.published) for index in indexes.values())
-        book = EventBook(len(self.each), capacity, self.each[0].page_size, kind)
+        book = EventBook(len(self.each), capacity, self.each[0].page_size, *specs)
         self._events = EventPublisher(options, log, book, len(self.each))
         for number, index in indexes.items():
             log.watch(index, number)
@@ -286,6 +292,13 @@ class Replicas:
     def _hasher_of(self, replica_idx: int, row: int, context: Context) -> PrefixHasher:
         self.each[replica_idx].refuse_renamed(row, context)
         return self.each[replica_idx].hasher(row, context)
+
+
+def _spec_of(group: LayerGroup, params: KVCacheParams) -> CacheSpec:
+    """What the layers of a group keep, as vLLM calls it."""
+    if group.kind == "full":
+        return CacheSpec("mla_attention" if params.is_mla else "full_attention")
+    return CacheSpec("sliding_window", group.window) if group.kind == "window" else CacheSpec("chunked_local_attention")
 
 
 def _learn(partial: Sequence[PartialReuse], gathered: Gathered, full: Sequence[Filled | None]) -> None:

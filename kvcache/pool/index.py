@@ -16,8 +16,11 @@ from kvcache.errors import InvariantError
 Pages = NDArray[np.int32]
 Digests = NDArray[np.uint64]
 Buckets = NDArray[np.intp]
-Change = tuple[int, bool, Digests | int]
-"""Of the index of this number pages have come (True) or gone: their digests; of one page that went the last word."""
+Change = tuple[int | Buckets, bool, Digests | int]
+"""Of the index of this number pages have come (True) or gone: their digests; of one page that went the last word.
+
+Where the pages of several block tables are in one index a number of each page.
+"""
 
 NO_PAGE = 0  # the null page is never published
 _FEW = 16  # chains that are followed one by one
@@ -43,6 +46,7 @@ class PrefixIndex:
         self.generation = 0  # counts the changes: a match made at the same generation still stands
         self.log: Callable[[Change], None] | None = None  # told of each change, with the number of this index
         self.number = 0
+        self.tables: Buckets | None = None  # by page what is added to it, its block table; None: there is one
 
     def find(self, digests: Digests) -> Pages:
         """The published page of each digest, `NO_PAGE` where there is none. int32 `[len(digests)]`."""
@@ -185,7 +189,8 @@ class PrefixIndex:
         self.published[pages] = come
         self.generation += 1
         if (log := self.log) is not None:
-            log((self.number, come, self._digests.item(pages, -1) if digests is None else digests))
+            number = self.number if self.tables is None else self.number + self.tables[pages]
+            log((number, come, self._digests.item(pages, -1) if digests is None else digests))
 
     def _unlink(self, at: Buckets, before: Buckets) -> None:
         if np.count_nonzero(astray := self._links[before] != at):

@@ -122,7 +122,13 @@ class FurtherTables:
             new += (tables.stop - tables.start) * max(0, end - max(had, found))
         gone = _NO_PAGES if row is None else self.table[:, row, :had].T[leaving.T]
         taken = sum(self._pool.would_be_taken(pages.ravel()) for pages in hits)
-        cost = new + taken - self._pool.would_be_freed(gone)
+        freed = gone
+        if row in self._leases.of_row:  # what is computed and replaced stays with the leases
+            kept = self._leases.last_read(row)
+            for (_, tables), pages, found in zip(self._groups, hits, founds, strict=True):
+                leaving[tables, found - pages.shape[1] : min(found, kept)] = False
+            freed = self.table[:, row, :had].T[leaving.T]
+        cost = new + taken - self._pool.would_be_freed(freed)
         return FurtherPlan(tuple(hits), tuple(founds), tuple(firsts), gone, end, new, cost)
 
     def least(self, context: Context, num_steps: int, start: int | None = None) -> int:
@@ -180,7 +186,11 @@ class FurtherTables:
         at = self.table[:, rows, columns]
         there = at != NO_PAGE
         own, mixed = at[there], self._mix(slice(None), digests)[there]
-        kept = self._pool.index.publish(own, mixed)
+        index = self._pool.index
+        if index.tables is not None:  # for who is told of events
+            index.tables[self._rows.table[rows, columns]] = 0
+            index.tables[own] = there.nonzero()[0] + 1
+        kept = index.publish(own, mixed)
         shared = kept != own
         if shared.any():
             self._pool.hold(kept[shared])

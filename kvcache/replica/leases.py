@@ -110,6 +110,12 @@ class PageLeases:
             if further is not None:
                 self._hold(lease, further(row, computed))
 
+    def last_read(self, row: int) -> int:
+        """The page after the last of a leased row in which something is computed: leases keep those that leave it."""
+        if row not in self.of_row:
+            return 0
+        return -(-max(int(self._rows.cached[row]), int(self.told[row])) // self._rows.page_size)
+
     def replace(self, row: int, first: int, pages: Pages, cached: int) -> None:
         """`pages` are about to leave the row, from its logical page `first` on, though the request stays.
 

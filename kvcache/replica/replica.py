@@ -104,7 +104,8 @@ class Replica:
         """Take what a reservation says; returns the pages taken anew, or None: too few, and nothing has changed."""
         taken = plan.new + plan.further.cost
         if taken + len(plan.hits) > self.pool.free_count:  # else it does not matter how many of them are idle
-            taken += self.pool.would_be_taken(plan.hits) - self.pool.would_be_freed(plan.replaced)
+            kept = max(0, self.leases.last_read(row) - plan.first)
+            taken += self.pool.would_be_taken(plan.hits) - self.pool.would_be_freed(plan.replaced[kept:])
         if taken > self.pool.free_count:
             return None
         if plan.cached:

@@ -80,12 +80,21 @@ class GroupedReplica(ModelReplica):
         dropped = held.pages[first:found]
         more = max(0, needed - max(len(held.pages), found))
         available = self.free - sum(page not in self.holders for page in [*hits, *(one[2] for one in held_more)])
-        available += sum(self.holders[page] == 1 for page in [*dropped, *(one[2] for one in gone)])
+        replaced = {(table, column) for column, table, _ in held_more}
+        leaves = [
+            *(page for at, page in enumerate(dropped, first) if not held.leases or at * size >= held.cached),
+            *(
+                page
+                for column, table, page in gone
+                if not held.leases or (table, column) not in replaced or column * size >= held.cached
+            ),
+        ]
+        available += sum(self.holders[page] == 1 for page in leaves)
         if more + fresh > available:
             return None
         for _, _, page in held_more:
             self._hold(page)
-        self.leave_to_readers(held, mine, {(table, column) for column, table, _ in held_more})
+        self.leave_to_readers(held, mine, replaced)
         self.leave(mine, gone)
         for column, table, page in held_more:
             mine.columns[table][column] = page
@@ -279,7 +288,7 @@ class GroupMoves(Moves):
         columns = -(-table.num_tokens // PAGE_SIZE)
         for number, pages in enumerate(table.groups[1:]):
             left_out = columns - len(pages)
-            assert left_out == min(columns, model.seen(number, table.num_tokens))
+            assert left_out == min(columns, max(model.of(name).first[number], model.seen(number, table.num_tokens)))
             tokens = table.num_tokens - left_out * PAGE_SIZE
             if pages:
                 lease.told.append((list(pages), tokens, self.bytes_of(lease, list(pages), tokens)))

@@ -122,7 +122,8 @@ class ModelReplica:
         dropped = held.pages[first:end]
         fresh = max(0, needed - max(len(held.pages), end))
         available = self.free - sum(page not in self.holders for page in hits)
-        available += sum(self.holders[page] == 1 for page in dropped)
+        read = [page for at, page in enumerate(dropped, first) if held.leases and at * self.page_size < held.cached]
+        available += sum(self.holders[page] == 1 for page in dropped if page not in read)
         if fresh > available:
             return None
         if restored and self.host:

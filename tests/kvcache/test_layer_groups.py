@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache import InvalidParamsError, KVEvents, LayerGroup, Routing
+from kvcache import InvalidParamsError, LayerGroup, Routing
 from kvcache.layer_groups import MOST_LOST, LayerTables, layer_tables
 from tests.kvcache.build import manager_of
 
@@ -115,7 +115,6 @@ def test_groups_that_cannot_be_are_refused(arguments: Any, said: str) -> None:
         ("routing.copy_pages", {"routing": Routing(copy_pages=True)}),
         ("tenant_quota", {"tenant_quota": 0.5}),
         ("tenant_quota", {"tenant_quotas": {"a": 0.5}}),
-        ("kv_events", {"kv_events": KVEvents("tcp://127.0.0.1:0")}),
     ],
 )
 def test_what_holds_for_one_group_only_is_refused_by_name(name: str, given: dict[str, Any]) -> None:

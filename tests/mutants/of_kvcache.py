@@ -75,7 +75,8 @@ KVCACHE: tuple[Module, ...] = (
         ],
         [
             Mutation("Replica.reserve", "if not self.pool.free_count:", "if self.pool.free_count < 2:"),
-            Mutation("Replica.act", " - self.pool.would_be_freed(plan.replaced)", ""),
+            Mutation("Replica.act", " - self.pool.would_be_freed(plan.replaced[kept:])", ""),
+            Mutation("Replica.act", "plan.replaced[kept:]", "plan.replaced", ["tests/kvcache/replica/test_leases.py"]),
             Mutation("Replica.act", "self.pool.would_be_taken(plan.hits)", "0"),
             Mutation("Replica.act", "if taken > self.pool.free_count:", "if taken >= self.pool.free_count:"),
             Mutation("Replica.pages_needed", "+ num_steps - 1", "+ num_steps"),

@@ -44,7 +44,11 @@ KVCACHE_GROUPS: tuple[Module, ...] = (
             Mutation("FurtherTables.plan", "if imported and (missing", "if (missing", _MOVED),
             Mutation("FurtherTables.plan", "min(start, int(self._leases.kept[row]))", "start", _MOVED),
             Mutation("FurtherTables.plan", "new + taken", "new"),
-            Mutation("FurtherTables.plan", " - self._pool.would_be_freed(gone)", ""),
+            Mutation("FurtherTables.plan", " - self._pool.would_be_freed(freed)", ""),
+            Mutation("FurtherTables.plan", "min(found, kept)] = False", "found] = True", _MOVED),
+            Mutation(
+                "FurtherTables.publish", "= there.nonzero()[0] + 1", "= 1", ["tests/kvcache/events/test_events.py"]
+            ),
             Mutation("FurtherTables.least", "pages - self._seen(group, start)", "pages"),
             Mutation("FurtherTables.hold", "self._pool.hold(hits)", "pass"),
             Mutation("FurtherTables.hold", "self._pool.release(plan.leaving)", "pass"),

@@ -234,6 +234,27 @@ def goes_on_without_comparing(manager: PagedKVCacheManager, context: TextContext
         manager.step([context])
 
 
+@pytest.mark.parametrize("groups", [(), (LayerGroup("full", (0, 1)), LayerGroup("window", (2,), 30))])
+def test_what_leases_keep_is_no_room_for_a_request(groups: Any) -> None:
+    """A page half of which is computed is found whole: it leaves its row for the lease, and is not free."""
+    manager = make(groups, pages=60)
+    tables = len(manager.layer_tables.tables)
+    context = TextContext([*range(12)], 999, "r")
+    manager.external_claim("r", 0)
+    context.set_token_indices(active_idx=6)
+    assert manager.maybe_reserve(context)
+    KVTokens(manager).run_contexts([context], manager.fetch([context]))
+    context.update(NEXT)
+    manager.step([context])
+    lease = manager.lease("r")
+    computed(manager, [*range(12)], "other")
+    columns_to_come = (manager.num_free_blocks - (tables - 1)) // tables  # a further table has none for tokens 8 to 12
+    assert not manager.maybe_reserve(context, 1 + 4 * (columns_to_come + 1))
+    assert manager.maybe_reserve(context, 1 + 4 * columns_to_come)
+    manager.check()
+    manager.end_lease(lease)
+
+
 def test_a_pool_that_holds_the_last_window_is_enough() -> None:
     source, target = make(), make(pages=40)
     tokens = [*range(300, 360)]  # 15 pages in each table, of which a window needs 2 or 3
