@@ -226,7 +226,6 @@ class KVCacheParams:
             ("partial_reuse_min_tokens", self.partial_reuse_min_tokens > 0),
             ("routing.copy_pages", self.routing.copy_pages),
             ("tenant_quota", self.tenant_quota < 1.0 or bool(self.tenant_quotas)),
-            ("kv_events", self.kv_events is not None),
         ):
             _check(not given, f"{name} is given, and groups: it holds for layers of one group only")
 

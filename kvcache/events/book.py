@@ -19,6 +19,7 @@ from kvcache.events.wire import (
     BlockKeys,
     BlockRemoved,
     BlockStored,
+    CacheSpec,
     Event,
     Hashes,
     adapter_of,
@@ -45,24 +46,25 @@ class Told(NamedTuple):
 class EventBook:
     """The contents of `ranks` replicas and the tiers that they share, `capacity` pages in all media together.
 
-    Not thread-safe. `kind` is vLLM's `kv_cache_spec_kind`.
+    Not thread-safe. `specs` says what each block table keeps: its number is the group of its events, and the pages of
+    each table of a rank are a source of their own.
     """
 
-    def __init__(self, ranks: int, capacity: int, page_size: int, kind: str) -> None:
-        self.begun_anew = functools.partial(EventBook, ranks, capacity, page_size, kind)
+    def __init__(self, ranks: int, capacity: int, page_size: int, *specs: CacheSpec) -> None:
+        self.begun_anew = functools.partial(EventBook, ranks, capacity, page_size, *specs)
         # What is present, a parent for each, and what goes before the next end of a call.
         most = 4 * capacity
-        self._ranks = ranks
+        self._sources = sources = ranks * len(specs)
         self._page_size = page_size
-        self._kind = kind
+        self._specs = specs
         self._index = PrefixIndex(most, 1)  # hash → content
         self._tokens = np.zeros((most + 1, page_size), np.int32)
         self._parent = np.zeros(most + 1, np.int32)
         self._depth = np.zeros(most + 1, np.int32)  # which page of its prompt
         self._described = np.zeros(most + 1, np.bool_)  # tokens and parent are known; else the hash is all
         self._keys: dict[int, tuple[str | None, BlockKeys | None]] = {}  # adapter and extra keys of those that have any
-        self._present = np.zeros((ranks + 2, most + 1), np.bool_)  # by source, the shared ones last
-        self._kids = np.zeros((ranks, most + 1), np.int32)  # by rank, how many that continue it are present
+        self._present = np.zeros((sources + 2, most + 1), np.bool_)  # by source, the shared ones last
+        self._kids = np.zeros((sources, most + 1), np.int32)  # by source, how many that continue it are present
         self._refs = np.zeros(most + 1, np.int32)  # contents that continue it
         self._free = np.arange(most, 0, -1, dtype=np.int32)
         self._free_count = most
@@ -80,12 +82,22 @@ class EventBook:
             else:
                 source, come, digests = entry
                 hashes = hashes_of(digests if isinstance(digests, np.ndarray) else np.array([[digests]], np.uint64))
-                (self._come if come else self._go)(source, hashes)
+                change = self._come if come else self._go
+                if isinstance(source, np.ndarray):  # of several block tables
+                    for one in np.unique(source).tolist():
+                        change(one, hashes[source == one])
+                else:
+                    change(int(source), hashes)
         return self._told
+
+    def is_of(self, source: int, rank: int) -> bool:
+        """Whether the stream of a rank tells of a source."""
+        return source < 0 or source // len(self._specs) == rank
 
     def state(self, rank: int) -> Iterator[BlockStored]:
         """All that is there of a rank, as events: what they continue comes before them."""
-        for source in (rank, HOST, FILES):
+        tables = len(self._specs)
+        for source in (*range(rank * tables, (rank + 1) * tables), HOST, FILES):
             ids = np.flatnonzero(self._present[source]).astype(np.int32)
             known = self._described[ids]
             for run in self._chains(ids[known]):
@@ -136,7 +148,7 @@ class EventBook:
 
     def _tell_known(self, ids: Ids) -> None:
         """These are described by now: of those that are there already the hash alone was told."""
-        for source in (*range(self._ranks), HOST, FILES):
+        for source in (*range(self._sources), HOST, FILES):
             there = ids[self._present[source, ids]]
             if source >= 0:
                 np.add.at(self._kids[source], self._parent[there], 1)
@@ -176,7 +188,7 @@ class EventBook:
         if last is not None and last.source == source and isinstance(last.event, BlockRemoved):
             last.event.block_hashes += gone
         else:
-            self._told.append(Told(source, BlockRemoved(gone, _medium(source), group_idx=0)))
+            self._told.append(Told(source, BlockRemoved(gone, _medium(source), group_idx=self._group(source))))
 
     # ---- contents
 
@@ -248,6 +260,8 @@ class EventBook:
             hashes, before = self._index.words_of(some).tolist(), self._index.words_of(parents).tolist()
             tokens = self._tokens[some].ravel().tolist()
             names = [self._keys.get(one, _NOTHING) for one in some.tolist()] if self._keys else [_NOTHING] * len(some)
+            group = self._group(source)
+            spec = self._specs[group]
             begins = [0, *(np.flatnonzero(parents[1:] != some[:-1]) + 1).tolist()]
             for first, last in zip(begins, [*begins[1:], len(some)], strict=True):
                 yield BlockStored(
@@ -259,14 +273,18 @@ class EventBook:
                     medium=_medium(source),
                     lora_name=names[first][0],
                     extra_keys=[keys for _, keys in names[first:last]],
-                    group_idx=0,
-                    kv_cache_spec_kind=self._kind,
+                    group_idx=group,
+                    kv_cache_spec_kind=spec.kind,
+                    kv_cache_spec_sliding_window=spec.window,
                 )
 
     def _bare(self, source: int, ids: Ids) -> BlockStored:
         """As vLLM's offloading tells of blocks of which it knows but the hash: of files that were there before."""
         hashes = self._index.words_of(ids).tolist()
-        return BlockStored(hashes, None, [], 0, None, _medium(source), None, group_idx=0)
+        return BlockStored(hashes, None, [], 0, None, _medium(source), None, group_idx=self._group(source))
+
+    def _group(self, source: int) -> int:
+        return max(source, 0) % len(self._specs)
 
 
 def _medium(source: int) -> str:

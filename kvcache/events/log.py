@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvcache.pool.index import Change, PrefixIndex
 
 HOST, FILES = -1, -2
-"""Sources that all ranks share; a replica's pool is its number."""
+"""Sources that all ranks share. A replica's pool is its number, times that of its block tables, plus a page's table."""
 MOST_ENTRIES = 1 << 14
 """Above so many the loop is called to help."""
 

@@ -275,7 +275,7 @@ class _Worker:
         if anew:
             events: Iterable[Event] = chain([AllBlocksCleared()], self._book.state(stream.rank))
         else:
-            events = (event for source, event in told if source in (stream.rank, -1, -2))
+            events = (event for source, event in told if self._book.is_of(source, stream.rank))
         for part in batched(events):
             stream.send(part)
         if time.monotonic() - stream.sent_at > _QUIET_S:

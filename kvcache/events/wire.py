@@ -4,6 +4,7 @@ Fields, their order and their defaults are those of vLLM's `kv_events.py`: what 
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -40,6 +41,13 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     ownership: str | None = None
     session_id: str | None = None
     lookahead_token_ids: list[list[int]] | None = None
+
+
+class CacheSpec(NamedTuple):
+    """What the layers of a group of blocks keep, as vLLM calls it."""
+
+    kind: str
+    window: int | None = None  # tokens
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):

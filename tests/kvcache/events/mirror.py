@@ -30,12 +30,15 @@ class Known:
         self.there: dict[str, dict[int, tuple[tuple[int, ...], int | None]]] = {}
         self.tree: dict[int, int | None] = {}
         self.events: list[dict[str, Any]] = []
+        self.groups: dict[int, Known] = {}  # of the block tables behind the first
 
     def take_up(self, events: list[dict[str, Any]]) -> None:
         for event in events:
             self.events.append(event)
-            if event["type"] == "AllBlocksCleared":
-                self.there, self.tree = {}, {}
+            if group := event.get("group_idx", 0):
+                self.groups.setdefault(group, Known()).take_up([{**event, "group_idx": 0}])
+            elif event["type"] == "AllBlocksCleared":
+                self.there, self.tree, self.groups = {}, {}, {}
             elif event["type"] == "BlockRemoved":
                 for block in event["block_hashes"]:
                     self.there.get(event["medium"], {}).pop(block, None)
@@ -162,11 +165,15 @@ class Mirror(Known):
         sizes: dict[str, int] = {}
         for number, index in indexes_of(manager, rank).items():
             medium = MEDIA.get(number, "GPU")
-            want = set(hashes_of(index.digests_of(np.flatnonzero(index.published).astype(np.int32))).tolist())
-            have = set(self.there.get(medium, {}))
-            assert have == want, f"rank {rank}, {medium}: {len(have - want)} too many, {len(want - have)} too few"
-            sizes[medium] = len(want)
-        self.whole()
+            for group in range(len(manager.layer_tables.tables)):
+                pages = index.published if index.tables is None else index.published & (index.tables == group)
+                want = set(hashes_of(index.digests_of(np.flatnonzero(pages).astype(np.int32))).tolist())
+                known = self if not group else self.groups.get(group, Known())
+                have = set(known.there.get(medium, {}))
+                where = f"rank {rank}, {medium}, group {group}"
+                assert have == want, f"{where}: {len(have - want)} too many, {len(want - have)} too few"
+                sizes[medium] = len(want)
+                known.whole()
 
 
 def worker_of(manager: PagedKVCacheManager) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvcache.events.book import EventBook, Told
 from kvcache.events.log import FILES, HOST, Described, Entry
-from kvcache.events.wire import BlockRemoved, BlockStored, Event
+from kvcache.events.wire import BlockRemoved, BlockStored, CacheSpec, Event
 from kvcache.replica.hashing import PrefixHasher
 from tests.kvcache.events.mirror import Known
 
@@ -39,7 +39,7 @@ class Prompt:
 
 
 def book_of(ranks: int = 1) -> EventBook:
-    return EventBook(ranks, CAPACITY, SIZE, "full_attention")
+    return EventBook(ranks, CAPACITY, SIZE, CacheSpec("full_attention"))
 
 
 def blocks(told: list[Told] | list[Event], kind: type = BlockStored) -> list[list[int]]:

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache import KVEvents, PagedKVCacheManager, TextContext
+from kvcache import KVEvents, LayerGroup, PagedKVCacheManager, TextContext
 from kvcache.events.log import Described
 from kvcache.replica.hashing import PrefixHasher
 from tests.kvcache.build import manager_of, proven
 from tests.kvcache.events.mirror import PATIENCE_S, Mirror, settled, worker_of
+from tests.kvcache.group_moves import GroupMoves
 from tests.kvcache.moves import Moves, SeededChooser
 
 ANY = "tcp://127.0.0.1:0"
@@ -54,11 +55,13 @@ def refuse_what_is_not_hashed_yet(manager: PagedKVCacheManager) -> None:
     log.describe = described
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_mirror_is_the_index_at_every_quiet_point_of_random_moves(seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "kind"), [*((seed, Moves) for seed in range(6)), *((at, GroupMoves) for at in range(9))]
+)
+def test_a_mirror_is_the_index_at_every_quiet_point_of_random_moves(seed: int, kind: type[Moves]) -> None:
     """Messages are lost, subscribers come late and the ring is short: still nothing differs."""
     losses = random.Random(seed)
-    moves = Moves(SeededChooser(seed), {"kv_events": events(buffer_steps=losses.choice([2, 10_000]))})
+    moves = kind(SeededChooser(seed), {"kv_events": events(buffer_steps=losses.choice([2, 10_000]))})
     if not moves.caching:
         assert moves.manager.kv_event_endpoints == []
         return
@@ -101,6 +104,30 @@ def test_tokens_of_a_block_hash_to_it(algorithm: str) -> None:
             hasher = PrefixHasher(algorithm, PAGE, None, ())  # type: ignore[arg-type]
             digest = hasher.digests(np.array(tokens, np.int32), len(tokens) // PAGE - 1, len(tokens) // PAGE)
             assert int.from_bytes(digest.tobytes()[-8:], "big") == block
+    manager.close()
+
+
+def test_each_block_table_is_a_group_with_its_kind_and_equal_hashes() -> None:
+    groups = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6), LayerGroup("chunked", (2,), 8)
+    manager = manager_of(40, layers=3, params={"kv_events": events(), "groups": groups})
+    with Mirror(manager.kv_event_endpoints[0]) as mirror:
+        tokens = [*range(30)]
+        run(manager, tokens)
+        mirror.settle(manager, 0)
+        mirror.same(manager, 0)
+        told = [event for event in mirror.events if event["type"] == "BlockStored"]
+        kinds = {
+            event["group_idx"]: (event["kv_cache_spec_kind"], event.get("kv_cache_spec_sliding_window"))
+            for event in told
+        }
+        assert kinds == {0: ("full_attention", None), 1: ("chunked_local_attention", None), 2: ("sliding_window", 6)}
+        assert len({tuple(event["block_hashes"]) for event in told}) == 1
+        assert {tuple(event["token_ids"]) for event in told} == {tuple(range(28))}
+        run(manager, [*range(100, 148)])  # evicts windows' pages first
+        mirror.settle(manager, 0)
+        mirror.same(manager, 0)
+        gone = {event["group_idx"] for event in mirror.events if event["type"] == "BlockRemoved"}
+        assert gone - {0}
     manager.close()
 
 

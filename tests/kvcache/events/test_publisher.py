@@ -16,7 +16,7 @@ from kvcache import InvalidParamsError, KVEvents, PagedKVCacheManager, TextConte
 from kvcache.events.book import EventBook
 from kvcache.events.log import EventLog
 from kvcache.events.publisher import _Stream, _Worker
-from kvcache.events.wire import END_OF_REPLAY, BlockRemoved, BlockStored
+from kvcache.events.wire import END_OF_REPLAY, BlockRemoved, BlockStored, CacheSpec
 from tests.kvcache.build import manager_of
 from tests.kvcache.events.mirror import PATIENCE_S, Mirror, settled, worker_of
 
@@ -197,7 +197,7 @@ def peer_of(stream: _Stream, first: int) -> zmq.Socket[bytes]:
 def asking(stream: _Stream, first: int) -> zmq.Socket[bytes]:
     """Such a peer, whose answer is under way."""
     socket = peer_of(stream, first)
-    assert stream.answer(EventBook(1, 8, 4, "full_attention"))
+    assert stream.answer(EventBook(1, 8, 4, CacheSpec("full_attention")))
     return socket
 
 
@@ -255,7 +255,7 @@ def test_of_answers_that_nobody_reads_few_messages_are_kept(stream: _Stream, mon
     assert len(got) == 301
     for _ in range(20):  # it goes on asking: no part of these answers is kept, and nobody is kept waiting by them
         deaf.send_multipart([b"", first.to_bytes(8, "big")])
-        assert stream.answer(EventBook(1, 8, 4, "full_attention"))
+        assert stream.answer(EventBook(1, 8, 4, CacheSpec("full_attention")))
         assert not stream.reply()
         assert not stream.is_answering
     assert len(read(deaf)) <= 16 + 1
@@ -264,7 +264,7 @@ def test_of_answers_that_nobody_reads_few_messages_are_kept(stream: _Stream, mon
 
 
 def test_one_answer_is_under_way_at_a_time() -> None:
-    worker = _Worker(KVEvents(ANY, "inproc://replays"), EventLog(), EventBook(1, 8, 4, "full_attention"), 1)
+    worker = _Worker(KVEvents(ANY, "inproc://replays"), EventLog(), EventBook(1, 8, 4, CacheSpec("full_attention")), 1)
     (stream,) = worker.streams
     first = stream.sequence
     for _ in range(40):
@@ -392,7 +392,7 @@ def test_events_of_long_runs_are_several() -> None:
     tokens = np.arange(size * pages, dtype=np.int32)
     hasher = PrefixHasher("sha256", size, None, ())
     digests = hasher.digests(tokens, 0, pages)
-    book = EventBook(1, pages, size, "full_attention")
+    book = EventBook(1, pages, size, CacheSpec("full_attention"))
     one = np.array([0]), np.array([pages])
     told = [event for _, event in book.apply([([hasher], *one, [tokens.tobytes()]), (0, True, digests)])]
     assert [len(event.block_hashes) for event in told if isinstance(event, BlockStored)] == [16, 16, 8]
