@@ -1,25 +1,36 @@
 """What do layers of several kinds cost, and how many requests fit: Gemma 3 27B and gpt-oss 120B in 40 GiB.
 
 The pages have one byte an element and head, so that as many as 40 GiB of bfloat16 hold fit on any machine. fit:
-requests of so many tokens that decode at a time; each prompt, of its own tokens, ran in chunks of 2,048. step: reserve,
-fetch, update and step of a batch of 256 requests of 2,000 tokens, the mean over the steps in which each crosses a page
-once; in 640 GiB, which hold them all. `one table` is the same model without groups: every layer keeps every page.
+requests of so many tokens that decode at a time; each prompt, of its own tokens, ran in chunks of 2,048. lost: of the
+bytes that such a request holds, those of no layer: places of a page or block that no layer has. step: reserve, fetch,
+update and step of a batch of 256 requests of 2,000 tokens, the mean over the steps in which each crosses a page once;
+in 640 GiB, which hold them all. cached: tokens that were found, of those of the first 2,000 prompts of a public trace
+of conversations (`benchmarks.trace_replay` says where it is), one request after another. `one table` is the same model
+without groups: every layer keeps every page. vLLM's own manager is asked the same by `benchmarks.vllm_groups`, where
+`make test-vllm` has made its environment.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
-from collections.abc import Iterable
+import subprocess
+from collections.abc import Iterable, Iterator
+from itertools import islice
 
 import numpy as np
 import torch
 
-from benchmarks.frame import WARM_UP, Row, now, options, pin, report, settle
+from benchmarks.frame import WARM_UP, Row, now, options, pin, progress, report, settle
+from benchmarks.measured import ROOT
 from benchmarks.pools import expect
+from benchmarks.trace_replay import FOLDER
 from kvcache import KVCacheParams, LayerGroup, PagedKVCacheManager, TextContext
 
 PAGE, CHUNK, BATCH, LENGTH = 16, 2048, 256, 2000
-BUDGET, BUDGET_OF_STEPS = 40 << 30, 640 << 30
+BUDGET, BUDGET_OF_STEPS, LENGTHS, LONGEST = 40 << 30, 640 << 30, (8192, 65536), 1 << 17
+TRACE, REQUESTS, TRACE_BLOCK = FOLDER / "conversation_trace.jsonl", 2000, 512
+VLLM = ROOT / ".venvs" / "vllm-engine" / "bin" / "python"
 # Layers, which of them are full, the window of the others, and the bytes of a token in one layer.
 MODELS = {
     "Gemma 3 27B": (62, range(5, 62, 6), 1024, 16 * 128 * 2 * 2),
@@ -41,7 +52,7 @@ def manager_of(name: str, budget: int, *, grouped: bool, rows: int) -> PagedKVCa
         dtype=torch.uint8, n_kv_heads=1, head_dim=1, page_size=PAGE, enable_prefix_caching=True, groups=groups
     )
     memory = 2 * budget // of_token  # a byte for a key, one for a value
-    return PagedKVCacheManager(params, rows, 1 << 17, layers, ["cpu"], available_cache_memory=memory)
+    return PagedKVCacheManager(params, rows, LONGEST, layers, ["cpu"], available_cache_memory=memory)
 
 
 def prompt(number: int, length: int) -> np.ndarray:
@@ -49,32 +60,69 @@ def prompt(number: int, length: int) -> np.ndarray:
     return np.random.default_rng(number).integers(0, 1 << 30, length)
 
 
-def prefilled(manager: PagedKVCacheManager, number: int, length: int) -> TextContext | None:
-    """A request that decodes; None: it does not fit."""
-    context = TextContext(prompt(number, length), 1 << 17, str(number))
-    manager.external_claim(context.request_id)
-    while context.start_idx < length:
+def lost_percent(name: str, length: int, places: int) -> float:
+    """Of the places in the pages that a request of `length` tokens and the next one holds, those of no layer."""
+    layers, full, window, _ = MODELS[name]
+    pages = -(-(length + 1) // PAGE)
+    seen = min(pages, -(-(window - 1) // PAGE) + 1)
+    own = len(full) * pages + (layers - len(full)) * seen
+    return round(100 * (1 - own / places), 2)
+
+
+def trace_prompts() -> Iterator[np.ndarray]:
+    """Prompts of the trace, int64; none where it is not there. A block of equal id has equal tokens."""
+    if not TRACE.exists():
+        progress(f"layer_groups: no {TRACE.name} in {FOLDER}; PAGEWIRE_TRACES names another folder")
+        return
+    with TRACE.open() as lines:
+        for line in islice(lines, REQUESTS):
+            row = json.loads(line)
+            ids = np.array(row["hash_ids"], np.int64)
+            yield (ids[:, None] * TRACE_BLOCK + np.arange(TRACE_BLOCK)).ravel()[: min(row["input_length"], LONGEST - 1)]
+
+
+def prefilled(manager: PagedKVCacheManager, name: str, tokens: np.ndarray) -> tuple[TextContext, int] | None:
+    """A request that decodes, and how many of its tokens were found; None: it does not fit."""
+    context, found = TextContext(tokens, LONGEST, name), 0
+    manager.external_claim(name)
+    while context.start_idx < len(tokens):
         context.set_token_indices(active_idx=min(context.end_idx, context.start_idx + CHUNK))
+        before = context.start_idx
         if not manager.maybe_reserve(context):
-            manager.release(context.request_id)
+            manager.release(name)
             return None
+        found += context.start_idx - before
         context.update(1)
         manager.step([context])
-    return context
+    return context, found
 
 
-def fitting(manager: PagedKVCacheManager, length: int) -> int:
-    """Requests of so many tokens that decode at a time."""
-    count = 0
-    while (context := prefilled(manager, count, length)) is not None and manager.maybe_reserve(context):
+def fitting(manager: PagedKVCacheManager, length: int) -> tuple[int, int]:
+    """Requests of so many tokens that decode at a time, and the pages that the first of them holds."""
+    count = held = 0
+    while (made := prefilled(manager, str(count), prompt(count, length))) is not None and manager.maybe_reserve(
+        made[0]
+    ):
         count += 1
-    return count
+        held = held or manager.num_held_blocks
+    return count, held
+
+
+def cached_tokens(manager: PagedKVCacheManager) -> int | None:
+    """Tokens of the trace's prompts that were found, one request after another; None where there is no trace."""
+    total = 0
+    for number, tokens in enumerate(trace_prompts()):
+        made = prefilled(manager, f"t{number}", tokens)
+        expect(made is not None, "a prompt alone fits")
+        total += 0 if made is None else made[1]
+        manager.release(f"t{number}")
+    return total if TRACE.exists() else None
 
 
 def step_us(manager: PagedKVCacheManager, repeats: int) -> list[float]:
     """Of each page's worth of steps the mean, in microseconds."""
-    made = [prefilled(manager, number, LENGTH + number % PAGE) for number in range(BATCH)]
-    batch, tokens = manager.batch([context for context in made if context is not None]), np.ones(BATCH, np.int32)
+    made = [prefilled(manager, str(number), prompt(number, LENGTH + number % PAGE)) for number in range(BATCH)]
+    batch, tokens = manager.batch([one[0] for one in made if one is not None]), np.ones(BATCH, np.int32)
     means: list[float] = []
     settle()
     for _ in range(WARM_UP + repeats):
@@ -93,18 +141,40 @@ def measure(repeats: int) -> Iterable[Row]:
     for name in MODELS:
         for grouped in (True, False):
             manager = manager_of(name, BUDGET_OF_STEPS, grouped=grouped, rows=BATCH)
-            times = step_us(manager, repeats)
-            row: Row = {"model": name, "tables": len(manager.layer_tables.tables) if grouped else "one table"}
-            for length in (8192, 65536):
-                row[f"fit {length}"] = fitting(manager_of(name, BUDGET, grouped=grouped, rows=1024), length)
-            yield row | {"step_min": round(min(times), 1), "step_median": round(statistics.median(times), 1)}
+            times, tables = step_us(manager, repeats), manager.layer_tables
+            row: Row = {
+                "model": name,
+                "manager": "ours" if grouped else "ours, one table",
+                "tables": len(tables.tables),
+            }
+            for length in LENGTHS:
+                row[f"fit {length}"], held = fitting(manager_of(name, BUDGET, grouped=grouped, rows=1024), length)
+                lost = lost_percent(name, length, held * tables.layers_per_page) if grouped else 0.0
+                row[f"lost % {length}"] = lost
+            row |= {"step_min": round(min(times), 1), "step_median": round(statistics.median(times), 1)}
+            yield row | {"cached tokens": cached_tokens(manager_of(name, BUDGET, grouped=grouped, rows=8))}
+
+
+def of_vllm(repeats: int) -> list[Row]:
+    """The rows of vLLM's manager, by its own environment; none where there is no such environment."""
+    if not VLLM.exists():
+        progress(
+            f"layer_groups: no vLLM in {VLLM.parents[1].name}, which `make test-vllm` makes: its rows are left out"
+        )
+        return []
+    command = [str(VLLM), "-W", "ignore", "-m", "benchmarks.vllm_groups", str(repeats)]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)  # noqa: S603 - ours
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def main() -> None:
     """Run and report."""
     chosen = options(__doc__)
     pin()
-    report("layer_groups", list(measure(5 if chosen.quick else 20)), chosen, _STATISTICS)
+    repeats = 5 if chosen.quick else 20
+    asked = sum(map(len, trace_prompts()))
+    note = f"{_STATISTICS}; cached tokens: of {asked} of the trace's first {REQUESTS} prompts"
+    report("layer_groups", [*measure(repeats), *of_vllm(repeats)], chosen, note)
 
 
 if __name__ == "__main__":
