@@ -94,8 +94,7 @@ class Reader:
         """One pull, polled without a pause."""
         key, source, groups, replica = next(self._keys), self._source(lease), pages.groups, self.replica
         start = now()
-        replica.pull(key, source, _TIMEOUT_S)
-        replica.add_pages(key, groups, last=True)
+        replica.pull(key, source, _TIMEOUT_S, groups)
         begun = now()
         while not replica.events:
             replica.poll()

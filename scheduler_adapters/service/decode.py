@@ -129,7 +129,7 @@ class DecodeScheduler:
     @property
     def sockets(self) -> list[Awaited]:
         """What to wait for while `poll` finds nothing to do."""
-        return [*(socket for prefill in self.connections for socket in prefill.sockets), self._exchange.lending]
+        return [*(socket for prefill in self.connections for socket in prefill.sockets), self._exchange.bell]
 
     # ---- what the frontend says
 

@@ -115,7 +115,7 @@ class PrefillScheduler:
     @property
     def sockets(self) -> list[Awaited]:
         """What to wait for while `poll` finds nothing to do."""
-        return [self._socket, self._exchange.lending]
+        return [self._socket, self._exchange.bell]
 
     def poll(self) -> bool:
         """Take messages and events in, and run one step. Whether there was anything to do; never waits.

@@ -132,9 +132,22 @@ EXCHANGE: tuple[Module, ...] = (
         "transfer.pull.thread",
         [_OWNERSHIP],
         [
-            Mutation("TransferThread._hand_over", "if self._stopping:", "if not command:", [_OWNERSHIP]),
-            Mutation("TransferThread._main", "not early and bool(self.replica.events)", "False"),
+            Mutation("TransferThread._refuse_ended", "if self._stopping:", "if not self:", [_OWNERSHIP]),
+            Mutation("TransferThread._round", "not self._early and bool(events)", "False"),
             Mutation("TransferThread._pause", "self._used = now", "pass"),
+            Mutation("TransferThread._run_here", "if not self._turn.acquire(blocking=False):", "if not self:"),
+            Mutation("TransferThread._run_here", "self._commands or ", ""),
+            Mutation("TransferThread._run_here", " or self._is_resting", ""),
+            Mutation("TransferThread._run_here", "self._failure = error", "raise"),
+            Mutation("TransferThread._tell", "self._ring()", "pass"),
+        ],
+    ),
+    Module(
+        "transfer.pull.bell",
+        [],
+        [
+            Mutation("Bell.ring", "self._rung = True", "pass"),
+            Mutation("Bell.hear", "self._rung = False", "pass"),
         ],
     ),
     Module(

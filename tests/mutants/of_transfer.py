@@ -70,7 +70,7 @@ TRANSFER: tuple[Module, ...] = (
             Mutation("Puller._fail", " - pull.told", ""),
             Mutation("Puller._on_error", "if error.peer_lost and", "if"),
             Mutation("Puller.conclude", "part.settle()", "pass"),
-            Mutation("Puller.conclude", "self._free += [slot for _, _, slot in pull.fencing]", "pass"),
+            Mutation("Puller.conclude", "self._free += [entry[2] for entry in pull.fencing]", "pass"),
         ],
     ),
     Module(
@@ -342,7 +342,7 @@ TRANSFER: tuple[Module, ...] = (
         "transfer.pull.directory",
         ["tests/transfer/pull/test_replica.py"],
         [
-            Mutation("Directory._is_loaded", "return all(", "return any("),
+            Mutation("Directory._is_loaded", "return False", "continue"),
             Mutation(
                 "Directory._load",
                 "rank.disconnect(engine_id, str(error))",

@@ -206,7 +206,7 @@ class NixlConnectorWorker:
         if before is None:
             thread.pull(load.key, asked.wanted, groups, self.config.timing.load)
         elif groups is not None:
-            thread.call_soon(ReplicaTransfer.add_pages, load.key, groups, last=True)
+            thread.add_pages(load.key, groups, last=True)
 
     def _pages(self, group: int, blocks: Sequence[int]) -> list[int]:
         return kernel_pages(blocks, self.config.groups[group].block_pages).tolist()

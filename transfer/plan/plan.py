@@ -199,10 +199,13 @@ def _few_pairs(group: GroupPlan, num_runs: int, named: PageList | BlocksOfGroup)
         return None
     here: Any = local
     there: Any = remote
+    pairs: list[tuple[int, int]] = []
     try:
-        pairs = [(int(here[at]), int(there[at])) for at in range(count)]
+        for at in range(count):
+            ours, theirs = int(here[at]), int(there[at])
+            if not (0 <= ours < most_local and 0 <= theirs < most_remote):
+                return None
+            pairs.append((ours, theirs))
     except (IndexError, TypeError, ValueError):
-        return None
-    if not all(0 <= ours < most_local and 0 <= theirs < most_remote for ours, theirs in pairs):
         return None
     return pairs if count == 1 or len({ours for ours, _ in pairs}) == count else None

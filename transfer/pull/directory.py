@@ -98,7 +98,8 @@ class Directory:
 
     def connect(self, place: Place) -> None:
         """Asks the engine at a place for its metadata unless it is loaded. `on_ready` or `on_lost` tells of the end."""
-        peer = self._peers.setdefault(place, Peer(place))
+        if (peer := self._peers.get(place)) is None:
+            peer = self._peers[place] = Peer(place)
         peer.used = self._clock()
         if peer.connecting or self._is_connected(peer):
             return
@@ -138,8 +139,11 @@ class Directory:
         return bool(peer.incarnation) and self._is_loaded(peer.place[1], peer.incarnation)
 
     def _is_loaded(self, engine_id: str, incarnation: str) -> bool:
-        remotes = [rank.remote(engine_id) for rank in self._ranks]
-        return all(remote is not None and remote.incarnation == incarnation for remote in remotes)
+        for rank in self._ranks:  # asked for each pull, several times: a generator takes twice as long
+            remote = rank.remote(engine_id)
+            if remote is None or remote.incarnation != incarnation:
+                return False
+        return True
 
     def _on_metadata(self, peer: Peer, answer: Answer | TransferError) -> None:
         address, engine_id = peer.place

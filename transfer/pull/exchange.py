@@ -15,6 +15,7 @@ from transfer.nixl.agent import Agent
 from transfer.plan.boxes import ShardLayout
 from transfer.plan.shapes import dense, of_tables
 from transfer.pull.asking import Lent, PageAsks
+from transfer.pull.bell import Bell
 from transfer.pull.lease import LeaseRef
 from transfer.pull.lease_slots import LeaseSlots
 from transfer.pull.lending import LENT_S, PageLending
@@ -64,6 +65,8 @@ class PageExchange:
     Both ends are booked by `poll`.
 
     Every method may be called at any time by the thread that runs the scheduler; none waits, but `wait` and `close`.
+    The pages of a call that names few (256 KiB, of a known source) are read within it: waking the transfer thread for
+    them would take longer.
 
     Args:
         manager: whose pages. Its tensors must live until `close`.
@@ -85,6 +88,7 @@ class PageExchange:
         address: the endpoint, as bound.
         incarnation: random, new with each start.
         cards: of each replica, what peers are told of it.
+        bell: can be waited for like a file: it can be read once `poll` has something to tell, or to do.
         lending: what readers who asked for pages by what they hold were leased.
         threads: of each replica, the thread that counts what it does.
         queries: how often peers have asked, by what became of it.
@@ -128,14 +132,15 @@ class PageExchange:
             agreed["layer tables"] = manager.layer_tables.described()
         ask = None if keyring is None else keyring.secure_client
         self.cards: list[EngineCard] = []
-        self.lending = PageLending(manager, self._grant_lent, share=lend, key=self._key)
+        self.bell = Bell()
+        self.lending = PageLending(manager, self._grant_lent, self.bell.ring, share=lend, key=self._key)
         kind = kv_kind(manager.layouts)
         self._asks = PageAsks(HandshakeClient(ask, allowed=allowed), name, self._key, agreed, kind)
         try:
             for replica, engine_id in enumerate(self._names):
                 ranks = self._ranks(replica, engine_id, agreed)
                 transfers = ReplicaTransfer(ranks, HandshakeClient(ask, allowed=allowed), **options)
-                self.threads.append(start_thread(transfers))
+                self.threads.append(start_thread(transfers, self.bell.ring))
                 self._slots.append(LeaseSlots())
                 self._leases.append({})
                 sealed = tuple(rank.metadata for rank in ranks)
@@ -145,7 +150,7 @@ class PageExchange:
         except BaseException:
             for thread in self.threads:
                 thread.close()
-            self.lending.close()
+            self.bell.close()
             raise
         self.address, self.queries = self._server.endpoint, self._server.counts
 
@@ -348,7 +353,7 @@ class PageExchange:
             copier = self._pulls[replica, key] = self._manager.copier(pending)
         elif copier.pending is not pending:
             raise InvalidRequestError(f"request {pending.request_id!r}: the pull {key!r} is of another import")
-        self.threads[replica].call_soon(ReplicaTransfer.add_pages, key, copier.take(last=last), last=last)
+        self.threads[replica].add_pages(key, copier.take(last=last), last=last)
 
     def cancel_pull(self, replica: int, key: str, reason: str) -> None:
         """Gives a pull up; its last event comes when nothing of it is in flight."""
@@ -363,6 +368,7 @@ class PageExchange:
             EngineClosedError: a transfer thread has died. What is leased or pulled stays held: a word may still stand,
                 a READ may still write.
         """
+        self.bell.hear()
         found, self._happened = self._happened, []
         for replica, thread in enumerate(self.threads):
             thread.raise_failure()
@@ -427,7 +433,7 @@ class PageExchange:
                         copier.give_up()
         self._server.close()
         self._asks.close()
-        self.lending.close()
+        self.bell.close()
 
 
 def _shards(manager: PageOwner, replica: int) -> list[tuple[ShardLayout, list[torch.Tensor]]]:

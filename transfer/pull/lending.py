@@ -7,11 +7,9 @@ hears which pages they are. From there on it is a lease like any other.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import OrderedDict, deque
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcache.errors import BlockTableMismatchError, KVCacheError
@@ -183,11 +181,12 @@ class PageLender:
 
 
 class PageLending:
-    """What the replicas of a manager lend. It can be waited for like a file: there is something to read at a question.
+    """What the replicas of a manager lend.
 
     Args:
         manager: whose pages.
         grant: has a lease stand.
+        ring: called at a question, in the thread of the handshake's server: `poll` is to be called.
         share: of each replica's pages, that may be lent at a time.
         key: of the digests over answers.
 
@@ -195,15 +194,9 @@ class PageLending:
         of: of each replica, what it lends.
     """
 
-    def __init__(self, manager: PageOwner, grant: Grant, *, share: float, key: bytes) -> None:
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._rung = False
+    def __init__(self, manager: PageOwner, grant: Grant, ring: Callable[[], None], *, share: float, key: bytes) -> None:
         replicas = range(manager.num_replicas)
-        self.of = [PageLender(manager, replica, grant, self._ring, share=share, key=key) for replica in replicas]
-
-    def fileno(self) -> int:
-        """Can be read from a question on until the next `poll`."""
-        return self._bell
+        self.of = [PageLender(manager, replica, grant, ring, share=share, key=key) for replica in replicas]
 
     @property
     def pages_lent(self) -> int:
@@ -227,19 +220,5 @@ class PageLending:
 
     def poll(self) -> None:
         """Looks for what was asked for since the last call."""
-        if self._rung:
-            self._rung = False
-            with suppress(BlockingIOError, ValueError):  # read, for a question that came this moment; or closed
-                os.eventfd_read(self._bell)
         for one in self.of:
             one.poll()
-
-    def close(self) -> None:
-        """Nobody asks any more. Safe twice."""
-        bell, self._bell = self._bell, -1
-        if bell >= 0:
-            os.close(bell)
-
-    def _ring(self) -> None:
-        os.eventfd_write(self._bell, 1)
-        self._rung = True

@@ -114,7 +114,7 @@ class Puller:
     def add(self, key: str, parts: list[Part], *, last: bool) -> None:
         """Reads further parts of a pull, and fences it after the last. Raises as `get`."""
         pull = self.get(key)
-        pull.waiting.extend(part for part in parts if len(part.local))
+        pull.waiting.extend([part for part in parts if len(part.local)])
         pull.more = not last
         pull.added += 1
         self._advance(pull)
@@ -167,15 +167,18 @@ class Puller:
     def _advance(self, pull: RankPull) -> None:
         if not pull.error:
             self._post(pull)
-        self._collect_reads(pull)
+        if pull.reading:
+            self._collect_reads(pull)
         if not pull.error and not pull.reading and not pull.waiting and (not pull.more or pull.passed < pull.added):
             self._fence(pull)
-        self._collect_fences(pull)
+        if pull.fencing:
+            self._collect_fences(pull)
         if pull.in_flight or (not pull.error and not pull.fenced):
             return
         del self._pulls[pull.key]
         if not pull.error:
-            self._tell(pull, set(range(len(pull.engine.ranks))) - pull.told, "done")
+            if len(pull.told) < len(pull.engine.ranks):
+                self._tell(pull, set(range(len(pull.engine.ranks))) - pull.told, "done")
             total_s = self._clock() - pull.started
             self.ended.append(PullRecord(pull.num_bytes, pull.num_runs, pull.post_s, total_s))
         times = PullTimes(pull.fence_at, self._clock()) if pull.fence_at and not pull.error else None
@@ -277,12 +280,12 @@ class Puller:
             local = [(self._address + slot * WORD_BYTES, WORD_BYTES, 0)]
             remote = [(there.words_addr + pull.lease.slot * WORD_BYTES, WORD_BYTES, 0)]
             try:
-                handle, _ = pull.engine.agent.read(there.agent_name, local, remote, note, _WORDS_IN)
+                handle, done = pull.engine.agent.read(there.agent_name, local, remote, note, _WORDS_IN)
             except AgentError as error:
                 self._free.append(slot)
                 self._on_error(pull, error)
                 return
-            pull.fencing.append((handle, rank, slot))
+            pull.fencing.append((handle, rank, slot, done))
         if not pull.fencing:
             self._passed(pull)
         elif self.timed:
@@ -295,8 +298,8 @@ class Puller:
 
     def _collect_fences(self, pull: RankPull) -> None:
         for entry in list(pull.fencing):
-            handle, rank, slot = entry
-            ended, error = _is_over(pull.engine.agent, handle)
+            handle, rank, slot, done = entry
+            ended, error = _is_over(pull.engine.agent, handle, done=done)
             if not ended:
                 continue
             pull.fencing.remove(entry)
@@ -369,7 +372,7 @@ class Puller:
         for pull in pulls:
             for _, part in pull.reading:
                 part.settle()
-            self._free += [slot for _, _, slot in pull.fencing]
+            self._free += [entry[2] for entry in pull.fencing]
             self._behind.pop(id(pull.engine), None)
             pull.reading.clear()
             pull.fencing.clear()
@@ -384,10 +387,10 @@ def _ended(pull: RankPull) -> str:
     )
 
 
-def _is_over(agent: Agent, handle: Handle) -> tuple[bool, AgentError | None]:
-    """Whether a transfer has ended, and how. Its handle is released then."""
+def _is_over(agent: Agent, handle: Handle, *, done: bool = False) -> tuple[bool, AgentError | None]:
+    """Whether a transfer has ended, and how; `done`: it is known to have. Its handle is released then."""
     try:
-        if not agent.done(handle):
+        if not done and not agent.done(handle):
             return False, None
     except AgentError as error:
         with suppress(AgentError):
@@ -398,5 +401,7 @@ def _is_over(agent: Agent, handle: Handle) -> tuple[bool, AgentError | None]:
 
 
 def _release(agent: Agent, handle: Handle) -> None:
-    with suppress(AgentError):  # the transfer has ended, which is all that counts
+    try:  # noqa: SIM105  (`suppress` takes as long as the release itself)
         agent.release(handle)
+    except AgentError:
+        pass  # the transfer has ended, which is all that counts

@@ -10,21 +10,21 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from numpy.typing import ArrayLike
 
 from transfer.errors import PullFailedError, TransferError
-from transfer.plan.page_lists import PageLists, with_blocks
+from transfer.memory import MemoryType
+from transfer.plan.page_lists import PageLists
 from transfer.pull.directory import Directory, Peer, Times
 from transfer.pull.lease import LeaseRef
-from transfer.pull.pull_state import PullEvent, PullTimes
+from transfer.pull.pull_state import PullEvent, PullTimes, ReplicaPull
 from transfer.pull.rank import RankTransfer
 from transfer.pull.source import Place, Source, answered
 from transfer.stats import TransferStats
 from transfer.wire.handshake import HandshakeClient
-from transfer.wire.messages import Answer, LeasedPages, LeaseReply, Wanted
+from transfer.wire.messages import Answer, LeaseReply, Wanted
 
 
 class LeaseOver(NamedTuple):
@@ -51,42 +51,10 @@ class Offered(NamedTuple):
 
 _ALL = 1 << 62
 _REFUSED = "\0refused "  # names that no pull of an owner has
-# Until a source is asked again whether a lease stands by now on all its ranks; doubled each time.
-_PAUSE_S, _MAX_PAUSE_S = 1e-3, 0.25
+_SMALL_BYTES = 256 << 10
+"""A pull of so many bytes takes 50 to 80 µs: as long as it takes to wake the thread for it, and then its caller."""
+_MAX_PAUSE_S = 0.25  # until a source is asked again: see `ReplicaPull`
 Event = PullEvent | LeaseOver | Offered
-
-
-@dataclass(slots=True, eq=False)
-class _Pull:
-    """A pull by all ranks: what waits until its source is known, and which ranks are not through. Each has its READs.
-
-    Attributes:
-        source: a `Wanted` until it has said what it holds.
-        pages: that; None where the owner names the pages.
-        ask_at: when it is to be asked again.
-        waits_for: what it has said was missing when it was last asked, and since when it has said so.
-        waiting: adds pages on a rank.
-        open_ranks: those that may still read.
-        passed: of each rank, how many calls of `add_pages` a fence has passed.
-        told: its owner knows that it has failed.
-        refusal: what its source is to be told, of which the owner has had the last event.
-        times: of the last fence, over all ranks that are through.
-    """
-
-    source: Source | Wanted
-    deadline: float
-    pages: LeasedPages | None = None
-    ask_at: float = math.inf
-    waits_for: tuple[str, float] = ("", math.inf)
-    pause_s: float = _PAUSE_S
-    waiting: deque[Callable[[RankTransfer], None]] = field(default_factory=deque[Callable[[RankTransfer], None]])
-    open_ranks: set[int] = field(default_factory=set[int])
-    passed: dict[int, int] = field(default_factory=dict[int, int])
-    started: bool = False
-    error: str = ""
-    told: bool = False
-    refusal: str = ""
-    times: PullTimes | None = None
 
 
 class ReplicaTransfer:
@@ -125,9 +93,10 @@ class ReplicaTransfer:
         self.stats = TransferStats()
         self._client = client
         self._clock = clock
-        self._pulls: dict[str, _Pull] = {}
+        self._pulls: dict[str, ReplicaPull] = {}
         self._refusals = itertools.count()
         self._leases: dict[int, set[int]] = {}
+        self._page_bytes = _page_bytes(ranks)
         self._times = times = Times(handshake_timeout_s, heartbeat_s, dead_after_s, idle_s)
         self.directory = Directory(self.ranks, client, times, clock, self._start_all, self._fail_all)
         self.timed = timed
@@ -192,19 +161,30 @@ class ReplicaTransfer:
             rank.end_lease(lease_id, reason)
         self._collect_leases()
 
-    def pull(self, key: str, source: Source | Wanted, timeout_s: float, *, refusal: str = "") -> None:
-        """Begins a pull by all ranks; `add_pages` says of what. Its `PullEvent`s come as events, also for bad input.
+    def pull(
+        self,
+        key: str,
+        source: Source | Wanted,
+        timeout_s: float,
+        groups: PageLists | None = None,
+        *,
+        refusal: str = "",
+    ) -> None:
+        """Begins a pull by all ranks, of all the pages that `groups` names; None: `add_pages` says of what.
 
-        Of a `Wanted` the source says which pages it holds. Where these are of other tokens the pull fails, and its
-        lease stays as it is: it is not this reader's.
+        Its `PullEvent`s come as events, also for bad input. Of a `Wanted` the source says which pages it holds. Where
+        these are of other tokens the pull fails, and its lease stays as it is: it is not this reader's.
         """
         if key in self._pulls:
             # Nothing is known of it under this name yet, so the owner is told at once and the older one goes on.
             raise PullFailedError(f"request {key!r}: a pull of this name has not ended yet")
-        self._pulls[key] = _Pull(source, self._clock() + timeout_s, refusal=refusal)
+        pull = self._pulls[key] = ReplicaPull(source, self._clock() + timeout_s, refusal=refusal)
+        if groups is not None:
+            pull.waiting.append((groups, True))
         self.directory.connect(source.place)
         self._ask(key)
         self._start(key)
+        self._collect_pulls()  # few pages are here by now
 
     def _ask(self, key: str) -> None:
         """Asks the source of a pull what it holds, where it has not said so."""
@@ -238,7 +218,7 @@ class ReplicaTransfer:
             else:
                 self._start(key)
 
-    def _waited(self, pull: _Pull) -> str:
+    def _waited(self, pull: ReplicaPull) -> str:
         """What a source that is asked again and again has named as missing; empty where it never did."""
         missing, since = pull.waits_for
         return f" (asked for {self._clock() - since:.1f} s, last answer: {missing[:200]})" if missing else ""
@@ -254,15 +234,22 @@ class ReplicaTransfer:
         """
         if (pull := self._pulls.get(key)) is None or pull.error:
             return
-
-        def add(rank: RankTransfer) -> None:
-            there = pull.pages
-            named = groups if there is None else with_blocks(f"request {key!r}", groups, there)
-            rank.add_pages(key, named, last=last)
-
-        pull.waiting.append(add)
+        pull.waiting.append((groups, last))
         self._start(key)
-        self._collect_pulls()  # few pages are here by now
+        self._collect_pulls()
+
+    def source_of(self, key: str) -> Source | Wanted | None:
+        """What an open pull reads from; None where there is none of this name."""
+        pull = self._pulls.get(key)
+        return None if pull is None else pull.source
+
+    def is_small(self, source: Source | Wanted | None, groups: PageLists) -> bool:
+        """Whether reading these pages, into host memory and from a known source, is quicker than waking a thread."""
+        if self._page_bytes is None or not isinstance(source, Source) or len(groups) != len(self._page_bytes):
+            return False
+        local: Sequence[Any] = [group[0] for group in groups]
+        num_bytes = sum(len(pages) * size for pages, size in zip(local, self._page_bytes, strict=True))
+        return num_bytes <= _SMALL_BYTES and self.directory.ready(source.place) is not None
 
     def cancel(self, key: str, reason: str) -> None:
         """Gives a pull up, where it has not ended. A source that has not answered yet is told when it does."""
@@ -377,9 +364,9 @@ class ReplicaTransfer:
             if pull.refusal:
                 self._fail(key, pull.refusal)
             while pull.waiting:
-                add_pages = pull.waiting.popleft()
+                groups, last = pull.next_pages(key)
                 for rank in self.ranks:
-                    add_pages(rank)
+                    rank.add_pages(key, groups, last=last)
         except TransferError as error:
             self._fail(key, str(error))
 
@@ -399,7 +386,7 @@ class ReplicaTransfer:
             del self._pulls[event.key]
             self.events.append(PullEvent(event.key, "", safe=True, times=pull.times))
 
-    def _passed(self, pull: _Pull) -> int:
+    def _passed(self, pull: ReplicaPull) -> int:
         return min((pull.passed.get(at, 0) for at in range(len(self.ranks))), default=0)
 
     def _fail(self, key: str, reason: str, *, is_failure: bool = True) -> None:
@@ -442,6 +429,14 @@ class ReplicaTransfer:
             del self._pulls[key]  # the agents are gone, so nothing is in flight
             self.events.append(PullEvent(key, pull.error, safe=True))
         self._client.close()
+
+
+def _page_bytes(ranks: Sequence[RankTransfer]) -> list[int] | None:
+    """Of each group the bytes of a page on all ranks; None where they are not in host memory."""
+    if any(rank.memory_type is not MemoryType.DRAM for rank in ranks):
+        return None
+    every = zip(*(rank.layout.groups for rank in ranks), strict=True)
+    return [sum(box.itemsize * math.prod(box.extent) for one in of for box in one.boxes) for of in every]
 
 
 def _is_of_other_start(source: Source | Wanted, peer: Peer) -> bool:

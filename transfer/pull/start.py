@@ -55,9 +55,9 @@ def make_rank(
     )
 
 
-def start_thread(replica: ReplicaTransfer) -> TransferThread:
+def start_thread(replica: ReplicaTransfer, ring: Callable[[], None] = lambda: None) -> TransferThread:
     """Starts the thread that owns a replica from now on; on a GPU one that has it as its device."""
-    thread = TransferThread(replica)
+    thread = TransferThread(replica, ring)
     rank = replica.ranks[0]
     if rank.memory_type is MemoryType.VRAM:  # without a context in the thread, UCX does without the GPU's own paths
         thread.call(lambda _: torch.cuda.set_device(rank.device))

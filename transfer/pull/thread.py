@@ -1,7 +1,9 @@
-"""The one thread that owns the transfers of a process, and polls them about every millisecond while anybody waits.
+"""The one thread that polls the transfers of a process, about every millisecond while anybody waits.
 
 A model's step takes tens or hundreds of milliseconds. In that time a peer's first READ and every notification would
-wait, so a serving loop never touches what is here: it hands work over, and picks events up when it likes.
+wait, so a serving loop hands its work over, and picks events up when it likes. The exception are pages so few that to
+wake the thread, and to be woken by it, would take longer than to read them (80 µs against 30): whoever asks for them
+reads them, between two rounds of the thread, and the event is there when the call returns.
 
 NIXL has no descriptor to sleep on without a thread of its own that polls. But peers read under a lease alone, and what
 grants a lease or begins a pull is a command, which wakes the thread: where there is neither, it sleeps.
@@ -43,6 +45,7 @@ class TransferThread:
 
     Args:
         replica: nobody else uses it from now on.
+        ring: called when there are events, or the thread has died, in whatever thread that happens.
 
     Attributes:
         replica: as given. Another thread may read what it has counted.
@@ -51,14 +54,20 @@ class TransferThread:
         is_closed: `close` has ended it: every lease word is cleared, nothing is in flight, no event will follow.
     """
 
-    def __init__(self, replica: ReplicaTransfer) -> None:
+    def __init__(self, replica: ReplicaTransfer, ring: Callable[[], None] = lambda: None) -> None:
         self.events: deque[Event] = deque()
         self.is_closed = False
         self.pull_seconds = 0.0
+        self._ring = ring
         self._woken = 0.0  # when the first of the last commands came
         self._used = time.perf_counter()  # when a lease or a pull was last there
+        self._is_resting = False  # there was none for a while
+        self._busy, self._since = False, 0.0  # something was under way at that time
+        self._early = False  # what commands have brought, a few pages say, was told of before the poll, which is due
         self.replica = replica
-        self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._turn = threading.Lock()  # of whoever is at the replica
+        self._commands: deque[Callable[[], object]] = deque()
+        self._wake: SimpleQueue[None] = SimpleQueue()  # one for each command
         self._changed = threading.Condition()
         self._stopping = False
         self._failure: BaseException | None = None
@@ -101,14 +110,21 @@ class TransferThread:
 
         def run() -> None:
             try:
-                self.replica.pull(key, source, timeout_s)
+                self.replica.pull(key, source, timeout_s, groups)
             except TransferError as error:
                 self.events.append(PullEvent(key, str(error), safe=True))
-                return
-            if groups is not None:
-                self.replica.add_pages(key, groups, last=True)
 
-        self._hand_over(run)
+        if groups is None or not self._run_here(lambda: self.replica.is_small(source, groups), run):
+            self._hand_over(run)
+
+    def add_pages(self, key: str, groups: PageLists, *, last: bool) -> None:
+        """Reads pages of a pull, or further ones, as `ReplicaTransfer.add_pages`."""
+
+        def run() -> None:
+            self.replica.add_pages(key, groups, last=last)
+
+        if not self._run_here(lambda: self.replica.is_small(self.replica.source_of(key), groups), run):
+            self._hand_over(run)
 
     def snapshot(self) -> StatsSnapshot:
         """Counters and percentiles since the last call; see `TransferStats.snapshot`."""
@@ -135,65 +151,106 @@ class TransferThread:
     def close(self, timeout_s: float = 10.0) -> None:
         """Ends the thread and everything that it runs. Safe to call twice."""
         self._stopping = True
-        self._commands.put(lambda: None)
+        self._wake.put(None)
         self._thread.join(timeout_s)
         if not self._thread.is_alive():
-            self.replica.close()
-            self.events.extend(self.replica.events)
-            self.replica.events.clear()
-            self.is_closed = True
+            with self._turn:
+                self.replica.close()
+                self.events.extend(self.replica.events)
+                self.replica.events.clear()
+                self.is_closed = True
 
     def _hand_over(self, command: Callable[[], object]) -> None:
+        self._refuse_ended()
+        self._commands.append(command)
+        self._wake.put(None)
+
+    def _refuse_ended(self) -> None:
         self.raise_failure()
         if self._stopping:  # nobody would ever run it: what the caller books for it would be held for good
             raise EngineClosedError("the transfer thread was closed")
-        self._commands.put(command)
+
+    def _run_here(self, is_small: Callable[[], bool], command: Callable[[], object]) -> bool:
+        """Runs a small command in the caller's thread. False: the thread is at work, or has others to run before."""
+        self._refuse_ended()
+        if not self._turn.acquire(blocking=False):
+            return False
+        try:
+            if self._commands or not self._thread.is_alive() or not is_small():  # in a fork it is not alive
+                return False
+            begin = self._used = time.perf_counter()
+            command()
+            is_over = bool(self.replica.events)
+            if is_over and not self._busy:
+                self.pull_seconds += time.perf_counter() - begin
+            self._tell()
+            if not is_over or self._is_resting:
+                self._woken = begin
+                self._wake.put(None)
+        except BaseException as error:  # noqa: BLE001  (as in the thread; the caller must not think that nothing began)
+            self._failure = error
+            self._wake.put(None)
+        finally:
+            self._turn.release()
+        return True
 
     def _main(self) -> None:
         try:
-            busy, since = False, time.perf_counter()  # busy: something was under way at `since`
-            early = False  # what commands have brought, a few pages say, was told of before the poll, which is due
-            while not self._stopping:
-                changed = self._run_commands(self._pause(busy=busy or early))
-                now = time.perf_counter()
-                if busy:
-                    self.pull_seconds += now - since
-                    since = now
-                else:
-                    since = self._woken if changed else now
-                early = not early and bool(self.replica.events)
-                was_busy, busy = busy, busy if early else self.replica.poll()
-                if not was_busy and not busy and any(isinstance(event, PullEvent) for event in self.replica.events):
-                    self.pull_seconds += time.perf_counter() - since  # the READs were made, and ended, in this round
-                if changed or busy or self.replica.events:
-                    self.events.extend(self.replica.events)
-                    self.replica.events.clear()
-                    with self._changed:
-                        self._changed.notify_all()
+            while not self._stopping and self._failure is None:
+                self._sleep()
+                with self._turn:
+                    self._round()
         except BaseException as error:  # noqa: BLE001  (told to whoever calls next)
             self._failure = error
-            with self._changed:
-                self._changed.notify_all()
+        self._tell()
 
-    def _pause(self, *, busy: bool) -> float:
+    def _round(self) -> None:
+        """Runs what it was told to, and polls, unless that has brought something which can be told of before."""
+        changed = bool(self._commands)
+        while self._commands:
+            self._commands.popleft()()
+        now = time.perf_counter()
+        if self._busy:
+            self.pull_seconds += now - self._since
+            self._since = now
+        else:
+            self._since = self._woken if changed else now
+        events, was_busy = self.replica.events, self._busy
+        self._early = not self._early and bool(events)
+        if not self._early:
+            self._busy = self.replica.poll()
+        if not was_busy and not self._busy and any(isinstance(event, PullEvent) for event in events):
+            self.pull_seconds += time.perf_counter() - self._since  # the READs were made, and ended, in this round
+        if changed or self._busy or events:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Hands events over, and wakes whoever waits for them."""
+        has_news = bool(self.replica.events) or self._failure is not None
+        self.events.extend(self.replica.events)
+        self.replica.events.clear()
+        with self._changed:
+            self._changed.notify_all()
+        if has_news:
+            self._ring()
+
+    def _pause(self) -> float:
         """Seconds to the next poll, where no command comes before."""
         now = time.perf_counter()
         if not self.replica.is_idle:
             self._used = now
+        self._is_resting = now - self._used >= LINGER_S
         if self.replica.is_copying:
             return 0.0
-        if busy:
+        if self._busy or self._early:
             return BUSY_POLL_S
-        return POLL_S if now - self._used < LINGER_S else IDLE_POLL_S
+        return IDLE_POLL_S if self._is_resting else POLL_S
 
-    def _run_commands(self, pause_s: float) -> bool:
-        """Sleeps until there is a command, but not longer than a poll may wait. Whether there was one."""
+    def _sleep(self) -> None:
+        """Sleeps until there is a command, but not longer than a poll may wait."""
+        pause_s = self._pause()
         with contextlib.suppress(Empty):
-            command = self._commands.get(timeout=pause_s) if pause_s else self._commands.get_nowait()
+            self._wake.get(pause_s > 0, pause_s)
             self._woken = time.perf_counter()
-            command()
-            with contextlib.suppress(Empty):
-                while True:
-                    self._commands.get_nowait()()
-            return True
-        return False
+            while not self._wake.empty():  # it is awake for all of them
+                self._wake.get_nowait()

@@ -421,13 +421,13 @@ def test_a_source_that_is_gone_or_does_not_look_is_given_up(side: Any) -> None:
 def test_a_question_wakes_a_loop_that_sleeps_and_one_turn_after_it_sleeps_again(side: Any) -> None:
     source, reader = side(Side, "p"), side(Reader, "d")
     computed(source)
-    lending, exchange = source.exchange.lending, source.exchange
-    assert not select.select([lending], [], [], 0.0)[0]
+    lending, exchange, bell = source.exchange.lending, source.exchange, source.exchange.bell
+    assert not select.select([bell], [], [], 0.0)[0]
     wanted = reader.manager.contents.digests(TextContext(LONGER, 32, "mine"))
     reader.exchange.ask(0, "k", exchange.address, exchange.engine_id(0), wanted)
-    reader.until(lambda: select.select([lending], [], [], 0.0)[0])  # the reader's turns alone: the source's loop sleeps
+    reader.until(lambda: select.select([bell], [], [], 0.0)[0])  # the reader's turns alone: the source's loop sleeps
     source.until(lambda: lending.num_leases and not lending.is_asked)
-    assert not select.select([lending], [], [], 0.0)[0]
+    assert not select.select([bell], [], [], 0.0)[0]
 
 
 def test_a_source_that_leases_other_pages_than_it_was_asked_for_is_not_read(side: Any) -> None:

@@ -62,6 +62,24 @@ def settled(reader: Engine, key: str = "r") -> Callable[[], bool]:
     return lambda: any(event.key == key and event.safe for event in reader.pulls)
 
 
+def test_a_pull_is_small_by_the_bytes_of_all_ranks_once_its_source_is_known(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = engine("p"), engine("d", 2)
+    source = p.source(p.offer(slot=0))
+    assert not d.replica.is_small(source, WHOLE)
+    pull(d, source)
+    run(p, d, until=settled(d))
+    assert d.replica.is_small(source, WHOLE)
+    num_bytes = sum(pool[LOCAL].nbytes for pool in d.pools)
+    monkeypatch.setattr("transfer.pull.replica._SMALL_BYTES", num_bytes)
+    assert d.replica.is_small(source, WHOLE)
+    monkeypatch.setattr("transfer.pull.replica._SMALL_BYTES", num_bytes - 1)
+    assert not d.replica.is_small(source, WHOLE)
+    assert not d.replica.is_small(None, [])
+    assert not d.replica.is_small(source, [])
+
+
 @pytest.mark.parametrize("tp", [(1, 1), (1, 2), (2, 1), (4, 2), (2, 4), (1, 4)])
 def test_pages_arrive_and_the_lease_ends_when_every_rank_has_read(engine: Any, tp: tuple[int, int]) -> None:
     p, d = engine("p", tp[0]), engine("d", tp[1])

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.transfer.replicas import TOKENS, Engine
+from transfer.errors import EngineClosedError
 from transfer.plan.page_lists import PagesOfGroup
 from transfer.pull.lease import LeaseRef, new_lease_id
 from transfer.pull.pull_state import PullEvent
@@ -28,7 +29,8 @@ class Threaded:
             return poll()
 
         self.engine.replica.poll = counted  # type: ignore[method-assign]
-        self.thread = TransferThread(self.engine.replica)
+        self.rung: list[int] = []  # how many events there were at each ring
+        self.thread = TransferThread(self.engine.replica, lambda: self.rung.append(len(self.thread.events)))
 
     def polls_within(self, seconds: float) -> int:
         before = self.polls
@@ -39,6 +41,15 @@ class Threaded:
         lease = LeaseRef(new_lease_id(), slot, duration_s)
         self.thread.call_soon(ReplicaTransfer.offer, f"r{slot}", lease)
         return lease
+
+    def pull(self, p: Threaded, slot: int) -> None:
+        """Pulls a page under a new lease of another engine, which stands by then."""
+        lease = p.offer(slot)
+        p.until(lambda: any(event.lease_id == lease.lease_id for event in list(p.thread.events)))  # type: ignore[union-attr]
+        self.thread.pull(f"r{slot}", p.engine.source(lease), [PagesOfGroup([1], [4], (0, TOKENS))], 20.0)
+
+    def ended(self, slot: int) -> bool:
+        return PullEvent(f"r{slot}", "", safe=True) in self.thread.events
 
     def until(self, ready: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 20
@@ -128,3 +139,67 @@ def test_the_last_lease_is_followed_by_a_while_at_the_same_pace(threaded: Callab
     while time.monotonic() < ended + LINGER_S:
         time.sleep(POLL_S)
     assert p.polls - started > 2 * LINGER_S / IDLE_POLL_S
+
+
+@pytest.fixture
+def pair(threaded: Callable[[str], Threaded]) -> tuple[Threaded, Threaded]:
+    """A source, and a reader that has pulled from it before."""
+    p, d = threaded("p"), threaded("d")
+    d.pull(p, 0)
+    d.until(lambda: d.ended(0))
+    return p, d
+
+
+def test_a_page_of_a_known_source_is_there_when_the_call_returns_unless_the_thread_is_at_work(
+    pair: tuple[Threaded, Threaded],
+) -> None:
+    p, d = pair
+    at_once = False
+    for slot in range(1, 50):  # a poll may be at work at any time
+        rings = len(d.rung)
+        d.pull(p, slot)
+        at_once = at_once or (d.ended(slot) and d.rung[rings:] == [len(d.thread.events)])
+        d.until(lambda slot=slot: d.ended(slot))  # type: ignore[misc]
+    assert at_once
+    with d.thread._turn:
+        d.pull(p, 50)
+        assert not d.ended(50)
+    d.until(lambda: d.ended(50))
+
+
+def test_what_was_asked_for_before_runs_before(pair: tuple[Threaded, Threaded]) -> None:
+    p, d = pair
+    ran: list[str] = []
+    pull = d.engine.replica.pull
+    d.engine.replica.pull = lambda *args: ran.append("pull") or pull(*args)  # type: ignore[method-assign,func-returns-value]
+    at_rest(d)
+    d.thread._commands.append(lambda: ran.append("before"))  # as it is before the thread has woken for it
+    d.pull(p, 1)
+    d.until(lambda: d.ended(1))
+    assert ran == ["before", "pull"]
+
+
+def test_a_thread_at_rest_is_woken_by_what_the_caller_reads_itself(pair: tuple[Threaded, Threaded]) -> None:
+    p, d = pair
+    at_rest(d)
+    d.pull(p, 1)
+    started = d.polls
+    time.sleep(LINGER_S / 2)
+    assert d.polls - started > 2 * LINGER_S / IDLE_POLL_S
+
+
+def test_a_failure_in_the_callers_thread_ends_the_engine_and_is_told_like_any(pair: tuple[Threaded, Threaded]) -> None:
+    p, d = pair
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("broken by the test")
+
+    d.engine.replica.pull = broken  # type: ignore[method-assign]
+    rings = len(d.rung)
+    d.pull(p, 1)
+    d.thread._thread.join(20)
+    assert len(d.rung) > rings
+    with pytest.raises(EngineClosedError, match="broken by the test"):
+        d.thread.raise_failure()
+    with pytest.raises(EngineClosedError):
+        d.pull(p, 2)
