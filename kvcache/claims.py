@@ -1,7 +1,7 @@
 """Which replica and row each claimed request has."""
 
 from collections.abc import Iterable, Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -12,6 +12,13 @@ from kvcache.replica.context import Context, TextContext, check_context
 from kvcache.replica.replica import Replica
 from kvcache.replica.rows import Ints
 from kvcache.types import RequestID
+
+
+class One(NamedTuple):
+    """The only request of a call, and its row of the only replica."""
+
+    row: int
+    context: TextContext
 
 
 class Claims:
@@ -72,6 +79,16 @@ class Claims:
         for context, replica_idx, row, has_pages in rows:
             if has_pages:
                 self.bind(context, replica_idx, row)
+
+    def one(self, batch: Sequence[Context]) -> One | None:
+        """The request of a list of one, where it has pages of the only replica; else None: it takes `gather`."""
+        kind: type = type(batch)  # a subclass may say other things each time that it is asked
+        if kind is not list or len(batch) != 1 or len(self._replicas) > 1:
+            return None
+        context = batch[0]
+        if type(context) is not TextContext or (row := self.bound.get(context)) is None:
+            return None
+        return One(row, context)
 
     def gather(self, batch: Sequence[Context], call: str) -> Gathered:
         """The requests of a call as arrays; a `Batch` is that already."""

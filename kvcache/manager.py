@@ -243,11 +243,10 @@ class PagedKVCacheManager:
 
         Each replica sees its own requests, in batch order. Raises `NotReservedError` where one has too few pages.
         """
-        if type(num_steps) is not int or num_steps != 1:
-            num_steps = arguments.steps(num_steps)
-        if self._reset_endpoint is not None:
-            self._look_for_reset()
-        return self._replicas.fetch(self._claims.gather(batch, "fetch"), num_steps)
+        num_steps = arguments.steps(num_steps)
+        self._look_for_reset()
+        fetched = self._replicas.fetch_one(self._claims.one(batch), num_steps)
+        return fetched or self._replicas.fetch(self._claims.gather(batch, "fetch"), num_steps)
 
     def step(self, batch: Sequence[Context]) -> None:
         """Publish every page that is full of computed tokens. Call it after `context.update`.
@@ -255,7 +254,8 @@ class PagedKVCacheManager:
         A request's page ids may change: content that was published before is shared, and the duplicate freed. Raises
         `NotReservedError` where a request computed more tokens than it has pages for.
         """
-        self._replicas.step(self._claims.gather(batch, "step"))
+        if not self._replicas.step_one(self._claims.one(batch)):
+            self._replicas.step(self._claims.gather(batch, "step"))
 
     def increment_cache_lengths(
         self, kv_cache_inputs: Sequence[RaggedKVCacheInputs], prev_model_inputs: Any

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvcache.check import check_replica
+from kvcache.claims import One
 from kvcache.events.book import EventBook
 from kvcache.events.log import FILES, HOST, EventLog
 from kvcache.events.publisher import EventPublisher
@@ -19,7 +20,7 @@ from kvcache.layer_groups import LayerGroup, LayerTables
 from kvcache.layout import PageLayout
 from kvcache.metrics import KVCacheMetrics
 from kvcache.params import KVCacheParams
-from kvcache.replica.batch import Batch, Gathered
+from kvcache.replica.batch import Batch, BatchState, Gathered
 from kvcache.replica.context import Context, hasher_of
 from kvcache.replica.devices import PlacedReplica
 from kvcache.replica.further_tables import FurtherPlan, FurtherTables
@@ -179,6 +180,36 @@ class Replicas:
             place.replica.counter.run(state.rows, state.starts, state.actives)
             fetched += place.inputs(state, num_steps)
         return fetched
+
+    def fetch_one(self, one: One | None, num_steps: int) -> list[RaggedKVCacheInputs] | None:
+        """`fetch` of a single request, without arrays of one: a third of the time. None: it takes `fetch`."""
+        if one is None or num_steps != 1 or not self._is_plain(one):
+            return None
+        row, context = one
+        start, active, end = context.start_idx, context.active_idx, context.end_idx
+        if end > self.capacity[row]:
+            return None
+        starts, actives, ends = np.array([[start], [active], [end]])
+        state = BatchState(slice(row, row + 1), starts, actives, ends, active - start, active, end)
+        return self.placed[0].inputs(state, 1)
+
+    def step_one(self, one: One | None) -> bool:
+        """`step` of a single request that fills no page now, likewise. False: it takes `step`."""
+        if one is None or not self._is_plain(one):
+            return False
+        (row, context), replica = one, self.each[0]
+        rows, computed = replica.rows, context.start_idx
+        if computed > self.capacity[row] or (replica.caching and computed >= rows.commit_at.item(row)):
+            return False
+        rows.cached[row] = computed
+        return True
+
+    def _is_plain(self, one: One) -> bool:
+        """Whether nobody is to be told or asked of a step of this request but its row."""
+        (replica, *others), row = self.each, one.row
+        if others or self.tiers is not None or self._log is not None or replica.further is not None:
+            return False
+        return row not in replica.leases.of_row and not replica.counter.is_open
 
     def step(self, gathered: Gathered) -> None:
         """Publish what is full of computed tokens. Raises before anything is published."""

@@ -74,6 +74,8 @@ def max_lengths(state: BatchState, num_steps: int) -> torch.Tensor:
     run, context = state.longest_run, state.longest_context
     if not run:
         return torch.zeros((1, 2), dtype=torch.int32)
+    if num_steps == 1:
+        return from_numpy(np.array([[run, context]], np.int32))
     return from_numpy(np.array([[run, context], *([1, context + step] for step in range(1, num_steps))], np.int32))
 
 

@@ -122,6 +122,11 @@ class PromptCounter:
         self.ran = 0
         self.found = 0
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a prompt is not counted to its end."""
+        return bool(self._open)
+
     def admit(self, row: int, known: int) -> None:
         """What a request knows when it is first reserved is its prompt."""
         if self._rows.prompt[row] < 0:

@@ -758,3 +758,53 @@ def test_a_context_that_refuses_its_new_start_leaves_the_pages_alone(make: Any) 
         manager.maybe_reserve(stubborn)
     assert manager.num_free_blocks == free
     assert manager.get_req_blocks(stubborn.request_id) == []
+
+
+# ---- a list of one request, which is served without arrays
+
+
+def in_a_tuple(manager: PagedKVCacheManager, contexts: list[TextContext]) -> None:
+    """As `run`, by calls that take any number of requests."""
+    assert manager.maybe_reserve(contexts[0])
+    manager.fetch(tuple(contexts))
+    contexts[0].update(7)
+    manager.step(tuple(contexts))
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_one_request_is_served_as_one_of_many_is(make: Any, caching: bool) -> None:
+    one, many = make(16, page_size=4, caching=caching), make(16, page_size=4, caching=caching)
+    contexts = [claimed(manager, range(6), request_id="r") for manager in (one, many)]
+    for _ in range(14):  # over three ends of pages
+        run(one, contexts[:1])
+        in_a_tuple(many, contexts[1:])
+        for manager, context in zip((one, many), contexts, strict=True):
+            assert manager.maybe_reserve(context)
+            manager.check()
+        (by_list,), (by_tuple,) = one.fetch(contexts[:1]), many.fetch((contexts[1],))
+        for ours, theirs in zip(by_list[1:], by_tuple[1:], strict=True):
+            assert ours.dtype == theirs.dtype
+            assert ours.tolist() == theirs.tolist()
+        assert one.block_table("r") == many.block_table("r")
+        assert one.metrics == many.metrics
+
+
+def test_one_request_is_refused_as_one_of_many_is(make: Any) -> None:
+    manager = make(16, page_size=4)
+    context = claimed(manager, range(4), request_id="r")
+    run(manager, [context])
+    with pytest.raises(NotReservedError, match="'r': 5 tokens, its reserved pages hold 4"):
+        manager.fetch([context])
+    context.update(7)
+    with pytest.raises(NotReservedError, match="'r': 5 tokens computed"):
+        manager.step([context])
+    context.set_token_indices(start_idx=4)
+    assert manager.maybe_reserve(context)
+    run(manager, [context])
+    lease = manager.lease("r")
+    manager.block_table("r")
+    context.set_token_indices(start_idx=2, active_idx=5)
+    with pytest.raises(InvalidRequestError, match="'r'"):
+        manager.fetch([context])
+    manager.end_lease(lease)
+    manager.fetch([context])

@@ -4,6 +4,8 @@
 
 from tests.mutants.mutation import Module, Mutation
 
+_MANAGER = "tests/kvcache/test_manager.py"
+
 KVCACHE: tuple[Module, ...] = (
     Module(
         "kvcache.pool.pages",
@@ -395,6 +397,15 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("Replicas.fetch", 'replica.refuse_short(state.rows, lengths, "fetch")', "pass"),
             Mutation("Replicas.step", 'replica.refuse_short(rows, computed, "step")', "pass"),
             Mutation("Replicas.step", "gathered.due > 0", "gathered.due >= 0"),
+            Mutation(
+                "Replicas.fetch_one", "end > self.capacity[row]", "not row < 1 << 30", ["tests/kvcache/test_manager.py"]
+            ),
+            Mutation("Replicas.step_one", "computed > self.capacity[row] or ", "", [_MANAGER]),
+            Mutation("Replicas.step_one", "computed >= rows", "computed > rows", [_MANAGER]),
+            Mutation(
+                "Replicas._is_plain", "row not in replica.leases.of_row and ", "", ["tests/kvcache/test_manager.py"]
+            ),
+            Mutation("Replicas._is_plain", " and not replica.counter.is_open", "", [_MANAGER]),
             Mutation("Replicas.step", "gathered.slack < -1", "gathered.slack < -2"),
             Mutation("Replicas._reserve_decoding", "gathered.slack = min(", "gathered.slack = max("),
             Mutation(
