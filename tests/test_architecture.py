@@ -64,7 +64,7 @@ ROOMS: dict[str, set[str]] = {
         *("scheduler_adapters values", "scheduler_adapters.hf", "scheduler_adapters.service"),
     },
     "scheduler_adapters.front": {
-        *("kvcache values", "transfer values", "transfer.wire"),
+        *("kvcache values", "kvcache.events", "kvcache.replica", "transfer values", "transfer.wire"),
         *("scheduler_adapters values", "scheduler_adapters.hf", "scheduler_adapters.service"),
     },
     "scheduler_adapters.replay": {"kvcache values", "kvcache", "kvcache.watch", "scheduler_adapters values"},

@@ -21,6 +21,7 @@ import msgspec
 import zmq
 
 from scheduler_adapters.errors import MessageError, RefusedError, ServiceError
+from scheduler_adapters.front.holders import PageHolders
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.sockets import Pulse, received
 from transfer.stats import Buckets
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from transfer.wire.keys import Keyring
 
 MAX_ATTEMPTS = 3
+ROLES: tuple[msg.Role, ...] = ("prefill", "decode")
 _TICK_S = 0.25  # between two looks at who is there
 _WAIT_S = 10.0  # that a request waits for a decode process to be there
 _DRAIN_S = 600.0  # for a process to end what it has
@@ -128,6 +130,7 @@ class Frontend:
         self._socket = socket
         self._context: Context = socket.context  # pyright: ignore[reportUnknownMemberType] -- untyped there
         self._placement = placement
+        self._holders = PageHolders(self._context)
         self._keyring = keyring
         self._attempts: dict[int, _Attempt] = {}
         # From the clock, so that those of an earlier frontend of the same processes do not come again.
@@ -138,7 +141,7 @@ class Frontend:
     @property
     def capacity(self) -> int:
         """Most tokens of a request, new ones included. `RefusedError` where a kind of process is missing."""
-        for role in ("prefill", "decode"):
+        for role in ROLES:
             if not self._serving(role):
                 raise RefusedError(f"no {role} process takes requests now")
         return min(member.ready.max_tokens for member in self.members.values())
@@ -153,11 +156,13 @@ class Frontend:
                 for name in [name for name, member in self.members.items() if member.pulse.is_over]:
                     self._lose(name, f"{name} is gone, or silent")
                 self._tell_members()
+                self._holders.follow([one.ready for role in ROLES for one in self._serving(role)])
                 if self._placement is not None:
                     await self._placement.follow([one.ready for one in self._serving("prefill")])
                 await asyncio.sleep(_TICK_S)
         finally:
             loop.remove_reader(self._socket.FD)
+            self._holders.close()
             for member in self.members.values():
                 member.pulse.close()
 
@@ -235,6 +240,7 @@ class Frontend:
         if self._placement is not None and not prefill:
             there = [one.ready.name for one in self._serving("prefill")]
             prefill = await self._placement.place(request.request_id, prompt, there)
+        sources = request.kv_sources or self._holders.sources(prompt, request.cache_salt, prefill)
         while True:
             name = await self._choose(refused, decode)
             serial = next(self._serials)
@@ -246,6 +252,7 @@ class Frontend:
                 max_new_tokens=request.max_new_tokens - len(emitted),
                 serial=serial,
                 prefill=prefill,
+                kv_sources=sources,
             )
             if self._send(name, submit):
                 self._attempts[serial] = attempt

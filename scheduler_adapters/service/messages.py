@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from kvcache.params import HashAlgorithm
 from kvcache.replica.block_table import BlockTable
 from scheduler_adapters.errors import MessageError
 from transfer.pull.source import Source
@@ -181,6 +182,7 @@ class Ready(Message, frozen=True, kw_only=True, tag=True):
     watch: OptionalName = ""  # where who watches its pages asks
     pulse: OptionalName = ""  # where a `Pulse` of it connects to, and others ask for pages
     engines: Annotated[tuple[Name, ...], Meta(max_length=64)] = ()  # of its replicas, likewise
+    hash_algorithm: HashAlgorithm = "sha256"  # of its pages
 
 
 class Fatal(Message, frozen=True, kw_only=True, tag=True):

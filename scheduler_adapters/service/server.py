@@ -89,7 +89,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     frontend: str = ""  # endpoint of the parent, to connect to
     listen: str = ""  # where a prefill process listens for decode processes
     prefills: tuple[str, ...] = ()  # where the prefill processes listen, for a decode process
-    # Host where a prefill process publishes KV events, which carry prompts in clear; empty: nowhere.
+    # Host where the process publishes KV events, which carry prompts and answers in clear; empty: nowhere.
     kv_events: str = ""
     ready_s: float = 0.0  # seconds between two `Ready` to a frontend that follows who comes and goes; 0: said once
     handshake: str = "tcp://127.0.0.1:0"  # where the process tells peers of its engines
@@ -115,7 +115,7 @@ def build_loop(config: ServerConfig) -> tuple[ServingLoop[PagedKVCacheManager], 
     params = kv_params_of(
         model.config, page_size=config.page_size, n_devices=config.tp * config.dp, data_parallel_degree=config.dp
     )
-    if config.kv_events and config.role == "prefill":
+    if config.kv_events:
         at = f"tcp://{config.kv_events}:0"
         params = dataclasses.replace(params, kv_events=KVEvents(at, at))
     devices = [config.device] * params.n_devices
@@ -189,19 +189,7 @@ def serve(config: ServerConfig, context: Context, socket: Socket, told: DrainSig
         replica_options={"timed": config.trace},
         allowed_peers=config.allowed_peers,
     )
-    capacity = manager.total_num_pages // manager.num_replicas * manager.page_size
-    events, replay = (manager.kv_event_endpoints or [("", None)])[0]
-    ready = msg.Ready(
-        name=config.name,
-        role=config.role,
-        incarnation=exchange.incarnation,
-        max_tokens=min(config.max_seq_len, capacity + 1),
-        page_size=manager.page_size,
-        kv_events=events,
-        kv_replay=replay or "",
-        pulse=exchange.address,
-        engines=tuple(exchange.engine_id(replica) for replica in range(min(manager.num_replicas, 64))),
-    )
+    ready = _ready(config, manager, exchange)
     try:
         scheduler: PrefillScheduler | DecodeScheduler
         if config.role == "prefill":
@@ -231,6 +219,24 @@ def serve(config: ServerConfig, context: Context, socket: Socket, told: DrainSig
     finally:
         exchange.close()
         manager.close()
+
+
+def _ready(config: ServerConfig, manager: PagedKVCacheManager, exchange: PageExchange) -> msg.Ready:
+    """What the frontend is told of this process."""
+    capacity = manager.total_num_pages // manager.num_replicas * manager.page_size
+    events, replay = (manager.kv_event_endpoints or [("", None)])[0]
+    return msg.Ready(
+        name=config.name,
+        role=config.role,
+        incarnation=exchange.incarnation,
+        max_tokens=min(config.max_seq_len, capacity + 1),
+        page_size=manager.page_size,
+        kv_events=events,
+        kv_replay=replay or "",
+        pulse=exchange.address,
+        engines=tuple(exchange.engine_id(replica) for replica in range(min(manager.num_replicas, 64))),
+        hash_algorithm=manager.params.hash_algorithm,
+    )
 
 
 def served_metrics(

@@ -5,7 +5,32 @@ from tests.mutants.mutation import Module, Mutation
 _DRAIN = "tests/scheduler_adapters/service/test_drain.py"
 _OBSERVE = "tests/scheduler_adapters/front/test_observe.py"
 
+_HOLDERS = (
+    "pages_come_and_go_as_in_a_set",
+    "a_page_takes_at_most_16_bytes_and_there_is_a_most",
+    "who_has_more_of_a_prompt_than_who_computes_it_is_named",
+    "a_process_that_goes_is_forgotten_and_one_that_is_back_is_followed_anew",
+    "after_a_gap_nothing_is_known_until_all_is_told_anew",
+)
+
 FRONT: tuple[Module, ...] = (
+    Module(
+        "scheduler_adapters.front.holders",
+        [f"tests/scheduler_adapters/front/test_holders.py::test_{name}" for name in _HOLDERS],
+        [
+            Mutation("PageSet.add", "self._gone.difference_update(hashes)", "pass"),
+            Mutation("PageSet.add", "max(0, self._most - len(self))", "None"),
+            Mutation("PageSet.remove", "self._come.difference_update(hashes)", "pass"),
+            Mutation("PageSet._settle", "64 + len(self._sorted) // 32", "64 + len(self._sorted)"),
+            Mutation("_Followed.poll", "number != self._last + 1", "number <= self._last"),
+            Mutation(
+                "PageHolders.follow", "there[name].incarnation != known.ready.incarnation", "there[name] is known"
+            ),
+            Mutation("PageHolders.follow", "len(there) == len(members)", "True"),
+            Mutation("PageHolders.sources", "tokens[name] > least", "tokens[name] >= least"),
+            Mutation("PageHolders.sources", "reverse=True", "reverse=False"),
+        ],
+    ),
     Module(
         "scheduler_adapters.front.frontend",
         [],

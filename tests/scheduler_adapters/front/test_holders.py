@@ -1,0 +1,211 @@
+"""Who has a prompt's pages, by the KV events of real managers, and of processes that are asked for them."""
+
+import itertools
+import random
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import zmq
+
+from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
+from kvcache.events.wire import BlockStored, EventBatch, encode
+from kvcache.kv_events import KVEvents
+from scheduler_adapters.front.holders import PageHolders, PageSet
+from scheduler_adapters.hf.runner import reference_tokens
+from scheduler_adapters.service import messages as msg
+from tests.scheduler_adapters.front.served import Served, encoded, tokens_of
+
+PAGE = 16
+PROMPT = list(range(1, 201))
+
+
+def test_pages_come_and_go_as_in_a_set() -> None:
+    rng, pages, expected = random.Random(1), PageSet(), set[int]()
+    for _ in range(300):
+        some = [rng.randrange(1 << 64) for _ in range(rng.randrange(30))]
+        some += rng.sample(sorted(expected), min(9, len(expected)))
+        if rng.random() < 0.6:
+            pages.add(some)
+            expected |= set(some)
+        else:
+            pages.remove(some)
+            expected -= set(some)
+        asked = np.array([*some, rng.randrange(1 << 64)], np.uint64)
+        assert pages.has(asked).tolist() == [one in expected for one in asked.tolist()]
+        assert len(pages) == len(expected)
+    pages.clear()
+    assert not len(pages)
+
+
+def test_a_page_takes_at_most_16_bytes_and_there_is_a_most() -> None:
+    rng, count = np.random.default_rng(1), 200_000
+    tracemalloc.start()
+    try:
+        pages = PageSet(count)
+        for start in range(0, count, 1000):
+            pages.add(rng.integers(0, 1 << 63, 1000, np.uint64).tolist())
+            if start % 10_000 == 0:
+                pages.remove(pages._sorted[:500].tolist())
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert 0.9 * count < len(pages) <= count
+    assert taken / len(pages) <= 16
+    pages.add(rng.integers(0, 1 << 63, count, np.uint64).tolist())
+    assert len(pages) == count
+
+
+def make_manager() -> PagedKVCacheManager:
+    events = KVEvents("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
+    params = KVCacheParams(torch.float32, 2, 8, enable_prefix_caching=True, page_size=PAGE, kv_events=events)
+    return PagedKVCacheManager(params, 4, 512, 1, ["cpu"], available_cache_memory=1 << 20)
+
+
+@pytest.fixture
+def managers() -> Iterator[dict[str, PagedKVCacheManager]]:
+    made = {name: make_manager() for name in ("p1", "p2", "d1")}
+    yield made
+    for manager in made.values():
+        manager.close()
+
+
+@pytest.fixture
+def holders() -> Iterator[PageHolders]:
+    context: zmq.Context[Any] = zmq.Context()
+    made = PageHolders(context)
+    yield made
+    made.close()
+    context.destroy(linger=0)
+
+
+def ready(name: str, manager: PagedKVCacheManager, incarnation: str = "1") -> msg.Ready:
+    events = manager.kv_event_endpoints[0][0]
+    return msg.Ready(
+        name=name, incarnation=incarnation, page_size=PAGE, kv_events=events, pulse=f"at {name}", engines=(f"{name}/0",)
+    )
+
+
+def compute(manager: PagedKVCacheManager, prompt: list[int], salt: str | None = None) -> None:
+    context = TextContext(prompt, len(prompt) + 1, cache_salt=salt)
+    with manager.claim(context):
+        assert manager.maybe_reserve(context)
+        manager.fetch([context])
+        context.update(1)
+        manager.step([context])
+
+
+def source(name: str, tokens: int) -> msg.KVSource:
+    return msg.KVSource(f"at {name}", (f"{name}/0",), tokens)
+
+
+def until(found: Callable[[], object], wanted: object) -> None:
+    deadline = time.monotonic() + 20
+    while found() != wanted:
+        assert time.monotonic() < deadline, (found(), wanted)
+        time.sleep(0.01)
+
+
+def test_who_has_more_of_a_prompt_than_who_computes_it_is_named(
+    managers: dict[str, PagedKVCacheManager], holders: PageHolders
+) -> None:
+    members = [ready(name, manager) for name, manager in managers.items()]
+    holders.follow(members)
+    compute(managers["p1"], PROMPT[:100])
+    compute(managers["d1"], PROMPT)
+    compute(managers["p2"], PROMPT, "tenant")
+    d1, p1 = source("d1", 192), source("p1", 96)
+    until(lambda: holders.sources([*PROMPT, 7], None, "p2"), (d1, p1))
+    assert holders.sources([*PROMPT, 7], None, "p1") == (d1,)
+    assert holders.sources([*PROMPT, 7], None, "") == (d1, p1)
+    assert holders.sources([*PROMPT[:100], 7], None, "p1") == ()
+    until(lambda: holders.sources(PROMPT, "tenant", "p1"), (source("p2", 192),))
+    managers["d1"].reset_prefix_cache()
+    until(lambda: holders.sources([*PROMPT, 7], None, "p2"), (p1,))
+    holders.follow([*members[:2], msgspec.structs.replace(members[2], kv_events="")])
+    assert holders.sources([*PROMPT, 7], None, "p2") == (), "decode knows better, as one tells nothing"
+
+
+def test_a_process_that_goes_is_forgotten_and_one_that_is_back_is_followed_anew(
+    managers: dict[str, PagedKVCacheManager], holders: PageHolders
+) -> None:
+    compute(managers["d1"], PROMPT)
+    members = [ready(name, manager) for name, manager in managers.items()]
+    for again in (members, [*members[:2], ready("d1", managers["d1"], "2")]):
+        holders.follow(again)
+        until(lambda: holders.sources(PROMPT, None, "p1"), (source("d1", 192),))
+        holders.follow(members[:2])
+        assert holders.sources(PROMPT, None, "p1") == ()
+
+
+def test_after_a_gap_nothing_is_known_until_all_is_told_anew(holders: PageHolders) -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    stream = context.socket(zmq.XPUB)
+    stream.setsockopt(zmq.XPUB_VERBOSE, 1)
+    port = stream.bind_to_random_port("tcp://127.0.0.1")
+    member = msg.Ready(name="p", page_size=1, kv_events=f"tcp://127.0.0.1:{port}", pulse="at p", engines=("p/0",))
+
+    def tell(number: int, hashes: list[int]) -> None:
+        stored = BlockStored(hashes, None, [], 1, None, "GPU", None)
+        stream.send_multipart([b"", number.to_bytes(8, "big"), encode(EventBatch(0.0, [stored]))])
+
+    def known() -> int:
+        holders.follow([member])
+        return sum(len(pages) for pages in holders._followed["p"].media.values())
+
+    try:
+        holders.follow([member])
+        assert stream.recv() == b"\x01"
+        tell(7, [1, 2, 3])
+        until(known, 3)
+        stream.send_multipart([b"", (8).to_bytes(8, "big"), b"no batch"])
+        tell(9, [4])
+        until(known, 4)
+        tell(11, [5])
+        until(known, 0)
+        assert stream.recv() == b"\x01", "it subscribes anew"
+        tell(12, [6])
+        until(known, 1)
+    finally:
+        context.destroy(linger=0)
+
+
+@pytest.mark.slow
+def test_a_next_turn_at_other_processes_finds_the_answer_where_it_was_generated(
+    tmp_path: Path, tiny_model: Any
+) -> None:
+    """Nobody names a source: the front has heard of the pages that d1 has filled."""
+    pytest.importorskip("dynamo.llm")  # the extra 'fleet': where a front places by events, all publish them
+    served, placed = Served(tmp_path), ("--placement", "dynamo")
+    try:
+        served.start("front", "front", "--address-file", str(served.addresses), "--http-port", "0", *placed)
+        for name in ("p1", "p2", "d1", "d2"):
+            served.join("prefill" if name[0] == "p" else "decode", name, *placed)
+        served.until_there(2, 2)
+
+        def turn(prompt: list[int], prefill: str, decode: str) -> Any:
+            client = served.client.with_options(base_url=f"{served.url}/processes/{decode}/v1")
+            params = {"kv_transfer_params": {"prefill_process": prefill}, "return_token_ids": True, "ignore_eos": True}
+            return client.completions.create(model="pagewire", prompt=prompt, max_tokens=64, extra_body=params)
+
+        deadline = time.monotonic() + 30
+        for number in itertools.count():
+            first = encoded(f"{number}. " + 40 * "A conversation.")
+            second = [*first, *tokens_of(turn(first, "p1", "d1")), *encoded("And then?")[1:]]
+            time.sleep(0.1)  # an event takes a moment
+            found = turn(second, "p2", "d2")
+            if found.usage.prompt_tokens_details.cached_tokens == (len(first) + 63) // PAGE * PAGE:
+                break
+            assert time.monotonic() < deadline
+        theirs = reference_tokens(tiny_model, second, 64)
+        assert tokens_of(found)[: len(theirs)] == theirs
+        assert served.get("/fleet")["p2"]["prefixes"]["pulled"] >= 1
+        served.until_nothing_is_held()
+    finally:
+        served.close()
