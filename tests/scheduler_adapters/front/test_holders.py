@@ -137,17 +137,20 @@ def test_a_process_that_goes_is_forgotten_and_one_that_is_back_is_followed_anew(
 ) -> None:
     compute(managers["d1"], PROMPT)
     members = [ready(name, manager) for name, manager in managers.items()]
-    for again in (members, [*members[:2], ready("d1", managers["d1"], "2")]):
-        holders.follow(again)
+    restarted = ready("d1", managers["d1"], "2")
+    for d1 in (members[2], restarted):
+        holders.follow([*members[:2], d1])
+        assert holders._followed["d1"].ready is d1
         until(lambda: holders.sources(PROMPT, None, "p1"), (source("d1", 192),))
-        holders.follow(members[:2])
-        assert holders.sources(PROMPT, None, "p1") == ()
+    holders.follow(members[:2])
+    assert holders.sources(PROMPT, None, "p1") == ()
 
 
 def test_after_a_gap_nothing_is_known_until_all_is_told_anew(holders: PageHolders) -> None:
     context: zmq.Context[Any] = zmq.Context()
     stream = context.socket(zmq.XPUB)
     stream.setsockopt(zmq.XPUB_VERBOSE, 1)
+    stream.setsockopt(zmq.RCVTIMEO, 10_000)
     port = stream.bind_to_random_port("tcp://127.0.0.1")
     member = msg.Ready(name="p", page_size=1, kv_events=f"tcp://127.0.0.1:{port}", pulse="at p", engines=("p/0",))
 
@@ -169,7 +172,8 @@ def test_after_a_gap_nothing_is_known_until_all_is_told_anew(holders: PageHolder
         until(known, 4)
         tell(11, [5])
         until(known, 0)
-        assert stream.recv() == b"\x01", "it subscribes anew"
+        while stream.recv() != b"\x01":  # it subscribes anew, before or after it unsubscribes
+            pass
         tell(12, [6])
         until(known, 1)
     finally:
