@@ -28,15 +28,17 @@ PROMPT = list(range(1, 201))
 
 def test_pages_come_and_go_as_in_a_set() -> None:
     rng, pages, expected = random.Random(1), PageSet(), set[int]()
+    gone: list[int] = []
     for _ in range(300):
         some = [rng.randrange(1 << 64) for _ in range(rng.randrange(30))]
-        some += rng.sample(sorted(expected), min(9, len(expected)))
+        some += rng.sample(sorted(expected), min(9, len(expected))) + gone[-5:]
         if rng.random() < 0.6:
             pages.add(some)
             expected |= set(some)
         else:
             pages.remove(some)
             expected -= set(some)
+            gone = some
         asked = np.array([*some, rng.randrange(1 << 64)], np.uint64)
         assert pages.has(asked).tolist() == [one in expected for one in asked.tolist()]
         assert len(pages) == len(expected)
