@@ -203,6 +203,15 @@ def from_a_peer(result: Row) -> str:
     return "; ".join(some(row["computed_ms_p50"], row["pulled_ms_p50"]) for row in rows) + " ms"
 
 
+def asked(result: Row) -> str:
+    """Processor time that a question takes of both loops, of few pages and of many."""
+    sides = [
+        [one(result["rows"], pages=pages, operation=f"{side}: in all")["us_median"] for side in ("source", "reader")]
+        for pages in (128, 8192)
+    ]
+    return "; ".join(some(*times) for times in sides) + " µs"
+
+
 PROCESSES = (
     Line(
         "hits of two prefill processes on a trace: one cache of both / by decode's guess / by Dynamo / in turns",
@@ -228,6 +237,12 @@ PROCESSES = (
         "median",
         "prefix_peers",
         from_a_peer,
+    ),
+    Line(
+        "to ask a process for 128; 8,192 pages by what they hold: processor time of its loop / of the asker's",
+        "median",
+        "asking",
+        asked,
     ),
     Line(
         "1,000 requests of the conversation trace on 2 + 2 processes, 10 % cancelled, one of each killed: "

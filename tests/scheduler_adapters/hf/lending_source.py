@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from multiprocessing.connection import Connection
 
+from kvcache import TextContext
+from scheduler_adapters.hf import runner
 from scheduler_adapters.loop import Request
 from scheduler_adapters.service.server import ServerConfig, build_loop
 from transfer import PageExchange
@@ -21,10 +24,18 @@ CONFIG = ServerConfig(
 )
 
 
-def serve(pipe: Connection) -> None:
-    """Lends what it has until it is killed: `run` has a prompt computed, `reset` forgets all that nobody holds."""
+def serve(pipe: Connection, name: str = "p", bind: str = "tcp://127.0.0.1:0", host: int = 0) -> None:
+    """Lends what it has until it is killed.
+
+    `run` has a prompt computed, `reset` forgets all that nobody holds, `tail` all but a prompt's pages from one on.
+    `host`: bytes of a host tier, which servers are not configured to have.
+    """
+    if host:
+        tier = {"enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": host / 2**30}
+        params_of = runner.kv_params_of
+        runner.kv_params_of = lambda *args, **options: dataclasses.replace(params_of(*args, **options), **tier)
     loop, compatibility = build_loop(CONFIG)
-    exchange = PageExchange(loop.manager, "p", compatibility=compatibility, lend=1.0)
+    exchange = PageExchange(loop.manager, name, bind=bind, compatibility=compatibility, lend=1.0)
     pipe.send(exchange.address)
     while True:
         exchange.poll()
@@ -36,6 +47,12 @@ def serve(pipe: Connection) -> None:
                 while loop.has_work:
                     loop.step()
                     exchange.poll()  # where pages are short, what is lent comes back by this alone
+            case ("tail", prompt, page):
+                contents = loop.manager.contents
+                wanted = contents.digests(TextContext([*prompt, 0], len(prompt) + 1, "tail"), page)
+                held, _ = contents.lease("tail", 0, wanted, 64)
+                loop.manager.reset_prefix_cache()
+                loop.manager.end_lease(held)
             case ("reset",):
                 loop.manager.reset_prefix_cache()
             case _:
