@@ -9,9 +9,10 @@ A request may go on from the end of a page if each table has what the query ther
 these tables have pages up to the end of the chunk that runs, so that a long prompt takes no more than a window and a
 chunk; the first table has them for all known tokens.
 
-While a request is leased, what a query saw when its readers were told of windows stays in these (`PageLeases.kept`).
+Where a request is leased, what its readers were told of a window passes to the leases when it falls out.
 """
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -101,7 +102,6 @@ class FurtherTables:
         had = 0 if row is None else int(self.ends[row])
         tokens = context.current_length + num_steps - 1 if imported else _tokens_to_hold(context, num_steps, start)
         end = max(had, -(-tokens // size))
-        start = start if row is None else min(start, int(self._leases.kept[row]))
         hits, founds, firsts, new = list[Pages](), list[int](), list[int](), 0
         leaving = np.zeros((self.count, had), np.bool_)
         for number, (group, tables) in enumerate(self._groups):
@@ -123,10 +123,9 @@ class FurtherTables:
         gone = _NO_PAGES if row is None else self.table[:, row, :had].T[leaving.T]
         taken = sum(self._pool.would_be_taken(pages.ravel()) for pages in hits)
         freed = gone
-        if row in self._leases.of_row:  # what is computed and replaced stays with the leases
-            kept = self._leases.last_read(row)
-            for (_, tables), pages, found in zip(self._groups, hits, founds, strict=True):
-                leaving[tables, found - pages.shape[1] : min(found, kept)] = False
+        if row in self._leases.of_row:
+            for (_, mine), column, last in self._for_readers(row, hits, founds, firsts):
+                leaving[mine, column:last] = False
             freed = self.table[:, row, :had].T[leaving.T]
         cost = new + taken - self._pool.would_be_freed(freed)
         return FurtherPlan(tuple(hits), tuple(founds), tuple(firsts), gone, end, new, cost)
@@ -141,8 +140,9 @@ class FurtherTables:
         """Hold what was found and give back what leaves the row. `take` follows; neither can fail."""
         if plan.hits and (hits := np.concatenate([pages.ravel() for pages in plan.hits])).size:
             self._pool.hold(hits)
-            if row in self._leases.of_row:
-                self._leave_to_readers(row, plan)
+        if row in self._leases.of_row:
+            for (_, tables), first, last in self._for_readers(row, plan.hits, plan.founds, plan.firsts):
+                self._leave_to_readers(row, tables, first, last)
         for number, ((_, tables), pages, found) in enumerate(zip(self._groups, plan.hits, plan.founds, strict=True)):
             self.table[tables, row, self.firsts[number, row] : plan.firsts[number]] = NO_PAGE
             self.table[tables, row, found - pages.shape[1] : found] = pages
@@ -293,12 +293,16 @@ class FurtherTables:
     def _slide(self, rows: Ints) -> None:
         """Give back what the next queries of `rows` do not see, as if row by row: the first row's pages age first."""
         size, published = self._page_size, self._rows.committed[rows]
-        starts = np.minimum(self._rows.cached[rows], self._leases.kept[rows])
+        of_row = self._leases.of_row
+        leased = [at for at, row in enumerate(rows.tolist()) if row in of_row] if of_row else []
         found: list[tuple[Ints, Ints, Ints, Pages]] = []
         for number, (group, tables) in enumerate(self._groups):
             before = self.firsts[number, rows]
-            now = group.first_seen(starts) // size
+            now = group.first_seen(self._rows.cached[rows]) // size
             now = np.maximum(before, np.minimum(now, published) if self._caching else now)
+            for at in leased:
+                told, behind = self._told(group, int(rows[at]))
+                self._leave_to_readers(int(rows[at]), tables, max(int(before[at]), told), min(int(now[at]), behind))
             counts = now - before
             at = np.repeat(np.arange(len(rows)), counts)
             if not at.size:
@@ -315,13 +319,28 @@ class FurtherTables:
             self.slid += len(pages)
             self._pool.release_each(pages[np.lexsort((of_table, columns, at))])
 
-    def _leave_to_readers(self, row: int, plan: FurtherPlan) -> None:
-        """What is computed of a leased row passes to its leases where pages that were found take its place."""
-        had, cached = int(self.ends[row]), int(self._rows.cached[row])
-        for (_, tables), pages, found in zip(self._groups, plan.hits, plan.founds, strict=True):
-            first = found - pages.shape[1]
-            for one in self.table[tables, row, first : min(found, had)]:
-                self._leases.replace(row, first, one, cached)
+    def _for_readers(
+        self, row: int, hits: Sequence[Pages], founds: Sequence[int], firsts: Sequence[int]
+    ) -> Iterator[tuple[tuple[LayerGroup, slice], int, int]]:
+        """What leaves a leased row and passes to its leases: of each group from a column to one, twice.
+
+        What falls out of a window, of which readers were told; and what is computed, and found whole instead.
+        """
+        last = min(int(self.ends[row]), self._leases.last_read(row))
+        for number, (of, pages, found, now) in enumerate(zip(self._groups, hits, founds, firsts, strict=True)):
+            told, behind = self._told(of[0], row)
+            yield of, max(int(self.firsts[number, row]), told), min(now, last, behind)
+            yield of, max(found - pages.shape[1], told), min(found, last)
+
+    def _told(self, group: LayerGroup, row: int) -> tuple[int, int]:
+        """The first column of a leased row that readers were told of, and the one after the last."""
+        behind = -(-int(self._leases.told[row]) // self._page_size)
+        return self._seen(group, int(self._leases.kept[row])), behind
+
+    def _leave_to_readers(self, row: int, tables: slice, first: int, last: int) -> None:
+        """The row's leases hold what it has from column `first` to `last`."""
+        for pages in self.table[tables, row, first:last]:
+            self._leases.replace(row, first, pages, int(self._rows.cached[row]))
 
     def _seen(self, group: LayerGroup, position: int) -> int:
         """The first column that the query at `position` sees."""

@@ -47,7 +47,7 @@ class PageLeases:
     def __init__(self, pool: PagePool, rows: BlockRows) -> None:
         self.of_row: dict[int, list[PageLease]] = {}  # of claimed rows; empty where nobody leases: then nothing costs
         self.told = np.zeros(len(rows.request_ids), np.int64)  # by row, tokens that readers may have been told of
-        # By row: what the query at this token sees stays in its windows, as readers were told of it.
+        # By row: of windows readers were told of what the query at this token sees.
         self.kept = np.full(len(rows.request_ids), _NEVER, np.int64)
         self._pool = pool
         self._rows = rows
@@ -162,7 +162,9 @@ class PageLeases:
                 raise InvariantError(f"row {row} has no lease, but {self.told[row]} of its tokens are promised")
         for row in (self.kept < _NEVER).nonzero()[0].tolist():
             if row not in self.of_row:
-                raise InvariantError(f"row {row} has no lease, but keeps its windows from token {self.kept[row]} on")
+                raise InvariantError(
+                    f"row {row} has no lease, but its readers know of windows at token {self.kept[row]}"
+                )
         for lease, row in booked:
             if lease.is_over or self._rows.request_ids[row] != lease.request_id:
                 raise InvariantError(f"{lease} is booked with row {row} of request {self._rows.request_ids[row]!r}")

@@ -6,6 +6,7 @@ its next token sees, and a hit goes as far as every table has what is seen after
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -24,13 +25,16 @@ class Further:
     columns: list[dict[int, int]]
     first: list[int]
     end: int = 0
-    kept: int | None = None  # readers were told of what the query at this token sees: it stays
+    kept: int | None = None  # readers were told of what the query at this token sees
+    told: int = 0  # and of no token from this one on
 
 
 class GroupedReplica(ModelReplica):
     def __init__(self, num_pages: int, page_size: int, tables: list[Seen], *, caching: bool) -> None:
         super().__init__(num_pages, page_size)
         self.tables, self.caching = tables, caching
+        # Tables of one group follow one another, and no two groups here are alike.
+        self.groups = [list(same) for _, same in itertools.groupby(range(len(tables)), key=lambda at: tables[at])]
         self.further: dict[str, Further] = {}
         self.slid = 0
         self.evicted_further = 0
@@ -49,7 +53,7 @@ class GroupedReplica(ModelReplica):
     def room(self, name: str) -> int:
         return min(len(self.requests[name].pages), self.of(name).end) * self.page_size
 
-    def reserve(self, name: str, tokens: list[int], named: Named, start: int, active: int, steps: int) -> int | None:
+    def reserve(self, name: str, tokens: list[int], named: Named, start: int, active: int, steps: int) -> int | None:  # noqa: C901
         held, mine, size = self.requests[name], self.of(name), self.page_size
         if active - start == 1 and len(tokens) + steps - 1 <= self.room(name):
             return start
@@ -62,7 +66,7 @@ class GroupedReplica(ModelReplica):
         needed, fresh, held_more, gone = -(-(len(tokens) + steps - 1) // size), 0, [], []
         firsts: list[int] = []
         for table in range(len(self.tables)):
-            now = self.seen(table, start if mine.kept is None else min(start, mine.kept))
+            now = self.seen(table, start)
             now = max(mine.first[table], min(now, found) if self.caching else now)
             firsts.append(now)
             taken = [
@@ -80,27 +84,21 @@ class GroupedReplica(ModelReplica):
         dropped = held.pages[first:found]
         more = max(0, needed - max(len(held.pages), found))
         available = self.free - sum(page not in self.holders for page in [*hits, *(one[2] for one in held_more)])
-        replaced = {(table, column) for column, table, _ in held_more}
-        leaves = [
-            *(page for at, page in enumerate(dropped, first) if not held.leases or at * size >= held.cached),
-            *(
-                page
-                for column, table, page in gone
-                if not held.leases or (table, column) not in replaced or column * size >= held.cached
-            ),
-        ]
-        available += sum(self.holders[page] == 1 for page in leaves)
+        read = self.read(held, mine, firsts, {(table, column) for column, table, _ in held_more})
+        kept = [page for at, page in enumerate(dropped, first) if held.leases and at * size < held.cached]
+        available += self.would_be_free([*dropped, *(one[2] for one in gone)], [*read, kept])
         if more + fresh > available:
             return None
         for _, _, page in held_more:
             self._hold(page)
-        self.leave_to_readers(held, mine, replaced)
+        for part in read:
+            self._keep(held, part)
         self.leave(mine, gone)
         for column, table, page in held_more:
             mine.columns[table][column] = page
         for page in hits:
             self._hold(page)
-        self._keep(held, [page for at, page in enumerate(dropped, first) if at * size < held.cached])
+        self._keep(held, kept)
         for page in reversed(dropped):
             self._drop(page)
         held.pages[first:found] = hits
@@ -111,12 +109,32 @@ class GroupedReplica(ModelReplica):
         mine.first, mine.end = firsts, end
         return start
 
-    def leave_to_readers(self, held: Held, mine: Further, replaced: set[tuple[int, int]]) -> None:
-        """The leases of the request keep what was computed of these tables and columns."""
-        for table, columns in enumerate(mine.columns):
-            own = [page for column, page in sorted(columns.items()) if (table, column) in replaced]
-            computed = sum((table, column) in replaced and column * self.page_size < held.cached for column in columns)
-            self._keep(held, own[:computed])
+    def would_be_free(self, leaving: list[int], kept: list[list[int]]) -> int:
+        return sum(self.holders[page] == 1 for page in leaving if not any(page in part for part in kept))
+
+    def read(self, held: Held, mine: Further, firsts: list[int], replaced: set[tuple[int, int]]) -> list[list[int]]:
+        """What is computed and passes to the request's leases: of groups what falls out, then what is replaced."""
+        parts: list[list[int]] = []
+        for same in self.groups if held.leases else []:
+            for falls in (True, False):
+                for table in same:
+                    told = 0 if self.tables[table][0] == "full" else self.columns_told(mine, table)
+                    parts.append(
+                        [
+                            page
+                            for column, page in sorted(mine.columns[table].items())
+                            if told <= column and column * self.page_size < held.cached
+                            if (
+                                column < firsts[table] and column * self.page_size < mine.told
+                                if falls
+                                else (table, column) in replaced
+                            )
+                        ]
+                    )
+        return parts
+
+    def columns_told(self, mine: Further, table: int) -> int:
+        return 1 << 40 if mine.kept is None else self.seen(table, mine.kept)
 
     def hits(self, held: Held, tokens: list[int], named: Named, start: int, active: int) -> list[int]:
         hits: list[int] = []
@@ -206,12 +224,13 @@ class GroupedReplica(ModelReplica):
         mine, cached = self.of(name), self.requests[name].cached
         if cached:
             mine.kept = cached if mine.kept is None else min(mine.kept, cached)
+            mine.told = max(mine.told, cached)
 
     def end_lease(self, lease: ModelLease) -> None:
         super().end_lease(lease)
         for name, held in self.requests.items():
             if not held.leases:
-                self.of(name).kept = None
+                self.of(name).kept, self.of(name).told = None, 0
 
 
 def layouts() -> list[tuple[int, tuple[LayerGroup, ...]]]:
