@@ -9,9 +9,9 @@ where each token lies.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -21,6 +21,9 @@ from kvcache.types import RaggedKVCacheInputs
 from scheduler_adapters.errors import UnsupportedModelError
 
 NULL_PAGE = 0
+Expand = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Of latents, `[requests, 1, keys, elements]`, keys and values, each `[requests, heads, keys, elements]`."""
+
 # Arguments with which some models change the scores. Ignoring one would give wrong tokens without a word.
 _UNSUPPORTED_ARGUMENTS = ("softcap", "position_bias")
 
@@ -76,12 +79,15 @@ class PagedBatch:
             raise UnsupportedModelError(f"layer {layer} attends, the pages hold layers {sorted(self._layers)}")
         return self._layers[layer]
 
-    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Put the new keys and values, each `[tokens, kv_heads, head_dim]`, into the pages of the model's `layer`."""
+    def write(self, layer: int, *sides: torch.Tensor) -> None:
+        """Put the new keys and values, each `[tokens, kv_heads, head_dim]`, into the pages of the model's `layer`.
+
+        Of a layer that keeps latents one for both, of one head.
+        """
         table, place = self.place_of(layer)
-        self._check_shape(place, key, value)
-        for pool, heads in self._shards(key.shape[1]):
-            for side, states in enumerate((key, value)):
+        self._check_shape(place, sides)
+        for pool, heads in self._shards(sides[0].shape[1]):
+            for side, states in enumerate(sides):
                 pool[:, side, place][self._write_pages[table], self._write_offsets] = states[
                     :, heads.start : heads.stop
                 ]
@@ -105,6 +111,17 @@ class PagedBatch:
         for group in self._groups_of(table, seen):
             key, value = (self._read(place, side, group, kv_heads) for side in (0, 1))
             output[group.rows] = _grouped_attention(query[group.rows], key, value, group.mask, scale, sinks)
+        return output
+
+    def attend_latents(
+        self, layer: int, query: torch.Tensor, value_dim: int, scale: float, expand: Expand
+    ) -> torch.Tensor:
+        """As `attend`, where the pages hold latents, which `expand` makes keys and values of: values' elements."""
+        output = query.new_empty(*query.shape[:-1], value_dim)
+        table, place = self.place_of(layer)
+        for group in self._groups_of(table, None):
+            key, value = expand(self._read(place, 0, group, 1))
+            output[group.rows] = _grouped_attention(query[group.rows], key, value, group.mask, scale, None)
         return output
 
     def _read(self, layer: int, side: int, group: _EqualCounts, kv_heads: int) -> torch.Tensor:
@@ -152,13 +169,14 @@ class PagedBatch:
         rows = self._first_rows[requests][:, None] + steps
         return _EqualCounts(rows, pages, stale.nonzero(as_tuple=True), mask[:, None])
 
-    def _check_shape(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    def _check_shape(self, layer: int, kept: Sequence[torch.Tensor]) -> None:
         _, sides, layers, _, heads, dim = self._pools[0].shape
-        held = self._shards(key.shape[1])[-1][1].stop
-        fits = sides == 2 and layer < layers and held == key.shape[1] and key.shape[2] == value.shape[2] == dim
+        count = kept[0].shape[1]
+        held, dims = self._shards(count)[-1][1].stop, [states.shape[2] for states in kept]
+        fits = sides == len(kept) and layer < layers and held == count and set(dims) == {dim}
         if not fits:
             raise UnsupportedModelError(
-                f"layer {layer} has {key.shape[1]} heads of {key.shape[2]} (keys) and {value.shape[2]} (values) "
+                f"layer {layer} has {count} heads of {' (keys) and '.join(map(str, dims))} (values) "
                 f"elements; the pages hold {sides} sides, {layers} layers and {heads} heads of {dim} on each of "
                 f"{len(self._pools)} shards"
             )
@@ -194,11 +212,47 @@ def paged_attention_forward(
         )
     query, key, value = (states.transpose(1, 2) for states in (query, key, value))
     layer = int(module.layer_idx)  # type: ignore[arg-type]
+    if hasattr(module, "expand_kv"):  # its latents went to the pages as it told `PagedLatents` of them
+        rank, expand = int(module.kv_lora_rank), cast("Any", module.expand_kv)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        output = paged_batch.attend_latents(
+            layer,
+            query.flatten(0, 1),
+            value.shape[-1],
+            scale,
+            lambda latents: expand(latents[..., :rank], latents[..., rank:]),
+        )
+        return output.view(*query.shape[:-1], -1), None
     paged_batch.write(layer, key.flatten(0, 1), value.flatten(0, 1))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     seen = _seen_by(module, sliding_window)
     output = paged_batch.attend(layer, query.flatten(0, 1), key.shape[2], scale, seen, kwargs.get("s_aux"))
     return output.view(query.shape), None
+
+
+class PagedLatents:
+    """The cache object of a model whose layers keep latents: they go to the pages of the batch as they come.
+
+    The layers expand what they are given back, the new tokens'; those of earlier tokens are expanded when they attend.
+    """
+
+    def __init__(self, batch: PagedBatch) -> None:
+        self._batch = batch
+
+    def update(
+        self, latent: torch.Tensor, rotated: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep the latents and the shared part of the keys of new tokens, each `[rows, 1, tokens, elements]`."""
+        self._batch.write(layer_idx, torch.cat((latent, rotated), dim=-1).transpose(1, 2).flatten(0, 1))
+        return latent, rotated
+
+    def get_query_offset(self, layer_idx: int) -> int:  # noqa: ARG002  (of the interface)
+        """For a mask that nobody makes."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:  # noqa: ARG002
+        """For a mask that nobody makes."""
+        return query_length, 0
 
 
 def no_attention_mask(*_args: Any, **_kwargs: Any) -> None:
@@ -246,7 +300,8 @@ def _grouped_attention(
         scores = scores.expand(-1, kv_heads, -1, -1)
         mask = torch.cat((scores, of_sinks.reshape(batch, kv_heads, share * queries, 1)), dim=-1)
     output = scaled_dot_product_attention(stacked, key, value, attn_mask=mask, scale=scale)
-    return output.view(batch, kv_heads, share, queries, dim).permute(0, 3, 1, 2, 4).reshape(query.shape)
+    output = output.view(batch, kv_heads, share, queries, -1).permute(0, 3, 1, 2, 4)
+    return output.reshape(batch, queries, heads, -1)
 
 
 def _refuse_unsupported(

@@ -26,6 +26,8 @@ _STATELESS_KINDS = {"mlp", "moe"}
 # Whose recurrent layers are Mamba-2 mixers that go on from the state they are given, whatever they run. Not Jamba's:
 # its Mamba-1 layers forget their state where they run more than one token. Not Zamba2: its attention layers are shared.
 HYBRID_MODEL_TYPES = {"bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"}
+# Whose attention hands its latents to the cache object, and expands those that it gets back (`expand_kv`).
+LATENT_MODEL_TYPES = {"deepseek_v3"}
 # The mixers multiply padding away with a mask, which without padding is None. Given as a dict, it is not built.
 NO_MASKS = {"full_attention": None, "linear_attention": None}
 
@@ -68,6 +70,13 @@ def groups_of(config: PretrainedConfig) -> tuple[LayerGroup, ...]:
     return tuple(groups)
 
 
+def latent_elements_of(config: PretrainedConfig) -> int:
+    """Elements of a token that a layer of multi-head latent attention keeps; 0 for other models."""
+    text = text_config_of(config)
+    known = text.model_type in LATENT_MODEL_TYPES
+    return int(text.kv_lora_rank) + int(text.qk_rope_head_dim) if known else 0
+
+
 def check_supported(config: PretrainedConfig) -> None:
     """Refuse models that keep more of a layer than keys and values, or a Mamba-2 state: `UnsupportedModelError`."""
     known, text = ATTENTION_KINDS, text_config_of(config)
@@ -78,7 +87,7 @@ def check_supported(config: PretrainedConfig) -> None:
             raise UnsupportedModelError(f"{config.model_type}: layer {layer} is {kind!r}: not supported over pages")
     # Temperature tuning counts a layer's rows as positions: those of the packed batch are others.
     for name in ("kv_lora_rank", "num_kv_shared_layers", "attn_temperature_tuning"):
-        if getattr(text, name, None):
+        if getattr(text, name, None) and not (name == "kv_lora_rank" and latent_elements_of(config)):
             raise UnsupportedModelError(f"{config.model_type}: {name} is set: not supported over pages")
 
 

@@ -22,13 +22,14 @@ from kvcache.replica.context import Context
 from kvcache.types import RaggedKVCacheInputs
 from scheduler_adapters.errors import MissingExtraError, ModelLoadError, UnsupportedModelError
 from scheduler_adapters.hf.hybrid import HybridKVCacheManager
-from scheduler_adapters.hf.paged_attention import PagedBatch, no_attention_mask, paged_attention_forward
+from scheduler_adapters.hf.paged_attention import PagedBatch, PagedLatents, no_attention_mask, paged_attention_forward
 from scheduler_adapters.hf.recurrent import (
     NO_MASKS,
     PagedStates,
     check_supported,
     groups_of,
     kv_layers_of,
+    latent_elements_of,
     recurrent_layers_of,
     state_shape_of,
     text_config_of,
@@ -79,6 +80,7 @@ class HFRunner:
         for groups in ((), groups_of(model.config)):
             tables = layer_tables(groups, len(layers))
             self._layers[len(tables.tables)] = {layers[at]: place for at, place in tables.places.items()}
+        self._has_latents = latent_elements_of(model.config) > 0
         self._recurrent = {layer: place for place, layer in enumerate(recurrent_layers_of(model.config))}
         if self._recurrent and states is None:
             raise UnsupportedModelError(
@@ -133,6 +135,7 @@ class HFRunner:
             use_cache=False,
             paged_batch=paged,
             **({} if cache is None else {"past_key_values": cache, "attention_mask": NO_MASKS}),
+            **({"past_key_values": PagedLatents(paged)} if self._has_latents else {}),
             **({"logits_to_keep": keep} if self._keeps_logits else {}),
         )
         if cache is not None:
@@ -203,11 +206,12 @@ def kv_params_of(
     check_supported(config)
     recurrent = recurrent_layers_of(config)
     text = text_config_of(config)
-    heads = text.num_attention_heads
+    heads, latent = text.num_attention_heads, latent_elements_of(config)
     return KVCacheParams(
         dtype=dtype,
-        n_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        n_kv_heads=1 if latent else getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=latent or getattr(text, "head_dim", None) or text.hidden_size // heads,
+        is_mla=latent > 0,
         enable_prefix_caching=not recurrent if enable_prefix_caching is None else enable_prefix_caching,
         page_size=page_size,
         n_devices=n_devices,

@@ -73,6 +73,25 @@ def _make_model(kind: str, **changes: Any) -> Any:
         "gemma2": ("Gemma2Config", {}),
         # With tied embeddings a random one repeats its last token.
         "gemma3": ("Gemma3TextConfig", {"tie_word_embeddings": False}),
+        # Latents of 16 elements and 8 that turn; keys of 16 elements and these, values of 12. The first layer is dense.
+        "deepseek_v3": (
+            "DeepseekV3Config",
+            {
+                "num_key_value_heads": 4,
+                "head_dim": 8,
+                "kv_lora_rank": 16,
+                "q_lora_rank": 24,
+                "qk_rope_head_dim": 8,
+                "qk_nope_head_dim": 16,
+                "v_head_dim": 12,
+                "moe_intermediate_size": 32,
+                "n_routed_experts": 8,
+                "num_experts_per_tok": 2,
+                "n_group": 2,
+                "topk_group": 1,
+                "first_k_dense_replace": 1,
+            },
+        ),
         "gpt_oss": ("GptOssConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
         "llama4": (
             "Llama4TextConfig",

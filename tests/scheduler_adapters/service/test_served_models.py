@@ -24,9 +24,9 @@ def model_of(make_model: Callable[..., Any], kind: str) -> Any:
     return make_model(kind)
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral", "gemma3"])
+@pytest.fixture(scope="module", params=["llama", "mistral", "gemma3", "deepseek_v3"])
 def model(request: pytest.FixtureRequest, make_model: Callable[..., Any]) -> Any:
-    """Four query heads on two key/value heads, in each of them."""
+    """Four query heads on two key/value heads in each of them, or on one latent of all."""
     return model_of(make_model, request.param)
 
 
@@ -41,7 +41,7 @@ def test_tokens_are_the_models_own_on_any_number_of_shards(
     model: Any, expected: list[list[int]], shards: int, page_size: int, budget: int
 ) -> None:
     loop = new_loop(model, page_size=page_size, budget=budget, n_devices=shards)
-    assert loop.manager.params.n_kv_heads_per_device == max(1, 2 // shards)
+    assert loop.manager.params.n_kv_heads_per_device == (1 if loop.manager.params.is_mla else max(1, 2 // shards))
     assert tokens_of(serve(loop, requests_of(PROMPTS, NEW))) == expected
     assert tokens_of(serve(loop, requests_of(PROMPTS[::-1], NEW))) == expected[::-1]
     assert loop.manager.metrics.cache_tokens > 0
