@@ -213,7 +213,8 @@ def paged_attention_forward(
     query, key, value = (states.transpose(1, 2) for states in (query, key, value))
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     if hasattr(module, "expand_kv"):  # its latents went to the pages as it told `PagedLatents` of them
-        rank, expand = int(module.kv_lora_rank), cast("Any", module.expand_kv)
+        of_latents = cast("Any", module)
+        rank, expand = int(of_latents.kv_lora_rank), of_latents.expand_kv
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         output = paged_batch.attend_latents(
             layer,
