@@ -8,7 +8,7 @@ which pulls the head or computes it, as it thinks is quicker. Lengths of heads i
     computed_ms   until the first token of a prompt whose head nobody has: what one process alone takes, each time
     pulled_ms     until that of one whose head was pulled
     right         share of the second requests for which the quicker way was chosen, which is that of the lower median
-                  at this length; of lengths that were pulled at least twice
+                  at this length; of lengths that were pulled at least twice, `judged` requests in all
     no_loss       likewise, but the slower way is wrong only where its median is more than 5 % above the other's
 
 Each second prompt also names what it found cached; `hits` is the share of the heads' whole pages.
@@ -148,7 +148,7 @@ def rows_of(fleet: str, pairs: list[Pair]) -> list[Row]:
         rows.append(row)
     heads = sum(pair.length // _PAGE * _PAGE for pair in pairs)
     hits = round(sum(pair.second.cached for pair in pairs) / heads, 3)
-    shares: Row = {"right": _share(rights), "no_loss": _share(no_losses)} if rights else {}
+    shares: Row = {"right": _share(rights), "no_loss": _share(no_losses), "judged": len(rights)} if rights else {}
     rows.append({"fleet": fleet, "tokens": "all", "n": len(pairs), "hits": hits, **shares})
     return rows
 
