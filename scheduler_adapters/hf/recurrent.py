@@ -1,4 +1,4 @@
-"""What hybrid models of `transformers` (attention and Mamba-2 layers) keep, and a cache object over state pages.
+"""What hybrid models of `transformers` (attention and recurrent layers) keep, and a cache object over state pages.
 
 A hybrid's recurrent layers take their state from the cache object of the model call. `PagedStates` is one: it reads the
 states of a batch from its pages, hands them to the layers, and writes them back when the whole pass is done.
@@ -13,7 +13,7 @@ import torch
 
 from kvcache.layer_groups import LayerGroup, LayerKind
 from scheduler_adapters.errors import UnsupportedModelError
-from scheduler_adapters.hf.state_layout import CONV_KINDS, SSM_KIND, StateShape
+from scheduler_adapters.hf.state_layout import SSM_KIND, StateForm, StateShape
 from scheduler_adapters.hf.state_pages import StatePages
 
 if TYPE_CHECKING:
@@ -21,15 +21,19 @@ if TYPE_CHECKING:
 
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 _BOTH_KINDS = {"hybrid"}  # attention and recurrent, side by side in one layer
-_RECURRENT_KINDS = {"linear_attention"}
+_RECURRENT_KINDS = {"linear_attention", "conv"}
 _STATELESS_KINDS = {"mlp", "moe"}
-# Whose recurrent layers are Mamba-2 mixers that go on from the state they are given, whatever they run. Not Jamba's:
-# its Mamba-1 layers forget their state where they run more than one token. Not Zamba2: its attention layers are shared.
-HYBRID_MODEL_TYPES = {"bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"}
+# The models whose recurrent layers are known, and what they keep. Not Zamba2: its attention layers are shared.
+STATE_FORMS: dict[str, StateForm] = {
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"), "mamba2"),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "gated_delta"),
+    "jamba": "mamba1",
+    **dict.fromkeys(("lfm2", "lfm2_moe"), "short_conv"),
+}
 # Whose attention hands its latents to the cache object, and expands those that it gets back (`expand_kv`).
 LATENT_MODEL_TYPES = {"deepseek_v3"}
 # The mixers multiply padding away with a mask, which without padding is None. Given as a dict, it is not built.
-NO_MASKS = {"full_attention": None, "linear_attention": None}
+NO_MASKS = {"full_attention": None, "linear_attention": None, "conv": None}
 
 
 def text_config_of(config: Any) -> Any:
@@ -78,9 +82,9 @@ def latent_elements_of(config: PretrainedConfig) -> int:
 
 
 def check_supported(config: PretrainedConfig) -> None:
-    """Refuse models that keep more of a layer than keys and values, or a Mamba-2 state: `UnsupportedModelError`."""
+    """Refuse models that keep more of a layer than keys and values, or a known state: `UnsupportedModelError`."""
     known, text = ATTENTION_KINDS, text_config_of(config)
-    if text.model_type in HYBRID_MODEL_TYPES:
+    if text.model_type in STATE_FORMS:
         known = known | _BOTH_KINDS | _RECURRENT_KINDS | _STATELESS_KINDS
     for layer, kind in enumerate(_kinds_of(config) or ()):
         if kind not in known:
@@ -94,27 +98,28 @@ def check_supported(config: PretrainedConfig) -> None:
 def state_shape_of(model: PreTrainedModel) -> StateShape:
     """The shape of a hybrid's recurrent states, read from its mixers, which must be alike."""
     layers = recurrent_layers_of(model.config)
-    found: list[Any] = [module for module in model.modules() if hasattr(module, "A_log")]
+    found: list[Any] = [module for module in model.modules() if hasattr(module, "conv_kernel_size")]
     mixers: dict[int, Any] = {mixer.layer_idx: mixer for mixer in found}
     if not layers or sorted(mixers) != layers:
         raise UnsupportedModelError(
-            f"{model.config.model_type}: recurrent layers {layers}, Mamba mixers in {sorted(mixers)}"
+            f"{model.config.model_type}: recurrent layers {layers}, mixers that convolve in {sorted(mixers)}"
         )
-    shapes = {
-        StateShape(
-            layers=len(layers),
-            heads=mixer.num_heads,
-            head_dim=mixer.head_dim,
-            groups=mixer.n_groups,
-            d_state=mixer.ssm_state_size,
-            kernel=mixer.conv_kernel_size,
-            conv_dtype=mixer.conv1d.weight.dtype,
-        )
-        for mixer in mixers.values()
-    }
+    form = STATE_FORMS[text_config_of(model.config).model_type]
+    shapes = {_shape_of(mixer, form, len(layers)) for mixer in mixers.values()}
     if len(shapes) != 1:
         raise UnsupportedModelError(f"{model.config.model_type}: its recurrent layers are not alike: {shapes}")
     return shapes.pop()
+
+
+def _shape_of(mixer: Any, form: StateForm, layers: int) -> StateShape:
+    conv = mixer.conv if form == "short_conv" else mixer.conv1d
+    if form == "mamba2":
+        sizes = (mixer.num_heads, mixer.head_dim, mixer.n_groups, mixer.ssm_state_size)
+    elif form == "gated_delta":
+        sizes = (mixer.num_v_heads, mixer.head_v_dim, mixer.num_k_heads, mixer.head_k_dim)
+    else:
+        sizes = (conv.in_channels, 1, 1, mixer.ssm_state_size if form == "mamba1" else 1)
+    return StateShape(layers, *sizes, kernel=mixer.conv_kernel_size, conv_dtype=conv.weight.dtype, form=form)
 
 
 def _kinds_of(config: PretrainedConfig) -> Sequence[str] | None:
@@ -122,7 +127,7 @@ def _kinds_of(config: PretrainedConfig) -> Sequence[str] | None:
 
 
 class PagedStates:
-    """The cache object of one forward pass of requests that run equally many tokens. Nothing is stored before `store`.
+    """The cache object of forward passes of requests that run equally many tokens. Nothing is stored before `store`.
 
     The mixers change what they are given in place, or hand over a new one: both are kept here. A pass that fails has
     changed no page, and can run again. `places`: of the model's layer the place among the recurrent layers; `pages`:
@@ -137,13 +142,14 @@ class PagedStates:
         self._ssm: dict[int, torch.Tensor] = {}
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:  # noqa: ARG002  (of the interface)
-        """The last inputs of each channel of x, B and C, `[requests, channels, kernel - 1]`."""
+        """The last inputs of each channel that is convolved, `[requests, channels, kernel - 1]`."""
         if layer_idx not in self._conv:
-            self._conv[layer_idx] = self._states.read(self._places[layer_idx], self._pages, CONV_KINDS)
+            kinds = self._states.shape.conv_kinds
+            self._conv[layer_idx] = self._states.read(self._places[layer_idx], self._pages, kinds)
         return self._conv[layer_idx]
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:  # noqa: ARG002
-        """The matrices, `[requests, heads, head_dim, d_state]`."""
+        """The matrices, `[requests, heads, *StateShape.matrix]`."""
         if layer_idx not in self._ssm:
             self._ssm[layer_idx] = self._states.read(self._places[layer_idx], self._pages, (SSM_KIND,))
         return self._ssm[layer_idx]
@@ -172,11 +178,13 @@ class PagedStates:
 
     def store(self, tokens: Sequence[int]) -> None:
         """Write every layer's state to its pages: they have taken up `tokens`, one number for each request."""
-        if not self._conv.keys() == self._ssm.keys() == self._places.keys():
+        shape, wanted = self._states.shape, self._places.keys()
+        if self._conv.keys() != wanted or (shape.matrix and self._ssm.keys() != wanted):
             raise UnsupportedModelError(
                 f"the pass used the states of layers {sorted(self._conv)}, recurrent are {sorted(self._places)}"
             )
         for layer, place in self._places.items():
-            self._states.write(place, self._pages, CONV_KINDS, self._conv[layer])
-            self._states.write(place, self._pages, (SSM_KIND,), self._ssm[layer])
+            self._states.write(place, self._pages, shape.conv_kinds, self._conv[layer])
+            if shape.matrix:
+                self._states.write(place, self._pages, (SSM_KIND,), self._ssm[layer])
         self._states.advance(self._pages, tokens)

@@ -25,6 +25,7 @@ from scheduler_adapters.hf.hybrid import HybridKVCacheManager
 from scheduler_adapters.hf.paged_attention import PagedBatch, PagedLatents, no_attention_mask, paged_attention_forward
 from scheduler_adapters.hf.recurrent import (
     NO_MASKS,
+    STATE_FORMS,
     PagedStates,
     check_supported,
     groups_of,
@@ -87,6 +88,8 @@ class HFRunner:
                 f"{model.config.model_type}: layer {min(self._recurrent)} is recurrent: give the manager's state pages"
             )
         self._states = states if self._recurrent else None
+        # Mamba-1 mixers of transformers go on from a state with one token alone: with more they begin anew.
+        self._one_by_one = STATE_FORMS.get(text_config_of(model.config).model_type) == "mamba1"
         _set_attention(model, ATTENTION)
 
     def run(self, batch: Sequence[Context], inputs: Sequence[RaggedKVCacheInputs]) -> list[int]:
@@ -104,31 +107,51 @@ class HFRunner:
         if elsewhere:
             raise UnsupportedModelError(f"the model is on {self.model.device}, some of its pages on {elsewhere[0]}")
         if self._states is None:
-            return self._forward(batch, inputs)
+            return self._forward(batch, inputs, [(context.start_idx, context.active_idx) for context in batch])
         # A recurrent layer takes whole rows: those of equal length run together, a row for each request.
-        lengths = [context.active_length for context in batch]
+        kinds = [(context.active_length, self._one_by_one and context.start_idx > 0) for context in batch]
         parts: dict[int, torch.Tensor] = {}
-        for length in set(lengths):
-            places = [place for place, count in enumerate(lengths) if count == length]
+        for kind in set(kinds):
+            places = [place for place, other in enumerate(kinds) if other == kind]
             rows = [shard._replace(lookup_table=shard.lookup_table[..., places, :]) for shard in inputs]
-            parts |= zip(places, self._forward([batch[place] for place in places], rows, self._states), strict=True)
+            mine = [batch[place] for place in places]
+            parts |= zip(places, self._forward_rows(mine, rows, self._states, *kind), strict=True)
         return torch.stack([parts[place] for place in range(len(batch))])
 
-    def _forward(
-        self, batch: Sequence[Context], inputs: Sequence[RaggedKVCacheInputs], states: StatePages | None = None
+    def _forward_rows(
+        self,
+        batch: Sequence[Context],
+        inputs: Sequence[RaggedKVCacheInputs],
+        states: StatePages,
+        length: int,
+        one_by_one: bool,
     ) -> torch.Tensor:
-        """Run the requests as one packed row, or, with `states`, as a row for each."""
+        """Run `length` tokens of each request, as a row for each, at once or one after another."""
         starts = [context.start_idx for context in batch]
+        cache = PagedStates(states, self._recurrent, states.pages_at([c.request_id for c in batch], starts))
+        step = 1 if one_by_one else length
+        for done in range(0, length, step):
+            logits = self._forward(batch, inputs, [(start + done, start + done + step) for start in starts], cache)
+        cache.store([context.active_idx for context in batch])
+        return logits
+
+    def _forward(
+        self,
+        batch: Sequence[Context],
+        inputs: Sequence[RaggedKVCacheInputs],
+        spans: Sequence[tuple[int, int]],
+        cache: PagedStates | None = None,
+    ) -> torch.Tensor:
+        """Run these tokens of the requests as one packed row, or, with a `cache` of states, as a row for each."""
         count = inputs[0].lookup_table.shape[0] if inputs[0].lookup_table.ndim == 3 else 1
         if count not in self._layers:
             raise UnsupportedModelError(f"the pages have {count} block tables, the model's layers {max(self._layers)}")
-        paged = PagedBatch(inputs, starts, [context.active_length for context in batch], self._layers[count])
-        tokens = np.concatenate([context.tokens[context.start_idx : context.active_idx] for context in batch])
-        rows = 1 if states is None else len(batch)
-        cache = None
-        if states is not None:
-            cache = PagedStates(states, self._recurrent, states.pages_at([c.request_id for c in batch], starts))
-        keep = paged.last_rows if states is None else torch.tensor([-1], device=self.model.device)
+        paged = PagedBatch(
+            inputs, [start for start, _ in spans], [end - start for start, end in spans], self._layers[count]
+        )
+        tokens = np.concatenate([context.tokens[slice(*span)] for context, span in zip(batch, spans, strict=True)])
+        rows = 1 if cache is None else len(batch)
+        keep = paged.last_rows if cache is None else torch.tensor([-1], device=self.model.device)
         output = self.model(
             input_ids=torch.as_tensor(tokens, dtype=torch.int64, device=self.model.device).view(rows, -1),
             position_ids=paged.positions.view(rows, -1),
@@ -138,8 +161,6 @@ class HFRunner:
             **({"past_key_values": PagedLatents(paged)} if self._has_latents else {}),
             **({"logits_to_keep": keep} if self._keeps_logits else {}),
         )
-        if cache is not None:
-            cache.store([context.active_idx for context in batch])
         return (output.logits if self._keeps_logits else output.logits[:, keep]).flatten(0, 1)
 
 

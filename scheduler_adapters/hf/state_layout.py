@@ -1,4 +1,4 @@
-"""Where the state of recurrent (Mamba-2) layers lies in state pages, on each shard. Pure arithmetic.
+"""Where the state of recurrent layers lies in state pages, on each shard. Pure arithmetic.
 
 A recurrent layer keeps no key and value per token. It keeps the last few inputs of a convolution and one matrix per
 head, and overwrites both with every token. So a state is a page of one token, in four pools:
@@ -6,6 +6,9 @@ head, and overwrites both with every token. So a state is a page of one token, i
     conv.x   a "head" for each channel of x: its last `kernel - 1` inputs, oldest first
     conv.B   the same for the channels of B, conv.C for those of C
     ssm      a head for each head: `head_dim × d_state` elements
+
+These are the names of Mamba-2. A gated delta network has values for x, queries for B, keys for C. Mamba-1 convolves x
+alone, and each of its channels is a head; so does a short convolution, which has no matrices.
 
 A shard holds a range of the heads, the channels of x that belong to these heads, and the channels of B and C that
 belong to their groups. All layers of a request lie in one page of each pool, head-major as pages of keys and values
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -24,6 +28,14 @@ from kvcache.layout import PageLayout
 
 CONV_KINDS = ("conv.x", "conv.B", "conv.C")
 SSM_KIND = "ssm"
+StateForm = Literal["mamba2", "gated_delta", "mamba1", "short_conv"]
+# What the mixers of each form convolve, in their order.
+_CONVOLVED: dict[StateForm, tuple[str, ...]] = {
+    "mamba2": CONV_KINDS,
+    "gated_delta": ("conv.B", "conv.C", "conv.x"),
+    "mamba1": ("conv.x",),
+    "short_conv": ("conv.x",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +48,26 @@ class StateShape:
     layers: int  # recurrent ones
     heads: int  # of one layer
     head_dim: int  # channels of x for each head
-    groups: int  # of heads that share one B and one C
-    d_state: int  # elements of the state for each channel of x; channels of B, and of C, for each group
+    groups: int  # of heads that share one B and one C; 1 where these are not convolved
+    d_state: int  # elements of the state for each channel of x, and channels of B, and of C, for each group
     kernel: int  # width of the convolution, which keeps one input less
     conv_dtype: torch.dtype  # of the convolution's inputs
     ssm_dtype: torch.dtype = torch.float32  # of the matrices
+    form: StateForm = "mamba2"
+
+    @property
+    def conv_kinds(self) -> tuple[str, ...]:
+        """What is convolved, in the order of the mixers."""
+        return _CONVOLVED[self.form]
+
+    @property
+    def matrix(self) -> tuple[int, ...]:
+        """The shape of what the mixers keep of each head beside its inputs; empty: nothing."""
+        if self.form == "short_conv":
+            return ()
+        if self.form == "mamba1":
+            return (self.d_state,)
+        return (self.d_state, self.head_dim) if self.form == "gated_delta" else (self.head_dim, self.d_state)
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "head_dim", "groups", "d_state"):
@@ -71,8 +98,10 @@ def state_layouts(shape: StateShape, shards: int) -> list[Mapping[str, PageLayou
         layout = {
             kind: _page(shape.layers, first, count, shape.kernel - 1, shape.conv_dtype)
             for kind, (first, count) in zip(CONV_KINDS, (x, b, c), strict=True)
+            if kind in shape.conv_kinds
         }
-        layout[SSM_KIND] = _page(shape.layers, first_head, heads, shape.head_dim * shape.d_state, shape.ssm_dtype)
+        if shape.matrix:
+            layout[SSM_KIND] = _page(shape.layers, first_head, heads, shape.head_dim * shape.d_state, shape.ssm_dtype)
         layouts.append(layout)
     return layouts
 

@@ -47,6 +47,7 @@ class StatePages:
         devices: Sequence[torch.device | str] = ("cpu",),
         digest_words: int = 1,
     ) -> None:
+        self.shape = shape
         self.num_pages = num_pages
         # Of each shard the page of each kind, and its memory, page after page; page 0 is nobody's.
         self.layouts = state_layouts(shape, len(devices))
@@ -60,7 +61,7 @@ class StatePages:
             for (kind, layout), blocks in zip(kinds.items(), tensors, strict=True):
                 view = blocks[:, 0, :, 0]
                 if kind == SSM_KIND:
-                    view = view.view(*view.shape[:3], shape.head_dim, shape.d_state)
+                    view = view.view(*view.shape[:3], *shape.matrix)
                 self._views.setdefault(kind, []).append((layout, view))
         self._pool = PagePool(num_pages, digest_words)
         self._page_of: dict[str, int] = {}

@@ -28,6 +28,14 @@ MAMBA = {
     "mamba_d_state": 16,
     "mamba_chunk_size": 8,
 }
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 HYBRIDS = {
     "bamba": ("BambaConfig", MAMBA | {"attn_layer_indices": [1, 3]}),
     "granite": (
@@ -54,6 +62,21 @@ HYBRIDS = {
             "moe_shared_expert_intermediate_size": 32,
         },
     ),
+    "qwen3_next": ("Qwen3NextConfig", DELTA | EXPERTS | {"shared_expert_intermediate_size": 32}),
+    "qwen3_5": ("Qwen3_5TextConfig", DELTA),
+    "jamba": (
+        "JambaConfig",
+        {
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 4,
+            "expert_layer_period": 2,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 8,
+        },
+    ),
+    # With tied embeddings a random one repeats its last token.
+    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"], "tie_word_embeddings": False}),
 }
 
 

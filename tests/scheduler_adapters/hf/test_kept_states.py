@@ -11,7 +11,7 @@ import torch
 from kvcache.errors import InvariantError
 from kvcache.replica.context import TextContext
 from scheduler_adapters.errors import StatePageError
-from scheduler_adapters.hf.runner import HFRunner, reference_tokens
+from scheduler_adapters.hf.runner import HFRunner, is_rounding_tie, reference_tokens
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.loop import Request, ServingLoop
 from tests.kvcache.build import proven
@@ -197,10 +197,15 @@ def handed_over(source: ServingLoop, target: ServingLoop, name: str) -> tuple[Te
     return context, target.manager.import_block_table(context, table)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("commits", [True, False])
-def test_an_import_takes_what_lacks_and_a_cancelled_one_goes_on_from_the_state_that_was_found(
-    model: Any, commits: bool
-) -> None:
+def test_an_import_of_each_model_takes_what_lacks(each_model: Any) -> None:
+    import_after_a_hit(each_model, commits=True)
+
+
+def test_a_cancelled_import_goes_on_from_the_state_that_was_found(model: Any) -> None:
+    import_after_a_hit(model, commits=False)
+
+
+def import_after_a_hit(model: Any, *, commits: bool) -> None:
     source, target = cached_loop(model), cached_loop(model, rows=1, copies=1)
     expected = reference_tokens(model, PROMPTS[0], NEW)
     serve(source, [Request("r", PROMPTS[0], 1, hold_pages=True)])
@@ -269,10 +274,11 @@ def test_check_names_what_does_not_add_up(model: Any) -> None:
         loop.manager.check()
         return loop.manager
 
-    manager = broken()
-    manager._kept._ends["gone"] = (8,)
-    with pytest.raises(InvariantError, match=r"ends of chunks are known of \['gone'\]"):
-        manager.check()
+    for known in ("_ends", "_shared"):
+        manager = broken()
+        getattr(manager._kept, known)["gone"] = ()
+        with pytest.raises(InvariantError, match=r"ends of chunks are known of \['gone'\]"):
+            manager.check()
     manager = broken()
     manager.states._tokens[manager.states._pool.index.published] = 0
     with pytest.raises(InvariantError, match="found by others, and has taken up no token"):
@@ -285,3 +291,31 @@ def test_check_names_what_does_not_add_up(model: Any) -> None:
     manager.states._pool.hold(manager.states._pool.idle.pages()[:1])
     with pytest.raises(InvariantError, match="state pages: page"):
         manager.check()
+
+
+def conversations(loop: ServingLoop, users: int, turns: int) -> list[tuple[list[int], list[int]]]:
+    """The prompts and answers of users who share a system prompt, and all take their next turn at a time."""
+    said = [[*SYSTEM, *ByteTokenizer().encode(f"User {user}")[1:]] for user in range(users)]
+    answered: list[tuple[list[int], list[int]]] = []
+    for turn in range(turns):
+        answers = tokens_of(serve(loop, requests_of(said, NEW)))
+        answered += [
+            (prompt, [int(token or 0) for token in answer]) for prompt, answer in zip(said, answers, strict=True)
+        ]
+        question = ByteTokenizer().encode(f"And then, {turn}?")[1:]
+        said = [[*prompt, *answer, *question] for prompt, answer in answered[-users:]]
+    return answered
+
+
+def test_conversations_find_all_that_went_before(each_model: Any) -> None:
+    loop = cached_loop(each_model)
+    answered = conversations(loop, 4, 3)
+    expected = [reference_tokens(each_model, prompt, NEW) for prompt, _ in answered]
+    differ = [(*pair, other) for pair, other in zip(answered, expected, strict=True) if pair[1] != other]
+    assert len(differ) <= 1
+    assert all(is_rounding_tie(each_model, *one) for one in differ)
+    found = sum(full(len(prompt) + len(answer) - 1) for prompt, answer in answered[:8])
+    most = found + 3 * full(len(SYSTEM))  # of the first turn, if one came after another
+    assert found <= loop.manager.metrics.cache_tokens <= most
+    assert states_of(loop).num_kept <= 4 * (3 + 3)  # after each prompt, and each answer
+    assert_nothing_held(loop.manager)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvcache.errors import InvalidParamsError
-from scheduler_adapters.hf.state_layout import CONV_KINDS, SSM_KIND, StateShape, page_bytes, state_layouts
+from scheduler_adapters.hf.state_layout import CONV_KINDS, SSM_KIND, StateForm, StateShape, page_bytes, state_layouts
 from scheduler_adapters.hf.state_pages import StatePages
 from transfer.plan.boxes import ShardLayout, check
 from transfer.plan.plan import plan
@@ -18,6 +18,31 @@ def test_a_page_has_all_layers_and_of_each_kind_its_own_heads_and_elements() -> 
     assert [(page.first_head, page.num_heads) for page in layout.values()] == [(0, 40), (0, 12), (0, 12), (0, 8)]
     assert [page.head_dim for page in layout.values()] == [3, 3, 3, 5 * 6]
     assert {(page.num_layers, page.sides, page.page_size) for page in layout.values()} == {(3, 1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("form", "kinds", "matrix"),
+    [
+        ("mamba2", ("conv.x", "conv.B", "conv.C"), (5, 6)),
+        ("gated_delta", ("conv.B", "conv.C", "conv.x"), (6, 5)),
+        ("mamba1", ("conv.x",), (6,)),
+        ("short_conv", ("conv.x",), ()),
+    ],
+)
+def test_each_form_has_what_its_mixers_keep(form: StateForm, kinds: tuple[str, ...], matrix: tuple[int, ...]) -> None:
+    dim = 5 if form in {"mamba2", "gated_delta"} else 1
+    shape = StateShape(3, 8, dim, 2, 6, 4, torch.float32, form=form)
+    (layout,) = state_layouts(shape, 1)
+    assert (shape.conv_kinds, shape.matrix) == (kinds, matrix)
+    assert set(layout) == {*kinds, *([SSM_KIND] if matrix else [])}
+    pages = StatePages(shape, 1, ["cpu", "cpu"])
+    conv = torch.randn(1, dim * 8 + (24 if len(kinds) > 1 else 0), 3)
+    pages.write(2, torch.tensor([1]), kinds, conv)
+    assert torch.equal(pages.read(2, torch.tensor([1]), kinds), conv)
+    if matrix:
+        states = torch.randn(1, 8, *matrix)
+        pages.write(2, torch.tensor([1]), (SSM_KIND,), states)
+        assert torch.equal(pages.read(2, torch.tensor([1]), (SSM_KIND,)), states)
 
 
 @pytest.mark.parametrize("shards", [1, 2, 4, 8])

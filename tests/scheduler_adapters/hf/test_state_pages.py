@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from kvcache.errors import InvariantError, NoFreeRowError, UnknownRequestError
+from kvcache.pool.index import Digests
 from scheduler_adapters.errors import NoFreeStatePageError, StatePageError
 from scheduler_adapters.hf.state_layout import CONV_KINDS, SSM_KIND, StateShape
 from scheduler_adapters.hf.state_pages import StatePages
@@ -181,3 +182,57 @@ def test_a_lease_that_ends_first_lets_the_request_go_on() -> None:
     states.pages_at(["a"], [5])
     states.release("a")
     assert states.num_free == 1
+
+
+def digest(number: int) -> Digests:
+    return np.full((1, 1), number, np.uint64)
+
+
+def test_a_copy_is_found_by_its_digest_and_copied_into_the_page_of_who_goes_on() -> None:
+    states = StatePages(SHAPE, 4)
+    first, second = states.allocate("a"), states.allocate("b")
+    states.write(1, torch.tensor([first]), (SSM_KIND,), torch.randn(1, 4, 3, 5))
+    states.advance(torch.tensor([first]), [8])
+    states.keep("a", digest(1), 7, passing=False)
+    assert states.num_kept == 0  # the state is of 8 tokens
+    states.keep("a", digest(1), 8, passing=False)
+    assert (states.num_kept, states.num_held, states.num_free) == (1, 2, 2)
+    assert [states.longest(np.concatenate(each)) for each in ([digest(3), digest(1), digest(2)], [digest(2)])] == [2, 0]
+    states.resume("b", digest(1))
+    assert states.tokens_of("b") == 8
+    assert torch.equal(states.tensors[0][3][first], states.tensors[0][3][second])
+    with pytest.raises(InvariantError, match="'b': the state that it was to go on from is not kept"):
+        states.resume("b", digest(2))
+    states.check(["a", "b"])
+
+
+def test_a_passing_copy_goes_with_the_next_one_and_never_with_anothers() -> None:
+    states = StatePages(SHAPE, 5)
+    pages = [states.allocate(name) for name in "ab"]
+    states.advance(torch.tensor(pages), [8, 8])
+    states.keep("a", digest(1), 8, passing=True)
+    states.keep("b", digest(1), 8, passing=True)  # it is there, and goes with a's next one alone
+    states.keep("b", digest(2), 8, passing=True)
+    assert states.num_kept == 2
+    states.keep("a", digest(3), 8, passing=False)
+    assert [states.longest(digest(number)) for number in (1, 2, 3)] == [0, 1, 1]
+    states.forget_copies()
+    assert states.num_kept == 0
+    states.keep("a", digest(2), 8, passing=False)
+    states.keep("b", digest(4), 8, passing=False)  # what it passed was forgotten: this one is a's
+    assert [states.longest(digest(number)) for number in (2, 4)] == [1, 1]
+    states.check(["a", "b"])
+
+
+def test_copies_give_way_to_requests_and_to_newer_ones() -> None:
+    states = StatePages(SHAPE, 3)
+    states.advance(torch.tensor([states.allocate("a")]), [8])
+    for number in (1, 2, 1, 3):  # 1 is used again before 3 comes
+        states.keep("a", digest(number), 8, passing=False)
+    assert [states.longest(digest(number)) for number in (1, 2, 3)] == [1, 0, 1]
+    states.allocate("b")
+    states.allocate("c")
+    assert (states.num_kept, states.evictions, states.num_free) == (0, 3, 0)
+    states.keep("a", digest(4), 8, passing=False)
+    assert states.num_kept == 0
+    states.check(["a", "b", "c"])
