@@ -1,7 +1,7 @@
 """Runs causal language models of Hugging Face `transformers` over our pages, through its attention interface.
 
 No model code is copied: the model's own layers run, and call `paged_attention_forward` where they would attend. Hybrid
-models (attention and Mamba-2 layers) keep their recurrent states in state pages; see `scheduler_adapters.hf.recurrent`.
+models (attention and recurrent layers) keep their recurrent states in state pages; see `scheduler_adapters.hf.recurrent`.
 """
 
 from __future__ import annotations
@@ -130,10 +130,12 @@ class HFRunner:
         starts = [context.start_idx for context in batch]
         cache = PagedStates(states, self._recurrent, states.pages_at([c.request_id for c in batch], starts))
         step = 1 if one_by_one else length
-        for done in range(0, length, step):
-            logits = self._forward(batch, inputs, [(start + done, start + done + step) for start in starts], cache)
+        passes = [
+            self._forward(batch, inputs, [(start + done, start + done + step) for start in starts], cache)
+            for done in range(0, length, step)
+        ]
         cache.store([context.active_idx for context in batch])
-        return logits
+        return passes[-1]
 
     def _forward(
         self,

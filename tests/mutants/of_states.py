@@ -73,6 +73,34 @@ STATES: tuple[Module, ...] = (
         ],
     ),
     Module(
+        "scheduler_adapters.hf.state_layout",
+        ["tests/scheduler_adapters/hf/test_state_layout.py"],
+        [
+            Mutation("_CONVOLVED", '("conv.B", "conv.C", "conv.x")', '("conv.x", "conv.B", "conv.C")'),
+            Mutation("StateShape.matrix", "return (self.d_state,)", "return (self.head_dim,)"),
+            Mutation("StateShape.matrix", '"gated_delta" else', '"mamba2" else'),
+            Mutation("state_layouts", "if kind in shape.conv_kinds", ""),
+            Mutation("state_layouts", "if shape.matrix:", "if True:"),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.hf.runner",
+        _KEPT,
+        [
+            Mutation("HFRunner.logits", "self._one_by_one and context.start_idx > 0", "False"),
+            Mutation("HFRunner._forward_rows", "1 if one_by_one else length", "length"),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.hf.recurrent",
+        ["tests/scheduler_adapters/hf/test_hybrid.py"],
+        [
+            Mutation("PagedStates.store", "shape.matrix and self._ssm.keys() != wanted", "False"),
+            Mutation("PagedStates.store", "self._conv.keys() != wanted", "False"),
+            Mutation("_shape_of", "mixer.head_v_dim, mixer.num_k_heads", "mixer.head_v_dim, mixer.num_v_heads"),
+        ],
+    ),
+    Module(
         "kvcache.replica.replica",
         _MOVES,
         [

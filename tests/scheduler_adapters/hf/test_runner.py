@@ -104,7 +104,7 @@ def test_soft_capped_scores_are_refused(make_model: Callable[..., Any], hand_poo
 def test_recurrent_layers_are_refused() -> None:
     import transformers
 
-    config = transformers.Qwen3NextConfig(num_hidden_layers=4)
+    config = transformers.OlmoHybridConfig(num_hidden_layers=4)
     with pytest.raises(UnsupportedModelError, match="layer 0"):
         kv_params_of(config)
 
