@@ -26,7 +26,7 @@ _STATELESS_KINDS = {"mlp", "moe"}
 # The models whose recurrent layers are known, and what they keep. Not Zamba2: its attention layers are shared.
 STATE_FORMS: dict[str, StateForm] = {
     **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"), "mamba2"),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "gated_delta"),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), "gated_delta"),
     "jamba": "mamba1",
     **dict.fromkeys(("lfm2", "lfm2_moe"), "short_conv"),
 }
@@ -181,7 +181,8 @@ class PagedStates:
         shape, wanted = self._states.shape, self._places.keys()
         if self._conv.keys() != wanted or (shape.matrix and self._ssm.keys() != wanted):
             raise UnsupportedModelError(
-                f"the pass used the states of layers {sorted(self._conv)}, recurrent are {sorted(self._places)}"
+                f"the pass used the states of layers {sorted(self._conv.keys() & (self._ssm.keys() or wanted))}, "
+                f"recurrent are {sorted(self._places)}"
             )
         for layer, place in self._places.items():
             self._states.write(place, self._pages, shape.conv_kinds, self._conv[layer])

@@ -1,7 +1,7 @@
 """Runs causal language models of Hugging Face `transformers` over our pages, through its attention interface.
 
 No model code is copied: the model's own layers run, and call `paged_attention_forward` where they would attend. Hybrid
-models (attention and recurrent layers) keep their recurrent states in state pages; see `scheduler_adapters.hf.recurrent`.
+models (attention and recurrent layers) keep their states in state pages; see `scheduler_adapters.hf.recurrent`.
 """
 
 from __future__ import annotations

@@ -64,6 +64,7 @@ HYBRIDS = {
     ),
     "qwen3_next": ("Qwen3NextConfig", DELTA | EXPERTS | {"shared_expert_intermediate_size": 32}),
     "qwen3_5": ("Qwen3_5TextConfig", DELTA),
+    "olmo_hybrid": ("OlmoHybridConfig", DELTA | {"pad_token_id": None, "eos_token_id": 257}),
     "jamba": (
         "JambaConfig",
         {

@@ -381,7 +381,7 @@ def test_a_hybrid_without_state_pages_is_refused(model: Any) -> None:
 def test_models_whose_states_are_kept_otherwise_are_refused() -> None:
     import transformers
 
-    for config in (transformers.Zamba2Config(), transformers.OlmoHybridConfig(), transformers.KimiLinearConfig()):
+    for config in (transformers.Zamba2Config(), transformers.KimiLinearConfig()):
         with pytest.raises(UnsupportedModelError, match=f"{config.model_type}: layer 0 is '(linear_attention|hybrid)'"):
             kv_params_of(config)
 
@@ -389,11 +389,14 @@ def test_models_whose_states_are_kept_otherwise_are_refused() -> None:
 def test_a_pass_that_goes_past_a_recurrent_layer_is_an_error(model: Any) -> None:
     manager = hybrid_manager(model)
     manager.external_claim("r")
-    states = PagedStates(manager.states, {0: 0, 2: 1}, manager.states.pages_at(["r"], [0]))
-    states.get_conv_state(0)
-    states.get_recurrent_state(0)
-    with pytest.raises(UnsupportedModelError, match=r"layers \[0\], recurrent are \[0, 2\]"):
-        states.store([1])
+    for convolved, recurred in (((0,), (0, 2)), ((0, 2), (0,))):
+        states = PagedStates(manager.states, {0: 0, 2: 1}, manager.states.pages_at(["r"], [0]))
+        for layer in convolved:
+            states.get_conv_state(layer)
+        for layer in recurred:
+            states.get_recurrent_state(layer)
+        with pytest.raises(UnsupportedModelError, match=r"layers \[0\], recurrent are \[0, 2\]"):
+            states.store([1])
     manager.release("r")
 
 

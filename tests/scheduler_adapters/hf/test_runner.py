@@ -101,10 +101,10 @@ def test_soft_capped_scores_are_refused(make_model: Callable[..., Any], hand_poo
         HFRunner(model).run([context], hand_pool(model, [8]).inputs([context]))
 
 
-def test_recurrent_layers_are_refused() -> None:
+def test_recurrent_layers_that_are_not_known_are_refused() -> None:
     import transformers
 
-    config = transformers.OlmoHybridConfig(num_hidden_layers=4)
+    config = transformers.Zamba2Config()
     with pytest.raises(UnsupportedModelError, match="layer 0"):
         kv_params_of(config)
 
