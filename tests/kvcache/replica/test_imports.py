@@ -365,6 +365,12 @@ def test_a_run_behind_a_hole_is_refused_and_nothing_is_taken(make: Any) -> None:
     with pytest.raises(BlockTableMismatchError, match="names other pages than before"):
         target.extend_import(context, pending, from_page(table, 3), last=True)
     assert target.extend_import(context, pending, from_page(table, 1), last=True).tokens == (18, 18)
+    target.release("d")
+    target.cancel_import(pending)
+    context = receiver(target)
+    pending = target.import_block_table(context, beginning(table, 8), partial=True)  # all of that is here
+    with pytest.raises(BlockTableMismatchError, match="names other pages than before"):
+        target.extend_import(context, pending, from_page(table, 3), last=True)
 
 
 def test_a_growing_import_refuses_what_does_not_continue_it(make: Any) -> None:
