@@ -61,7 +61,7 @@ class TimedLoop(ServingLoop):
             self.times[request_id] = [before]
         self._joined.clear()
         outputs = super().step()
-        for entry in self._running:
+        for entry in self._running.values():
             self.times.setdefault(entry.request.request_id, [before])
         for output in outputs:
             self.times.setdefault(output.request_id, [before]).append(time.perf_counter())
@@ -142,6 +142,7 @@ def measure(kind: str, lengths: list[int], repeats: int) -> list[Row]:
                 (prefill_process, (kind, at, theirs)) if name == "p" else (decode_process, (kind, at, name, theirs))
             )
             spawn.Process(target=target, args=args, daemon=True).start()
+            theirs.close()  # else a process that dies is waited for without end
         for pipe in pipes.values():
             pipe.recv()
         for tokens in lengths:

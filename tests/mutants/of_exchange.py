@@ -74,7 +74,12 @@ EXCHANGE: tuple[Module, ...] = (
         [
             Mutation("PageLender._lend", " - sum(lent.num_pages for lent in self._lent.values())", "", [_LENDING]),
             Mutation("PageLender.answer", "known is None and query.digests", "query.digests", [_LENDING]),
-            Mutation("PageLender.answer", "len(self._asked) >= _MOST_ASKED", "not self._lock", [_LENDING]),
+            Mutation(
+                "PageLender.answer",
+                "len(self._asked) + len(self._loading) >= _MOST_ASKED",
+                "not self._lock",
+                [_LENDING],
+            ),
             Mutation("PageLender.answer", "len(self._answers) > _KNOWN", "not self._answers", [_LENDING]),
             Mutation("PageLender.settle", "del self._lent[event.lease_id]", "pass", [_LENDING]),
             Mutation("PageLender._lend", "now < until and ", "", [_LENDING]),

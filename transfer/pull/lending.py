@@ -96,7 +96,7 @@ class PageLender:
         """What a reader who asks, or asks again, is told now."""
         with self._lock:
             known = self._answers.get(query.ask_id)
-            if known is None and len(self._asked) >= _MOST_ASKED:
+            if known is None and len(self._asked) + len(self._loading) >= _MOST_ASKED:
                 known = LeaseReply(query_id=0, error=f"{_MOST_ASKED} questions wait for its serving loop already")
             elif known is None and query.digests:
                 known = self._answers[query.ask_id] = _UNSEEN

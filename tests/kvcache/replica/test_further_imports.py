@@ -20,6 +20,7 @@ from kvcache import (
     PromptTooLongError,
     TextContext,
 )
+from kvcache.replica import imports
 from tests.kvcache.build import manager_of
 from tests.kvcache.group_moves import layouts
 from tests.kvcache.kv import KVTokens
@@ -64,7 +65,8 @@ def copied(source: PagedKVCacheManager, target: PagedKVCacheManager, copier: Any
     """Copy what the copier names by now, all of it `last`; the pages of each table."""
     counts: list[int] = []
     for dst, src, (first, stop) in copier.take(last=True):
-        count = max(0, -(-stop // SIZE) - first // SIZE)
+        assert first <= stop
+        count = -(-stop // SIZE) - first // SIZE if first < stop else 0
         theirs, ours = np.asarray(src)[:count], np.asarray(dst)[:count]
         assert len(theirs) == len(ours) == count
         target.device_tensors[0][0][ours] = source.device_tensors[0][0][theirs]
@@ -83,6 +85,8 @@ def pulled(
     copier, counts = target.copier(pending), [0] * len(table.groups)
     if pending.needs_copy:
         counts = copied(source, target, copier)
+    else:
+        assert all(first <= stop for *_, (first, stop) in pending.copies(pending.tokens[0], last=True))
     target.commit_import(context, pending, copier.prove() if pending.needs_copy else None)
     goes_on(target, context, 9)
     return context, counts
@@ -143,6 +147,22 @@ def test_a_table_shorter_than_what_is_here_copies_nothing_that_is_here(covers: i
     longer, counts = pulled(source, target, PROMPT, part, "e")
     assert sum(counts) == 0
     assert longer.tokens[:40].tolist() == PROMPT
+
+
+def test_larger_pages_that_end_before_what_is_here_need_not_be_named() -> None:
+    table = BlockTable(
+        request_id="p",
+        replica_idx=0,
+        num_tokens=20,
+        page_size=16,
+        groups=((1, 2), ()),
+        fingerprint="",
+        kinds=("window 6",),
+    )
+    context = TextContext(PROMPT, 256, "d")
+    imports._check_reach(context, table, [24])  # all that it has is here
+    with pytest.raises(BlockTableMismatchError, match="from token 16 on are needed"):
+        imports._check_reach(context, table, [16])
 
 
 def test_a_table_shorter_than_the_prompt_leaves_the_rest_to_be_computed() -> None:

@@ -499,6 +499,10 @@ def test_questions_that_come_while_the_loop_is_busy_take_little_memory(
     assert [answer.error for answer in answers] == ["", "", "", *["3 questions wait for its serving loop already"] * 2]
     assert len(lender._asked) == 3
     assert lender.answer(question(0, 1, wanted)).waits_for  # one that is known is no question more
+    with monkeypatch.context() as loading:
+        loading.setattr(type(source.manager.contents), "bring", lambda *_: True)  # a tier that is slow
+        source.poll()
+        assert lender.answer(question(0, 4, wanted)).error  # they wait for their pages now
     source.poll()
     assert not lender.answer(question(0, 4, wanted)).error  # the loop has looked: it may ask again
 

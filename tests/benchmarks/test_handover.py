@@ -1,0 +1,12 @@
+"""The hand-over's benchmark measures prompts of several chunks in processes of its own."""
+
+import pytest
+
+from benchmarks import handover
+
+
+@pytest.mark.slow
+def test_a_prompt_of_several_chunks_is_measured_both_ways() -> None:
+    rows = handover.measure("small", [2 * handover.BUDGET + 1], 1)
+    assert [(row["pull"], row["n"]) for row in rows] == [("whole", 1), ("chunkwise", 1)]
+    assert all(row["prefill_ms_min"] > row["handover_ms_min"] > 0 for row in rows)
