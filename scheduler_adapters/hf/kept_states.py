@@ -24,9 +24,8 @@ class KeptStates:
     def __init__(self, pages: StatePages, replica: Replica, every: int) -> None:
         self._pages, self._replica = pages, replica
         self._spacing = every * replica.page_size
-        self._shared: dict[
-            str, int
-        ] = {}  # tokens of each request whose pages were found: of a new one from the first on
+        # Of each request the tokens whose pages were found: of a new one from the first on.
+        self._shared: dict[str, int] = {}
         self._ends: dict[str, tuple[int, ...]] = {}  # tokens after which chunks of its prompt end
 
     def longest(self, request_id: str | None, digests: Digests) -> int:

@@ -189,7 +189,13 @@ EXCHANGE: tuple[Module, ...] = (
                 "ctypes.pythonapi.Py_IncRef(ctypes.py_object(agent))",
                 "pass",
                 ["tests/transfer/pull/test_forks.py"],
-            )
+            ),
+            Mutation(
+                "Agent.close",
+                "self._agent = self._agent, None",
+                "_ = self._agent, None",
+                ["tests/transfer/nixl/test_agent.py"],
+            ),
         ],
     ),
     Module(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import torch
 from transfer.engine.tensor_agent import TensorAgent
 from transfer.errors import AgentError
 from transfer.memory import MemoryType
+from transfer.nixl.agent import Agent
 from transfer.nixl.settings import (
     agreed_settings,
     effective_settings,
@@ -135,6 +137,28 @@ def test_an_agent_describes_its_tensor():
     agent.agent.close()
     agent.agent.close()
     assert not agent.agent.is_open
+
+
+def test_nobody_names_the_agent_of_the_bindings_once_it_is_closed():
+    # It ends with its last name. One that is left keeps its worker, and what is in flight goes on writing.
+    memory = torch.zeros(2, 4096, dtype=torch.uint8)
+    runs = [(memory.data_ptr() + at, 4096, 0) for at in (0, 4096)]
+    source, agent = Agent("alone@3"), Agent("alone@4")
+    for one in (source, agent):
+        one.register([(memory.data_ptr(), memory.nbytes, 0)])
+    agent.add_peer(source.name, source.metadata)
+    handle, done = agent.post("READ", source.name, runs[:1], runs[1:])
+    while not done:
+        source.notifications()  # both sides make the connection
+        done = agent.done(handle)
+    agent.release(handle)
+    del handle
+    agent.remove_peer(source.name)
+    source.close()
+    bound = agent._agent.agent
+    agent.close()
+    gc.collect()
+    assert sys.getrefcount(bound) == 2  # of `bound`, and of the argument
 
 
 def test_host_memory_is_no_vram():
