@@ -28,6 +28,7 @@ NAMES = (
     "recommend",
     "waiting",
     "layer_groups",
+    "growth",
     "trace_replay",
     "trace_hints",
     "trace_routing",
@@ -52,7 +53,7 @@ def arguments() -> argparse.Namespace:
 
 def available() -> list[str]:
     """The benchmarks that are here."""
-    return [name for name in (*NAMES, "plan", "pull") if (HERE / f"{name}.py").exists()]
+    return [name for name in (*NAMES, "growth_transfer", "plan", "pull") if (HERE / f"{name}.py").exists()]
 
 
 def run(name: str, path: Path, *, quick: bool) -> bool:

@@ -31,7 +31,7 @@ import zmq
 
 from benchmarks.decode_step import bound
 from benchmarks.frame import Row, options, pin, report, settle
-from benchmarks.pools import Prompts, age, manager_of, reserve, running
+from benchmarks.pools import Prompts, age, expect, manager_of, reserve, running
 from kvcache import KVEvents
 
 ANY = "tcp://127.0.0.1:0"
@@ -42,6 +42,7 @@ KEPT = 50
 """Batches that wait for a subscriber, and that are kept for replays, in `loop`."""
 PAUSES_MS = (0.0, 1.0)
 SUBSCRIBERS = ("off", "none", "reading", "slow", "stopped", "dead", "flooding")
+_START_S = 120.0
 _STATISTICS = (
     "us_page_*_min and *_median: of n calls by page stored; cost_*: what events add to the minimum and to the median; "
     "us_median, us_p999 and us_max: median, 999th of 1,000 parts and maximum of the n steps of a row"
@@ -190,7 +191,7 @@ def loop(kind: str, requests: int, pause_ms: float, steps: int) -> tuple[list[fl
         given = (kind, manager.kv_event_endpoints[0], ready, over, missed)
         process = processes.Process(target=subscriber, args=given, daemon=True)
         process.start()
-        ready.wait()
+        expect(ready.wait(_START_S), f"the subscriber that is {kind} gets a message")
     os.sched_setaffinity(0, cores[-1:])
     settle()
     times: list[float] = []

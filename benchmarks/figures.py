@@ -50,6 +50,7 @@ _MANAGER = (
     *("decode_step", "admission", "growing_conversation", "release", "evict", "memory", "recommend", "waiting"),
     "layer_groups",
 )
+_GROWTH = ("growth", "growth_transfer")
 _TRACES = ("trace_replay", "trace_hints", "trace_routing")
 
 
@@ -65,9 +66,11 @@ STEPS = (
     Step("manager", _MANAGER, _all(_MANAGER), 280, (_all(_MANAGER) + " --quick", 80)),
     Step("pull", ("pull",), _alone("pull"), 660, (_alone("pull", " --quick"), 150)),
     Step("peers", ("peers",), _alone("peers", " --rounds 3"), 1080, (_alone("peers", " --quick"), 240)),
+    Step("growth", _GROWTH, _all(_GROWTH), 480, (_all(_GROWTH) + " --quick", 100)),
     Step("safety", ("verify_price",), _alone("verify_price"), 20, (_alone("verify_price", " --quick"), 8)),
     Step("safety", ("first_contact",), _alone("first_contact"), 30, (_alone("first_contact", " --quick"), 10)),
     Step("safety", ("prompt_digest",), _alone("prompt_digest"), 10, (_alone("prompt_digest", " --quick"), 5)),
+    Step("safety", ("hashing",), _alone("hashing"), 30, (_alone("hashing", " --quick"), 15)),
     Step("safety", ("scrape",), _alone("scrape"), 20, (_alone("scrape", " --quick"), 10)),
     Step("serving", ("handover",), _alone("handover"), 150, (_alone("handover", " --quick"), 40)),
     Step(

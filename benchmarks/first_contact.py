@@ -26,19 +26,19 @@ from transfer.wire.messages import open_rank
 LAYERS, HEADS, PAGE_SIZE, DIM, PULLED = 64, 8, 16, 16, 2048
 
 
-def shard(pages: int, heads: range) -> ShardLayout:
+def shard(pages: int, heads: range, layers: int = LAYERS) -> ShardLayout:
     """A rank that holds some heads of every layer."""
-    page = PageLayout("bfloat16", 2, LAYERS, 2, heads.start, len(heads), PAGE_SIZE, DIM, "layer,head,token,side,dim")
+    page = PageLayout("bfloat16", 2, layers, 2, heads.start, len(heads), PAGE_SIZE, DIM, "layer,head,token,side,dim")
     return per_layer(page, pages, PACKED_HND)
 
 
 @contextmanager
-def ranks(engine_id: str, pages: int, tp: int) -> Iterator[list[RankTransfer]]:
+def ranks(engine_id: str, pages: int, tp: int, layers: int = LAYERS) -> Iterator[list[RankTransfer]]:
     """The ranks of an engine over address space that is reserved and never touched."""
     incarnation, made, memories = new_incarnation(), list[RankTransfer](), list[mmap.mmap]()
     try:
         for rank in range(tp):
-            layout = shard(pages, range(rank * HEADS // tp, (rank + 1) * HEADS // tp))
+            layout = shard(pages, range(rank * HEADS // tp, (rank + 1) * HEADS // tp), layers)
             bases: list[int] = []
             for num_bytes in layout.region_bytes:
                 memories.append(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
@@ -51,9 +51,9 @@ def ranks(engine_id: str, pages: int, tp: int) -> Iterator[list[RankTransfer]]:
             one.close()
 
 
-def contact(pages: int, tp: int, repeats: int) -> list[Row]:
+def contact(pages: int, tp: int, repeats: int, layers: int = LAYERS) -> list[Row]:
     """The rows of one size: a reader of one rank and a source of `tp`."""
-    with ranks("p", pages, tp) as source, ranks("d", pages, 1) as (reader,):
+    with ranks("p", pages, tp, layers) as source, ranks("d", pages, 1, layers) as (reader,):
         metadata = [rank.metadata for rank in source]
         mine = open_rank(reader.metadata)
         rng = np.random.default_rng(0)
@@ -68,7 +68,7 @@ def contact(pages: int, tp: int, repeats: int) -> list[Row]:
             "plan": lambda: [open_rank(data) for data in metadata],
             "pull": lambda: RemoteEngine([open_rank(data) for data in metadata], mine, {}),
         }
-        shape = {"pages": pages, "layers": LAYERS, "source_ranks": tp, "metadata_bytes": sum(map(len, metadata))}
+        shape = {"pages": pages, "layers": layers, "source_ranks": tp, "metadata_bytes": sum(map(len, metadata))}
         return [
             {"operation": name, **shape, **summary(samples(repeats, given.get(name, lambda: None), measured))}
             for name, measured in steps.items()

@@ -121,6 +121,7 @@ def source() -> Iterator[tuple[bytes, int]]:
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs,), daemon=True)
     process.start()
+    theirs.close()  # else a process that dies is waited for without end
     try:
         yield ours.recv()
     finally:

@@ -104,6 +104,38 @@ PLOTS = (
 )
 
 
+class Panel(NamedTuple):
+    """One panel of the page of what grows; `along` and `calls` name its rows."""
+
+    title: str
+    axis: str
+    source: str
+    along: str
+    calls: tuple[str, ...]
+
+
+_LIMIT = "process_vm_readv"
+GROWTH = (
+    Panel("Running requests", "requests of a batch", "growth", "batch", ("step",)),
+    Panel(
+        "Requests that wait behind 64 that run", "requests in the queue", "growth", "waiting", ("step", "add", "abort")
+    ),
+    Panel("A full pool", "pages", "growth", "pool", ("reserve, evicting", "reserve, cached", "step")),
+    Panel("Replicas, 64 requests in all", "replicas", "growth", "replicas", ("step", "choose")),
+    Panel("A pull of pages of 16 KiB", "pages", "growth_transfer", "pages", ("pull", "pull, thread", _LIMIT)),
+    Panel(
+        "A pull of 16 pages, 16 KiB in each region",
+        "regions",
+        "growth_transfer",
+        "regions",
+        ("pull", "pull, thread", "contact", _LIMIT),
+    ),
+    Panel("Sources that are known", "sources", "growth_transfer", "peers", ("contact", "pull")),
+    Panel("The same, while nothing is read", "sources", "growth_transfer", "peers", ("poll, pulls open", "poll")),
+)
+"""The panels of `growth.png`, row by row."""
+
+
 def draw(figures: Figures, folder: Path) -> list[Path]:
     """Write a PNG for each plot whose rows are there; returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -113,6 +145,9 @@ def draw(figures: Figures, folder: Path) -> list[Path]:
         if rows:
             made.append(folder / f"{plot.name}.png")
             _draw_one(plot, rows, made[-1])
+    if all(figures.get(panel.source) for panel in GROWTH):
+        made.append(folder / "growth.png")
+        _draw_growth(figures, made[-1])
     return made + _draw_traces(figures, folder)
 
 
@@ -142,6 +177,25 @@ def _draw_one(plot: Plot, rows: Sequence[Row], path: Path) -> None:
     drawn = [plots.Curve(name, points) for name, points in lines.items()]
     plots.draw_lines(axes, drawn, title=plot.title, along=plot.along, up="µs")
     plots.save(figure, path)
+
+
+def _draw_growth(figures: Figures, path: Path) -> None:
+    made, rows_of_axes = plots.figure(2, [0.8] * (len(GROWTH) // 2))
+    for panel, axes in zip(GROWTH, (axes for row in rows_of_axes for axes in row), strict=True):
+        rows = [row for row in figures[panel.source] if row["along"] == panel.along]
+        curves = [
+            plots.Curve(
+                call,
+                [(row["size"], row["us_min"]) for row in rows if row["call"] == call],
+                "limit" if call == _LIMIT else "ours",
+            )
+            for call in panel.calls
+        ]
+        plots.draw_lines(axes, curves, title=panel.title, along=panel.axis, up="µs")
+        axes.legend(fontsize=8, edgecolor="none", framealpha=0.8)
+        for line in axes.lines:
+            line.set_label(f"_{line.get_label()}")  # the panel has a legend of its own: none below the figure
+    plots.save(made, path)
 
 
 def main() -> None:

@@ -20,8 +20,8 @@ from kvcache.replica.context import hasher_of
 PAGE = 16
 
 
-def manager_of(replicas: int, pages: int, algorithm: HashAlgorithm) -> PagedKVCacheManager:
-    """Replicas of `pages` pages each, a byte a token."""
+def manager_of(replicas: int, pages: int, algorithm: HashAlgorithm, rows: int = 8) -> PagedKVCacheManager:
+    """Replicas of `pages` pages and `rows` requests each, a byte a token."""
     params = KVCacheParams(
         dtype=torch.uint8,
         n_kv_heads=1,
@@ -34,7 +34,7 @@ def manager_of(replicas: int, pages: int, algorithm: HashAlgorithm) -> PagedKVCa
         data_parallel_degree=replicas,
     )
     memory = pages * PAGE * replicas
-    return PagedKVCacheManager(params, 8 * replicas, LONGEST, 1, ["cpu"] * replicas, available_cache_memory=memory)
+    return PagedKVCacheManager(params, rows * replicas, LONGEST, 1, ["cpu"] * replicas, available_cache_memory=memory)
 
 
 def publish(manager: PagedKVCacheManager, tokens: np.ndarray, replica: int) -> None:

@@ -20,6 +20,7 @@ import json
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -156,14 +157,19 @@ def _prompt(numbers: random.Random, size: int) -> list[int]:
     return [numbers.randrange(256) for _ in range(size)]
 
 
-def main() -> None:
-    """Measure, print, and write where asked to."""
+def main() -> int:
+    """Measure, print, and write where asked to; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm_serve", description=__doc__)
     parser.add_argument("--repeats", type=int, default=60, help="streams of each size")
     parser.add_argument("--rounds", type=int, default=3, help="bursts")
     parser.add_argument("--ways", default=",".join(WAYS), help="of these, by comma")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows, and how, where and of what")
     chosen = parser.parse_args()
+    if not Path(sys.executable).with_name("vllm").exists():
+        progress(
+            f"vllm_serve: no vllm beside {sys.executable}: `make test-engines` makes .venvs/vllm-serve that has it"
+        )
+        return 2
     with tempfile.TemporaryDirectory() as folder:
         rows: list[Row] = []
         ways = chosen.ways.split(",")
@@ -174,7 +180,8 @@ def main() -> None:
                 command = f"python -m benchmarks.vllm_serve {arguments}"
                 write(chosen.json, {**header(command, _STATISTICS), "rows": rows})
     print(f"\nvllm_serve\n{table(rows)}", flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,7 +1,8 @@
-"""What do requests that wait cost: a step of those that run, one that comes, one that is given up?
+"""What do requests that wait cost: a step of those that run, one that comes, one that is given up, a poll of transfers?
 
 64 requests decode, and have every row of the cache: none of those behind them gets in. There is no model, so that a
-step is what the loop and the manager take. `add` and `abort` are of one request more, the last one.
+step is what the loop and the manager take. `add` and `abort` are of one request more, the last one. The polls are those
+of the transfer thread, with pulls of which the pages are still computed, and with pulls whose source does not answer.
 """
 
 from __future__ import annotations
@@ -11,12 +12,17 @@ from collections.abc import Sequence
 
 from benchmarks.frame import Row, options, pin, report, samples, summary
 from benchmarks.pools import Prompts, expect, manager_of
+from benchmarks.pulls.engines import Spec, make
 from kvcache import RaggedKVCacheInputs
 from kvcache.replica.context import Context
 from scheduler_adapters.loop import Request, ServingLoop
+from transfer.pull.lease import LeaseRef, new_lease_id
+from transfer.pull.source import Source
+from transfer.wire.handshake import HandshakeServer
 
 RUNNING, PROMPT, PAGE = 64, 256, 16
 WAITING = (0, 1, 100, 1000, 10_000)
+_NOBODY = "tcp://127.0.0.1:9"
 
 
 class _NoModel:
@@ -51,12 +57,36 @@ def measure(waiting: int, repeats: int) -> list[Row]:
     return [{"running": RUNNING, "waiting": waiting, "call": call, **summary(times)} for call, times in rows]
 
 
+def measure_polls(waiting: int, repeats: int) -> list[Row]:
+    """The rows of so many open pulls, of which none moves."""
+    rows: list[Row] = []
+    source = make(Spec(name="source", layers=1, pages=8))
+    with HandshakeServer([source.card]) as server:
+        for call, address in (("poll, pages to come", server.endpoint), ("poll, silent source", _NOBODY)):
+            replica = make(Spec(name="reader", layers=1, pages=8)).replica
+            lease = LeaseRef(new_lease_id(), 0, 600.0)
+            for number in range(waiting):
+                replica.pull(f"r{number}", Source(address, "source", lease), 600.0)
+            while replica.poll() and address != _NOBODY:
+                source.replica.poll()
+            times = samples(repeats, lambda: None, lambda _, replica=replica: replica.poll())
+            expect(replica.num_pulls == (waiting, 0), "no pull has ended")
+            rows.append({"running": 0, "waiting": waiting, "call": call, **summary(times)})
+            for number in range(waiting if address != _NOBODY else 0):  # the source hears of each, while it takes notes
+                replica.cancel(f"r{number}", "measured")
+                source.replica.poll()
+            replica.close()
+    source.replica.close()
+    return rows
+
+
 def main() -> None:
     """Run and report."""
     chosen = options(__doc__)
     pin()
     repeats = 50 if chosen.quick else 300
-    report("waiting", [row for waiting in WAITING for row in measure(waiting, repeats)], chosen)
+    rows = [row for waiting in WAITING for row in measure(waiting, repeats)]
+    report("waiting", rows + [row for waiting in WAITING for row in measure_polls(waiting, 50)], chosen)
 
 
 if __name__ == "__main__":

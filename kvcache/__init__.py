@@ -4,6 +4,7 @@ Imports no other package of the project. Start reading at `manager.py`, what cal
 rules; `docs/architecture.md` is the map.
 """
 
+from kvcache.copies import page_rows
 from kvcache.errors import (
     AlreadyClaimedError,
     BlockTableMismatchError,
@@ -25,6 +26,7 @@ from kvcache.layout import PageLayout
 from kvcache.manager import PagedKVCacheManager
 from kvcache.metrics import KVCacheMetrics
 from kvcache.params import KVCacheParams
+from kvcache.quantization import KVCacheQuantizationConfig
 from kvcache.replica.batch import Batch
 from kvcache.replica.block_table import BlockTable, PageCopy, PageDigests, PendingImport
 from kvcache.replica.context import Context, TextContext
@@ -50,6 +52,7 @@ __all__ = [
     "KVCacheError",
     "KVCacheMetrics",
     "KVCacheParams",
+    "KVCacheQuantizationConfig",
     "KVEvents",
     "LayerGroup",
     "LayerTables",
@@ -73,4 +76,5 @@ __all__ = [
     "TextContext",
     "UnknownArgumentError",
     "UnknownRequestError",
+    "page_rows",
 ]

@@ -1,24 +1,20 @@
 """Which replica and row each claimed request has."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 
 from kvcache.arguments import check_request_id, integer, shown
 from kvcache.errors import AlreadyClaimedError, InvalidRequestError, InvariantError, UnknownRequestError
-from kvcache.replica.batch import Batch, Gathered
+from kvcache.replica.batch import UNKNOWN, Batch, Gathered
 from kvcache.replica.context import Context, TextContext, check_context
 from kvcache.replica.replica import Replica
 from kvcache.replica.rows import Ints
 from kvcache.types import RequestID
 
-
-class One(NamedTuple):
-    """The only request of a call, and its row of the only replica."""
-
-    row: int
-    context: TextContext
+One = tuple[int, TextContext]
+"""The only request of a call, and before it its row of the only replica. A plain tuple: a named one takes 0.2 µs."""
 
 
 class Claims:
@@ -88,7 +84,7 @@ class Claims:
         context = batch[0]
         if type(context) is not TextContext or (row := self.bound.get(context)) is None:
             return None
-        return One(row, context)
+        return row, context
 
     def gather(self, batch: Sequence[Context], call: str) -> Gathered:
         """The requests of a call as arrays; a `Batch` is that already."""
@@ -200,6 +196,7 @@ class Claims:
                     f"request {context.request_id!r}: {call} of a batch made before its release; make a new one"
                 )
         batch.unbound, batch.checked_at = unbound, self._releases
+        batch.slack = batch.due = UNKNOWN  # a request may have been claimed anew, with other pages
 
 
 def _key(context: object) -> object:

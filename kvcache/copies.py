@@ -20,8 +20,11 @@ _STAGED_BYTES = 32 << 20  # of device memory, at a time
 
 
 def page_rows(blocks: torch.Tensor) -> torch.Tensor:
-    """A pool, `[pages, ...]`, dense page after page, as rows, a view: `[pages, words]`, int64 or, where odd, uint8."""
-    elements = blocks[0].numel()
+    """A pool, `[pages, ...]`, as rows, a view: `[pages, words]`, int64 or, where odd, uint8.
+
+    A row is a whole page: all from its start to the next one's, what lies behind its values included.
+    """
+    elements = blocks.stride(0)
     rows = blocks.as_strided((blocks.shape[0], elements), (elements, 1)).view(torch.uint8)
     # A kernel that gathers bytes one by one takes several times as long as one that gathers words.
     return rows if rows.shape[1] % 8 else rows.view(torch.int64)

@@ -40,7 +40,7 @@ class Family(NamedTuple):
 
 
 class FamilyCollector(Collector):
-    """Reads families at each scrape. Register it with a `CollectorRegistry`, of each class one in a registry.
+    """Reads families at each scrape. Register it with a `CollectorRegistry`, which takes one collector of a class.
 
     Nothing is counted for it, and nobody waits for it: a scrape reads, in its own thread, what is counted anyway. Each
     figure is right by itself; two of one scrape may be a step apart, as the loop goes on meanwhile. A family that

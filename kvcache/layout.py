@@ -10,14 +10,18 @@ import torch
 from kvcache.params import KVCacheParams
 
 AXES = ("layer", "side", "head", "token", "dim")
+_ALIGNED = 16  # bytes, of pages with scales and of the scales in them
 
 
-class PageLayout(msgspec.Struct, frozen=True, tag="page_layout/1"):
+class PageLayout(msgspec.Struct, frozen=True, omit_defaults=True, tag="page_layout/1"):
     """The byte geometry of one page on one shard, and which part of the model's KV it holds.
 
     A page is a dense box of `layers × sides × heads × page_size × head_dim` elements. `order` says how the box lies in
     memory, outermost axis first. In the default order a page is one run of bytes, and so is any range of its heads:
     a transfer between different tensor-parallel splits still copies one run per page.
+
+    Where values are quantised their scales lie behind them in the page, a dense box of their own in the same order:
+    `scales` has its extents, of tokens, heads and dims no more than have scales of their own.
     """
 
     dtype: str  # of the elements, as torch spells it ("bfloat16")
@@ -29,6 +33,7 @@ class PageLayout(msgspec.Struct, frozen=True, tag="page_layout/1"):
     page_size: int  # tokens of a page
     head_dim: int  # elements of one head of one token
     order: str  # the axes, outermost first, comma-separated
+    scales: "PageLayout | None" = None  # of quantised values
 
     @property
     def extents(self) -> dict[str, int]:
@@ -38,13 +43,19 @@ class PageLayout(msgspec.Struct, frozen=True, tag="page_layout/1"):
 
     @property
     def page_elements(self) -> int:
-        """Elements of one page."""
+        """Elements of one page, without its scales."""
         return math.prod(self.extents.values())
 
     @property
+    def scales_offset(self) -> int:
+        """Bytes from the start of a page to its scales, and so the bytes of its values, where it has none."""
+        values = self.page_elements * self.itemsize
+        return values if self.scales is None else _aligned(values)
+
+    @property
     def page_bytes(self) -> int:
-        """Bytes of one page."""
-        return self.page_elements * self.itemsize
+        """Bytes of one page, its scales included."""
+        return self.scales_offset + (0 if self.scales is None else _aligned(self.scales.page_bytes))
 
     @property
     def strides(self) -> dict[str, int]:
@@ -74,7 +85,7 @@ class PageLayout(msgspec.Struct, frozen=True, tag="page_layout/1"):
 def shard_layout(params: KVCacheParams, num_layers: int, page_size: int, shard: int) -> PageLayout:
     """The layout of shard `shard` of each replica."""
     heads = params.heads_of_shard(shard)
-    return PageLayout(
+    values = PageLayout(
         dtype=str(params.dtype).removeprefix("torch."),
         itemsize=params.dtype.itemsize,
         num_layers=num_layers,
@@ -85,6 +96,20 @@ def shard_layout(params: KVCacheParams, num_layers: int, page_size: int, shard: 
         head_dim=params.head_dim,
         order=params.page_order,
     )
+    quantised = params.kvcache_quant_config
+    if quantised is None:
+        return values
+    of_page, of_all_heads = quantised.scale_of != "token and head", quantised.scale_of == "page"
+    scales = msgspec.structs.replace(
+        values,
+        dtype=str(quantised.scale_dtype).removeprefix("torch."),
+        itemsize=quantised.scale_dtype.itemsize,
+        first_head=0 if of_all_heads else heads.start,
+        num_heads=1 if of_all_heads else len(heads),
+        page_size=1 if of_page else page_size,
+        head_dim=params.head_dim // quantised.quantization_granularity,
+    )
+    return msgspec.structs.replace(values, scales=scales)
 
 
 def shard_layouts(params: KVCacheParams, num_layers: int, page_size: int) -> list[PageLayout]:
@@ -101,9 +126,40 @@ def replica_fingerprint(layouts: list[PageLayout], groups: str = "") -> str:
 def kv_kind(layouts: Sequence[PageLayout]) -> str:
     """What the shards of a replica keep of a token, however its heads are split and its pages lie."""
     one, heads = layouts[0], max(layout.first_head + layout.num_heads for layout in layouts)
-    return f"{one.dtype}, {one.num_layers} layers of {one.sides} x {heads} heads of {one.head_dim}"
+    kind = f"{one.dtype}, {one.num_layers} layers of {one.sides} x {heads} heads of {one.head_dim}"
+    return kind + (f", {scales_kind(layouts)}" if one.scales is not None else "")
+
+
+def scales_kind(layouts: Sequence[PageLayout]) -> str:
+    """What shares a scale; nothing where values have none."""
+    layout = layouts[-1]
+    scales = layout.scales
+    if scales is None:
+        return ""
+    of_token = scales.page_size == layout.page_size
+    of_head = (scales.first_head, scales.num_heads) == (layout.first_head, layout.num_heads)
+    shared = f"a {'token' if of_token else 'page'}{' and head' if of_head else ''}"
+    return f"{scales.dtype} scales of {layout.head_dim // scales.head_dim} elements of {shared}"
 
 
 def as_blocks(pages: torch.Tensor, layout: PageLayout, num_pages: int) -> torch.Tensor:
-    """A flat tensor of `num_pages * layout.page_elements` elements as `[pages, sides, layers, page, heads, dim]`."""
-    return pages.as_strided((num_pages, *layout.shape), (layout.page_elements, *layout.shape_strides))
+    """A flat tensor of `num_pages` pages as `[pages, sides, layers, page, heads, dim]`, without their scales."""
+    return pages.as_strided((num_pages, *layout.shape), (layout.page_bytes // layout.itemsize, *layout.shape_strides))
+
+
+def scales_of(rows: torch.Tensor, layout: PageLayout) -> torch.Tensor | None:
+    """The scales in `rows`, whole pages as words of any type, `[pages, words]`; None where pages have none.
+
+    `[pages, sides, layers, tokens, heads, dims]`, of tokens, heads and dims one where a scale is of all of a page.
+    """
+    scales = layout.scales
+    if scales is None:
+        return None
+    dtype: torch.dtype = getattr(torch, scales.dtype)
+    words = rows.view(torch.uint8).view(dtype)
+    first = words.storage_offset() + layout.scales_offset // scales.itemsize
+    return words.as_strided((len(rows), *scales.shape), (words.stride(0), *scales.shape_strides), first)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNED) * _ALIGNED

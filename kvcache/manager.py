@@ -60,7 +60,7 @@ class PagedKVCacheManager:
         PoolTooSmallError: (a RuntimeError) the budget does not hold a page, or a device or the host not its share.
     """
 
-    further_groups: Sequence[Any] = ()  # what keeps a request's pages beside those of its tokens, each a table's group
+    further_groups: Sequence[Any] = ()  # pools of pages that requests have beside those of their tokens (states, say)
 
     estimated_memory_size = staticmethod(sizing.estimated_memory_size)
     infer_optimal_batch_size = staticmethod(sizing.infer_optimal_batch_size)

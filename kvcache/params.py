@@ -1,6 +1,7 @@
 """`KVCacheParams`: what a KV cache is made of, with every check on it in one place."""
 
 import functools
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
@@ -13,10 +14,11 @@ from kvcache.arguments import flag, number, of_kind, one_of, optional, shown, wh
 from kvcache.errors import InvalidParamsError
 from kvcache.kv_events import KVEvents
 from kvcache.layer_groups import LayerGroup
+from kvcache.quantization import KVCacheQuantizationConfig
 from kvcache.routing import Routing
 from kvcache.types import MakeObjectIO, PageIO
 
-HashAlgorithm = Literal["sha256", "xxh3_128"]
+HashAlgorithm = Literal["sha256", "blake3", "xxh3_128"]
 PageOrder = Literal["head,layer,side,token,dim", "layer,side,head,token,dim", "layer,side,token,head,dim"]
 
 MAX_DEVICES = 1 << 10
@@ -43,6 +45,9 @@ _RULES: dict[str, Callable[[str, Any], object]] = {
     ),
     "object_tier_io": optional(
         functools.partial(of_kind, kind=Callable, needed="a function that makes an `ObjectIO`, say a `NixlObjects`")
+    ),
+    "kvcache_quant_config": functools.partial(
+        of_kind, kind=(NoneType, KVCacheQuantizationConfig), needed="a KVCacheQuantizationConfig"
     ),
     "object_tier_pages": functools.partial(whole, least=1, most=1 << 10),
     "object_tier_timeout_s": functools.partial(number, least=0.01, most=60.0),
@@ -80,7 +85,9 @@ class KVCacheParams:
     n_devices: int = 1  # of all replicas together
     is_mla: bool = False  # one latent side in place of keys and values
     data_parallel_degree: int = 1  # replicas, each with a pool and an index of its own
-    hash_algorithm: HashAlgorithm = "sha256"  # of the prefix chain; collisions in the faster one can be crafted
+    # Of the prefix chain, the same wherever pages are exchanged. blake3, an extra, is as strong as sha256 and quicker
+    # where the processor has no SHA instructions; collisions in xxh3_128 can be crafted.
+    hash_algorithm: HashAlgorithm = "sha256"
     # A prompt that shares at least this many tokens of a cached page, but not all, copies the page (see
     # `kvcache.replica.partial`); 0 means never.
     partial_reuse_min_tokens: int = 0
@@ -115,9 +122,10 @@ class KVCacheParams:
     kv_events: KVEvents | None = None  # tells routers what is cached, as vLLM does; None: nobody is told
     # Layers that keep the same tokens, each of them in one group, and one group or more of full attention; none
     # means that all layers attend to everything. All have the same heads and `head_dim`. A prefix is found as far as
-    # every group can go on from; windows need only what the next token sees. Retention hints are not followed then. See
-    # `kvcache.layer_groups`.
+    # every group can go on from; windows need only what the next token sees. See `kvcache.layer_groups`.
     groups: tuple[LayerGroup, ...] = ()
+    # Values of 8 bits whose scales stand in the page beside them: shared, copied, evicted and handed over with it.
+    kvcache_quant_config: KVCacheQuantizationConfig | None = None
 
     def __post_init__(self) -> None:
         for name, rule in _RULES.items():
@@ -131,8 +139,14 @@ class KVCacheParams:
         for salt, share in self.tenant_quotas.items():
             _check(isinstance(cast("object", salt), str), f"tenant_quotas names {shown(salt)}: a salt is a string")
             _share(f"tenant_quotas[{salt!r}]", share)
+        _check(
+            self.hash_algorithm in usable_hashes(),
+            f"hash_algorithm is {self.hash_algorithm!r}: its package is not installed, pip install 'pagewire[blake3]'",
+        )
         self._check_tiers()
         self._check_groups()
+        if self.kvcache_quant_config is not None:
+            self.kvcache_quant_config.check(self.dtype, self.head_dim)
 
     @property
     def tensor_parallel_degree(self) -> int:
@@ -156,7 +170,7 @@ class KVCacheParams:
         return range(first, first + count)
 
     def bytes_per_token(self, num_layers: int) -> int:
-        """Bytes of one token's KV on all shards of one replica together."""
+        """Bytes of one token's keys and values, without scales, on all shards of one replica together."""
         per_shard = self.sides * num_layers * self.n_kv_heads_per_device * self.head_dim * self.dtype.itemsize
         return per_shard * self.tensor_parallel_degree
 
@@ -222,12 +236,17 @@ class KVCacheParams:
             f"groups are of {', '.join(group.kind for group in self.groups)}: one group of full attention is needed",
         )
         for name, given in (
-            (_SWAPPING, self.enable_kvcache_swapping_to_host),
+            ("object_tier_io", self.object_tier_io is not None),
             ("partial_reuse_min_tokens", self.partial_reuse_min_tokens > 0),
-            ("routing.copy_pages", self.routing.copy_pages),
-            ("tenant_quota", self.tenant_quota < 1.0 or bool(self.tenant_quotas)),
         ):
             _check(not given, f"{name} is given, and groups: it holds for layers of one group only")
+
+
+@functools.cache
+def usable_hashes() -> tuple[HashAlgorithm, ...]:
+    """The algorithms whose packages are installed: blake3 is an extra."""
+    known: tuple[HashAlgorithm, ...] = get_args(HashAlgorithm)
+    return tuple(one for one in known if one != "blake3" or importlib.util.find_spec("blake3"))
 
 
 def resolve_page_size(params: KVCacheParams, page_size: int | None) -> int:

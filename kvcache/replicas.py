@@ -1,4 +1,4 @@
-"""What a call on a batch does on each replica."""
+"""`Replicas`: divides a call on a batch by replica, and makes it on each."""
 
 import functools
 from array import array
@@ -25,6 +25,7 @@ from kvcache.replica.context import Context, hasher_of
 from kvcache.replica.devices import PlacedReplica
 from kvcache.replica.further_tables import FurtherPlan, FurtherTables
 from kvcache.replica.hashing import PrefixHasher
+from kvcache.replica.lifts import lift, prefetch
 from kvcache.replica.partial import PartialReuse
 from kvcache.replica.peer_copies import PeerCopies
 from kvcache.replica.replica import Filled, Replica
@@ -58,8 +59,9 @@ def place_replicas(
         if count > 1:
             caching = params.enable_prefix_caching
             replica.further = FurtherTables(tables, replica.pool, block_rows, replica.leases, caching=caching)
+            replica.hints.follow(replica.further, replica.salt)
         placed.append(PlacedReplica(replica, layouts, group, stream))
-    replicas = Replicas(placed, capacity, params, make_tiers(params, layouts, placed, stream))
+    replicas = Replicas(placed, capacity, params, make_tiers(params, layouts, placed, stream, tables))
     if params.kv_events is not None and params.enable_prefix_caching:
         replicas.publish_events(params.kv_events, [_spec_of(table.group, params) for table in tables.tables])
     return replicas
@@ -120,6 +122,8 @@ class Replicas:
         if self.tiers is None or not self.tiers.lower:
             return False
         hasher = hasher_of(context, self.each[0].hash_algorithm, self.each[0].page_size)
+        if self.each[0].further is not None:
+            return prefetch(self.each[0], hasher, context)
         first = max(len(replica.match(context, hasher=hasher)[1]) for replica in self.each)
         return self.tiers.prefetch(hasher, context, first)
 
@@ -129,6 +133,8 @@ class Replicas:
         first_time = replica.rows.prompt[row] < 0
         if self._copies is not None and first_time:
             self._copies.bring(replica_idx, row, context, num_steps)
+        if replica.further is not None:
+            lift(replica, row, context, num_steps)
         new_pages = replica.reserve(row, context, num_steps)
         if new_pages is not None and first_time:
             self._router.admitted(replica_idx, new_pages)
@@ -183,19 +189,19 @@ class Replicas:
 
     def fetch_one(self, one: One | None, num_steps: int) -> list[RaggedKVCacheInputs] | None:
         """`fetch` of a single request, without arrays of one: a third of the time. None: it takes `fetch`."""
-        if one is None or num_steps != 1 or not self._is_plain(one):
+        if one is None or num_steps != 1 or not self._is_plain(one[0]):
             return None
         row, context = one
         start, active, end = context.start_idx, context.active_idx, context.end_idx
         if end > self.capacity[row]:
             return None
-        starts, actives, ends = np.array([[start], [active], [end]])
-        state = BatchState(slice(row, row + 1), starts, actives, ends, active - start, active, end)
+        each = np.array((start, active, end))
+        state = BatchState(slice(row, row + 1), each[:1], each[1:2], each[2:], active - start, active, end)
         return self.placed[0].inputs(state, 1)
 
     def step_one(self, one: One | None) -> bool:
         """`step` of a single request that fills no page now, likewise. False: it takes `step`."""
-        if one is None or not self._is_plain(one):
+        if one is None or not self._is_plain(one[0]):
             return False
         (row, context), replica = one, self.each[0]
         rows, computed = replica.rows, context.start_idx
@@ -204,10 +210,10 @@ class Replicas:
         rows.cached[row] = computed
         return True
 
-    def _is_plain(self, one: One) -> bool:
-        """Whether nobody is to be told or asked of a step of this request but its row."""
-        (replica, *others), row = self.each, one.row
-        if others or self.tiers is not None or self._log is not None or replica.further is not None:
+    def _is_plain(self, row: int) -> bool:
+        """Whether nobody is to be told or asked of a step of the request at this row but the row."""
+        replica = self.each[0]  # the only one: `Claims.one` has seen to that
+        if self.tiers is not None or self._log is not None or replica.further is not None:
             return False
         return row not in replica.leases.of_row and not replica.counter.is_open
 
@@ -222,16 +228,20 @@ class Replicas:
             for replica, (rows, computed) in zip(self.each, states, strict=True):
                 replica.counter.computed(rows, computed)
             return
+        # No page was full before the last token: of a batch those alone are asked whose page that token has filled.
+        looked = parts if gathered.due or (turning := gathered.turning()) is None else self._split(gathered, turning)
         # Of all replicas first: digests are refused where a request's salt or keys changed, and nothing is half done.
         full = [
-            replica.filled(rows, computed, functools.partial(self._digests, gathered, mine))
-            for replica, (rows, computed), mine in zip(self.each, states, parts, strict=True)
+            replica.filled(*gathered.computed(mine), functools.partial(self._digests, gathered, mine))
+            for replica, mine in zip(self.each, looked, strict=True)
         ]
         for replica, (rows, computed), pages in zip(self.each, states, full, strict=True):
             replica.publish(rows, computed, pages)
         if self._partial is not None:
             _learn(self._partial, gathered, full)
-        if not any(full) and isinstance(gathered, Batch):  # of many requests that fill pages now, others do next
+        if any(full):
+            gathered.due = 1  # of many requests that fill pages now, others do next
+        elif isinstance(gathered, Batch):
             gathered.due = min(replica.due(*state) for replica, state in zip(self.each, states, strict=True))
         if self._log is not None:
             self._log.end_call()
@@ -242,9 +252,7 @@ class Replicas:
         `specs`: of each block table, what its layers keep.
         """
         indexes = {at * len(specs): replica.pool.index for at, replica in enumerate(self.each)}
-        for index in indexes.values() if len(specs) > 1 else ():
-            index.tables = np.zeros(len(index.published), np.intp)
-        if self.tiers is not None:
+        if self.tiers is not None and len(specs) == 1:  # else nobody could tell of which table a page below is
             indexes[HOST] = self.tiers.host.pool.index
             if self.tiers.files is not None:
                 indexes[FILES] = self.tiers.files.index
@@ -298,22 +306,28 @@ class Replicas:
 
     def _reserve_decoding(self, gathered: Gathered, num_steps: int) -> bool:
         """Pages for a batch of one token each; False where it takes a closer look at each request."""
-        if np.count_nonzero(gathered.actives - gathered.starts != 1):
+        # All had pages before the last token: of a batch those alone can lack one whose token begins a page.
+        turning = gathered.turning() if gathered.slack == -1 and num_steps == 1 else None
+        if turning is None and np.count_nonzero(gathered.actives - gathered.starts != 1):
             return False
-        states = [gathered.part(mine) for mine in self._split(gathered)]
-        for replica, state in zip(self.each, states, strict=True):
-            if not replica.reserve_decoding(state.rows, state.ends + (num_steps - 1)):
+        for replica, mine in zip(self.each, self._split(gathered, turning), strict=True):
+            rows, ends = gathered.known(mine)
+            if not replica.reserve_decoding(rows, ends + (num_steps - 1) if num_steps > 1 else ends):
                 return False
-        gathered.slack = min(
-            replica.slack(state.rows, state.ends) for replica, state in zip(self.each, states, strict=True)
-        )
+        if turning is not None and turning.size:
+            gathered.slack = 0  # of many requests that get pages now, others do next
+        else:
+            every = zip(self.each, self._split(gathered), strict=True)
+            gathered.slack = min(replica.slack(*gathered.known(mine)) for replica, mine in every)
         return True
 
-    def _split(self, gathered: Gathered) -> list[Ints | None]:
-        """Of each replica the places of its requests in the batch; None for all of them."""
+    def _split(self, gathered: Gathered, places: Ints | None = None) -> list[Ints | None]:
+        """Of each replica the places of its requests in the batch, or of those at `places`; None for all of them."""
         if len(self.each) == 1:
-            return [None]
-        return [np.flatnonzero(gathered.replicas == replica) for replica in range(len(self.each))]
+            return [places]
+        replicas = gathered.replicas if places is None else gathered.replicas[places]
+        found = [np.flatnonzero(replicas == replica) for replica in range(len(self.each))]
+        return [*found] if places is None else [places[at] for at in found]
 
     def _digests(
         self, gathered: Gathered, mine: Ints | None, at: Ints, firsts: Ints, lasts: Ints
@@ -333,7 +347,7 @@ def _spec_of(group: LayerGroup, params: KVCacheParams) -> CacheSpec:
 
 
 def _learn(partial: Sequence[PartialReuse], gathered: Gathered, full: Sequence[Filled | None]) -> None:
-    """What was published now may be reused in part."""
+    """Let partial reuse find the pages that were published now."""
     places = zip(gathered.replicas.tolist(), gathered.rows.tolist(), strict=True)
     contexts = dict(zip(places, gathered.contexts, strict=True))
     for replica_idx, (learner, pages) in enumerate(zip(partial, full, strict=True)):

@@ -1,14 +1,13 @@
 """A socket on which another process asks for the prefix cache to be dropped (new weights, say)."""
 
 import logging
-from typing import cast
 
 import zmq
 
 from kvcache.arguments import shown
 from kvcache.errors import InvalidParamsError
+from kvcache.sockets import bound_socket
 
-MAX_MESSAGE_BYTES = 1 << 10
 _MESSAGES_A_CALL = 64
 
 _log = logging.getLogger("pagewire")
@@ -32,17 +31,7 @@ class ResetEndpoint:
 
     def __init__(self, endpoint_base: str) -> None:
         self.address = f"{endpoint_base}-reset_prefix_cache"
-        context = cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
-        self._socket: zmq.Socket[bytes] = context.socket(zmq.PULL)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        try:
-            self._socket.bind(self.address)
-        except zmq.ZMQError as error:
-            self._socket.close()
-            raise InvalidParamsError(
-                f"zmq_endpoint_base {endpoint_base!r}: cannot bind {self.address}: {error}"
-            ) from error
+        self._socket = bound_socket(f"zmq_endpoint_base {endpoint_base!r}", zmq.PULL, self.address)
 
     def asked(self) -> bool:
         """Whether a reset was asked for. Never waits; takes up at most `_MESSAGES_A_CALL` messages."""

@@ -16,6 +16,7 @@ import torch
 from kvcache.arguments import MOST, shown, whole
 from kvcache.errors import InvalidParamsError, PoolTooSmallError, UnknownArgumentError
 from kvcache.layer_groups import LayerTables, layer_tables
+from kvcache.layout import shard_layouts
 from kvcache.params import KVCacheParams, resolve_page_size
 
 MOST_REQUESTS = 512  # of `infer_optimal_batch_size`: what one step of a model still gains from
@@ -108,7 +109,7 @@ def _each_replica(params: KVCacheParams, page_size: int, name: str, memory: obje
 
 def page_bytes(params: KVCacheParams, num_layers: int, page_size: int) -> int:
     """Bytes of one page on all shards of a replica together."""
-    return params.bytes_per_token(num_layers) * page_size
+    return sum(layout.page_bytes for layout in shard_layouts(params, num_layers, page_size))
 
 
 def pages_per_replica(

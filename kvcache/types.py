@@ -28,12 +28,16 @@ class RaggedKVCacheInputs(NamedTuple):
             groups of layers have several tables (`PagedKVCacheManager.layer_tables`) `[tables, batch, columns]`, and
             what fell out of a window is the null page's, too.
         max_lengths: int32 `[num_steps, 2]` on the host: of each step the longest active run and the longest context.
+        kv_scales: of quantised values, in the same pages (`KVCacheParams.kvcache_quant_config`), else None:
+            `[pages + 1, sides, layers, page_size, heads, head_dim / quantization_granularity]`, strided, with one token
+            and one head where a scale is of all of a page.
     """
 
     blocks: torch.Tensor
     cache_lengths: torch.Tensor
     lookup_table: torch.Tensor
     max_lengths: torch.Tensor
+    kv_scales: torch.Tensor | None = None
 
 
 class RangeRetention(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -126,7 +130,7 @@ class ObjectIO(Protocol):
     @property
     def memory(self) -> Part: ...  # noqa: D102 - as the class says
     def exist(self, keys: Sequence[str]) -> list[bool]:
-        """Of each key whether there is an object."""
+        """Whether there is an object, for each key."""
         ...
 
     def write(self, objects: Sequence[ObjectRange]) -> None:

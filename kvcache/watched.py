@@ -1,4 +1,4 @@
-"""What who watches a manager is told: a `Look` at every page and request, whole or as what has changed since another.
+"""What a watcher of a manager is told: a `Look` at every page and request, whole or as what changed since another one.
 
 A look is one message: the header below, in msgpack, then for each pool two frames of little-endian uint32: the pages
 that have changed, and their cells. A whole pool has an empty first frame, and a cell for every page, the null page too.
@@ -17,12 +17,12 @@ Cells: TypeAlias = NDArray[np.uint32]
 STATE_BITS, AGE_SHIFT, SHARED_BIT, OWNER_SHIFT = 7, 3, 6, 8
 MOST_OWNERS = (1 << 24) - 1
 
-Name = Annotated[str, Meta(max_length=1024)]
+Label = Annotated[str, Meta(max_length=1024)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 
 
 class PageState(IntEnum):
-    """Of a page, by the first that is true from the last to the first."""
+    """What a page is. Where several are true, it is the last of them."""
 
     FREE = 0  # its content is worth nothing
     IDLE = 1  # cached, findable, nobody's: it may be evicted
@@ -48,17 +48,17 @@ def owners_of(cells: Cells) -> Cells:
 
 
 class AskLook(msgspec.Struct, frozen=True, kw_only=True):
-    """The question of who watches: one look is the answer. Nothing is looked at for who does not ask."""
+    """A watcher's question; one look is the answer. Nothing is looked at while nobody asks."""
 
     known: Count = 0  # the number of the last look that came; 0: none, the answer is whole
-    incarnation: Name = ""  # of the watch that it came from
+    incarnation: Label = ""  # of the watch that it came from
     check: bool = False  # have the loop recount everything, which stops it meanwhile: `CheckReport` tells
 
 
 class PoolLook(msgspec.Struct, frozen=True, kw_only=True):
     """The pages of one pool."""
 
-    name: Name  # the number of the replica, or the tier
+    name: Label  # the number of the replica, or the tier
     num_pages: Annotated[int, Meta(ge=1, lt=1 << 31)]  # the null page, 0, is not counted
     counts: tuple[Count, ...]  # pages by `PageState`
 
@@ -67,10 +67,10 @@ class Owners(msgspec.Struct, frozen=True, kw_only=True):
     """Requests, and what else holds pages, in columns. A number stays its owner's while that is there."""
 
     numbers: tuple[Count, ...] = ()  # 0: it has no pages here
-    request_ids: tuple[Name, ...] = ()
-    tenants: tuple[Name, ...] = ()  # `cache_salt`; empty: none
-    phases: tuple[Name, ...] = ()
-    pools: tuple[Name, ...] = ()
+    request_ids: tuple[Label, ...] = ()
+    tenants: tuple[Label, ...] = ()  # `cache_salt`; empty: none
+    phases: tuple[Label, ...] = ()
+    pools: tuple[Label, ...] = ()
     pages: tuple[Count, ...] = ()
     tokens: tuple[Count, ...] = ()  # computed
     prompts: tuple[Count, ...] = ()  # tokens of the prompt, or 0
@@ -79,20 +79,20 @@ class Owners(msgspec.Struct, frozen=True, kw_only=True):
 class LeaseRow(msgspec.Struct, frozen=True, kw_only=True):
     """A lease that stands."""
 
-    request_id: Name
-    pool: Name
+    request_id: Label
+    pool: Label
     age_s: float
     left_s: float | None  # to its deadline, unless a reader renews it; None: its request still runs
-    heard: Name = ""  # what readers have said
+    heard: Label = ""  # what readers have said
 
 
 class PullRow(msgspec.Struct, frozen=True, kw_only=True):
     """A pull in flight."""
 
-    key: Name
-    pool: Name
-    source: Name
-    stage: Name
+    key: Label
+    pool: Label
+    source: Label
+    stage: Label
     num_bytes: Count  # read, or on their way
     age_s: float | None  # None: it has not begun
     left_s: float
@@ -101,7 +101,7 @@ class PullRow(msgspec.Struct, frozen=True, kw_only=True):
 class TreeRow(msgspec.Struct, frozen=True, kw_only=True):
     """Pages of the prefix tree between two branchings."""
 
-    pool: Name
+    pool: Label
     page: Count  # the first of them
     parent: Count  # the first of those before them; 0: none
     pages: Count
@@ -113,11 +113,11 @@ class EvictionRow(msgspec.Struct, frozen=True, kw_only=True):
     """Pages that were given away together."""
 
     age_s: float
-    pool: Name
-    reason: Name  # "LRU", "hint", "quota" or "reset"
+    pool: Label
+    reason: Label  # "LRU", "hint", "quota" or "reset"
     pages: Count
     again: Count  # of them, that were asked for again, and computed or copied anew
-    first: Name  # the digest of one, in part
+    first: Label  # the digest of one, in part
 
 
 class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,14 +126,14 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     age_s: float
     seconds: float  # that it took
     error: str  # the first discrepancy; empty: the books agree
-    counts: dict[Name, tuple[Count, ...]]  # of each pool the pages by `PageState` at that moment
+    counts: dict[Label, tuple[Count, ...]]  # of each pool the pages by `PageState` at that moment
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True):
     """A look at a manager."""
 
-    name: Name  # of the process
-    incarnation: Name  # random, of the watch
+    name: Label  # of the process
+    incarnation: Label  # random, of the watch
     number: Count  # of the look
     base: Count  # the look that this one is a difference to; 0: it is whole
     at: float  # seconds since 1970
@@ -146,8 +146,8 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
     pulls: tuple[PullRow, ...] = ()
     tree: tuple[TreeRow, ...] = ()
     evictions: tuple[EvictionRow, ...] = ()
-    evicted: dict[Name, tuple[Count, Count]] = {}  # by reason, pages since somebody looks, and those asked for again
-    figures: dict[Name, float] = {}  # totals; a rate is the difference of two looks
+    evicted: dict[Label, tuple[Count, Count]] = {}  # by reason, pages since somebody looks, and those asked for again
+    figures: dict[Label, float] = {}  # totals; a rate is the difference of two looks
     check: CheckReport | None = None
 
 

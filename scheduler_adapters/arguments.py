@@ -17,6 +17,7 @@ from typing import Any
 
 _SHOWN = 300  # characters of a value in a message
 _LONGEST_PLAIN = 200
+_MOST_BYTES = 1 << 20  # of a file that is read whole
 _MOST_DIGITS = 60  # Python refuses to read thousands, which no limit needs
 
 
@@ -91,13 +92,26 @@ def input_path(text: str) -> Path:
     return path
 
 
-def small_file(path: Path, most: int = 1 << 20) -> bytes:
-    """What is in a file. `OSError` where it cannot be read, or is longer than `most` bytes: some never end."""
+def small_file(path: Path) -> bytes:
+    """What is in a file. `OSError` where it cannot be read, or is longer than 1 MiB: some never end."""
     with path.open("rb") as file:
-        found = file.read(most + 1)
-    if len(found) > most:
-        raise OSError(errno.EFBIG, f"longer than {most:,} bytes")
+        found = file.read(_MOST_BYTES + 1)
+    if len(found) > _MOST_BYTES:
+        raise OSError(errno.EFBIG, f"longer than {_MOST_BYTES:,} bytes")
     return found
+
+
+def write_json(path: Path | None, figures: object) -> None:
+    """Write what a command has found where `--json` says, if it does. `AdapterError`: that cannot be written."""
+    if path is not None:
+        import msgspec  # noqa: PLC0415 - here, as the errors are: with them comes torch
+
+        from scheduler_adapters.errors import AdapterError  # noqa: PLC0415
+
+        try:
+            path.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=1) + b"\n")
+        except OSError as error:
+            raise AdapterError(f"--json {str(path)!r} cannot be written: {error.strerror}") from error
 
 
 def output_file(text: str) -> Path:

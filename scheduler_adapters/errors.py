@@ -8,7 +8,7 @@ class AdapterError(KVCacheError):
 
 
 class MissingExtraError(AdapterError, ImportError):
-    """A package of an optional extra (`serve`, `bench`) is not installed."""
+    """A package of an optional extra is not installed."""
 
 
 class ModelLoadError(AdapterError, ValueError):

@@ -16,7 +16,7 @@ from scheduler_adapters.errors import MissingExtraError
 
 WIDTH, HEIGHT, DPI = 9.0, 4.2, 100  # inches of a figure and of a row of panels; a README shows some 900 pixels
 
-Role = Literal["ours", "peer", "limit", "worst"]
+CurveRole = Literal["ours", "peer", "limit", "worst"]
 _OURS = ("#0b6e99", "#d1495b", "#3a7d44", "#8a4fbe", "#c98b00", "#17a398", "#7a4b2a", "#b0578d", "#4f6d2f", "#274690")
 _PEERS = ("#555555", "#7a7a7a", "#9a9a9a", "#b0b0b0")
 _PEER_MARKS = ("s", "^", "v", "D", "P", "X")
@@ -31,7 +31,7 @@ class Curve(NamedTuple):
 
     name: str
     points: Sequence[tuple[float, float]]
-    role: Role = "ours"
+    role: CurveRole = "ours"
 
 
 def pyplot() -> Any:
@@ -96,11 +96,11 @@ def draw_lines(
 
 
 def draw_bars(
-    axes: Any, bars: Mapping[str, Mapping[str, float]], roles: Mapping[str, Role], title: str, along: str
+    axes: Any, bars: Mapping[str, Mapping[str, float]], roles: Mapping[str, CurveRole], title: str, along: str
 ) -> None:
     """Bars lying side by side for each case: `bars[case][who]`, and whose each is."""
     cases, thick = list(bars)[::-1], 0.8 / len(roles)
-    looks: dict[Role, dict[str, Any]] = {
+    looks: dict[CurveRole, dict[str, Any]] = {
         "ours": {"color": _OURS[0]},
         "worst": {"color": _OURS[1]},
         "peer": {"color": _PEERS[1], "linestyle": "--"},

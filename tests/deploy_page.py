@@ -23,6 +23,7 @@ OPTIONS = {
     "ReplicaTransfer": "transfer/pull/replica.py",
     "PagedKVCacheManager": "kvcache/manager.py",
     "KVCacheParams": "kvcache/params.py",
+    "KVCacheQuantizationConfig": "kvcache/quantization.py",
     "KVEvents": "kvcache/kv_events.py",
     "Routing": "kvcache/routing.py",
     "ManagerWatch": "kvcache/watch/endpoint.py",

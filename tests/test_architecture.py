@@ -22,7 +22,7 @@ MAX_FILE, MAX_FUNCTION = 450, 60  # lines
 VALUES = {
     "kvcache": {
         *("arguments", "copies", "errors", "families", "kv_events", "layer_groups", "layout"),
-        *("metrics", "params", "routing", "storage", "types", "watched"),
+        *("metrics", "params", "quantization", "routing", "sockets", "storage", "types", "watched"),
     },
     "transfer": {"errors", "memory", "spans", "stats"},
     "scheduler_adapters": {"arguments", "base", "errors", "interrupts", "loop", "plots", "viewer"},
@@ -39,7 +39,7 @@ ROOMS: dict[str, set[str]] = {
     "kvcache.watch": {"kvcache values", "kvcache.pool", "kvcache.replica", "kvcache"},
     "transfer values": {"kvcache values"},
     "transfer.plan": {"kvcache values", "transfer values"},
-    "transfer.wire": {"transfer values", "transfer.plan"},
+    "transfer.wire": {"kvcache values", "transfer values", "transfer.plan"},
     "transfer.nixl": {"kvcache values", "transfer values"},
     "transfer.pull": {
         *("kvcache values", "kvcache.replica"),
@@ -87,12 +87,12 @@ ROOMS: dict[str, set[str]] = {
 }
 # What `transfer` may know of `kvcache`: the contract between the packages.
 CONTRACT = {
-    *("kvcache.errors", "kvcache.families", "kvcache.layer_groups", "kvcache.layout", "kvcache.watched"),
-    "kvcache.replica.block_table",
+    *("kvcache.errors", "kvcache.families", "kvcache.layer_groups", "kvcache.layout", "kvcache.sockets"),
+    *("kvcache.watched", "kvcache.replica.block_table"),
 }
 # The files of `kvcache` that have sockets.
 _SOCKETS = {
-    *("kvcache.reset_endpoint", "kvcache.events.publisher"),
+    *("kvcache.sockets", "kvcache.reset_endpoint", "kvcache.events.publisher"),
     *("kvcache.watch.endpoint", "kvcache.watch.follower"),
 }
 
@@ -209,6 +209,23 @@ def test_no_class_name_stands_for_two_things() -> None:
     assert {name: modules for name, modules in where.items() if len(modules) > 1} == {}
 
 
+def spelled(value: ast.expr) -> str:
+    """An alias, so that two that mean the same are spelled the same."""
+    if isinstance(value, ast.Subscript) and ast.unparse(value.value) == "Literal":
+        return str(sorted(re.findall(r"'[^']*'", ast.unparse(value.slice))))
+    return ast.unparse(value).replace("npt.", "")
+
+
+def test_no_name_of_a_type_stands_for_two_things() -> None:
+    where: dict[str, dict[str, str]] = {}
+    for module in files():
+        for node in tree(module).body:
+            target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+            if isinstance(target, ast.Name) and re.match("[A-Z][a-z]", target.id) and isinstance(node.value, ast.expr):
+                where.setdefault(target.id, {}).setdefault(spelled(node.value), module)
+    assert {name: found for name, found in where.items() if len(found) > 1} == {}
+
+
 def folders() -> Iterator[tuple[str, str]]:
     """Each package and room, and the docstring of its `__init__`, in one line."""
     for module, path in files().items():
@@ -248,6 +265,18 @@ def test_documents_name_files_that_are_there() -> None:
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
         missing = sorted(name for name in paths_in(path.read_text()) if not (ROOT / name).exists())
         assert missing == [], path.name
+
+
+@pytest.mark.parametrize("name", ["architecture.md", "glossary.md", "groups.md", "events.md"])
+def test_documents_that_map_the_code_name_what_is_there(name: str) -> None:
+    """Files by their last name, and whatever looks like a name of ours: what was renamed is found here."""
+    code = " ".join(re.findall(r"`([^`\n]+)`", (ROOT / "docs" / name).read_text()))
+    named = {word for word in re.findall(r"[A-Za-z_]\w*", code) if "_" in word.strip("_") or word.lower() != word}
+    known = {word for path in files().values() for word in re.findall(r"[A-Za-z_]\w*", path.read_text())}
+    outside = {path.stem for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")}
+    assert sorted(named - known - outside - set(files())) == []
+    ours = {path.name for path in (*files().values(), *(ROOT / "tests").rglob("*.py"), *ROOT.glob("benchmarks/*.py"))}
+    assert sorted(set(re.findall(r"\w+\.py", code)) - ours) == []
 
 
 def test_the_map_has_every_room_and_the_glossary_each_term_once() -> None:

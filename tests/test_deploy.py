@@ -73,7 +73,7 @@ COUNTERS = {
     "service": [
         name for name in fields_of("Stats", "scheduler_adapters/service/messages.py") if name not in {"name", "role"}
     ],
-    "handshake": literals("transfer/wire/handshake.py", "Count"),
+    "handshake": literals("transfer/wire/handshake.py", "QueryOutcome"),
     "notes": literals("transfer/pull/lease.py", "Verdict"),
 }
 

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, get_args
+from typing import get_args
 
 from kvcache.families import Family, FamilyCollector, Sample
 from transfer.pull.exchange import PageExchange
 from transfer.pull.lease import Verdict
 from transfer.pull.replica import ReplicaTransfer
-from transfer.pull.thread import TransferThread
 from transfer.stats import FAILURES
-from transfer.wire.handshake import Count
+from transfer.watch import Transfers
+from transfer.wire.handshake import QueryOutcome
 
 _REPLICA = ("replica",)
-
-
-class Transfers(Protocol):
-    """What has leases and pulls: a `PageExchange`, or a `NixlConnectorWorker`."""
-
-    @property
-    def threads(self) -> Sequence[TransferThread]:
-        """Of each replica."""
-        ...
 
 
 def _each(read: Callable[[ReplicaTransfer], float]) -> Callable[[Transfers], Iterator[Sample]]:
@@ -62,7 +53,7 @@ def _busy(owner: Transfers) -> Iterator[Sample]:
 
 
 def _queries(owner: PageExchange) -> Iterator[Sample]:
-    return (((count,), owner.queries[count]) for count in get_args(Count))
+    return (((count,), owner.queries[count]) for count in get_args(QueryOutcome))
 
 
 def _lent(owner: PageExchange) -> Iterator[Sample]:

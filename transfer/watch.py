@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from kvcache.watched import Beside, LeaseRow, PullRow
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from transfer.pull.thread import TransferThread
+from transfer.pull.thread import TransferThread
 
 
-class _Exchanged(Protocol):
-    """A `PageExchange`, or a `NixlConnectorWorker`."""
+class Transfers(Protocol):
+    """What has leases and pulls: a `PageExchange`, or a `NixlConnectorWorker`."""
 
     @property
     def threads(self) -> Sequence[TransferThread]:
@@ -22,7 +19,7 @@ class _Exchanged(Protocol):
         ...
 
 
-def transfers_of(owner: _Exchanged) -> Callable[[], Beside]:
+def transfers_of(owner: Transfers) -> Callable[[], Beside]:
     """Reads leases, pulls, bytes and failures of an exchange or a connector's worker: in the thread of the watch."""
     return lambda: Beside(
         leases=tuple(row for at, thread in enumerate(owner.threads) for row in _leases(str(at), thread)),

@@ -81,6 +81,7 @@ def rows(wanted: Sequence[tuple[int, ...]], *, as_ours: bool) -> Iterator[Row]:
     ours, theirs = context.Pipe()
     child = context.Process(target=source, args=(theirs, as_ours), daemon=True)
     child.start()
+    theirs.close()  # else a process that dies is waited for without end
     metadata, remote_base = ours.recv()
     pool = huge_pages(POOL_BYTES)
     agent = agent_of("reader", pool, as_ours=as_ours)

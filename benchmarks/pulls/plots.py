@@ -43,7 +43,7 @@ def _lines(rows: Sequence[Row], x: str) -> list[plots.Curve]:
     for row in rows:
         found = lines.setdefault(row["program"], {})
         found[row[x]] = max(row["gbps"], found.get(row[x], 0.0))
-    roles: dict[str, plots.Role] = {SPUN: "ours", THREADED: "ours", LIMIT: "limit"}
+    roles: dict[str, plots.CurveRole] = {SPUN: "ours", THREADED: "ours", LIMIT: "limit"}
     return [plots.Curve(name, [*lines[name].items()], roles.get(name, "peer")) for name in _BESIDE if name in lines]
 
 

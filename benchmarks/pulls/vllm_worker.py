@@ -92,6 +92,7 @@ def consume(scripts: str, sizes: tuple[int, ...]) -> dict[str, Any]:
     demo = demo_of(scripts)
     child = context.Process(target=produce, args=(theirs, scripts, demo.d.MODEL, sizes), daemon=True)
     child.start()
+    theirs.close()  # else a process that dies is waited for without end
     port, engine_id = ours.recv()
     made = engine(demo, "kv_consumer", sizes)
     for tensor in made.kv.values():

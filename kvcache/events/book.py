@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.events.log import FILES, HOST, Entry, Hashed, Ints, Tokens
+from kvcache.events.log import FILES, HOST, Entry, Hashed, Ints, PageTokens
 from kvcache.events.wire import (
     CPU,
     GPU,
@@ -20,8 +20,8 @@ from kvcache.events.wire import (
     BlockRemoved,
     BlockStored,
     CacheSpec,
-    Event,
     Hashes,
+    KVEvent,
     adapter_of,
     hashes_of,
     keys_of_block,
@@ -40,7 +40,7 @@ class Told(NamedTuple):
     """An event, and the source that it is of."""
 
     source: int
-    event: Event
+    event: KVEvent
 
 
 class EventBook:
@@ -106,12 +106,12 @@ class EventBook:
                 yield self._bare(source, ids[~known])
 
     def hashes(self, source: int) -> Hashes:
-        """What a source has."""
+        """The hashes of all pages that a source has."""
         return self._index.words_of(np.flatnonzero(self._present[source]))
 
     # ---- entries
 
-    def _describe(self, hashers: Sequence[Hashed], firsts: Ints, lasts: Ints, tokens: Tokens) -> None:
+    def _describe(self, hashers: Sequence[Hashed], firsts: Ints, lasts: Ints, tokens: PageTokens) -> None:
         width = hashers[0].width
         # Copies, as the loop appends to what is known: of each request its pages, and the one before, here 0 of page 0.
         known = b"".join(

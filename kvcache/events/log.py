@@ -28,8 +28,8 @@ class Hashed(Protocol):
 
 
 Ints = NDArray[np.int64]
-Tokens = NDArray[np.int32] | Sequence[bytes]
-Described = tuple[Sequence[Hashed], Ints, Ints, Tokens]
+PageTokens = NDArray[np.int32] | Sequence[bytes]
+Described = tuple[Sequence[Hashed], Ints, Ints, PageTokens]
 """Of each request the pages from a first to a last one, hashed by now, and the int32 bytes of their tokens.
 
 The other thread may read it at once. A plain tuple: an object with names takes the loop longer than all else that it

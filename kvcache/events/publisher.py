@@ -14,15 +14,15 @@ import weakref
 from collections import deque
 from collections.abc import Container, Iterable, Sequence
 from itertools import chain
-from typing import Any, cast
 
 import zmq
 
 from kvcache.errors import InvalidParamsError
 from kvcache.events.book import EventBook, Told
 from kvcache.events.log import MOST_ENTRIES, Entry, EventLog
-from kvcache.events.wire import END_OF_REPLAY, AllBlocksCleared, BlockStored, Event, EventBatch, encode
+from kvcache.events.wire import END_OF_REPLAY, AllBlocksCleared, BlockStored, EventBatch, KVEvent, encode
 from kvcache.kv_events import KVEvents
+from kvcache.sockets import bound_socket
 
 _LOOK_MS = 5  # between two looks at the log, where it was empty
 # Python runs one thread at a time, and takes the turn away from none for 5 ms: so this one gives it up by itself, after
@@ -46,7 +46,6 @@ _UNREAD = 16  # messages that wait for a peer; the others wait here, of one answ
 _UNREAD_S = 2.0  # that a peer may take nothing of its answer; then the rest is dropped
 _ANEW_S = 10.0  # between two times that everybody is told everything, as somebody has missed too much, or is new
 _JOIN_S = 0.25  # from a connection on, until its subscription is here
-_QUESTION_BYTES = 1 << 10  # of a message to us: those of CURVE's greeting are the longest
 _END_S = 1.0
 
 _log = logging.getLogger("pagewire")
@@ -56,7 +55,6 @@ class _Stream:
     """The sockets of one rank, its sequence, and its last batches."""
 
     def __init__(self, options: KVEvents, rank: int) -> None:
-        context = cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
         address, replay_address = options.addresses(rank)
         self.rank = rank
         self._topic = options.topic.encode()
@@ -67,11 +65,11 @@ class _Stream:
         self.sent_at = 0.0
         self._unsent: deque[tuple[bytes, ...]] = deque()  # what is left of the answer under way, its first for the peer
         self._taken_at = 0.0  # when the peer took something of it last; 0: nothing yet
-        self.pub = _bound(context.socket(zmq.PUB), address, options, options.hwm)
+        self.pub = bound_socket("kv_events", zmq.PUB, address, options.hwm, options.secure)
         self.replay = None
         if replay_address is not None:
             try:
-                self.replay = _bound(context.socket(zmq.ROUTER), replay_address, options, _UNREAD)
+                self.replay = bound_socket("kv_events", zmq.ROUTER, replay_address, _UNREAD, options.secure)
             except InvalidParamsError:
                 self.pub.close()
                 raise
@@ -84,7 +82,7 @@ class _Stream:
         replay = None if self.replay is None else self.replay.getsockopt_string(zmq.LAST_ENDPOINT)
         return self.pub.getsockopt_string(zmq.LAST_ENDPOINT), replay
 
-    def send(self, events: Sequence[Event]) -> None:
+    def send(self, events: Sequence[KVEvent]) -> None:
         """Send a batch. Never waits: a subscriber that cannot take it misses it."""
         payload = self._encoded(events)
         self._ring.append((self.sequence, payload))
@@ -168,7 +166,7 @@ class _Stream:
         for number, part in enumerate(parts, first):
             yield number, self._encoded(part)
 
-    def _encoded(self, events: Sequence[Event]) -> bytes:
+    def _encoded(self, events: Sequence[KVEvent]) -> bytes:
         return encode(EventBatch(time.time(), events, self.rank))
 
 
@@ -273,7 +271,7 @@ class _Worker:
 
     def _send(self, stream: _Stream, told: Sequence[Told], *, anew: bool) -> None:
         if anew:
-            events: Iterable[Event] = chain([AllBlocksCleared()], self._book.state(stream.rank))
+            events: Iterable[KVEvent] = chain([AllBlocksCleared()], self._book.state(stream.rank))
         else:
             events = (event for source, event in told if self._book.is_of(source, stream.rank))
         for part in batched(events):
@@ -346,9 +344,9 @@ class EventPublisher:
         self._thread.join(_END_S)
 
 
-def batched(events: Iterable[Event]) -> Iterable[list[Event]]:
+def batched(events: Iterable[KVEvent]) -> Iterable[list[KVEvent]]:
     """The events, in parts of not too many tokens."""
-    part: list[Event] = []
+    part: list[KVEvent] = []
     tokens = unpaused = 0
     for event in events:
         part.append(event)
@@ -367,31 +365,3 @@ def batched(events: Iterable[Event]) -> Iterable[list[Event]]:
 
 def _frame(sequence: int) -> bytes:
     return sequence.to_bytes(8, "big")
-
-
-def _bound(socket: zmq.Socket[bytes], address: str, options: KVEvents, most: int) -> zmq.Socket[bytes]:
-    for option, value in (
-        (zmq.LINGER, 0),
-        (zmq.SNDHWM, most),
-        (zmq.RCVHWM, 100),
-        (zmq.MAXMSGSIZE, _QUESTION_BYTES),
-        # A peer that is gone without a word has its queue freed. ZMQ's own heartbeats end the process (libzmq 4.3.5,
-        # an assertion) where they find a peer that has filled our queue and is gone.
-        (zmq.TCP_KEEPALIVE, 1),
-        (zmq.TCP_KEEPALIVE_IDLE, 10),
-        (zmq.TCP_KEEPALIVE_INTVL, 5),
-        (zmq.TCP_KEEPALIVE_CNT, 3),
-        (zmq.IPV6, int("[" in address)),
-    ):
-        socket.setsockopt(option, value)
-    try:
-        if options.secure is not None:
-            options.secure(cast("Any", socket))
-        socket.bind(address)
-    except zmq.ZMQError as error:
-        socket.close()
-        raise InvalidParamsError(f"kv_events: cannot bind {address}: {error}") from error
-    except BaseException:
-        socket.close()
-        raise
-    return socket

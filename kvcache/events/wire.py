@@ -62,14 +62,14 @@ class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     """Nothing is there, in no medium."""
 
 
-Event = BlockStored | BlockRemoved | AllBlocksCleared
+KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """What happened on one rank between two looks at it, in order. `ts`: seconds since 1970."""
 
     ts: float
-    events: Sequence[Event]
+    events: Sequence[KVEvent]
     data_parallel_rank: int | None = None
 
 

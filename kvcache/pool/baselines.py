@@ -104,6 +104,10 @@ class HintedBaseline:
         self._append(self._take(sample))
         return found
 
+    def widen(self, width: float) -> None:
+        """A page of this order stands for so many of the pool."""
+        self._order.lead_pages = max(1, int(self._most / width))
+
     def touch(self, words: Words) -> None:
         self._append(self._take(words[self._sampled(words)].tolist()))
 
@@ -113,7 +117,7 @@ class HintedBaseline:
         pages = self._take(words[at].tolist())
         if hints is not None:  # of those that were taken
             at = at[: len(pages)]
-            hints = PageHints(hints.codes[at], None if hints.lives is None else hints.lives[at])
+            hints = hints.of(at)
         self._order.hint(pages, hints)
         self._append(pages)
 

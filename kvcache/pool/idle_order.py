@@ -94,18 +94,19 @@ class IdleOrder:
             live = entries[:missing]
             self._head = end if len(live) == len(entries) else self._stamp.item(live.item(-1)) % CHUNK + 1
             missing -= len(live)
-            self._stamp[live] = -1
-            self._live[chunk] -= len(live)
+            self._stamp[live.astype(np.intp)] = -1
+            self._live[chunk] = left = self._live.item(chunk) - len(live)
             taken.append(live)
-            if not self._live[chunk]:
+            if not left:
                 self._give_up(chunk)
         self.count -= count
-        return taken[0] if len(taken) == 1 else np.concatenate(taken) if taken else np.zeros(0, np.int32)
+        return taken[0].copy() if len(taken) == 1 else np.concatenate(taken) if taken else np.zeros(0, np.int32)
 
     def pop_one(self) -> int:
         """`pop(1)`, where there is a page: a tenth of the cost."""
         chunk, log, stamp = self.chunks[0], self._log, self._stamp
-        for at in range(self._head, min(self._head + _NEAR, self._end_of(chunk))):
+        # No stamp names a place that is not filled yet: no need to ask where the chunk ends.
+        for at in range(self._head, min(self._head + _NEAR, CHUNK)):
             page: int = log.item(chunk, at)
             if stamp.item(page) == chunk * CHUNK + at:
                 break
@@ -187,9 +188,10 @@ class IdleOrder:
         return True
 
     def _entries(self, chunk: int, first: int, end: int) -> Pages:
-        """The entries from `first` to `end` of a chunk that count."""
-        pages = self._log[chunk, first:end]
-        return pages[self._stamp[pages] == np.arange(chunk * CHUNK + first, chunk * CHUNK + end, dtype=np.int32)]
+        """The entries from `first` to `end` of a chunk that count; where all do a view of the log."""
+        pages, start = self._log[chunk, first:end], chunk * CHUNK
+        counts = self._stamp[pages.astype(np.intp)] == np.arange(start + first, start + end, dtype=np.int32)
+        return pages if np.count_nonzero(counts) == len(pages) else pages[counts]
 
     def _end_of(self, chunk: int) -> int:
         return self._filled if chunk == self.chunks[-1] else CHUNK

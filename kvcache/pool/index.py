@@ -146,8 +146,10 @@ class PrefixIndex:
         at_end = range(len(current)) if places is None else places.tolist()
         for place, page, word in zip(at_end, current.tolist(), wanted.tolist(), strict=True):
             found[place] = self._follow(page, word)
-        hits = found.nonzero()[0]
-        if hits.size and self.digests_of(found[hits]).tobytes() != digests.take(hits, axis=0).tobytes():
+        if not (hits := found.nonzero()[0]).size:
+            return found
+        pages, asked = (found, digests) if hits.size == len(found) else (found[hits], digests.take(hits, axis=0))
+        if self.digests_of(pages).tobytes() != asked.tobytes():
             self._find_exactly(found, digests, buckets)
         return found
 

@@ -60,15 +60,17 @@ class PagePool:
         pages = self._fresh[self._fresh_count : self._fresh_count + fresh]
         if fresh < count:
             evicted = self.idle.pop(count - fresh)
-            self.index.withdraw(evicted)
+            ascending = np.sort(evicted)  # what is known of neighbours is in the same cache line
+            self.index.withdraw(ascending)
             self.evictions += len(evicted)
             if (told := self.told) is not None:
                 told("evicted", evicted, self.idle.reasons)
             if self.guard is not None:
                 self.guard(evicted)
-            pages = np.concatenate((pages, evicted)) if fresh else evicted
-        pages = np.sort(pages)
-        self.holders[pages] = 1
+            pages = np.sort(np.concatenate((pages, evicted))) if fresh else ascending
+        else:
+            pages = np.sort(pages)
+        self.holders[pages.astype(np.intp)] = 1
         return pages
 
     def allocate_one(self) -> int:

@@ -46,6 +46,10 @@ class PageHints(NamedTuple):
     codes: Codes
     lives: Times | None
 
+    def of(self, at: Indices) -> "PageHints":
+        """What is said of the pages at these places."""
+        return PageHints(self.codes[at], None if self.lives is None else self.lives[at])
+
 
 def page_hints(retention: Retention, pages: int, page_size: int) -> PageHints:
     """The hints of a request's first `pages` pages. A range speaks for the pages that lie in it with all tokens."""
@@ -101,6 +105,7 @@ class HintedOrder:
         self._on_surplus = on_surplus
         self._clock = clock
         self._num_pages = num_pages
+        self.lead_pages = num_pages  # a lead is so many times as long
         self._recent = recent
         self._older: dict[int, IdleOrder] = {}  # by code
         self._settled = np.zeros(num_pages + 1, np.bool_)  # pages of `_older`
@@ -231,7 +236,7 @@ class HintedOrder:
         return pages
 
     def _lead(self, code: int) -> int:
-        return (int(LEVEL_OF[code]) - NEUTRAL) * _LEAD * self._num_pages
+        return (int(LEVEL_OF[code]) - NEUTRAL) * _LEAD * self.lead_pages
 
     def _expired(self, code: int, pages: Pages, now: float) -> int:
         """How many of `pages`, oldest first, have a hint that is worth nothing any more, up to the first that has not.

@@ -29,6 +29,7 @@ class BatchState(NamedTuple):
 
 
 UNKNOWN = -(1 << 62)
+_UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 _STEPS_KEPT = 256  # updates that a batch holds before it hands them to the contexts
 
 
@@ -56,11 +57,21 @@ class Gathered:
         contexts, count = self.contexts, len(self.contexts)
         self.starts: Ints = np.fromiter([context.start_idx for context in contexts], np.int64, count)
         self.slack = UNKNOWN  # tokens that every request can surely grow by on its pages; after an update one fewer
-        self.due = 0  # tokens that every request can surely compute before one fills a page; 0: not known
+        self.due = UNKNOWN  # tokens that every request can surely compute before one fills a page; likewise
         if starts_only:
             return
         self.actives: Ints = np.fromiter([context.active_idx for context in contexts], np.int64, count)
         self.ends: Ints = np.fromiter([context.current_length for context in contexts], np.int64, count)
+
+    def turning(self) -> Ints | None:
+        """The places of the requests whose newest token is the first of a page; None: it takes a look at each."""
+        return None
+
+    def known(self, mine: Ints | None) -> tuple[Rows, Ints]:
+        """Rows and known tokens of the requests at the places `mine`; None: all, which are of one replica."""
+        if mine is None:
+            return (self.rows if self.run is None else self.run), self.ends
+        return self.rows[mine], self.ends[mine]
 
     def computed(self, mine: Ints | None) -> tuple[Rows, Ints]:
         """Rows and cached tokens of the requests at the places `mine`; None: all, which are of one replica."""
@@ -145,8 +156,8 @@ class Batch(Gathered, Sequence[Context]):
     def __init__(self, contexts: Sequence[Context], replicas: Ints, rows: Ints, page_size: int, owner: object) -> None:
         self._page_size = page_size
         self.owner = owner  # whose rows these are
-        # The last tokens of each context: a page's worth from before, then those of the updates.
-        self._log = np.zeros((len(contexts), page_size + _STEPS_KEPT), np.int32)
+        # A row a step, the last tokens of each context in it: a page's worth from before, then those of the updates.
+        self._log = np.zeros((page_size + _STEPS_KEPT, len(contexts)), np.int32)
         self._hashers: dict[int, PrefixHasher] = {}  # by place
         self.checked_at = -1  # how many releases there had been when the claims were last compared
         super().__init__(tuple(contexts), replicas, rows)
@@ -169,6 +180,7 @@ class Batch(Gathered, Sequence[Context]):
         self._count = self._page_size
         self._seen = [self._count] * len(self.contexts)
         self._hashers = {}
+        self._turning: dict[int, Ints] = {}  # by the place of the first request's newest token in its page
         self._updated = False
         own = [context for context in self.contexts if isinstance(context, TextContext)]
         self._together = len(own) == len(self.contexts) and bool((self.actives == self.ends).all())
@@ -179,7 +191,7 @@ class Batch(Gathered, Sequence[Context]):
             )
             for place, context in enumerate(own):
                 last = context.tokens[-self._page_size :]
-                self._log[place, self._page_size - len(last) : self._page_size] = last
+                self._log[self._page_size - len(last) : self._page_size, place] = last
                 context.follow(self, place)
         self._stale = False  # after all have followed: a context that follows anew leaves this same batch first
 
@@ -194,8 +206,17 @@ class Batch(Gathered, Sequence[Context]):
         """The last token of each request, `[len]`: who streams or stops by it need not read the contexts for that."""
         self.refresh()
         if self._together:
-            return self._log[:, self._count - 1]
+            return self._log[self._count - 1]
         return np.array([context.tokens[-1] for context in self.contexts], np.int32)
+
+    def turning(self) -> Ints | None:
+        if not self._updated:
+            return None
+        at = self.ends.item(0) % self._page_size
+        places = self._turning.get(at)
+        if places is None:  # each grows by one token a step, so that it is the same ones a page later
+            places = self._turning[at] = (self.ends % self._page_size == 1 % self._page_size).nonzero()[0]
+        return places
 
     def part(self, mine: Ints | None) -> BatchState:
         if mine is not None or not self._updated:
@@ -226,9 +247,9 @@ class Batch(Gathered, Sequence[Context]):
             return
         if not self._updates_left:
             self._refuse_longest()
-        if self._count == self._log.shape[1]:
+        if self._count == len(self._log):
             self._hand_over()
-        self._log[:, self._count] = array
+        self._log[self._count] = array
         self._count += 1
         self._updated = True
         self._longest += 1
@@ -242,13 +263,13 @@ class Batch(Gathered, Sequence[Context]):
     def digests(
         self, places: Ints, firsts: Ints, lasts: Ints, hasher_of: HasherOf, log: EventLog | None = None
     ) -> NDArray[np.uint64]:
-        columns = self._count - self.ends[places] + firsts * self._page_size
-        column = int(columns[0])
-        differ = np.count_nonzero(columns != column) or np.count_nonzero(lasts - firsts != 1)
-        if not self._together or column < 0 or differ:
+        steps = self._count - self.ends[places] + firsts * self._page_size
+        step = steps.item(0)
+        differ = np.count_nonzero(steps != step) or np.count_nonzero(lasts - firsts != 1)
+        if not self._together or step < 0 or differ:
             return super().digests(places, firsts, lasts, hasher_of, log)
         # The usual step: one page each, all of them full at this token. No context has to catch up.
-        tokens = self._log[:, column : column + self._page_size][places]
+        tokens = np.ascontiguousarray(self._log[step : step + self._page_size].take(places, axis=1).T)
         at = places.tolist()
         hashers = self.hashers(at, hasher_of)
         digests = self.digest_pages(at, hashers, firsts.tolist(), page_rows(tokens, self._page_size))
@@ -265,11 +286,15 @@ class Batch(Gathered, Sequence[Context]):
             return [kept[place] for place in at]
 
     def catch_up(self, place: int) -> None:
-        seen, context = self._seen[place], self.contexts[place]
-        if seen != self._count and isinstance(context, TextContext):
-            self._seen[place] = self._count
-            tokens = self._log[place, seen : self._count]
-            context.append(tokens, self.starts.item(place), self.actives.item(place))
+        seen = self._seen[place]
+        if seen == self._count or not isinstance(context := self.contexts[place], TextContext):
+            return
+        self._seen[place] = self._count
+        start, active = self.starts.item(place), self.actives.item(place)
+        if seen == self._count - 1:
+            context.append_one(self._log.item(seen, place), start, active)
+        else:
+            context.append(self._log[seen : self._count, place], start, active)
 
     def lose(self, place: int) -> None:
         self.catch_up(place)
@@ -286,7 +311,7 @@ class Batch(Gathered, Sequence[Context]):
         """Every context catches up, and the log starts anew with its last page's worth."""
         for place in range(len(self.contexts)):
             self.catch_up(place)
-        self._log[:, : self._page_size] = self._log[:, self._count - self._page_size :].copy()
+        self._log[: self._page_size] = self._log[self._count - self._page_size :].copy()
         self._count = self._page_size
         self._seen = [self._count] * len(self.contexts)
 
@@ -301,7 +326,7 @@ class Batch(Gathered, Sequence[Context]):
                 "one integer each is needed"
             )
         # As unsigned, a negative token is a huge one: one pass finds both.
-        if array.size and array.view(f"u{array.itemsize}").max() >= 1 << 31:
+        if array.size and array.view(_UNSIGNED[array.itemsize]).max() >= 1 << 31:
             at = int(np.flatnonzero((array < 0) | (array >= 1 << 31))[0])
             raise InvalidRequestError(
                 f"request {self.contexts[at].request_id!r}: token {array[at]} is not within 0 to 2**31 - 1"

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.errors import BlockTableMismatchError, InvalidRequestError
+from kvcache.errors import BlockTableMismatchError
 from kvcache.replica.block_table import BlockTable, PageDigests
 from kvcache.replica.context import Context, check_context, hasher_of
 from kvcache.replica.hashing import DIGEST_BYTES
 from kvcache.replica.leases import PageLease
+from kvcache.replica.lifts import bring
 from kvcache.replica.replica import Replica
 from kvcache.types import RequestID
 
@@ -25,12 +26,14 @@ class PageContents:
         """Of all full pages that a request may have from elsewhere, or of those from a logical page on.
 
         Its last known token is not among them.
-        None where nothing is cached here, as what is pulled could not be found again, nor where a request has several
-        block tables. Raises `InvalidRequestError` for what is no request context.
+        None where nothing is cached here, as what is pulled could not be found again. With several block tables always
+        all: of a window other pages are needed, the longer a prefix is. Raises `InvalidRequestError` for what is no
+        request context.
         """
         check_context(context, "digests")
         one = self._replicas[0]
-        last = (context.current_length - 1) // one.page_size if one.caching and one.further is None else 0
+        last = (context.current_length - 1) // one.page_size if one.caching else 0
+        first_page = first_page if one.further is None else 0
         hasher = hasher_of(context, one.hash_algorithm, one.page_size)
         digests = hasher.digests(context.tokens, min(first_page, last), last).tobytes()
         return PageDigests(one.page_size, one.hash_algorithm, digests, first_page)
@@ -39,33 +42,40 @@ class PageContents:
         """How many tokens of wanted pages, of `digests`, a replica's devices have, from the first on."""
         replica = self._replicas[replica_idx]
         digests = np.frombuffer(wanted.digests, np.uint64).reshape(-1, DIGEST_BYTES[replica.hash_algorithm] // 8)
-        return len(replica.pool.index.match(digests)) * replica.page_size
+        pages = replica.pool.index.match(digests)
+        if pages.size and replica.further is not None:
+            pages = pages[: replica.further.longest(0, digests[: len(pages)])]
+        return len(pages) * replica.page_size
 
     def lease(
         self, name: RequestID, replica_idx: int, wanted: PageDigests, most: int
     ) -> tuple[PageLease, BlockTable] | None:
         """Hold the longest run of wanted pages, from their first on, that a replica's devices have, until `end_lease`.
 
-        `most` pages at most; None where that is none. `name`: of who asks, for who looks at leases. Raises
+        `most` pages at most; None where that is none. Of several block tables the longest run that all can go on from,
+        and of each what that takes. `name`: of who asks, for who looks at leases. Raises
         `BlockTableMismatchError` where the pages here cannot be compared with these.
         """
         replica, digests = self._wanted(name, replica_idx, wanted)
-        digests = digests[: max(0, most)]
-        pages = replica.pool.index.match(digests)
-        if not pages.size:
+        if replica.further is None:
+            tables = [replica.pool.index.match(digests[: max(0, most)])]
+        else:
+            tables = replica.further.whole(digests, most)
+        if not tables or not (length := len(tables[0])):
             return None
         table = BlockTable(
             request_id=name,
             replica_idx=replica_idx,
-            num_tokens=(wanted.first_page + len(pages)) * replica.page_size,
+            num_tokens=(wanted.first_page + length) * replica.page_size,
             page_size=replica.page_size,
-            groups=(tuple(pages.tolist()),),
+            groups=tuple(tuple(pages.tolist()) for pages in tables),
             fingerprint=self._fingerprint,
             hash_algorithm=replica.hash_algorithm,
-            digests=digests[: len(pages)].tobytes(),
+            digests=digests[:length].tobytes(),
             first_page=wanted.first_page,
+            kinds=() if replica.further is None else replica.further.kinds,
         )
-        return replica.leases.grant_pages(name, replica_idx, pages), table
+        return replica.leases.grant_pages(name, replica_idx, np.concatenate(tables)), table
 
     def bring(self, name: RequestID, replica_idx: int, wanted: PageDigests, most: int) -> bool:
         """Have those of the pages that `lease` would hold brought to the devices which only lower tiers have.
@@ -74,15 +84,17 @@ class PageContents:
         Whether some are on their way: until then `lease` may find fewer. Raises as `lease`.
         """
         replica, digests = self._wanted(name, replica_idx, wanted)
+        if replica.further is not None:
+            return bring(replica, digests[: max(0, most)])
         return replica.tier.bring(digests, wanted.first_page, most)
 
     def _wanted(self, name: RequestID, replica_idx: int, wanted: PageDigests) -> tuple[Replica, NDArray[np.uint64]]:
         """The replica, and the digests if they are of pages like its own."""
         replica = self._replicas[replica_idx]
-        if replica.further is not None:
-            raise InvalidRequestError(
-                f"request {name!r}: asks for pages by what they hold, and those of "
-                f"{1 + replica.further.count} block tables (params.groups) are leased with their request alone"
+        if replica.further is not None and wanted.first_page:
+            raise BlockTableMismatchError(
+                f"request {name!r}: asks for pages from page {wanted.first_page} on, and of "
+                f"{1 + replica.further.count} block tables (params.groups) a lease is of a whole prefix"
             )
         width = DIGEST_BYTES[replica.hash_algorithm]
         ours, theirs = (replica.page_size, replica.hash_algorithm), (wanted.page_size, wanted.hash_algorithm)

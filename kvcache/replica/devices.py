@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from kvcache.copies import copy_pages, page_rows
-from kvcache.layout import PageLayout
+from kvcache.layout import PageLayout, scales_of
 from kvcache.replica.batch import BatchState
 from kvcache.replica.inputs import DeviceTables, build_inputs
 from kvcache.replica.replica import Replica
@@ -28,6 +28,9 @@ class PlacedReplica:
         pages = replica.pool.num_pages + 1  # page 0, the null page, comes on top of the budget
         # Per shard `[pages + 1, sides, layers, page_size, heads, head_dim]`.
         self.blocks = [allocate_blocks(layout, pages, device) for layout, device in zip(layouts, devices, strict=True)]
+        self.rows = [page_rows(blocks) for blocks in self.blocks]  # whole pages, with their scales
+        scales = [scales_of(rows, layout) for rows, layout in zip(self.rows, layouts, strict=True)]
+        self._pools = list(zip(self.blocks, scales, strict=True))
         with self._on_stream():
             per_device = {device: DeviceTables(replica.rows.tensor, device) for device in devices}
         self._tables = [per_device[device] for device in devices]
@@ -36,18 +39,20 @@ class PlacedReplica:
     def inputs(self, state: BatchState, num_steps: int) -> list[RaggedKVCacheInputs]:
         """What the model reads for this batch, one entry per shard."""
         rows = self.replica.rows
+        if self._stream is None and not self._mirrored:  # nothing to order or to upload
+            return build_inputs(self._pools, self._tables, state, self.replica.page_size, num_steps)
         with self._on_stream():
             if self._mirrored:
                 changed = np.flatnonzero(rows.changed)
                 for table in self._mirrored:
                     table.upload_changes(changed)
                 rows.changed[changed] = False
-            return build_inputs(self.blocks, self._tables, state, self.replica.page_size, num_steps)
+            return build_inputs(self._pools, self._tables, state, self.replica.page_size, num_steps)
 
     def copy_page(self, source: int, target: int) -> None:
         with self._on_stream():
-            for blocks in self.blocks:
-                blocks[target].copy_(blocks[source], non_blocking=True)
+            for rows in self.rows:
+                rows[target].copy_(rows[source], non_blocking=True)
 
     def copy_pages_of(self, other: "PlacedReplica", sources: Pages, targets: Pages) -> None:
         """Copy pages of another replica of this process into as many of ours, distinct, shard by shard.
@@ -56,8 +61,8 @@ class PlacedReplica:
         published then, and who READs a published page from another process waits for no device.
         """
         with self._on_stream():
-            for theirs, ours in zip(other.blocks, self.blocks, strict=True):
-                copy_pages(page_rows(theirs), sources, page_rows(ours), targets)
+            for theirs, ours in zip(other.rows, self.rows, strict=True):
+                copy_pages(theirs, sources, ours, targets)
             for device in {ours.device for ours in self.blocks if ours.is_cuda}:
                 torch.cuda.current_stream(device).synchronize()
 

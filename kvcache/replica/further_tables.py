@@ -12,10 +12,11 @@ chunk; the first table has them for all known tokens.
 Where a request is leased, what its readers were told of a window passes to the leases when it falls out.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvcache.errors import InvalidRequestError, InvariantError
 from kvcache.layer_groups import LayerGroup, LayerTables
@@ -42,6 +43,15 @@ class FurtherPlan(NamedTuple):
     cost: int = 0  # free pages that all this takes: below zero where it gives more back
 
 
+class FromBelow(NamedTuple):
+    """What of a prefix only a tier below has, of the pages that going on from its end needs."""
+
+    pages: int  # of the first table, up to that end
+    digests: Digests  # of what the tier has, by column
+    tables: Ints  # the table of each
+    here: Pages  # what the device has of the rest, by column
+
+
 class FurtherTables:
     """The further tables of one replica: those of `rows`, `[tables, rows, columns]`."""
 
@@ -51,6 +61,8 @@ class FurtherTables:
         further = tables.tables[1:]
         self.count = len(further)
         self.kinds = tables.kinds[1:]
+        # Told of pages that are published here, with their digests, to copy them below.
+        self.published: Callable[[Pages, Digests], None] | None = None
         self.slid = 0  # pages that requests gave back because no later query sees them
         self._pool, self._rows, self._leases, self._caching = pool, rows, leases, caching
         self._page_size = rows.page_size
@@ -64,6 +76,9 @@ class FurtherTables:
         self.table = rows.further
         self.firsts = np.zeros((len(self._groups), len(rows.request_ids)), np.int64)  # the first column with a page
         self.ends = np.zeros(len(rows.request_ids), np.int64)  # the column after the last one
+        # Told of the pages that fall out of rows' windows, and of each whose it was, before nobody holds them.
+        self.leaving: Callable[[Ints, Pages], None] | None = None
+        self._numbers = pool.index.tables = np.zeros(len(pool.index.published), np.intp)
         self._mixed = np.array([number * _MIX % (1 << 64) for number in range(1, self.count + 1)], np.uint64)
 
     def longest(self, first: int, digests: Digests) -> int:
@@ -72,14 +87,41 @@ class FurtherTables:
         needed = [(tables, max(0, self._seen(group, end * size) - first)) for group, tables in self._groups]
         if all((self._find(tables, digests[least:]) != NO_PAGE).all() for tables, least in needed):
             return len(digests)
-        columns = np.arange(first, end)
-        fits = np.ones(len(digests), np.bool_)  # of each page whether a request may go on after it
+        return self._longest(self._find(slice(None), digests) != NO_PAGE, first)
+
+    def from_below(self, digests: Digests, below: Callable[[Digests], NDArray[np.bool_]]) -> FromBelow:
+        """The longest prefix of pages with these digests that all tables can go on from with what `below` has of them.
+
+        What a window has let fall is not asked for.
+        """
+        every = np.concatenate((digests[None], self._mix(slice(None), digests)))
+        pages = self._find_each(every)
+        absent = pages == NO_PAGE
+        there = ~absent
+        there[absent] = below(every[absent])
+        run = len(digests) if there[0].all() else int(there[0].argmin())
+        longest = self._longest(there[1:, :run], 0)
+        needed = np.zeros_like(there)
+        needed[0, :longest] = True
         for group, tables in self._groups:
-            there = (self._find(tables, digests) != NO_PAGE).all(axis=0)
-            last_missing = np.maximum.accumulate(np.where(there, -1, columns))
-            fits &= last_missing < group.first_seen((columns + 1) * size) // size
-        found = np.flatnonzero(fits)
-        return int(found[-1]) + 1 if found.size else 0
+            needed[1:][tables, self._seen(group, longest * self._page_size) : longest] = True
+        columns, tables = (needed & absent).T.nonzero()
+        return FromBelow(longest, every[tables, columns], tables, pages.T[(needed & ~absent).T])
+
+    def whole(self, digests: Digests, most: int) -> list[Pages]:
+        """The pages of each table, the first one's before the others', of the longest prefix that all can go on from.
+
+        `most` pages at most in all tables together.
+        """
+        end = len(self._pool.index.match(digests))
+        while end := self.longest(0, digests[:end]):
+            seen = [(tables, self._seen(group, end * self._page_size)) for group, tables in self._groups]
+            further = [pages for tables, first in seen for pages in self._find(tables, digests[first:end])]
+            surplus = end + sum(map(len, further)) - most
+            if surplus <= 0:
+                return [self._pool.index.find(digests[:end]), *further]
+            end -= max(1, min(end, surplus // (1 + self.count)))
+        return []
 
     def plan(
         self,
@@ -108,7 +150,7 @@ class FurtherTables:
             before = 0 if row is None else int(self.firsts[number, row])
             now = self._seen(group, start)
             # What is not published yet is kept for `step`.
-            now = max(before, min(now, first + len(digests)) if self._caching and not imported else now)
+            now = max(before, min(now, first + len(digests)) if self._caching else now)
             from_hits = max(now, first)
             pages = self._find(tables, digests[from_hits - first :])
             if imported and (missing := (pages == NO_PAGE).any(axis=0).nonzero()[0]).size:
@@ -148,6 +190,8 @@ class FurtherTables:
             self.table[tables, row, found - pages.shape[1] : found] = pages
         self.firsts[:, row] = plan.firsts
         self.slid += len(plan.leaving)
+        if self.leaving is not None:
+            self.leaving(np.full(len(plan.leaving), row), plan.leaving)
         self._pool.release(plan.leaving)
 
     def take(self, row: int, plan: FurtherPlan) -> None:
@@ -186,11 +230,9 @@ class FurtherTables:
         at = self.table[:, rows, columns]
         there = at != NO_PAGE
         own, mixed = at[there], self._mix(slice(None), digests)[there]
-        index = self._pool.index
-        if index.tables is not None:  # for who is told of events
-            index.tables[self._rows.table[rows, columns]] = 0
-            index.tables[own] = there.nonzero()[0] + 1
-        kept = index.publish(own, mixed)
+        self._numbers[self._rows.table[rows, columns]] = 0
+        self._numbers[own] = there.nonzero()[0] + 1
+        kept = self._pool.index.publish(own, mixed)
         shared = kept != own
         if shared.any():
             self._pool.hold(kept[shared])
@@ -203,6 +245,9 @@ class FurtherTables:
                     row, column = int(rows[places[one]]), int(columns[places[one]])
                     self._leases.replace(row, column, own[one : one + 1], int(told[row]))
             self._pool.release(own[shared])
+            own, mixed = own[~shared], mixed[~shared]
+        if self.published is not None:
+            self.published(own, mixed)
 
     def fork(self, parent: int, row: int, full: int, end: int) -> list[tuple[int, int]]:
         """Let `row` share the first `full` pages, and have pages up to `end`; each page after these, and its twin."""
@@ -238,6 +283,26 @@ class FurtherTables:
         return [
             one for (_, tables), one in zip(self._groups, of_groups, strict=True) for _ in range(self.count)[tables]
         ]
+
+    def needed(self, row: int, digests: Digests, ends: Sequence[int]) -> tuple[Ints, Pages]:
+        """The pages of the row's published columns, of these `digests`, and of what going on from columns `ends` needs.
+
+        As far as they are there: the column of each, and the pages, none of them twice.
+        """
+        wanted = self.table[:, row, : len(digests)] != NO_PAGE
+        for group, tables in self._groups:
+            for end in ends:
+                wanted[tables, self._seen(group, end * self._page_size) : end] = True
+        pages = np.where(wanted, self._find(slice(None), digests), NO_PAGE)
+        at = pages.nonzero()
+        return at[1], pages[at]
+
+    def width(self) -> float:
+        """How many published pages there are for each of the first table."""
+        published = self._pool.index.published
+        every = np.count_nonzero(published)
+        first = every - np.count_nonzero(published & (self._numbers != 0))
+        return every / first if first else 1.0 + self.count
 
     def computed(self, row: int, end: int) -> Pages:
         """The row's pages before column `end`, by column: int32 `[pages]`."""
@@ -317,6 +382,8 @@ class FurtherTables:
         if found:
             at, columns, of_table, pages = (np.concatenate(part) for part in zip(*found, strict=True))
             self.slid += len(pages)
+            if self.leaving is not None:
+                self.leaving(rows[-at], pages)
             self._pool.release_each(pages[np.lexsort((of_table, columns, at))])
 
     def _for_readers(
@@ -346,10 +413,27 @@ class FurtherTables:
         """The first column that the query at `position` sees."""
         return int(group.first_seen(np.array(position))) // self._page_size
 
+    def _longest(self, there: NDArray[np.bool_], first: int) -> int:
+        """Of pages after `first` ones, all of them in the first table, how many all tables can go on from.
+
+        `there`: which of them each further table has, `[tables, pages]`.
+        """
+        columns: Ints = np.arange(first, first + int(there.shape[1]))
+        size = self._page_size
+        fits = np.ones(len(columns), np.bool_)  # of each page whether a request may go on after it
+        for group, tables in self._groups:
+            last_missing = np.maximum.accumulate(np.where(there[tables].all(axis=0), -1, columns))
+            fits &= last_missing < group.first_seen((columns + 1) * size) // size
+        found = np.flatnonzero(fits)
+        return int(found[-1]) + 1 if found.size else 0
+
     def _find(self, tables: slice, digests: Digests) -> Pages:
         """The published page of each digest in each of `tables`: int32 `[tables, len(digests)]`."""
-        mixed = self._mix(tables, digests)
-        return self._pool.index.find(mixed.reshape(-1, digests.shape[1])).reshape(mixed.shape[:2])
+        return self._find_each(self._mix(tables, digests))
+
+    def _find_each(self, mixed: Digests) -> Pages:
+        """The published page of each of these, `[tables, pages, words]`."""
+        return self._pool.index.find(mixed.reshape(-1, mixed.shape[2])).reshape(mixed.shape[:2])
 
     def _mix(self, tables: slice, digests: Digests) -> Digests:
         """The digests of the pages of `tables`, given those of the first table: uint64 `[tables, pages, words]`."""

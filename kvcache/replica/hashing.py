@@ -9,6 +9,7 @@ import hashlib
 import struct
 from collections.abc import Callable, Sequence
 from copy import copy
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from kvcache.params import HashAlgorithm
 from kvcache.replica.keys import ExtraKeys
 
-DIGEST_BYTES: dict[HashAlgorithm, int] = {"sha256": 32, "xxh3_128": 16}
+DIGEST_BYTES: dict[HashAlgorithm, int] = {"sha256": 32, "blake3": 32, "xxh3_128": 16}
 _TOKEN = np.dtype("<i4")
 
 
@@ -27,7 +28,7 @@ class PrefixHasher:
 
     Two hashers agree on a page exactly when algorithm, page size, salt (None is one of its own), and all tokens and
     extra keys up to its end agree, in any process: the digests may be compared across hosts. With `xxh3_128` collisions
-    can be crafted; with sha256 not.
+    can be crafted; with sha256 and blake3 not.
     """
 
     __slots__ = ("algorithm", "extra_keys", "keys_left", "known", "matches", "page_size", "running", "salt", "width")
@@ -70,15 +71,18 @@ class PrefixHasher:
         return np.frombuffer(wanted, np.uint64).reshape(last - first, width // 8)
 
     def _extend(self, tokens: NDArray[np.integer[Any]]) -> None:
-        update, digest = self.running.update, self.running.digest
+        update, digest, keys = self.running.update, self.running.digest, self.keys_left
+        listed = page_rows(tokens, self.page_size)
         found: list[bytes] = []
         page = len(self.known) // self.width
-        for row in page_rows(tokens, self.page_size):
-            while self.keys_left and self.keys_left[-1][0] == page:
-                update(self.keys_left.pop()[1])
-            update(row)
-            found.append(digest())
-            page += 1
+        last, rows = page + len(listed), iter(listed)
+        while page < last:
+            while keys and keys[-1][0] == page:
+                update(keys.pop()[1])
+            end = min(last, keys[-1][0]) if keys else last
+            # No step but these two for a page without a key: a prompt has thousands.
+            found += [digest() for _ in map(update, islice(rows, end - page))]
+            page = end
         self.known += b"".join(found)
 
 
@@ -88,6 +92,10 @@ def _seeded(algorithm: HashAlgorithm, page_size: int, salt: str | None) -> Any:
     # Each field with its length, so that no two choices of fields give the same bytes.
     fields = (algorithm.encode(), str(page_size).encode(), b"" if salt is None else b"=" + salt.encode())
     seed = b"pagewire/1" + b"".join(struct.pack("<I", len(field)) + field for field in fields)
+    if algorithm == "blake3":
+        from blake3 import blake3  # noqa: PLC0415 - an extra: see `usable_hashes`
+
+        return blake3(seed)
     return hashlib.sha256(seed) if algorithm == "sha256" else xxhash.xxh3_128(seed)
 
 
@@ -99,7 +107,12 @@ def token_bytes(tokens: NDArray[np.integer[Any]]) -> bytes:
 def page_rows(tokens: NDArray[np.integer[Any]], page_size: int) -> list[bytes]:
     """The bytes of each page of `tokens`, a whole number of pages, as they are hashed."""
     # A view of raw bytes becomes bytes objects in one call: half the cost of slicing a memoryview page by page.
-    return np.ascontiguousarray(tokens, _TOKEN).reshape(-1).view(f"V{page_size * _TOKEN.itemsize}").tolist()
+    return np.ascontiguousarray(tokens, _TOKEN).reshape(-1).view(_page_type(page_size)).tolist()
+
+
+@functools.cache
+def _page_type(page_size: int) -> np.dtype[Any]:
+    return np.dtype((np.void, page_size * _TOKEN.itemsize))
 
 
 def next_digests(
@@ -110,13 +123,14 @@ def next_digests(
     `slow(at)` gives it where pages before that one are not hashed yet, or an extra key is to come.
     """
     found: list[bytes] = []
-    for at, (hasher, first, row) in enumerate(zip(hashers, firsts, rows, strict=True)):
+    for hasher, first, row in zip(hashers, firsts, rows, strict=True):
         known = hasher.known
         if len(known) != first * hasher.width or hasher.keys_left:
-            found.append(slow(at))
+            found.append(slow(len(found)))
             continue
-        hasher.running.update(row)
-        digest: bytes = hasher.running.digest()
+        running = hasher.running
+        running.update(row)
+        digest: bytes = running.digest()
         known += digest
         found.append(digest)
     return np.frombuffer(b"".join(found), np.uint64).reshape(len(found), -1)

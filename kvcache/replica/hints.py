@@ -1,5 +1,7 @@
 """`ReplicaHints`: takes what requests say about the future to the pages that they leave, and sees what came of it."""
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 
 from kvcache.params import KVCacheParams
@@ -8,8 +10,12 @@ from kvcache.pool.pages import PagePool
 from kvcache.pool.quotas import TenantQuotas
 from kvcache.pool.retention import HintedOrder, page_hints
 from kvcache.replica.context import Context, HasherOfRow
-from kvcache.replica.rows import BlockRows, Ints
+from kvcache.replica.further_tables import FurtherTables
+from kvcache.replica.rows import BlockRows, Ints, Pages
 from kvcache.types import Retention
+
+_NO_COLUMNS: Ints = np.zeros(0, np.int64)
+_NO_PAGES: Pages = np.zeros(0, np.int32)
 
 
 class ReplicaHints:
@@ -17,6 +23,10 @@ class ReplicaHints:
 
     Until a request brings a hint there is nothing but the plain LRU order, and no baseline beside it. The first one
     costs a pass over the pool. Without prefix caching no page is ever idle, and nothing is counted.
+
+    Where there are further tables, what is said of a prefix is said of every page that it takes to go on from its end:
+    of a window the last ones. The baselines know the pages of the first table alone, in a pool that is smaller by as
+    many as the others have of it.
     """
 
     def __init__(self, pool: PagePool, rows: BlockRows, hasher_of: HasherOfRow, params: KVCacheParams) -> None:
@@ -25,8 +35,8 @@ class ReplicaHints:
         self._rows = rows
         self._hasher_of = hasher_of
         caching = params.enable_prefix_caching
-        # Groups of layers: a prefix is found by pages of all its tables, and hints name those of the first alone.
-        self._most_hinted = params.max_hint_share if caching and not params.groups else 0.0
+        self._most_hinted = params.max_hint_share if caching else 0.0
+        self._further: FurtherTables | None = None
         # By row, pages that plain LRU would have found, and hints at their largest share; and those looked for.
         self._expected: dict[int, tuple[int, int, int]] = {}
         # What plain LRU, and hints at their largest share, would hold; from the first hint on.
@@ -37,6 +47,18 @@ class ReplicaHints:
         if caching and (params.tenant_quota < 1.0 or params.tenant_quotas):
             self._quotas = TenantQuotas(pool.num_pages, params.tenant_quota, params.tenant_quotas)
             self._order_pages()
+
+    def follow(self, further: FurtherTables, salt_of: Callable[[int], str | None]) -> None:
+        """Hints and quotas hold for these tables' pages, too; `salt_of` gives the salt of a row's pages."""
+        self._further, quotas = further, self._quotas
+        if quotas is None:
+            return
+
+        def own(rows: Ints, pages: Pages) -> None:
+            for row in set(rows.tolist()):
+                quotas.own(pages[rows == row], salt_of(row))
+
+        further.leaving = own
 
     @property
     def share(self) -> float:
@@ -55,7 +77,11 @@ class ReplicaHints:
             plain, hinted = self._baselines
             last = (context.current_length - 1) // self._rows.page_size
             words = self._hasher_of(row, context).digests(context.tokens, 0, last)[:, 0]
-            room = self._pool.num_pages - self._unfindable() + last - int(self._rows.committed[row])
+            room = self._pool.num_pages - self._unfindable()
+            if self._further is not None:
+                hinted.widen(width := self._further.width())
+                room = int(room / width)
+            room += last - int(self._rows.committed[row])
             self._expected[row] = (plain.visit(words, room), hinted.visit(words, room), len(words))
 
     def share_pages(self, rows: Ints) -> None:
@@ -85,8 +111,11 @@ class ReplicaHints:
         if self._order is None:
             return
         pages = self._rows.pages(row)[: self._rows.committed[row]]
+        ends = [one.end for one in retention.ranges] if retention is not None and self._baselines else []
+        columns, further = self._further_pages(row, pages, [end for end in ends if end is not None])
+        self._pool.hold(further)
         if self._quotas is not None:
-            self._quotas.own(pages, getattr(context, "cache_salt", None))
+            self._quotas.own(np.concatenate((pages, further)), getattr(context, "cache_salt", None))
         if self._baselines:
             plain, hinted = self._baselines
             words = self._pool.index.words_of(pages)
@@ -94,8 +123,17 @@ class ReplicaHints:
             self._forget_given_up(row, context, len(pages))
             hints = retention and page_hints(retention, len(pages), self._rows.page_size)
             self._order.hint(pages, hints)
+            self._order.hint(further, hints and hints.of(columns))
             plain.touch(words)
             hinted.leave(words, hints)
+        self._pool.release(further)
+
+    def _further_pages(self, row: int, pages: Pages, ends: Sequence[int]) -> tuple[Ints, Pages]:
+        """What the row, and the prefixes of it that have these `ends`, need beside its published `pages`, by column."""
+        if self._further is None or not pages.size:
+            return _NO_COLUMNS, _NO_PAGES
+        digests = self._pool.index.digests_of(pages)
+        return self._further.needed(row, digests, [end // self._rows.page_size for end in ends])
 
     def _judge(self, order: HintedOrder, plain: LruBaseline, row: int, found: Words) -> None:
         """What the row has `found`, beside what others would have."""
@@ -104,7 +142,8 @@ class ReplicaHints:
             return
         by_plain, by_hinted, looked = expected
         gained, promised = plain.count(found) - by_plain, by_hinted - by_plain
-        self._share.learn(gained * plain.rate, promised * plain.rate, looked)
+        scale = plain.rate if self._further is None else int(plain.rate * self._further.width())
+        self._share.learn(gained * scale, promised * scale, looked)
         order.share = self._share.value
 
     def _forget_given_up(self, row: int, context: Context, computed: int) -> None:
@@ -121,7 +160,8 @@ class ReplicaHints:
         """Pages that running requests hold and that no baseline has: those past their prompts that are not full."""
         rows = self._rows
         findable = np.maximum(rows.committed, (rows.prompt - 1) // rows.page_size)
-        return int(np.maximum(rows.num_pages - findable, 0).sum())
+        tables = 1 if self._further is None else 1 + self._further.count
+        return int(np.maximum(rows.num_pages - findable, 0).sum()) * tables
 
     def _start(self) -> None:
         """The first hint."""
@@ -138,6 +178,8 @@ class ReplicaHints:
             return
         pool = self._pool
         sampled = pool.index.published_words(self._baselines[0].mask)
+        if pool.index.tables is not None:
+            sampled = sampled[pool.index.tables[sampled] == 0]
         used = pool.holders[sampled] > 0
         idle = sampled[~used]
         if idle.size:  # all of them in the plain order: nothing has followed a hint yet

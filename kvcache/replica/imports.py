@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 
 from kvcache.arguments import shown
 from kvcache.errors import BlockTableMismatchError, InvalidRequestError, InvariantError
-from kvcache.params import HashAlgorithm
+from kvcache.params import HashAlgorithm, usable_hashes
 from kvcache.replica.block_table import BlockTable, FurtherImport, PageCopy, PendingImport
 from kvcache.replica.context import Context, hasher_of, salt_and_keys
 from kvcache.replica.copier import ImportProof
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher, token_bytes
+from kvcache.replica.lifts import lift
 from kvcache.replica.pages_below import NO_SLOTS
 from kvcache.replica.replica import Replica, Reservation
 from kvcache.replica.rows import Ints
@@ -120,9 +121,11 @@ def _check_digests(
     """
     if not table.hash_algorithm:
         return None  # made without prefix caching: no page of it was ever shared
-    algorithm: HashAlgorithm | None = next((known for known in DIGEST_BYTES if known == table.hash_algorithm), None)
+    algorithm: HashAlgorithm | None = next((known for known in usable_hashes() if known == table.hash_algorithm), None)
     if algorithm is None:
-        raise _mismatch(context, f"has digests by {table.hash_algorithm!r}, known are {', '.join(DIGEST_BYTES)}")
+        raise _mismatch(
+            context, f"has digests by {table.hash_algorithm!r}, known here are {', '.join(usable_hashes())}"
+        )
     first, last = table.first_page, table.num_tokens // table.page_size
     if len(table.digests) != (last - first) * DIGEST_BYTES[algorithm]:
         raise _mismatch(
@@ -169,6 +172,7 @@ def begin_import(
             return None
         have = min(replica.pages_here(row), end)
     else:
+        lift(replica, row, context, num_steps)
         plan = _plan_tables(replica, row, context, table, num_steps, partial=partial)
         if replica.act(row, context, replica.refuse_renamed(row, context), plan) is None:
             return None

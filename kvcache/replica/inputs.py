@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from kvcache.arguments import shown
 from kvcache.errors import InvalidRequestError, KVCacheError
 from kvcache.layer_groups import layer_tables
-from kvcache.layout import shard_layouts
+from kvcache.layout import as_blocks, scales_of, shard_layouts
 from kvcache.params import KVCacheParams
 from kvcache.replica.batch import BatchState
 from kvcache.replica.rows import Ints, Rows
@@ -52,20 +52,28 @@ class DeviceTables:
 
 
 def build_inputs(
-    blocks: Sequence[torch.Tensor], tables: Sequence[DeviceTables], state: BatchState, page_size: int, num_steps: int
+    pools: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+    tables: Sequence[DeviceTables],
+    state: BatchState,
+    page_size: int,
+    num_steps: int,
 ) -> list[RaggedKVCacheInputs]:
-    """One entry per shard of a replica. An empty batch gives tables of no rows and one row of zero lengths."""
+    """One entry per shard of a replica, whose values and scales are `pools`.
+
+    An empty batch gives tables of no rows and one row of zero lengths.
+    """
     lengths = max_lengths(state, num_steps)
     columns = -(-(state.longest + num_steps - 1) // page_size) if state.longest else 0
     starts = state.starts.astype(np.int32)
     return [
         RaggedKVCacheInputs(
-            blocks=pool,
+            blocks=blocks,
             cache_lengths=device.upload(starts),
             lookup_table=device.lookup(state.rows, columns),
             max_lengths=lengths,
+            kv_scales=scales,
         )
-        for pool, device in zip(blocks, tables, strict=True)
+        for (blocks, scales), device in zip(pools, tables, strict=True)
     ]
 
 
@@ -157,16 +165,18 @@ def input_symbols(
         prefix = f"replica_{replica}_" if len(num_pages) > 1 else ""
         pages, batch, columns, steps = (torch.export.Dim(prefix + name) for name in names)
         of_table = {0: batch, 1: columns} if count == 1 else {1: batch, 2: columns}
-        shapes = RaggedKVCacheInputs({0: pages}, {0: batch}, of_table, {0: steps})  # pyright: ignore[reportArgumentType] - the same fields hold shapes here
+        of_scales = None if params.kvcache_quant_config is None else {0: pages}
+        shapes = RaggedKVCacheInputs({0: pages}, {0: batch}, of_table, {0: steps}, of_scales)  # pyright: ignore[reportArgumentType] - the same fields hold shapes here
         for layout in layouts:
-            strides = (layout.page_elements, *layout.shape_strides)
-            dtype: torch.dtype = getattr(torch, layout.dtype)
-            blocks = torch.empty_strided((total, *layout.shape), strides, dtype=dtype, device="meta")
+            rows = torch.empty((total, layout.page_bytes), dtype=torch.uint8, device="meta")
+            blocks = as_blocks(rows.view(getattr(torch, layout.dtype)), layout, total)
+            scales = scales_of(rows, layout)
             # Example sizes above 1: export takes 0 and 1 for constants.
             lengths, table, steps_left = (
                 torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((2,), (2, 3), (4, 2))
             )
             if count > 1:
                 table = table.repeat(count, 1, 1)
-            found.append(RaggedKVCacheInputSymbols(RaggedKVCacheInputs(blocks, lengths, table, steps_left), shapes))
+            inputs = RaggedKVCacheInputs(blocks, lengths, table, steps_left, scales)
+            found.append(RaggedKVCacheInputSymbols(inputs, shapes))
     return found

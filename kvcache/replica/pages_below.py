@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 from kvcache.pool.index import Digests
 from kvcache.replica.context import Context, HasherOfRow
-from kvcache.replica.rows import Pages, Rows
+from kvcache.replica.rows import Ints, Pages, Rows
 
 Slots = NDArray[np.int32]
 """Where pages lie below; what they number is the tier's own."""
@@ -18,6 +18,31 @@ class PagesBelow:
 
     `kvcache.tiers.host_tier` has the one that keeps them.
     """
+
+    keeps = False  # whether pages may come back
+    generation = 0  # counts what has come and gone
+    brought_at_once = 0  # pages, for others than rows
+
+    def has(self, digests: Digests) -> NDArray[np.bool_]:
+        """Which of these pages lie below."""
+        return np.zeros(len(digests), np.bool_)
+
+    def host_has(self, digests: Digests) -> NDArray[np.bool_]:
+        """Which of them can be lifted now."""
+        return np.zeros(len(digests), np.bool_)
+
+    def to_host(self, digests: Digests, *, wait: bool) -> bool:  # noqa: ARG002 - as above
+        """Have these pages, all of them below, where they can be lifted; whether some are on their way.
+
+        `wait`: for a while.
+        """
+        return False
+
+    def lift(self, digests: Digests, tables: Ints, here: Pages) -> None:
+        """Publish these pages on the device, all of which can be lifted, and keep what is `here`; `tables`: of each.
+
+        Whatever reads them from now on reads what lay below.
+        """
 
     def published(self, pages: Pages, digests: Digests) -> None:
         """`pages` were published just now: they are to be copied."""

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.pool.index import NO_PAGE
+from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.replica.context import Context
 from kvcache.replica.devices import PlacedReplica
+from kvcache.replica.further_tables import FurtherTables
+from kvcache.replica.lifts import fits
 from kvcache.replica.rows import Pages
 
 
@@ -35,6 +37,9 @@ class PeerCopies:
             return
         hasher = mine.hasher(row, context)
         digests = hasher.digests(context.tokens, 0, last)
+        if mine.further is not None:
+            self._bring_tables(replica_idx, mine.further, context, num_steps, digests)
+            return
         runs = self._runs(digests)
         digests = digests[: sum(len(pages) for _, pages in runs)]
         wanted = mine.pool.index.find(digests)  # pages behind a gap may be here already
@@ -52,6 +57,38 @@ class PeerCopies:
         mine.pool.release(wanted)
         mine.tier.published(brought, names)
         mine.hints.brought(digests[:, 0])
+        self.copied += len(brought)
+
+    def _bring_tables(
+        self, replica_idx: int, further: FurtherTables, context: Context, num_steps: int, digests: Digests
+    ) -> None:
+        """`bring` where there are several block tables: what the longest prefix that all can go on from needs."""
+        place = self._placed[replica_idx]
+        mine, others = place.replica, [other for other in self._placed if other is not place]
+
+        def found(names: Digests) -> NDArray[np.bool_]:
+            having = [other.replica.pool.index.find(names) != NO_PAGE for other in others]
+            return np.logical_or.reduce(having)
+
+        wanted = further.from_below(digests, found)
+        if not len(wanted.digests) or not fits(mine, context, num_steps, wanted):
+            return
+        mine.pool.hold(wanted.here)
+        brought = mine.pool.allocate(len(wanted.digests))
+        missing = np.ones(len(brought), np.bool_)
+        for other in others:
+            pages = other.replica.pool.index.find(wanted.digests)
+            taken = missing & (pages != NO_PAGE)
+            if taken.any():
+                place.copy_pages_of(other, pages[taken], brought[taken])
+                missing &= ~taken
+        if (numbers := mine.pool.index.tables) is not None:
+            numbers[brought] = wanted.tables
+        mine.pool.index.publish(brought, wanted.digests)
+        mine.pool.release(brought)
+        mine.pool.release(wanted.here)
+        mine.tier.published(brought, wanted.digests)
+        mine.hints.brought(digests[: wanted.pages, 0])
         self.copied += len(brought)
 
     def _runs(self, digests: NDArray[np.uint64]) -> list[tuple[int, Pages]]:

@@ -218,16 +218,16 @@ class Replica:
         False also where it takes a closer look: `reserve` each of them then.
         """
         state = self.rows
-        short = (state.capacity[rows] < lengths).nonzero()[0]
+        beyond = lengths - state.capacity[rows]
+        short = (beyond > 0).nonzero()[0]
         if not short.size:
             return True
         lacking = rows_at(rows, short)
-        needed = lengths[short]
-        missing = -(-needed // self.page_size) - state.num_pages[lacking]
         # One page each is a decode step's need. Other needs, a full pool, pending imports: one request at a time.
-        if np.count_nonzero(missing != 1) or np.count_nonzero(state.prompt[lacking] < 0):
+        if np.count_nonzero(beyond[short] > self.page_size) or np.count_nonzero(state.prompt[lacking] < 0):
             return False
-        if len(lacking) > self.pool.free_count or self.imports.of_row or needed.max() > self.max_seq_len:
+        longest = np.count_nonzero(lengths[short] > self.max_seq_len)
+        if len(lacking) > self.pool.free_count or self.imports.of_row or longest:
             return False
         if self.further is not None and not self.further.append(lacking):
             return False
@@ -290,9 +290,9 @@ class Replica:
             self._hashers[row] = hasher
         return hasher
 
-    def salt(self, row: int) -> str:
-        """The salt of the row's pages, empty where there is none. Any thread may ask."""
-        return self._named.get(row, (None, ()))[0] or ""
+    def salt(self, row: int) -> str | None:
+        """The salt of the row's pages. Any thread may ask."""
+        return self._named.get(row, (None, ()))[0]
 
     def release(self, row: int, context: Context | None) -> None:
         """Give back the row and its pages; `context`: of the request, None where it has no pages.
@@ -305,7 +305,7 @@ class Replica:
         self._named.pop(row, None)
         self.counter.forget(row)
         pages = self.rows.pages(row).copy()
-        self.tier.leave(row, pages[: int(self.rows.committed[row])])
+        self.tier.leave(row, self._published_pages(row, pages))
         if self.leases.of_row:
             self.leases.leave(row, pages, None if self.further is None else self.further.computed)
         if self.further is not None:
@@ -316,6 +316,13 @@ class Replica:
     def forget_idle(self) -> None:
         self.pool.forget_idle()
         self.hints.reset()
+
+    def _published_pages(self, row: int, pages: Pages) -> Pages:
+        """Of all the row's tables, those of the first one, `pages`, before the others."""
+        committed = int(self.rows.committed[row])
+        if self.further is None:
+            return pages[:committed]
+        return np.concatenate((pages[:committed], self.further.computed(row, committed)))
 
     def pages_here(self, row: int) -> int:
         """Pages of the row, from the first on, that are published, or on their way from a lower tier."""
@@ -385,7 +392,8 @@ class Replica:
         restored = first + len(hits)
         if looks:
             restored = max(restored, context.start_idx // self.page_size)
-            slots = self.tier.find(row, context, restored, self.hasher, wait=rows.prompt[row] < 0)
+            if self.further is None:
+                slots = self.tier.find(row, context, restored, self.hasher, wait=rows.prompt[row] < 0)
         cached = (restored + len(slots) if slots.size else first + len(hits)) * self.page_size
         if cached <= context.start_idx:
             cached, hits, slots = 0, _NO_PAGES, NO_SLOTS  # no token fewer to run: `step` finds the duplicates

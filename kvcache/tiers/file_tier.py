@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError, PoolTooSmallError
 from kvcache.pool.index import NO_PAGE, Digests, PrefixIndex
@@ -103,6 +104,15 @@ class FileTier:
             self._await_reads()
             self._take_up_reads()
         return len(there)
+
+    def has(self, digests: Digests, /) -> NDArray[np.bool_]:
+        """Which of these pages there are in files."""
+        return self._index.find(digests) != NO_ENTRY
+
+    @property
+    def generation(self) -> int:
+        """Counts the pages that come to files and go."""
+        return self._index.pages.generation
 
     def coming(self, digests: Digests, _first: int, /) -> bool:
         """Whether some of these pages are on their way up."""

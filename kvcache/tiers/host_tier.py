@@ -20,7 +20,7 @@ from kvcache.pool.pages import PagePool
 from kvcache.replica.context import Context, HasherOfRow
 from kvcache.replica.hashing import PrefixHasher
 from kvcache.replica.pages_below import NO_SLOTS, PagesBelow, Slots
-from kvcache.replica.rows import Pages, Rows, as_rows
+from kvcache.replica.rows import Ints, Pages, Rows, as_rows
 from kvcache.storage import allocate_host_rows
 
 _BROUGHT_BYTES = 8 << 20  # for others than our rows, between two steps
@@ -72,6 +72,7 @@ class LowerTier(Protocol):
 
     def offer(self, digests: Digests) -> None: ...
     def used(self, digests: Digests) -> None: ...
+    def has(self, digests: Digests, /) -> NDArray[np.bool_]: ...
     def promote(self, digests: Digests, first: int, /, *, wait: bool) -> int: ...
     def coming(self, digests: Digests, first: int, /) -> bool: ...
     def tick(self) -> None: ...
@@ -79,6 +80,8 @@ class LowerTier(Protocol):
     def reset(self) -> None: ...
     def close(self) -> None: ...
     def check(self) -> None: ...
+    @property
+    def generation(self) -> int: ...
     @property
     def held_slots(self) -> list[Slots]: ...
 
@@ -88,6 +91,8 @@ class ReplicaTier(PagesBelow):
 
     What a replica calls, `PagesBelow` says.
     """
+
+    keeps = True
 
     def __init__(self, host: HostTier, pool: PagePool, blocks: Sequence[torch.Tensor], stream: Any) -> None:
         self.host = host
@@ -104,7 +109,7 @@ class ReplicaTier(PagesBelow):
         self._left: list[HostLoad] = []  # begun, and their rows do not wait for them any more
         self.stores: deque[HostStore] = deque()  # copies that are begun and not over, oldest first
         self.stored = self.loaded = 0  # pages so far
-        self._brought_at_once = max(1, _BROUGHT_BYTES // sum(memory.shape[1] for memory in host.memory))
+        self.brought_at_once = max(1, _BROUGHT_BYTES // sum(memory.shape[1] for memory in host.memory))
         pool.guard = self.keep
 
     # ---- to the host
@@ -210,6 +215,47 @@ class ReplicaTier(PagesBelow):
         if not self._at_once:
             self._begin(load)
 
+    # ---- back into several block tables
+
+    @property
+    def generation(self) -> int:
+        return self.host.pool.index.generation + sum(lower.generation for lower in self.lower)
+
+    def has(self, digests: Digests) -> NDArray[np.bool_]:
+        found = self.host_has(digests)
+        for lower in self.lower:
+            found |= lower.has(digests)
+        return found
+
+    def host_has(self, digests: Digests) -> NDArray[np.bool_]:
+        return self.host.pool.index.find(digests) != NO_PAGE
+
+    def to_host(self, digests: Digests, *, wait: bool) -> bool:
+        slots = self.host.pool.index.find(digests)
+        absent = digests[slots == NO_PAGE]
+        if not len(absent):
+            return False
+        self.host.touch(slots[slots != NO_PAGE])  # what is fetched must not push out what is needed beside it
+        for lower in self.lower:
+            lower.promote(absent, 0, wait=wait)
+        return any(lower.coming(absent, 0) for lower in self.lower)
+
+    def lift(self, digests: Digests, tables: Ints, here: Pages) -> None:
+        slots = self.host.pool.index.find(digests)
+        self.host.pool.hold(slots)  # an eviction below may make room for the page that it evicts
+        self.pool.hold(here)
+        load = HostLoad(slots, self.pool.allocate(len(slots)))
+        self.pool.add_writer(load.pages)
+        for mark in self._begin(load):
+            mark.order()
+        if (numbers := self.pool.index.tables) is not None:
+            numbers[load.pages] = tables
+        self.pool.index.publish(load.pages, digests)
+        self.pool.release(load.pages)
+        self.pool.release(here)
+        self._left.append(load)
+        self.poll()
+
     def bring(self, digests: Digests, first: int, most: int) -> bool:
         self.poll()
         head = self.pool.index.match(digests)
@@ -223,7 +269,7 @@ class ReplicaTier(PagesBelow):
             slots = self.host.pool.index.match(wanted)
         generation = self.host.pool.index.generation
         room = self.pool.free_count // 2 - self.pool.would_be_taken(head)
-        slots = slots[: max(0, min(self._brought_at_once, room))]
+        slots = slots[: max(0, min(self.brought_at_once, room))]
         self.pool.hold(head)  # what makes room for the rest is not what comes before it
         if slots.size:
             self.host.pool.hold(slots)

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError
 from kvcache.pool.index import NO_PAGE, Digests
@@ -115,6 +116,7 @@ class ObjectTier:
     ) -> None:
         self._layout = layout
         self._host = host
+        self.generation = 0  # of what `has` says
         self._timeout_s = timeout_s
         self._clock = time.monotonic
         self.rates = ReadRates(compute_page_s)
@@ -163,6 +165,10 @@ class ObjectTier:
         if present and self._epoch is not None:
             self._fetch(self._epoch, present, digests)
         return present[-1].end if present else 0
+
+    def has(self, digests: Digests, /) -> NDArray[np.bool_]:
+        """None: it has to be asked for objects. Several block tables come without this tier."""
+        return np.zeros(len(digests), np.bool_)
 
     def coming(self, digests: Digests, first: int, /) -> bool:
         """Whether some of these pages may be on their way up, and not for too long."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvcache.errors import InvariantError, PoolTooSmallError
+from kvcache.layer_groups import LayerTables
 from kvcache.layout import PageLayout, replica_fingerprint
 from kvcache.metrics import KVCacheMetrics
 from kvcache.params import KVCacheParams
@@ -154,7 +155,11 @@ def _check_queue(tier: ReplicaTier, number: int) -> None:
 
 
 def make_tiers(
-    params: KVCacheParams, layouts: Sequence[PageLayout], placed: Sequence[PlacedReplica], stream: Any
+    params: KVCacheParams,
+    layouts: Sequence[PageLayout],
+    placed: Sequence[PlacedReplica],
+    stream: Any,
+    tables: LayerTables,
 ) -> Tiers | None:
     """The tiers that the params ask for, wired to the replicas; None where they ask for none."""
     if not params.enable_kvcache_swapping_to_host:
@@ -171,19 +176,26 @@ def make_tiers(
     tiers = [ReplicaTier(host, place.replica.pool, place.blocks, stream) for place in placed]
     for place, tier in zip(placed, tiers, strict=True):
         place.replica.tier = tier
-    return Tiers(host, tiers, _make_file_tier(params, layouts, host), _make_object_tier(params, layouts, host))
+        if place.replica.further is not None:
+            place.replica.further.published = tier.published
+    groups = tables.described() if params.groups else ""
+    files = _make_file_tier(params, layouts, host, groups)
+    return Tiers(host, tiers, files, _make_object_tier(params, layouts, host))
 
 
-def _page_format(params: KVCacheParams, layouts: Sequence[PageLayout], *fields: str) -> FileFormat:
-    # What a page depends on besides its tokens and their salt, which its digest covers.
-    namespace = namespace_of(params.hash_algorithm, replica_fingerprint([*layouts]), params.file_tier_key, *fields)
+def _page_format(params: KVCacheParams, layouts: Sequence[PageLayout], *fields: str, groups: str = "") -> FileFormat:
+    # What a page depends on besides its tokens and their salt, which its digest covers, as does its table's number.
+    fingerprint = replica_fingerprint([*layouts], groups)
+    namespace = namespace_of(params.hash_algorithm, fingerprint, params.file_tier_key, *fields)
     return FileFormat(namespace, sum(shard.page_bytes for shard in layouts), DIGEST_BYTES[params.hash_algorithm])
 
 
-def _make_file_tier(params: KVCacheParams, layouts: Sequence[PageLayout], host: HostTier) -> FileTier | None:
+def _make_file_tier(
+    params: KVCacheParams, layouts: Sequence[PageLayout], host: HostTier, groups: str
+) -> FileTier | None:
     if params.file_tier_dir is None:
         return None
-    layout = _page_format(params, layouts)
+    layout = _page_format(params, layouts, groups=groups)
     folder = PageFolder(Path(params.file_tier_dir), layout.namespace)
     most = int((params.file_tier_max_gb or 0) * 2**30)
     return FileTier(folder, layout, most, host, params.file_tier_io or (lambda _: SystemIO()))

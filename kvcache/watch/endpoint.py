@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import zmq
@@ -21,6 +21,7 @@ from kvcache.errors import InvalidParamsError, InvariantError
 from kvcache.manager import PagedKVCacheManager
 from kvcache.metrics import KVCacheMetrics
 from kvcache.replicas import Replicas
+from kvcache.sockets import bound_socket
 from kvcache.watch.book import WatchBook, counted
 from kvcache.watch.pools import WatchedPool, pools_of
 from kvcache.watched import AskLook, Beside, CheckReport
@@ -34,7 +35,6 @@ _LEAST_S, _MOST_S = 0.05, 2.0
 _FAILED_S = 1.0  # from a look that failed to the next one
 _FORGET_S = 10.0  # nobody has asked for so long: nothing is written down or kept any more
 _CHECK_SHARE = 0.1  # of the loop's time, for recounts
-_QUESTION_BYTES = 1 << 10
 _MOST_WAITING = 64  # answers that wait for one who does not take them; further ones are dropped
 _log = logging.getLogger("pagewire")
 _HERE = ("tcp://127.", "tcp://[::1]:", "tcp://localhost:", "ipc://", "inproc://")
@@ -218,26 +218,6 @@ def _pause(cost_s: float, held_s: float, busy: float) -> float:
 def _bound(endpoint: str, secure: Callable[[Any], None] | None) -> "zmq.Socket[bytes]":
     if secure is None and not endpoint.startswith(_HERE):
         raise InvalidParamsError(f"watch: {shown(endpoint)} is beyond this host: that takes keys (`secure`)")
-    context = cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
-    socket = context.socket(zmq.ROUTER)
-    for option, value in (
-        (zmq.LINGER, 0),
-        (zmq.SNDHWM, _MOST_WAITING),
-        (zmq.RCVHWM, _MOST_WAITING),
-        (zmq.MAXMSGSIZE, _QUESTION_BYTES),
-        (zmq.ROUTER_MANDATORY, 1),
-        (zmq.TCP_KEEPALIVE, 1),
-        (zmq.IPV6, int("[" in endpoint)),
-    ):
-        socket.setsockopt(option, value)
-    try:
-        if secure is not None:
-            secure(socket)
-        socket.bind(endpoint)
-    except zmq.ZMQError as error:
-        socket.close()
-        raise InvalidParamsError(f"watch: cannot bind {shown(endpoint)}: {error}") from error
-    except BaseException:
-        socket.close()
-        raise
+    socket = bound_socket("watch", zmq.ROUTER, endpoint, _MOST_WAITING, secure)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     return socket

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
+from kvcache.pool.pages import PagePool
+from kvcache.replica.replica import Replica
+from kvcache.replicas import Replicas
 from kvcache.watch.cells import Holding, OwnerNumbers, leased, pool_cells, quarantined, replica_cells
-from kvcache.watched import Owners
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from numpy.typing import NDArray
-
-    from kvcache.pool.pages import PagePool
-    from kvcache.replica.replica import Replica
-    from kvcache.replicas import Replicas
-    from kvcache.watched import Cells
+from kvcache.watched import Cells, Owners
 
 OwnerColumns: TypeAlias = tuple[list[Any], ...]
-"""What `Owners` has, field by field."""
+"""The columns of an `Owners`, in the order of its fields."""
 
 
 class WatchedPool(Protocol):
@@ -91,7 +86,7 @@ class ReplicaPool:
         pairs = list(rows.row_of.items())
         at = np.array([row for _, row in pairs], np.int64)
         names = [request_id for request_id, _ in pairs]
-        salts = [replica.salt(row) for _, row in pairs]
+        salts = [replica.salt(row) or "" for _, row in pairs]
         pages, tokens, prompts = rows.num_pages[at], rows.cached[at], np.maximum(rows.prompt[at], 0)
         own = np.where(pages == 0, "waiting", np.where(tokens < prompts, "prompt", "decoding")).tolist()
         pending = {one.request_id for one in list(replica.imports.of_row.values())}

@@ -14,10 +14,11 @@ import msgspec
 
 from kvcache.errors import PoolTooSmallError
 from kvcache.manager import PagedKVCacheManager
+from scheduler_adapters.arguments import write_json
 from scheduler_adapters.demo.options import DemoOptions
 from scheduler_adapters.demo.prompts import default_prompts, read_prompts, take
 from scheduler_adapters.demo.report import Figures, Reporter
-from scheduler_adapters.errors import AdapterError, PromptsError, ServiceError
+from scheduler_adapters.errors import PromptsError, ServiceError
 from scheduler_adapters.hf.recurrent import text_config_of
 from scheduler_adapters.hf.runner import (
     is_rounding_tie,
@@ -97,11 +98,7 @@ def run_demo(options: DemoOptions) -> int:
         failed = {one.request_id: one.error for one in served if one.error}
         figures = msgspec.structs.replace(figures, failed=failed, faults=_faults(stats))
     reporter.table(figures, f"Prefill of {prefill} to decode of {decode}, over NIXL", notes)
-    if options.json is not None:
-        try:
-            options.json.write_bytes(msgspec.json.encode(figures) + b"\n")
-        except OSError as error:
-            raise AdapterError(f"--json {str(options.json)!r} cannot be written: {error.strerror}") from error
+    write_json(options.json, figures)
     return 0 if figures.tokens_equal and not figures.leaked_pages else 1
 
 
@@ -222,6 +219,7 @@ def _server_configs(
                 model=None if options.model is None else str(options.model),
                 seed=options.seed,
                 page_size=side.page_size,
+                group_layers=options.group_layers,
                 cache_bytes=int(options.cache_mb * _MEGABYTE),
                 max_seq_len=needed,
                 max_requests=options.concurrency,
@@ -242,7 +240,7 @@ def _server_configs(
 
 def _capacity(options: DemoOptions, model: PreTrainedModel, side: _Side) -> int:
     """Tokens that the pages of one process hold."""
-    params = kv_params_of(model.config, page_size=side.page_size, n_devices=side.tp)
+    params = kv_params_of(model.config, page_size=side.page_size, n_devices=side.tp, group_layers=options.group_layers)
     layers = num_layers_of(model.config)
     memory = int(options.cache_mb * _MEGABYTE) - state_bytes_of(model, side.tp, options.concurrency)
     capacity = PagedKVCacheManager.max_supported_sequence_length(params, layers, memory) if memory > 0 else 0

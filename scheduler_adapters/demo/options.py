@@ -23,6 +23,7 @@ class DemoOptions:
     prompts: Path | None = option("FILE", input_path, None, 'one prompt to a line, or JSON lines with a "prompt"')
     requests: int | None = option("N", whole(1, 100_000), None, "prompts to serve; without it, the whole file, or 32")
     page_size: int = option("P", _PAGE_SIZE, 16, "tokens of a page")
+    group_layers: bool = switch("block tables of their own for layers that see a window or a chunk")
     prefill_page_size: int | None = option("P", _PAGE_SIZE, None, "the same, for prefill alone")
     decode_page_size: int | None = option("P", _PAGE_SIZE, None, "the same, for decode alone")
     tp: int = option("N", _SHARDS, 1, "shards that the heads are split over")

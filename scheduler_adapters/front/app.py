@@ -9,6 +9,7 @@ That process is asked for it by decode, which reads the first pages while the la
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +20,13 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from scheduler_adapters.errors import RefusedError, ServiceError
+from scheduler_adapters.front.frontend import Frontend
 from scheduler_adapters.front.openai import (
     Answer,
     ClientRequest,
     Json,
-    Kind,
     OpenAIError,
+    RequestKind,
     ServedModel,
     read_request,
     room_for,
@@ -35,11 +37,7 @@ from scheduler_adapters.service.prometheus import registry_of
 from transfer.wire.allowed_peers import host_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable
-
     from starlette.requests import Request
-
-    from scheduler_adapters.front.frontend import Frontend
 
 _MAX_BODY = 32 << 20  # bytes
 _GONE = 499  # status of an answer that nobody reads, as nginx has it
@@ -54,7 +52,7 @@ def make_app(frontend: Frontend, served: ServedModel) -> Starlette:
     async def models(_: Request) -> Response:
         return _json({"object": "list", "data": [{"id": served.name, "object": "model", "owned_by": "pagewire"}]})
 
-    def answering(kind: Kind) -> Callable[[Request], Awaitable[Response]]:
+    def answering(kind: RequestKind) -> Callable[[Request], Awaitable[Response]]:
         async def respond(request: Request) -> Response:
             try:
                 return await _answered(frontend, served, kind, request)
@@ -80,7 +78,7 @@ def make_app(frontend: Frontend, served: ServedModel) -> Starlette:
     return Starlette(routes=routes)
 
 
-async def _answered(frontend: Frontend, served: ServedModel, kind: Kind, request: Request) -> Response:
+async def _answered(frontend: Frontend, served: ServedModel, kind: RequestKind, request: Request) -> Response:
     """The answer to a request, from the process that its path names, or whichever."""
     data = await _body(request)
     asked = await asyncio.to_thread(read_request, kind, data, served)  # long texts take long to tokenize
@@ -122,7 +120,7 @@ def _prefilled_later(asked: ClientRequest, name: str, answer: Answer) -> Json:
 
 
 def _observed(frontend: Frontend) -> list[Route]:
-    """What operators look at."""
+    """The routes for operators."""
     registry = registry_of(FrontCollector(frontend))
 
     async def health(_: Request) -> Response:
@@ -157,7 +155,7 @@ def _json(content: object, status: int = 200) -> Response:
 
 
 def _told(error: OpenAIError | ServiceError) -> OpenAIError:
-    """What the client is told of an error."""
+    """An error in the form that a client gets."""
     if isinstance(error, OpenAIError):
         return error
     return OpenAIError(str(error), status=503 if isinstance(error, RefusedError) else 500)

@@ -8,10 +8,11 @@ import os
 import signal
 import socket as sockets
 import time
+from collections.abc import Generator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -20,11 +21,13 @@ from scheduler_adapters.arguments import small_file
 from scheduler_adapters.errors import AdapterError, MissingExtraError, ServiceError
 from scheduler_adapters.front.frontend import Frontend, log
 from scheduler_adapters.front.openai import ServedModel
+from scheduler_adapters.front.options import ServeOptions
 from scheduler_adapters.front.placement import InTurns, Selected
 from scheduler_adapters.hf.runner import load_tokenizer, vocab_size_of
 from scheduler_adapters.service.fleet import Fleet, RunFolder
+from scheduler_adapters.service.messages import Role
 from scheduler_adapters.service.server import ServerConfig, keys_of, run
-from scheduler_adapters.service.sockets import bind_router
+from scheduler_adapters.service.sockets import Context, bind_router
 from transfer.errors import HandshakeError
 from transfer.wire.allowed_peers import AllowedPeers
 
@@ -35,13 +38,6 @@ try:
 except ImportError as error:
     raise MissingExtraError(f"HTTP needs the extra 'fleet' (pip install 'pagewire[fleet]'): {error}") from error
 
-if TYPE_CHECKING:
-    from collections.abc import Generator
-    from pathlib import Path
-
-    from scheduler_adapters.front.options import ServeOptions
-    from scheduler_adapters.service.messages import Role
-    from scheduler_adapters.service.sockets import Context
 
 _READY_S = 1.0  # between two `Ready` of a process
 _RESTART_S = 5.0  # between two starts of a process that dies
@@ -82,11 +78,12 @@ def _check_keys(options: ServeOptions) -> None:
 
 
 def _server_config(options: ServeOptions, role: Role) -> ServerConfig:
-    """What a process is told."""
+    """The settings of a process of this role."""
     return ServerConfig(
         model=None if options.model is None else str(options.model),
         seed=options.seed,
         page_size=options.page_size,
+        group_layers=options.group_layers,
         cache_bytes=int(options.cache_mb * (1 << 20)),
         max_seq_len=options.max_tokens,
         max_requests=options.max_requests,

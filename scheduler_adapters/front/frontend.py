@@ -13,9 +13,10 @@ import itertools
 import logging
 import time
 from collections import Counter
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -23,14 +24,9 @@ import zmq
 from scheduler_adapters.errors import MessageError, RefusedError, ServiceError
 from scheduler_adapters.front.holders import PageHolders
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.sockets import Pulse, received
+from scheduler_adapters.service.sockets import Context, Pulse, Socket, received
 from transfer.stats import Buckets
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Collection, Sequence
-
-    from scheduler_adapters.service.sockets import Context, Socket
-    from transfer.wire.keys import Keyring
+from transfer.wire.keys import Keyring
 
 MAX_ATTEMPTS = 3
 ROLES: tuple[msg.Role, ...] = ("prefill", "decode")
@@ -200,7 +196,7 @@ class Frontend:
             self.counts.ended[how] += 1
 
     async def _attempted(self, request: msg.Submit, decode: str) -> AsyncGenerator[msg.Tokens]:
-        """As `generate`."""
+        """The tokens of `generate`, without its counting."""
         request_id = request.request_id
         emitted: list[int] = []
         reasons: list[str] = []

@@ -93,7 +93,7 @@ class PageSet:
             self._gone.clear()
 
 
-class _Followed:
+class _ProcessPages:
     """One process, and what its stream has told: a page is in any of several media."""
 
     def __init__(self, context: Context, ready: msg.Ready) -> None:
@@ -152,7 +152,7 @@ class PageHolders:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._followed: dict[str, _Followed] = {}
+        self._followed: dict[str, _ProcessPages] = {}
         self._are_all = False
 
     def follow(self, members: Iterable[msg.Ready]) -> None:
@@ -165,7 +165,7 @@ class PageHolders:
                 self._followed.pop(name).close()
         for name, ready in there.items():
             if name not in self._followed:
-                self._followed[name] = _Followed(self._context, ready)
+                self._followed[name] = _ProcessPages(self._context, ready)
         self._poll()
 
     def sources(self, prompt: Sequence[int], salt: str | None, prefill: str) -> msg.KVSources:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,15 +16,13 @@ import msgspec
 from msgspec import Meta
 
 from scheduler_adapters.errors import AdapterError
+from scheduler_adapters.service.messages import Finished
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from scheduler_adapters.hf.runner import Tokenizer
-    from scheduler_adapters.service.messages import Finished
 
 Json = dict[str, Any]
-Kind = Literal["completion", "chat"]
+RequestKind = Literal["completion", "chat"]
 
 _DEFAULT_TOKENS = 16  # of a completion; a chat takes what there is room for
 _UNFINISHED = "\ufffd"  # what a tokenizer makes of bytes that are no whole character yet
@@ -121,7 +120,7 @@ class ClientRequest:
         created: seconds since 1970.
     """
 
-    kind: Kind
+    kind: RequestKind
     prompt: tuple[int, ...]
     max_tokens: int | None
     stream: bool
@@ -135,7 +134,7 @@ class ClientRequest:
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-def read_request(kind: Kind, data: bytes, served: ServedModel) -> ClientRequest:
+def read_request(kind: RequestKind, data: bytes, served: ServedModel) -> ClientRequest:
     """What the body of a request asks for.
 
     Raises:

@@ -69,6 +69,10 @@ class ServeOptions:
         "HOSTS", plain, None, "hosts and networks that decode may read from, with commas"
     )
     page_size: int = option("P", _TOKENS, 16, "tokens of a page")
+    group_layers: bool = switch(
+        "layers that see a window or a chunk have block tables of their own, and give back what no query sees any "
+        "more: alike in all processes"
+    )
     tp: int = option("N", whole(1, 64), 1, "shards that the heads are split over")
     cache_mb: float = option("MB", number(0, 1 << 24), 64.0, "memory for pages in each process, in 2**20 bytes")
     max_tokens: int = option("N", _TOKENS, 4096, "most tokens of a request, new ones included")

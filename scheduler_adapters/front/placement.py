@@ -5,15 +5,12 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+from collections.abc import Collection, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from scheduler_adapters.errors import MissingExtraError
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
-    from scheduler_adapters.service.messages import Ready
+from scheduler_adapters.service.messages import Ready
 
 log = logging.getLogger("pagewire.front")
 

@@ -1,4 +1,4 @@
-"""What Prometheus reads of the front."""
+"""The metrics of the front, for Prometheus."""
 
 from collections.abc import Callable, Iterator
 

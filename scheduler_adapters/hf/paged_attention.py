@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvcache.layer_groups import LayerGroup
 from kvcache.types import RaggedKVCacheInputs
 from scheduler_adapters.errors import UnsupportedModelError
+from scheduler_adapters.hf.quantized import dequantized, quantized
 
 NULL_PAGE = 0
 Expand = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -56,6 +57,7 @@ class PagedBatch:
     ) -> None:
         self._layers = layers
         self._pools = [shard.blocks for shard in inputs]
+        self._scales = [shard.kv_scales for shard in inputs]
         table = inputs[0].lookup_table.long()
         self._tables = table if table.ndim == 3 else table[None]
         self._page_size = self._pools[0].shape[3]
@@ -86,11 +88,13 @@ class PagedBatch:
         """
         table, place = self.place_of(layer)
         self._check_shape(place, sides)
-        for pool, heads in self._shards(sides[0].shape[1]):
+        where = self._write_pages[table], self._write_offsets
+        for (pool, heads), scales in zip(self._shards(sides[0].shape[1]), self._scales, strict=True):
             for side, states in enumerate(sides):
-                pool[:, side, place][self._write_pages[table], self._write_offsets] = states[
-                    :, heads.start : heads.stop
-                ]
+                kept = states[:, heads.start : heads.stop]
+                if scales is not None:
+                    kept, scales[:, side, place][where] = quantized(kept, pool.dtype, scales)
+                pool[:, side, place][where] = kept
 
     def attend(
         self,
@@ -109,7 +113,7 @@ class PagedBatch:
         output = torch.empty_like(query)
         table, place = self.place_of(layer)
         for group in self._groups_of(table, seen):
-            key, value = (self._read(place, side, group, kv_heads) for side in (0, 1))
+            key, value = (self._read(place, side, group, kv_heads, query.dtype) for side in (0, 1))
             output[group.rows] = _grouped_attention(query[group.rows], key, value, group.mask, scale, sinks)
         return output
 
@@ -120,18 +124,19 @@ class PagedBatch:
         output = query.new_empty(*query.shape[:-1], value_dim)
         table, place = self.place_of(layer)
         for group in self._groups_of(table, None):
-            key, value = expand(self._read(place, 0, group, 1))
+            key, value = expand(self._read(place, 0, group, 1, query.dtype))
             output[group.rows] = _grouped_attention(query[group.rows], key, value, group.mask, scale, None)
         return output
 
-    def _read(self, layer: int, side: int, group: _EqualCounts, kv_heads: int) -> torch.Tensor:
-        """Keys or values of a group, `[requests, kv_heads, keys, head_dim]`."""
+    def _read(self, layer: int, side: int, group: _EqualCounts, kv_heads: int, dtype: torch.dtype) -> torch.Tensor:
+        """Keys or values of a group, `[requests, kv_heads, keys, head_dim]`; of `dtype` where they are quantised."""
         parts, seen = list[torch.Tensor](), 0
-        for pool, heads in self._shards(kv_heads):
+        for (pool, heads), scales in zip(self._shards(kv_heads), self._scales, strict=True):
             if heads.stop > seen:  # with more shards than heads, several hold the same one
-                tiles = pool[:, side, layer].transpose(1, 2)  # [pages, heads, tokens, dim]
-                local = torch.arange(tiles.shape[1], device=tiles.device)
-                parts.append(tiles[group.pages[:, None], local[None, :, None]])  # [requests, heads, pages, tokens, dim]
+                tiles = _tiles(pool[:, side, layer], group.pages)
+                if scales is not None:
+                    tiles = dequantized(tiles, _tiles(scales[:, side, layer], group.pages), dtype)
+                parts.append(tiles)
                 seen = heads.stop
         states = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).flatten(2, 3)
         # What an earlier owner left behind the last token may be anything: a NaN gets through any mask.
@@ -170,7 +175,12 @@ class PagedBatch:
         return _EqualCounts(rows, pages, stale.nonzero(as_tuple=True), mask[:, None])
 
     def _check_shape(self, layer: int, kept: Sequence[torch.Tensor]) -> None:
-        _, sides, layers, _, heads, dim = self._pools[0].shape
+        _, sides, layers, size, heads, dim = self._pools[0].shape
+        if self._scales[0] is not None and self._scales[0].shape[3:5] != (size, heads):
+            raise UnsupportedModelError(
+                f"layer {layer}: scales of {list(self._scales[0].shape[3:5])} tokens and heads for pages of "
+                f"{[size, heads]}: a token cannot be written without changing others; scale_of 'token and head' is run"
+            )
         count = kept[0].shape[1]
         held, dims = self._shards(count)[-1][1].stop, [states.shape[2] for states in kept]
         fits = sides == len(kept) and layer < layers and held == count and set(dims) == {dim}
@@ -180,6 +190,12 @@ class PagedBatch:
                 f"elements; the pages hold {sides} sides, {layers} layers and {heads} heads of {dim} on each of "
                 f"{len(self._pools)} shards"
             )
+
+
+def _tiles(pool: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """Some pages of `pool`, `[pages, tokens, heads, dim]`: `[requests, heads, pages, tokens, dim]`."""
+    tiles = pool.transpose(1, 2)
+    return tiles[pages[:, None], torch.arange(tiles.shape[1], device=tiles.device)[None, :, None]]
 
 
 def paged_attention_forward(

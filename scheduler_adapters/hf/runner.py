@@ -18,6 +18,7 @@ import torch
 from kvcache.layer_groups import layer_tables
 from kvcache.manager import PagedKVCacheManager
 from kvcache.params import KVCacheParams
+from kvcache.quantization import KVCacheQuantizationConfig
 from kvcache.replica.context import Context
 from kvcache.types import RaggedKVCacheInputs
 from scheduler_adapters.errors import MissingExtraError, ModelLoadError, UnsupportedModelError
@@ -218,11 +219,13 @@ def kv_params_of(
     n_devices: int = 1,
     data_parallel_degree: int = 1,
     group_layers: bool = False,
+    kvcache_quant_config: KVCacheQuantizationConfig | None = None,
 ) -> KVCacheParams:
     """Cache parameters for a model; `num_layers_of` gives the manager's layer count.
 
     `group_layers`: layers that see a window or a chunk have block tables of their own, and give back what no query sees
     any more. They are handed over to processes that have the same tables; without it, every page is kept until the end.
+    `dtype` and `kvcache_quant_config`: pages of 8 bits with a scale for each token and head, whatever the model's type.
     `enable_prefix_caching` None means: on, but for a model with recurrent layers, whose cached states take memory of
     their own. Raises `UnsupportedModelError`, or `InvalidParamsError` where heads cannot be split.
     """
@@ -240,6 +243,7 @@ def kv_params_of(
         n_devices=n_devices,
         data_parallel_degree=data_parallel_degree,
         groups=groups_of(config) if group_layers else (),
+        kvcache_quant_config=kvcache_quant_config,
     )
 
 

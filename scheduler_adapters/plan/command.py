@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from scheduler_adapters import plots
+from scheduler_adapters.arguments import write_json
 from scheduler_adapters.errors import PlanError
 from scheduler_adapters.plan.layers import read_model
 from scheduler_adapters.plan.options import PlanOptions
@@ -83,8 +84,4 @@ def _write(options: PlanOptions, found: MemoryPlan) -> None:
             draw(found.trace, f"{found.model}, {options.trace.name}: hits against memory", options.plot)
         except OSError as error:
             raise PlanError(f"--plot {options.plot}: {error.strerror}") from error
-    if options.json is not None:
-        try:
-            options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
-        except OSError as error:
-            raise PlanError(f"--json {options.json}: {error.strerror}") from error
+    write_json(options.json, found)

@@ -15,10 +15,10 @@ from kvcache import InvalidParamsError
 from scheduler_adapters.errors import MissingExtraError, PlanError
 from scheduler_adapters.hf.state_layout import StateShape, page_bytes, state_layouts
 
-Kind = Literal["full", "window", "chunked", "latent", "state", "conv"]
+CacheKind = Literal["full", "window", "chunked", "latent", "state", "conv"]
 
 # What of a layer keeps something of each token, and what a state of each request, by transformers' name of the layer.
-_KEEPS: dict[str, tuple[Kind, ...]] = {
+_KEEPS: dict[str, tuple[CacheKind, ...]] = {
     "full_attention": ("full",),
     "sliding_attention": ("window",),
     "chunked_attention": ("chunked",),
@@ -45,7 +45,7 @@ _MOST = (1 << 31) - 1
 class AlikeLayers:
     """Layers that keep the same: something of each token, or a state of each request."""
 
-    kind: Kind
+    kind: CacheKind
     layers: int
     heads: int = 0  # key/value heads of the whole model; 1 for a latent, 0 for states
     width: int = 0  # elements that a head keeps of a token: key and value together, or the latent
@@ -146,7 +146,7 @@ def _each_layer(file: Path, config: Any) -> Iterator[AlikeLayers]:
                 yield _attention(file, own, kept)
 
 
-def _attention(file: Path, own: Any, kind: Kind) -> AlikeLayers:
+def _attention(file: Path, own: Any, kind: CacheKind) -> AlikeLayers:
     window = _field(file, own, _WINDOW_FIELDS[kind]) if kind in _WINDOW_FIELDS else 0
     if getattr(own, "kv_lora_rank", None):
         width = _field(file, own, "kv_lora_rank") + _field(file, own, "qk_rope_head_dim")

@@ -1,8 +1,8 @@
 """How many pages, tokens and requests the memory of a rank holds, under each way to lay them. Pure arithmetic.
 
 `pagewire`: a page holds all layers, and windows keep theirs to the end of the request, as `PagedKVCacheManager` has it
-today. `vllm`: see `blocks.py`. `least`: what the layers need, were every kind of layer given pages of its own and a
-window only those that it still looks at; what no manager can be below.
+without `params.groups`. `vllm`: see `blocks.py`. `least`: what the layers need, were every kind of layer given pages of
+its own and a window only those that it still looks at; what no manager can be below.
 """
 
 from __future__ import annotations

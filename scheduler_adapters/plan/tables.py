@@ -132,7 +132,7 @@ def _order(point: TracePoint) -> tuple[int, int, int]:
 
 
 def worth(trace: TracePlan) -> Iterator[str]:
-    """What more gives, in a sentence each."""
+    """A sentence for each kind of further memory: what it gives."""
     for point in sorted(trace.others, key=_order):
         more = (point.bytes - trace.now.bytes) / 1e9
         where = "of more hosts" if point.hosts > 1 else "of a tier" if point.tier > trace.now.tier else "of devices"

@@ -13,7 +13,7 @@ from rich.table import Table
 from kvcache.manager import PagedKVCacheManager
 from kvcache.watch.endpoint import ManagerWatch
 from kvcache.watched import Beside
-from scheduler_adapters.errors import ReplayError
+from scheduler_adapters.arguments import write_json
 from scheduler_adapters.replay.options import ReplayOptions
 from scheduler_adapters.replay.plots import write_plots
 from scheduler_adapters.replay.replay import ReplayResult, load_trace, optimum_of_each, replay
@@ -41,11 +41,7 @@ def run_replay(options: ReplayOptions) -> int:
             shown=nullcontext if show is None else show.shown,
         )
     Console().print(_table(options, result))
-    if options.json is not None:
-        try:
-            options.json.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
-        except OSError as error:
-            raise ReplayError(f"--json {options.json}: {error.strerror}") from error
+    write_json(options.json, result)
     if options.plots is not None:
         for path in write_plots(options.trace.stem, trace, options.capacity, options.plots, console.print):
             console.print(f"drew {path}")

@@ -242,7 +242,7 @@ class DecodeScheduler:
     def _ask(self) -> None:
         there = any(prefill.takes_requests for prefill in self.connections)
         for request in list(self._unasked.values()) if there else ():
-            own = own_pages(self._manager, self._exchange, request.new_context())
+            own = None if request.sources else own_pages(self._manager, self._exchange, request.new_context())
             if request.ask(self.connections, self._times.prefill_s, chunkwise=self._chunkwise, own=own):
                 request.move("asked", self._clock() + self._times.prefill_s)
                 del self._unasked[request.request_id]

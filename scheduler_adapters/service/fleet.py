@@ -9,8 +9,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import TracebackType
 from typing import IO, TYPE_CHECKING, Self
 
 import msgspec
@@ -23,9 +25,6 @@ from scheduler_adapters.service.sockets import Context, received
 from transfer.wire.keys import make_keyrings, save_keyring
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import TracebackType
-
     from scheduler_adapters.service.server import ServerConfig
 
 PROGRAM = (sys.executable, "-m", "scheduler_adapters.service.program")
@@ -128,7 +127,7 @@ class Fleet:
         return self._folder.path / "viewer.keys"
 
     def role(self, name: str) -> msg.Role:
-        """Of a server."""
+        """The role of a server."""
         return self._configs[name].role
 
     def send(self, name: str, message: msg.AnyMessage) -> None:

@@ -13,7 +13,9 @@ limit in the type, so that what was decoded may be used. `Rejected` answers what
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Sequence
+from types import UnionType
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -22,10 +24,6 @@ from kvcache.params import HashAlgorithm
 from kvcache.replica.block_table import BlockTable
 from scheduler_adapters.errors import MessageError
 from transfer.pull.source import Source
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import UnionType
 
 Role = Literal["prefill", "decode"]
 Finished = Literal["eos", "length", "error", "cancelled"]
@@ -40,7 +38,7 @@ Reason = Annotated[str, Meta(max_length=_MAX_REASON)]
 Salt = Annotated[str, Meta(max_length=256)]
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Prompt = Annotated[tuple[Token, ...], Meta(min_length=1, max_length=_MAX_PROMPT)]
-Count = Annotated[int, Meta(ge=1, le=_MAX_PROMPT)]
+TokenCount = Annotated[int, Meta(ge=1, le=_MAX_PROMPT)]
 OptionalCount = Annotated[int, Meta(ge=0, le=_MAX_PROMPT)]
 Attempt = Annotated[int, Meta(ge=1, lt=1 << 53)]
 Serial = Annotated[int, Meta(ge=0, lt=1 << 53)]
@@ -102,7 +100,7 @@ class Submit(Message, frozen=True, kw_only=True, tag=True):
 
     request_id: Name  # what the client calls the request; free again once it has ended
     prompt: Prompt
-    max_new_tokens: Count
+    max_new_tokens: TokenCount
     cache_salt: Salt | None = None  # requests with different salts never share a page
     ignore_eos: bool = False  # it ends by its length alone
     serial: Serial = 0  # of no other submission: one that comes again is dropped. 0: each is sent once

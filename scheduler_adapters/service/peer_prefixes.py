@@ -13,26 +13,23 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from kvcache.errors import KVCacheError
+from kvcache.replica.block_table import PendingImport
+from kvcache.replica.context import TextContext
+from kvcache.replica.copier import ImportProof
+from scheduler_adapters.base import PulledPages
+from scheduler_adapters.loop import Request
+from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.pull_or_compute import PullOrCompute
 from scheduler_adapters.service.requests import Recent, reserve
 from transfer.pull.asking import Lent
+from transfer.pull.exchange import ExchangeEvent, PageExchange
 from transfer.pull.pull_state import PullEvent
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from kvcache.replica.block_table import PendingImport
-    from kvcache.replica.context import TextContext
-    from kvcache.replica.copier import ImportProof
-    from scheduler_adapters.base import PulledPages
-    from scheduler_adapters.loop import Request
-    from scheduler_adapters.service import messages as msg
-    from transfer.pull.exchange import ExchangeEvent, PageExchange
-    from transfer.pull.source import Source
+from transfer.pull.source import Source
 
 FetchOutcome = Literal["pulled", "computed", "stale", "unanswered", "no_room", "failed"]
 """Pulled, some of it at least; computed, as that is quicker; else what became of the source that was asked last: it

@@ -11,29 +11,24 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import zmq
 
 from kvcache.errors import InvalidRequestError, KVCacheError
+from kvcache.replica.block_table import BlockTable
+from kvcache.replica.context import TextContext
+from scheduler_adapters.base import PulledPages
 from scheduler_adapters.errors import MessageError, ServiceError
 from scheduler_adapters.loop import Output, Request, ServingLoop
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.peer_prefixes import PeerPrefixes
 from scheduler_adapters.service.requests import PrefillRequest, PrefillTimes, Recent, phases_of, prompt_of
-from scheduler_adapters.service.sockets import Socket, received
+from scheduler_adapters.service.sockets import Awaited, Socket, received
+from transfer.pull.exchange import ExchangeEvent, PageExchange
 from transfer.pull.lease_slots import LEASE_SLOTS
 from transfer.pull.replica import LeaseOver, Offered
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kvcache.replica.block_table import BlockTable
-    from kvcache.replica.context import TextContext
-    from scheduler_adapters.base import PulledPages
-    from scheduler_adapters.service.sockets import Awaited
-    from transfer.pull.exchange import ExchangeEvent, PageExchange
 
 _EXPIRE_S = 0.01
 # A lease that is asked for stands a fraction of a millisecond later, mostly while the model still runs. Where it does

@@ -5,22 +5,19 @@ from __future__ import annotations
 import time
 import uuid
 from collections import OrderedDict
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import zmq
 from msgspec.structs import replace
 
+from kvcache.replica.context import TextContext
+from scheduler_adapters.base import PulledPages
 from scheduler_adapters.errors import MessageError
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.sockets import Context, Pulse, Socket, bounded_socket, monitor_of, received
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from kvcache.replica.context import TextContext
-    from scheduler_adapters.base import PulledPages
-    from transfer.pull.exchange import PageExchange
-    from transfer.wire.keys import Keyring
+from transfer.pull.exchange import PageExchange
+from transfer.wire.keys import Keyring
 
 CHUNK = 64
 """Tokens that are looked at as one: some pages. Two prompts that part within a chunk are taken to part before it."""
@@ -142,7 +139,7 @@ class PrefillConnection:
 
     @property
     def sockets(self) -> list[Socket]:
-        """What to wait for."""
+        """The sockets at which news of the process arrives."""
         watched = None if self._pulse is None else self._pulse.socket
         return [socket for socket in (self._socket, self._monitor, watched) if socket is not None]
 

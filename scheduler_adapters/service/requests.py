@@ -34,27 +34,26 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvcache.errors import NoFreeRowError
+from kvcache.replica.block_table import BlockTable, PendingImport
 from kvcache.replica.context import TextContext
+from scheduler_adapters.base import PulledPages
 from scheduler_adapters.errors import IllegalMoveError
 from scheduler_adapters.loop import Request
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.prefill_router import route
+from scheduler_adapters.service.prefill_router import OwnPages, PrefillConnection, route
+from transfer.pull.pull_state import PullTimes
+from transfer.pull.source import Source
 from transfer.wire.prompt import Prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
-
-    from kvcache.replica.block_table import BlockTable, PendingImport
-    from scheduler_adapters.base import PulledPages
-    from scheduler_adapters.service.prefill_router import OwnPages, PrefillConnection
-    from transfer.pull.pull_state import PullTimes
-    from transfer.pull.source import Source
     from transfer.spans import HandoverSpan
 
 PREFILL_MOVES: dict[str, frozenset[str]] = {
@@ -137,7 +136,7 @@ class Recent(Generic[_Name]):
         return True
 
 
-def prompt_of(tokens: Sequence[int], cache_salt: str | None) -> Prompt:
+def prompt_of(tokens: Sequence[int] | NDArray[np.int32], cache_salt: str | None) -> Prompt:
     """What the KV of a request of the service depends on."""
     return Prompt(np.array(tokens, np.int32), "" if cache_salt is None else f"={cache_salt}")
 
@@ -271,6 +270,7 @@ class DecodeRequest(TrackedRequest):
         offer: the longest one of this attempt.
         replica: ours, which renews the lease from the first offer on.
         importing: once pages are reserved, until they are committed or given up.
+        newest: the context that was made last, whose page hashes the next one goes on from.
         reasons: why each attempt failed.
     """
 
@@ -287,6 +287,7 @@ class DecodeRequest(TrackedRequest):
     offer: msg.PagesOffer | None = None
     replica: int = 0
     importing: Importing | None = None
+    newest: TextContext | None = None
     reasons: list[str] = field(default_factory=list[str])
 
     @classmethod
@@ -298,7 +299,7 @@ class DecodeRequest(TrackedRequest):
 
     @property
     def key(self) -> str:
-        """What the transfer calls this attempt's pull."""
+        """The name of this attempt's pull in the transfer."""
         return f"{self.request_id}#{self.attempt}"
 
     @property
@@ -339,14 +340,22 @@ class DecodeRequest(TrackedRequest):
         )
 
     def new_context(self) -> TextContext:
-        """A context of all that is known of it."""
-        limit = len(self.spec.prompt) + self.spec.max_new_tokens
-        return TextContext(self.tokens, limit, self.request_id, self.spec.cache_salt)
+        """A context of all that is known of it. No page is hashed twice: a request asks, and waits for pages, often."""
+        limit, before = len(self.spec.prompt) + self.spec.max_new_tokens, self.newest
+        known = before is not None and before.end_idx == len(self.spec.prompt) + len(self.emitted)
+        tokens = before.tokens if before is not None and known else self.tokens
+        self.newest = TextContext(tokens, limit, self.request_id, self.spec.cache_salt)
+        if before is not None and before.prefix_hasher is not None:
+            self.newest.prefix_hasher = before.prefix_hasher.copy()
+        return self.newest
 
     def foreign(self, offer: msg.PagesOffer) -> str:
         """Why the pages of an offer are not of this request's prompt; empty where they are."""
         count, theirs = offer.table.num_tokens, offer.prompt_digest
-        own = prompt_of(self.tokens[:count], self.spec.cache_salt).digest(count)
+        known = self.newest  # its tokens are an array: a list takes ten times as long
+        if known is None or known.end_idx < count:
+            known = self.new_context()
+        own = prompt_of(known.tokens[:count], self.spec.cache_salt).digest(count)
         if theirs == own:
             return ""
         shown = theirs.hex()[:16], own.hex()[:16]

@@ -25,6 +25,8 @@ import zmq
 
 from kvcache.errors import KVCacheError
 from kvcache.kv_events import KVEvents
+from kvcache.manager import PagedKVCacheManager
+from kvcache.watch.endpoint import ManagerWatch
 from scheduler_adapters.errors import MessageError
 from scheduler_adapters.loop import ServingLoop
 from scheduler_adapters.service import messages as msg
@@ -42,19 +44,15 @@ from scheduler_adapters.service.sockets import (
     wait_for_any,
 )
 from scheduler_adapters.service.watch import watched_service
+from transfer.memory import MemoryType
 from transfer.nixl.agent import Agent
 from transfer.nixl.chaos import ChaosAgent, Rates
 from transfer.pull.exchange import PageExchange
-from transfer.wire.keys import load_keyring
+from transfer.wire.keys import Keyring, load_keyring
 from transfer.wire.secret import read_secret
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from kvcache.manager import PagedKVCacheManager
-    from kvcache.watch.endpoint import ManagerWatch
-    from transfer.memory import MemoryType
-    from transfer.wire.keys import Keyring
 
 # What comes through a socket ends a wait. Leases, pulls and deadlines have none: they are looked at as often as this.
 _WAIT_MS = 1
@@ -65,7 +63,7 @@ _SWITCH_S = 2e-4
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process is told."""
+    """The settings of one process."""
 
     model: str | None  # its directory; None for the small Llama
     seed: int  # of the small Llama
@@ -77,6 +75,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     tp: int  # shards that the heads are split over, all on `device`
     device: str  # torch device of the model and its pages
     dp: int = 1  # replicas, each with pages of its own
+    group_layers: bool = False  # block tables of their own for layers that see a window or a chunk
     threads: int = 1  # of torch
     chunkwise: bool = True  # decode pulls pages while the rest of a prompt still runs
     lease_s: float = 10.0  # seconds that a lease stands without a word of its reader
@@ -113,7 +112,11 @@ def build_loop(config: ServerConfig) -> tuple[ServingLoop[PagedKVCacheManager], 
 
     model = load_model(config.model, config.seed, config.device)
     params = kv_params_of(
-        model.config, page_size=config.page_size, n_devices=config.tp * config.dp, data_parallel_degree=config.dp
+        model.config,
+        page_size=config.page_size,
+        n_devices=config.tp * config.dp,
+        data_parallel_degree=config.dp,
+        group_layers=config.group_layers,
     )
     if config.kv_events:
         at = f"tcp://{config.kv_events}:0"
@@ -222,7 +225,7 @@ def serve(config: ServerConfig, context: Context, socket: Socket, told: DrainSig
 
 
 def _ready(config: ServerConfig, manager: PagedKVCacheManager, exchange: PageExchange) -> msg.Ready:
-    """What the frontend is told of this process."""
+    """The `Ready` of this process."""
     capacity = manager.total_num_pages // manager.num_replicas * manager.page_size
     events, replay = (manager.kv_event_endpoints or [("", None)])[0]
     return msg.Ready(
@@ -255,7 +258,7 @@ def served_metrics(
 
 
 class DrainSignal:
-    """What a signal has told the process."""
+    """Whether a signal has told the process to drain. No `Event`: a second signal within its `set` would hang."""
 
     drain = False
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Protocol, TypeAlias
 
 import zmq
 
+from kvcache.sockets import keep_alive
 from scheduler_adapters.errors import ServiceError
 from scheduler_adapters.service import messages as msg
 from transfer.errors import HandshakeError
-from transfer.wire.handshake import keep_alive
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from transfer.wire.keys import Keyring
+from transfer.wire.keys import Keyring
 
 MAX_UNREAD = 16_384
 """Messages that wait for a frontend beyond those that its sockets hold (ZMQ: 1,000 at either end)."""
@@ -34,7 +31,7 @@ class Awaited(Protocol):
     """What can be waited for: a socket, or whatever has a file descriptor."""
 
     def fileno(self) -> int:
-        """Of what is to be read."""
+        """The descriptor that is polled for reading."""
         ...
 
 

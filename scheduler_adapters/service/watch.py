@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext
-from typing import TYPE_CHECKING
 
+from kvcache.manager import PagedKVCacheManager
 from kvcache.watch.endpoint import ManagerWatch
+from kvcache.watched import Beside
+from scheduler_adapters.service.decode import DecodeScheduler
+from scheduler_adapters.service.prefill import PrefillScheduler
+from transfer.pull.exchange import PageExchange
 from transfer.watch import transfers_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kvcache.manager import PagedKVCacheManager
-    from kvcache.watched import Beside
-    from scheduler_adapters.service.decode import DecodeScheduler
-    from scheduler_adapters.service.prefill import PrefillScheduler
-    from transfer.pull.exchange import PageExchange
-    from transfer.wire.keys import Keyring
+from transfer.wire.keys import Keyring
 
 
 def watched_service(

@@ -24,10 +24,11 @@ import time
 import weakref
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import (
     BasePrefixCache,
@@ -43,22 +44,19 @@ from sglang.srt.mem_cache.registry import TreeCacheBuildContext, default_radix_c
 from sglang.srt.runtime_context import get_schedule
 
 from kvcache.errors import InvalidParamsError, InvariantError
+from kvcache.params import HashAlgorithm
 from kvcache.pool.pages import PagePool
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
-from scheduler_adapters.sglang.events import event_recorder, record_removed, record_stored
+from kvcache.watch.endpoint import Watch
+from scheduler_adapters.sglang.events import Digests, event_recorder, record_removed, record_stored
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
-    from kvcache.params import HashAlgorithm
-    from kvcache.watch.endpoint import Watch
-
-    Pages = NDArray[np.int32]
-    Digests = NDArray[np.uint64]
-    Tokens = NDArray[np.int64]
+Pages: TypeAlias = NDArray[np.int32]
+Tokens: TypeAlias = NDArray[np.int64]
 
 _ALGORITHM: HashAlgorithm = "sha256"  # tenants share a server: collisions must not be craftable
 _MAX_TOKEN = (1 << 31) - 1  # digests are of int32 tokens
@@ -124,6 +122,10 @@ class PagewireCache(BasePrefixCache):
 
     Args:
         params: what SGLang gives to every cache: its row pool, its allocator, the page size.
+
+    Attributes:
+        pool: the pages and their index: others after each `reset`.
+        watch: answers who watches them; None where nobody may.
     """
 
     def __init__(self, params: CacheInitParams) -> None:
@@ -146,8 +148,8 @@ class PagewireCache(BasePrefixCache):
     def reset(self) -> None:
         """Forget everything. SGLang clears its own pools beside it, and no request is running."""
         num_pages = self.token_to_kv_pool_allocator.size // self.page_size
-        self._pool = PagePool(num_pages, DIGEST_BYTES[_ALGORITHM] // 8)
-        self._pool.allocate(num_pages)  # all of them are SGLang's
+        self.pool = PagePool(num_pages, DIGEST_BYTES[_ALGORITHM] // 8)
+        self.pool.allocate(num_pages)  # all of them are SGLang's
         self._published = 0
         self._locks: Counter[Prefix] = Counter()
         self._hashed.clear()  # what was found, was found in the old index
@@ -168,8 +170,8 @@ class PagewireCache(BasePrefixCache):
     def touch_prefix(self, key: RadixKey) -> None:
         """Count the cached prefix of a key as used now."""
         prefix = self._find(key, None)
-        self._pool.hold(prefix.pages)
-        self._pool.release(prefix.pages)
+        self.pool.hold(prefix.pages)
+        self.pool.release(prefix.pages)
 
     def path_device_indices(self, node: Prefix) -> torch.Tensor:
         """The token slots of a prefix, int64."""
@@ -187,13 +189,13 @@ class PagewireCache(BasePrefixCache):
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
         own = self._pages_of(row[: len(digests) * self.page_size])
         kept = self._publish(own, digests, protected)
-        prefix = Prefix(kept, digests, self._pool.index.generation)
+        prefix = Prefix(kept, digests, self.pool.index.generation)
         lock = self.lock(prefix)
         duplicate = own != kept
         new = ~duplicate
         new[:protected] = False
         record_stored(self._events, req, hashed.tokens, digests, new)
-        if (told := self._pool.told) is not None:
+        if (told := self.pool.told) is not None:
             if protected and not req.kv.cache_inserted_len:
                 told("found", kept[:protected], None)
             told("published", kept[new], np.concatenate((kept[:1] * 0, kept[:-1]))[new])
@@ -207,33 +209,33 @@ class PagewireCache(BasePrefixCache):
 
     def inc_lock_ref(self, node: Prefix) -> IncLockRefResult:
         """Keep a prefix from being evicted; `InvariantError` where a page of it was, since it was matched."""
-        index = self._pool.index
+        index = self.pool.index
         if node.generation != index.generation and not np.array_equal(index.find(node.digests), node.pages):
             raise InvariantError(f"a prefix of {len(node.pages)} pages is locked after some of them were evicted")
-        before = self._pool.free_count
-        self._pool.hold(node.pages)
+        before = self.pool.free_count
+        self.pool.hold(node.pages)
         self._locks[node] += 1
-        return IncLockRefResult(delta=(self._pool.free_count - before) * self.page_size)
+        return IncLockRefResult(delta=(self.pool.free_count - before) * self.page_size)
 
     def dec_lock_ref(self, node: Prefix, params: DecLockRefParams | None = None) -> DecLockRefResult:  # noqa: ARG002
         """Take one lock of a prefix away. Raises `InvariantError` where it has none."""
         if not self._locks[node]:
             raise InvariantError(f"a prefix of {len(node.pages)} pages is unlocked more often than locked")
-        before = self._pool.free_count
-        self._pool.release(node.pages)
+        before = self.pool.free_count
+        self.pool.release(node.pages)
         self._locks[node] -= 1
         if not self._locks[node]:
             del self._locks[node]
-        return DecLockRefResult(delta=(self._pool.free_count - before) * self.page_size)
+        return DecLockRefResult(delta=(self.pool.free_count - before) * self.page_size)
 
     def evict(self, params: EvictParams) -> EvictResult:
         """Give pages that nobody has locked back to SGLang, least recently used first; as few as hold `num_tokens`."""
         started = time.perf_counter()
-        count = min(-(-max(0, params.num_tokens) // self.page_size), self._pool.free_count)
+        count = min(-(-max(0, params.num_tokens) // self.page_size), self.pool.free_count)
         if not count:
             return EvictResult()
-        pages = self._pool.allocate(count)
-        record_removed(self._events, self._pool.index.digests_of(pages))
+        pages = self.pool.allocate(count)
+        record_removed(self._events, self.pool.index.digests_of(pages))
         self._give_back(pages)
         self._published -= count
         self.update_eviction_metrics(count * self.page_size, started)
@@ -243,7 +245,7 @@ class PagewireCache(BasePrefixCache):
 
     def evictable_size(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride] - SGLang's is 0 as such
         """Cached tokens that `evict` can take."""
-        return self._pool.free_count * self.page_size
+        return self.pool.free_count * self.page_size
 
     def protected_size(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride] - as above
         """Cached tokens that are locked."""
@@ -259,7 +261,7 @@ class PagewireCache(BasePrefixCache):
 
     def check(self) -> None:
         """Recount everything; `InvariantError` names the first discrepancy."""
-        pool = self._pool
+        pool = self.pool
         holders = (~pool.index.published).astype(np.int64)  # what is not published is SGLang's
         holders[0] = 0
         for prefix, count in self._locks.items():
@@ -274,11 +276,6 @@ class PagewireCache(BasePrefixCache):
             raise InvariantError(f"page {both[0]} is cached here, and free at SGLang")
 
     # ---- read by who watches, in another thread
-
-    @property
-    def pool(self) -> PagePool:
-        """The pages and their index: others after each `reset`."""
-        return self._pool
 
     def free_pages(self) -> Pages:
         """The pages that SGLang has free."""
@@ -295,7 +292,7 @@ class PagewireCache(BasePrefixCache):
         if key.is_bigram:
             raise InvalidParamsError("keys of token pairs are not supported")
         hashed, digests = self._hashed_of(key.token_ids, key.limit, key.cache_salt, key.extra_key, req)
-        index, found = self._pool.index, hashed.found
+        index, found = self.pool.index, hashed.found
         if found is None or found.generation != index.generation or hashed.pages_asked != len(digests):
             pages = index.match(digests)
             found = Prefix(pages, digests[: len(pages)], index.generation) if len(pages) else self.root_node
@@ -333,10 +330,10 @@ class PagewireCache(BasePrefixCache):
 
         SGLang's hold on a page that is new here ends with the first lock: `checkpoint` takes it right after.
         """
-        kept = np.concatenate((own[:protected], self._pool.index.publish(own[protected:], digests[protected:])))
+        kept = np.concatenate((own[:protected], self.pool.index.publish(own[protected:], digests[protected:])))
         new = kept[protected:][kept[protected:] == own[protected:]]
         self._published += len(new)
-        self._pool.release(new)
+        self.pool.release(new)
         return kept
 
     def _give_back(self, pages: Pages) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import (
     CommonKVBootstrapServer,
@@ -39,7 +40,6 @@ from transfer.pull.start import fleet_keys
 from transfer.wire.allowed_peers import AllowedPeers
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from sglang.srt.disaggregation.base.conn import KVArgs
     from sglang.srt.disaggregation.common.conn import PrefillServerInfo
     from sglang.srt.managers.schedule_batch import Req
@@ -89,7 +89,7 @@ class PagewireKVManager(CommonKVManager):
         return worker
 
     def _shared(self, made: Callable[[], Any]) -> Any:
-        """What rank 0 makes, on every rank."""
+        """An object that rank 0 makes, handed to every rank."""
         group = get_parallel().attn_tp_group
         return group.broadcast_object(made() if self.attn_tp_rank == 0 else None, src=0)
 

@@ -12,14 +12,13 @@ from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_disagg, get_parallel
 
 from scheduler_adapters.sglang.pools import Caches, caches_of
+from scheduler_adapters.sglang.settings import Settings
 from transfer.connector.config import WorkerConfig
 from transfer.errors import InvalidEngineError
 from transfer.wire.allowed_peers import listed_peers
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVArgs
-
-    from scheduler_adapters.sglang.settings import Settings
 
 building: ContextVar[Any] = ContextVar("building")
 """SGLang's queue that makes its manager: a manager is told of pointers alone, the queue has the pools."""

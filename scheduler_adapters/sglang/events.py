@@ -6,18 +6,18 @@ no more: ours is the first word of the page's digest, which salt and extra key a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored, StorageMedium
 from sglang.srt.mem_cache.events import KVCacheEventRecorder
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
-    Digests = NDArray[np.uint64]
+Digests: TypeAlias = NDArray[np.uint64]
 
 
 def event_recorder(params: CacheInitParams) -> KVCacheEventRecorder:

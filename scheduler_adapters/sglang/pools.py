@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from transfer.connector.config import GroupConfig
 from transfer.errors import InvalidEngineError
-
-if TYPE_CHECKING:
-    import torch
 
 _MHA = "page,side,token,head,dim"
 _MLA = "page,token,dim"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -16,9 +15,7 @@ import zmq
 from scheduler_adapters.sglang.rooms import RankOutput, RankStep, RoomServer, connect
 from transfer.connector.metadata import ConnectorMetadata, WorkerOutput
 from transfer.errors import MetadataError
-
-if TYPE_CHECKING:
-    from transfer.wire.keys import Keyring
+from transfer.wire.keys import Keyring
 
 _encode = msgspec.msgpack.Encoder().encode
 _metadata = msgspec.msgpack.Decoder(ConnectorMetadata)

@@ -195,7 +195,7 @@ class RoomClient:
         return made
 
     def received(self) -> Iterator[FromPrefill]:
-        """What has come."""
+        """The messages of prefill that have come."""
         for connection in list(self._connections.values()):
             for frames in received(connection.socket):
                 try:

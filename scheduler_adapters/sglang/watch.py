@@ -9,28 +9,26 @@ from __future__ import annotations
 import logging
 import os
 import weakref
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 from sglang.srt.runtime_context import get_parallel
 
 from kvcache.metrics import KVCacheMetrics
+from kvcache.pool.pages import PagePool
 from kvcache.watch.book import WatchBook
 from kvcache.watch.cells import pool_cells
 from kvcache.watch.endpoint import Watch
+from kvcache.watch.pools import OwnerColumns
 from kvcache.watched import OWNER_SHIFT, STATE_BITS, Beside, Cells, PageState
 from scheduler_adapters.sglang.cache import PagewireCache
 from scheduler_adapters.sglang.settings import Settings
 from transfer.pull.start import fleet_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from numpy.typing import NDArray
     from sglang.srt.managers.schedule_batch import Req
-
-    from kvcache.pool.pages import PagePool
-    from kvcache.watch.pools import OwnerColumns
 
     Row = tuple[Req, int, NDArray[np.int32]]  # a request, the number of its row, and the pages in it
 

@@ -9,13 +9,15 @@ import select
 import shlex
 import socket
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import msgspec
 
 from kvcache.errors import WatchError
 from scheduler_adapters.arguments import small_file
 from scheduler_adapters.errors import MissingExtraError, ServiceError
+from scheduler_adapters.top.options import TopOptions
 from scheduler_adapters.top.sources import LiveSource, PlayedSource
 from scheduler_adapters.viewer import PROGRAM
 from transfer.wire.keys import load_keyring
@@ -29,10 +31,6 @@ try:
 except ImportError as error:
     raise MissingExtraError(f"top needs the extra 'top' (pip install 'pagewire[top]'): {error}") from error
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-
-    from scheduler_adapters.top.options import TopOptions
 
 COOKIE = "pagewire_top"
 # Textual's page asks another host for a font, and shows nothing before that has answered: in a closed network, never.
@@ -112,7 +110,7 @@ class TokenServer(Server):
 
     @property
     def address(self) -> str:
-        """What a browser is to be told."""
+        """The address for a browser, with its token."""
         return f"{self.public_url}/?token={self._token}"
 
     async def make_app(self) -> web.Application:

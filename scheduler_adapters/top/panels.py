@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from kvcache.watched import Look, PageState
 from scheduler_adapters.top.view import TopView, WatchedProcess
 
-Rows = list[tuple[str, ...]]
+TableRows = list[tuple[str, ...]]
 _MOST_ROWS = 200
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -19,7 +19,7 @@ def _looks(view: TopView) -> Iterator[tuple[WatchedProcess, Look]]:
             yield process, process.followed.look
 
 
-def requests(view: TopView) -> Rows:
+def requests(view: TopView) -> TableRows:
     """Each request, those with the most pages first."""
     found: list[tuple[int, tuple[str, ...]]] = []
     for process, look in _looks(view):
@@ -45,7 +45,7 @@ def phases(view: TopView) -> str:
     return "   ".join(parts)
 
 
-def transfers(view: TopView) -> Rows:
+def transfers(view: TopView) -> TableRows:
     """Leases, and pulls in flight: those whose deadline is nearest first."""
     found: list[tuple[float, tuple[str, ...]]] = []
     for process, look in _looks(view):
@@ -65,9 +65,9 @@ def transfers(view: TopView) -> Rows:
     return [row for _, row in sorted(found, key=lambda one: one[0])[:_MOST_ROWS]]
 
 
-def tree(view: TopView) -> Rows:
+def tree(view: TopView) -> TableRows:
     """The prefix tree, each part below the one that it follows."""
-    found: Rows = []
+    found: TableRows = []
     for process, look in _looks(view):
         below: dict[tuple[str, int], list[int]] = {}
         parts = [one for one in look.tree if view.filter.replica in ("", one.pool)]
@@ -87,10 +87,10 @@ def tree(view: TopView) -> Rows:
     return found[:_MOST_ROWS]
 
 
-def evictions(view: TopView) -> Rows:
+def evictions(view: TopView) -> TableRows:
     """The last evictions, and below them what they have cost."""
     found: list[tuple[float, tuple[str, ...]]] = []
-    sums: Rows = []
+    sums: TableRows = []
     for process, look in _looks(view):
         for reason, (pages, again) in sorted(look.evicted.items()):
             cost = f"{again * look.page_size:,} tokens anew"
@@ -103,9 +103,9 @@ def evictions(view: TopView) -> Rows:
     return sums + [row for _, row in sorted(found, key=lambda one: one[0])[:_MOST_ROWS]]
 
 
-def rates(view: TopView) -> Rows:
+def rates(view: TopView) -> TableRows:
     """Of each process: hits, tokens, what is pulled, evictions and the queue, now and over the last looks."""
-    found: Rows = []
+    found: TableRows = []
     for process, look in _looks(view):
         ran, cached = process.rates("input_tokens"), process.rates("cache_tokens")
         hits = [c / (r + c) if r + c else 0.0 for r, c in zip(ran, cached, strict=True)]
@@ -129,9 +129,9 @@ def rates(view: TopView) -> Rows:
     return found
 
 
-def processes(view: TopView) -> Rows:
+def processes(view: TopView) -> TableRows:
     """Each process, whether it answers, its pages by state, and its last recount."""
-    found: Rows = []
+    found: TableRows = []
     for process in view.processes.values():
         look = process.followed.look
         since = view.now - process.heard_at
@@ -171,7 +171,7 @@ def _giga(value: float) -> str:
     return f"{value / 1e9:.3f}"
 
 
-HEADINGS: dict[str, tuple[Callable[[TopView], Rows], tuple[str, ...]]] = {
+HEADINGS: dict[str, tuple[Callable[[TopView], TableRows], tuple[str, ...]]] = {
     "requests": (requests, ("request", "tenant", "phase", "where", "pages", "tokens")),
     "transfers": (transfers, ("what", "request", "where", "state", "age s", "left s", "bytes")),
     "tree": (tree, ("prefix", "where", "pages", "with below", "tokens", "hits")),

@@ -18,7 +18,6 @@ from scheduler_adapters.top.sources import Heard
 _SILENT_S = 3.0  # then a process counts as gone
 _KEPT = 240  # looks, for rates
 _MOST_ZOOM = 24
-RATES = ("input_tokens", "cache_tokens", "evictions", "bytes_pulled")  # totals whose rates are shown
 
 
 @dataclass(slots=True)
@@ -102,7 +101,7 @@ class TopView:
 
     @property
     def followed(self) -> dict[str, Followed]:
-        """Of each address what is known."""
+        """The followed state of each address."""
         return {address: process.followed for address, process in self.processes.items()}
 
     def take(self, heard: list[Heard], now: float | None = None) -> None:

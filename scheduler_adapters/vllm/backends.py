@@ -17,6 +17,7 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec, SlidingWindowMLASpec
 
+from scheduler_adapters.vllm.states import described
 from transfer.errors import InvalidEngineError
 
 if TYPE_CHECKING:
@@ -129,9 +130,8 @@ def _contents(
     known = name.removeprefix(_BACKENDS)
     if type(spec) is MambaSpec:
         if backend.is_ssm():
-            shapes = " and ".join("x".join(map(str, shape)) for shape in spec.shapes)
             states = tuple((tuple(shape), dtype) for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
-            return Contents(f"states {shapes} of {backend.get_name()}", states=states)
+            return Contents(f"{described(spec)} of {backend.get_name()}", states=states)
     elif type(spec) in {MLAAttentionSpec, SlidingWindowMLASpec}:
         if known in _LATENTS:
             return Contents("a latent of each token")

@@ -6,9 +6,8 @@ content is a matter of the backend's kernels: see `backends.py`.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import (
@@ -22,8 +21,9 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from scheduler_adapters.vllm.backends import Contents, contents_of
-from transfer.connector.config import GroupConfig, StatePart, share
+from scheduler_adapters.vllm.backends import Contents, contents_of, layers_of
+from scheduler_adapters.vllm.states import state_parts
+from transfer.connector.config import GroupConfig, share
 from transfer.errors import InvalidEngineError
 
 if TYPE_CHECKING:
@@ -50,7 +50,10 @@ def cache_group(
     kept_as = Contents("")
     if kernels is not None:
         kept_as = contents_of(where, vllm_config, group.layer_names, spec, page_size or spec.block_size)
-    kept = _state(where, vllm_config, spec) if type(spec) is MambaSpec else _attention(where, vllm_config, spec)
+    if type(spec) is MambaSpec:
+        kept = _state(where, vllm_config, [] if kernels is None else group.layer_names, spec)
+    else:
+        kept = _attention(where, vllm_config, spec)
     return GroupConfig(
         layers=layers,
         block_size=spec.block_size,
@@ -105,21 +108,12 @@ def _all_heads(where: str, vllm_config: VllmConfig, here: int) -> int:
     raise InvalidEngineError(f"{where}: {here} heads on each of {tp_size} ranks, the model has {total}")
 
 
-def _state(where: str, vllm_config: VllmConfig, spec: MambaSpec) -> dict[str, Any]:
-    """A unit for each rank: what a rank keeps is moved as it is, so both sides need as many ranks.
-
-    A convolution's channels are x, B and C of the rank one after another, and which is which the spec does not say.
-    """
+def _state(where: str, vllm_config: VllmConfig, names: Sequence[str], spec: MambaSpec) -> dict[str, Any]:
     if spec.num_speculative_blocks:
         raise InvalidEngineError(f"{where}: {spec.num_speculative_blocks} speculative blocks of a state are not moved")
-    units = 1 if spec.tp_replicated else vllm_config.parallel_config.tensor_parallel_size
-    parts = [
-        StatePart(
-            kind=f"state {at}", units=units, width=math.prod(shape), dtype=_name(dtype), tensor=at, axes="page,head"
-        )
-        for at, (shape, dtype) in enumerate(zip(spec.shapes, spec.dtypes, strict=True))
-    ]
-    return {"kind": "mamba", "state": tuple(parts)}
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    layer = layers_of(where, vllm_config, names)[names[0]] if names else None
+    return {"kind": "mamba", "state": state_parts(where, spec, ranks, layer)}
 
 
 def _layers(where: str, vllm_config: VllmConfig, names: list[str]) -> dict[str, int]:

@@ -39,6 +39,7 @@ def test_every_benchmark_measures_what_it_says_on_a_small_pool() -> None:
     assert len(growing_conversation.measure(1024, "xxh3_128", 3)) == 4
     assert [row["case"] for row in recommend.measure(3, 256, "sha256", 3)] == ["cold", "one", "all", "again"]
     assert [row["call"] for row in waiting.measure(10, 3)] == ["step", "add", "abort"]
+    assert [row["call"] for row in waiting.measure_polls(10, 3)] == ["poll, pages to come", "poll, silent source"]
 
 
 def test_sweeps_of_traces_are_drawn_one_by_one(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from kvcache import ImportProof, KVCacheParams, PagedKVCacheManager, PendingImport
 from kvcache.layer_groups import layer_tables
+from kvcache.sizing import page_bytes
 
 _LOWER = ("file_tier", "object_tier")
 
@@ -41,7 +42,8 @@ def manager_of(
         **{name: value for name, value in (params or {}).items() if not name.startswith(_LOWER)},
     )
     if host_slots:  # only now is the size of a page known
-        space = made.bytes_per_token(layers) * page_size * host_slots / 2**30
+        tables = layer_tables(made.groups, layers)
+        space = page_bytes(made, tables.layers_per_page, page_size) * host_slots / 2**30
         files = {name: value for name, value in (params or {}).items() if name.startswith(_LOWER)}
         made = dataclasses.replace(
             made, enable_kvcache_swapping_to_host=True, host_kvcache_swap_space_gb=space, **files
@@ -53,7 +55,7 @@ def manager_of(
         max_seq_len=max_seq_len,
         num_layers=layers,
         devices=["cpu"] * (dp * tp),
-        available_cache_memory=made.bytes_per_token(per_page) * page_size * pages * dp,
+        available_cache_memory=page_bytes(made, per_page, page_size) * pages * dp,
         enable_runtime_checks=checks,
         **options,
     )

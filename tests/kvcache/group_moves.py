@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcache import LayerGroup, TextContext
-from tests.kvcache.model import Content, Held, ModelLease, ModelReplica, Named
+from tests.kvcache.model import Content, Held, ModelHost, ModelLease, ModelReplica, Named
 from tests.kvcache.moves import LONGEST, PAGE_SIZE, Chooser, Moves
 
 Seen = tuple[str, int]  # the kind of a table's layers, and its tokens
@@ -30,14 +30,18 @@ class Further:
 
 
 class GroupedReplica(ModelReplica):
-    def __init__(self, num_pages: int, page_size: int, tables: list[Seen], *, caching: bool) -> None:
-        super().__init__(num_pages, page_size)
+    def __init__(
+        self, num_pages: int, page_size: int, tables: list[Seen], host: ModelHost | None, *, caching: bool
+    ) -> None:
+        super().__init__(num_pages, page_size, host)
         self.tables, self.caching = tables, caching
         # Tables of one group follow one another, and no two groups here are alike.
         self.groups = [list(same) for _, same in itertools.groupby(range(len(tables)), key=lambda at: tables[at])]
         self.further: dict[str, Further] = {}
         self.slid = 0
         self.evicted_further = 0
+        self.lifted = self.lifted_further = 0  # pages that came back from the host
+        self.filled = 0  # requests that did not fit with what would have come back
         self.shortened = 0  # hits that the first table would have had longer
 
     def seen(self, table: int, position: int) -> int:
@@ -57,6 +61,8 @@ class GroupedReplica(ModelReplica):
         held, mine, size = self.requests[name], self.of(name), self.page_size
         if active - start == 1 and len(tokens) + steps - 1 <= self.room(name):
             return start
+        if self.host and not held.pages and active - start > 1:
+            self.lift(tokens, named, start, active, steps)
         hits = self.hits(held, tokens, named, start, active)
         first, found = held.committed, held.committed + len(hits)
         if hits:
@@ -108,6 +114,63 @@ class GroupedReplica(ModelReplica):
             mine.columns[table] |= {column: self._take() for column in range(max(mine.end, found, now), end)}
         mine.first, mine.end = firsts, end
         return start
+
+    def lift(self, tokens: list[int], named: Named, start: int, active: int, steps: int) -> None:
+        """What the longest prefix needs that the host's pages give comes back, if the request then fits."""
+        size, host = self.page_size, self.host
+        assert host is not None
+
+        def key(table: int, column: int) -> Content:
+            return self.key(tokens, named, table, column) if table >= 0 else self.content(tokens, named, column)
+
+        def wanted(end: int) -> list[Content]:
+            """Of a prefix of so many pages what its next token sees, by column; table -1 is the first one."""
+            return [
+                key(table, column)
+                for column in range(end)
+                for table in range(-1, len(self.tables))
+                if table < 0 or column >= self.seen(table, end * size)
+            ]
+
+        ends = range((len(tokens) - 1) // size, 0, -1)
+        fits = (end for end in ends if all(one in self.page_of or host.has(one) for one in wanted(end)))
+        end = next(fits, 0)
+        contents = wanted(end)
+        here = [self.page_of[one] for one in contents if one in self.page_of]
+        lacking = [one for one in contents if one not in self.page_of]
+        if not lacking or end * size <= start:
+            return
+        length, needed = active - start, -(-(len(tokens) + steps - 1) // size)
+        until = min(len(tokens), end * size + length) if end * size >= active else active
+        columns = -(-(until if until < len(tokens) else len(tokens) + steps - 1) // size)
+        needed += sum(columns - self.seen(table, end * size) for table in range(len(self.tables)))
+        if needed - sum(page in self.holders for page in here) > self.free:
+            self.filled += 1
+            return
+        host.hold("lift", lacking)
+        for page in here:
+            self._hold(page)
+        brought = [self._take() for _ in lacking]
+        for page, content in zip(brought, lacking, strict=True):
+            self.page_of[content] = page
+            self.content_of[page] = content
+            self.lifted += 1
+            self.lifted_further += content[0] == "table"
+        for page in [*reversed(here), *reversed(brought)]:
+            self._drop(page)
+        host.drop({"lift"}, arrived=True)
+
+    def queue(self, pages: list[int]) -> None:
+        """Those of the further tables, table by table, are published before those of the first one."""
+        tables = {page: self.content_of[page] for page in pages}
+        further = [page for page in pages if tables[page][0] == "table"]
+        super().queue(sorted(further, key=lambda page: int(str(tables[page][1]))))
+        super().queue([page for page in pages if tables[page][0] != "table"])
+
+    def used(self, name: str) -> list[Content]:
+        held = self.requests[name]
+        pages = [(at, table, page) for table, one in enumerate(self.of(name).columns) for at, page in one.items()]
+        return [self.content_of[page] for at, _, page in sorted(pages) if at < held.committed]
 
     def would_be_free(self, leaving: list[int], kept: list[list[int]]) -> int:
         return sum(self.holders[page] == 1 for page in leaving if not any(page in part for part in kept))
@@ -171,7 +234,7 @@ class GroupedReplica(ModelReplica):
         self.slid += len(gone)
 
     def step(self, name: str, tokens: list[int], named: Named, start: int) -> tuple[int, list[int]]:
-        before = self.requests[name].cached
+        before, new = self.requests[name].cached, list[int]()
         for table, columns in enumerate(self.of(name).columns):
             for column in range(self.requests[name].committed, start // self.page_size):
                 if column in columns:
@@ -179,12 +242,14 @@ class GroupedReplica(ModelReplica):
                     kept = self.page_of.setdefault(content, own)
                     if kept == own:
                         self.content_of[own] = content
+                        new.append(own)
                     else:
                         self._hold(kept)
                         columns[column] = kept
                         self._keep(self.requests[name], [own] if column * self.page_size < before else [])
                         self._drop(own)
-        return super().step(name, tokens, named, start)
+        shared, first = super().step(name, tokens, named, start)
+        return shared, [*new, *first]
 
     def fork(self, parent: str, child: str, computed: int, length: int) -> bool:
         full, needed = computed // self.page_size, -(-length // self.page_size)
@@ -202,6 +267,7 @@ class GroupedReplica(ModelReplica):
 
     def release(self, name: str) -> None:
         mine, held = self.of(name), self.requests[name]
+        self.beside[name] = self.used(name)
         pages = [(column, table, page) for table, one in enumerate(mine.columns) for column, page in one.items()]
         computed = max(held.committed, -(-held.cached // self.page_size))
         read = [page for column, _, page in sorted(pages) if column < computed]
@@ -254,9 +320,9 @@ def layouts() -> list[tuple[int, tuple[LayerGroup, ...]]]:
 
 
 class GroupMoves(Moves):
-    """A manager of groups beside its model. There are no tiers below several tables."""
+    """A manager of groups beside its model."""
 
-    host_slots = (0,)
+    host_slots = (0, 0, 12, 40, 120)
 
     def __init__(self, chooser: Chooser, params: dict[str, Any] | None = None) -> None:
         self.layers, groups = chooser.pick(layouts())
@@ -265,7 +331,7 @@ class GroupMoves(Moves):
 
     def model(self) -> ModelReplica:
         tables = [(one.group.kind, one.group.window) for one in self.manager.layer_tables.tables[1:]]
-        return GroupedReplica(self.pages, PAGE_SIZE, tables, caching=self.caching)
+        return GroupedReplica(self.pages, PAGE_SIZE, tables, self.host, caching=self.caching)
 
     @property
     def grouped(self) -> list[GroupedReplica]:
@@ -318,6 +384,8 @@ class GroupMoves(Moves):
         found: Counter[str] = Counter()
         for model in self.grouped:
             found["slid"] += model.slid
+            found["came back beyond the first table"] += model.lifted_further
+            found["did not fit with what would have come back"] += model.filled
             found["hit shortened"] += model.shortened
             found["evicted beyond the first table"] += model.evicted_further
         return found

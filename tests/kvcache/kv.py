@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 import xxhash
 
 from kvcache import PagedKVCacheManager, RaggedKVCacheInputs, TextContext
@@ -52,21 +53,35 @@ class KVTokens:
                 for number, (table, of_layers) in enumerate(zip(tables, self.manager.layer_tables.tables, strict=True)):
                     for run, row in zip(mine, table.tolist(), strict=True):
                         seen = int(of_layers.group.first_seen(np.array(run.start)))
-                        self._run(run, row, entry.blocks.numpy(), (shard, number) if number else shard, seen)
+                        self._run(run, row, entry, (shard, number) if number else shard, seen)
 
-    def _run(self, run: Run, row: list[int], blocks: np.ndarray, part: object, seen: int) -> None:
+    def _run(self, run: Run, row: list[int], entry: RaggedKVCacheInputs, part: object, seen: int) -> None:
         """`part`: which of the model's KV it is; `seen`: the first token that the run's first query sees."""
         size, start, active = self.manager.page_size, run.start, run.active
         values = kv_of(run.tokens, run.named, part)
         positions = np.arange(active)
         pages, offsets = np.array(row)[positions // size], positions % size
-        found = blocks[pages[seen:start], :, :, offsets[seen:start]]  # [tokens, sides, layers, heads, dim]
-        wrong = np.flatnonzero((found != values[seen:start, None, None, None, None]).any(axis=(1, 2, 3, 4)))
-        assert not wrong.size, f"{run.request_id}: the KV of token {seen + wrong[0]} of {start} is another's"
+        for pool in (entry.blocks, entry.kv_scales):
+            if pool is None:
+                continue
+            held, kept = pool.numpy(), _as_elements(values, pool)[:, None, None, None, None]
+            # A scale of a whole page is that of its last token here, and says nothing of a page that is not full.
+            of_page = pool.shape[3] < size
+            read = np.arange(seen, start)[(offsets[seen:start] == size - 1) if of_page else slice(None)]
+            within = offsets * 0 if of_page else offsets
+            found = held[pages[read], :, :, within[read]]  # [tokens, sides, layers, heads, dim]
+            wrong = np.flatnonzero((found != kept[read]).any(axis=(1, 2, 3, 4)))
+            assert not wrong.size, f"{run.request_id}: the KV of token {read[wrong[0]]} of {start} is another's"
+            held[pages[start:active], :, :, within[start:active]] = kept[start:active]
         assert pages[seen:].all(), f"{run.request_id}: a token that is seen has no page"
         self.compared += start - seen
-        written = values[start:active, None, None, None, None]
-        blocks[pages[start:active], :, :, offsets[start:active]] = written
+
+
+def _as_elements(values: np.ndarray, pool: torch.Tensor) -> np.ndarray:
+    """Whole numbers of 64 bits as elements of a pool: as many of their bits as its type has."""
+    if pool.dtype == torch.int64:
+        return values
+    return values.astype(np.int8) if pool.dtype == torch.int8 else (values & ((1 << 52) - 1)).astype(np.float64)
 
 
 def kv_of(tokens: list[int], named: Named, part: object) -> np.ndarray:

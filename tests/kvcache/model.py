@@ -91,6 +91,7 @@ class ModelReplica:
         self.idle: list[int] = []  # published, held by nobody, least recently used first
         self.requests: dict[str, Held] = {}
         self.evictions = 0
+        self.beside: dict[str, list[Content]] = {}  # by request, what it used beside its pages of the first table
         self._names = 0
 
     @property
@@ -213,7 +214,7 @@ class ModelReplica:
         held = self.requests.pop(name)
         if self.host:
             self.host.drop({name}, arrived=False)
-            used = [self.content_of[page] for page in held.pages[: held.committed]]
+            used = [self.content_of[page] for page in held.pages[: held.committed]] + self.beside.pop(name, [])
             if used and self.waiting:
                 self.waiting.append(used)
             else:

@@ -78,6 +78,7 @@ class Moves:
     """A manager, its model, and the requests that are claimed."""
 
     pages, layers, host_slots, most_replicas = PAGES, 1, HOST_SLOTS, 2
+    dtype = torch.int64
 
     def __init__(self, chooser: Chooser, params: dict[str, Any] | None = None) -> None:
         self.choose = chooser
@@ -110,7 +111,7 @@ class Moves:
             dp=dp,
             caching=self.caching,
             checks=False,
-            dtype=torch.int64,
+            dtype=self.dtype,
             host_slots=slots,
             params=params,
         )

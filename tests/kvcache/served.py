@@ -21,8 +21,8 @@ Keys = tuple[tuple[int, bytes], ...]
 class Served:
     """A manager with a host tier, and KV that is compared whenever it is read."""
 
-    def __init__(self, pages: int, host_slots: int, **options: Any) -> None:
-        self.manager = manager_of(pages, page_size=SIZE, dtype=torch.int64, host_slots=host_slots, **options)
+    def __init__(self, pages: int, host_slots: int, *, dtype: torch.dtype = torch.int64, **options: Any) -> None:
+        self.manager = manager_of(pages, page_size=SIZE, dtype=dtype, host_slots=host_slots, **options)
         self.kv = KVTokens(self.manager)
         self.names = 0
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache import InvalidParamsError, LayerGroup, Routing
+from kvcache import InvalidParamsError, LayerGroup
 from kvcache.layer_groups import MOST_LOST, LayerTables, layer_tables
 from tests.kvcache.build import manager_of
 
@@ -110,11 +110,7 @@ def test_groups_that_cannot_be_are_refused(arguments: Any, said: str) -> None:
 @pytest.mark.parametrize(
     ("name", "given"),
     [
-        ("enable_kvcache_swapping_to_host", {"enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": 1}),
         ("partial_reuse_min_tokens", {"partial_reuse_min_tokens": 2}),
-        ("routing.copy_pages", {"routing": Routing(copy_pages=True)}),
-        ("tenant_quota", {"tenant_quota": 0.5}),
-        ("tenant_quota", {"tenant_quotas": {"a": 0.5}}),
     ],
 )
 def test_what_holds_for_one_group_only_is_refused_by_name(name: str, given: dict[str, Any]) -> None:

@@ -782,7 +782,7 @@ def test_one_request_is_served_as_one_of_many_is(make: Any, caching: bool) -> No
             assert manager.maybe_reserve(context)
             manager.check()
         (by_list,), (by_tuple,) = one.fetch(contexts[:1]), many.fetch((contexts[1],))
-        for ours, theirs in zip(by_list[1:], by_tuple[1:], strict=True):
+        for ours, theirs in zip(by_list[1:4], by_tuple[1:4], strict=True):
             assert ours.dtype == theirs.dtype
             assert ours.tolist() == theirs.tolist()
         assert one.block_table("r") == many.block_table("r")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvcache import InvalidParamsError, KVCacheParams
-from kvcache.params import resolve_page_size
+from kvcache.params import resolve_page_size, usable_hashes
 
 HOST = {"enable_prefix_caching": True, "enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": 1}
 
@@ -28,7 +28,7 @@ def params(**changes: Any) -> KVCacheParams:
         ({"tenant_quota": 1.5}, "tenant_quota is 1.5: a number from 0.0 to 1.0"),
         ({"n_devices": 3, "data_parallel_degree": 2}, "n_devices is 3: not a multiple of data_parallel_degree 2"),
         ({"n_devices": 3}, "n_kv_heads is 8: 3 shards"),
-        ({"hash_algorithm": "md5"}, "hash_algorithm is 'md5': one of sha256, xxh3_128"),
+        ({"hash_algorithm": "md5"}, "hash_algorithm is 'md5': one of sha256, blake3, xxh3_128"),
         ({"page_order": "dim,token"}, "page_order is 'dim,token'"),
         ({"enable_kvcache_swapping_to_host": True}, "needs enable_prefix_caching"),
         ({"file_tier_dir": "folder"}, "file_tier_dir needs enable_kvcache_swapping_to_host"),
@@ -48,6 +48,18 @@ def test_what_cannot_work_is_named(changes: dict[str, Any], message: str) -> Non
     with pytest.raises(ValueError, match=message) as caught:
         params(**changes)
     assert isinstance(caught.value, InvalidParamsError)
+
+
+def test_a_hash_whose_package_is_not_installed_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert params(hash_algorithm="blake3").hash_algorithm == "blake3"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    usable_hashes.cache_clear()
+    try:
+        assert usable_hashes() == ("sha256", "xxh3_128")
+        with pytest.raises(InvalidParamsError, match=r"hash_algorithm is 'blake3': .*pip install 'pagewire\[blake3\]'"):
+            params(hash_algorithm="blake3")
+    finally:
+        usable_hashes.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from tests.mutants.of_kvcache_groups import KVCACHE_GROUPS
 from tests.mutants.of_kvcache_tiers import KVCACHE_TIERS
 from tests.mutants.of_observe import OBSERVE
 from tests.mutants.of_plan import PLAN
+from tests.mutants.of_scales import SCALES
 from tests.mutants.of_scheduler_adapters import SCHEDULER_ADAPTERS
 from tests.mutants.of_scheduler_adapters_edges import SCHEDULER_ADAPTERS_EDGES
 from tests.mutants.of_scheduler_adapters_sglang import SCHEDULER_ADAPTERS_SGLANG
@@ -38,6 +39,7 @@ MODULES: tuple[Module, ...] = (
     *KVCACHE,
     *KVCACHE_GROUPS,
     *KVCACHE_TIERS,
+    *SCALES,
     *STATES,
     *EVENTS,
     *TRANSFER,

@@ -102,7 +102,7 @@ EXCHANGE: tuple[Module, ...] = (
             Mutation("PageContents._wanted", "or ours != theirs ", "", [_LENDING]),
             Mutation("PageContents.lease", "[: max(0, most)]", "", [_LENDING]),
             Mutation("PageContents.digests", "(context.current_length - 1)", "context.current_length", [_LENDING]),
-            Mutation("PageContents.lease", "wanted.first_page + len(pages)", "len(pages)", [_CONTENTS, _LENDING]),
+            Mutation("PageContents.lease", "wanted.first_page + length", "length", [_CONTENTS, _LENDING]),
         ],
     ),
     Module(
@@ -128,7 +128,7 @@ EXCHANGE: tuple[Module, ...] = (
                 "if first < 0:",
                 [_CONTENTS],
             ),
-            Mutation("ReplicaTier.bring", "min(self._brought_at_once, room)", "room", [_CONTENTS]),
+            Mutation("ReplicaTier.bring", "min(self.brought_at_once, room)", "room", [_CONTENTS]),
             Mutation("ReplicaTier.bring", " or self.host.pool.index.generation != generation", "", [_CONTENTS]),
             Mutation("ReplicaTier.poll", "if load.digests is not None:", "if not load:", [_CONTENTS]),
         ],

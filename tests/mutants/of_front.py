@@ -22,7 +22,7 @@ FRONT: tuple[Module, ...] = (
             Mutation("PageSet.add", "max(0, self._most - len(self))", "None"),
             Mutation("PageSet.remove", "self._come.difference_update(hashes)", "pass"),
             Mutation("PageSet._settle", "64 + len(self._sorted) // 32", "64 + len(self._sorted)"),
-            Mutation("_Followed.poll", "number != self._last + 1", "number <= self._last"),
+            Mutation("_ProcessPages.poll", "number != self._last + 1", "number <= self._last"),
             Mutation("PageHolders.follow", "known.ready.incarnation", "there[name].incarnation"),
             Mutation("PageHolders.follow", "len(there) == len(members)", "True"),
             Mutation("PageHolders.sources", "tokens[name] > least", "tokens[name] >= least"),

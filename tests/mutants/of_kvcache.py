@@ -11,9 +11,9 @@ KVCACHE: tuple[Module, ...] = (
         "kvcache.pool.pages",
         ["tests/kvcache/test_manager.py", "tests/kvcache/test_against_model.py::test_seeded_moves"],
         [
-            Mutation("PagePool.allocate", "self.index.withdraw(evicted)", "pass"),
+            Mutation("PagePool.allocate", "self.index.withdraw(ascending)", "pass"),
             Mutation("PagePool.allocate", "self.evictions += len(evicted)", "self.evictions += 1"),
-            Mutation("PagePool.allocate", "np.sort(pages)", "pages"),
+            Mutation("PagePool.allocate", "pages = np.sort(pages)", "pass"),
             Mutation("PagePool.allocate", "self.guard(evicted)", "pass", ["tests/kvcache/tiers/test_host_tier.py"]),
             Mutation("PagePool.allocate_one", "self.index.withdraw_one(page)", "pass"),
             Mutation("PagePool.allocate_one", "self.evictions += 1", "pass"),
@@ -59,7 +59,8 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("PrefixIndex.withdraw_one", "self._links[before] = after", "self._links[before] = NO_PAGE"),
             Mutation("PrefixIndex.withdraw_one", "self._before[after] = before", "pass"),
             Mutation("PrefixIndex._insert", "self._changed(at, True, digests)", "pass"),
-            Mutation("PrefixIndex._find", "if hits.size and", "if not hits.size and"),
+            Mutation("PrefixIndex._find", "self.digests_of(pages).tobytes() != asked.tobytes()", "False"),
+            Mutation("PrefixIndex._find", "digests.take(hits, axis=0)", "digests[: hits.size]"),
             Mutation("PrefixIndex._unlink", "self._before[after.astype(np.intp)] = before.astype(np.int32)", "pass"),
             Mutation("PrefixIndex._insert", "self._before[heads.astype(np.intp)] = written", "pass"),
             Mutation("PrefixIndex._insert", "if not lost.size:", "if lost.size or not lost.size:"),
@@ -90,12 +91,12 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("Replica.fork", "min(full, int(rows.committed[parent]))", "full"),
             Mutation("Replica.fork", "tables > self.pool.free_count", "tables >= self.pool.free_count"),
             Mutation("Replica.fork", "if not computed % self.page_size:", "if not full:"),
-            Mutation("Replica.reserve_decoding", "missing != 1", "missing < 1"),
+            Mutation("Replica.reserve_decoding", "np.count_nonzero(beyond[short] > self.page_size) or ", "False or "),
             Mutation(
                 "Replica.reserve_decoding", "len(lacking) > self.pool.free_count", "len(lacking) >= self.pool.num_pages"
             ),
             Mutation("Replica.reserve_decoding", " or np.count_nonzero(state.prompt[lacking] < 0)", ""),
-            Mutation("Replica.reserve_decoding", " or needed.max() > self.max_seq_len", ""),
+            Mutation("Replica.reserve_decoding", " or longest:", ":"),
             Mutation("Replica.slack", ".min()", ".max()"),
             Mutation("Replica.due", ".min()", ".max()"),
             Mutation("Replica.refuse_short", 'if call == "step":', "if False:"),
@@ -106,7 +107,7 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("Replica.release", "self._hashers.pop(row, None)", "pass"),
             Mutation(
                 "Replica.release",
-                "self.tier.leave(row, pages[: int(self.rows.committed[row])])",
+                "self.tier.leave(row, self._published_pages(row, pages))",
                 "pass",
                 ["tests/kvcache/tiers/test_host_tier.py"],
             ),
@@ -160,12 +161,14 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("Batch.update", "self.due -= 1", "pass"),
             Mutation("Batch.update", "self._updates_left -= 1", "pass"),
             Mutation("Batch.update", "self.starts = self.ends - 1", "self.starts = self.ends"),
+            Mutation("Batch.turning", "== 1 % self._page_size", "== 0"),
+            Mutation("Batch.turning", "at = self.ends.item(0) % self._page_size", "at = 0"),
             Mutation("Batch.refresh", "self._stale or", ""),
             Mutation("Batch.last_tokens", "self._count - 1", "self._count - 2"),
             Mutation("Batch.last_tokens", "self.refresh()", "pass"),
             Mutation("Batch.lengths", "self.refresh()", "pass"),
             Mutation("Gathered.part", "active - start, active, end)", "active, active, end)"),
-            Mutation("Batch.digests", "np.count_nonzero(columns != column) or ", ""),
+            Mutation("Batch.digests", "np.count_nonzero(steps != step) or ", ""),
             Mutation("Batch.lose", "self.catch_up(place)", "pass"),
             Mutation("Batch._refuse_longest", "end >= context.max_length", "end > context.max_length"),
             Mutation("Batch._hand_over", "self.catch_up(place)", "pass"),
@@ -203,7 +206,9 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("PrefixHasher.__init__", "position, len(key)", "0, len(key)"),
             Mutation("PrefixHasher.copy", "self.keys_left[:], {}", "self.keys_left, {}"),
             Mutation("PrefixHasher.copy", "self.running.copy(), self.known[:]", "self.running.copy(), self.known"),
-            Mutation("PrefixHasher._extend", "self.keys_left[-1][0] == page", "self.keys_left[-1][0] >= page"),
+            Mutation(
+                "PrefixHasher._extend", "while keys and keys[-1][0] == page", "while keys and keys[-1][0] >= page"
+            ),
             Mutation(
                 "next_digests",
                 " or hasher.keys_left",
@@ -353,6 +358,12 @@ KVCACHE: tuple[Module, ...] = (
             ),
             Mutation("Claims._unbound", "if place in self._contexts:", "if False:", ["tests/kvcache/test_misuse.py"]),
             Mutation(
+                "Claims._refuse_stale",
+                "batch.slack = batch.due = UNKNOWN",
+                "pass",
+                ["tests/kvcache/replica/test_batch.py"],
+            ),
+            Mutation(
                 "Claims._refuse_stale", "if batch.owner is not self:", "if False:", ["tests/kvcache/test_misuse.py"]
             ),
             Mutation("_key", "context if by_identity else (id(context),)", "context", ["tests/kvcache/test_misuse.py"]),
@@ -397,6 +408,9 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("Replicas.fetch", 'replica.refuse_short(state.rows, lengths, "fetch")', "pass"),
             Mutation("Replicas.step", 'replica.refuse_short(rows, computed, "step")', "pass"),
             Mutation("Replicas.step", "gathered.due > 0", "gathered.due >= 0"),
+            Mutation("Replicas.step", "gathered.due = 1", "gathered.due = 2"),
+            Mutation("Replicas.step", "parts if gathered.due or", "parts if"),
+            Mutation("Replicas._reserve_decoding", "gathered.slack == -1 and ", ""),
             Mutation(
                 "Replicas.fetch_one", "end > self.capacity[row]", "not row < 1 << 30", ["tests/kvcache/test_manager.py"]
             ),

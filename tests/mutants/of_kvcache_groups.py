@@ -8,6 +8,8 @@ _MOVED = [
     "tests/kvcache/replica/test_further_tables.py",
     "tests/kvcache/test_group_moves.py",
 ]
+_HINTED = ["tests/kvcache/replica/test_further_hints.py"]
+_LIFTED = ["tests/kvcache/replica/test_lifts.py", "tests/kvcache/test_group_moves.py"]
 _CUT = ["tests/kvcache/test_layer_groups.py"]
 
 KVCACHE_GROUPS: tuple[Module, ...] = (
@@ -29,19 +31,22 @@ KVCACHE_GROUPS: tuple[Module, ...] = (
         _TABLES,
         [
             Mutation("FurtherTables.longest", "digests[least:]", "digests[-1:]"),
-            Mutation("FurtherTables.longest", ".all(axis=0)", ".any(axis=0)"),
-            Mutation("FurtherTables.longest", "last_missing < ", "last_missing <= "),
-            Mutation("FurtherTables.longest", "columns + 1", "columns"),
-            Mutation("FurtherTables.longest", "fits &= last_missing", "fits = last_missing"),
-            Mutation(
-                "FurtherTables.plan", "min(now, first + len(digests)) if self._caching and not imported else now", "now"
-            ),
+            Mutation("FurtherTables._longest", ".all(axis=0)", ".any(axis=0)"),
+            Mutation("FurtherTables._longest", "last_missing < ", "last_missing <= "),
+            Mutation("FurtherTables._longest", "columns + 1", "columns"),
+            Mutation("FurtherTables._longest", "fits &= last_missing", "fits = last_missing"),
+            Mutation("FurtherTables.plan", "min(now, first + len(digests)) if self._caching else now", "now"),
             Mutation("FurtherTables.plan", "max(before, min", "max(0, min"),
             Mutation("FurtherTables.plan", "leaving[tables, before:now] = True", "pass"),
             Mutation("FurtherTables.plan", "leaving[tables, from_hits:found] = True", "pass"),
             Mutation("FurtherTables.plan", "end - max(had, found)", "end - had"),
-            Mutation("FurtherTables.plan", "self._caching and not imported", "self._caching", _MOVED),
-            Mutation("FurtherTables.plan", "if imported and (missing", "if (missing", _MOVED),
+            Mutation(
+                "FurtherTables.plan",
+                "if imported and (missing",
+                "if (missing",
+                _MOVED,
+                equivalent="a request's own pages were found whole in each table, or not at all",
+            ),
             Mutation("FurtherTables.plan", "new + taken", "new"),
             Mutation("FurtherTables.plan", " - self._pool.would_be_freed(freed)", ""),
             Mutation("FurtherTables.plan", "leaving[mine, column:last] = False", "pass", _MOVED),
@@ -91,6 +96,108 @@ KVCACHE_GROUPS: tuple[Module, ...] = (
         ],
     ),
     Module(
+        "kvcache.replica.further_tables",
+        _HINTED,
+        [
+            Mutation("FurtherTables.hold", "self.leaving(np.full(len(plan.leaving), row), plan.leaving)", "pass"),
+            Mutation("FurtherTables._slide", "self.leaving(rows[-at], pages)", "pass"),
+            Mutation("FurtherTables._slide", "self.leaving(rows[-at], pages)", "self.leaving(rows[at], pages)"),
+            Mutation("FurtherTables.needed", "self.table[:, row, : len(digests)] != NO_PAGE", "self._mixed == 0"),
+            Mutation("FurtherTables.needed", ": end] = True", ": end] = False"),
+            Mutation("FurtherTables.width", "every / first if first else 1.0 + self.count", "1.0"),
+        ],
+    ),
+    Module(
+        "kvcache.replica.hints",
+        _HINTED,
+        [
+            Mutation("ReplicaHints.leave", "np.concatenate((pages, further))", "pages"),
+            Mutation("ReplicaHints.leave", "self._order.hint(further, hints and hints.of(columns))", "pass"),
+            Mutation("ReplicaHints.leave", "hints and hints.of(columns)", "None"),
+            Mutation("ReplicaHints.leave", "self._pool.release(further)", "pass"),
+            Mutation("ReplicaHints.come", "room = int(room / width)", "pass"),
+            Mutation("ReplicaHints._begin_with_what_is_there", "pool.index.tables[sampled] == 0", "sampled > 0"),
+        ],
+    ),
+    Module(
+        "kvcache.replica.further_tables",
+        _LIFTED,
+        [
+            Mutation("FurtherTables.from_below", "below(every[absent])", "False"),
+            Mutation("FurtherTables.from_below", "self._longest(there[1:, :run], 0)", "run"),
+            Mutation("FurtherTables.from_below", "self._seen(group, longest * self._page_size) : longest", ": longest"),
+            Mutation("FurtherTables.from_below", "needed[0, :longest] = True", "needed[0] = True"),
+            Mutation("FurtherTables.from_below", "(needed & absent)", "needed"),
+            Mutation("FurtherTables.from_below", "(needed & ~absent)", "(needed & absent)"),
+            Mutation(
+                "FurtherTables.whole", "self._find(tables, digests[first:end])", "self._find(tables, digests[:end])"
+            ),
+            Mutation("FurtherTables.whole", "while end := self.longest(0, digests[:end]):", "while end:"),
+            Mutation("FurtherTables.whole", "- most", "- 2 * most"),
+            Mutation("FurtherTables.publish", "self.published(own, mixed)", "pass"),
+            Mutation("FurtherTables.publish", "own[~shared], mixed[~shared]", "own, mixed"),
+        ],
+    ),
+    Module(
+        "kvcache.replica.lifts",
+        _LIFTED,
+        [
+            Mutation("lift", "or replica.rows.num_pages[row] or", "or"),
+            Mutation("lift", "hasher.matches[tier] = now", "pass"),
+            Mutation("lift", "tier.to_host(wanted.digests, wait=replica.rows.prompt[row] < 0)", "pass"),
+            Mutation("lift", "further.from_below(digests, tier.host_has)", "wanted"),
+            Mutation("lift", "start > context.start_idx and ", ""),
+            Mutation("fits", " + further.least(context, num_steps, start)", ""),
+            Mutation("fits", " + pool.would_be_taken(wanted.here)", ""),
+            Mutation("fits", "<= pool.free_count", "< pool.free_count"),
+            Mutation("bring", "pool.free_count // 2", "pool.free_count"),
+            Mutation("bring", "return coming or count > 0", "return count > 0"),
+            Mutation("prefetch", "replica.tier.to_host(wanted.digests, wait=False)", "True"),
+        ],
+    ),
+    Module(
+        "kvcache.tiers.host_tier",
+        _LIFTED,
+        [
+            Mutation("ReplicaTier.has", "found |= lower.has(digests)", "pass"),
+            Mutation("ReplicaTier.generation", " + sum(lower.generation for lower in self.lower)", ""),
+            Mutation("ReplicaTier.to_host", "lower.promote(absent, 0, wait=wait)", "pass"),
+            Mutation("ReplicaTier.lift", "self.host.pool.hold(slots)", "pass"),
+            Mutation("ReplicaTier.lift", "self.pool.hold(here)", "pass"),
+            Mutation("ReplicaTier.lift", "numbers[load.pages] = tables", "pass"),
+            Mutation("ReplicaTier.lift", "self.pool.index.publish(load.pages, digests)", "pass"),
+            Mutation("ReplicaTier.lift", "self.pool.release(here)", "pass"),
+        ],
+    ),
+    Module(
+        "kvcache.replica.contents",
+        _LIFTED,
+        [
+            Mutation("PageContents.digests", "first_page if one.further is None else 0", "first_page"),
+            Mutation("PageContents.cached", "pages[: replica.further.longest(0, digests[: len(pages)])]", "pages"),
+            Mutation("PageContents.lease", "np.concatenate(tables)", "tables[0]"),
+            Mutation("PageContents._wanted", "replica.further is not None and wanted.first_page", "False"),
+        ],
+    ),
+    Module(
+        "kvcache.replica.peer_copies",
+        _LIFTED,
+        [
+            Mutation("PeerCopies._bring_tables", "missing &= ~taken", "pass"),
+            Mutation("PeerCopies._bring_tables", "mine.pool.hold(wanted.here)", "pass"),
+            Mutation("PeerCopies._bring_tables", " or not fits(mine, context, num_steps, wanted)", ""),
+            Mutation("PeerCopies._bring_tables", "mine.pool.index.publish(brought, wanted.digests)", "pass"),
+        ],
+    ),
+    Module(
+        "kvcache.tiers.tiers",
+        _LIFTED,
+        [
+            Mutation("make_tiers", 'tables.described() if params.groups else ""', '""'),
+            Mutation("make_tiers", "place.replica.further.published = tier.published", "pass"),
+        ],
+    ),
+    Module(
         "kvcache.replica.leases",
         _MOVED,
         [
@@ -116,6 +223,7 @@ KVCACHE_GROUPS: tuple[Module, ...] = (
             ),
             Mutation("extend_import", "same &= np.array_equal(now[: len(one.src_pages)], one.src_pages)", "pass"),
             Mutation("extend_import", "_check_reach(context, table, [one.first for one in pending.further])", "pass"),
+            Mutation("begin_import", "lift(replica, row, context, num_steps)", "pass", _LIFTED),
             Mutation("extend_import", "replica.further.refuse_lost(", "len("),
         ],
     ),
@@ -151,6 +259,7 @@ KVCACHE_GROUPS: tuple[Module, ...] = (
             Mutation("Replica.fork", "else 1 + self.further.count", "else 1"),
             Mutation("Replica._plan", "start=cached", "start=0"),
             Mutation("Replica._publish", "self.further.publish(rows, columns, digests, told)", "pass"),
+            Mutation("Replica._published_pages", "self.further.computed(row, committed)", "pages[:0]", _LIFTED),
             Mutation("Replica.release", "None if self.further is None else self.further.computed", "None", _MOVED),
         ],
     ),
@@ -172,6 +281,8 @@ KVCACHE_GROUPS: tuple[Module, ...] = (
         [
             Mutation("_fits", " - further.cost", ""),
             Mutation("Replicas.admission", "needed - len(pages) + more.new", "needed - len(pages)"),
+            Mutation("Replicas.reserve", "lift(replica, row, context, num_steps)", "pass", _LIFTED),
+            Mutation("Replicas.prefetch", "return prefetch(", "prefetch(", _LIFTED),
             Mutation("Replicas.fetch", "np.where(state.actives < state.ends, state.actives, lengths)", "lengths"),
             Mutation("Replicas.fetch", "replica.further.refuse_lost(state.rows, state.starts)", "pass"),
         ],

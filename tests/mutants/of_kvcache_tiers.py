@@ -35,8 +35,8 @@ KVCACHE_TIERS: tuple[Module, ...] = (
         [
             Mutation("ReplicaHints.come", "self._found[row] += found", "self._found[row] = found"),
             Mutation("ReplicaHints.brought", "baseline.touch(words)", "pass"),
-            Mutation("ReplicaHints._judge", "promised * plain.rate", "promised"),
-            Mutation("ReplicaHints._judge", "gained * plain.rate", "gained"),
+            Mutation("ReplicaHints._judge", "promised * scale", "promised"),
+            Mutation("ReplicaHints._judge", "gained * scale", "gained"),
             Mutation("ReplicaHints._forget_given_up", "computed < last", "computed > last"),
             Mutation("ReplicaHints._order_pages", "self._forget(pool.index.words_of(surplus))", "None"),
         ],

@@ -5,8 +5,8 @@ from tests.mutants.mutation import Module, Mutation
 _CACHE = "tests/kvcache/test_prometheus.py"
 _TRANSFER = "tests/transfer/test_prometheus.py"
 _SPANS = "tests/transfer/test_spans.py"
-_WATCH = "tests/kvcache/watch/test_watch.py"
-_TOP = "tests/scheduler_adapters/top/test_top.py"
+_WATCH = "tests/kvcache/watch/test_endpoint.py"
+_TOP = "tests/scheduler_adapters/top/test_app.py"
 
 OBSERVE: tuple[Module, ...] = (
     Module(

@@ -35,12 +35,36 @@ TRANSFER: tuple[Module, ...] = (
         "transfer.pull.pull",
         ["tests/transfer/pull/test_pull.py"],
         [
-            Mutation("Puller.open", "0 <= lease.slot < engine.words", "0 <= lease.slot <= engine.words"),
-            Mutation("Puller.open", "lease.duration_s / 3", "lease.duration_s"),
+            Mutation("Puller._opened", "0 <= lease.slot < engine.words", "0 <= lease.slot <= engine.words"),
+            Mutation("Puller._opened", "lease.duration_s / 3", "lease.duration_s"),
+            Mutation(
+                "Puller.pull_at_once",
+                "self.words[slot] == lease.lease_id",
+                "self.words[slot]",
+                ["tests/transfer/pull/test_small_pulls.py"],
+            ),
+            Mutation(
+                "Puller.pull_at_once",
+                "if done and self.words",
+                "if self.words",
+                ["tests/transfer/pull/test_small_pulls.py"],
+            ),
+            Mutation(
+                "Puller.pull_at_once", "self._free.append(slot)", "pass", ["tests/transfer/pull/test_small_pulls.py"]
+            ),
+            Mutation(
+                "Puller.pull_at_once",
+                "pull.reading.append((handle, part))",
+                "pass",
+                ["tests/transfer/pull/test_small_pulls.py"],
+            ),
+            Mutation("Puller.pull_at_once", "self._expect(pull)", "pass", ["tests/transfer/pull/test_small_pulls.py"]),
+            Mutation("Puller._advance", "self._moving.pop(pull.key, None)", "pass"),
+            Mutation("Puller._on_time", "self._expect(pull)", "pass"),
             Mutation("Puller.get", " or not pull.more", ""),
             Mutation("Puller.fail_engine", "engine.failure = engine.failure or reason", "pass"),
-            Mutation("Puller.poll", "now >= pull.deadline", "now < 0"),
-            Mutation("Puller.poll", "pull.renew_at = now + pull.lease.duration_s / 3", "pass"),
+            Mutation("Puller._on_time", "now >= pull.deadline", "now < 0"),
+            Mutation("Puller._on_time", "pull.renew_at = now + pull.lease.duration_s / 3", "pass"),
             Mutation("Puller._advance", "not pull.reading and ", ""),
             Mutation("Puller._advance", "pull.in_flight or (", "("),
             Mutation("Puller._advance", "(not pull.more or pull.passed < pull.added)", "not pull.more"),
@@ -80,8 +104,8 @@ TRANSFER: tuple[Module, ...] = (
             Mutation("RankTransfer._give_up_stuck", "self._destroy(remote)", "pass"),
             Mutation(
                 "RankTransfer._give_up_stuck",
-                "self.puller.is_stuck(remote, self._stuck_s)",
-                "self.puller.is_stuck(remote, -1.0)",
+                "self.puller.stuck(self._stuck_s)",
+                "self.puller.stuck(-1.0)",
             ),
             Mutation(
                 "RankTransfer.poll",
@@ -203,6 +227,20 @@ TRANSFER: tuple[Module, ...] = (
         ],
     ),
     Module(
+        "transfer.pull.small_pulls",
+        ["tests/transfer/pull/test_small_pulls.py"],
+        [
+            Mutation("SmallPulls.pull", " or is_of_other_start(source, peer)", ""),
+            Mutation("SmallPulls.pull", "self._directory.connect(source.place)", "pass"),
+            Mutation(
+                "is_of_other_start",
+                'source.incarnation not in ("", peer.incarnation)',
+                "not source.incarnation",
+                ["tests/transfer/pull/test_replica.py::test_a_lease_of_another_start_of_the_source_is_not_read_under"],
+            ),
+        ],
+    ),
+    Module(
         "transfer.pull.replica",
         ["tests/transfer/pull/test_replica.py"],
         [
@@ -243,7 +281,7 @@ TRANSFER: tuple[Module, ...] = (
             Mutation("ReplicaTransfer._passed", "return min(", "return max("),
             Mutation(
                 "ReplicaTransfer._start",
-                "_is_of_other_start(pull.source, peer)",
+                "is_of_other_start(pull.source, peer)",
                 "False",
                 [
                     "tests/transfer/pull/test_replica.py::test_the_first_request_of_a_restarted_engine_is_served",
@@ -321,12 +359,6 @@ TRANSFER: tuple[Module, ...] = (
                 [
                     "tests/transfer/pull/test_replica.py::test_a_source_that_is_lost_before_it_has_said_what_it_holds_is_looked_for_anew"
                 ],
-            ),
-            Mutation(
-                "_is_of_other_start",
-                'source.incarnation not in ("", peer.incarnation)',
-                "not source.incarnation",
-                ["tests/transfer/pull/test_replica.py::test_a_lease_of_another_start_of_the_source_is_not_read_under"],
             ),
         ],
     ),

@@ -9,7 +9,7 @@ TRANSFER_PLAN: tuple[Module, ...] = (
         [
             Mutation("_check_box", "if end > limit:", "if end > limit + 1:"),
             Mutation("_check_box", "if step < covered and n > 1:", "if step < covered - 1 and n > 1:"),
-            Mutation("_check_box", "if box.extent[TOKEN] != group.page_size:", "if not box.extent[TOKEN]:"),
+            Mutation("_check_box", "else group.page_size)", "else box.extent[TOKEN])"),
             Mutation("_check_disjoint", "kind[:, None] == kind[None]", "kind[:, None] != kind[None]"),
             Mutation("sub_box", "(head - first_head) * by_head", "head * by_head"),
         ],

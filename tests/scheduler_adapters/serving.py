@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from kvcache.sizing import page_bytes
 from scheduler_adapters.hf.runner import HFRunner, kv_params_of, manager_for, num_layers_of, state_bytes_of
 from scheduler_adapters.loop import Output, Request, ServingLoop
 
@@ -36,7 +37,7 @@ def new_manager(
     `states`: what a manager with state pages is told of copies.
     """
     cache = kv_params_of(model.config, page_size=page_size, **params)
-    memory = pages * page_size * cache.bytes_per_token(num_layers_of(model.config)) * cache.data_parallel_degree
+    memory = pages * page_bytes(cache, num_layers_of(model.config), page_size) * cache.data_parallel_degree
     memory += state_bytes_of(model, cache.n_devices, rows + (states or {}).get("state_copies", 0))
     devices = ["cpu"] * cache.n_devices
     options = {"available_cache_memory": memory, "enable_runtime_checks": True, **(states or {})}

@@ -227,3 +227,10 @@ def test_a_reader_that_goes_away_is_no_traceback(tmp_path: Path) -> None:
     with process:
         assert process.stderr.read() == b""
         assert process.wait(60) in (1, 141)
+
+
+def test_nothing_heavy_is_imported_before_signals_are_handled() -> None:
+    """An interrupt while torch is imported would end in a traceback, and `--help` would take seconds."""
+    program = "import sys, scheduler_adapters.cli; print({'msgspec', 'numpy', 'torch', 'zmq'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True)
+    assert done.stdout == "set()\n"

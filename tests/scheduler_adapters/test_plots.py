@@ -69,6 +69,7 @@ def test_every_plot_of_the_committed_results_is_whole(saved: dict[str, list[str]
     made = benchmark_plots.draw_files(tmp_path, [])
     assert made == []
     figures = {plot.source: load(plot.source)["rows"] for plot in benchmark_plots.PLOTS}
+    figures |= {panel.source: load(panel.source)["rows"] for panel in benchmark_plots.GROWTH}
     figures |= {name: load(name)["rows"] for name in ("trace_hints", "trace_routing")}
     benchmark_plots.draw(figures, tmp_path)
     pull_plots.draw(load("pull")["rows"], tmp_path / "pull.png")

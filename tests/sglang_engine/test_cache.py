@@ -288,11 +288,11 @@ def test_check_notices_what_does_not_add_up(page_size: int) -> None:
     with pytest.raises(InvariantError, match="3 pages are published, 2 counted"):
         cache.check()
     cache = broken()
-    cache._pool.holders[1] += 1
+    cache.pool.holders[1] += 1
     with pytest.raises(InvariantError, match="page 1 has"):
         cache.check()
     cache = broken()
-    page = int(np.flatnonzero(cache._pool.index.published)[0])
+    page = int(np.flatnonzero(cache.pool.index.published)[0])
     cache.token_to_kv_pool_allocator.free(torch.tensor([page * page_size]))
     with pytest.raises(InvariantError, match=f"page {page} is cached here, and free at SGLang"):
         cache.check()

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from kvcache.layout import PageLayout
 from transfer.errors import AgentError
 from transfer.nixl.agent import Agent
+from transfer.plan.page_lists import PagesOfGroup
 from transfer.plan.shapes import dense
 from transfer.pull.lease import LeaseRef, new_lease_id
 from transfer.pull.pull_state import PullEvent
@@ -20,6 +21,17 @@ from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation
 from transfer.pull.replica import LeaseOver, Offered, ReplicaTransfer
 from transfer.pull.source import Source
 from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer
+from transfer.wire.messages import Wanted
+
+
+class Clock:
+    """Seconds that pass only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 class Hindrance:
@@ -27,12 +39,14 @@ class Hindrance:
 
     Attributes:
         held: while set, no READ is seen to end.
+        hold_from: while set, the READ of this number, counted from 0, and those after it are not seen to end.
         refuse: which of the next READs raise, counted from 0.
         reads: READs so far, as (runs, note).
     """
 
     def __init__(self) -> None:
         self.held = False
+        self.hold_from: int | None = None
         self.refuse: set[int] = set()
         self.reads: list[tuple[int, bytes]] = []
 
@@ -49,10 +63,14 @@ class Hindered(Agent):
         if len(self.hindrance.reads) - 1 in self.hindrance.refuse:
             raise AgentError("refused by the test", peer_lost=False)
         handle, done = super().read(peer, local, remote, note, memory_types)
-        return handle, done and not self.hindrance.held
+        return handle, done and not self._is_held()
 
     def done(self, handle: Any) -> bool:
-        return not self.hindrance.held and super().done(handle)
+        return not self._is_held() and super().done(handle)
+
+    def _is_held(self) -> bool:
+        held = self.hindrance
+        return held.held or (held.hold_from is not None and len(held.reads) > held.hold_from)
 
 
 KEY = b"tests"
@@ -162,6 +180,21 @@ class Engine:
         if self.server is not None:
             self.server.close()
         self.replica.close()
+
+
+LOCAL, REMOTE = [1, 2, 3], [5, 6, 9]
+WHOLE = [PagesOfGroup(LOCAL, REMOTE, (0, 3 * TOKENS))]
+
+
+def pull(reader: Engine, source: Source | Wanted, key: str = "r", groups: Any = WHOLE, timeout_s: float = 20.0) -> None:
+    reader.replica.pull(key, source, timeout_s)
+    if groups is not None:
+        reader.replica.add_pages(key, groups, last=True)
+
+
+def settled(reader: Engine, *keys: str) -> Callable[[], bool]:
+    """Whether the pulls, or `r`, have had their last event."""
+    return lambda: {*(keys or ("r",))} <= {event.key for event in reader.pulls if event.safe}
 
 
 def run(*engines: Engine, until: Callable[[], object], seconds: float = 20.0) -> None:

@@ -1,16 +1,20 @@
-"""The program in docs/transfer.md runs as it stands."""
+"""The programs in docs/transfer.md run as they stand."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.programs import ROOT, printed_by, programs_of
 
 DOCUMENT = (ROOT / "docs/transfer.md").read_text()
 
 
-def test_many_requests_in_one_loop_end_in_each_way_and_no_page_stays_held(tmp_path: Path) -> None:
-    (code,) = programs_of(DOCUMENT)
-    (printed,) = re.findall(r"^It prints\n\n((?:    .*\n)+)", DOCUMENT, re.MULTILINE)
-    assert printed_by(code, tmp_path).split() == printed.split()
+@pytest.mark.parametrize("number", [0, 1], ids=["many requests, given up in each way", "chunk by chunk"])
+def test_a_program_prints_what_the_text_says(number: int, tmp_path: Path) -> None:
+    code = programs_of(DOCUMENT)[number]
+    printed = re.findall(r"^It prints\n\n((?:    .*\n)+)", DOCUMENT, re.MULTILINE)
+    assert len(printed) == len(programs_of(DOCUMENT)) == 2
+    assert printed_by(code, tmp_path).split() == printed[number].split()

@@ -37,7 +37,6 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.attention.backend import AttentionBackend
-from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionBackend
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -46,11 +45,10 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from tests.vllm_engine.states import States, read, recur
 from transfer.connector.config import share
 
 LAYERS, HEAD_DIM = 2, 16
-STATES = ((6, 3), (4, 5))  # of one rank and layer: what a convolution keeps, and the state proper
-STATE_DTYPES = (torch.float16, torch.float32)
 OURS = ("PagewireConnector", "scheduler_adapters.vllm")
 _FIRST, _TOKENS = 1000, 1000
 
@@ -68,7 +66,7 @@ class Shape:
     tp_size: int = 1
     heads: int = 4
     windows: tuple[int, ...] = (0,)
-    states: bool = False
+    states: States | None = None
     policy: str = "fail"
     max_batched: int = 64
     rows: int = 16
@@ -152,8 +150,8 @@ def make_cache_config(shape: Shape) -> KVCacheConfig:
         for group, window in enumerate(shape.windows)
     ]
     if shape.states:
-        spec = MambaSpec(block_size=1024, shapes=STATES, dtypes=STATE_DTYPES)
-        groups.append(KVCacheGroupSpec([_mixer(layer) for layer in range(LAYERS)], spec))
+        names = [_mixer(layer) for layer in range(LAYERS)]
+        groups.append(KVCacheGroupSpec(names, shape.states.spec(shape.tp_size)))
     return KVCacheConfig(num_blocks=shape.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
@@ -204,23 +202,22 @@ class Layer(AttentionLayerBase):
         del vllm_config
 
 
-def add_layers(config: VllmConfig, caches: KVCacheConfig, backend: Any = TritonAttentionBackend) -> VllmConfig:
+def add_layers(
+    config: VllmConfig, caches: KVCacheConfig, backend: Any = TritonAttentionBackend, states: States | None = None
+) -> VllmConfig:
     """Makes a config that of a worker, whose model is loaded."""
     for group in caches.kv_cache_groups:
-        found = Mamba2AttentionBackend if isinstance(group.kv_cache_spec, MambaSpec) else backend
-        config.compilation_config.static_forward_context |= {name: Layer(found) for name in group.layer_names}
+        is_state = states is not None and isinstance(group.kv_cache_spec, MambaSpec)
+        layers = {name: Layer(states.backend if is_state else backend) for name in group.layer_names}
+        if is_state:
+            for layer in layers.values():
+                layer.norm = states.norm
+        config.compilation_config.static_forward_context |= layers
     return config
 
 
 def _mixer(layer: int) -> str:
     return f"model.layers.{100 + layer}.mixer"
-
-
-def recur(state: Sequence[torch.Tensor], token: int, layer: int, rank: int) -> int:
-    """Moves a recurrent layer on by a token, in place. Returns what it makes of it."""
-    for number, part in enumerate(state):
-        part.copy_((part * 3 + token % 97 + layer + rank + torch.arange(part.numel()).view(part.shape) + number) % 499)
-    return int(sum(int(part.long().sum()) for part in state))
 
 
 def contents(tokens: torch.Tensor, positions: torch.Tensor, layer: int, heads: Sequence[int]) -> torch.Tensor:
@@ -238,16 +235,15 @@ def look(cache: torch.Tensor, positions: torch.Tensor) -> int:
 def expected_tokens(prompt: Sequence[int], count: int, shape: Shape) -> list[int]:
     """What the model gives without any cache."""
     tokens = list(prompt)
-    states = [
-        (layer, rank, [torch.zeros(part) for part in STATES])
-        for layer in range(LAYERS if shape.states else 0)
-        for rank in range(shape.tp_size)
-    ]
+    states = [] if shape.states is None else [shape.states.zeros() for _ in range(LAYERS)]
+    places, owned = ([], []) if shape.states is None else (shape.states.places(1, 0), shape.states.owned(1, 0))
     ran = 0
     for _ in range(count):
         total = 0
-        for layer, rank, state in states:
-            total += [recur(state, token, layer, rank) for token in tokens[ran:]][-1]
+        for layer, state in enumerate(states):
+            for token in tokens[ran:]:
+                recur(state, token, layer, places)
+            total += read(state, places, owned)
         ran = len(tokens)
         for group, window in enumerate(shape.windows):
             positions = torch.arange(max(0, len(tokens) - window) if window else 0, len(tokens))
@@ -280,7 +276,9 @@ class Engine:
         for rank in range(shape.tp_size):
             ranked = make_config(model, role, engine_id, shape, rank, start)
             self.add_rank(
-                add_layers(ranked, caches, shape.backend) if shape.connector == OURS else ranked, caches, rank
+                add_layers(ranked, caches, shape.backend, shape.states) if shape.connector == OURS else ranked,
+                caches,
+                rank,
             )
         self.connector.set_xfer_handshake_metadata_pp_aware(
             {(0, rank): worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
@@ -309,9 +307,10 @@ class Engine:
             for index, name in enumerate(group.layer_names)
         }
         mixers: dict[int, Any] = {}
+        of_states: Any = caches.kv_cache_groups[-1].kv_cache_spec
         for layer in range(LAYERS if shape.states else 0):  # bytes, padded to the size of an attention layer's page
             views[_mixer(layer)] = torch.zeros(shape.blocks, 1, 1, tensors[0][0].nbytes, dtype=torch.int8)
-            mixer = SimpleNamespace(get_state_shape=lambda: STATES, get_state_dtype=lambda: STATE_DTYPES)
+            mixer = SimpleNamespace(get_state_shape=lambda: of_states.shapes, get_state_dtype=lambda: of_states.dtypes)
             MambaBase.bind_kv_cache(cast("Any", mixer), views[_mixer(layer)])
             mixers[layer] = mixer
         for name, layer in config.compilation_config.static_forward_context.items():
@@ -383,13 +382,17 @@ class Engine:
         return [_FIRST + total % _TOKENS] if is_last else []
 
     def _recur(self, mixers: dict[int, Any], block: int, tokens: list[int], rank: int, is_first: bool) -> int:
-        total = 0
+        states, ranks, total = self.shape.states, self.shape.tp_size, 0
+        assert states is not None
+        places, owned = states.places(ranks, rank), states.owned(ranks, rank)
         for layer in range(LAYERS):
             state = [part[block] for part in mixers[layer].kv_cache]
             if is_first:  # blocks come as others left them
                 for part in state:
                     part.zero_()
-            total += [recur(state, token, layer, rank) for token in tokens][-1]
+            for token in tokens:
+                recur(state, token, layer, places)
+            total += read(state, places, owned)
         return total
 
     def tokens(self, request_id: str) -> list[int]:

@@ -46,7 +46,7 @@ from transfer.errors import InvalidEngineError
 Make = Callable[..., Engine]
 FULL = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.float16)
 LATENT = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
-STATE = MambaSpec(block_size=64, shapes=((48, 3), (8, 16, 16)), dtypes=(torch.float16, torch.float32))
+STATE = MambaSpec(block_size=64, shapes=((3, 160), (8, 16, 16)), dtypes=(torch.float16, torch.float32))
 
 
 class Theirs(TritonAttentionBackend):
@@ -70,9 +70,9 @@ def config_of(folder: Path, spec: KVCacheSpec, *backends: Any, page_size: int = 
         (FULL, (CPUAttentionBackend,), "keys and values", False),
         (LATENT, (TritonMLABackend, CPUMLABackend), "a latent of each token", False),
         (LATENT, (FlashMLABackend, AMXMLABackend), "a latent of each token", False),
-        (STATE, (Mamba1AttentionBackend,), "states 48x3 and 8x16x16 of MAMBA1_ATTN", False),
-        (STATE, (Mamba2AttentionBackend,), "states 48x3 and 8x16x16 of MAMBA2_ATTN", False),
-        (STATE, (GDNAttentionBackend,), "states 48x3 and 8x16x16 of GDN_ATTN", False),
+        (STATE, (Mamba1AttentionBackend,), "states of 3 columns and 16x16 of MAMBA1_ATTN", False),
+        (STATE, (Mamba2AttentionBackend,), "states of 3 columns and 16x16 of MAMBA2_ATTN", False),
+        (STATE, (GDNAttentionBackend,), "states of 3 columns and 16x16 of GDN_ATTN", False),
     ],
     ids=lambda value: value[0].__name__ if isinstance(value, tuple) else "",
 )
@@ -213,10 +213,10 @@ def test_tiles_are_not_moved_to_other_pages(
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
-        ((4, 1, 1, 8479), torch.int8),
-        ((4, 1, 2, 8480), torch.int8),
-        ((4, 8480), torch.int8),
-        ((4, 1, 1, 8480), torch.half),
+        ((4, 1, 1, 9151), torch.int8),
+        ((4, 1, 2, 9152), torch.int8),
+        ((4, 9152), torch.int8),
+        ((4, 1, 1, 9152), torch.half),
     ],
     ids=["too short", "of two tokens", "no axes", "no bytes"],
 )
@@ -226,9 +226,9 @@ def test_bytes_that_do_not_hold_the_states_are_refused(
     config = make_config(model_dir(tmp_path, 4), "kv_producer", "engine", Shape(), 0)
     config.compilation_config.static_forward_context["layers.0"] = Layer(Mamba2AttentionBackend)
     contents = contents_of("group 0", config, ["layers.0"], STATE, 64)
-    whole = torch.arange(4 * 8500, dtype=torch.int32).to(torch.int8).view(4, 1, 1, 8500)
+    whole = torch.arange(4 * 9200, dtype=torch.int32).to(torch.int8).view(4, 1, 1, 9200)
     conv, state = contents.tensors("group 0", whole)
-    assert (conv.shape, state.shape) == ((4, 48, 3), (4, 8, 16, 16))
-    assert torch.equal(state[1].reshape(-1).view(torch.int8), whole[1, 0, 0, 288:8480])
-    with pytest.raises(InvalidEngineError, match="8480 bytes of states are expected"):
+    assert (conv.shape, state.shape) == ((4, 3, 160), (4, 8, 16, 16))
+    assert torch.equal(state[1].reshape(-1).view(torch.int8), whole[1, 0, 0, 960:9152])
+    with pytest.raises(InvalidEngineError, match="9152 bytes of states are expected"):
         contents.tensors("group 0", torch.zeros(shape, dtype=dtype))

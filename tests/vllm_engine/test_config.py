@@ -3,8 +3,11 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.model_executor.layers.mamba import mamba_mixer2
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -17,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
 
 from scheduler_adapters.vllm.config import read_options, worker_config
 from tests.vllm_engine.engine import Shape, add_layers, make_cache_config, make_config, model_dir
+from tests.vllm_engine.states import States
 from transfer.connector.config import check_config
 from transfer.errors import InvalidEngineError
 from transfer.wire.keys import make_keyrings, save_keyring
@@ -77,13 +81,61 @@ def test_a_latent_is_one_head_on_every_rank(tmp_path: Path) -> None:
     assert (group.kind, group.num_kv_heads, group.head_dim, group.dtype) == ("mla", 1, 576, "bfloat16")
 
 
-def test_a_state_is_a_part_for_each_tensor(tmp_path: Path) -> None:
-    spec = MambaSpec(block_size=64, shapes=((48, 3), (8, 16, 16)), dtypes=(torch.float16, torch.float32))
+def state(*shapes: tuple[int, ...], kind: str = "MAMBA2", **changes: Any) -> MambaSpec:
+    dtypes = (torch.float16, torch.float32, torch.float32)[: len(shapes)]
+    return MambaSpec(block_size=64, shapes=shapes, dtypes=dtypes, mamba_type=MambaAttentionBackendEnum[kind], **changes)
+
+
+@pytest.mark.parametrize(
+    ("spec", "parts"),
+    [
+        (
+            state((3, 160), (8, 16, 16)),
+            [("conv.x", 16, 16), ("conv.B", 2, 16), ("conv.C", 2, 16), ("ssm", 16, 1)],
+        ),
+        (
+            state((3, 192), (8, 16, 16), kind="GDN_ATTN"),
+            [("conv.q", 4, 16), ("conv.k", 4, 16), ("conv.v", 16, 16), ("ssm", 16, 1)],
+        ),
+        (state((3, 20), (20, 16), kind="MAMBA1"), [("conv.x", 40, 1), ("ssm", 40, 1)]),
+        (state((2, 20), kind="SHORT_CONV"), [("conv.x", 40, 1)]),
+        # What is not known is moved as it is: of each rank, or the same on all.
+        (state((8, 16, 16), kind="LINEAR"), [("state 0", 2, 2048)]),
+        (state((3, 160), (8, 16, 16), (2, 4)), [("state 0", 2, 480), ("state 1", 2, 2048), ("state 2", 2, 8)]),
+        (state((3, 20), kind="SHORT_CONV", tp_replicated=True), [("state 0", 1, 60)]),
+    ],
+    ids=["Mamba 2", "gated delta", "Mamba 1", "short convolution", "linear", "a ring beside it", "on all ranks"],
+)
+def test_a_state_is_cut_as_vllm_divides_it_over_ranks(
+    tmp_path: Path, spec: MambaSpec, parts: list[tuple[str, int, int]]
+) -> None:
     (group,) = groups_of(tmp_path, spec, ["model.layers.0.mixer"], Shape(tp_size=2))
-    assert [(part.units, part.width, part.dtype) for part in group.state] == [
-        (2, 144, "float16"),
-        (2, 2048, "float32"),
-    ]
+    assert [(part.kind, part.units, part.width) for part in group.state] == parts
+    assert [part.dtype for part in group.state][-1] == str(spec.dtypes[-1]).removeprefix("torch.")
+
+
+@pytest.mark.parametrize(("ranks", "groups", "units"), [(2, 1, 1), (2, 2, 2), (1, 1, 1), (2, 4, 4), (1, 4, 4)])
+def test_groups_of_a_mamba_2_layer_are_those_of_vllms(
+    tmp_path: Path, ranks: int, groups: int, units: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One group on each of two ranks is one of two, or the model's only one: its norm knows."""
+    of = States(groups=groups)
+    for name, value in (("world_size", ranks), ("rank", 0)):
+        monkeypatch.setattr(mamba_mixer2, f"get_tensor_model_parallel_{name}", lambda value=value: value)
+    config, _ = configs(tmp_path, Shape(tp_size=ranks))
+    caches = KVCacheConfig(
+        num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layers.0.mixer"], of.spec(ranks))]
+    )
+    with set_current_vllm_config(config):
+        norm = mamba_mixer2.Mixer2RMSNormGated(64, groups)
+    add_layers(config, caches, states=of).compilation_config.static_forward_context["layers.0.mixer"].norm = norm
+    ((_, b, c, _),) = (group.state for group in worker_config(config, caches, {}).groups)
+    assert (b.units, c.units) == (units, units)
+
+
+def test_channels_that_are_no_groups_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidEngineError, match="a convolution of 161 channels, of which 128 are for 8 heads"):
+        groups_of(tmp_path, state((3, 161), (8, 16, 16)), ["model.layers.0.mixer"])
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.v1.request import RequestStatus
 
 from tests.vllm_engine.engine import Engine, Shape, expected_tokens, run_until
+from tests.vllm_engine.states import States
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 PROMPT = list(range(1000, 1100))
@@ -43,10 +45,10 @@ SIDES = {
     "blocks of 16 to 8, TP 2 to 1": ({"tp_size": 2}, {"block_size": 8}),
     "full and window": ({"windows": (0, 40)}, {"windows": (0, 40)}),
     "full and window, TP 1 to 2": ({"windows": (0, 40)}, {"windows": (0, 40), "tp_size": 2}),
-    "full and states": ({"states": True}, {"states": True}),
+    "full and states": ({"states": States()}, {"states": States()}),
     "full, window and states, TP 2": (
-        {"states": True, "windows": (0, 40), "tp_size": 2},
-        {"states": True, "windows": (0, 40), "tp_size": 2},
+        {"states": States(), "windows": (0, 40), "tp_size": 2},
+        {"states": States(), "windows": (0, 40), "tp_size": 2},
     ),
     "window alone": ({"windows": (33,)}, {"windows": (33,)}),
 }
@@ -252,14 +254,43 @@ def test_a_hundred_requests_with_aborts_at_any_time(make: Make, right: dict[str,
     assert_empty(prefill, decode)
 
 
-def test_states_need_equal_tensor_parallelism(make: Make) -> None:
-    prefill, decode = make("kv_producer", Shape(states=True)), make("kv_consumer", Shape(states=True, tp_size=2))
-    decode.add("d", PROMPT, 3, prefilled(prefill, "p", PROMPT))
-    run_until([prefill, decode], lambda: decode.finish_reason("d"))
-    assert (decode.finish_reason("d"), decode.tokens("d")) == ("error", [])
-    decode.add("local", PROMPT, 3)
-    run_until([decode], lambda: decode.finish_reason("local"))
-    assert decode.tokens("local") == expected_tokens(PROMPT, 3, decode.shape)
+STATES = {
+    "Mamba 2": States(),
+    "Mamba 2 of 2 groups": States(groups=2),
+    "Mamba 2 of 4 groups": States(groups=4),
+    "Mamba 1": States("mamba1"),
+    "gated delta of 4 key heads": States("gdn", groups=4),
+    "short convolution": States("conv"),
+}
+
+
+@pytest.mark.parametrize("sides", [(1, 2), (2, 1), (1, 4)], ids="TP {0[0]} to {0[1]}".format)
+@pytest.mark.parametrize("states", STATES.values(), ids=STATES)
+@pytest.mark.parametrize("layouts", ["SD to SD", "DS to SD"])
+def test_states_go_to_another_tensor_parallelism(
+    make: Make, states: States, sides: tuple[int, int], layouts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank has other channels and heads, and copies of B and C where the model has one group."""
+    if any(ranks > states.groups > 1 for ranks in sides):
+        pytest.skip("vLLM divides groups evenly, or has one")
+    of_prefill, of_decode = layouts.split(" to ")
+    monkeypatch.setattr(mamba_utils, "get_conv_state_layout", lambda: of_prefill)
+    prefill = make("kv_producer", Shape(states=states, tp_size=sides[0]))
+    params = prefilled(prefill, "p", PROMPT)
+    monkeypatch.setattr(mamba_utils, "get_conv_state_layout", lambda: of_decode)
+    decode = make("kv_consumer", Shape(states=states, tp_size=sides[1]))
+    assert served([prefill, decode], "d", PROMPT, 5, params) == expected_tokens(PROMPT, 5, decode.shape)
+    assert sum(sum(step.values()) for step in decode.scheduled) == 5, "decode runs one token for each it gives"
+    assert_empty(prefill, decode)
+
+
+def test_states_of_another_kind_or_number_of_groups_are_refused(make: Make) -> None:
+    source = make("kv_producer", Shape(states=States(groups=2)))
+    for number, states in enumerate([States(groups=4), States("mamba1"), States()]):
+        decode = make("kv_consumer", Shape(states=states, tp_size=2))
+        decode.add("d", PROMPT, 3, prefilled(source, f"p{number}", PROMPT))
+        run_until([source, decode], lambda decode=decode: decode.finish_reason("d"))
+        assert (decode.finish_reason("d"), decode.tokens("d")) == ("error", [])
 
 
 @pytest.mark.parametrize("windows", [(0, 40), (33,)], ids=["full and window", "window alone"])

@@ -13,6 +13,7 @@ from vllm.v1.request import Request
 
 from scheduler_adapters.vllm.prompt import prompt_of
 from tests.vllm_engine.engine import Engine, Shape, expected_tokens, make_request, run_until
+from tests.vllm_engine.states import States
 from tests.vllm_engine.test_engine import PREFILL, PROMPT, assert_empty, prefilled, served
 from transfer.connector import worker as connector_worker
 from transfer.errors import InvalidLeaseError
@@ -24,7 +25,7 @@ SHAPES = {
     "one group": ({}, {}),
     "TP 1 to 2": ({}, {"tp_size": 2}),
     "two groups": ({"windows": (0, 40)}, {"windows": (0, 40)}),
-    "states": ({"states": True}, {"states": True}),
+    "states": ({"states": States()}, {"states": States()}),
 }
 
 

@@ -41,6 +41,7 @@ def _cells() -> list[Any]:
     found += [pytest.param("gemma3", shape, marks=[] if shape == "32 to 64" else pytest.mark.long) for shape in _OFTEN]
     for name in ("qwen3", "mistral", "granite"):
         found += [pytest.param(name, shape, marks=pytest.mark.long) for shape in _OFTEN]
+    found += [pytest.param("granite", shape, marks=pytest.mark.long) for shape in ("TP 1 to 2", "TP 2 to 1")]
     found.append(pytest.param("deepseek", "32 to 32", marks=pytest.mark.long))  # their connector takes minutes for it
     return found
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter, OrderedDict
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from transfer.engine.metadata import TransferReqData
+from transfer.engine.metadata import TransferReqData
 
 _NAME = re.compile(rb"[0-9a-f]{32}")
 _MAX_OPEN = 1 << 16

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from contextlib import suppress
 from itertools import chain, product
-from typing import TYPE_CHECKING
 
 from transfer.engine.metadata import KVTransferEngineMetadata, check_metadata
+from transfer.engine.tensor_agent import TensorAgent
 from transfer.errors import (
     AgentError,
     AlreadyConnectedError,
@@ -17,12 +17,9 @@ from transfer.errors import (
     TransferFailedError,
     UnknownPeerError,
 )
+from transfer.nixl.agent import Agent
 from transfer.nixl.settings import reaches_other_hosts
 from transfer.wire.handshake import differences
-
-if TYPE_CHECKING:
-    from transfer.engine.tensor_agent import TensorAgent
-    from transfer.nixl.agent import Agent
 
 
 class Connection:

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from transfer.engine.metadata import TransferReqData
+from transfer.engine.peers import Connection
+from transfer.engine.tensor_agent import TensorAgent
 from transfer.errors import AgentError, InvalidTransferError, PeerFailedError, TransferFailedError, UnknownTransferError
+from transfer.nixl.agent import Agent, Handle
+from transfer.plan.intersection import Ints
 from transfer.plan.runs import PagePairs, Runs
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from transfer.engine.metadata import TransferReqData
-    from transfer.engine.peers import Connection
-    from transfer.engine.tensor_agent import TensorAgent
-    from transfer.nixl.agent import Agent, Handle
-    from transfer.plan.intersection import Ints
-
 
 _MOST_FEW = 8
 """Runs that plain Python turns into descriptors sooner than numpy would."""

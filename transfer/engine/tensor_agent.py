@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from transfer.engine.metadata import TensorAgentMetadata
 from transfer.errors import InvalidEngineError
+from transfer.memory import MemoryType
 from transfer.nixl.agent import Agent
 
 if TYPE_CHECKING:
     import torch
-
-    from transfer.memory import MemoryType
 
 _BACKGROUND_RUNS = 8
 

@@ -24,6 +24,7 @@ Sizes: TypeAlias = tuple[int, int, int, int, int]
 LAYER, SIDE, HEAD, TOKEN, DIM = range(5)
 AXES = ("layer", "side", "head", "token", "dim")
 KV = "kv"
+SCALES = "scales"
 
 # Far above any model that exists; so low that no sum or product of a few of them leaves 63 bits.
 MAX_REGIONS = 1 << 14
@@ -40,8 +41,8 @@ class Box(msgspec.Struct, frozen=True, omit_defaults=True):
     """A part of the pages of a shard that one stride for each axis describes.
 
     Attributes:
-        kind: the logical tensor that it is part of: "kv", or "conv.x", "conv.B", "conv.C", "ssm" for recurrent state.
-            Only boxes of one kind meet.
+        kind: the logical tensor that it is part of: "kv", its "scales", or "conv.x", "conv.B", "conv.C", "ssm" for
+            recurrent state. Only boxes of one kind meet.
         dtype: name of the element type ("bfloat16").
         itemsize: bytes of one element.
         region: index of the registered region that the box lies in.
@@ -50,6 +51,8 @@ class Box(msgspec.Struct, frozen=True, omit_defaults=True):
         first: the first layer, side, head and dim held, in the model's own numbering.
         extent: how many layers, sides, heads, tokens and dims are held.
         strides: bytes between neighbours along layer, side, head, token and dim; without effect where the extent is 1.
+        of_page: its elements are of all tokens of a page, as a scale of all that the page holds is. Its extent has one
+            token, and both sides' pages must be of one size.
     """
 
     kind: str
@@ -61,6 +64,7 @@ class Box(msgspec.Struct, frozen=True, omit_defaults=True):
     first: Index
     extent: Sizes
     strides: Sizes
+    of_page: bool = False
 
     @property
     def end(self) -> Index:
@@ -127,6 +131,7 @@ def sub_box(box: Box, first: Index, end: Index) -> Box:
         first=first,
         extent=(layer_end - layer, side_end - side, head_end - head, box.extent[TOKEN], dim_end - dim),
         strides=box.strides,
+        of_page=box.of_page,
     )
 
 
@@ -164,8 +169,8 @@ def _check_box(where: str, box: Box, group: Group, region_bytes: tuple[int, ...]
         _limit(where, f"the first {axis}", first, 0, MAX_INDEX)
     for axis, extent in zip(AXES, box.extent, strict=True):
         _limit(where, f"the extent of axis {axis}", extent, 1, MAX_INDEX)
-    if box.extent[TOKEN] != group.page_size:
-        _refuse(f"{where}: {box.extent[TOKEN]} tokens, where a page of its group has {group.page_size}")
+    if box.extent[TOKEN] != (tokens := 1 if box.of_page else group.page_size):
+        _refuse(f"{where}: {box.extent[TOKEN]} tokens, where a page of its group has {tokens}")
     limit = region_bytes[box.region]
     _limit(where, "the offset", box.offset, 0, limit - 1)
     axes = [*zip(box.extent, box.strides, AXES, strict=True), (group.num_pages, box.page_stride, "page")]

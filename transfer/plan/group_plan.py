@@ -128,7 +128,7 @@ class GroupPlan:
     def runs(
         self, local: ArrayLike, remote: ArrayLike, tokens: tuple[int, int], local_bases: Ints, remote_bases: Ints
     ) -> Runs:
-        """As `Plan.runs`."""
+        """The runs of this group, as `Plan.runs` describes."""
         tokens = self.tokens(tokens)
         if tokens[0] == tokens[1]:
             return no_runs()

@@ -30,7 +30,7 @@ class Stack:
         local_region: int64 `[pairs]`, as the next three.
         local_offset: bytes from the region's start to the first common element of page 0.
         axes: layer, side, head and dim, those with more than one common element.
-        token: bytes between neighbouring tokens, local and remote.
+        token: bytes between neighbouring tokens, local and remote; 0 where the elements are of all tokens of a page.
         local_page: bytes between neighbouring pages, as `remote_page`.
     """
 
@@ -43,6 +43,10 @@ class Stack:
     token: tuple[int, int]
     local_page: int
     remote_page: int
+
+    def tokens(self, num_tokens: int) -> tuple[Axis, ...]:
+        """The axis of some tokens of a page, where there are several of them."""
+        return ((num_tokens, *self.token),) if num_tokens > 1 and any(self.token) else ()
 
     def flows(self, local_page_size: int, remote_page_size: int) -> bool:
         """Whether runs can go on from one piece of a page to the next: tokens, then pages, abut on a side."""
@@ -106,8 +110,9 @@ def _table(boxes: Sequence[Box], kinds: dict[str, int]) -> Ints:
         (kind, box.region, box.offset, box.page_stride, *box.first, *box.end, *box.strides) for kind, box in rows
     ]
     table = np.array(columns, np.int64)
+    table[[box.of_page for box in boxes], _STRIDES.start + TOKEN] = 0
     # Where a page holds one token, the next token is the next page.
-    one_token = np.array([box.extent[TOKEN] == 1 for box in boxes])
+    one_token = np.array([box.extent[TOKEN] == 1 and not box.of_page for box in boxes])
     table[one_token, _STRIDES.start + TOKEN] = table[one_token, _PAGE]
     return table
 

@@ -24,7 +24,7 @@ from transfer.plan.staging import MAX_COPIES, StagingPlan, copies_of, copy_us, w
 MOST_FEW = 64
 """Runs up to which a list of tuples takes less time than arrays do."""
 
-Rows: TypeAlias = list[tuple[int, int, int]]
+RunRows: TypeAlias = list[tuple[int, int, int]]
 """Address, bytes and device of each run."""
 
 
@@ -82,7 +82,7 @@ class Plan:
         """
         return self.groups[group].runs(local_pages, remote_pages, tokens, *self.bases)
 
-    def few(self, named: PageLists) -> tuple[Rows, Rows, int] | None:
+    def few(self, named: PageLists) -> tuple[RunRows, RunRows, int] | None:
         """The descriptors of both sides, and their bytes, of the runs that `runs` gives for all groups.
 
         In plain Python, for a page or two: the calls into numpy would take eight times as long as the sums. None where
@@ -185,7 +185,21 @@ def plan(
 def _plan_group(where: str, local: Group, remote: Group) -> GroupPlan:
     if local.state != remote.state:
         raise MetadataError(f"{where}: recurrent state on one side, tokens on the other")
+    _check_of_page(where, local, remote)
     return GroupPlan(where, local, remote, common(where, local.boxes, remote.boxes))
+
+
+def _check_of_page(where: str, local: Group, remote: Group) -> None:
+    """Refuse scales of whole pages where the other side's are of other pages, or of tokens."""
+    ours, theirs = ({box.kind: box.of_page for box in group.boxes} for group in (local, remote))
+    for kind in ours.keys() & theirs.keys():
+        same_pages = ours[kind] == theirs[kind] and local.page_size == remote.page_size
+        if (ours[kind] or theirs[kind]) and not same_pages:
+            here, there = (
+                f"{'a page' if of_page else 'a token'} (pages of {size})"
+                for of_page, size in ((ours[kind], local.page_size), (theirs[kind], remote.page_size))
+            )
+            raise MetadataError(f"{where}, {kind!r}: one for {here} here, for {there} there: they cannot be converted")
 
 
 def _few_pairs(group: GroupPlan, num_runs: int, named: PageList | BlocksOfGroup) -> list[tuple[int, int]] | None:

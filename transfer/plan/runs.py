@@ -205,8 +205,7 @@ def _of_table(table: Ints, chains: bool) -> PageRuns:
 def _expanded(stack: Stack, local_token: int, remote_token: int, num_tokens: int) -> Ints:
     """int64 `[7, runs]`: each pair of boxes in runs."""
     local_step, remote_step = stack.token
-    axes = [*stack.axes, (num_tokens, local_step, remote_step)] if num_tokens > 1 else stack.axes
-    run, left = merged(stack.itemsize, axes)
+    run, left = merged(stack.itemsize, (*stack.axes, *stack.tokens(num_tokens)))
     local = stack.local_offset + local_token * local_step
     remote = stack.remote_offset + remote_token * remote_step
     for extent, local_stride, remote_stride in left:

@@ -10,7 +10,7 @@ import msgspec
 from kvcache.layer_groups import LayerTables
 from kvcache.layout import PageLayout
 from transfer.errors import InvalidEngineError
-from transfer.plan.boxes import AXES, KV, Box, Group, Index, ShardLayout, Sizes
+from transfer.plan.boxes import AXES, KV, SCALES, Box, Group, Index, ShardLayout, Sizes
 
 # Axes of one layer's tensor, as serving engines lay it out. T tokens, H heads, D dims, N pages.
 SPLIT_NHD = "side,page,token,head,dim"
@@ -92,17 +92,25 @@ def dense(layout: PageLayout, num_pages: int, first_layer: int = 0) -> ShardLayo
 
     `num_pages` counts the null page too; `first_layer` is the model's first one that this pipeline stage holds.
     """
-    axes = ["page", *layout.order.split(",")]
-    shape = [num_pages, *(layout.extents[axis] for axis in axes[1:])]
-    box = from_tensor(
-        shape,
-        dense_strides(shape, layout.itemsize),
-        ",".join(axes),
+    boxes = [_box_of(layout, layout.page_bytes, first_layer)]
+    if layout.scales is not None:
+        of_page = layout.scales.page_size != layout.page_size
+        box = _box_of(layout.scales, layout.page_bytes, first_layer)
+        boxes.append(msgspec.structs.replace(box, kind=SCALES, offset=layout.scales_offset, of_page=of_page))
+    return ShardLayout((Group(layout.page_size, num_pages, (*boxes,)),), (num_pages * layout.page_bytes,))
+
+
+def _box_of(layout: PageLayout, page_bytes: int, first_layer: int) -> Box:
+    """The values of a layout, in pages of `page_bytes`."""
+    axes = layout.order.split(",")
+    return from_tensor(
+        [1, *(layout.extents[axis] for axis in axes)],
+        [page_bytes, *(layout.strides[axis] * layout.itemsize for axis in axes)],
+        ",".join(["page", *axes]),
         dtype=layout.dtype,
         itemsize=layout.itemsize,
         first=(first_layer, 0, layout.first_head, 0),
     )
-    return ShardLayout((Group(layout.page_size, num_pages, (box,)),), (num_pages * layout.page_bytes,))
 
 
 def of_tables(layout: ShardLayout, tables: LayerTables) -> ShardLayout:

@@ -16,7 +16,7 @@ from transfer.plan.boxes import Box, Group, Index, ShardLayout, sub_box
 
 _NOBODY = -1
 _MAX_CELLS = 1 << 24  # 128 layers of 64 heads on 64 ranks are a million; only a peer that lies has more
-Cells: TypeAlias = tuple[slice, ...]
+BoxSlices: TypeAlias = tuple[slice, ...]
 """A box of cells: a slice of each axis."""
 Corners: TypeAlias = tuple[Index, Index]
 """A box of cells: its first one, and the one after its last on each axis."""
@@ -84,8 +84,8 @@ class _Grid:
                 f"cells, at most {_MAX_CELLS} are looked at"
             )
         holders = np.zeros(shape, np.bool_)
-        self.cells: list[Cells] = []
-        """Of each box of the local shard."""
+        self.cells: list[BoxSlices] = []
+        """The cells of each box of the local shard."""
         for number, begins, ends in zip(shard, start.tolist(), stop.tolist(), strict=True):
             cells = tuple(map(slice, begins, ends))
             holders[(number, *cells)] = True
@@ -127,7 +127,7 @@ class _Grid:
                 (int(inside[first]), self._place(cells, first), self._place(cells, end)) for first, end in known[key]
             ]
 
-    def _place(self, cells: Cells, at: Index) -> Index:
+    def _place(self, cells: BoxSlices, at: Index) -> Index:
         layers, sides, heads, dims = self._ends
         layer, side, head, dim = cells
         return (

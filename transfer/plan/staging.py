@@ -155,8 +155,7 @@ class StagingPlan:
     ) -> tuple[NDArray[np.void], NDArray[np.void]]:
         """The same elements of all local and of all staged pages, in runs."""
         local_step, remote_step = copy.stack.token
-        axes = [*copy.inner, (kind.num_tokens, local_step, remote_step)] if kind.num_tokens > 1 else copy.inner
-        run, left = merged(copy.stack.itemsize, axes)
+        run, left = merged(copy.stack.itemsize, (*copy.inner, *copy.stack.tokens(kind.num_tokens)))
         sizes = [n for n, _, _ in left]
         dtype = np.dtype(f"u{run}" if run in (1, 2, 4, 8) else f"V{run}")
         ours = (self._plan.local.num_pages, *sizes), (copy.stack.local_page, *(step for _, step, _ in left))

@@ -67,12 +67,19 @@ class PageAsks:
         key: of the digests over answers.
         compatibility: what must agree with a source.
         kind: likewise, what we keep of a token.
+        kinds: of further block tables, what each keeps.
     """
 
     def __init__(
-        self, client: HandshakeClient, name: str, key: bytes, compatibility: Mapping[str, str], kind: str
+        self,
+        client: HandshakeClient,
+        name: str,
+        key: bytes,
+        compatibility: Mapping[str, str],
+        kind: str,
+        kinds: tuple[str, ...] = (),
     ) -> None:
-        self._client, self._kind = client, kind
+        self._client, self._kind, self._kinds = client, kind, kinds
         self._name, self._key, self._compatibility = name, key, dict(compatibility)
         self._open: dict[int, _Question] = {}  # by `ask_id`
         self._happened: list[tuple[int, Lent]] = []
@@ -144,7 +151,7 @@ class PageAsks:
     def _lent(self, ask: _Question, data: bytes) -> tuple[Source, BlockTable] | tuple[None, None]:
         """What is leased, if it is what was asked for."""
         pages = open_pages(data, ask.place[1], None, self._key)
-        blocks = pages.block_ids[0] if len(pages.block_ids) == 1 else ()
+        blocks = pages.block_ids[0] if len(pages.block_ids) == 1 + len(self._kinds) else ()
         if not blocks and not pages.num_tokens:
             return None, None
         width = len(pages.prompt_digest)
@@ -158,7 +165,8 @@ class PageAsks:
             replica_idx=0,
             num_tokens=ask.query.first_page * ask.query.page_size + pages.num_tokens,
             page_size=ask.query.page_size,
-            groups=(blocks,),
+            groups=pages.block_ids,
+            kinds=self._kinds,
             fingerprint="",  # the plan compares the layouts
             hash_algorithm=ask.query.hash_algorithm,
             digests=own,

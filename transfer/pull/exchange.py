@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcache.errors import InvalidRequestError
-from kvcache.layout import kv_kind
+from kvcache.layout import kv_kind, scales_kind
 from transfer.errors import InvalidEngineError, InvalidLeaseError
 from transfer.memory import MemoryType
 from transfer.nixl.agent import Agent
@@ -65,7 +65,7 @@ class PageExchange:
     Both ends are booked by `poll`.
 
     Every method may be called at any time by the thread that runs the scheduler; none waits, but `wait` and `close`.
-    The pages of a call that names few (256 KiB, of a known source) are read within it: waking the transfer thread for
+    The pages of a call that names few (1 MiB, of a known source) are read within it: waking the transfer thread for
     them would take longer.
 
     Args:
@@ -130,12 +130,13 @@ class PageExchange:
         agreed, options = dict(compatibility or {}), dict[str, Any](replica_options or {})
         if len(manager.layer_tables.tables) > 1:  # a page is of other layers, and its neighbours of other tokens
             agreed["layer tables"] = manager.layer_tables.described()
+        agreed |= {"scales": shared} if (shared := scales_kind(manager.layouts)) else {}
         ask = None if keyring is None else keyring.secure_client
         self.cards: list[EngineCard] = []
         self.bell = Bell()
         self.lending = PageLending(manager, self._grant_lent, self.bell.ring, share=lend, key=self._key)
-        kind = kv_kind(manager.layouts)
-        self._asks = PageAsks(HandshakeClient(ask, allowed=allowed), name, self._key, agreed, kind)
+        kinds = kv_kind(manager.layouts), manager.layer_tables.kinds[1:]
+        self._asks = PageAsks(HandshakeClient(ask, allowed=allowed), name, self._key, agreed, *kinds)
         try:
             for replica, engine_id in enumerate(self._names):
                 ranks = self._ranks(replica, engine_id, agreed)
@@ -276,7 +277,7 @@ class PageExchange:
         The source leases the longest run of them, from the first on, that it holds, and that it lends: it may be
         shorter than it was yesterday, and none, which is no error. With the table of a `Lent` the pages are imported
         and pulled like those of any offer, where all that comes before them is cached here: so one prompt may come from
-        several sources, in runs. `refuse` gives back what nobody pulls; else it ends by itself within seconds.
+        several sources, in stretches. `refuse` gives back what nobody pulls; else it ends by itself within seconds.
 
         Args:
             replica: ours, which the event names.

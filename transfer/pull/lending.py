@@ -151,7 +151,7 @@ class PageLender:
         if found is None or source is None:
             self._say(query.ask_id, LeaseReply(query_id=0, pages=self._sealed(query, None, None)))
             return
-        pages = len(found[1].groups[0])
+        pages = sum(map(len, found[1].groups))
         answer = self._sealed(query, source, found[1])
         self._lent[source.lease.lease_id] = _LentPages(query.ask_id, pages, answer)
         self._granting.add(source.lease.lease_id)
@@ -169,7 +169,7 @@ class PageLender:
             slot=0 if source is None else source.lease.slot,
             duration_s=LENT_S,
             num_tokens=len(found) * query.page_size,
-            block_ids=(found,),
+            block_ids=((),) if table is None else table.groups,
             prompt_digest=digests[len(digests) - len(digests) // max(1, len(found)) :],
         )
         return sealed_pages(pages, self._key)

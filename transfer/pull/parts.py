@@ -10,12 +10,14 @@ error or a cancellation ends with the transfers in flight, not with the pull.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from transfer.nixl.agent import BACKGROUND_RUNS, RunList
+from transfer.errors import AgentError
+from transfer.nixl.agent import BACKGROUND_RUNS, Agent, Handle, RunList
 from transfer.plan.runs import LONGEST_RUN
 
 FOREGROUND_BYTES = 16 << 20
@@ -80,3 +82,24 @@ def longest_run(num_bytes: int) -> int:
     if num_bytes < _FOR_TWO:
         return LONGEST_RUN
     return min(LONGEST_RUN, max(num_bytes // (2 * BACKGROUND_RUNS), _SHORTEST_CUT))
+
+
+def is_over(agent: Agent, handle: Handle, *, done: bool = False) -> tuple[bool, AgentError | None]:
+    """Whether a transfer has ended, and how; `done`: it is known to have. Its handle is released then."""
+    try:
+        if not done and not agent.done(handle):
+            return False, None
+    except AgentError as error:
+        with suppress(AgentError):
+            agent.release(handle)
+        return True, error
+    release_ended(agent, handle)
+    return True, None
+
+
+def release_ended(agent: Agent, handle: Handle) -> None:
+    """Releases the handle of a transfer that has ended."""
+    try:  # noqa: SIM105  (`suppress` takes as long as the release itself)
+        agent.release(handle)
+    except AgentError:
+        pass  # the transfer has ended, which is all that counts

@@ -6,6 +6,7 @@ nothing of it is in flight: NIXL cannot stop a copy, so until then bytes may sti
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
 from collections import deque
@@ -14,9 +15,9 @@ from contextlib import suppress
 
 from transfer.errors import AgentError, InvalidTransferError, PullFailedError, TransferError
 from transfer.memory import MemoryType
-from transfer.nixl.agent import Agent, Handle
+from transfer.nixl.agent import Handle
 from transfer.pull.lease import CLEARED, WORD_BYTES, LeaseRef, make_words
-from transfer.pull.parts import Part
+from transfer.pull.parts import Part, is_over, release_ended
 from transfer.pull.pull_state import PullEvent, PullTimes, RankPull
 from transfer.pull.remote import RemoteEngine
 from transfer.stats import PullRecord
@@ -58,6 +59,8 @@ class Puller:
         self._address = self.words.ctypes.data
         self._free = list(range(slots))
         self._pulls: dict[str, RankPull] = {}
+        self._moving: dict[str, RankPull] = {}  # of these, those that a poll may move on
+        self._due: list[tuple[float, str]] = []  # a heap: when one is to be renewed, or times out, if it is still there
         self._behind: dict[int, Handle] = {}  # by id of the source: what NIXL's thread copies from it
         self.is_copying = self.timed = False
 
@@ -70,7 +73,7 @@ class Puller:
     @property
     def is_reading(self) -> bool:
         """Whether something is in flight, or about to be: a pull that waits for further pages does not count."""
-        return any(pull.in_flight or pull.waiting for pull in self._pulls.values())
+        return any(pull.in_flight or pull.waiting for pull in self._moving.values())
 
     def uses(self, engine: RemoteEngine) -> bool:
         """Tells whether a pull still has to do with an engine."""
@@ -83,6 +86,11 @@ class Puller:
             InvalidTransferError: the key is taken, or the source has no such lease word.
             PullFailedError: the source is known to be gone.
         """
+        pull = self._pulls[key] = self._opened(key, engine, lease, timeout_s)
+        self._expect(pull)
+        return pull
+
+    def _opened(self, key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: float) -> RankPull:
         if key in self._pulls:
             raise InvalidTransferError(f"request {key!r}: a pull of this name has not ended yet")
         if engine.failure:
@@ -95,9 +103,10 @@ class Puller:
         if not 0 < timeout_s < math.inf or not 0 < lease.duration_s < math.inf:
             raise InvalidTransferError(f"request {key!r}: timeout of {timeout_s} s, lease of {lease.duration_s} s")
         now = self._clock()
-        pull = RankPull(key, engine, lease, now + timeout_s, now, renew_at=now + lease.duration_s / 3)
-        self._pulls[key] = pull
-        return pull
+        return RankPull(key, engine, lease, now + timeout_s, now, renew_at=now + lease.duration_s / 3)
+
+    def _expect(self, pull: RankPull) -> None:
+        heapq.heappush(self._due, (min(pull.deadline, pull.renew_at), pull.key))
 
     def get(self, key: str) -> RankPull:
         """Returns a pull that can still be added to; a PullFailedError says why there is none."""
@@ -118,6 +127,37 @@ class Puller:
         pull.more = not last
         pull.added += 1
         self._advance(pull)
+
+    def pull_at_once(
+        self, key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: float, part: Part
+    ) -> PullEvent | None:
+        """A whole pull of one part that is posted in one transfer, from an engine of one rank.
+
+        Few pages are copied by the post itself, and so is the lease word after them: where both have ended as they were
+        posted, and the word is the lease's, the pull is over here, without all that others need. Raises as `open`.
+
+        Returns:
+            The event of a pull that has ended well, which is not among `events`; None where it goes on as any other.
+        """
+        agent = engine.agent
+        pull = self._pulls[key] = self._opened(key, engine, lease, timeout_s)
+        pull.more, pull.added = False, 1
+        handle, done = self._read(pull, part, len(part.local))
+        if done:
+            release_ended(agent, handle)
+            part.in_flight = 0
+            self._fence(pull)
+            if not pull.error and len(pull.fencing) == 1:
+                fence, _, slot, done = pull.fencing[0]
+                if done and self.words[slot] == lease.lease_id:
+                    release_ended(agent, fence)
+                    self._free.append(slot)
+                    return self._ended_well(pull)
+        elif handle is not None:
+            pull.reading.append((handle, part))
+        self._expect(pull)
+        self._advance(pull)
+        return None
 
     def fail(self, key: str, reason: str) -> None:
         """Gives a pull up. Nothing happens where there is none, or where it has failed already."""
@@ -155,14 +195,21 @@ class Puller:
         """Moves every pull on. What became of them is in `events`."""
         self.is_copying = False
         now = self._clock()
-        for pull in list(self._pulls.values()):
-            if not pull.error and now >= pull.deadline:
-                stage = "the fence" if pull.fencing else f"{len(pull.reading)} READs" if pull.reading else "more pages"
-                self._fail(pull, f"timed out after {now - pull.started:.3g} s, waiting for {stage}")
-            elif not pull.error and now >= pull.renew_at:
-                pull.renew_at = now + pull.lease.duration_s / 3
-                self._tell(pull, range(len(pull.engine.ranks)), "renew")
+        while self._due and self._due[0][0] <= now:
+            pull = self._pulls.get(heapq.heappop(self._due)[1])
+            if pull is not None and not pull.error:
+                self._on_time(pull, now)
+        for pull in list(self._moving.values()):
             self._advance(pull)
+
+    def _on_time(self, pull: RankPull, now: float) -> None:
+        if now >= pull.deadline:
+            stage = "the fence" if pull.fencing else f"{len(pull.reading)} READs" if pull.reading else "more pages"
+            self.fail(pull.key, f"timed out after {now - pull.started:.3g} s, waiting for {stage}")
+        elif now >= pull.renew_at:
+            pull.renew_at = now + pull.lease.duration_s / 3
+            self._tell(pull, range(len(pull.engine.ranks)), "renew")
+            self._expect(pull)
 
     def _advance(self, pull: RankPull) -> None:
         if not pull.error:
@@ -174,16 +221,28 @@ class Puller:
         if pull.fencing:
             self._collect_fences(pull)
         if pull.in_flight or (not pull.error and not pull.fenced):
+            if pull.in_flight or pull.waiting or not pull.more or pull.passed < pull.added:
+                self._moving[pull.key] = pull
+            else:
+                self._moving.pop(pull.key, None)  # until there is more to read
             return
-        del self._pulls[pull.key]
         if not pull.error:
             if len(pull.told) < len(pull.engine.ranks):
                 self._tell(pull, set(range(len(pull.engine.ranks))) - pull.told, "done")
-            total_s = self._clock() - pull.started
-            self.ended.append(PullRecord(pull.num_bytes, pull.num_runs, pull.post_s, total_s))
-        times = PullTimes(pull.fence_at, self._clock()) if pull.fence_at and not pull.error else None
-        passed = pull.passed if pull.error else 0
-        self.events.append(PullEvent(pull.key, pull.error, safe=True, passed=passed, times=times))
+            self.events.append(self._ended_well(pull))
+            return
+        self._forget(pull)
+        self.events.append(PullEvent(pull.key, pull.error, safe=True, passed=pull.passed))
+
+    def _ended_well(self, pull: RankPull) -> PullEvent:
+        self._forget(pull)
+        now = self._clock()
+        self.ended.append(PullRecord(pull.num_bytes, pull.num_runs, pull.post_s, now - pull.started))
+        return PullEvent(pull.key, "", safe=True, times=PullTimes(pull.fence_at, now) if pull.fence_at else None)
+
+    def _forget(self, pull: RankPull) -> None:
+        del self._pulls[pull.key]
+        self._moving.pop(pull.key, None)
 
     def _post(self, pull: RankPull) -> None:
         """Posts what is waiting; of what the posts themselves copy only a little, for others wait to be polled."""
@@ -202,7 +261,7 @@ class Puller:
             if last == len(part.local):
                 pull.waiting.popleft()
             if done:
-                _release(pull.engine.agent, handle)
+                release_ended(pull.engine.agent, handle)
                 self._came(pull, part, None)
                 continue
             pull.reading.append((handle, part))
@@ -234,7 +293,7 @@ class Puller:
     def _collect_reads(self, pull: RankPull) -> None:
         for entry in list(pull.reading):
             handle, part = entry
-            ended, error = _is_over(pull.engine.agent, handle)
+            ended, error = is_over(pull.engine.agent, handle)
             if not ended:
                 continue
             pull.reading.remove(entry)
@@ -299,7 +358,7 @@ class Puller:
     def _collect_fences(self, pull: RankPull) -> None:
         for entry in list(pull.fencing):
             handle, rank, slot, done = entry
-            ended, error = _is_over(pull.engine.agent, handle, done=done)
+            ended, error = is_over(pull.engine.agent, handle, done=done)
             if not ended:
                 continue
             pull.fencing.remove(entry)
@@ -349,10 +408,11 @@ class Puller:
             with suppress(AgentError):
                 pull.engine.agent.notify(pull.engine.ranks[rank].agent_name, message)
 
-    def is_stuck(self, engine: RemoteEngine, seconds: float) -> bool:
-        """Tells whether a pull from an engine failed so long ago, and NIXL still has not called its copies ended."""
+    def stuck(self, seconds: float) -> list[RemoteEngine]:
+        """Engines of pulls that failed so long ago, and whose copies NIXL still has not called ended."""
         before = self._clock() - seconds
-        return any(pull.engine is engine and pull.error and pull.failed_at < before for pull in self._pulls.values())
+        found = (pull.engine for pull in self._moving.values() if pull.error and pull.failed_at < before)
+        return list({id(engine): engine for engine in found}.values())
 
     def abandon(self, engine: RemoteEngine) -> list[RankPull]:
         """Fails an engine's pulls, and releases what is in flight of them without its end being known.
@@ -385,23 +445,3 @@ def _ended(pull: RankPull) -> str:
         f"expired (it lasts {pull.lease.duration_s:g} s without a word of its reader, who may read or renew sooner), "
         "was ended by the source, or never stood"
     )
-
-
-def _is_over(agent: Agent, handle: Handle, *, done: bool = False) -> tuple[bool, AgentError | None]:
-    """Whether a transfer has ended, and how; `done`: it is known to have. Its handle is released then."""
-    try:
-        if not done and not agent.done(handle):
-            return False, None
-    except AgentError as error:
-        with suppress(AgentError):
-            agent.release(handle)
-        return True, error
-    _release(agent, handle)
-    return True, None
-
-
-def _release(agent: Agent, handle: Handle) -> None:
-    try:  # noqa: SIM105  (`suppress` takes as long as the release itself)
-        agent.release(handle)
-    except AgentError:
-        pass  # the transfer has ended, which is all that counts

@@ -285,9 +285,7 @@ class RankTransfer:
 
     def _give_up_stuck(self) -> None:
         """The barrier of last resort: where NIXL never ends a copy, its agent does by being destroyed."""
-        for remote in [*self._remotes.values(), *self._retiring]:
-            if not self.puller.is_stuck(remote, self._stuck_s):
-                continue
+        for remote in self.puller.stuck(self._stuck_s):
             log.warning("engine %r: copies did not end; destroying the agent that makes them", remote.engine_id)
             self.disconnect(remote.engine_id, f"engine {remote.engine_id!r} is stuck")
             self._destroy(remote)

@@ -21,7 +21,7 @@ from transfer.plan.plan import Plan, plan
 from transfer.plan.runs import Runs, concatenated
 from transfer.plan.source_ranks import sources
 from transfer.pull.page_checks import Verifier
-from transfer.pull.parts import Part, longest_run
+from transfer.pull.parts import FOREGROUND_BYTES, Part, longest_run
 from transfer.pull.staging_area import StagingArea, staged_parts
 from transfer.wire.handshake import differences
 from transfer.wire.messages import RankMetadata
@@ -115,6 +115,14 @@ class RemoteEngine:
                 where = f"request {key!r}: rank {planned.rank} of {self.engine_id!r}"
                 raise InvalidTransferError(f"{where}: {error}") from error
         return found
+
+    def small_part(self, groups: PageLists) -> Part | None:
+        """All that is to be read of few pages, where one rank holds it and one transfer brings it; else None."""
+        if self.verifier is not None or len(self.ranks) > 1 or len(groups) != len(self._mine.layout.groups):
+            return None
+        (planned,) = self._plans
+        few = planned.few(groups)
+        return None if few is None or few[2] > FOREGROUND_BYTES else Part(planned.rank, *few)
 
     def _parts_of(self, key: str, planned: Plan, named: PageLists) -> list[Part]:
         if self.verifier is None and (few := planned.few(named)) is not None:

@@ -5,22 +5,23 @@ Single-threaded: `transfer.pull.thread` runs it. `transfer.pull.directory` finds
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from numpy.typing import ArrayLike
 
 from transfer.errors import PullFailedError, TransferError
-from transfer.memory import MemoryType
 from transfer.plan.page_lists import PageLists
 from transfer.pull.directory import Directory, Peer, Times
 from transfer.pull.lease import LeaseRef
 from transfer.pull.pull_state import PullEvent, PullTimes, ReplicaPull
 from transfer.pull.rank import RankTransfer
+from transfer.pull.small_pulls import SmallPulls, is_of_other_start
 from transfer.pull.source import Place, Source, answered
 from transfer.stats import TransferStats
 from transfer.wire.handshake import HandshakeClient
@@ -51,8 +52,6 @@ class Offered(NamedTuple):
 
 _ALL = 1 << 62
 _REFUSED = "\0refused "  # names that no pull of an owner has
-_SMALL_BYTES = 256 << 10
-"""A pull of so many bytes takes 50 to 80 µs: as long as it takes to wake the thread for it, and then its caller."""
 _MAX_PAUSE_S = 0.25  # until a source is asked again: see `ReplicaPull`
 Event = PullEvent | LeaseOver | Offered
 
@@ -74,6 +73,7 @@ class ReplicaTransfer:
         events: what happened, until the owner takes it.
         stats: counters and the last pulls.
         directory: the engines that it reads from.
+        small: which pulls are of few pages, and their short way.
     """
 
     def __init__(
@@ -94,11 +94,13 @@ class ReplicaTransfer:
         self._client = client
         self._clock = clock
         self._pulls: dict[str, ReplicaPull] = {}
+        self._unstarted: set[str] = set()  # those whose source has still to answer, and a heap of when they are due
+        self._due: list[tuple[float, str]] = []
         self._refusals = itertools.count()
         self._leases: dict[int, set[int]] = {}
-        self._page_bytes = _page_bytes(ranks)
         self._times = times = Times(handshake_timeout_s, heartbeat_s, dead_after_s, idle_s)
         self.directory = Directory(self.ranks, client, times, clock, self._start_all, self._fail_all)
+        self.small = SmallPulls(self.ranks, self.directory)
         self.timed = timed
 
     @property
@@ -178,13 +180,31 @@ class ReplicaTransfer:
         if key in self._pulls:
             # Nothing is known of it under this name yet, so the owner is told at once and the older one goes on.
             raise PullFailedError(f"request {key!r}: a pull of this name has not ended yet")
+        if groups is not None and not refusal and self._pull_at_once(key, source, timeout_s, groups):
+            return
         pull = self._pulls[key] = ReplicaPull(source, self._clock() + timeout_s, refusal=refusal)
         if groups is not None:
             pull.waiting.append((groups, True))
+        self._unstarted.add(key)
         self.directory.connect(source.place)
         self._ask(key)
         self._start(key)
+        if key in self._unstarted:
+            heapq.heappush(self._due, (pull.deadline, key))
         self._collect_pulls()  # few pages are here by now
+
+    def _pull_at_once(self, key: str, source: Source | Wanted, timeout_s: float, groups: PageLists) -> bool:
+        """Whether a pull of few pages has begun; mostly it is over then."""
+        try:
+            has_begun, event = self.small.pull(key, source, timeout_s, groups)
+        except TransferError:
+            return False  # of which the long way tells
+        if event is not None:
+            self.events.append(event)
+        elif has_begun:
+            self._pulls[key] = ReplicaPull(source, self._clock() + timeout_s, open_ranks={0}, started=True)
+        self._collect_pulls()
+        return has_begun
 
     def _ask(self, key: str) -> None:
         """Asks the source of a pull what it holds, where it has not said so."""
@@ -209,6 +229,7 @@ class ReplicaTransfer:
         elif not answer.pages:
             now = self._clock()
             pull.ask_at, pull.pause_s = now + pull.pause_s, min(2 * pull.pause_s, _MAX_PAUSE_S)
+            heapq.heappush(self._due, (pull.ask_at, key))
             pull.waits_for = answer.waits_for, min(pull.waits_for[1], now)
         else:
             try:
@@ -243,14 +264,6 @@ class ReplicaTransfer:
         pull = self._pulls.get(key)
         return None if pull is None else pull.source
 
-    def is_small(self, source: Source | Wanted | None, groups: PageLists) -> bool:
-        """Whether reading these pages, into host memory and from a known source, is quicker than waking a thread."""
-        if self._page_bytes is None or not isinstance(source, Source) or len(groups) != len(self._page_bytes):
-            return False
-        local: Sequence[Any] = [group[0] for group in groups]
-        num_bytes = sum(len(pages) * size for pages, size in zip(local, self._page_bytes, strict=True))
-        return num_bytes <= _SMALL_BYTES and self.directory.ready(source.place) is not None
-
     def cancel(self, key: str, reason: str) -> None:
         """Gives a pull up, where it has not ended. A source that has not answered yet is told when it does."""
         if (pull := self._pulls.get(key)) is None:
@@ -279,7 +292,7 @@ class ReplicaTransfer:
         self.stats.failed_handshakes = self.directory.failed_handshakes
         # Not: whether there are pulls. One that waits for the next chunk of a prompt is no reason to poll more often.
         reading = any(rank.puller.is_reading for rank in self.ranks)
-        return reading or any(not pull.started for pull in self._pulls.values())
+        return reading or bool(self._unstarted)
 
     @property
     def is_copying(self) -> bool:
@@ -328,7 +341,7 @@ class ReplicaTransfer:
     def _start_all(self, peer: Peer) -> None:
         """The source has just said who it is: what another start of it has promised comes to nothing."""
         for key in self._of(peer.place):
-            if _is_of_other_start(self._pulls[key].source, peer):
+            if is_of_other_start(self._pulls[key].source, peer):
                 self._fail(key, f"engine {peer.place[1]!r} is not the start of it that granted the lease")
             else:
                 self._start(key)
@@ -336,7 +349,7 @@ class ReplicaTransfer:
     def _fail_all(self, peer: Peer, reason: str) -> None:
         for key in self._of(peer.place):
             pull = self._pulls[key]
-            another = isinstance(pull.source, Wanted) or _is_of_other_start(pull.source, peer)
+            another = isinstance(pull.source, Wanted) or is_of_other_start(pull.source, peer)
             if peer.incarnation and not pull.started and another:
                 # Another start has promised it, or none has yet: most likely the one that is there.
                 self.directory.connect(peer.place)
@@ -349,12 +362,13 @@ class ReplicaTransfer:
         peer = self.directory.ready(pull.source.place)
         if pull.error or peer is None or isinstance(pull.source, Wanted):
             return
-        if _is_of_other_start(pull.source, peer):
+        if is_of_other_start(pull.source, peer):
             self.directory.check(peer.place)  # it was restarted, or the request is older: only the source knows
             return
         try:
             if not pull.started:
                 pull.started = True
+                self._unstarted.discard(key)
                 left = max(pull.deadline - self._clock(), 1e-3)
                 for at, rank in enumerate(self.ranks):
                     remote = rank.remote(pull.source.engine_id)
@@ -403,6 +417,7 @@ class ReplicaTransfer:
                     pull.open_ranks.discard(at)
         if not pull.open_ranks:
             del self._pulls[key]
+            self._unstarted.discard(key)
         if pull.refusal or (pull.open_ranks and pull.told):
             return
         pull.told = True
@@ -411,7 +426,11 @@ class ReplicaTransfer:
 
     def _expire(self) -> None:
         now = self._clock()
-        for key, pull in [(key, pull) for key, pull in self._pulls.items() if not pull.started]:
+        while self._due and self._due[0][0] <= now:
+            key = heapq.heappop(self._due)[1]
+            pull = self._pulls.get(key)
+            if pull is None or pull.started:
+                continue
             if now >= pull.deadline:
                 missing = "answer the handshake" if isinstance(pull.source, Source) else "say that its lease stands"
                 self._fail(key, f"timed out: engine {pull.source.engine_id!r} did not {missing}{self._waited(pull)}")
@@ -429,16 +448,3 @@ class ReplicaTransfer:
             del self._pulls[key]  # the agents are gone, so nothing is in flight
             self.events.append(PullEvent(key, pull.error, safe=True))
         self._client.close()
-
-
-def _page_bytes(ranks: Sequence[RankTransfer]) -> list[int] | None:
-    """Of each group the bytes of a page on all ranks; None where they are not in host memory."""
-    if any(rank.memory_type is not MemoryType.DRAM for rank in ranks):
-        return None
-    every = zip(*(rank.layout.groups for rank in ranks), strict=True)
-    return [sum(box.itemsize * math.prod(box.extent) for one in of for box in one.boxes) for of in every]
-
-
-def _is_of_other_start(source: Source | Wanted, peer: Peer) -> bool:
-    """Whether another start of the engine has granted the lease than the one that is known."""
-    return isinstance(source, Source) and source.incarnation not in ("", peer.incarnation)

@@ -2,8 +2,8 @@
 
 A model's step takes tens or hundreds of milliseconds. In that time a peer's first READ and every notification would
 wait, so a serving loop hands its work over, and picks events up when it likes. The exception are pages so few that to
-wake the thread, and to be woken by it, would take longer than to read them (80 µs against 30): whoever asks for them
-reads them, between two rounds of the thread, and the event is there when the call returns.
+wake the thread, and to be woken by it, would take about as long as to read them: whoever asks for them reads them,
+between two rounds of the thread, and the event is there when the call returns.
 
 NIXL has no descriptor to sleep on without a thread of its own that polls. But peers read under a lease alone, and what
 grants a lease or begins a pull is a command, which wakes the thread: where there is neither, it sleeps.
@@ -114,7 +114,7 @@ class TransferThread:
             except TransferError as error:
                 self.events.append(PullEvent(key, str(error), safe=True))
 
-        if groups is None or not self._run_here(lambda: self.replica.is_small(source, groups), run):
+        if groups is None or not self._run_here(lambda: self.replica.small.is_small(source, groups), run):
             self._hand_over(run)
 
     def add_pages(self, key: str, groups: PageLists, *, last: bool) -> None:
@@ -123,7 +123,7 @@ class TransferThread:
         def run() -> None:
             self.replica.add_pages(key, groups, last=last)
 
-        if not self._run_here(lambda: self.replica.is_small(self.replica.source_of(key), groups), run):
+        if not self._run_here(lambda: self.replica.small.is_small(self.replica.source_of(key), groups), run):
             self._hand_over(run)
 
     def snapshot(self) -> StatsSnapshot:

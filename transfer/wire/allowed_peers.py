@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from transfer.errors import HandshakeError, InvalidEngineError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 LOOPBACK = ("127.0.0.0/8", "::1", "localhost")
 """What may always be contacted, and endpoints that do not leave the host."""

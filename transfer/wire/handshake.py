@@ -14,13 +14,15 @@ import math
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Self, TypeAlias
 
 import msgspec
 import zmq
 
+from kvcache.sockets import keep_alive
 from transfer.errors import HandshakeError, MetadataError, TransferError
 from transfer.wire.allowed_peers import AllowedPeers
 from transfer.wire.keys import Throttle
@@ -44,12 +46,6 @@ from transfer.wire.messages import (
     encode_message,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from typing import Self
-
-    Done = Callable[[Answer | TransferError], None]
-
 log = logging.getLogger("pagewire.handshake")
 
 MAX_QUERY_BYTES = MAX_DIGEST_BYTES + (1 << 16)
@@ -60,21 +56,8 @@ _QUERIES_PER_S = 100
 _PATIENCE = 6  # times its time-out a question waits for a peer that can be reached, and says nothing
 _LEASES_PER_S = 4000  # of each rank of a reader: each asks for each request, and again while its lease is being granted
 
-Count = Literal["answered", "refused", "malformed", "throttled", "failed"]
-
-
-def keep_alive(socket: zmq.Socket[bytes]) -> None:
-    """A host that is gone without a word is noticed within half a minute.
-
-    Not by the heartbeats of ZMQ: an assertion of libzmq 4.3.5 ends a process whose queue a dead peer has filled.
-    """
-    for option, value in (
-        (zmq.TCP_KEEPALIVE, 1),
-        (zmq.TCP_KEEPALIVE_IDLE, 10),
-        (zmq.TCP_KEEPALIVE_INTVL, 5),
-        (zmq.TCP_KEEPALIVE_CNT, 3),
-    ):
-        socket.setsockopt(option, value)
+Done: TypeAlias = "Callable[[Answer | TransferError], None]"
+QueryOutcome = Literal["answered", "refused", "malformed", "throttled", "failed"]
 
 
 def _context() -> zmq.Context[zmq.Socket[bytes]]:
@@ -139,7 +122,7 @@ class HandshakeServer:
         bind: str = "tcp://127.0.0.1:0",
         secure: Callable[[zmq.Socket[bytes]], None] | None = None,
     ) -> None:
-        self.counts: Counter[Count] = Counter()
+        self.counts: Counter[QueryOutcome] = Counter()
         self._throttle = Throttle(_QUERIES_PER_S, time.monotonic)
         self._lease_throttle = Throttle(_LEASES_PER_S, time.monotonic)
         self._cards = {card.engine_id: card for card in cards}

@@ -10,8 +10,10 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import zmq
@@ -19,10 +21,6 @@ import zmq.auth.thread
 from msgspec import Meta
 
 from transfer.errors import HandshakeError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 _MAX_SENDERS = 4096
 Key: TypeAlias = Annotated[str, Meta(pattern="^[!-~]{40}$")]

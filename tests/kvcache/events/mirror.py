@@ -174,6 +174,8 @@ class Mirror(Known):
                 assert have == want, f"{where}: {len(have - want)} too many, {len(want - have)} too few"
                 sizes[medium] = len(want)
                 known.whole()
+        told = {medium for medium, blocks in self.there.items() if blocks}
+        assert told <= sizes.keys(), f"rank {rank}: nobody has blocks of {told - sizes.keys()}"
 
 
 def worker_of(manager: PagedKVCacheManager) -> Any:
@@ -197,7 +199,7 @@ def indexes_of(manager: PagedKVCacheManager, rank: int) -> dict[int, PrefixIndex
     """The indexes that a rank's stream tells of."""
     found = {rank: manager._replicas.each[rank].pool.index}
     tiers = manager._replicas.tiers
-    if tiers is not None:
+    if tiers is not None and len(manager.layer_tables.tables) == 1:  # of several, what lies below is not told
         found[HOST] = tiers.host.pool.index
         if tiers.files is not None:
             found[FILES] = tiers.files.index

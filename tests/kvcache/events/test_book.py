@@ -9,7 +9,7 @@ import numpy as np
 
 from kvcache.events.book import EventBook, Told
 from kvcache.events.log import FILES, HOST, Described, Entry
-from kvcache.events.wire import BlockRemoved, BlockStored, CacheSpec, Event
+from kvcache.events.wire import BlockRemoved, BlockStored, CacheSpec, KVEvent
 from kvcache.replica.hashing import PrefixHasher
 from tests.kvcache.events.mirror import Known
 
@@ -42,7 +42,7 @@ def book_of(ranks: int = 1) -> EventBook:
     return EventBook(ranks, CAPACITY, SIZE, CacheSpec("full_attention"))
 
 
-def blocks(told: list[Told] | list[Event], kind: type = BlockStored) -> list[list[int]]:
+def blocks(told: list[Told] | list[KVEvent], kind: type = BlockStored) -> list[list[int]]:
     events = [one.event if isinstance(one, Told) else one for one in told]
     return [event.block_hashes for event in events if isinstance(event, kind)]
 

@@ -369,7 +369,7 @@ def test_options_that_cannot_work(options: dict[str, Any], message: str) -> None
 
 def test_an_address_that_is_taken_is_refused_and_leaves_nothing(manager: PagedKVCacheManager) -> None:
     taken = manager.kv_event_endpoints[0][0]
-    with pytest.raises(InvalidParamsError, match=f"cannot bind {taken}"):
+    with pytest.raises(InvalidParamsError, match=f"cannot bind '{taken}'"):
         manager_of(16, params={"kv_events": KVEvents(ANY, taken)})
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from kvcache import InvalidRequestError, NotReservedError, PagedKVCacheManager, SequenceTooLongError, TextContext
 from kvcache.replica.batch import _STEPS_KEPT, Gathered
+from kvcache.replica.replica import Replica
 
 
 def running(manager: PagedKVCacheManager, lengths: list[int], longest: int = 4096, name: str = "") -> list[TextContext]:
@@ -107,6 +108,56 @@ def test_a_step_that_fills_no_page_asks_for_no_digest(make: Any, monkeypatch: py
     assert asked == [3, 3]
 
 
+@pytest.mark.parametrize("dp", [1, 2])
+def test_those_are_looked_at_whose_newest_token_is_the_first_of_a_page(
+    make: Any, dp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager, asked = make(96, page_size=4, dp=dp), dict[str, list[int]]()
+    contexts = running(manager, [4, 5, 7, 8, 9, 11, 12, 13])
+    for name in ("reserve_decoding", "filled"):
+        call = getattr(Replica, name)
+        monkeypatch.setattr(
+            Replica,
+            name,
+            lambda self, rows, tokens, *rest, name=name, call=call: (
+                asked.setdefault(name, []).append(len(tokens)) or call(self, rows, tokens, *rest)
+            ),
+        )
+    batch = manager.batch(contexts)
+    for step in range(12):
+        asked.clear()
+        assert manager.reserve_batch(batch).all()
+        batch.update([step] * len(contexts))
+        manager.step(batch)
+        computed = batch.starts
+        for context, start in zip(contexts, computed.tolist(), strict=True):
+            rows = manager._replicas.each[manager.get_replica(context)].rows
+            assert rows.committed[rows.row_of[context.request_id]] == start // 4
+        if step > 1:
+            assert sum(asked.get("reserve_decoding", [])) == np.count_nonzero(computed % 4 == 1)
+            assert sum(asked.get("filled", [])) == np.count_nonzero(computed % 4 == 0)
+
+
+def test_a_request_that_was_claimed_anew_is_looked_at_whatever_its_page(make: Any) -> None:
+    manager = make(64, page_size=4)
+    contexts = running(manager, [5, 6, 7])
+    batch = manager.batch(contexts)
+    rows = manager._replicas.each[0].rows
+    for _ in range(2):
+        assert manager.reserve_batch(batch).all()
+        batch.update([3, 3, 3])
+        manager.step(batch)
+    manager.release("0")
+    manager.external_claim("0")
+    assert rows.capacity[0] == 0
+    assert manager.reserve_batch(batch).all()
+    assert rows.capacity[0] == 8
+    assert rows.committed[0] == 0
+    batch.update([3, 3, 3])
+    manager.step(batch)
+    assert rows.committed[0] == contexts[0].start_idx // 4 == 2
+
+
 def test_contexts_catch_up_when_they_are_read(make: Any) -> None:
     manager = make(64, page_size=4)
     contexts = running(manager, [4, 5])
@@ -151,6 +202,15 @@ def test_one_request_is_fetched_as_many_are(make: Any) -> None:
     contexts = running(manager, [5, 9])
     assert manager.fetch(contexts)[0].max_lengths.tolist() == [[1, 10]]
     assert [manager.fetch([one])[0].max_lengths.tolist() for one in contexts] == [[[1, 6]], [[1, 10]]]
+
+
+def test_a_batch_of_one_says_how_many_tokens_it_runs(make: Any) -> None:
+    manager = make(64, page_size=4)
+    context = TextContext(np.arange(6), 64, "0")
+    manager.external_claim("0")
+    assert manager.maybe_reserve(context)
+    context.set_token_indices(start_idx=4)
+    assert manager.fetch(manager.batch([context]))[0].max_lengths.tolist() == [[2, 6]]
 
 
 def test_a_step_past_the_pages_is_refused(make: Any) -> None:

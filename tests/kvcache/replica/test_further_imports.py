@@ -117,6 +117,14 @@ def test_only_the_last_window_is_copied_and_held() -> None:
     assert columns(target, context, 1) == [10, 11, 12]
 
 
+@pytest.mark.parametrize(("theirs", "ours"), [(False, True), (True, False), (False, False)])
+def test_without_digests_the_last_window_is_copied_and_held_as_well(*, theirs: bool, ours: bool) -> None:
+    source, target = make(caching=theirs), make(caching=ours)
+    context, counts = pulled(source, target, PROMPT, table_of(source, PROMPT))
+    assert counts == [10, 10, 2]
+    assert columns(target, context, 1) == [10, 11, 12]
+
+
 @pytest.mark.parametrize("lost", [8, 9])
 def test_where_the_window_was_evicted_its_pages_alone_are_copied(lost: int) -> None:
     source, target = make(), make()
@@ -245,6 +253,29 @@ def test_windows_give_back_while_a_prompt_is_leased_and_stay_once_readers_know()
     manager.end_lease(lease)
     goes_on_without_comparing(manager, other, 20)
     assert len(columns(manager, other, 1)) <= 3, "nobody reads any more"
+
+
+def test_a_page_in_part_that_a_reader_knows_stays_its_own_where_the_whole_page_is_found() -> None:
+    manager = make()
+    context = TextContext(PROMPT, 256, "p")
+    manager.external_claim("p", 0)
+    context.set_token_indices(active_idx=2)
+    assert manager.maybe_reserve(context)
+    manager.fetch([context])
+    context.update(NEXT)
+    manager.step([context])
+    lease = manager.lease("p")
+    told = [group[0] for group in manager.block_table("p").groups]
+    computed(manager, PROMPT, "o")
+    assert manager.maybe_reserve(context)
+    assert context.start_idx > SIZE, "found: computed by the other one"
+    holders = manager._replicas.each[0].pool.holders
+    assert holders[told].tolist() == [1, 1, 1], "the lease holds the page of each table"
+    manager.end_lease(lease)
+    assert holders[told].tolist() == [0, 0, 0]
+    manager.release("p")
+    manager.release("o")
+    manager.check()
 
 
 def goes_on_without_comparing(manager: PagedKVCacheManager, context: TextContext, steps: int) -> None:

@@ -5,15 +5,16 @@ import itertools
 import struct
 import subprocess
 import sys
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
+from blake3 import blake3
 
 from kvcache.params import HashAlgorithm
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher, next_digests, page_rows
 
-ALGORITHMS: tuple[HashAlgorithm, ...] = ("sha256", "xxh3_128")
+ALGORITHMS: tuple[HashAlgorithm, ...] = get_args(HashAlgorithm)
 
 
 def tokens(count: int) -> np.ndarray:
@@ -31,12 +32,13 @@ def test_extending_equals_hashing_at_once(algorithm: HashAlgorithm) -> None:
     assert len(np.unique(whole, axis=0)) == 10
 
 
-def test_sha256_digests_are_whole_and_cover_the_prefix() -> None:
-    hasher = PrefixHasher("sha256", 4, "salt")
-    fields = (b"sha256", b"4", b"=salt")
+@pytest.mark.parametrize(("algorithm", "whole"), [("sha256", hashlib.sha256), ("blake3", blake3)])
+def test_strong_digests_are_whole_and_cover_the_prefix(algorithm: HashAlgorithm, whole: Any) -> None:
+    hasher = PrefixHasher(algorithm, 4, "salt")
+    fields = (algorithm.encode(), b"4", b"=salt")
     seed = b"pagewire/1" + b"".join(struct.pack("<I", len(field)) + field for field in fields)
     for page in range(3):
-        wanted = hashlib.sha256(seed + tokens((page + 1) * 4).tobytes()).digest()
+        wanted = whole(seed + tokens((page + 1) * 4).tobytes()).digest()
         assert hasher.digests(tokens(12), page, page + 1).tobytes() == wanted
 
 

@@ -205,7 +205,7 @@ def test_a_table_that_does_not_fit_is_refused_by_name(make: Any) -> None:
         (change(table, page_size=8), "names 5 pages, its 18 tokens take 3"),
         (change(table, page_size=0), "has pages of 0 tokens"),
         (change(table, page_size=1 << 31), "has pages of 2147483648 tokens"),
-        (change(table, hash_algorithm="md5"), "digests by 'md5', known are sha256, xxh3_128"),
+        (change(table, hash_algorithm="md5"), "digests by 'md5', known here are sha256, blake3, xxh3_128"),
         (change(table, num_tokens=0), "covers 0 of the request's 19 tokens"),
         (change(table, num_tokens=19), "covers 19 of the request's 19 tokens"),
         (change(table, num_tokens=13), "names 5 pages, its 13 tokens take 4"),
@@ -237,7 +237,7 @@ OTHER_PAGES = [(4, 16), (16, 4), (4, 6), (8, 3)]
 
 
 @pytest.mark.parametrize(("theirs", "ours"), OTHER_PAGES)
-@pytest.mark.parametrize("hashes", [("sha256", "sha256"), ("sha256", "xxh3_128")])
+@pytest.mark.parametrize("hashes", [("sha256", "sha256"), ("sha256", "xxh3_128"), ("blake3", "sha256")])
 def test_a_table_of_another_page_size_names_what_is_lacking_in_both_sizes(
     make: Any, theirs: int, ours: int, hashes: tuple[str, str]
 ) -> None:

@@ -11,16 +11,15 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import torch
 import zmq
 
-from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
+from kvcache import PagedKVCacheManager, TextContext
 from kvcache.events.wire import BlockStored, EventBatch, encode
-from kvcache.kv_events import KVEvents
 from scheduler_adapters.front.holders import PageHolders, PageSet
 from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.service import messages as msg
 from tests.scheduler_adapters.front.served import Served, encoded, tokens_of
+from tests.scheduler_adapters.front.test_placement import make_manager
 
 PAGE = 16
 PROMPT = list(range(1, 201))
@@ -62,12 +61,6 @@ def test_a_page_takes_at_most_16_bytes_and_there_is_a_most() -> None:
     assert taken / len(pages) <= 16
     pages.add(rng.integers(0, 1 << 63, count, np.uint64).tolist())
     assert len(pages) == count
-
-
-def make_manager() -> PagedKVCacheManager:
-    events = KVEvents("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
-    params = KVCacheParams(torch.float32, 2, 8, enable_prefix_caching=True, page_size=PAGE, kv_events=events)
-    return PagedKVCacheManager(params, 4, 512, 1, ["cpu"], available_cache_memory=1 << 20)
 
 
 @pytest.fixture

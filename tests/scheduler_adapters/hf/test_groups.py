@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,9 +43,10 @@ def expected(model: Any) -> Any:
     return [reference_tokens(model, prompt, NEW) for prompt in PROMPTS]
 
 
-def manager_of_pages(model: Any, pages: int, rows: int = 8, **params: Any) -> Any:
+def manager_of_pages(model: Any, pages: int, rows: int = 8, tiers: dict[str, Any] | None = None, **params: Any) -> Any:
     """A manager of so many pages of one layer each, or of all where the layers have one table."""
     cache = kv_params_of(model.config, page_size=PAGE, **{"group_layers": True, **params})
+    cache = dataclasses.replace(cache, **(tiers or {}))
     layers = num_layers_of(model.config)
     memory = pages * PAGE * cache.bytes_per_token(1 if cache.groups else layers) * cache.data_parallel_degree
     devices = ["cpu"] * cache.n_devices
@@ -62,6 +65,29 @@ def test_tokens_equal_with_hits_chunks_and_shards(model: Any, expected: Any, bud
     again = tokens_of(serve(loop, requests_of([[*PROMPTS[0], *expected[0][:-1]]], 1)))
     assert again == [expected[0][-1:]]
     assert_nothing_held(manager)
+
+
+def test_tokens_equal_with_hits_from_the_host_and_from_files(model: Any, expected: Any, tmp_path: Path) -> None:
+    tiers: dict[str, Any] = {"enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": 1e-2}
+    tiers |= {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 1e-1, "file_tier_key": "model"}
+    manager = manager_of_pages(model, 140, tiers=tiers)
+    loop = ServingLoop(manager, HFRunner(model), token_budget=64)
+    others = [[at, *prompt] for at, prompt in enumerate(PROMPTS)]
+    assert tokens_of(serve(loop, requests_of(PROMPTS[:1], NEW))) == expected[:1]
+    for prompt in others:  # each takes the place of what was before
+        serve(loop, requests_of([prompt], NEW))
+    found = manager.metrics.cache_tokens
+    assert tokens_of(serve(loop, requests_of(PROMPTS, NEW))) == expected
+    assert manager.metrics.h2d_blocks_copied > len(SYSTEM) // PAGE
+    assert manager.metrics.cache_tokens - found >= 3 * (len(SYSTEM) // PAGE - 1) * PAGE
+    manager.close()
+    again = manager_of_pages(model, 140, tiers=tiers)
+    loop = ServingLoop(again, HFRunner(model), token_budget=64)
+    assert tokens_of(serve(loop, requests_of(PROMPTS, NEW))) == expected
+    assert again.metrics.file_blocks_read > len(SYSTEM) // PAGE
+    assert again.metrics.cache_tokens >= 3 * (len(SYSTEM) // PAGE - 1) * PAGE
+    assert_nothing_held(again)
+    again.close()
 
 
 def test_tokens_equal_when_requests_give_way(model: Any) -> None:

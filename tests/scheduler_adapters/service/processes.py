@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import zmq
 
+from kvcache.sizing import page_bytes
 from scheduler_adapters.hf.runner import HFRunner, kv_params_of, manager_for, num_layers_of, state_bytes_of
 from scheduler_adapters.loop import ServingLoop
 from scheduler_adapters.service import messages as msg
@@ -35,6 +36,7 @@ class Side(NamedTuple):
     rows: int = 4
     budget: int = 128
     groups: bool = False  # a block table for each group of layers
+    params: Mapping[str, Any] = MappingProxyType({})  # of the cache, beside what the model says
     options: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -98,8 +100,9 @@ class Service:
             n_devices=side.tp * side.dp,
             data_parallel_degree=side.dp,
             group_layers=side.groups,
+            **side.params,
         )
-        memory = side.pages * side.page_size * params.bytes_per_token(num_layers_of(self.model.config)) * side.dp
+        memory = side.pages * page_bytes(params, num_layers_of(self.model.config), side.page_size) * side.dp
         memory += state_bytes_of(self.model, side.tp, side.rows)
         manager = manager_for(
             self.model,

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvcache import InvalidRequestError
-from kvcache.replica.block_table import PageDigests
 from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from tests.scheduler_adapters.hf.test_groups import MODELS
 from tests.scheduler_adapters.service.processes import NEW, Service, Side
+from tests.scheduler_adapters.service.test_peer_prefixes import outcome, served
 
 PAGE = 8
 HEAD = ByteTokenizer().encode("What all prompts begin with, and what is longer than any window of these models. " * 2)
@@ -77,9 +76,9 @@ def test_a_decode_process_whose_requests_give_way_computes_them_itself(
     start: Callable[..., Service], model: Any
 ) -> None:
     prompts = [[at, *prompt] for at, prompt in enumerate(PROMPTS)]
-    wanted = [reference_tokens(model, prompt, 40) for prompt in prompts]
+    wanted = [reference_tokens(model, prompt, 72) for prompt in prompts]  # all run at a time, however quick
     service = start({}, {"pages": 19, "budget": 16})
-    assert service.serve(prompts, 40) == wanted
+    assert service.serve(prompts, 72) == wanted
     assert service.decode.stats().preemptions
     service.assert_nothing_held()
 
@@ -141,7 +140,18 @@ def test_a_source_of_other_layers_is_refused_at_first_contact(
         there.close()
 
 
-def test_pages_that_are_asked_for_by_what_they_hold_have_one_table(start: Callable[..., Service]) -> None:
-    manager = start({}, {}).loops["p0"].manager
-    with pytest.raises(InvalidRequestError, match="'r': asks for pages by what they hold, and those of 4 block tables"):
-        manager.contents.lease("r", 0, PageDigests(PAGE, "sha256", b""), 5)
+def test_a_prefix_that_one_has_computed_another_pulls_for_all_tables(
+    start: Callable[..., Service], expected: list[list[int]]
+) -> None:
+    service = start({"count": 2}, {})
+    links = [one for decode in service.decodes.values() for one in decode.connections]
+    service.until(lambda: all(one.welcome for one in links), "the connections")
+    assert served(service, "first", PROMPTS[0], "p0") == expected[0]
+    assert served(service, "second", PROMPTS[2], "p1") == expected[2]
+    assert outcome(service) == {"pulled": 1}
+    pages = len(HEAD) // PAGE
+    assert service.ended["second"].cached_tokens == PAGE * pages
+    assert service.prefills["p1"].stats().pages_pulled == pages
+    lent = sum(service.exchanges[name].lending.pages_lent for name in ("p0", "d0"))
+    assert pages < lent <= pages + 3 * 4  # of a window's three layers what the next token sees
+    service.assert_nothing_held()

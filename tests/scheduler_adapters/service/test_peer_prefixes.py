@@ -256,14 +256,20 @@ def forget_head(service: Service, name: str, tokens: list[int], pages: int) -> N
     manager.end_lease(held)
 
 
+def head_and_tail(start: Callable[..., Service]) -> Service:
+    """The first six of a prompt's thirteen pages at p0, the pages behind its first four at p2."""
+    service = start(count=3)
+    served(service, "head", FIRST[:100], "p0")
+    served(service, "all", FIRST, "p2")
+    forget_head(service, "p2", FIRST, 4)
+    return service
+
+
 @pytest.mark.parametrize("order", [("p0", "p2"), ("p2", "p0")])
 def test_the_head_is_pulled_from_one_and_the_tail_from_another_whoever_is_named_first(
     start: Callable[..., Service], expected: list[int], order: tuple[str, str]
 ) -> None:
-    service = start(count=3)
-    served(service, "head", FIRST[:100], "p0")  # six pages of its thirteen
-    served(service, "all", FIRST, "p2")
-    forget_head(service, "p2", FIRST, 4)
+    service = head_and_tail(start)
     lent_before = [service.exchanges[name].lending.pages_lent for name in ("p0", "p2")]
     assert served(service, "second", SECOND, "p1", kv_sources=known(service, *order)) == expected
     stats = service.prefills["p1"].stats()
@@ -278,10 +284,7 @@ def test_the_head_is_pulled_from_one_and_the_tail_from_another_whoever_is_named_
 def test_a_tail_that_fails_leaves_the_head_and_who_failed_is_not_asked_again(
     start: Callable[..., Service], expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service = start(count=3)
-    served(service, "head", FIRST[:100], "p0")
-    served(service, "all", FIRST, "p2")
-    forget_head(service, "p2", FIRST, 4)
+    service = head_and_tail(start)
     pull = service.exchanges["p1"].pull
 
     def stopped(key: str, source: Any, *rest: Any) -> None:
@@ -302,10 +305,7 @@ def test_a_tail_that_fails_leaves_the_head_and_who_failed_is_not_asked_again(
 def test_a_tail_whose_head_is_gone_meanwhile_is_given_back(
     start: Callable[..., Service], expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service = start(count=3)
-    served(service, "head", FIRST[:100], "p0")
-    served(service, "all", FIRST, "p2")
-    forget_head(service, "p2", FIRST, 4)
+    service = head_and_tail(start)
     ask = service.exchanges["p1"].ask
 
     def forgets(replica: int, key: str, address: str, engine: str, wanted: Any, timeout_s: float) -> None:

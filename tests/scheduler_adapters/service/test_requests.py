@@ -1,8 +1,12 @@
 import itertools
 import math
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from kvcache.replica.context import hasher_of
+from kvcache.replica.hashing import PrefixHasher
 from scheduler_adapters.errors import IllegalMoveError
 from scheduler_adapters.loop import Request
 from scheduler_adapters.service.requests import (
@@ -74,3 +78,58 @@ def test_prefill_goes_forward_alone_and_decode_back_only_to_wait_before_it_has_g
     for phase, moves in DECODE_MOVES.items():
         assert moves - {"waiting", "over"} <= {order[min(order.index(phase) + 1, len(order) - 1)]}, phase
     assert {phase for phase, moves in DECODE_MOVES.items() if "waiting" in moves} == {"asked", "offered", "pulling"}
+
+
+def test_a_request_that_asks_again_hashes_no_page_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = list(range(70))
+    request = DecodeRequest("r", 1, "waiting", 1.0, spec=Request("r", prompt, 20, cache_salt="s"))
+    hashed = list[int]()
+    extend = PrefixHasher._extend
+    monkeypatch.setattr(
+        PrefixHasher, "_extend", lambda self, tokens: (hashed.append(len(tokens) // 16), extend(self, tokens))[1]
+    )
+    for token in range(70, 82):
+        for _ in range(2):
+            context = request.new_context()
+            assert context.tokens.tolist() == request.tokens
+            assert (context.start_idx, context.active_idx) == (0, len(request.tokens))
+            pages = len(request.tokens) // 16
+            found = hasher_of(context, "sha256", 16).digests(context.tokens, 0, pages)
+            anew = PrefixHasher("sha256", 16, "s").digests(np.array(request.tokens), 0, pages)
+            assert found.tolist() == anew.tolist()
+            del hashed[-1]  # what was hashed to compare with
+        request.emitted.append(token)
+    assert hashed == [4, 1]  # the page that the tenth token fills comes once after those of the prompt
+
+
+def test_a_context_of_an_earlier_attempt_keeps_its_own_hashes() -> None:
+    """A loop may drop tokens of the context that it runs; what is made later knows nothing of these."""
+    request = DecodeRequest("r", 1, "waiting", 1.0, spec=Request("r", list(range(40)), 60))
+    first = request.new_context()
+    hasher_of(first, "sha256", 16).digests(first.tokens, 0, 2)
+    second = request.new_context()
+    for token in range(10):
+        first.update(token)
+    hasher_of(first, "sha256", 16).digests(first.tokens, 0, 3)
+    request.emitted += [1] * 12
+    third = request.new_context()
+    assert second.tokens.tolist() == list(range(40))
+    found = hasher_of(third, "sha256", 16).digests(third.tokens, 0, 3)
+    assert found.tolist() == PrefixHasher("sha256", 16, None).digests(third.tokens, 0, 3).tolist()
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_an_offer_is_of_the_prompt_and_of_what_the_client_has_had_since_the_last_context(asked: bool) -> None:
+    request = DecodeRequest("r", 1, "waiting", 5.0, spec=Request("r", [*range(1, 40)], 8, cache_salt="s"))
+    if asked:
+        request.new_context()
+    request.emitted += [7, 8]  # of an attempt that has failed
+    every = [*range(1, 40), 7, 8]
+    for count in (16, 39, 41):
+        offer = SimpleNamespace(
+            table=SimpleNamespace(num_tokens=count), prompt_digest=prompt_of(every, "s").digest(count)
+        )
+        assert not request.foreign(offer)  # pyright: ignore[reportArgumentType]
+        for other in (prompt_of(every, None), prompt_of([*every[:15], 99, *every[16:]], "s")):
+            offer.prompt_digest = other.digest(count)
+            assert f"the digest of their {count} tokens is" in request.foreign(offer)  # pyright: ignore[reportArgumentType]

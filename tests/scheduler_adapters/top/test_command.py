@@ -21,7 +21,7 @@ from scheduler_adapters.cli import main
 from scheduler_adapters.top.command import COOKIE, TokenServer, source_of, web_command
 from scheduler_adapters.top.options import TopOptions
 from scheduler_adapters.top.sources import LiveSource
-from tests.scheduler_adapters.top.test_top import busy_manager
+from tests.scheduler_adapters.top.test_app import busy_manager
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -13,7 +13,7 @@ from tests.transfer.plan_oracle import mamba_boxes
 from transfer.errors import InvalidTransferError
 from transfer.plan.boxes import ShardLayout
 from transfer.plan.page_lists import NOTHING, BlocksOfGroup, PageList, PagesOfGroup
-from transfer.plan.plan import MOST_FEW, Plan, Rows, plan
+from transfer.plan.plan import MOST_FEW, Plan, RunRows, plan
 from transfer.plan.shapes import PACKED_HND, dense
 
 HEAD_MAJOR = "head,layer,side,token,dim"
@@ -31,7 +31,7 @@ def made_of(local: ShardLayout, remote: ShardLayout) -> Plan:
     return plan(local, remote, bases, (1, 2), rank=3)
 
 
-def rows(found: tuple[Rows, Rows, int]) -> set[tuple[int, int, int]]:
+def rows(found: tuple[RunRows, RunRows, int]) -> set[tuple[int, int, int]]:
     local, remote = np.asarray(found[0]), np.asarray(found[1])
     assert (local[:, 1] == remote[:, 1]).all()
     assert {*local[:, 2].tolist()} == {1}

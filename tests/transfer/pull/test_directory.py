@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import zmq
 
-from tests.transfer.replicas import TOKENS, Engine, run
+from tests.transfer.replicas import LOCAL, REMOTE, WHOLE, Engine, pull, run, settled
 from transfer.errors import HandshakeError
-from transfer.plan.page_lists import PagesOfGroup
 from transfer.pull import directory
 from transfer.pull.lease import LeaseRef, new_lease_id
 from transfer.pull.pull_state import PullEvent
@@ -23,37 +22,11 @@ from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer
 from transfer.wire.keys import make_keyrings
 from transfer.wire.messages import open_rank, sealed_rank
 
-LOCAL, REMOTE = [1, 2, 3], [5, 6, 9]
-WHOLE = [PagesOfGroup(LOCAL, REMOTE, (0, 3 * TOKENS))]
-
-
-@pytest.fixture
-def engine() -> Iterator[Callable[..., Engine]]:
-    engines: list[Engine] = []
-
-    def make(*args: Any, **options: Any) -> Engine:
-        engines.append(Engine(*args, **options))
-        return engines[-1]
-
-    yield make
-    for one in engines:
-        one.close()
-
-
-def pull(reader: Engine, source: Source, key: str = "r", groups: Any = WHOLE, timeout_s: float = 20.0) -> None:
-    reader.replica.pull(key, source, timeout_s)
-    if groups is not None:
-        reader.replica.add_pages(key, groups, last=True)
-
 
 def opened(reader: Engine, source: Source, key: str = "r") -> None:
     """A pull that waits for pages, its source loaded."""
     pull(reader, source, key, groups=None, timeout_s=60.0)
     run(reader, until=lambda: all(key in rank.puller for rank in reader.ranks))
-
-
-def settled(reader: Engine, *keys: str) -> Callable[[], bool]:
-    return lambda: {*keys} <= {event.key for event in reader.pulls if event.safe}
 
 
 def error_of(reader: Engine, key: str) -> str:

@@ -491,3 +491,32 @@ def test_telemetry_of_a_pull_adds_up(rig: Rig) -> None:
     (pull,) = rig.puller.ended
     assert (pull.num_bytes, pull.num_runs, pull.total_s) == (200, 7, 2.0)
     assert 0 < pull.post_s < 1
+
+
+def test_pulls_that_wait_for_further_pages_cost_a_poll_nothing_and_are_renewed(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = [f"r{number}" for number in range(50)]
+    rig.agent.auto = False
+    for key in keys:
+        rig.open(key)
+        rig.add(part(), key=key, last=False)
+    assert rig.puller.is_reading
+    rig.agent.auto = True
+    for _ in range(20):
+        rig.polled()
+    assert all(rig.puller.passed(key) == 1 for key in keys)
+    moved: list[str] = []
+    advance = rig.puller._advance
+    monkeypatch.setattr(rig.puller, "_advance", lambda pull: (moved.append(pull.key), advance(pull)))
+    rig.polled()
+    assert not moved
+    assert not rig.puller.is_reading
+    for times in (1, 2, 3):
+        rig.now += LEASE.duration_s / 3
+        rig.polled()
+        assert len(rig.said("renew")) == times * 2 * len(keys)
+    rig.now += 100.0
+    rig.polled()
+    assert sorted(event.key for event in rig.puller.events if event.safe) == sorted(keys)
+    assert all("timed out" in event.error for event in rig.puller.events)

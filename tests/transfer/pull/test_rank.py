@@ -2,38 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
-
-from tests.transfer.replicas import TOKENS, Engine, run
+from tests.transfer.replicas import TOKENS, WHOLE, Clock, run
 from transfer.plan.page_lists import PagesOfGroup
 from transfer.pull.pull_state import PullEvent
 
-WHOLE = [PagesOfGroup([1, 2, 3], [5, 6, 9], (0, 3 * TOKENS))]
 STUCK_S = 7.0
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def engine() -> Iterator[Callable[..., Engine]]:
-    engines: list[Engine] = []
-
-    def make(*args: Any, **options: Any) -> Engine:
-        engines.append(Engine(*args, **options))
-        return engines[-1]
-
-    yield make
-    for one in engines:
-        one.close()
 
 
 def test_copies_that_never_end_are_given_up_at_the_limit_with_the_agent_that_makes_them(engine: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.transfer.replicas import KEY, PAGES, TOKENS, Engine, run
+from tests.transfer.replicas import KEY, LOCAL, PAGES, REMOTE, TOKENS, WHOLE, Clock, Engine, pull, run, settled
 from transfer.errors import HandshakeError, InvalidTransferError, MetadataError, PullFailedError, SettingsMismatchError
 from transfer.memory import MemoryType
 from transfer.plan.page_lists import BlocksOfGroup, PagesOfGroup
@@ -27,57 +26,22 @@ from transfer.wire.handshake import EngineCard, HandshakeServer
 from transfer.wire.messages import LeasedPages, LeaseQuery, LeaseReply, Wanted, open_rank, sealed_pages
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def engine() -> Iterator[Callable[..., Engine]]:
-    engines: list[Engine] = []
-
-    def make(*args: Any, **options: Any) -> Engine:
-        engines.append(Engine(*args, **options))
-        return engines[-1]
-
-    yield make
-    for one in engines:
-        one.close()
-
-
-LOCAL, REMOTE = [1, 2, 3], [5, 6, 9]
-WHOLE = [PagesOfGroup(LOCAL, REMOTE, (0, 3 * TOKENS))]
-
-
-def pull(reader: Engine, source: Source | Wanted, key: str = "r", groups: Any = WHOLE, timeout_s: float = 20.0) -> None:
-    reader.replica.pull(key, source, timeout_s)
-    if groups is not None:
-        reader.replica.add_pages(key, groups, last=True)
-
-
-def settled(reader: Engine, key: str = "r") -> Callable[[], bool]:
-    return lambda: any(event.key == key and event.safe for event in reader.pulls)
-
-
 def test_a_pull_is_small_by_the_bytes_of_all_ranks_once_its_source_is_known(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     p, d = engine("p"), engine("d", 2)
     source = p.source(p.offer(slot=0))
-    assert not d.replica.is_small(source, WHOLE)
+    assert not d.replica.small.is_small(source, WHOLE)
     pull(d, source)
     run(p, d, until=settled(d))
-    assert d.replica.is_small(source, WHOLE)
+    assert d.replica.small.is_small(source, WHOLE)
     num_bytes = sum(pool[LOCAL].nbytes for pool in d.pools)
-    monkeypatch.setattr("transfer.pull.replica._SMALL_BYTES", num_bytes)
-    assert d.replica.is_small(source, WHOLE)
-    monkeypatch.setattr("transfer.pull.replica._SMALL_BYTES", num_bytes - 1)
-    assert not d.replica.is_small(source, WHOLE)
-    assert not d.replica.is_small(None, [])
-    assert not d.replica.is_small(source, [])
+    monkeypatch.setattr("transfer.pull.small_pulls._SMALL_BYTES", num_bytes)
+    assert d.replica.small.is_small(source, WHOLE)
+    monkeypatch.setattr("transfer.pull.small_pulls._SMALL_BYTES", num_bytes - 1)
+    assert not d.replica.small.is_small(source, WHOLE)
+    assert not d.replica.small.is_small(None, [])
+    assert not d.replica.small.is_small(source, [])
 
 
 @pytest.mark.parametrize("tp", [(1, 1), (1, 2), (2, 1), (4, 2), (2, 4), (1, 4)])
@@ -875,3 +839,26 @@ def test_pages_that_do_not_fit_fail_the_pull_of_the_rank_that_is_told_of_them(en
     with pytest.raises(InvalidTransferError, match="pages for 0 groups"):
         rank.add_pages("r", [], last=True)
     assert [(event.key, event.safe) for event in rank.puller.events] == [("r", True)]
+
+
+def test_pulls_whose_source_has_not_answered_cost_a_poll_nothing(engine: Any) -> None:
+    class Unwalked(dict[str, Any]):
+        def refuse(self) -> Any:
+            raise AssertionError("a poll walks over all pulls")
+
+        items = values = __iter__ = refuse
+
+    clock = Clock()
+    d = engine("d", clock=clock, heartbeat_s=1000.0)
+    keys = [f"r{number}" for number in range(20)]
+    for key in keys:
+        pull(d, Source("ipc:///tmp/nobody", "p", LeaseRef(1, 0, 30.0)), key)
+    d.poll()
+    pulls = d.replica._pulls
+    d.replica._pulls = Unwalked(pulls)
+    assert d.replica.poll()
+    d.replica._pulls = pulls
+    clock.now += 21.0
+    run(d, until=lambda: len(d.pulls) == len(keys))
+    assert all("did not answer the handshake" in event.error or "handshake" in event.error for event in d.pulls)
+    assert not d.replica.poll()

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
-import pytest
 
 from tests.transfer.replicas import TOKENS, Engine, run
 from transfer.plan.page_lists import PagesOfGroup
 from transfer.pull.replica import LeaseOver
 
 OURS, FIRST, SECOND = [3, 9, 1, 12], [5, 2, 8, 14], [7, 6, 11, 4]
-
-
-@pytest.fixture
-def engine() -> Iterator[Callable[..., Engine]]:
-    engines: list[Engine] = []
-
-    def make(*args: Any, **options: Any) -> Engine:
-        engines.append(Engine(*args, **options))
-        return engines[-1]
-
-    yield make
-    for one in engines:
-        one.close()
 
 
 def chunk(theirs: list[int], at: int) -> list[PagesOfGroup]:

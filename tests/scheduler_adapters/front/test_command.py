@@ -16,6 +16,7 @@ import torch
 from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.hf.tiny import EOS
 from tests.scheduler_adapters.front.served import COMMON, Served, complete, encoded, streamed, tokens_of
+from tests.scheduler_adapters.hf.test_groups import MODELS as GROUPED
 
 pytestmark = pytest.mark.slow
 HEAD = "What a page holds, who may write to it, and when it may be used again. " * 2
@@ -262,5 +263,40 @@ def test_beyond_this_host_keys_are_needed(tmp_path: Path) -> None:
         served.start("front", "front", "--host", "10.1.2.3", "--http-port", "0")
         assert served.ended("front") == 2
         assert "takes --secret or --keyring" in served.log("front")
+    finally:
+        served.close()
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "llama4"])
+def test_layers_with_windows_and_chunks_are_served_over_tables_of_their_own(
+    tmp_path: Path, make_model: Any, kind: str
+) -> None:
+    """Of a long prompt decode pulls all pages of the layers that see all of it, and of the others what is seen next."""
+    name, changes = GROUPED[kind]
+    model = make_model(name, num_hidden_layers=4, **changes)
+    model.save_pretrained(tmp_path / "model")
+    served = Served(tmp_path)
+    prompts = [f"{number}: {HEAD * 2}" for number in range(6)]
+    options = (
+        "--model",
+        str(tmp_path / "model"),
+        "--served-model-name",
+        "pagewire",
+        "--group-layers",
+        "--decodes",
+        "2",
+    )
+    try:
+        served.start("all", "all", "--address-file", str(served.addresses), "--http-port", "0", *COMMON, *options)
+        served.until_there(1, 2)
+        with ThreadPoolExecutor(6) as pool:
+            answers = list(pool.map(lambda prompt: tokens_of(complete(served.client, prompt, 12)), prompts))
+        assert answers == [expected(model, prompt, 12) for prompt in prompts]
+        stats = served.until_nothing_is_held()
+        pulled = sum(one["pages_pulled"] for one in stats.values())
+        whole = sum(-(-len(encoded(prompt)) // 16) for prompt in prompts)
+        assert whole < pulled < 2 * whole, "of one table of four all pages"
+        served.signal("all", signal.SIGTERM)
+        assert served.ended("all") == 0
     finally:
         served.close()

@@ -330,7 +330,7 @@ def test_recordings_that_are_none_are_refused(tmp_path: Path) -> None:
 SERVED = """
 import sys, time
 from kvcache.watch.endpoint import ManagerWatch
-from tests.scheduler_adapters.top.test_top import busy_manager
+from tests.scheduler_adapters.top.test_app import busy_manager
 manager = busy_manager()
 watch = ManagerWatch(manager, sys.argv[1], name="child")
 print(watch.address, flush=True)

@@ -1,0 +1,111 @@
+"""What do calls of the manager and of a serving loop cost as there is more of what they are about?
+
+batch: a decode step of so many requests of 1,024 tokens, pages of 16; the mean over a page's worth of steps, in which
+each request crosses a page once. replicas: a decode step of 64 requests spread over so many replicas, and the choice of
+a replica for a prompt of 4,096 tokens that none has seen, its hash included. pool: on a full pool of so many pages the
+decode step of 64 requests, and the reservation of 4,096 tokens that were evicted for it, or are found. waiting: a step
+of 64 requests with so many more in the queue, and to add and abort one (`benchmarks.waiting`).
+`benchmarks.growth_transfer` does the same for pulls, and `python -m benchmarks.plots` draws both on one page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from benchmarks import waiting
+from benchmarks.admission import Bench
+from benchmarks.decode_step import PROMPT, begun, bound
+from benchmarks.frame import Row, options, pin, report, samples, summary
+from benchmarks.pools import LONGEST, Prompts, age, manager_of, running
+from benchmarks.recommend import manager_of as manager_of_replicas
+from kvcache import TextContext
+
+PAGE, RUNNING, PROMPT_TOKENS = 16, 64, 4096
+BATCHES = (1, 4, 16, 64, 256, 1024, 2048, 4096, 8192)
+REPLICAS = (1, 2, 4, 8, 16)
+POOLS = (10_000, 100_000, 1_000_000, 10_000_000)
+WAITING = (1, 10, 100, 1000, 10_000)
+_STATISTICS = (
+    "columns us_min and us_median: minimum and median of the n samples of a row; of decode steps a sample is the mean "
+    "over as many steps as a page has tokens"
+)
+
+
+def steps(step: Callable[[], None], repeats: int) -> Row:
+    """A sample is the mean of a page's worth of steps."""
+
+    def page_of_steps(_: None) -> None:
+        for _ in range(PAGE):
+            step()
+
+    return summary([one / PAGE for one in samples(repeats, lambda: None, page_of_steps)])
+
+
+def row(along: str, size: int, call: str, found: Row) -> Row:
+    """A point of a curve."""
+    return {"along": along, "size": size, "call": call, **found}
+
+
+def by_batch(size: int, repeats: int) -> Iterator[Row]:
+    """A decode step of so many requests."""
+    manager, contexts = begun(size, PAGE, (repeats + 4) * PAGE, full=False)
+    yield row("batch", size, "step", steps(bound(manager, contexts), repeats))
+
+
+def by_replicas(count: int, repeats: int) -> Iterator[Row]:
+    """A decode step of 64 requests over so many replicas, and the choice among them."""
+    prompts = Prompts()
+    # Each replica has room for all, and twice over for the prompt to place.
+    pages = RUNNING * (PROMPT // PAGE + repeats + 6) + 2 * PROMPT_TOKENS // PAGE
+    manager = manager_of_replicas(count, pages, "sha256", RUNNING)
+    contexts = [TextContext(prompts.tokens(PROMPT + at % PAGE), LONGEST) for at in range(RUNNING)]
+    for at, context in enumerate(contexts):
+        manager.external_claim(context.request_id, at % count)
+        manager.maybe_reserve(context)
+    manager.fetch(contexts)
+    for context in contexts:
+        context.update(1)
+    manager.step(contexts)
+    yield row("replicas", count, "step", steps(bound(manager, contexts), repeats))
+    times = samples(
+        repeats, lambda: TextContext(prompts.tokens(PROMPT_TOKENS), LONGEST), manager.get_or_recommend_replica
+    )
+    yield row("replicas", count, "choose", summary(times))
+
+
+def by_pool(pages: int, repeats: int) -> Iterator[Row]:
+    """A full pool of so many pages."""
+    manager = manager_of(pages, page_size=PAGE, rows=2 * RUNNING)
+    bench = Bench(manager, PROMPT_TOKENS, repeats)
+    age(manager, bench.prompts)
+    yield row("pool", pages, "reserve, evicting", bench.evicting())
+    yield row("pool", pages, "reserve, cached", bench.warm())
+    # As many tokens as fit the smallest of these pools, beside what is idle.
+    contexts = running(manager, bench.prompts, [PROMPT + at % PAGE for at in range(RUNNING)])
+    yield row("pool", pages, "step", steps(bound(manager, contexts), min(repeats, 30)))
+
+
+def by_queue(count: int, repeats: int) -> Iterator[Row]:
+    """So many requests wait."""
+    for one in waiting.measure(count, repeats):
+        call = one["call"]
+        yield row("waiting", count, call, {key: one[key] for key in ("us_min", "us_median", "n")})
+
+
+def measure(sizes: Sequence[tuple[Callable[[int, int], Iterator[Row]], Sequence[int], int]]) -> list[Row]:
+    """The rows of each of these curves: what is measured, how large, how often."""
+    return [found for curve, many, repeats in sizes for size in many for found in curve(size, repeats)]
+
+
+def main() -> None:
+    """Run and report."""
+    chosen = options(__doc__)
+    pin()
+    curves = ((by_batch, BATCHES, 12), (by_replicas, REPLICAS, 60), (by_pool, POOLS, 60), (by_queue, WAITING, 200))
+    quick = [(curve, many[::2][:2], 5) for curve, many, _ in curves]
+    rows = measure(quick if chosen.quick else curves)
+    report("growth", rows, chosen, _STATISTICS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Where a request has several block tables, what tiers below have of its prefix is brought up before it takes pages.
+
+A page of any table lies below under its table's digest. Those that the longest prefix needs which all tables can go on
+from are published on the device, as if nobody had evicted them; the reservation finds them there. With one table pages
+come up into the request's own, when it runs (`PagesBelow.restore`): there is but one run of them.
+"""
+
+import numpy as np
+
+from kvcache.pool.index import Digests
+from kvcache.replica.context import Context
+from kvcache.replica.further_tables import FromBelow
+from kvcache.replica.hashing import PrefixHasher, token_bytes
+from kvcache.replica.pages_below import NO_SLOTS
+from kvcache.replica.replica import Replica
+
+
+def lift(replica: Replica, row: int, context: Context, num_steps: int) -> None:
+    """Bring up what the row's request, which has no pages yet, will look up; nothing is reserved.
+
+    Only where the request then fits: one that is refused is to leave everything as it was.
+    """
+    further, tier = replica.further, replica.tier
+    last = (context.current_length - 1) // replica.page_size
+    if further is None or not tier.keeps or replica.rows.num_pages[row] or context.active_length == 1 or not last:
+        return
+    replica.pages_needed(context, num_steps)  # raises as the reservation will, before anything moves
+    hasher = replica.hasher(row, context)
+    digests = hasher.digests(context.tokens, 0, last)
+    now = replica.pool.index.generation + tier.generation, 0, last, NO_SLOTS
+    if (kept := hasher.matches.get(tier)) is not None and kept[:3] == now[:3]:
+        return  # a waiting request is asked again and again: nothing has come or gone since
+    wanted = further.from_below(digests, tier.has)
+    if len(wanted.digests):
+        tier.to_host(wanted.digests, wait=replica.rows.prompt[row] < 0)
+        wanted = further.from_below(digests, tier.host_has)  # not all of it may be there yet
+    start = wanted.pages * replica.page_size
+    if not len(wanted.digests):
+        hasher.matches[tier] = now
+    elif start > context.start_idx and fits(replica, context, num_steps, wanted):
+        if replica.log is not None:
+            run = token_bytes(context.tokens[:start])
+            replica.log.describe(([hasher], np.array([0]), np.array([wanted.pages]), [run]))
+        tier.lift(wanted.digests, wanted.tables, wanted.here)
+        replica.hints.brought(digests[: wanted.pages, 0])
+
+
+def fits(replica: Replica, context: Context, num_steps: int, wanted: FromBelow) -> bool:
+    """Whether a request without pages could be reserved if what is `wanted` were on the device."""
+    if (further := replica.further) is None:
+        return False
+    start, pool = wanted.pages * replica.page_size, replica.pool
+    needed = replica.pages_needed(context, num_steps) + further.least(context, num_steps, start)
+    return needed - len(wanted.here) + pool.would_be_taken(wanted.here) <= pool.free_count
+
+
+def prefetch(replica: Replica, hasher: PrefixHasher, context: Context) -> bool:
+    """Begin to bring to the host what `lift` will ask for; whether some is on its way."""
+    last = (context.current_length - 1) // replica.page_size
+    if replica.further is None or not last:
+        return False
+    wanted = replica.further.from_below(hasher.digests(context.tokens, 0, last), replica.tier.has)
+    return bool(len(wanted.digests)) and replica.tier.to_host(wanted.digests, wait=False)
+
+
+def bring(replica: Replica, digests: Digests) -> bool:
+    """As `PagesBelow.bring`, of all tables: of what the longest prefix needs a few pages at each call."""
+    further, tier, pool = replica.further, replica.tier, replica.pool
+    if further is None or not tier.keeps or not len(digests):
+        return False
+    wanted = further.from_below(digests, tier.has)
+    coming = bool(len(wanted.digests)) and tier.to_host(wanted.digests, wait=False)
+    wanted = further.from_below(digests, tier.host_has)
+    room = pool.free_count // 2 - pool.would_be_taken(wanted.here)
+    count = max(0, min(len(wanted.digests), room, tier.brought_at_once))
+    if count:
+        tier.lift(wanted.digests[:count], wanted.tables[:count], wanted.here)
+    return coming or count > 0

@@ -1,0 +1,94 @@
+"""What a recurrent layer keeps, cut as vLLM divides it over tensor-parallel ranks, for ranks that divide it otherwise.
+
+A convolution's channels are several projections one after another, each with a share for every rank: x, B and C of a
+Mamba 2 layer, queries, keys and values of a gated delta network. vLLM's spec has their sum alone. What is no
+convolution has its heads first (Mamba 1: its channels).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+from transfer.connector.config import StatePart
+from transfer.errors import InvalidEngineError
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+_TENSORS = {"MAMBA1": 2, "MAMBA2": 2, "GDN_ATTN": 2, "SHORT_CONV": 1}
+"""Kinds of layers whose cut is known, and their tensors: the convolution's first. More of them hold something else."""
+
+
+def is_cut(spec: MambaSpec) -> bool:
+    """Whether a rank's part can be told from the others': if not, it is moved as it is, between equal ranks."""
+    return not spec.tp_replicated and _TENSORS.get(spec.mamba_type.name) == len(spec.shapes)
+
+
+def state_parts(where: str, spec: MambaSpec, ranks: int, layer: Any) -> tuple[StatePart, ...]:
+    """The parts of a state, in the order in memory.
+
+    Args:
+        where: names the cache in errors.
+        spec: of one of `ranks` tensor-parallel ranks.
+        ranks: that there are.
+        layer: one of its layers; None at the scheduler, which moves nothing.
+    """
+    if not is_cut(spec):
+        units = 1 if spec.tp_replicated else ranks
+        return tuple(
+            StatePart(
+                kind=f"state {at}", units=units, width=math.prod(shape), dtype=_name(dtype), tensor=at, axes="page,head"
+            )
+            for at, (shape, dtype) in enumerate(zip(spec.shapes, spec.dtypes, strict=True))
+        )
+    dim_first = is_conv_state_dim_first()
+    channels = spec.shapes[0][0 if dim_first else 1]
+    parts = [
+        StatePart(
+            kind=f"conv.{kind}", units=units, width=width, dtype=_name(spec.dtypes[0]),
+            axes="page,head,dim" if dim_first else "page,dim,head",
+        )
+        for kind, units, width in _projections(where, spec, ranks, channels, layer)
+    ]  # fmt: skip
+    if len(spec.shapes) > 1:
+        parts.append(StatePart(kind="ssm", units=spec.shapes[1][0] * ranks, dtype=_name(spec.dtypes[1]), tensor=1))
+    return tuple(parts)
+
+
+def described(spec: MambaSpec) -> str:
+    """What both sides of a transfer must have alike beside the parts, the same on any number of ranks."""
+    if not is_cut(spec):
+        return "states " + " and ".join("x".join(map(str, shape)) for shape in spec.shapes)
+    columns = spec.shapes[0][1 if is_conv_state_dim_first() else 0]
+    heads = ["x".join(map(str, shape[1:])) for shape in spec.shapes[1:]]
+    return " and ".join([f"states of {columns} columns", *heads])
+
+
+def _projections(
+    where: str, spec: MambaSpec, ranks: int, channels: int, layer: Any
+) -> tuple[tuple[str, int, int], ...]:
+    """Name, units in the whole model, and channels of a unit, of what a convolution's `channels` on a rank are."""
+    if spec.mamba_type.name in {"MAMBA1", "SHORT_CONV"}:
+        return (("x", channels * ranks, 1),)
+    heads, *sizes = spec.shapes[1]
+    values, unit = heads * sizes[0], sizes[1]
+    # Of B and C, or of queries and keys: as many groups of each.
+    groups, left = divmod(channels - values, 2 * unit)
+    if left or groups < 1:
+        raise InvalidEngineError(
+            f"{where}: a convolution of {channels} channels, of which {values} are for {heads} heads: the others are "
+            f"expected to be two times some groups of {unit}"
+        )
+    if spec.mamba_type.name == "GDN_ATTN":
+        return ("q", groups * ranks, unit), ("k", groups * ranks, unit), ("v", heads * ranks, sizes[0])
+    # One group on each of several ranks: the model's only one, which all of them have, or each has its own.
+    total = layer.norm.n_groups if groups == 1 and ranks > 1 and layer is not None else groups * ranks
+    return ("x", heads * ranks, sizes[0]), ("B", total, unit), ("C", total, unit)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,204 @@
+"""Every program of benchmarks/ is run in its smallest form, so that none rots: here, or by the test file of its name.
+
+What a benchmark measures is seen to by its own `expect`; here it has to come to its end, and to give rows.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgspec
+import pytest
+
+from benchmarks import (
+    events,
+    fleet_trace,
+    growth,
+    growth_transfer,
+    hinted,
+    layer_groups,
+    memory,
+    objects,
+    placement,
+    plan,
+    prefix_peers,
+    trace_hints,
+    trace_replay,
+    trace_routing,
+    verify_price,
+    watch,
+)
+from benchmarks.frame import Row, table
+from benchmarks.peers import ours
+from benchmarks.pulls import figures, others
+from tests.transfer.nixl.moto_store import moto_store
+from tests.transfer.nixl.slow_link import slow_link
+
+ROOT = Path(__file__).parents[2]
+Patch: TypeAlias = pytest.MonkeyPatch
+ELSEWHERE = {
+    "vllm_groups": "needs vLLM, and is run by layer_groups in the environment of `make test-vllm`",
+    "vllm_serve": "needs vLLM's servers: its parts are those of tests/vllm_serve, `make test-engines`",
+    "pulls/vllm_worker": "needs vLLM's environment and shared scripts: others.vllm says what is missing",
+    "fleet_worker": "is what fleet, first_token and handover start",
+    "pulls/as_shipped": "is what others.nixl starts",
+    "__main__": "starts the others",
+}
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was() -> Iterator[None]:
+    cores = os.sched_getaffinity(0)
+    yield
+    os.sched_setaffinity(0, cores)
+    gc.unfreeze()  # what `frame.settle` froze: other tests share this process
+
+
+def of_events(patch: Patch, _: Path) -> list[Row]:
+    patch.setattr(events, "SUBSCRIBERS", ("off", "none", "reading", "dead"))
+    patch.setattr(events, "PAUSES_MS", (0.0,))
+    rows = events.loops(4, 40, 1)
+    return [*rows, events.stores(events.Prefills, 2, 4), events.stores(events.Decodes, 4, 4)]
+
+
+def of_layer_groups(patch: Patch, _: Path) -> list[Row]:
+    for name, value in {"BATCH": 4, "LENGTH": 64, "LENGTHS": (1024, 4096), "REQUESTS": 3}.items():
+        patch.setattr(layer_groups, name, value)
+    patch.setattr(layer_groups, "BUDGET", 1 << 32)
+    patch.setattr(layer_groups, "BUDGET_OF_STEPS", 1 << 32)
+    return [*layer_groups.measure(1)]
+
+
+def of_objects(patch: Patch, _: Path) -> list[Row]:
+    patch.setattr(objects, "PROMPT", 4)
+    with moto_store() as store, slow_link(store.url) as link:
+        return [objects.row_of(store, link, 4 << 10, 2, 0.001, 1)]
+
+
+def of_peers(patch: Patch, _: Path) -> list[Row]:
+    patch.setattr(ours, "POOL", 8192)
+    patch.setattr(memory, "child", lambda pages, algorithm: {"rss_B_per_page": 1.0, "build_ms": 1.0, "gc_ms": pages})
+    return [row for _, row in [*ours.pages(3, quick=True), *ours.weights()]]
+
+
+def of_placement(patch: Patch, _: Path) -> list[Row]:
+    patch.setattr(placement, "DUE", placement.DUE[2:3])
+    requests = [fleet_trace.scaled([1, 2, number], 1400, 40) for number in range(3, 7)]
+    answered, row = placement.run(placement.Setting("one", 1, 1, "guess"), requests)
+    assert len(answered) == 4
+    assert (row["errors"], row["pages_held"], row["drained_badly"]) == ([], 0, [])
+    return [row]
+
+
+def of_plan(patch: Patch, _: Path) -> list[Row]:
+    for name, value in {"POOL": 4000, "PAGES": 64, "SOURCE_BYTES": 16 << 20}.items():
+        patch.setattr(plan, name, value)
+    on_wire, home = plan.wire(2), plan.copies(2)
+    fitted = [plan.fitted(on_wire, "wire, fitted"), plan.fitted(home, "copy, fitted")]
+    return [*plan.contact(2), *plan.pulls(2), *on_wire, *home, *fitted]
+
+
+def of_prefix_peers(patch: Patch, _: Path) -> list[Row]:
+    patch.setattr(prefix_peers, "LENGTHS", (64,))
+    return prefix_peers.rows_of("2 + 1", prefix_peers.pairs_of(2, 1, 2, 0))
+
+
+def of_traces(patch: Patch, folder: Path) -> list[Row]:
+    name = "small_trace.jsonl"
+    lines = [
+        {"timestamp": at, "input_length": 1500, "output_length": 4, "hash_ids": [at % 3, 10 + at % 5, 20 + at]}
+        for at in range(12)
+    ]
+    (folder / name).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    for module in (trace_replay, trace_hints, trace_routing):
+        patch.setattr(module, "FOLDER", folder)
+    return [trace_replay.measure(name, 8), *trace_hints.measure(name, (8,)), *trace_routing.measure(name, (2,))]
+
+
+def of_watch(patch: Patch, _: Path) -> list[Row]:
+    patch.setattr(watch, "MODELS_MS", (1.0,))
+    patch.setattr(watch, "FORGET_S", 0.2)
+    return watch.measure(4000, 32, 1, 0.3)
+
+
+def of_pulls_figures(patch: Patch, _: Path) -> list[Row]:
+    for name, value in {"PAGES": 8, "REGIONS": 2}.items():
+        patch.setattr(figures, name, value)
+    asked = (figures.latency, figures.fence, figures.caller, figures.host)
+    return [row for one in asked for row in one(0.01)] + [*figures.first_contact(1)]
+
+
+def of_growth_transfer(*_: Any) -> list[Row]:
+    return [*growth_transfer.by_regions(2, 0.01), *growth_transfer.by_peers((1, 3), 5)]
+
+
+RUNS: dict[str, Callable[[Patch, Path], list[Row]]] = {
+    "events": of_events,
+    "growth": lambda *_: growth.measure(
+        [
+            (growth.by_batch, (2,), 2),
+            (growth.by_replicas, (2,), 2),
+            (growth.by_pool, (8000,), 2),
+            (growth.by_queue, (3,), 2),
+        ]
+    ),
+    "growth_transfer": of_growth_transfer,
+    "hinted": lambda *_: hinted.measure(4096, 3),
+    "layer_groups": of_layer_groups,
+    "memory": lambda *_: [memory.child(memory.PROMPT_PAGES, "sha256")],
+    "objects": of_objects,
+    "peers/ours": of_peers,
+    "placement": of_placement,
+    "plan": of_plan,
+    "prefix_peers": of_prefix_peers,
+    "pulls/figures": of_pulls_figures,
+    "pulls/others": lambda *_: others.nixl([(64 << 10, 1)], as_ours=True),
+    "trace_replay": of_traces,
+    "verify_price": lambda *_: [msgspec.to_builtins(price) for price in verify_price.measure(2, 2)],
+    "watch": of_watch,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_a_benchmark_comes_to_its_end_with_rows(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rows = RUNS[name](monkeypatch, tmp_path)
+    assert rows
+    assert all(rows)
+    assert table(json.loads(json.dumps(rows)))
+
+
+def test_no_program_is_left_out() -> None:
+    folder = ROOT / "benchmarks"
+    programs = {
+        str(path.relative_to(folder).with_suffix(""))
+        for path in folder.rglob("*.py")
+        if '__name__ == "__main__"' in path.read_text()
+    }
+    texts = [path.read_text() for path in Path(__file__).parent.glob("test_*.py") if path != Path(__file__)]
+    imports = [
+        ast.unparse(one) for text in texts for one in ast.walk(ast.parse(text)) if isinstance(one, ast.ImportFrom)
+    ]
+    named = {word for line in imports if line.startswith("from benchmarks") for word in re.findall(r"\w+", line)}
+    skipped = {name for text in texts for name in re.findall(r'importorskip\("benchmarks\.(\w+)"\)', text)}
+    covered = {*RUNS, *ELSEWHERE, "trace_hints", "trace_routing"}
+    left_out = {name for name in programs - covered if name.split("/")[-1] not in named | skipped}
+    assert left_out == set()
+    assert {name for name in ELSEWHERE if name not in programs} == set()
+
+
+def test_what_needs_an_environment_that_is_not_here_says_so() -> None:
+    command = [sys.executable, "-m", "benchmarks.vllm_serve"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 2
+    assert "`make test-engines` makes" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,161 @@
+"""Hints and quotas where a request has several block tables: they hold for every page that a prefix needs."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcache import LayerGroup, PagedKVCacheManager, RangeRetention, Retention, TextContext
+from tests.kvcache.build import manager_of
+from tests.kvcache.replica.test_hints import FIRST, LAST, trusting
+
+WINDOW = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6)  # of 6 tokens: 2 pages of 4 tokens
+FULL = LayerGroup("full", (0, 1)), LayerGroup("window", (2,), 6)  # two tables of full attention
+
+
+def make(pages: int, groups: tuple[LayerGroup, ...] = WINDOW, **params: Any) -> PagedKVCacheManager:
+    layers = sum(len(group.layers) for group in groups)
+    return manager_of(pages, page_size=4, layers=layers, checks=False, params={"groups": groups, **params})
+
+
+def prompt(name: int, pages: int) -> list[int]:
+    return [*[name] * (4 * pages), 0]
+
+
+def serve(manager: PagedKVCacheManager, tokens: list[int], retention: Retention | None = None, **options: Any) -> int:
+    """Run a request in chunks of 8 tokens, so that its windows move; the tokens that it found cached."""
+    context = TextContext(tokens, len(tokens) + 1, retention=retention, **options)
+    with manager.claim(context):
+        assert manager.maybe_reserve(context)
+        found = context.start_idx
+        while context.start_idx < context.end_idx - 1 or context.end_idx == len(tokens):
+            context.set_token_indices(active_idx=min(context.end_idx, context.start_idx + 8))
+            assert manager.maybe_reserve(context)
+            manager.fetch([context])
+            context.update(0)
+            manager.step([context])
+        manager.check()
+    manager.check()
+    return found
+
+
+def found(manager: PagedKVCacheManager, tokens: list[int]) -> int:
+    """Pages of the prompt that are cached for all tables. Asking changes nothing."""
+    return len(manager._replicas.each[0].match(TextContext(tokens, 999))[1])
+
+
+@pytest.mark.parametrize("groups", [WINDOW, FULL])
+def test_a_hint_holds_for_each_tables_pages_that_the_prefix_needs(groups: tuple[LayerGroup, ...]) -> None:
+    manager = trusting(make(100, groups))
+    for name in range(8):
+        serve(manager, prompt(name, 4), FIRST if name % 2 else LAST)
+    for name in range(100, 109):
+        serve(manager, prompt(name, 4))
+    assert [found(manager, prompt(name, 4)) for name in range(8)] == [4, 0] * 4
+
+
+def test_a_range_holds_for_the_window_at_its_end_which_the_request_has_given_back() -> None:
+    manager = trusting(make(60))
+    head = prompt(1, 5)[:-1]
+    system = Retention(session_continues=False, ranges=(RangeRetention(0, len(head), priority=100),))
+    serve(manager, [*head, *prompt(2, 6)], system)
+    for name in range(100, 112):
+        serve(manager, prompt(name, 4), FIRST)
+    assert found(manager, [*head, *prompt(3, 2)]) == 5
+    assert found(manager, [*head, *prompt(2, 6)]) == 5
+
+
+def rounds(manager: PagedKVCacheManager, first: Retention | None, last: Retention | None, often: int) -> int:
+    """A few prompts that come again and again, between those that never do; the tokens found."""
+    hits = 0
+    for number in range(100):
+        hits += serve(manager, prompt(number % often, 3), last)
+        for once in range(2):
+            serve(manager, prompt(10_000 + 2 * number + once, 3), first)
+    return hits
+
+
+@pytest.mark.parametrize("groups", [WINDOW, FULL])
+def test_right_hints_earn_a_share_and_wrong_ones_lose_it(groups: tuple[LayerGroup, ...]) -> None:
+    tables = 2 if groups is WINDOW else 3
+    plain = rounds(make(60 * tables, groups), None, None, 8)
+    manager = make(60 * tables, groups)
+    # Of 8 prompts of 3 pages a table each comes again after 72 pages a table: plain LRU finds none.
+    assert plain == 0
+    assert rounds(manager, FIRST, LAST, 8) > 0.8 * 100 * 12
+    assert manager.hint_share > 0.5
+    fits = make(60 * tables, groups)
+    wanted = rounds(fits, None, None, 4)
+    misled = make(60 * tables, groups)
+    assert wanted == 96 * 12
+    assert rounds(misled, LAST, FIRST, 4) > 0.95 * wanted
+    assert misled.hint_share <= 0.2  # what it begins with
+
+
+def test_the_baselines_stand_for_the_first_tables_pages_alone() -> None:
+    manager = make(60)
+    for name in range(7):
+        serve(manager, prompt(name, 4))
+    serve(manager, prompt(0, 4), LAST)
+    replica = manager._replicas.each[0]
+    kept = replica.hints._baselines[0]._kept
+    assert replica.further is not None
+    assert replica.further.width() == 2.0
+    hashers = [replica.hasher(None, TextContext(prompt(name, 4), 99)) for name in range(7)]
+    digests = [one.digests(np.array(prompt(name, 4)), 0, 4) for name, one in enumerate(hashers)]
+    words = {int(word) for mine in digests for word in mine[:, 0]}
+    assert set(kept) == words
+
+
+def test_all_tables_pages_of_a_tenant_count() -> None:
+    manager = make(66, tenant_quota=0.25)
+    for name in range(4):  # 8 pages each, of which its window keeps 4 to the end
+        serve(manager, prompt(name, 4), cache_salt="a")
+    serve(manager, prompt(50, 4), cache_salt="b")
+    replica = manager._replicas.each[0]
+    quotas = replica.hints._quotas
+    assert quotas is not None
+    assert {salt: quotas._orders[owner].count for salt, owner in quotas._ids.items()} == {"a": 32, "b": 8}
+    for name in range(60, 65):  # 42 pages more, of nobody: 26 are free, the rest is what a has above its 16
+        serve(manager, prompt(name, 4))
+    assert {salt: quotas._orders[owner].count for salt, owner in quotas._ids.items()} == {"a": 16, "b": 8}
+    assert replica.pool.evictions == 16
+    context = TextContext(prompt(50, 4), 99, cache_salt="b")
+    assert len(replica.match(context)[1]) == 4
+
+
+def test_what_decodes_gives_back_is_its_tenants() -> None:
+    manager = make(64, tenant_quota=0.5)
+    contexts = [TextContext(prompt(name, 1), 64, f"r{name}", cache_salt=f"t{name}") for name in range(2)]
+    for context in contexts:
+        manager.external_claim(context.request_id, 0)
+        assert manager.maybe_reserve(context)
+    batch = manager.batch(contexts)
+    for _ in range(28):
+        assert manager.reserve_batch(batch).all()
+        manager.fetch(batch)
+        batch.update([1, 2])
+        manager.step(batch)
+        manager.check()
+    replica = manager._replicas.each[0]
+    quotas, idle = replica.hints._quotas, replica.pool.idle
+    assert quotas is not None
+    assert idle.count >= 8
+    assert {salt: quotas._orders[owner].count for salt, owner in quotas._ids.items()} == dict.fromkeys(
+        ("t0", "t1"), idle.count // 2
+    )
+
+
+def test_random_hints_and_quotas_keep_the_books() -> None:
+    rng = random.Random(3)
+    manager = make(70, FULL, tenant_quota=0.3, tenant_quotas={"b": 0.1})
+    for _ in range(150):
+        end = rng.randint(1, 40)
+        ranges = (RangeRetention(0, end, priority=rng.choice([0, 50, 100])),) if rng.random() < 0.5 else ()
+        hint = Retention(session_continues=rng.choice([None, True, False]), ranges=ranges)
+        tokens = [*prompt(rng.randint(0, 2), rng.randint(1, 3)), *prompt(rng.randint(3, 9), rng.randint(1, 3))]
+        serve(manager, tokens, rng.choice([None, hint]), cache_salt=rng.choice([None, "a", "b"]))
+    assert manager.metrics.evictions > 100

@@ -1,0 +1,51 @@
+"""A bound socket: its limits, and what is left where it cannot be bound."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import zmq
+
+from kvcache.errors import InvalidParamsError
+from kvcache.sockets import bound_socket
+
+ANY = "tcp://127.0.0.1:0"
+
+
+def open_sockets() -> int:
+    """Of the process's context: what is not closed keeps it from ending."""
+    return sum(not each.closed for each in zmq.Context.instance()._sockets)  # pyright: ignore[reportPrivateUsage]
+
+
+def test_a_peer_is_bounded_and_one_that_goes_without_a_word_is_noticed() -> None:
+    socket = bound_socket("watch", zmq.ROUTER, ANY, 7)
+    try:
+        options = (zmq.SNDHWM, zmq.LINGER, zmq.TCP_KEEPALIVE, zmq.TCP_KEEPALIVE_IDLE, zmq.TCP_KEEPALIVE_CNT)
+        assert [socket.getsockopt(option) for option in options] == [7, 0, 1, 10, 3]
+        assert 0 < socket.getsockopt(zmq.MAXMSGSIZE) <= 4096
+    finally:
+        socket.close()
+
+
+def test_an_address_that_is_taken_is_refused_by_name_and_nothing_stays_open() -> None:
+    taken = bound_socket("watch", zmq.ROUTER, ANY)
+    try:
+        address, before = taken.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"), open_sockets()
+        with pytest.raises(InvalidParamsError, match=f"kv_events: cannot bind '{address}': "):
+            bound_socket("kv_events", zmq.PUB, address)
+        assert open_sockets() == before
+    finally:
+        taken.close()
+
+
+def test_what_secures_it_comes_before_it_is_bound_and_its_error_closes_it() -> None:
+    before = open_sockets()
+
+    def secure(socket: Any) -> None:
+        assert not socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        bound_socket("watch", zmq.ROUTER, ANY, secure=secure)
+    assert open_sockets() == before
