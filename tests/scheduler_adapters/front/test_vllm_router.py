@@ -38,7 +38,7 @@ def fleets(tmp_path: Path) -> Iterator[list[Served]]:
 
 
 def router_of(fleets: list[Served], log: Path) -> Router:
-    prefills = [next(one for one in served.get("/fleet").values() if one["kv_events"]) for served in fleets]
+    prefills = [served.get("/fleet")["prefill-1"] for served in fleets]  # decode has events, too, of other pages
     events = {served.url: (one["kv_events"], one["kv_replay"]) for served, one in zip(fleets, prefills, strict=True)}
     return Router(events, log, model="pagewire", page_size=PAGE)
 
