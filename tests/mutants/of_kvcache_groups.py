@@ -9,7 +9,11 @@ _MOVED = [
     "tests/kvcache/test_group_moves.py",
 ]
 _HINTED = ["tests/kvcache/replica/test_further_hints.py"]
-_LIFTED = ["tests/kvcache/replica/test_lifts.py", "tests/kvcache/test_group_moves.py"]
+_LIFTED = [
+    "tests/kvcache/replica/test_lifts.py",
+    "tests/kvcache/replica/test_lent_tables.py",
+    "tests/kvcache/test_group_moves.py",
+]
 _CUT = ["tests/kvcache/test_layer_groups.py"]
 
 KVCACHE_GROUPS: tuple[Module, ...] = (

@@ -2,58 +2,17 @@
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from kvcache import BlockTableMismatchError, InvalidParamsError, LayerGroup, PageDigests, Routing, TextContext
+from kvcache import InvalidParamsError, LayerGroup, TextContext
 from kvcache.replica import lifts
+from kvcache.tiers.file_tier import FileTier
 from tests.kvcache.replica import test_further_imports as handed
-from tests.kvcache.served import SIZE, Served
-
-WINDOW = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6)  # of 6 tokens: 2 pages of 4 tokens
-TWO = LayerGroup("full", (0, 1)), LayerGroup("window", (2,), 6), LayerGroup("chunked", (3,), 8)
-PROMPT = range(41)  # ten full pages and a token
-Make = Callable[..., Served]
-
-
-@pytest.fixture
-def served(tmp_path: Path) -> Iterable[Make]:
-    made: list[Served] = []
-
-    def make(
-        pages: int = 40,
-        host_slots: int = 80,
-        groups: tuple[LayerGroup, ...] = WINDOW,
-        *,
-        files: bool = False,
-        key: str = "model",
-        **options: Any,
-    ) -> Served:
-        layers = sum(len(group.layers) for group in groups)
-        params = {"groups": groups, **options.pop("params", {})}
-        if files:
-            params |= {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 1e-3, "file_tier_key": key}
-        made.append(Served(pages, host_slots, layers=layers, params=params, **options))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.manager.check()
-        one.manager.close()
-
-
-def fill(it: Served, pages: int) -> None:
-    """Evict what is idle, without a page that comes back."""
-    it.tiers.settle()
-    pool = it.manager._replicas.each[0].pool
-    taken = pool.allocate(pages)
-    pool.release(taken)
+from tests.kvcache.replica.tables_below import PROMPT, TWO, WINDOW, Make, fill, lost
+from tests.kvcache.served import Served
 
 
 @pytest.mark.parametrize("groups", [WINDOW, TWO])
@@ -132,6 +91,101 @@ def test_a_waiting_request_is_looked_up_once(served: Make, monkeypatch: pytest.M
     for _ in range(5):
         assert not it.manager.maybe_reserve(context)
     assert len(asked) == 1
+
+
+def beside(it: Served, pages: int) -> TextContext:
+    """A request that holds so many pages: two of its window, for the chunk that runs."""
+    context = it.claim([99, *range(4 * (pages - 2) - 1)])
+    context.set_token_indices(active_idx=8)
+    before = it.manager.num_free_blocks
+    assert it.manager.maybe_reserve(context)
+    assert it.manager.num_free_blocks == before - pages
+    return context
+
+
+def test_what_just_fits_comes_back(served: Make) -> None:
+    it = served(22)
+    it.serve(PROMPT, chunk=8)
+    fill(it, 22)
+    beside(it, 8)
+    context = it.claim(PROMPT)  # 11 pages, and 3 of the window: all that are free
+    assert it.manager.maybe_reserve(context)
+    assert (context.start_idx, it.manager.num_free_blocks) == (40, 0)
+    it.run(context)
+
+
+def test_pages_that_nobody_holds_take_room_too_where_they_are_used(served: Make) -> None:
+    it = served(22)
+    it.serve(PROMPT, chunk=8)
+    it.tiers.settle()
+    lost(it, 9)
+    beside(it, 9)
+    pool, context = it.manager._replicas.each[0].pool, it.claim(PROMPT)
+    assert (pool.free_count, np.count_nonzero(pool.index.find(it.digests(PROMPT)))) == (13, 10)
+    before = pool.index.generation
+    assert not it.manager.maybe_reserve(context)  # it takes 14 of the 13, whatever is found
+    assert it.manager.metrics.h2d_blocks_copied == 0
+    assert pool.index.generation == before
+
+
+def test_nothing_comes_back_for_what_a_request_has_behind_it(served: Make) -> None:
+    it = served()
+    it.serve(PROMPT, chunk=8)
+    fill(it, 40)
+    context = it.claim([*PROMPT, 7, 7, 7])
+    context.set_token_indices(start_idx=40)  # it has the first pages from elsewhere
+    assert it.manager.maybe_reserve(context)
+    assert it.manager.metrics.h2d_blocks_copied == 0
+    assert context.start_idx == 40
+
+
+def test_what_does_not_fit_into_the_host_is_not_waited_for(served: Make) -> None:
+    it = served(files=True)
+    it.serve(PROMPT, chunk=8)
+    it.manager.close()
+    again = served(40, 8, files=True)  # half of the slots at a time
+    assert again.serve(PROMPT) == 0
+    assert again.manager.metrics.file_blocks_read < 12
+    assert again.manager.metrics.h2d_blocks_copied == 0
+
+
+def test_who_waits_finds_what_others_have_written_since(served: Make) -> None:
+    waiting = served(22, files=True)
+    beside(waiting, 8)
+    context = waiting.claim(PROMPT)
+    assert not waiting.manager.maybe_reserve(context)  # 22 pages
+    writer = served(files=True)
+    writer.serve(PROMPT, chunk=8)
+    writer.manager.close()
+    files = waiting.tiers.replicas[0].lower[0]
+    assert isinstance(files, FileTier)
+    files._take_up_scan(files._folder.scan(files._layout, files._index.names))
+    for _ in range(400):
+        if waiting.manager.maybe_reserve(context):  # 14 pages
+            break
+        time.sleep(0.005)
+    assert context.start_idx == 40
+    waiting.run(context)
+
+
+@pytest.mark.parametrize("groups", [WINDOW, TWO])
+def test_pages_that_come_back_are_their_tables(served: Make, groups: tuple[LayerGroup, ...]) -> None:
+    it = served(80, files=True, groups=groups)
+    it.serve(PROMPT, chunk=8)
+    it.manager.close()
+    again = served(80, files=True, groups=groups)
+    context = again.claim(PROMPT)
+    assert again.manager.maybe_reserve(context)
+    replica = again.manager._replicas.each[0]
+    assert replica.further is not None
+    assert replica.pool.index.tables is not None
+    mixed = [again.digests(PROMPT), *replica.further._mix(slice(None), again.digests(PROMPT))]
+    for table, names in enumerate(mixed):
+        pages = replica.pool.index.find(names)
+        assert (replica.pool.index.tables[pages[pages > 0]] == table).all()
+    full = 2 if groups is TWO else 1
+    assert replica.further.width() == full + 0.2
+    again.run(context)
 
 
 def test_files_outlive_the_manager_for_all_tables(served: Make) -> None:
@@ -220,118 +274,3 @@ def test_nothing_is_asked_for_before_the_first_full_page(served: Make) -> None:
     assert not lifts.prefetch(it.manager._replicas.each[0], it.manager._replicas.each[0].hasher(None, context), context)
     assert it.manager.maybe_reserve(context)
     assert np.count_nonzero(it.tiers.host.pool.index.published) == 0
-
-
-def wanted(it: Served, first_page: int = 0) -> PageDigests:
-    return it.manager.contents.digests(TextContext([*PROMPT], 256, "theirs"), first_page)
-
-
-def leased(it: Served, most: int = 100) -> list[int]:
-    """How many pages of each table are leased to who asks for the prompt's."""
-    found = it.manager.contents.lease("theirs", 0, wanted(it), most)
-    if found is None:
-        return []
-    lease, table = found
-    it.manager.check()
-    assert it.manager.num_leased_blocks == sum(map(len, table.groups)) <= most
-    assert (table.kinds, table.num_tokens) == (("window 6",), SIZE * len(table.groups[0]))
-    it.manager.end_lease(lease)
-    return [*map(len, table.groups)]
-
-
-def lost(it: Served, column: int) -> None:
-    """As if the window's page at a column were evicted."""
-    replica = it.manager._replicas.each[0]
-    assert replica.further is not None
-    page = replica.pool.index.find(replica.further._mix(slice(None), it.digests(PROMPT))[0][column : column + 1])
-    replica.pool.hold(page)
-    replica.pool.index.withdraw(page)
-    replica.pool.release(page)
-
-
-def test_pages_are_leased_by_what_they_hold_in_all_tables(served: Make) -> None:
-    it = served()
-    assert leased(it) == []
-    it.serve(PROMPT, chunk=8)
-    assert it.manager.contents.cached(0, wanted(it)) == 40
-    assert leased(it) == [10, 2]
-    assert leased(it, 7) == [5, 2]  # of the window's pages those that the token behind the fifth sees
-    assert leased(it, 1) == []
-    lost(it, 8)
-    assert it.manager.contents.cached(0, wanted(it)) == 32
-    assert leased(it) == [8, 2]
-    assert wanted(it, 3) == wanted(it)  # there is no later beginning
-    with pytest.raises(BlockTableMismatchError, match="from page 3 on, and of 2 block tables"):
-        it.manager.contents.lease("theirs", 0, wanted(it)._replace(first_page=3), 9)
-
-
-def test_what_lies_below_is_brought_for_whoever_asks(served: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    it = served(files=True)
-    it.serve(PROMPT, chunk=8)
-    it.manager.close()
-    again = served(files=True)
-    monkeypatch.setattr(again.tiers.replicas[0], "brought_at_once", 5)
-    for _ in range(400):
-        if not again.manager.contents.bring("theirs", 0, wanted(again), 100):
-            break
-        again.manager.check()
-        time.sleep(0.005)
-    assert again.manager.metrics.h2d_blocks_copied == 12
-    assert leased(again) == [10, 2]
-    assert again.manager.num_held_blocks == 0
-    assert again.serve(PROMPT) == 40
-
-
-def test_half_of_the_free_pages_stay_for_whoever_runs_here(served: Make) -> None:
-    it = served(22)
-    it.serve(PROMPT, chunk=8)
-    fill(it, 22)
-    while it.manager.contents.bring("theirs", 0, wanted(it), 100):
-        it.manager.check()
-    assert it.manager.metrics.h2d_blocks_copied == 11
-
-
-COPYING = {"routing": Routing(copy_pages=True)}
-
-
-@pytest.mark.parametrize("groups", [WINDOW, TWO])
-def test_other_replicas_pages_are_copied_for_every_table(served: Make, groups: tuple[LayerGroup, ...]) -> None:
-    it = served(80, 0, groups, dp=3, params=COPYING)
-    it.serve(PROMPT, chunk=8)
-    it.serve(PROMPT, replica=1)
-    full = 2 if groups is TWO else 1
-    assert it.manager.metrics.d2d_blocks_copied == 10 * full + 2
-    lost(it, 9)
-    assert it.serve(PROMPT, replica=2) == 40  # of two replicas: the window's last page is the second one's
-    assert it.manager.metrics.d2d_blocks_copied == 2 * (10 * full + 2)
-    assert it.kv.compared > 2 * 40 * full
-
-
-def test_a_copy_that_does_not_fit_changes_nothing(served: Make) -> None:
-    it = served(22, 0, dp=2, params=COPYING)
-    it.serve(PROMPT, chunk=8)
-    other = it.claim([99, *range(23)], replica=1)
-    assert it.manager.maybe_reserve(other)
-    context = it.claim(PROMPT, replica=1)
-    assert not it.manager.maybe_reserve(context)
-    assert it.manager.metrics.d2d_blocks_copied == 0
-    it.manager.release(other.request_id)
-    assert it.manager.maybe_reserve(context)
-    assert context.start_idx == 40
-    it.run(context)
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_whatever_comes_from_anywhere_is_what_was_computed(served: Make, seed: int) -> None:
-    """Small pools over a host tier, files and replicas that copy from each other, with quotas: the KV is compared."""
-    rng = random.Random(seed)
-    it = served(60, 90, TWO, files=True, dp=2, params={**COPYING, "tenant_quota": 0.4})
-    for _ in range(120):
-        head = [rng.randint(0, 3), *range(rng.choice([8, 20, 33]))]
-        tokens = [*head, *(rng.randint(0, 1) for _ in range(rng.randint(1, 12)))]
-        it.serve(tokens, rng.choice([None, "a"]), rng.randint(0, 1), chunk=rng.choice([5, 8, 64]))
-        if rng.random() < 0.1:
-            it.tiers.flush()
-        it.manager.check()
-    metrics = it.manager.metrics
-    assert min(metrics.d2d_blocks_copied, metrics.h2d_blocks_copied, metrics.evictions) > 20

@@ -48,8 +48,11 @@ def fill(memory: torch.Tensor, layout: PageLayout, pages: Sequence[int], size: i
 
 def carry_out(runs: Runs, local: torch.Tensor, remote: torch.Tensor) -> None:
     ours, theirs = local.numpy(), remote.numpy()
+    times = np.zeros(len(ours), np.int64)
     for target, source, length in zip(runs.local.tolist(), runs.remote.tolist(), runs.length.tolist(), strict=True):
         ours[target : target + length] = theirs[source : source + length]
+        times[target : target + length] += 1
+    assert times.max(initial=0) <= 1  # a scale of a page comes with the page, not with each of its tokens
 
 
 def pulled(

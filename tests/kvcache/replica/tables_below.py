@@ -1,0 +1,31 @@
+"""Several block tables over tiers below: what their tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvcache import LayerGroup
+from tests.kvcache.served import Served
+
+WINDOW = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6)  # of 6 tokens: 2 pages of 4 tokens
+TWO = LayerGroup("full", (0, 1)), LayerGroup("window", (2,), 6), LayerGroup("chunked", (3,), 8)
+PROMPT = range(41)  # ten full pages and a token
+Make = Callable[..., Served]
+
+
+def fill(it: Served, pages: int) -> None:
+    """Evict what is idle, without a page that comes back."""
+    it.tiers.settle()
+    pool = it.manager._replicas.each[0].pool
+    taken = pool.allocate(pages)
+    pool.release(taken)
+
+
+def lost(it: Served, column: int) -> None:
+    """As if the window's page at a column were evicted."""
+    replica = it.manager._replicas.each[0]
+    assert replica.further is not None
+    page = replica.pool.index.find(replica.further._mix(slice(None), it.digests(PROMPT))[0][column : column + 1])
+    replica.pool.hold(page)
+    replica.pool.index.withdraw(page)
+    replica.pool.release(page)

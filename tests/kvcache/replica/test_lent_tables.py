@@ -1,0 +1,135 @@
+"""Pages of several block tables that others ask for, or that come from other replicas of this process."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from kvcache import BlockTableMismatchError, LayerGroup, PageDigests, Routing, TextContext
+from kvcache.replica.devices import PlacedReplica
+from kvcache.replica.rows import Pages
+from tests.kvcache.replica.tables_below import PROMPT, TWO, WINDOW, Make, fill, lost
+from tests.kvcache.served import SIZE, Served
+
+
+def wanted(it: Served, first_page: int = 0) -> PageDigests:
+    return it.manager.contents.digests(TextContext([*PROMPT], 256, "theirs"), first_page)
+
+
+def leased(it: Served, most: int = 100) -> list[int]:
+    """How many pages of each table are leased to who asks for the prompt's."""
+    found = it.manager.contents.lease("theirs", 0, wanted(it), most)
+    if found is None:
+        return []
+    lease, table = found
+    it.manager.check()
+    assert it.manager.num_leased_blocks == sum(map(len, table.groups)) <= most
+    assert (table.kinds, table.num_tokens) == (("window 6",), SIZE * len(table.groups[0]))
+    it.manager.end_lease(lease)
+    return [*map(len, table.groups)]
+
+
+def test_pages_are_leased_by_what_they_hold_in_all_tables(served: Make) -> None:
+    it = served()
+    assert leased(it) == []
+    it.serve(PROMPT, chunk=8)
+    assert it.manager.contents.cached(0, wanted(it)) == 40
+    assert leased(it) == [10, 2]
+    assert leased(it, 7) == [5, 2]  # of the window's pages those that the token behind the fifth sees
+    assert leased(it, 1) == []
+    lost(it, 8)
+    assert it.manager.contents.cached(0, wanted(it)) == 32
+    assert leased(it) == [8, 2]
+    assert wanted(it, 3) == wanted(it)  # there is no later beginning
+    with pytest.raises(BlockTableMismatchError, match="from page 3 on, and of 2 block tables"):
+        it.manager.contents.lease("theirs", 0, wanted(it)._replace(first_page=3), 9)
+
+
+def test_what_lies_below_is_brought_for_whoever_asks(served: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = served(files=True)
+    it.serve(PROMPT, chunk=8)
+    it.manager.close()
+    again = served(files=True)
+    monkeypatch.setattr(again.tiers.replicas[0], "brought_at_once", 5)
+    for _ in range(400):
+        if not again.manager.contents.bring("theirs", 0, wanted(again), 100):
+            break
+        again.manager.check()
+        time.sleep(0.005)
+    assert again.manager.metrics.h2d_blocks_copied == 12
+    assert leased(again) == [10, 2]
+    assert again.manager.num_held_blocks == 0
+    assert again.serve(PROMPT) == 40
+
+
+def test_half_of_the_free_pages_stay_for_whoever_runs_here(served: Make) -> None:
+    it = served(22)
+    it.serve(PROMPT, chunk=8)
+    fill(it, 22)
+    while it.manager.contents.bring("theirs", 0, wanted(it), 100):
+        it.manager.check()
+    assert it.manager.metrics.h2d_blocks_copied == 11
+
+
+COPYING = {"routing": Routing(copy_pages=True)}
+
+
+@pytest.mark.parametrize("groups", [WINDOW, TWO])
+def test_other_replicas_pages_are_copied_for_every_table(served: Make, groups: tuple[LayerGroup, ...]) -> None:
+    it = served(80, 0, groups, dp=3, params=COPYING)
+    it.serve(PROMPT, chunk=8)
+    it.serve(PROMPT, replica=1)
+    full = 2 if groups is TWO else 1
+    assert it.manager.metrics.d2d_blocks_copied == 10 * full + 2
+    lost(it, 9)
+    assert it.serve(PROMPT, replica=2) == 40  # of two replicas: the window's last page is the second one's
+    assert it.manager.metrics.d2d_blocks_copied == 2 * (10 * full + 2)
+    assert it.kv.compared > 2 * 40 * full
+
+
+def test_a_page_that_two_replicas_have_is_copied_once(served: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = served(80, 0, dp=3, params=COPYING)
+    it.serve(PROMPT, chunk=8)
+    it.serve(PROMPT, replica=1)
+    copied: list[int] = []
+    real = PlacedReplica.copy_pages_of
+
+    def counted(place: PlacedReplica, other: PlacedReplica, sources: Pages, targets: Pages) -> None:
+        copied.append(len(sources))
+        real(place, other, sources, targets)
+
+    monkeypatch.setattr(PlacedReplica, "copy_pages_of", counted)
+    assert it.serve(PROMPT, replica=2) == 40
+    assert copied == [12]
+
+
+def test_a_copy_that_does_not_fit_changes_nothing(served: Make) -> None:
+    it = served(22, 0, dp=2, params=COPYING)
+    it.serve(PROMPT, chunk=8)
+    other = it.claim([99, *range(23)], replica=1)
+    assert it.manager.maybe_reserve(other)
+    context = it.claim(PROMPT, replica=1)
+    assert not it.manager.maybe_reserve(context)
+    assert it.manager.metrics.d2d_blocks_copied == 0
+    it.manager.release(other.request_id)
+    assert it.manager.maybe_reserve(context)
+    assert context.start_idx == 40
+    it.run(context)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_whatever_comes_from_anywhere_is_what_was_computed(served: Make, seed: int) -> None:
+    """Small pools over a host tier, files and replicas that copy from each other, with quotas: the KV is compared."""
+    rng = random.Random(seed)
+    it = served(60, 90, TWO, files=True, dp=2, params={**COPYING, "tenant_quota": 0.4})
+    for _ in range(120):
+        head = [rng.randint(0, 3), *range(rng.choice([8, 20, 33]))]
+        tokens = [*head, *(rng.randint(0, 1) for _ in range(rng.randint(1, 12)))]
+        it.serve(tokens, rng.choice([None, "a"]), rng.randint(0, 1), chunk=rng.choice([5, 8, 64]))
+        if rng.random() < 0.1:
+            it.tiers.flush()
+        it.manager.check()
+    metrics = it.manager.metrics
+    assert min(metrics.d2d_blocks_copied, metrics.h2d_blocks_copied, metrics.evictions) > 20
