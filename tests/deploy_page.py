@@ -60,13 +60,20 @@ def fields_of(name: str, path: str) -> list[str]:
 
 
 def constant(name: str) -> ast.expr:
-    """What a constant of the packages is set to, wherever it is."""
+    """What a constant of the packages is set to, wherever it is: the first one of that name."""
+    return _constants()[name]
+
+
+@cache
+def _constants() -> dict[str, ast.expr]:
+    """The values of all assignments in modules. Parsing every module takes a second: it is done once."""
+    found: dict[str, ast.expr] = {}
     for package in ("kvcache", "transfer", "scheduler_adapters"):
         for path in sorted((ROOT / package).rglob("*.py")):
             for node in ast.parse(source(str(path.relative_to(ROOT)))).body:
-                if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
-                    return node.value
-    raise LookupError(name)
+                if isinstance(node, ast.Assign):
+                    found.setdefault(ast.unparse(node.targets[0]), node.value)
+    return found
 
 
 def _default(node: ast.expr | None) -> str:
