@@ -10,7 +10,7 @@ from kvcache.errors import AlreadyClaimedError, InvalidRequestError, InvariantEr
 from kvcache.replica.batch import UNKNOWN, Batch, Gathered
 from kvcache.replica.context import Context, TextContext, check_context
 from kvcache.replica.replica import Replica
-from kvcache.replica.rows import Ints
+from kvcache.replica.rows import Ints, as_rows
 from kvcache.types import RequestID
 
 One = tuple[int, TextContext]
@@ -93,15 +93,15 @@ class Claims:
                 self._refuse_stale(batch, call)
             batch.refresh()
             return batch
-        contexts, replicas, rows, unbound = self._bind(batch, call)
-        gathered = Gathered(contexts, replicas, rows, starts_only=call == "step")
+        contexts, replicas, rows, places, unbound = self._bind(batch, call)
+        gathered = Gathered(contexts, replicas, rows, places, starts_only=call == "step")
         gathered.unbound = unbound
         return gathered
 
     def batch(self, contexts: Sequence[Context]) -> Batch:
         """The requests looked up once."""
-        listed, replicas, rows, unbound = self._bind(contexts, "batch")
-        made = Batch(listed, replicas, rows, self._replicas[0].page_size, self)
+        listed, replicas, rows, places, unbound = self._bind(contexts, "batch")
+        made = Batch(listed, replicas, rows, places, self._replicas[0].page_size, self)
         made.unbound = unbound
         return made
 
@@ -158,8 +158,8 @@ class Claims:
             )
         return place
 
-    def _bind(self, batch: Sequence[Context], call: str) -> tuple[Sequence[Context], Ints, Ints, bool]:
-        """The contexts, the replica and the row of each, and whether some are bound to no row yet."""
+    def _bind(self, batch: Sequence[Context], call: str) -> tuple[Sequence[Context], Ints, Ints, Ints, bool]:
+        """The contexts, the replica, row and place of each, and whether some are bound to no row yet."""
         is_listed = type(batch) in (list, tuple)  # a subclass may say other things each time that it is asked
         contexts = batch if is_listed else _listed(batch, call)
         bound, unbound = self.bound, False
@@ -177,15 +177,14 @@ class Claims:
             raise InvalidRequestError(f"request {contexts[twice].request_id!r}: named twice in one {call}")
         places = np.fromiter(found, np.int64, len(found))
         if len(self._replicas) == 1:
-            return contexts, np.zeros(len(found), np.int64), places, unbound
-        return contexts, places // self._rows_per_replica, places % self._rows_per_replica, unbound
+            return contexts, np.zeros(len(found), np.int64), places, places, unbound
+        return contexts, places // self._rows_per_replica, places % self._rows_per_replica, places, unbound
 
     def _refuse_stale(self, batch: Batch, call: str) -> None:
         if batch.owner is not self:
             raise InvalidRequestError(f"{call} of a batch of {len(batch)} requests that another manager made")
-        wanted = batch.replicas * self._rows_per_replica + batch.rows
         unbound = False
-        for context, place in zip(batch, wanted.tolist(), strict=True):
+        for context, place in zip(batch, as_rows(batch.places).tolist(), strict=True):
             at = self.bound.get(_key(context))
             if at is None:
                 if context.request_id in self.places:

@@ -1,7 +1,6 @@
 """`Replicas`: divides a call on a batch by replica, and makes it on each."""
 
 import functools
-from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +28,8 @@ from kvcache.replica.lifts import lift, prefetch
 from kvcache.replica.partial import PartialReuse
 from kvcache.replica.peer_copies import PeerCopies
 from kvcache.replica.replica import Filled, Replica
-from kvcache.replica.rows import BlockRows, Ints
+from kvcache.replica.rows import NEVER, AllRows, BlockRows, Ints, rows_at
+from kvcache.replica.shares import Share
 from kvcache.routing import Router
 from kvcache.sizing import Sizes
 from kvcache.tiers.tiers import Tiers, make_tiers
@@ -47,21 +47,20 @@ def place_replicas(
 ) -> "Replicas":
     """Replicas of `pages` pages each, on the `devices` of each, with block `tables`, and the tiers below them."""
     rows = sizes.max_batch_size // len(devices)
-    # The rows write by numpy; calls of one request read an array of Python's own, which answers them faster.
-    capacity = array("q", bytes(8 * (rows * len(devices) + 1)))
-    parts = np.frombuffer(capacity, np.int64)[:-1].reshape(len(devices), rows)
+    count, page_size = len(tables.tables), layouts[0].page_size
+    every = AllRows(len(devices), rows, page_size)
     placed: list[PlacedReplica] = []
-    for group, part in zip(devices, parts, strict=True):
-        pinned = any(device.type == "cuda" for device in group)
-        count, page_size = len(tables.tables), layouts[0].page_size
-        block_rows = BlockRows(part, sizes.max_seq_len, page_size, pinned=pinned, tables=count)
+    for group in devices:
+        pinned, first = any(device.type == "cuda" for device in group), rows * len(placed)
+        own = slice(first, first + rows)
+        block_rows = BlockRows(every, own, sizes.max_seq_len, page_size, pinned=pinned, tables=count)
         replica = Replica(params, block_rows, pages)
         if count > 1:
             caching = params.enable_prefix_caching
             replica.further = FurtherTables(tables, replica.pool, block_rows, replica.leases, caching=caching)
             replica.hints.follow(replica.further, replica.salt)
         placed.append(PlacedReplica(replica, layouts, group, stream))
-    replicas = Replicas(placed, capacity, params, make_tiers(params, layouts, placed, stream, tables))
+    replicas = Replicas(placed, every, params, make_tiers(params, layouts, placed, stream, tables))
     if params.kv_events is not None and params.enable_prefix_caching:
         replicas.publish_events(params.kv_events, [_spec_of(table.group, params) for table in tables.tables])
     return replicas
@@ -71,12 +70,14 @@ class Replicas:
     """All replicas of a manager. Its calls raise as those of `PagedKVCacheManager` that use them."""
 
     def __init__(
-        self, placed: Sequence[PlacedReplica], capacity: "array[int]", params: KVCacheParams, tiers: Tiers | None
+        self, placed: Sequence[PlacedReplica], rows: AllRows, params: KVCacheParams, tiers: Tiers | None
     ) -> None:
         self.placed = placed
-        self.capacity = capacity  # by place, tokens that its pages hold; place -1, nobody's, holds none
+        self._rows = rows
+        self.capacity = rows.capacity_of  # by place, tokens that its pages hold; place -1, nobody's, holds none
         self.tiers = tiers
         self.each: list[Replica] = [place.replica for place in placed]
+        self._most = self.each[0].max_seq_len
         self._router = Router(len(placed), params.routing)
         copies = params.routing.copy_pages and len(placed) > 1
         self._copies = PeerCopies(placed) if copies else None
@@ -166,7 +167,7 @@ class Replicas:
 
     def fetch(self, gathered: Gathered, num_steps: int) -> list[RaggedKVCacheInputs]:
         """What the model reads, shard by shard and replica by replica. Raises before anything is counted."""
-        states = [gathered.part(mine) for mine in self._split(gathered)]
+        states = [gathered.part(share) for share in gathered.split(len(self.each))]
         if gathered.slack < num_steps - 1:
             for replica, state in zip(self.each, states, strict=True):
                 lengths = state.ends if num_steps == 1 else state.ends + (num_steps - 1)
@@ -219,30 +220,30 @@ class Replicas:
 
     def step(self, gathered: Gathered) -> None:
         """Publish what is full of computed tokens. Raises before anything is published."""
-        parts = self._split(gathered)
-        states = [gathered.computed(mine) for mine in parts]
+        computed = gathered.starts
         if gathered.slack < -1:  # else none was run past its pages
-            for replica, (rows, computed) in zip(self.each, states, strict=True):
-                replica.refuse_short(rows, computed, "step")
+            for share in gathered.split(len(self.each)):
+                self.each[share.replica].refuse_short(share.rows, computed[share.at], "step")
         if gathered.due > 0:  # no page is full
-            for replica, (rows, computed) in zip(self.each, states, strict=True):
-                replica.counter.computed(rows, computed)
+            self._computed(gathered)
             return
         # No page was full before the last token: of a batch those alone are asked whose page that token has filled.
-        looked = parts if gathered.due or (turning := gathered.turning()) is None else self._split(gathered, turning)
+        looked = None if gathered.due else gathered.turning()
         # Of all replicas first: digests are refused where a request's salt or keys changed, and nothing is half done.
         full = [
-            replica.filled(*gathered.computed(mine), functools.partial(self._digests, gathered, mine))
-            for replica, mine in zip(self.each, looked, strict=True)
+            (share, pages)
+            for share in (gathered.split(len(self.each)) if looked is None else looked)
+            if (pages := self._filled(gathered, share)) is not None
         ]
-        for replica, (rows, computed), pages in zip(self.each, states, full, strict=True):
-            replica.publish(rows, computed, pages)
+        for share, pages in full:
+            self.each[share.replica].publish(share.rows, computed[share.at], pages)
+        self._computed(gathered)
         if self._partial is not None:
             _learn(self._partial, gathered, full)
-        if any(full):
+        if full:
             gathered.due = 1  # of many requests that fill pages now, others do next
         elif isinstance(gathered, Batch):
-            gathered.due = min(replica.due(*state) for replica, state in zip(self.each, states, strict=True))
+            gathered.due = self._rows.due(gathered.places, computed) if self.each[0].caching else NEVER
         if self._log is not None:
             self._log.end_call()
 
@@ -307,32 +308,36 @@ class Replicas:
     def _reserve_decoding(self, gathered: Gathered, num_steps: int) -> bool:
         """Pages for a batch of one token each; False where it takes a closer look at each request."""
         # All had pages before the last token: of a batch those alone can lack one whose token begins a page.
-        turning = gathered.turning() if gathered.slack == -1 and num_steps == 1 else None
-        if turning is None and np.count_nonzero(gathered.actives - gathered.starts != 1):
-            return False
-        for replica, mine in zip(self.each, self._split(gathered, turning), strict=True):
-            rows, ends = gathered.known(mine)
-            if not replica.reserve_decoding(rows, ends + (num_steps - 1) if num_steps > 1 else ends):
+        shares = gathered.turning(self._most) if gathered.slack == -1 and num_steps == 1 else None
+        if not shares:  # all may lack pages, or none does
+            if shares is None and np.count_nonzero(gathered.actives - gathered.starts != 1):
                 return False
-        if turning is not None and turning.size:
-            gathered.slack = 0  # of many requests that get pages now, others do next
-        else:
-            every = zip(self.each, self._split(gathered), strict=True)
-            gathered.slack = min(replica.slack(*gathered.known(mine)) for replica, mine in every)
+            slack = self._rows.slack(gathered.places, gathered.ends)
+            if slack >= num_steps - 1:
+                gathered.slack = slack
+                return True
+            shares = gathered.split(len(self.each))
+        lengths = gathered.ends + (num_steps - 1) if num_steps > 1 else gathered.ends
+        for share in shares:
+            if not self.each[share.replica].reserve_decoding(share.rows, lengths[share.at]):
+                return False
+        gathered.slack = num_steps - 1  # of many requests that get pages now, others do next
         return True
 
-    def _split(self, gathered: Gathered, places: Ints | None = None) -> list[Ints | None]:
-        """Of each replica the places of its requests in the batch, or of those at `places`; None for all of them."""
-        if len(self.each) == 1:
-            return [places]
-        replicas = gathered.replicas if places is None else gathered.replicas[places]
-        found = [np.flatnonzero(replicas == replica) for replica in range(len(self.each))]
-        return [*found] if places is None else [places[at] for at in found]
+    def _computed(self, gathered: Gathered) -> None:
+        """The model has computed what is before each request's start."""
+        self._rows.cached[gathered.places] = gathered.starts
+        if any(replica.counter.is_open for replica in self.each):
+            for share in gathered.split(len(self.each)):
+                self.each[share.replica].counter.run(share.rows, 0, gathered.starts[share.at])
 
-    def _digests(
-        self, gathered: Gathered, mine: Ints | None, at: Ints, firsts: Ints, lasts: Ints
-    ) -> NDArray[np.uint64]:
-        return gathered.digests(at if mine is None else mine[at], firsts, lasts, self._hasher_of, self._log)
+    def _filled(self, gathered: Gathered, share: Share) -> Filled | None:
+        """The pages of the share's requests that are full now."""
+        digests_of = functools.partial(self._digests, gathered, share)
+        return self.each[share.replica].filled(share.rows, gathered.starts[share.at], digests_of)
+
+    def _digests(self, gathered: Gathered, share: Share, at: Ints, firsts: Ints, lasts: Ints) -> NDArray[np.uint64]:
+        return gathered.digests(rows_at(share.at, at), firsts, lasts, self._hasher_of, self._log)
 
     def _hasher_of(self, replica_idx: int, row: int, context: Context) -> PrefixHasher:
         self.each[replica_idx].refuse_renamed(row, context)
@@ -346,14 +351,13 @@ def _spec_of(group: LayerGroup, params: KVCacheParams) -> CacheSpec:
     return CacheSpec("sliding_window", group.window) if group.kind == "window" else CacheSpec("chunked_local_attention")
 
 
-def _learn(partial: Sequence[PartialReuse], gathered: Gathered, full: Sequence[Filled | None]) -> None:
+def _learn(partial: Sequence[PartialReuse], gathered: Gathered, full: Sequence[tuple[Share, Filled]]) -> None:
     """Let partial reuse find the pages that were published now."""
     places = zip(gathered.replicas.tolist(), gathered.rows.tolist(), strict=True)
     contexts = dict(zip(places, gathered.contexts, strict=True))
-    for replica_idx, (learner, pages) in enumerate(zip(partial, full, strict=True)):
-        if pages is not None:
-            for row, first, last in zip(pages.rows.tolist(), pages.firsts.tolist(), pages.lasts.tolist(), strict=True):
-                learner.learn(row, contexts[replica_idx, row], first, last)
+    for (replica_idx, _, _), pages in full:
+        for row, first, last in zip(pages.rows.tolist(), pages.firsts.tolist(), pages.lasts.tolist(), strict=True):
+            partial[replica_idx].learn(row, contexts[replica_idx, row], first, last)
 
 
 def _fits(replica: Replica, needed: int, hits: NDArray[np.int32], further: FurtherPlan) -> bool:

@@ -10,7 +10,8 @@ from kvcache.errors import InvalidRequestError, SequenceTooLongError
 from kvcache.events.log import EventLog
 from kvcache.replica.context import Context, TextContext
 from kvcache.replica.hashing import PrefixHasher, next_digests, page_rows, token_bytes
-from kvcache.replica.rows import Ints, Rows
+from kvcache.replica.rows import NEVER, Ints, Rows
+from kvcache.replica.shares import Share, as_run, shares_at, shares_of_all
 
 HasherOf = Callable[[int, int, Context], PrefixHasher]
 """Replica, row and context → the hasher of the request."""
@@ -36,20 +37,20 @@ _STEPS_KEPT = 256  # updates that a batch holds before it hands them to the cont
 class Gathered:
     """What one call needs of its requests, as arrays `[len]`, in batch order."""
 
-    __slots__ = ("actives", "contexts", "due", "ends", "replicas", "rows", "run", "slack", "starts", "unbound")
+    __slots__ = (
+        *("_shares", "actives", "contexts", "due", "ends", "places", "replicas", "rows", "slack", "starts"),
+        "unbound",
+    )
 
-    def __init__(self, contexts: Sequence[Context], replicas: Ints, rows: Ints, *, starts_only: bool = False) -> None:
+    def __init__(
+        self, contexts: Sequence[Context], replicas: Ints, rows: Ints, places: Ints, *, starts_only: bool = False
+    ) -> None:
         self.contexts: Sequence[Context] = contexts
         self.replicas = replicas  # of each its replica,
         self.rows = rows  # and its row there
+        self.places: Rows = as_run(places)  # the two in one: the row among those of all replicas
+        self._shares: list[Share] = []
         self.unbound = False  # whether some hold no pages yet: their rows know no context so far
-        # The rows where they are one run of one replica: arrays of rows are read without a copy then.
-        self.run: slice | None = None
-        count = len(rows)
-        if count == 1 or (
-            count and rows[-1] - rows[0] == count - 1 and (np.diff(rows) == 1).all() and (replicas == replicas[0]).all()
-        ):
-            self.run = slice(int(rows[0]), int(rows[0]) + count)
         self.gather(starts_only=starts_only)
 
     def gather(self, *, starts_only: bool = False) -> None:
@@ -63,29 +64,26 @@ class Gathered:
         self.actives: Ints = np.fromiter([context.active_idx for context in contexts], np.int64, count)
         self.ends: Ints = np.fromiter([context.current_length for context in contexts], np.int64, count)
 
-    def turning(self) -> Ints | None:
-        """The places of the requests whose newest token is the first of a page; None: it takes a look at each."""
+    def split(self, count: int) -> list[Share]:
+        """What each of `count` replicas has of the batch."""
+        if not self._shares:
+            if count == 1:
+                self._shares = [Share(0, slice(0, len(self.rows)), self.places)]
+            else:
+                self._shares = shares_of_all(self.replicas, self.rows, count)
+        return self._shares
+
+    def turning(self, most: int = NEVER) -> list[Share] | None:  # noqa: ARG002 - of a `Batch`
+        """The requests whose newest token is the first of a page; None: it takes a look at each.
+
+        `most`: tokens that a request may have. Where one has more, each is looked at.
+        """
         return None
 
-    def known(self, mine: Ints | None) -> tuple[Rows, Ints]:
-        """Rows and known tokens of the requests at the places `mine`; None: all, which are of one replica."""
-        if mine is None:
-            return (self.rows if self.run is None else self.run), self.ends
-        return self.rows[mine], self.ends[mine]
-
-    def computed(self, mine: Ints | None) -> tuple[Rows, Ints]:
-        """Rows and cached tokens of the requests at the places `mine`; None: all, which are of one replica."""
-        if mine is None:
-            return (self.rows if self.run is None else self.run), self.starts
-        return self.rows[mine], self.starts[mine]
-
-    def part(self, mine: Ints | None) -> BatchState:
-        """The state of the requests at the places `mine`; None: all, which are of one replica."""
-        if mine is None:
-            rows = self.rows if self.run is None else self.run
-            starts, actives, ends = self.starts, self.actives, self.ends
-        else:
-            rows, starts, actives, ends = self.rows[mine], self.starts[mine], self.actives[mine], self.ends[mine]
+    def part(self, share: Share) -> BatchState:
+        """The state of the requests of a share."""
+        at, rows = share.at, share.rows
+        starts, actives, ends = self.starts[at], self.actives[at], self.ends[at]
         if not len(starts):
             return BatchState(rows, starts, actives, ends, 0, 0, 0)
         if len(starts) == 1:  # a tenth of the cost
@@ -153,14 +151,16 @@ class Batch(Gathered, Sequence[Context]):
     moves it (the batch reads it anew then). Good until one of its requests is released.
     """
 
-    def __init__(self, contexts: Sequence[Context], replicas: Ints, rows: Ints, page_size: int, owner: object) -> None:
+    def __init__(
+        self, contexts: Sequence[Context], replicas: Ints, rows: Ints, places: Ints, page_size: int, owner: object
+    ) -> None:
         self._page_size = page_size
         self.owner = owner  # whose rows these are
         # A row a step, the last tokens of each context in it: a page's worth from before, then those of the updates.
         self._log = np.zeros((page_size + _STEPS_KEPT, len(contexts)), np.int32)
         self._hashers: dict[int, PrefixHasher] = {}  # by place
         self.checked_at = -1  # how many releases there had been when the claims were last compared
-        super().__init__(tuple(contexts), replicas, rows)
+        super().__init__(tuple(contexts), replicas, rows, places)
 
     @overload
     def __getitem__(self, index: int) -> Context: ...
@@ -180,7 +180,8 @@ class Batch(Gathered, Sequence[Context]):
         self._count = self._page_size
         self._seen = [self._count] * len(self.contexts)
         self._hashers = {}
-        self._turning: dict[int, Ints] = {}  # by the place of the first request's newest token in its page
+        self._turning: dict[int, list[Share]] = {}  # by the place of the first request's newest token in its page
+        self._behind: dict[int, int] = {}  # by replica: by how much its longest request is shorter than the longest
         self._updated = False
         own = [context for context in self.contexts if isinstance(context, TextContext)]
         self._together = len(own) == len(self.contexts) and bool((self.actives == self.ends).all())
@@ -209,21 +210,27 @@ class Batch(Gathered, Sequence[Context]):
             return self._log[self._count - 1]
         return np.array([context.tokens[-1] for context in self.contexts], np.int32)
 
-    def turning(self) -> Ints | None:
-        if not self._updated:
+    def turning(self, most: int = NEVER) -> list[Share] | None:
+        if not self._updated or self._longest > most:
             return None
         at = self.ends.item(0) % self._page_size
-        places = self._turning.get(at)
-        if places is None:  # each grows by one token a step, so that it is the same ones a page later
-            places = self._turning[at] = (self.ends % self._page_size == 1 % self._page_size).nonzero()[0]
-        return places
+        shares = self._turning.get(at)
+        if shares is None:  # each grows by one token a step, so that it is the same ones a page later
+            places = (self.ends % self._page_size == 1 % self._page_size).nonzero()[0]
+            shares = self._turning[at] = shares_at(self.replicas, self.rows, places)
+        return shares
 
-    def part(self, mine: Ints | None) -> BatchState:
-        if mine is not None or not self._updated:
-            return super().part(mine)
+    def part(self, share: Share) -> BatchState:
+        at = share.at
+        starts = self.starts[at]
+        if not self._updated or not len(starts):
+            return super().part(share)
         # One token each: what `max` would find is known.
-        rows = self.rows if self.run is None else self.run
-        return BatchState(rows, self.starts, self.actives, self.ends, 1, self._longest, self._longest)
+        ends, behind = self.ends[at], self._behind.get(share.replica)
+        if behind is None:
+            behind = self._behind[share.replica] = self._longest - int(ends.max())
+        longest = self._longest - behind
+        return BatchState(share.rows, starts, ends, ends, 1, longest, longest)
 
     def refresh(self) -> None:
         """Read the contexts anew if one was moved by somebody else."""

@@ -24,7 +24,6 @@ from kvcache.replica.rows import BlockRows, Ints, Pages, PromptCounter, Rows, as
 
 DigestsOf = Callable[[Ints, Ints, Ints], NDArray[np.uint64]]
 
-_NEVER = 1 << 62
 _NO_PAGES: Pages = np.zeros(0, np.int32)
 _NOTHING_FURTHER = FurtherPlan()
 
@@ -233,14 +232,6 @@ class Replica:
             return False
         state.append(lacking, self.pool.allocate(len(lacking)))
         return True
-
-    def slack(self, rows: Rows, ends: Ints) -> int:
-        """Tokens that every request of `rows` can grow by on the pages it has."""
-        return int((self.rows.capacity[rows] - ends).min()) if len(ends) else _NEVER
-
-    def due(self, rows: Rows, starts: Ints) -> int:
-        """Tokens that every request of `rows` can compute before one of them fills a page."""
-        return int((self.rows.commit_at[rows] - starts).min()) if self.caching and len(starts) else _NEVER
 
     def filled(self, rows: Rows, computed: Ints, digests_of: DigestsOf) -> Filled | None:
         """What `publish` is to publish; None: nothing. Changes nothing, and is where the digests may be refused.

@@ -1,6 +1,7 @@
 """The rows of a replica's running requests: the block table in memory, how far each has come, and what was counted."""
 
 import heapq
+from array import array
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ Pages = NDArray[np.int32]
 Ints = NDArray[np.int64]
 Rows = Ints | slice
 """Rows of a block table: an array, or a slice where they are one run."""
+NEVER = 1 << 62
 
 
 def as_rows(rows: Rows) -> Ints:
@@ -25,6 +27,27 @@ def rows_at(rows: Rows, at: NDArray[np.intp]) -> Ints:
     return at + rows.start if isinstance(rows, slice) else rows[at]
 
 
+class AllRows:
+    """What a step of a batch asks of the rows of all replicas at once, by place: `replica × rows + row`."""
+
+    def __init__(self, replicas: int, rows: int, page_size: int) -> None:
+        # Tokens that the pages hold; -1 while they may not be used (an import is pending). The rows write by numpy;
+        # calls of one request read an array of Python's own, which answers them faster. Place -1, nobody's, holds none.
+        self.capacity_of = array("q", bytes(8 * (replicas * rows + 1)))
+        self.capacity: Ints = np.frombuffer(self.capacity_of, np.int64)[:-1]
+        self.cached: Ints = np.zeros(replicas * rows, np.int64)  # tokens with KV, as of the last `step`
+        # Computed tokens at which the next page is full.
+        self.commit_at: Ints = np.full(replicas * rows, page_size, np.int64)
+
+    def slack(self, places: Rows, ends: Ints) -> int:
+        """Tokens that every request at `places` can grow by on the pages it has."""
+        return int((self.capacity[places] - ends).min()) if len(ends) else NEVER
+
+    def due(self, places: Rows, starts: Ints) -> int:
+        """Tokens that every request at `places` can compute before one of them fills a page."""
+        return int((self.commit_at[places] - starts).min()) if len(starts) else NEVER
+
+
 class BlockRows:
     """One row per running request: its page ids, and how far it has come. Unused entries name the null page.
 
@@ -32,26 +55,25 @@ class BlockRows:
     in `FurtherTables`.
     """
 
-    def __init__(self, capacity: Ints, max_seq_len: int, page_size: int, *, pinned: bool, tables: int = 1) -> None:
-        rows = len(capacity)
+    def __init__(
+        self, every: AllRows, own: slice, max_seq_len: int, page_size: int, *, pinned: bool, tables: int = 1
+    ) -> None:
+        rows = own.stop - own.start
         self.page_size = page_size
         self.max_seq_len = max_seq_len
         shape = (tables, rows, -(-max_seq_len // page_size))
         # `[rows, columns]`, of several tables `[tables, rows, columns]`: page ids in logical order.
         self.tensor = torch.zeros(shape if tables > 1 else shape[1:], dtype=torch.int32, pin_memory=pinned)
-        every: Pages = self.tensor.numpy().reshape(shape)  # the same memory
-        self.table: Pages = every[0]
-        self.further: Pages = every[1:]
+        blocks: Pages = self.tensor.numpy().reshape(shape)  # the same memory
+        self.table: Pages = blocks[0]
+        self.further: Pages = blocks[1:]
         self.changed = np.zeros(rows, np.bool_)  # set where a row changed; who copies rows elsewhere clears it
         self.num_pages = np.zeros(rows, np.int64)
         self.committed = np.zeros(rows, np.int64)  # pages, from the first on, that are published
-        self.cached = np.zeros(rows, np.int64)  # tokens with KV, as of the last `step`
         self.prompt = np.full(rows, -1, np.int64)  # tokens of the request when it was first reserved, -1 before
         self.counted = np.zeros(rows, np.int64)  # tokens that the metrics have seen
-        # Tokens that the pages hold; -1 while they may not be used (an import is pending). Part of an array for all
-        # replicas, which calls of one request look up.
-        self.capacity = capacity
-        self.commit_at = np.full(rows, page_size, np.int64)  # computed tokens at which the next page is full
+        # Parts of the arrays of all replicas.
+        self.capacity, self.cached, self.commit_at = every.capacity[own], every.cached[own], every.commit_at[own]
         self.request_ids: list[RequestID | None] = [None] * rows
         self.row_of: dict[RequestID, int] = {}
         self._free = list(range(rows))  # a heap: the lowest row first, so that a batch is often one run of rows

@@ -97,8 +97,6 @@ KVCACHE: tuple[Module, ...] = (
             ),
             Mutation("Replica.reserve_decoding", " or np.count_nonzero(state.prompt[lacking] < 0)", ""),
             Mutation("Replica.reserve_decoding", " or longest:", ":"),
-            Mutation("Replica.slack", ".min()", ".max()"),
-            Mutation("Replica.due", ".min()", ".max()"),
             Mutation("Replica.refuse_short", 'if call == "step":', "if False:"),
             Mutation("Replica.refuse_short", "np.count_nonzero(lengths > room)", "np.all(lengths > room)"),
             Mutation("Replica.filled", "computed >= self.rows.commit_at[rows]", "computed > self.rows.commit_at[rows]"),
@@ -131,6 +129,8 @@ KVCACHE: tuple[Module, ...] = (
             "tests/kvcache/test_against_model.py",
         ],
         [
+            Mutation("AllRows.slack", ".min()", ".max()"),
+            Mutation("AllRows.due", ".min()", ".max()"),
             Mutation("BlockRows.unbind", "self.table[row, : self.num_pages[row]] = NO_PAGE", "pass"),
             Mutation("BlockRows.unbind", "self.prompt[row] = -1", "pass"),
             Mutation("BlockRows.unbind", "self.measure(row)", "pass"),
@@ -148,21 +148,28 @@ KVCACHE: tuple[Module, ...] = (
         ],
     ),
     Module(
+        "kvcache.replica.shares",
+        ["tests/kvcache/replica/test_shares.py"],
+        [
+            Mutation("shares_of_all", "rows = rows[order]", "pass"),
+            Mutation("shares_at", "own[order]", "own"),
+            Mutation("shares_at", "np.diff(mine).nonzero()[0] + 1", "np.diff(mine).nonzero()[0]"),
+            Mutation("as_run", " or np.count_nonzero(np.diff(indices) != 1)", ""),
+            Mutation("as_run", "!= count - 1 or", "!= count - 1 and"),
+        ],
+    ),
+    Module(
         "kvcache.replica.batch",
         ["tests/kvcache/replica/test_batch.py", "tests/kvcache/test_against_model.py::test_seeded_moves"],
         [
-            Mutation(
-                "Gathered.__init__",
-                "(replicas == replicas[0]).all()",
-                "True",
-                equivalent="the run of rows is read only where there is one replica",
-            ),
             Mutation("Batch.update", "self.slack -= 1", "pass"),
             Mutation("Batch.update", "self.due -= 1", "pass"),
             Mutation("Batch.update", "self._updates_left -= 1", "pass"),
             Mutation("Batch.update", "self.starts = self.ends - 1", "self.starts = self.ends"),
             Mutation("Batch.turning", "== 1 % self._page_size", "== 0"),
             Mutation("Batch.turning", "at = self.ends.item(0) % self._page_size", "at = 0"),
+            Mutation("Batch.turning", " or self._longest > most", ""),
+            Mutation("Batch.part", "self._behind.get(share.replica)", "0"),
             Mutation("Batch.refresh", "self._stale or", ""),
             Mutation("Batch.last_tokens", "self._count - 1", "self._count - 2"),
             Mutation("Batch.last_tokens", "self.refresh()", "pass"),
@@ -406,10 +413,19 @@ KVCACHE: tuple[Module, ...] = (
                 ["tests/kvcache/test_handover.py"],
             ),
             Mutation("Replicas.fetch", 'replica.refuse_short(state.rows, lengths, "fetch")', "pass"),
-            Mutation("Replicas.step", 'replica.refuse_short(rows, computed, "step")', "pass"),
+            Mutation(
+                "Replicas.step", 'self.each[share.replica].refuse_short(share.rows, computed[share.at], "step")', "pass"
+            ),
             Mutation("Replicas.step", "gathered.due > 0", "gathered.due >= 0"),
             Mutation("Replicas.step", "gathered.due = 1", "gathered.due = 2"),
-            Mutation("Replicas.step", "parts if gathered.due or", "parts if"),
+            Mutation("Replicas.step", "None if gathered.due else gathered.turning()", "gathered.turning()"),
+            Mutation("Replicas._computed", "self._rows.cached[gathered.places] = gathered.starts", "pass"),
+            Mutation(
+                "Replicas._computed",
+                "self.each[share.replica].counter.run",
+                "(lambda *_: 0)",
+                ["tests/kvcache/replica/test_batch.py"],
+            ),
             Mutation("Replicas._reserve_decoding", "gathered.slack == -1 and ", ""),
             Mutation(
                 "Replicas.fetch_one", "end > self.capacity[row]", "not row < 1 << 30", ["tests/kvcache/test_manager.py"]
@@ -421,18 +437,14 @@ KVCACHE: tuple[Module, ...] = (
             ),
             Mutation("Replicas._is_plain", " and not replica.counter.is_open", "", [_MANAGER]),
             Mutation("Replicas.step", "gathered.slack < -1", "gathered.slack < -2"),
-            Mutation("Replicas._reserve_decoding", "gathered.slack = min(", "gathered.slack = max("),
+            Mutation("Replicas._reserve_decoding", "gathered.slack = num_steps - 1", "gathered.slack = num_steps"),
             Mutation(
                 "Replicas.fork",
                 "self.placed[replica_idx].copy_page(source, target)",
                 "pass",
                 ["tests/kvcache/replica/test_fork.py"],
             ),
-            Mutation(
-                "place_replicas",
-                "zip(devices, parts, strict=True)",
-                "zip(devices, [parts[0]] * len(devices), strict=True)",
-            ),
+            Mutation("place_replicas", "slice(first, first + rows)", "slice(0, rows)"),
         ],
     ),
     Module(

@@ -138,6 +138,35 @@ def test_those_are_looked_at_whose_newest_token_is_the_first_of_a_page(
             assert sum(asked.get("filled", [])) == np.count_nonzero(computed % 4 == 0)
 
 
+def test_a_request_past_the_longest_is_refused_where_another_takes_a_page(make: Any) -> None:
+    manager = make(64, page_size=4, max_seq_len=6)
+    batch = manager.batch(running(manager, [4, 2]))
+    for _ in range(2):
+        assert manager.reserve_batch(batch).all()
+        manager.fetch(batch)
+        batch.update([3, 3])
+        manager.step(batch)
+    assert batch.lengths.tolist() == [7, 5]  # the first token of a page, and one more than there may be
+    with pytest.raises(SequenceTooLongError, match="7 tokens"):
+        manager.reserve_batch(batch)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_the_longest_of_each_replica_is_told_as_they_grow(make: Any, dp: int) -> None:
+    manager = make(96, page_size=4, dp=dp)
+    contexts = running(manager, [4, 5, 9, 13, 6, 7])
+    batch = manager.batch(contexts)
+    for _ in range(6):
+        batch.update([3] * len(contexts))
+        assert manager.reserve_batch(batch).all()
+        for replica, inputs in enumerate(manager.fetch(batch)):
+            mine = [context.end_idx for context in contexts if manager.get_replica(context) == replica]
+            assert inputs.max_lengths.tolist() == [[1, max(mine)]]
+            assert inputs.cache_lengths.tolist() == [length - 1 for length in mine]
+            assert inputs.lookup_table.shape == (len(mine), -(-max(mine) // 4))
+        manager.step(batch)
+
+
 def test_a_request_that_was_claimed_anew_is_looked_at_whatever_its_page(make: Any) -> None:
     manager = make(64, page_size=4)
     contexts = running(manager, [5, 6, 7])
@@ -329,3 +358,16 @@ def test_it_is_a_sequence(make: Any) -> None:
     assert manager.fetch(empty)[0].lookup_table.shape == (0, 0)
     empty.update([])
     manager.step(empty)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_prompts_that_ran_without_a_fetch_are_counted_by_step(make: Any, dp: int) -> None:
+    manager = make(64, page_size=4, dp=dp)
+    contexts = [TextContext(range(at, at + 3), 64, str(at)) for at in range(4)]
+    for at, context in enumerate(contexts):
+        manager.external_claim(context.request_id, at % dp)
+    assert manager.reserve_batch(contexts).all()
+    for context in contexts:
+        context.update(3)
+    manager.step(contexts)
+    assert manager.metrics.input_tokens == 12

@@ -1,0 +1,51 @@
+"""`Share`: the requests of one replica in a batch."""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from kvcache.replica.rows import Ints, Rows, rows_at
+
+
+class Share(NamedTuple):
+    """Which requests of a batch are one replica's: their places in the batch, and the rows they have there."""
+
+    replica: int
+    at: Rows  # slices where they are runs: arrays are read without a copy then
+    rows: Rows
+
+
+def shares_of_all(replicas: Ints, rows: Ints, count: int) -> list[Share]:
+    """The share of each of `count` replicas, empty ones too; `replicas` and `rows` of each request, in batch order."""
+    order = np.argsort(replicas, kind="stable")
+    bounds = np.searchsorted(replicas[order], np.arange(count + 1)).tolist()
+    rows = rows[order]
+    return [
+        Share(replica, as_run(order[first:last]), as_run(rows[first:last]))
+        for replica, (first, last) in enumerate(pairwise(bounds))
+    ]
+
+
+def shares_at(replicas: Ints, rows: Rows, places: Ints) -> list[Share]:
+    """The shares of the requests at these places of the batch, of the replicas that have some."""
+    if not places.size:
+        return []
+    mine, own = replicas[places], rows_at(rows, places)
+    if np.count_nonzero(mine == mine[0]) == len(mine):
+        return [Share(mine.item(0), places, own)]
+    order = np.argsort(mine, kind="stable")
+    mine, own, places = mine[order], own[order], places[order]
+    bounds = [0, *(np.diff(mine).nonzero()[0] + 1).tolist(), len(mine)]
+    return [Share(mine.item(first), places[first:last], own[first:last]) for first, last in pairwise(bounds)]
+
+
+def as_run(indices: Ints) -> Rows:
+    """`indices` as a slice where each is one more than the one before."""
+    count = len(indices)
+    if not count:
+        return slice(0, 0)
+    first = indices.item(0)
+    if indices.item(-1) - first != count - 1 or np.count_nonzero(np.diff(indices) != 1):
+        return indices
+    return slice(first, first + count)
