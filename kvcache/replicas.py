@@ -58,7 +58,7 @@ def place_replicas(
         if count > 1:
             caching = params.enable_prefix_caching
             replica.further = FurtherTables(tables, replica.pool, block_rows, replica.leases, caching=caching)
-            replica.hints.follow(replica.further, replica.salt)
+            replica.hints.follow(replica.further)
         placed.append(PlacedReplica(replica, layouts, group, stream))
     replicas = Replicas(placed, every, params, make_tiers(params, layouts, placed, stream, tables))
     if params.kv_events is not None and params.enable_prefix_caching:

@@ -34,6 +34,10 @@ class TenantQuotas:
         """`pages`, not idle, are the tenant's."""
         self._owner[pages] = _NOBODY if salt is None else self._id_of(salt)
 
+    def disown(self, pages: Pages) -> None:
+        """`pages` have left the pool's cache: what comes into them is nobody's until somebody says whose."""
+        self._owner[pages] = _NOBODY
+
     def append(self, pages: Pages | Indices) -> None:
         """`pages` are idle now, the youngest of their tenants'."""
         owners = self._owner[pages]

@@ -127,6 +127,8 @@ class HintedOrder:
 
     def append(self, pages: Pages | Indices) -> None:
         """Put `pages`, none of them in the order, where their hints want them, the youngest of all."""
+        if not len(pages):  # what has just left the order is made up for by who comes, not by who does not
+            return
         self._recent.append(pages)
         self.count += len(pages)
         if self._quotas is not None:
@@ -161,6 +163,8 @@ class HintedOrder:
             for pages in taken[by_order:]:
                 self._quotas.remove(pages)
         gone = np.concatenate(taken) if taken else np.zeros(0, np.int32)
+        if self._quotas is not None:
+            self._quotas.disown(gone)
         if self.explains:
             self.reasons = (LEVEL_OF[self.codes[gone]] < NEUTRAL).astype(np.uint8) * BY_HINT
             self.reasons[: len(taken[0]) if self._quotas is not None else 0] = BY_QUOTA

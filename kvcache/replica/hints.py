@@ -29,11 +29,19 @@ class ReplicaHints:
     many as the others have of it.
     """
 
-    def __init__(self, pool: PagePool, rows: BlockRows, hasher_of: HasherOfRow, params: KVCacheParams) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        rows: BlockRows,
+        hasher_of: HasherOfRow,
+        salt_of: Callable[[int], str | None],
+        params: KVCacheParams,
+    ) -> None:
         self._found = [0] * len(rows.request_ids)  # by row, pages that were published already
         self._pool = pool
         self._rows = rows
         self._hasher_of = hasher_of
+        self._salt_of = salt_of  # of the row's pages, whatever its context says by now
         caching = params.enable_prefix_caching
         self._most_hinted = params.max_hint_share if caching else 0.0
         self._further: FurtherTables | None = None
@@ -48,15 +56,15 @@ class ReplicaHints:
             self._quotas = TenantQuotas(pool.num_pages, params.tenant_quota, params.tenant_quotas)
             self._order_pages()
 
-    def follow(self, further: FurtherTables, salt_of: Callable[[int], str | None]) -> None:
-        """Hints and quotas hold for these tables' pages, too; `salt_of` gives the salt of a row's pages."""
+    def follow(self, further: FurtherTables) -> None:
+        """Hints and quotas hold for these tables' pages, too."""
         self._further, quotas = further, self._quotas
         if quotas is None:
             return
 
         def own(rows: Ints, pages: Pages) -> None:
             for row in set(rows.tolist()):
-                quotas.own(pages[rows == row], salt_of(row))
+                quotas.own(pages[rows == row], self._salt_of(row))
 
         further.leaving = own
 
@@ -115,7 +123,7 @@ class ReplicaHints:
         columns, further = self._further_pages(row, pages, [end for end in ends if end is not None])
         self._pool.hold(further)
         if self._quotas is not None:
-            self._quotas.own(np.concatenate((pages, further)), getattr(context, "cache_salt", None))
+            self._quotas.own(np.concatenate((pages, further)), self._salt_of(row))
         if self._baselines:
             plain, hinted = self._baselines
             words = self._pool.index.words_of(pages)

@@ -69,7 +69,7 @@ class Replica:
         self._hashers: dict[int, PrefixHasher] = {}  # by row, of the contexts that cannot carry their own
         self._named: dict[int, tuple[str | None, ExtraKeys]] = {}  # by row, salt and keys of the request's pages
         self.counter = PromptCounter(rows)
-        self.hints = ReplicaHints(self.pool, rows, self.hasher, params)
+        self.hints = ReplicaHints(self.pool, rows, self.hasher, self.salt, params)
         self.tier = PagesBelow()
         self.further: FurtherTables | None = None  # of layers that keep other tokens; None: there are none
         self.states: PrefixStates | None = None  # of recurrent layers, where these are cached

@@ -222,10 +222,9 @@ class GroupedReplica(ModelReplica):
     def key(self, tokens: list[int], named: Named, table: int, column: int) -> Content:
         return ("table", table, *self.content(tokens, named, column))
 
-    def _take(self) -> int:
-        if len(self.holders) + len(self.idle) == self.num_pages:
-            self.evicted_further += self.content_of[self.idle[0]][0] == "table"
-        return super()._take()
+    def _evict(self, victim: int) -> None:
+        self.evicted_further += self.content_of[victim][0] == "table"
+        super()._evict(victim)
 
     def leave(self, mine: Further, gone: list[tuple[int, int, int]]) -> None:
         for column, table, page in sorted(gone, reverse=True):

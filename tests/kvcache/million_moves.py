@@ -11,7 +11,7 @@ import logging
 import time
 from collections import Counter
 
-from tests.kvcache.group_moves import GroupMoves
+from tests.kvcache.hinted_moves import HintedMoves
 from tests.kvcache.hostile import HostileMoves
 from tests.kvcache.moves import Moves, SeededChooser
 
@@ -22,14 +22,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1, help="the first one")
     parser.add_argument("--moves", type=int, default=1_000_000)
-    parser.add_argument("--groups", action="store_true", help="managers of groups of layers")
+    parser.add_argument("--groups", action="store_true", help="managers of groups of layers, with hints and quotas")
     parser.add_argument("--hostile", action="store_true", help="a wrong call after each move")
     chosen = parser.parse_args()
     logging.disable(logging.WARNING)
     start, seen, seed = time.monotonic(), Counter[str](), chosen.seed
     for seed in range(chosen.seed, chosen.seed - (-chosen.moves // MOVES_A_SEED)):
         hostile = HostileMoves(SeededChooser(seed)) if chosen.hostile else None
-        kind = GroupMoves if chosen.groups else Moves
+        kind = HintedMoves if chosen.groups else Moves
         moves = kind(SeededChooser(seed)) if hostile is None else hostile.moves
         try:
             for _ in range(MOVES_A_SEED):

@@ -264,10 +264,12 @@ class ModelReplica:
 
     def _take(self) -> int:
         if len(self.holders) + len(self.idle) == self.num_pages:  # no page without content is left
-            victim = self.idle.pop(0)
-            self.store(victim)
-            del self.page_of[self.content_of.pop(victim)]
-            self.evictions += 1
+            self._evict(self.idle.pop(0))
         self._names += 1
         self.holders[self._names] = 1
         return self._names
+
+    def _evict(self, victim: int) -> None:
+        self.store(victim)
+        del self.page_of[self.content_of.pop(victim)]
+        self.evictions += 1

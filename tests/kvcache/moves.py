@@ -145,8 +145,7 @@ class Moves:
         past, keys = self.choose.pick(self.past)
         tokens = past[: self.choose.integer(0, 2 * len(past))]  # in half the cases all of it
         tokens = tokens + [self.choose.integer(1, 2) for _ in range(self.choose.integer(1, 6))]
-        salt = None if self.choose.integer(0, 5) else "other"
-        context = TextContext(tokens[: LONGEST // 2], LONGEST, self.name(), cache_salt=salt)
+        context = TextContext(tokens[: LONGEST // 2], LONGEST, self.name(), cache_salt=self.salt())
         if self.choose.integer(0, 3):
             context.extra_keys = keys
         else:
@@ -155,6 +154,9 @@ class Moves:
         self.models[replica].requests[context.request_id] = Held()
         self.live[context.request_id] = context
         return True
+
+    def salt(self) -> str | None:
+        return None if self.choose.integer(0, 5) else "other"
 
     def keys(self, length: int) -> Keys:
         """None, or images near the end of the prompt, where a page is full only later, or anywhere."""
@@ -287,7 +289,7 @@ class Moves:
             longest = max(map(len, known.values()))
             if longest == LONGEST or any(self.too_long(len(one), len(one) - 1, len(one)) for one in known.values()):
                 break
-            wanted = [self.batch_reserve(context, known[context.request_id]) for context in ready]
+            wanted = self.batch_reserve(ready, known)
             assert self.manager.reserve_batch(batch).tolist() == wanted
             if not all(wanted):
                 break
@@ -308,7 +310,11 @@ class Moves:
         replica, length = self.manager.get_replica(context), len(tokens)
         return Run(context.request_id, replica, named_of(context), tokens, length - 1, length)
 
-    def batch_reserve(self, context: TextContext, tokens: list[int]) -> bool:
+    def batch_reserve(self, batch: Sequence[TextContext], known: dict[str, list[int]]) -> list[bool]:
+        return [self.reserve_next(context, known[context.request_id]) for context in batch]
+
+    def reserve_next(self, context: TextContext, tokens: list[int]) -> bool:
+        """Room for one more token of a request in a batch."""
         model, length = self.models[self.manager.get_replica(context)], len(tokens)
         return model.reserve(context.request_id, tokens, named_of(context), length - 1, length, 1) is not None
 
@@ -363,13 +369,18 @@ class Moves:
         if not self.live:
             return False
         name = self.choose.pick(sorted(self.live))
-        context = self.live.pop(name)
+        context = self.live[name]
         model = self.models[self.manager.get_replica(context)]
         self.past = [*self.past[-7:], (context.tokens.tolist(), context.extra_keys)]
+        self.say_last(context)
         self.manager.release(name)
         model.release(name)
+        del self.live[name]
         self.reserved.discard(name)
         return True
+
+    def say_last(self, context: TextContext) -> None:
+        """A request is about to be released."""
 
     def lease(self) -> bool:
         if not self.live or len(self.leases) == 4:

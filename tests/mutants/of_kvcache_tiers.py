@@ -22,6 +22,8 @@ KVCACHE_TIERS: tuple[Module, ...] = (
             Mutation("page_hints", "-(-hint.start // page_size)", "hint.start // page_size"),
             Mutation("merge_codes", "refuted | (old == SHARED)", "refuted"),
             Mutation("HintedOrder.append", "(1.0 - self.share)", "self.share"),
+            Mutation("HintedOrder.append", "if not len(pages):", "if False:"),
+            Mutation("HintedOrder.pop", "self._quotas.disown(gone)", "pass", ["tests/kvcache/replica/test_hints.py"]),
             Mutation("HintedOrder.pop", "self.codes[gone] = NEUTRAL", "pass"),
             Mutation("HintedOrder.pop", "self._on_surplus(taken[0])", "pass", ["tests/kvcache/replica/test_hints.py"]),
             Mutation("HintedOrder._pop_older", "pages, lead = pages[:expired], 0", "pages = pages[:expired]"),
@@ -35,6 +37,7 @@ KVCACHE_TIERS: tuple[Module, ...] = (
         [
             Mutation("ReplicaHints.come", "self._found[row] += found", "self._found[row] = found"),
             Mutation("ReplicaHints.brought", "baseline.touch(words)", "pass"),
+            Mutation("ReplicaHints.leave", "self._salt_of(row)", 'getattr(context, "cache_salt", None)'),
             Mutation("ReplicaHints._judge", "promised * scale", "promised"),
             Mutation("ReplicaHints._judge", "gained * scale", "gained"),
             Mutation("ReplicaHints._forget_given_up", "computed < last", "computed > last"),

@@ -62,6 +62,13 @@ def test_a_hit_compares_the_whole_digest(words: int) -> None:
             assert index.find(other).tolist() == [NO_PAGE]
 
 
+def test_no_chain_is_walked_for_pages_that_lie_behind_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = PrefixIndex(20, 4)
+    index.publish(pages(1, 2), digests(0, 1))
+    monkeypatch.setattr(PrefixIndex, "_find_exactly", lambda *_: pytest.fail("two digests share their first word"))
+    assert index.find(digests(5, 0, 6, 1)).tolist() == [NO_PAGE, 1, NO_PAGE, 2]
+
+
 def test_digests_that_share_their_first_word_are_told_apart() -> None:
     index = PrefixIndex(50, 4)
     everything = digests(*range(6), bucket=3)

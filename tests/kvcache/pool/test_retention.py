@@ -155,6 +155,15 @@ def test_only_the_share_follows_hints() -> None:
     order.check()
 
 
+def test_what_follows_hints_is_settled_by_those_who_come() -> None:
+    order = order_of(0.5)
+    order.append(pages(1, 2, 3, 4))
+    order.remove(pages(1, 2))
+    before = order.positions()[[3, 4]].tolist()
+    order.append(pages())
+    assert order.positions()[[3, 4]].tolist() == before
+
+
 def test_a_hint_is_worth_nothing_after_its_time() -> None:
     now = [0.0]
     order = order_of(clock=lambda: now[0])
@@ -212,7 +221,7 @@ class SlowOrder:
     def append(self, new: list[int], share: float) -> None:
         self.recent += new
         keep = int((1.0 - share) * (len(self.recent) + len(self.older)))
-        while len(self.recent) > keep:
+        while new and len(self.recent) > keep:
             page = self.recent.pop(0)
             self.older.append((self.places, self.levels[page], page))
             self.places += 1

@@ -201,8 +201,7 @@ def test_a_tenant_above_its_quota_evicts_its_own_pages() -> None:
         serve(manager, prompt(name), cache_salt="big")
     manager.check()
     pages = [page for page in range(1, 41) if manager._replicas.each[0].pool.index.published[page]]
-    quotas = manager._replicas.each[0].hints._quotas
-    held = {salt: quotas._orders[owner].count for salt, owner in quotas._ids.items()}
+    held = owned(manager)
     assert len(pages) >= 38
     assert held["big"] >= 18
     assert held["small"] <= 8
@@ -225,6 +224,40 @@ def test_a_sample_speaks_for_all_pages() -> None:
     assert hits == 3000
     assert sum(learned[::2]) == pytest.approx(3000, rel=0.2)
     assert sum(learned[1::2]) == pytest.approx(3000, rel=0.2)
+
+
+def owned(manager: PagedKVCacheManager) -> dict[str, int]:
+    """Each tenant's idle pages."""
+    quotas = manager._replicas.each[0].hints._quotas
+    assert quotas is not None
+    return {salt: quotas._orders[owner].count for salt, owner in quotas._ids.items() if quotas._orders[owner].count}
+
+
+def test_pages_are_the_tenants_who_computed_them_whatever_the_context_says_at_its_end() -> None:
+    manager = manager_of(40, params={"tenant_quota": 0.5})
+    context = TextContext(prompt(1), 64, cache_salt="a")
+    manager.external_claim(context.request_id)
+    assert manager.maybe_reserve(context)
+    manager.fetch([context])
+    context.update(0)
+    manager.step([context])
+    context.cache_salt = "b"
+    manager.release(context.request_id)
+    assert owned(manager) == {"a": len(prompt(1)) // 4}
+
+
+def test_what_comes_into_an_evicted_page_is_not_its_tenants() -> None:
+    manager = manager_of(12, host_slots=40, params={"tenant_quota": 0.9})
+    serve(manager, prompt(1))
+    wanted = manager.contents.digests(TextContext(prompt(1), 64), 0)
+    for name in range(2, 9):
+        serve(manager, prompt(name), cache_salt="a")
+    assert sum(owned(manager).values()) == manager._replicas.each[0].pool.idle.count
+    before = owned(manager)["a"], manager.metrics.evictions
+    while manager.contents.bring("theirs", 0, wanted, 100):
+        manager.check()
+    assert (evicted := manager.metrics.evictions - before[1]) > 0
+    assert owned(manager) == {"a": before[0] - evicted}
 
 
 def test_what_a_quota_evicts_is_held_against_no_hint() -> None:

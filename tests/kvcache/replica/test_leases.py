@@ -180,6 +180,21 @@ def test_a_page_that_was_told_is_kept_when_a_later_chunk_hits_the_cache(make: An
     assert manager.num_leased_blocks == 0
 
 
+def test_a_page_that_was_told_makes_no_room_when_a_later_chunk_hits_the_cache(make: Any) -> None:
+    manager = make(8, page_size=4)
+    context, twin = TextContext(range(14), 64, "r"), TextContext(range(14), 64, "twin")
+    for one in (context, twin):
+        manager.external_claim(one.request_id)
+    run(manager, context, 6)
+    manager.lease("r")
+    manager.block_table("r")
+    run(manager, twin)
+    assert manager.num_free_blocks == 1  # 4 pages each, the first one of both
+    assert not manager.maybe_reserve(context, 12)  # 3 more: of the 2 that the twin's replace one is told of
+    assert manager.maybe_reserve(context, 8)
+    assert manager.num_free_blocks == 0
+
+
 def test_a_lease_under_which_nothing_was_computed_holds_nothing(make: Any) -> None:
     manager = make(8, page_size=4)
     with pytest.raises(UnknownRequestError, match="'r': lease of a request that is not claimed"):

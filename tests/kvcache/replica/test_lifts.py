@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from threading import Event
 
 import numpy as np
 import pytest
@@ -219,7 +220,14 @@ def test_prefetch_brings_what_all_tables_need(served: Make) -> None:
     it.serve(PROMPT, chunk=8)
     it.manager.close()
     again = served(files=True)
-    context = again.claim(PROMPT)
+    context, gate, files = again.claim(PROMPT), Event(), again.tiers.replicas[0].lower[0]
+    assert isinstance(files, FileTier)
+    while len(there := files._host.pool.index.match(again.digests(PROMPT))) < 10:
+        files.promote(again.digests(PROMPT)[len(there) :], len(there), wait=True)
+    files._reader.submit(gate.wait)
+    coming = again.manager.prefetch(context)
+    gate.set()
+    assert coming  # the window's
     for _ in range(400):
         if not again.manager.prefetch(context):
             break

@@ -1,0 +1,116 @@
+"""Which idle page goes first where requests give hints and tenants have quotas: one page at a time, over plain dicts.
+
+Written from what `kvcache.pool.retention` and `kvcache.pool.quotas` promise. What is learned (the share of the pages
+that follow hints) and what is left open (whose page goes first where several tenants have too many) the manager says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvcache import RangeRetention, Retention
+
+
+class Said(NamedTuple):
+    """What was said of a page: a level, 0 (goes first) to 4, a class of time to live, and when that is over."""
+
+    level: int = 2
+    lives: int = 0
+    until: float = math.inf
+
+    def rank(self, since: int, num_pages: int, now: float) -> int:
+        """A page's place, and what its hint is worth beside that: two pools' pages a level."""
+        return since + (0 if self.until <= now else (self.level - 2) * 2 * num_pages)
+
+
+NOTHING = Said()
+SHARED = Said(lives=7)  # it was to go first, and was used all the same: never put first again
+
+
+def said_of(retention: Retention, page: int, page_size: int, now: float) -> Said:
+    """What a request says of one of its pages: the last range that holds it whole, else what it says of all."""
+    spoken: Retention | RangeRetention = retention
+    for one in retention.ranges:
+        if one.start <= page * page_size and (one.end is None or (page + 1) * page_size <= one.end):
+            spoken = one
+    level = 2 + {True: 2, False: -2, None: 0}[spoken.session_continues] + round((spoken.priority - 50) / 25)
+    level = min(4, max(0, level))
+    if spoken.ttl_s is None:
+        return Said(level)
+    return Said(level, min(6, max(1, math.ceil(math.log(spoken.ttl_s, 4)))), now + spoken.ttl_s)
+
+
+class HintedIdle(list[int]):
+    """The idle pages of a model, least recently used first; `pop` takes the one that goes first."""
+
+    def __init__(self, num_pages: int, tenant_of: Callable[[int], str | None]) -> None:
+        super().__init__()
+        self.num_pages, self.tenant_of = num_pages, tenant_of
+        self.share: Callable[[], float] = lambda: 0.0  # of the pages here, how many follow hints
+        self.order_of_tenants: Callable[[], list[str]] = list  # those over their quotas are looked at in this order
+        self.now: Callable[[], float] = lambda: 0.0
+        self.quotas: dict[str, float] = {}
+        self.quota = 1.0
+        self.said: dict[int, Said] = {}
+        self.older: dict[int, int] = {}  # the pages that follow hints, and their places among all that ever did
+        self.places = 0
+        self.seen: Counter[str] = Counter()
+
+    def hint(self, page: int, said: Said | None) -> None:
+        """A request that leaves a page says so, or nothing."""
+        before = self.said.get(page, NOTHING)
+        refuted = before.level < 2
+        if said is None:
+            self.said[page] = SHARED if refuted else before
+        else:
+            self.said[page] = SHARED if said.level < 2 and (refuted or before == SHARED) else said
+
+    def append(self, page: int) -> None:
+        super().append(page)
+        recent = [one for one in self if one not in self.older]
+        for oldest in recent[: max(0, len(recent) - int((1.0 - self.share()) * len(self)))]:
+            self.older[oldest] = self.places
+            self.places += 1
+
+    def remove(self, page: int) -> None:
+        super().remove(page)
+        self.older.pop(page, None)
+
+    def clear(self) -> None:
+        for page in self:
+            self.said.pop(page, None)
+        self.older.clear()
+        super().clear()
+
+    def pop(self, _: object = 0) -> int:
+        page, oldest = self.first(), self[0]
+        self.seen["evicted before its turn"] += page != oldest
+        self.remove(page)
+        self.said.pop(page, None)
+        return page
+
+    def first(self) -> int:
+        pages_of: dict[str, list[int]] = {tenant: [] for tenant in self.order_of_tenants()}
+        for page in self:
+            if (tenant := self.tenant_of(page)) is not None:
+                pages_of.setdefault(tenant, []).append(page)
+        for tenant, mine in pages_of.items():
+            if len(mine) > int(self.quotas.get(tenant, self.quota) * self.num_pages):
+                self.seen["evicted above a quota"] += 1
+                return mine[0]
+        if not self.older:
+            return self[0]
+        heads: dict[tuple[int, int], int] = {}  # of each kind of hint the oldest
+        for page in sorted(self.older, key=lambda one: self.older[one]):
+            heads.setdefault(self.said.get(page, NOTHING)[:2], page)
+        now = self.now()
+        ranked = [
+            (self.said.get(page, NOTHING).rank(self.older[page], self.num_pages, now), lives, level, page)
+            for (level, lives), page in heads.items()
+        ]
+        page = min(ranked)[3]
+        self.seen["evicted after its time"] += self.said.get(page, NOTHING).until <= now
+        return page
