@@ -237,7 +237,8 @@ class Replicas:
         ]
         for share, pages in full:
             self.each[share.replica].publish(share.rows, computed[share.at], pages)
-        self._computed(gathered)
+        if looked is not None or len(full) < len(self.each):  # else that has told of all
+            self._computed(gathered)
         if self._partial is not None:
             _learn(self._partial, gathered, full)
         if full:
@@ -327,9 +328,10 @@ class Replicas:
     def _computed(self, gathered: Gathered) -> None:
         """The model has computed what is before each request's start."""
         self._rows.cached[gathered.places] = gathered.starts
-        if any(replica.counter.is_open for replica in self.each):
-            for share in gathered.split(len(self.each)):
-                self.each[share.replica].counter.run(share.rows, 0, gathered.starts[share.at])
+        for share in gathered.split(len(self.each)):
+            counter = self.each[share.replica].counter
+            if counter.is_open:
+                counter.run(share.rows, 0, gathered.starts[share.at])
 
     def _filled(self, gathered: Gathered, share: Share) -> Filled | None:
         """The pages of the share's requests that are full now."""

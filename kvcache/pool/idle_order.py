@@ -104,18 +104,18 @@ class IdleOrder:
 
     def pop_one(self) -> int:
         """`pop(1)`, where there is a page: a tenth of the cost."""
-        chunk, log, stamp = self.chunks[0], self._log, self._stamp
+        chunk, log, stamp, head = self.chunks[0], self._log, self._stamp, self._head
+        start = chunk * CHUNK
         # No stamp names a place that is not filled yet: no need to ask where the chunk ends.
-        for at in range(self._head, min(self._head + _NEAR, CHUNK)):
+        for at in range(head, min(head + _NEAR, CHUNK)):
             page: int = log.item(chunk, at)
-            if stamp.item(page) == chunk * CHUNK + at:
+            if stamp.item(page) == start + at:
                 break
         else:  # many that left from the middle
             return int(self.pop(1)[0])
         stamp[page] = -1
         self.count -= 1
-        live = self._live.item(chunk) - 1
-        self._live[chunk] = live
+        self._live[chunk] = live = self._live.item(chunk) - 1
         if live:
             self._head = at + 1
         else:

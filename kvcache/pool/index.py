@@ -94,10 +94,10 @@ class PrefixIndex:
     def withdraw_one(self, page: int) -> None:
         """`withdraw` for one page: a fifth of the cost."""
         self._changed(page, False)
-        before, after = self._before.item(page), self._links.item(page)
-        if self._links.item(before) != page:
+        links, before = self._links, self._before.item(page)
+        if links.item(before) != page:
             raise InvariantError(f"page {page} is not in the chain of its digest")
-        self._links[before] = after
+        links[before] = after = links.item(page)
         self._before[after] = before
 
     def digests_of(self, pages: Pages | Buckets) -> Digests:

@@ -164,7 +164,7 @@ class Replica:
 
         The last known token is never covered: it has to run, to give the next one. `hasher`: the context's, if known.
         """
-        first = 0 if row is None else int(self.rows.committed[row])
+        first = 0 if row is None else self.rows.committed.item(row)
         last = (context.current_length - 1) // self.page_size
         if not self.caching or last <= first:
             return first, np.zeros(0, np.int32)
@@ -376,7 +376,7 @@ class Replica:
 
     def _plan(self, row: int, context: Context, needed: int, num_steps: int) -> Reservation:
         rows, slots = self.rows, NO_SLOTS
-        have = int(rows.num_pages[row])
+        have = rows.num_pages.item(row)
         # One active token after all others were computed is a decode step: there is nothing to look up.
         looks = context.active_length > 1
         first, hits = self.match(context, row) if looks else (0, _NO_PAGES)
@@ -388,7 +388,8 @@ class Replica:
         cached = (restored + len(slots) if slots.size else first + len(hits)) * self.page_size
         if cached <= context.start_idx:
             cached, hits, slots = 0, _NO_PAGES, NO_SLOTS  # no token fewer to run: `step` finds the duplicates
-        replaced = rows.table[row, first : min(have, first + len(hits))].copy() if hits.size else _NO_PAGES
+        has_others = hits.size and have > first
+        replaced = rows.table[row, first : min(have, first + len(hits))].copy() if has_others else _NO_PAGES
         new = max(0, needed - max(have, first + len(hits)))
         further = self.plan_further(row, context, num_steps, hits, start=cached)
         return Reservation(first, hits, replaced, new, cached, restored, slots, further)
@@ -408,8 +409,10 @@ class Replica:
             rows.commit(row, plan.first + len(plan.hits))
             if (watched := self.pool.told) is not None:
                 watched("found", plan.hits, None)
-        if plan.new:
-            rows.write(row, int(rows.num_pages[row]), self.pool.allocate(plan.new))
+        if plan.new == 1:  # all was found but the end: a third of the cost
+            rows.append_one(row, self.pool.allocate_one())
+        elif plan.new:
+            rows.write(row, rows.num_pages.item(row), self.pool.allocate(plan.new))
         if self.further is not None:
             self.further.take(row, plan.further)
         if plan.slots.size:

@@ -24,7 +24,9 @@ def as_rows(rows: Rows) -> Ints:
 
 def rows_at(rows: Rows, at: NDArray[np.intp]) -> Ints:
     """Those of `rows` at the places `at`."""
-    return at + rows.start if isinstance(rows, slice) else rows[at]
+    if isinstance(rows, slice):
+        return at + rows.start if rows.start else at
+    return rows[at]
 
 
 class AllRows:
@@ -93,7 +95,7 @@ class BlockRows:
         """Put `pages` at the logical pages from `first` on; a row only grows."""
         end = first + len(pages)
         self.table[row, first:end] = pages
-        if end > self.num_pages[row]:
+        if end > self.num_pages.item(row):
             self.num_pages[row] = end
             self.measure(row)
         self.changed[row] = True
@@ -108,8 +110,9 @@ class BlockRows:
         self.capacity[rows] = np.minimum(counts * self.page_size, self.max_seq_len)
 
     def append_one(self, row: int, page: int) -> None:
-        self.table[row, self.num_pages[row]] = page
-        self.num_pages[row] += 1
+        count = self.num_pages.item(row)
+        self.table[row, count] = page
+        self.num_pages[row] = count + 1
         self.changed[row] = True
         self.measure(row)
 
@@ -118,7 +121,7 @@ class BlockRows:
         self.commit_at[rows] = (pages + 1) * self.page_size
 
     def measure(self, row: int, *, usable: bool = True) -> None:
-        self.capacity[row] = min(int(self.num_pages[row]) * self.page_size, self.max_seq_len) if usable else -1
+        self.capacity[row] = min(self.num_pages.item(row) * self.page_size, self.max_seq_len) if usable else -1
 
     def unbind(self, row: int) -> None:
         """Clear the row, which is bound, and give it back."""

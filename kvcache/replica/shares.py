@@ -46,6 +46,6 @@ def as_run(indices: Ints) -> Rows:
     if not count:
         return slice(0, 0)
     first = indices.item(0)
-    if indices.item(-1) - first != count - 1 or np.count_nonzero(np.diff(indices) != 1):
+    if count > 1 and (indices.item(-1) - first != count - 1 or np.count_nonzero(indices[1:] - indices[:-1] != 1)):
         return indices
     return slice(first, first + count)

@@ -56,7 +56,11 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("PrefixIndex.withdraw_one", "self._changed(page, False)", "pass"),
             Mutation("PrefixIndex._changed", "self.published[pages] = come", "pass"),
             Mutation("PrefixIndex._changed", "self.generation += 1", "pass"),
-            Mutation("PrefixIndex.withdraw_one", "self._links[before] = after", "self._links[before] = NO_PAGE"),
+            Mutation(
+                "PrefixIndex.withdraw_one",
+                "links[before] = after = links.item(page)",
+                "links[before] = after = NO_PAGE",
+            ),
             Mutation("PrefixIndex.withdraw_one", "self._before[after] = before", "pass"),
             Mutation("PrefixIndex._insert", "self._changed(at, True, digests)", "pass"),
             Mutation("PrefixIndex._find", "self.digests_of(pages).tobytes() != asked.tobytes()", "False"),
@@ -135,7 +139,7 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("BlockRows.unbind", "self.prompt[row] = -1", "pass"),
             Mutation("BlockRows.unbind", "self.measure(row)", "pass"),
             Mutation(
-                "BlockRows.measure", "min(int(self.num_pages[row]) * self.page_size, self.max_seq_len)", "1 << 40"
+                "BlockRows.measure", "min(self.num_pages.item(row) * self.page_size, self.max_seq_len)", "1 << 40"
             ),
             Mutation("BlockRows.measure", " if usable else -1", "", ["tests/kvcache/replica/test_imports.py"]),
             Mutation("BlockRows.append", "counts * self.page_size", "self.page_size"),
@@ -154,7 +158,7 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("shares_of_all", "rows = rows[order]", "pass"),
             Mutation("shares_at", "own[order]", "own"),
             Mutation("shares_at", "np.diff(mine).nonzero()[0] + 1", "np.diff(mine).nonzero()[0]"),
-            Mutation("as_run", " or np.count_nonzero(np.diff(indices) != 1)", ""),
+            Mutation("as_run", " or np.count_nonzero(indices[1:] - indices[:-1] != 1)", ""),
             Mutation("as_run", "!= count - 1 or", "!= count - 1 and"),
         ],
     ),
@@ -422,7 +426,7 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("Replicas._computed", "self._rows.cached[gathered.places] = gathered.starts", "pass"),
             Mutation(
                 "Replicas._computed",
-                "self.each[share.replica].counter.run",
+                "counter.run",
                 "(lambda *_: 0)",
                 ["tests/kvcache/replica/test_batch.py"],
             ),
