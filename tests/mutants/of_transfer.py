@@ -316,7 +316,6 @@ TRANSFER: tuple[Module, ...] = (
                 "ReplicaTransfer._ask",
                 "if self._pulls.get(key) is pull and not pull.error:",
                 "if self._pulls:",
-                equivalent="a name is free again when its pull is over, and an answer to it finds another or none",
             ),
             Mutation(
                 "ReplicaTransfer._on_answer",

@@ -179,13 +179,15 @@ def test_what_was_asked_for_before_runs_before(pair: tuple[Threaded, Threaded]) 
     assert ran == ["before", "pull"]
 
 
-def test_a_thread_at_rest_is_woken_by_what_the_caller_reads_itself(pair: tuple[Threaded, Threaded]) -> None:
+def test_a_thread_at_rest_is_woken_by_what_the_caller_reads_itself(
+    pair: tuple[Threaded, Threaded], monkeypatch: pytest.MonkeyPatch
+) -> None:
     p, d = pair
+    monkeypatch.setattr("transfer.pull.thread.IDLE_POLL_S", 60.0)  # longer than `until` waits
     at_rest(d)
     d.pull(p, 1)
     started = d.polls
-    time.sleep(LINGER_S / 2)
-    assert d.polls - started > 2 * LINGER_S / IDLE_POLL_S
+    d.until(lambda: d.polls > started)
 
 
 def test_a_failure_in_the_callers_thread_ends_the_engine_and_is_told_like_any(pair: tuple[Threaded, Threaded]) -> None:
