@@ -140,11 +140,10 @@ class TransferStats:
 
     def record(self, pull: PullRecord) -> None:
         """Counts a rank's pull that has ended well."""
-        buckets = self.buckets
-        buckets["total_s"].add(pull.total_s)
-        buckets["post_s"].add(pull.post_s)
-        buckets["num_bytes"].add(pull.num_bytes)
-        buckets["num_runs"].add(pull.num_runs)
+        for name, buckets in self.buckets.items():
+            figure: float = getattr(pull, name)
+            buckets.counts[bisect_left(buckets.bounds, figure)] += 1  # as `Buckets.add`, which takes twice as long
+            buckets.total += figure
         self._last.append(pull)
 
     def record_failure(self, reason: str) -> None:

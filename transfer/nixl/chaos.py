@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from transfer.errors import AgentError
 from transfer.memory import MemoryType
-from transfer.nixl.agent import Agent
+from transfer.nixl.agent import WORD_BYTES, Agent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -122,6 +122,17 @@ class ChaosAgent(Agent):
             read.handle, _ = post()
             read.posted = True
         return read, False
+
+    def read_at_once(
+        self, peer: str, local: RunList, remote: RunList, memory_types: tuple[MemoryType, MemoryType]
+    ) -> Handle | None:
+        """As `Agent.read_at_once`, or not."""
+        return self.read(peer, local, remote, b"", memory_types)[0]
+
+    def read_word(self, peer: str, local: int, remote: int, note: bytes) -> Handle | None:
+        """As `Agent.read_word`, or not."""
+        words = MemoryType.DRAM, MemoryType.DRAM
+        return self.read(peer, [(local, WORD_BYTES, 0)], [(remote, WORD_BYTES, 0)], note, words)[0]
 
     def done(self, handle: Handle) -> bool:
         """As `Agent.done`, for a handle of `read`."""

@@ -91,25 +91,27 @@ class Plan:
         """
         if self._runs_of_page is None:  # not at first contact, which would wait for it
             self._runs_of_page = [self._of_page_0(group) for group in self.groups]
-        here, there, num_bytes = list[tuple[int, int, int]](), list[tuple[int, int, int]](), 0
+        here: RunRows = []
+        there: RunRows = []
+        num_bytes = 0
         our_device, their_device = self.devices
         for group, runs, pages in zip(self.groups, self._runs_of_page, named, strict=True):
-            pairs = _few_pairs(group, len(runs), pages)
+            pairs = _few_pages(group, len(runs), pages)
             if pairs is None:
                 return None
-            for run in runs:
+            for first_local, first_remote, length, local_page, remote_page in runs:
                 our_end = their_end = joined = 0
-                for ours, theirs in pairs:
-                    local, remote = run.local + ours * run.local_page, run.remote + theirs * run.remote_page
-                    if local == our_end and remote == their_end and joined + run.length <= LONGEST_RUN:
-                        joined += run.length  # neighbours on both sides: NIXL takes 2 to 4 µs for each run
+                for ours, theirs in zip(*pairs, strict=True):
+                    local, remote = first_local + ours * local_page, first_remote + theirs * remote_page
+                    if local == our_end and remote == their_end and joined + length <= LONGEST_RUN:
+                        joined += length  # neighbours on both sides: NIXL takes 2 to 4 µs for each run
                         here[-1], there[-1] = (here[-1][0], joined, our_device), (there[-1][0], joined, their_device)
                     else:
-                        joined = run.length
-                        here.append((local, joined, our_device))
-                        there.append((remote, joined, their_device))
-                    our_end, their_end = local + run.length, remote + run.length
-                    num_bytes += run.length
+                        joined = length
+                        here.append((local, length, our_device))
+                        there.append((remote, length, their_device))
+                    our_end, their_end = local + length, remote + length
+                num_bytes += length * len(pairs[0])
         return (here, there, num_bytes) if len(here) <= MOST_FEW else None
 
     def _of_page_0(self, group: GroupPlan) -> tuple[_Run, ...]:
@@ -202,24 +204,31 @@ def _check_of_page(where: str, local: Group, remote: Group) -> None:
             raise MetadataError(f"{where}, {kind!r}: one for {here} here, for {there} there: they cannot be converted")
 
 
-def _few_pairs(group: GroupPlan, num_runs: int, named: PageList | BlocksOfGroup) -> list[tuple[int, int]] | None:
-    """The local and remote pages, in pairs, where they are few and nothing is wrong with them."""
+def _few_pages(group: GroupPlan, num_runs: int, named: PageList | BlocksOfGroup) -> tuple[list[int], list[int]] | None:
+    """The local and the remote pages, pair by pair, where they are few and nothing is wrong with them."""
     if not num_runs or isinstance(named, BlocksOfGroup):
         return None
     local, remote, (start, stop) = named
-    size, most_local, most_remote = group.local.page_size, group.local.num_pages, group.remote.num_pages
+    size = group.local.page_size
     count = -(-stop // size) - start // size
     if start % size or not 0 <= start < stop or count * num_runs > MOST_FEW:
         return None
-    here: Any = local
-    there: Any = remote
-    pairs: list[tuple[int, int]] = []
-    try:
-        for at in range(count):
-            ours, theirs = int(here[at]), int(there[at])
-            if not (0 <= ours < most_local and 0 <= theirs < most_remote):
-                return None
-            pairs.append((ours, theirs))
-    except (IndexError, TypeError, ValueError):
+    here, there = _listed(local, count, group.local.num_pages), _listed(remote, count, group.remote.num_pages)
+    if here is None or there is None or (count > 1 and len(set(here)) < count):
         return None
-    return pairs if count == 1 or len({ours for ours, _ in pairs}) == count else None
+    return here, there
+
+
+def _listed(pages: Any, count: int, pool: int) -> list[int] | None:
+    """The first `count` pages, where there are as many, and the pool has them."""
+    try:
+        if isinstance(pages, np.ndarray):
+            found: list[int] = pages[:count].tolist() if pages.dtype.kind in "iu" else []
+        else:
+            found = [int(page) for page in pages[:count]]
+        if len(found) != count:
+            return None
+        least, most = (found[0], found[0]) if count == 1 else (min(found), max(found))
+        return found if 0 <= least and most < pool else None
+    except (TypeError, ValueError):
+        return None

@@ -96,6 +96,13 @@ class Directory:
         peer = self._peers.get(place)
         return peer if peer is not None and self._is_connected(peer) else None
 
+    def use(self, place: Place) -> Peer | None:
+        """As `ready`; the engine is in use from now on, and not forgotten as idle."""
+        peer = self.ready(place)
+        if peer is not None:
+            peer.used = self._clock()
+        return peer
+
     def connect(self, place: Place) -> None:
         """Asks the engine at a place for its metadata unless it is loaded. `on_ready` or `on_lost` tells of the end."""
         if (peer := self._peers.get(place)) is None:

@@ -24,9 +24,9 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from transfer.errors import InvalidEngineError, InvalidLeaseError
+from transfer.nixl.agent import WORD_BYTES
 from transfer.wire.messages import ReaderNote
 
-WORD_BYTES = 8
 CLEARED = 0
 """What a lease word holds while no lease stands in it. No lease has this id."""
 

@@ -21,13 +21,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from transfer.errors import HandshakeError, InvalidEngineError, InvalidTransferError, PullFailedError
 from transfer.memory import MemoryType
-from transfer.nixl.agent import Agent
+from transfer.nixl.agent import WORD_BYTES, Agent
 from transfer.plan.boxes import Box, Group, ShardLayout
 from transfer.plan.intersection import Ints
 from transfer.plan.page_lists import PageList
 from transfer.plan.plan import Plan
 from transfer.plan.runs import concatenated
-from transfer.pull.lease import WORD_BYTES, make_words
+from transfer.pull.lease import make_words
 from transfer.pull.parts import Part
 from transfer.wire.messages import RankMetadata
 

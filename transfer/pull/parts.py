@@ -85,7 +85,7 @@ def longest_run(num_bytes: int) -> int:
 
 
 def is_over(agent: Agent, handle: Handle, *, done: bool = False) -> tuple[bool, AgentError | None]:
-    """Whether a transfer has ended, and how; `done`: it is known to have. Its handle is released then."""
+    """Whether a transfer has ended, and how; `done`: it is known to have. Its handle is released then, if not before."""
     try:
         if not done and not agent.done(handle):
             return False, None
@@ -98,7 +98,9 @@ def is_over(agent: Agent, handle: Handle, *, done: bool = False) -> tuple[bool, 
 
 
 def release_ended(agent: Agent, handle: Handle) -> None:
-    """Releases the handle of a transfer that has ended."""
+    """Releases the handle of a transfer that has ended; None where that was done."""
+    if handle is None:
+        return
     try:  # noqa: SIM105  (`suppress` takes as long as the release itself)
         agent.release(handle)
     except AgentError:

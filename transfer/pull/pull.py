@@ -15,10 +15,11 @@ from contextlib import suppress
 
 from transfer.errors import AgentError, InvalidTransferError, PullFailedError, TransferError
 from transfer.memory import MemoryType
-from transfer.nixl.agent import Handle
-from transfer.pull.lease import CLEARED, WORD_BYTES, LeaseRef, make_words
+from transfer.nixl.agent import WORD_BYTES, Handle
+from transfer.pull.at_once import read_and_fence
+from transfer.pull.lease import CLEARED, LeaseRef, make_words
 from transfer.pull.parts import Part, is_over, release_ended
-from transfer.pull.pull_state import PullEvent, PullTimes, RankPull
+from transfer.pull.pull_state import PullEvent, PullTimes, RankPull, check_opening, how_ended
 from transfer.pull.remote import RemoteEngine
 from transfer.stats import PullRecord
 from transfer.wire.messages import ReaderNote, encode_message
@@ -86,22 +87,12 @@ class Puller:
             InvalidTransferError: the key is taken, or the source has no such lease word.
             PullFailedError: the source is known to be gone.
         """
+        check_opening(key, engine, lease, timeout_s, is_open=key in self._pulls)
         pull = self._pulls[key] = self._opened(key, engine, lease, timeout_s)
         self._expect(pull)
         return pull
 
     def _opened(self, key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: float) -> RankPull:
-        if key in self._pulls:
-            raise InvalidTransferError(f"request {key!r}: a pull of this name has not ended yet")
-        if engine.failure:
-            raise PullFailedError(f"request {key!r}: engine {engine.engine_id!r} was lost: {engine.failure}")
-        if not 0 <= lease.slot < engine.words or not CLEARED < lease.lease_id < 1 << 64:
-            raise InvalidTransferError(
-                f"request {key!r}: lease {lease.lease_id:#x} in slot {lease.slot}, engine {engine.engine_id!r} has "
-                f"{engine.words} slots"
-            )
-        if not 0 < timeout_s < math.inf or not 0 < lease.duration_s < math.inf:
-            raise InvalidTransferError(f"request {key!r}: timeout of {timeout_s} s, lease of {lease.duration_s} s")
         now = self._clock()
         return RankPull(key, engine, lease, now + timeout_s, now, renew_at=now + lease.duration_s / 3)
 
@@ -139,22 +130,33 @@ class Puller:
         Returns:
             The event of a pull that has ended well, which is not among `events`; None where it goes on as any other.
         """
-        agent = engine.agent
+        check_opening(key, engine, lease, timeout_s, is_open=key in self._pulls)
+        if not self._free:  # another pull's fence ends first
+            self.open(key, engine, lease, timeout_s)
+            self.add(key, [part], last=True)
+            return None
+        started, slot = self._clock(), self._free.pop()
+        self.words[slot] = CLEARED  # as before every fence
+        note = encode_message(self._note(lease, "done"))
+        found = read_and_fence(engine, part, self._memory_type, lease, self._address + slot * WORD_BYTES, note)
+        if found.fenced and found.fencing is None and self.words.item(slot) == lease.lease_id:
+            self._free.append(slot)
+            now = self._clock()
+            self.ended.append(PullRecord(part.num_bytes, len(part.local), found.post_s, now - started))
+            return PullEvent(key, "", safe=True, times=PullTimes(started + found.post_s, now) if self.timed else None)
         pull = self._pulls[key] = self._opened(key, engine, lease, timeout_s)
-        pull.more, pull.added = False, 1
-        handle, done = self._read(pull, part, len(part.local))
-        if done:
-            release_ended(agent, handle)
-            part.in_flight = 0
-            self._fence(pull)
-            if not pull.error and len(pull.fencing) == 1:
-                fence, _, slot, done = pull.fencing[0]
-                if done and self.words[slot] == lease.lease_id:
-                    release_ended(agent, fence)
-                    self._free.append(slot)
-                    return self._ended_well(pull)
-        elif handle is not None:
-            pull.reading.append((handle, part))
+        pull.more, pull.added, pull.post_s = False, 1, found.post_s
+        pull.num_bytes, pull.num_runs, part.posted = part.num_bytes, len(part.local), len(part.local)
+        pull.read_ranks.add(part.rank)
+        if found.fenced:
+            pull.fencing.append((found.fencing, part.rank, slot, found.fencing is None))
+        else:
+            self._free.append(slot)
+        if found.reading is not None:
+            part.in_flight = 1
+            pull.reading.append((found.reading, part))
+        if found.error is not None:
+            self._on_error(pull, found.error)
         self._expect(pull)
         self._advance(pull)
         return None
@@ -331,7 +333,7 @@ class Puller:
         if len(self._free) < len(pull.read_ranks):
             return  # another pull's fence ends first
         pull.marking = pull.added if pull.more else 0
-        note = b"" if pull.more else encode_message(self._note(pull, "done"))
+        note = b"" if pull.more else encode_message(self._note(pull.lease, "done"))
         for rank in sorted(pull.read_ranks):
             slot = self._free.pop()
             self.words[slot] = CLEARED  # no lease: a fence that delivers nothing must not find an old word
@@ -372,7 +374,7 @@ class Puller:
             if word != pull.lease.lease_id and not pull.error:
                 self._fail(
                     pull,
-                    f"engine {pull.engine.engine_id!r} rank {rank} had given the pages away: the lease {_ended(pull)}: "
+                    f"engine {pull.engine.engine_id!r} rank {rank} had given the pages away: the lease {how_ended(pull.lease)}: "
                     f"its lease word {pull.lease.slot} holds {word:#x}, the lease is {pull.lease.lease_id:#x}",
                 )
             elif not pull.fencing and not pull.error:
@@ -395,15 +397,15 @@ class Puller:
         if pull.in_flight:
             self.events.append(PullEvent(pull.key, reason, safe=False))
 
-    def _note(self, pull: RankPull, verdict: str, reason: str = "") -> ReaderNote:
+    def _note(self, lease: LeaseRef, verdict: str, reason: str = "") -> ReaderNote:
         engine_id, rank, ranks = self._identity
-        return ReaderNote(pull.lease.lease_id, engine_id, rank, ranks, verdict, reason[:200])  # pyright: ignore[reportArgumentType]
+        return ReaderNote(lease.lease_id, engine_id, rank, ranks, verdict, reason[:200])  # pyright: ignore[reportArgumentType]
 
     def _tell(self, pull: RankPull, ranks: set[int] | range, verdict: str, reason: str = "") -> None:
         """Sends a note to each rank. One that is lost costs the source time, not pages: its lease runs out."""
         if not ranks:
             return
-        message = encode_message(self._note(pull, verdict, reason))
+        message = encode_message(self._note(pull.lease, verdict, reason))
         for rank in ranks:
             with suppress(AgentError):
                 pull.engine.agent.notify(pull.engine.ranks[rank].agent_name, message)
@@ -437,11 +439,3 @@ class Puller:
             pull.reading.clear()
             pull.fencing.clear()
             self._advance(pull)
-
-
-def _ended(pull: RankPull) -> str:
-    """What a reader can say of a lease whose word holds another value. The log of the source has the reason."""
-    return (
-        f"expired (it lasts {pull.lease.duration_s:g} s without a word of its reader, who may read or renew sooner), "
-        "was ended by the source, or never stood"
-    )

@@ -7,9 +7,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from transfer.errors import InvalidTransferError, PullFailedError
 from transfer.nixl.agent import Handle
 from transfer.plan.page_lists import PageLists, with_blocks
-from transfer.pull.lease import LeaseRef
+from transfer.pull.lease import CLEARED, LeaseRef
 from transfer.pull.parts import Part
 from transfer.pull.remote import RemoteEngine
 from transfer.pull.source import Source
@@ -125,3 +126,31 @@ class ReplicaPull:
         """The first that wait, with the blocks that the source has named, and whether they are the last."""
         groups, last = self.waiting.popleft()
         return groups if self.pages is None else with_blocks(f"request {key!r}", groups, self.pages), last
+
+
+def check_opening(key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: float, *, is_open: bool) -> None:
+    """Whether a pull can begin.
+
+    Raises:
+        InvalidTransferError: the key is that of an open pull, the source has no such lease word, or a time is wrong.
+        PullFailedError: the source is known to be gone.
+    """
+    if is_open:
+        raise InvalidTransferError(f"request {key!r}: a pull of this name has not ended yet")
+    if engine.failure:
+        raise PullFailedError(f"request {key!r}: engine {engine.engine_id!r} was lost: {engine.failure}")
+    if not 0 <= lease.slot < engine.words or not CLEARED < lease.lease_id < 1 << 64:
+        raise InvalidTransferError(
+            f"request {key!r}: lease {lease.lease_id:#x} in slot {lease.slot}, engine {engine.engine_id!r} has "
+            f"{engine.words} slots"
+        )
+    if not 0 < timeout_s < math.inf or not 0 < lease.duration_s < math.inf:
+        raise InvalidTransferError(f"request {key!r}: timeout of {timeout_s} s, lease of {lease.duration_s} s")
+
+
+def how_ended(lease: LeaseRef) -> str:
+    """What a reader can say of a lease whose word holds another value. The log of the source has the reason."""
+    return (
+        f"expired (it lasts {lease.duration_s:g} s without a word of its reader, who may read or renew sooner), "
+        "was ended by the source, or never stood"
+    )

@@ -33,10 +33,12 @@ class SmallPulls:
 
     def is_small(self, source: Source | Wanted | None, groups: PageLists) -> bool:
         """Whether reading these pages, into host memory and from a known source, is quicker than waking a thread."""
-        if self._page_bytes is None or not isinstance(source, Source) or len(groups) != len(self._page_bytes):
+        sizes, num_bytes = self._page_bytes, 0
+        if sizes is None or not isinstance(source, Source) or len(groups) != len(sizes):
             return False
-        local: Sequence[Any] = [group[0] for group in groups]
-        num_bytes = sum(len(pages) * size for pages, size in zip(local, self._page_bytes, strict=True))
+        for group, size in zip(groups, sizes, strict=True):
+            local: Any = group[0]
+            num_bytes += len(local) * size
         return num_bytes <= _SMALL_BYTES and self._directory.ready(source.place) is not None
 
     def pull(
@@ -52,14 +54,13 @@ class SmallPulls:
         """
         if self._rank is None or not isinstance(source, Source):
             return False, None
-        peer = self._directory.ready(source.place)
+        peer = self._directory.use(source.place)
         remote = self._rank.remote(source.engine_id)
         if peer is None or remote is None or is_of_other_start(source, peer):
             return False, None
         part = remote.small_part(groups)
         if part is None:
             return False, None
-        self._directory.connect(source.place)  # it is in use
         return True, self._rank.puller.pull_at_once(key, remote, source.lease, timeout_s, part)
 
 
