@@ -35,30 +35,36 @@ TRANSFER: tuple[Module, ...] = (
         "transfer.pull.pull",
         ["tests/transfer/pull/test_pull.py"],
         [
-            Mutation("Puller._opened", "0 <= lease.slot < engine.words", "0 <= lease.slot <= engine.words"),
             Mutation("Puller._opened", "lease.duration_s / 3", "lease.duration_s"),
             Mutation(
                 "Puller.pull_at_once",
-                "self.words[slot] == lease.lease_id",
-                "self.words[slot]",
+                "self.words.item(slot) == lease.lease_id",
+                "self.words.item(slot)",
                 ["tests/transfer/pull/test_small_pulls.py"],
             ),
             Mutation(
                 "Puller.pull_at_once",
-                "if done and self.words",
-                "if self.words",
+                "found.fencing is None and self.words",
+                "self.words",
+                ["tests/transfer/pull/test_small_pulls.py"],
+            ),
+            Mutation(
+                "Puller.pull_at_once",
+                "self.words[slot] = CLEARED",
+                "pass",
                 ["tests/transfer/pull/test_small_pulls.py"],
             ),
             Mutation(
                 "Puller.pull_at_once", "self._free.append(slot)", "pass", ["tests/transfer/pull/test_small_pulls.py"]
             ),
+            Mutation("Puller._go_on", "self._free.append(slot)", "pass", ["tests/transfer/pull/test_small_pulls.py"]),
             Mutation(
-                "Puller.pull_at_once",
-                "pull.reading.append((handle, part))",
+                "Puller._go_on",
+                "pull.reading.append((found.reading, part))",
                 "pass",
                 ["tests/transfer/pull/test_small_pulls.py"],
             ),
-            Mutation("Puller.pull_at_once", "self._expect(pull)", "pass", ["tests/transfer/pull/test_small_pulls.py"]),
+            Mutation("Puller._go_on", "self._expect(pull)", "pass", ["tests/transfer/pull/test_small_pulls.py"]),
             Mutation("Puller._advance", "self._moving.pop(pull.key, None)", "pass"),
             Mutation("Puller._on_time", "self._expect(pull)", "pass"),
             Mutation("Puller.get", " or not pull.more", ""),
@@ -227,11 +233,32 @@ TRANSFER: tuple[Module, ...] = (
         ],
     ),
     Module(
+        "transfer.pull.pull_state",
+        ["tests/transfer/pull/test_pull.py"],
+        [Mutation("check_opening", "0 <= lease.slot < engine.words", "0 <= lease.slot <= engine.words")],
+    ),
+    Module(
+        "transfer.pull.at_once",
+        ["tests/transfer/pull/test_small_pulls.py"],
+        [
+            Mutation("read_and_fence", "lease.slot * WORD_BYTES", "0"),
+            Mutation("read_and_fence", "found.reading is None", "True"),
+        ],
+    ),
+    Module(
+        "transfer.nixl.agent",
+        ["tests/transfer/nixl/test_agent.py"],
+        [
+            Mutation("Agent.remove_peer", "self._words.pop(key)", "self._words[key]"),
+            Mutation("Agent.read_word", "_FIRST, note", '_FIRST, b""'),
+        ],
+    ),
+    Module(
         "transfer.pull.small_pulls",
         ["tests/transfer/pull/test_small_pulls.py"],
         [
             Mutation("SmallPulls.pull", " or is_of_other_start(source, peer)", ""),
-            Mutation("SmallPulls.pull", "self._directory.connect(source.place)", "pass"),
+            Mutation("SmallPulls.pull", "self._directory.use(", "self._directory.ready("),
             Mutation(
                 "is_of_other_start",
                 'source.incarnation not in ("", peer.incarnation)',

@@ -56,9 +56,11 @@ TRANSFER_PLAN: tuple[Module, ...] = (
         ["tests/transfer/plan/test_plan.py", "tests/transfer/plan/test_few_runs.py"],
         [
             Mutation("Plan.few", "local == our_end and remote == their_end and", "local == our_end and"),
-            Mutation("_few_pairs", "0 <= theirs < most_remote", "0 <= theirs <= most_remote"),
-            Mutation("_few_pairs", "if count == 1 or len({ours for ours, _ in pairs}) == count else None", ""),
-            Mutation("_few_pairs", "if start % size or", "if"),
+            Mutation("_listed", "most < pool", "most <= pool"),
+            Mutation("_listed", "least >= 0", "most >= 0"),
+            Mutation("_integers", 'if pages.dtype.kind in "iu" else []', ""),
+            Mutation("_few_pages", "(count > 1 and len(set(here)) < count)", "False"),
+            Mutation("_few_pages", "if start % size or", "if"),
             Mutation("Plan.pages", "isinstance(one, BlocksOfGroup) and not group.stacks", "not one"),
             Mutation(
                 "Plan.prefers_staging", " or copies_of(plan) > MAX_COPIES", "", ["tests/transfer/plan/test_staging.py"]

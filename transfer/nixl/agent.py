@@ -129,7 +129,11 @@ class Agent:
         # For `post`, without NIXL's wrappers in Python, which look at each argument's type first: 3 of 11 µs. The agent
         # of the bindings is not among them: it ends with its last name, and `close` has to be the end of it.
         bindings: Any = importlib.import_module("nixl._bindings")
-        self._descriptors, self._ended, self._self = bindings.nixlXferDList, bindings.NIXL_SUCCESS, bindings.NIXL_INIT_AGENT
+        self._descriptors, self._ended, self._self = (
+            bindings.nixlXferDList,
+            bindings.NIXL_SUCCESS,
+            bindings.NIXL_INIT_AGENT,
+        )
         self._handle: Any = api.nixl_xfer_handle
 
     def register(self, regions: Sequence[tuple[int, int, int]], memory_type: MemoryType | None = None) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from transfer.errors import MetadataError
 from transfer.plan.boxes import Group, ShardLayout
@@ -222,13 +222,14 @@ def _few_pages(group: GroupPlan, num_runs: int, named: PageList | BlocksOfGroup)
 def _listed(pages: Any, count: int, pool: int) -> list[int] | None:
     """The first `count` pages, where there are as many, and the pool has them."""
     try:
-        if isinstance(pages, np.ndarray):
-            found: list[int] = pages[:count].tolist() if pages.dtype.kind in "iu" else []
-        else:
-            found = [int(page) for page in pages[:count]]
-        if len(found) != count:
-            return None
-        least, most = (found[0], found[0]) if count == 1 else (min(found), max(found))
-        return found if 0 <= least and most < pool else None
-    except (TypeError, ValueError):
+        found = _integers(pages[:count])
+        least, most = (found[0], found[0]) if len(found) == 1 else (min(found), max(found))
+    except (IndexError, TypeError, ValueError):
         return None
+    return found if len(found) == count and least >= 0 and most < pool else None
+
+
+def _integers(pages: Sequence[int] | NDArray[np.integer[Any]]) -> list[int]:
+    if isinstance(pages, np.ndarray):
+        return pages.tolist() if pages.dtype.kind in "iu" else []
+    return [int(page) for page in pages]

@@ -85,7 +85,7 @@ def longest_run(num_bytes: int) -> int:
 
 
 def is_over(agent: Agent, handle: Handle, *, done: bool = False) -> tuple[bool, AgentError | None]:
-    """Whether a transfer has ended, and how; `done`: it is known to have. Its handle is released then, if not before."""
+    """Whether a transfer has ended, and how; `done`: it is known to have. Its handle is released then."""
     try:
         if not done and not agent.done(handle):
             return False, None

@@ -7,16 +7,15 @@ nothing of it is in flight: NIXL cannot stop a copy, so until then bytes may sti
 from __future__ import annotations
 
 import heapq
-import math
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-from transfer.errors import AgentError, InvalidTransferError, PullFailedError, TransferError
+from transfer.errors import AgentError, PullFailedError, TransferError
 from transfer.memory import MemoryType
 from transfer.nixl.agent import WORD_BYTES, Handle
-from transfer.pull.at_once import read_and_fence
+from transfer.pull.at_once import AtOnce, read_and_fence
 from transfer.pull.lease import CLEARED, LeaseRef, make_words
 from transfer.pull.parts import Part, is_over, release_ended
 from transfer.pull.pull_state import PullEvent, PullTimes, RankPull, check_opening, how_ended
@@ -145,6 +144,11 @@ class Puller:
             self.ended.append(PullRecord(part.num_bytes, len(part.local), found.post_s, now - started))
             return PullEvent(key, "", safe=True, times=PullTimes(started + found.post_s, now) if self.timed else None)
         pull = self._pulls[key] = self._opened(key, engine, lease, timeout_s)
+        self._go_on(pull, part, slot, found)
+        return None
+
+    def _go_on(self, pull: RankPull, part: Part, slot: int, found: AtOnce) -> None:
+        """A pull that was to be over at once is one as any other, from where it is."""
         pull.more, pull.added, pull.post_s = False, 1, found.post_s
         pull.num_bytes, pull.num_runs, part.posted = part.num_bytes, len(part.local), len(part.local)
         pull.read_ranks.add(part.rank)
@@ -159,7 +163,6 @@ class Puller:
             self._on_error(pull, found.error)
         self._expect(pull)
         self._advance(pull)
-        return None
 
     def fail(self, key: str, reason: str) -> None:
         """Gives a pull up. Nothing happens where there is none, or where it has failed already."""
@@ -374,7 +377,8 @@ class Puller:
             if word != pull.lease.lease_id and not pull.error:
                 self._fail(
                     pull,
-                    f"engine {pull.engine.engine_id!r} rank {rank} had given the pages away: the lease {how_ended(pull.lease)}: "
+                    f"engine {pull.engine.engine_id!r} rank {rank} had given the pages away: "
+                    f"the lease {how_ended(pull.lease)}: "
                     f"its lease word {pull.lease.slot} holds {word:#x}, the lease is {pull.lease.lease_id:#x}",
                 )
             elif not pull.fencing and not pull.error:

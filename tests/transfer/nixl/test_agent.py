@@ -161,6 +161,50 @@ def test_nobody_names_the_agent_of_the_bindings_once_it_is_closed():
     assert sys.getrefcount(bound) == 2  # of `bound`, and of the argument
 
 
+def test_words_are_read_one_at_a_time_and_a_peer_takes_their_lists_with_it():
+    words = torch.arange(8, dtype=torch.int64)
+    here = torch.zeros(8, dtype=torch.int64)
+    agent = Agent("alone@5")
+    agent.register([(here.data_ptr(), here.nbytes, 0)])
+    for name in ("alone@6", "alone@7"):  # of one that follows at the same addresses nothing is left
+        source = Agent(name)
+        source.register([(words.data_ptr(), words.nbytes, 0)])
+        agent.add_peer(name, source.metadata)
+        here.zero_()
+        told = []
+        for at in (3, 5, 3):
+            handle = agent.read_word(name, here[at].data_ptr(), words[at].data_ptr(), f"read {at}".encode())
+            while handle is not None and not agent.done(handle):
+                source.notifications()
+            if handle is not None:
+                agent.release(handle)
+            while not (news := source.notifications()):
+                agent.notifications()
+            told += news
+        assert here.tolist() == [0, 0, 0, 3, 0, 5, 0, 0]
+        assert told == [(agent.name, f"read {at}".encode()) for at in (3, 5, 3)]
+        assert {peer for peer, _ in agent._words} == {"", name}
+        agent.remove_peer(name)
+        assert {peer for peer, _ in agent._words} == {""}
+        source.close()
+    bound = agent._agent.agent
+    agent.close()
+    gc.collect()
+    assert sys.getrefcount(bound) == 2  # of `bound`, and of the argument
+    assert not agent._words
+
+
+def test_what_nixl_refuses_of_a_word_is_an_agent_error():
+    word = torch.zeros(1, dtype=torch.int64)
+    agent = Agent("alone@8")
+    with pytest.raises(AgentError, match="agent 'alone@8': READ of a word of 'nobody'"):
+        agent.read_word("nobody", word.data_ptr(), word.data_ptr(), b"")
+    runs = [(word.data_ptr(), 8, 0)]
+    with pytest.raises(AgentError, match="agent 'alone@8': READ of 1 runs of 'nobody'"):
+        agent.read_at_once("nobody", runs, runs, (MemoryType.DRAM, MemoryType.DRAM))
+    agent.close()
+
+
 def test_host_memory_is_no_vram():
     with pytest.raises(AgentError, match="agent 'alone@2': registering 1 regions"):
         TensorAgent.create_agent("alone@2", 0, torch.zeros(4, 8), 4, 8, MemoryType.VRAM)

@@ -70,6 +70,10 @@ def test_the_runs_are_those_of_the_plan(local: ShardLayout, remote: ShardLayout)
     [
         ([1], [80], (0, 16)),  # a page that the pool does not have
         ([-1], [1], (0, 16)),
+        ([1, -1], [1, 2], (0, 32)),
+        (np.array([1.0]), [1], (0, 16)),  # no ids
+        (np.array([[1]]), [1], (0, 16)),
+        (1, [1], (0, 16)),
         ([2, 2], [1, 3], (0, 32)),  # named twice
         ([1], [1, 2], (0, 32)),  # too few
         ([1], [1], (4, 16)),  # the first tokens of the page are not to be written

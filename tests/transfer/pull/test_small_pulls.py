@@ -222,3 +222,25 @@ def test_a_source_of_which_pulls_end_at_once_is_not_forgotten_as_idle(engine: An
             d.poll()
             p.poll()
     assert d.ranks[0].remote("p") is not None
+
+
+def test_a_fence_that_delivers_nothing_finds_no_older_word(engine: Any) -> None:
+    p, d = pair(engine)
+    lease, rank = p.offer(), d.ranks[0]
+    remote = rank.remote("p")
+    assert remote is not None
+    rank.puller.words[:] = lease.lease_id
+    remote.agent.read_word = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]
+    pull(p, d, lease)
+    run(p, d, until=lambda: d.pulls and d.pulls[-1].safe)
+    assert "holds 0x0" in d.pulls[-1].error
+
+
+def test_the_word_of_another_slot_is_not_taken_for_it(engine: Any) -> None:
+    p, d = pair(engine)
+    for slot in (7, 0, 7):
+        lease = p.offer(f"slot {slot}", slot=slot)
+        pull(p, d, lease)
+        assert d.pulls.pop() == PullEvent("r", "", safe=True)
+        run(p, d, until=lambda: p.overs)
+        p.overs.clear()
