@@ -7,6 +7,8 @@ and the rest is copied: a prefix whose window was evicted takes the window's pag
 """
 
 from collections.abc import Sequence
+from itertools import chain
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -66,7 +68,8 @@ def check_table(
     if not isinstance(table, BlockTable):  # pyright: ignore[reportUnnecessaryIsInstance] - callers need no types
         raise _mismatch(context, f"is {shown(table)}: no block table")
     try:  # what a peer sent was decoded and has the right types; what was made here may have any
-        table = msgspec.convert(msgspec.to_builtins(table), BlockTable)
+        if not _has_types(table):
+            table = msgspec.convert(msgspec.to_builtins(table), BlockTable)
     except (TypeError, ValueError, OverflowError) as error:
         raise _mismatch(context, f"has a field of another type: {error}") from error
     if not 0 < table.page_size < 1 << 31:
@@ -85,6 +88,17 @@ def check_table(
     return hasher
 
 
+def _has_types(table: BlockTable) -> bool:
+    """Whether every field is of its own type already: of thousands of pages that is seen sooner than converted."""
+    every: list[Any] = [table.groups, table.kinds, table.digests]
+    of_each = [type(value) for value in every] == [tuple, tuple, bytes]
+    names = (table.request_id, table.fingerprint, table.hash_algorithm, *(table.kinds if of_each else ()))
+    numbers = (table.replica_idx, table.num_tokens, table.page_size, table.first_page)
+    if not of_each or {*map(type, names)} != {str} or {*map(type, numbers)} != {int}:
+        return False
+    return all(type(pages) is tuple and {*map(type, pages)} <= {int} for pages in table.groups)
+
+
 def _check_pages(replica: Replica, context: Context, table: BlockTable) -> None:
     """The table names pages of our groups of layers: of each as many as its tokens take, of a window no more."""
     kinds = () if replica.further is None else replica.further.kinds
@@ -101,8 +115,10 @@ def _check_pages(replica: Replica, context: Context, table: BlockTable) -> None:
         if wrong and (kind == "full" or len(pages) > wanted):
             first = f" from page {table.first_page} on" if table.first_page else ""
             raise _mismatch(context, f"names {len(pages)} pages, its {table.num_tokens} tokens take {wanted}{first}")
-    every = [page for pages in table.groups for page in pages]
-    bad = next((page for page in every if not 0 < page < 1 << 31), None)
+    groups = [pages for pages in table.groups if pages]
+    out = any(min(pages) <= 0 or max(pages) >= 1 << 31 for pages in groups)
+    every = [*chain.from_iterable(groups)]
+    bad = next(page for page in every if not 0 < page < 1 << 31) if out else None
     if bad is not None or len(set(every)) != len(every):
         raise _mismatch(context, f"names page {bad}" if bad is not None else "names a page twice")
 

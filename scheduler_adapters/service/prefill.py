@@ -300,9 +300,9 @@ class PrefillScheduler:
         self.peers.estimate.compute.add(computed, took_s)
         request.token = output.token
         request.table = self._loop.manager.block_table(request.key)
-        self._loop.free(request.key)
         if request.phase in ("computing", "offered"):
             self._offer(request)
+        self._loop.free(request.key)  # its reader, who waits, was told before
 
     def _offer_chunks(self) -> None:
         """Offer the pages that are full by now of prompts that still run."""
@@ -364,11 +364,13 @@ class PrefillScheduler:
             attempt=request.attempt,
             source=source,
             table=table,
-            prompt_digest=request.prompt.digest(table.num_tokens),
+            prompt_digest=request.digest_of(table.num_tokens),
             token=request.token,
             cached_tokens=request.cached_tokens,
         )
         self._send(request.reader, offer)
+        if request.token is None:
+            request.digest_ahead()
 
     # ---- the end
 

@@ -202,6 +202,7 @@ class PrefillRequest(TrackedRequest):
         token: the first new token, likewise.
         told: tokens that the reader has been offered.
         prompt: what it computes.
+        digest: of all of that, once `digest_ahead` has made it.
         silent: the reader need not be told of the end: it asked for it, or is gone.
         final: it would fail elsewhere too.
     """
@@ -220,8 +221,18 @@ class PrefillRequest(TrackedRequest):
     token: int | None = None
     told: int = 0
     prompt: Prompt = field(kw_only=True)
+    digest: bytes = b""
     silent: bool = False
     final: bool = False
+
+    def digest_of(self, num_tokens: int) -> bytes:
+        """Of the first tokens of its prompt."""
+        known = self.digest and num_tokens == len(self.prompt.token_ids)
+        return self.digest if known else self.prompt.digest(num_tokens)
+
+    def digest_ahead(self) -> None:
+        """Digests the prompt while its reader does not wait yet."""
+        self.digest = self.digest or self.prompt.digest(len(self.prompt.token_ids))
 
 
 def spec_of(message: msg.Submit) -> Request:
@@ -271,6 +282,7 @@ class DecodeRequest(TrackedRequest):
         replica: ours, which renews the lease from the first offer on.
         importing: once pages are reserved, until they are committed or given up.
         newest: the context that was made last, whose page hashes the next one goes on from.
+        digest: of so many of its first tokens, all that the prefill process was given: made while that computes.
         reasons: why each attempt failed.
     """
 
@@ -288,6 +300,7 @@ class DecodeRequest(TrackedRequest):
     replica: int = 0
     importing: Importing | None = None
     newest: TextContext | None = None
+    digest: tuple[int, bytes] = (0, b"")
     reasons: list[str] = field(default_factory=list[str])
 
     @classmethod
@@ -355,7 +368,10 @@ class DecodeRequest(TrackedRequest):
         known = self.newest  # its tokens are an array: a list takes ten times as long
         if known is None or known.end_idx < count:
             known = self.new_context()
-        own = prompt_of(known.tokens[:count], self.spec.cache_salt).digest(count)
+        prompt = prompt_of(known.tokens, self.spec.cache_salt)
+        own = self.digest[1] if count == self.digest[0] else prompt.digest(count)
+        if offer.token is None and self.digest[0] != known.end_idx:
+            self.digest = known.end_idx, prompt.digest(known.end_idx)
         if theirs == own:
             return ""
         shown = theirs.hex()[:16], own.hex()[:16]

@@ -241,6 +241,9 @@ KVCACHE: tuple[Module, ...] = (
             Mutation(
                 "check_table", "0 < table.num_tokens < context.end_idx", "0 < table.num_tokens <= context.end_idx"
             ),
+            Mutation("_has_types", "<= {int}", "is not None"),
+            Mutation("_check_pages", "max(pages) >= 1 << 31", "max(pages) > 1 << 31"),
+            Mutation("_check_pages", "min(pages) <= 0", "min(pages) < 0"),
             Mutation("_check_pages", "len(pages) != wanted", "len(pages) < wanted"),
             Mutation("_check_pages", "len(set(every)) != len(every)", "False"),
             Mutation("_check_digests", ".any(axis=1)", ".all(axis=1)"),

@@ -118,6 +118,9 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
                 ],
             ),
             Mutation("TrackedRequest.blame", "self.reason or reason", "reason or self.reason"),
+            Mutation("PrefillRequest.digest_of", "num_tokens == len(self.prompt.token_ids)", "num_tokens"),
+            Mutation("DecodeRequest.foreign", "count == self.digest[0]", "self.digest[0]"),
+            Mutation("DecodeRequest.foreign", "self.digest = known.end_idx, prompt.digest(known.end_idx)", "pass"),
             Mutation("TrackedRequest.move", "deadline\n", "self.deadline\n"),
             Mutation(
                 "Recent.add",

@@ -231,5 +231,5 @@ def _listed(pages: Any, count: int, pool: int) -> list[int] | None:
 
 def _integers(pages: Sequence[int] | NDArray[np.integer[Any]]) -> list[int]:
     if isinstance(pages, np.ndarray):
-        return pages.tolist() if pages.dtype.kind in "iu" else []
+        return pages.tolist() if pages.dtype.kind in "iu" and pages.ndim == 1 else []
     return [int(page) for page in pages]

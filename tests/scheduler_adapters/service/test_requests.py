@@ -126,10 +126,26 @@ def test_an_offer_is_of_the_prompt_and_of_what_the_client_has_had_since_the_last
     request.emitted += [7, 8]  # of an attempt that has failed
     every = [*range(1, 40), 7, 8]
     for count in (16, 39, 41):
-        offer = SimpleNamespace(
-            table=SimpleNamespace(num_tokens=count), prompt_digest=prompt_of(every, "s").digest(count)
-        )
+        table, digest = SimpleNamespace(num_tokens=count), prompt_of(every, "s").digest(count)
+        offer = SimpleNamespace(table=table, prompt_digest=digest, token=None if count < 41 else 5)
         assert not request.foreign(offer)  # pyright: ignore[reportArgumentType]
         for other in (prompt_of(every, None), prompt_of([*every[:15], 99, *every[16:]], "s")):
             offer.prompt_digest = other.digest(count)
             assert f"the digest of their {count} tokens is" in request.foreign(offer)  # pyright: ignore[reportArgumentType]
+
+
+def test_the_digest_of_a_whole_prompt_is_made_ahead() -> None:
+    every = [*range(1, 40)]
+    request = PrefillRequest("r", 1, "computing", 5.0, prompt=prompt_of(every, "s"))
+    expected = {count: prompt_of(every, "s").digest(count) for count in (16, 39)}
+    for _ in range(2):
+        assert {count: request.digest_of(count) for count in expected} == expected
+        request.digest_ahead()
+    request.digest = b"known"
+    assert request.digest_of(39) == b"known"
+    assert request.digest_of(16) == expected[16]
+    decode = DecodeRequest("r", 1, "asked", 5.0, spec=Request("r", every, 8, cache_salt="s"))
+    for count, token in ((16, None), (39, 5)):
+        offer = SimpleNamespace(table=SimpleNamespace(num_tokens=count), prompt_digest=expected[count], token=token)
+        assert not decode.foreign(offer)  # pyright: ignore[reportArgumentType]
+        assert decode.digest == (39, expected[39])
