@@ -215,13 +215,15 @@ def test_one_that_goes_on_has_no_more_than_its_time(engine: Any) -> None:
 def test_a_source_of_which_pulls_end_at_once_is_not_forgotten_as_idle(engine: Any) -> None:
     now = 100.0
     p, d = pair(engine, clock=lambda: now, idle_s=10.0)
+    known = d.ranks[0].remote("p")
     for _ in range(3):
         now += 6.0
         pull(p, d, p.offer())
         for _ in range(3):
             d.poll()
             p.poll()
-    assert d.ranks[0].remote("p") is not None
+    assert known is not None
+    assert d.ranks[0].remote("p") is known
 
 
 def test_a_fence_that_delivers_nothing_finds_no_older_word(engine: Any) -> None:
