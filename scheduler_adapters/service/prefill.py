@@ -300,9 +300,9 @@ class PrefillScheduler:
         self.peers.estimate.compute.add(computed, took_s)
         request.token = output.token
         request.table = self._loop.manager.block_table(request.key)
+        self._loop.free(request.key)
         if request.phase in ("computing", "offered"):
             self._offer(request)
-        self._loop.free(request.key)  # its reader, who waits, was told before
 
     def _offer_chunks(self) -> None:
         """Offer the pages that are full by now of prompts that still run."""
