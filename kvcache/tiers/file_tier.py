@@ -177,6 +177,7 @@ class FileTier:
         """End the threads, once all that was begun is done. Safe twice."""
         self._reader.shutdown()
         self._writer.shutdown()
+        self._take_up_reads()  # the slots of what was still being read
 
     @property
     def files_refused(self) -> int:

@@ -534,6 +534,22 @@ def test_prefetch_brings_pages_before_the_request_is_claimed(served: Make) -> No
     again.run(context)
 
 
+def test_a_close_gives_the_slots_of_open_reads_back(served: Make) -> None:
+    it = served()
+    it.serve(PROMPT)
+    it.manager.close()
+    again = served(io=lambda memory: SlowReads())
+    SlowReads.may.clear()
+    context = again.claim(PROMPT)
+    assert again.manager.prefetch(context)
+    later = threading.Timer(0.05, SlowReads.may.set)
+    later.start()
+    again.manager.close()
+    later.join()
+    assert again.manager.metrics.file_blocks_read == 4, "it was open"
+    again.manager.check()
+
+
 def test_a_reservation_does_not_wait_long_and_a_later_chunk_takes_what_has_come(
     served: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
