@@ -8,7 +8,7 @@ _MOVED = [
     "tests/kvcache/replica/test_further_tables.py",
     "tests/kvcache/test_group_moves.py",
 ]
-_HINTED = ["tests/kvcache/replica/test_further_hints.py"]
+_HINTED = ["tests/kvcache/replica/test_further_hints.py", "tests/kvcache/test_group_moves.py"]
 _LIFTED = [
     "tests/kvcache/replica/test_lifts.py",
     "tests/kvcache/replica/test_lent_tables.py",

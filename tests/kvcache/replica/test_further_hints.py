@@ -128,8 +128,8 @@ def test_all_tables_pages_of_a_tenant_count() -> None:
 
 
 def test_what_decodes_gives_back_is_its_tenants() -> None:
-    manager = make(64, tenant_quota=0.5)
-    contexts = [TextContext(prompt(name, 1), 64, f"r{name}", cache_salt=f"t{name}") for name in range(2)]
+    manager = make(100, tenant_quota=0.5)
+    contexts = [TextContext(prompt(name, 1 + name), 64, f"r{name}", cache_salt=f"t{name}") for name in range(3)]
     for context in contexts:
         manager.external_claim(context.request_id, 0)
         assert manager.maybe_reserve(context)
@@ -137,16 +137,17 @@ def test_what_decodes_gives_back_is_its_tenants() -> None:
     for _ in range(28):
         assert manager.reserve_batch(batch).all()
         manager.fetch(batch)
-        batch.update([1, 2])
+        batch.update([1, 2, 3])
         manager.step(batch)
         manager.check()
     replica = manager._replicas.each[0]
     quotas, idle = replica.hints._quotas, replica.pool.idle
     assert quotas is not None
-    assert idle.count >= 8
-    assert {salt: quotas._orders[owner].count for salt, owner in quotas._ids.items()} == dict.fromkeys(
-        ("t0", "t1"), idle.count // 2
-    )
+    assert replica.further is not None
+    gone = {f"t{name}": int(replica.further.firsts[0, replica.rows.row_of[f"r{name}"]]) for name in range(3)}
+    assert idle.count == sum(gone.values())
+    assert len(set(gone.values())) == 3
+    assert {salt: quotas._orders[owner].count for salt, owner in quotas._ids.items()} == gone
 
 
 def test_random_hints_and_quotas_keep_the_books() -> None:
