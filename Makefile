@@ -22,7 +22,7 @@ CUDA := .venvs/vllm-gpu
 CUDA_PIP := $(CUDA)/bin/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-half test-rest long pairs test-sglang test-vllm test-engines test-gpu kills fuzz model mutants check lint types bench bench-pull bench-peers figures fleet placement first-token clean
+.PHONY: help demo test test-core test-rest long pairs test-sglang test-vllm test-engines test-gpu kills fuzz model mutants check lint types bench bench-pull bench-peers figures fleet placement first-token clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -38,19 +38,19 @@ demo: $(STAMP) ## serve prompts across a prefill and a decode process (ARGS="--r
 	@$(BIN)/pagewire demo $(ARGS)
 
 # Most tests wait for processes of their own, so two halves at once take little more than half of the time on two cores.
-HALF := tests/kvcache tests/transfer tests/mutants tests/benchmarks tests/scheduler_adapters/demo
+CORE := tests/kvcache tests/transfer tests/mutants
 test: $(STAMP) ## run all tests, in two halves at once, or in one process those that are asked for (ARGS="-k name ...")
 ifeq ($(strip $(ARGS)),)
-	@$(MAKE) --no-print-directory --jobs 2 --keep-going test-half test-rest
+	@$(MAKE) --no-print-directory --jobs 2 --keep-going test-core test-rest
 else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
 
-test-half: $(STAMP)
-	@$(BIN)/python -m pytest $(HALF)
+test-core: $(STAMP)
+	@$(BIN)/python -m pytest $(CORE)
 
 test-rest: $(STAMP)
-	@$(BIN)/python -m pytest tests $(HALF:%=--ignore=%)
+	@$(BIN)/python -m pytest tests $(CORE:%=--ignore=%)
 
 long: $(STAMP) ## run the tests that take minutes: every signal in every stage of the demo, every message in every phase
 	@$(BIN)/python -m pytest -m long --timeout 600 $(ARGS)
