@@ -6,13 +6,11 @@ What a benchmark measures is seen to by its own `expect`; here it has to come to
 from __future__ import annotations
 
 import ast
-import gc
 import json
-import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -53,14 +51,6 @@ ELSEWHERE = {
     "pulls/as_shipped": "is what others.nixl starts",
     "__main__": "starts the others",
 }
-
-
-@pytest.fixture(autouse=True)
-def _as_it_was() -> Iterator[None]:
-    cores = os.sched_getaffinity(0)
-    yield
-    os.sched_setaffinity(0, cores)
-    gc.unfreeze()  # what `frame.settle` froze: other tests share this process
 
 
 def of_events(patch: Patch, _: Path) -> list[Row]:
