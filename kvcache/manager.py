@@ -61,7 +61,7 @@ class PagedKVCacheManager:
     """
 
     further_groups: Sequence[Any] = ()  # pools of pages that requests have beside those of their tokens (states, say)
-
+    slab_pages = 0  # neighbouring pages that each request takes for these (`kvcache.pool.slabs`); 0: none
     estimated_memory_size = staticmethod(sizing.estimated_memory_size)
     infer_optimal_batch_size = staticmethod(sizing.infer_optimal_batch_size)
     max_supported_sequence_length = staticmethod(sizing.max_supported_sequence_length)
@@ -90,14 +90,14 @@ class PagedKVCacheManager:
         self.enable_prefix_caching = params.enable_prefix_caching
         self.enable_kvcache_swapping_to_host = params.enable_kvcache_swapping_to_host
         tp = params.tensor_parallel_degree
-        self.devices_per_replica = [every[first : first + tp] for first in range(0, len(every), tp)]
+        self.devices_per_replica = devices_of = [every[first : first + tp] for first in range(0, len(every), tp)]
         self.layer_tables = tables = layer_tables(params.groups, self.num_layers)  # whose pages are in each block table
         self.layouts = shard_layouts(params, tables.layers_per_page, self.page_size)
         self.fingerprint = replica_fingerprint(self.layouts, tables.described() if params.groups else "")
         pages = sizing.pages_per_replica(params, sizes, tables, self.page_size, available_cache_memory, every)
         check_endpoint(zmq_endpoint_base)
         sizing.warn_of_what_falls_short(params, sizes, tables, self.page_size, pages)
-        self._replicas = place_replicas(params, sizes, self.layouts, self.devices_per_replica, stream, pages, tables)
+        self._replicas = place_replicas(params, sizes, self.layouts, devices_of, stream, pages, tables, self.slab_pages)
         self.kv_event_endpoints: list[tuple[str, str | None]] = self._replicas.event_endpoints
         self._claims = Claims(self._replicas.each)
         self.contents = PageContents(self._replicas.each, self.fingerprint)  # pages by what they hold

@@ -19,11 +19,13 @@ from kvcache.layer_groups import LayerGroup, LayerTables
 from kvcache.layout import PageLayout
 from kvcache.metrics import KVCacheMetrics
 from kvcache.params import KVCacheParams
+from kvcache.pool.pages import PagePool
+from kvcache.pool.slabs import SlabPool
 from kvcache.replica.batch import Batch, BatchState, Gathered
 from kvcache.replica.context import Context, hasher_of
 from kvcache.replica.devices import PlacedReplica
 from kvcache.replica.further_tables import FurtherPlan, FurtherTables
-from kvcache.replica.hashing import PrefixHasher
+from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
 from kvcache.replica.lifts import lift, prefetch
 from kvcache.replica.partial import PartialReuse
 from kvcache.replica.peer_copies import PeerCopies
@@ -44,8 +46,13 @@ def place_replicas(
     stream: Any,
     pages: int,
     tables: LayerTables,
+    slab_pages: int = 0,
 ) -> "Replicas":
-    """Replicas of `pages` pages each, on the `devices` of each, with block `tables`, and the tiers below them."""
+    """Replicas of `pages` pages each, on the `devices` of each, with block `tables`, and the tiers below them.
+
+    `slab_pages`: neighbouring pages that a request takes for its state; 0: it has none there.
+    """
+    words = DIGEST_BYTES[params.hash_algorithm] // 8
     rows = sizes.max_batch_size // len(devices)
     count, page_size = len(tables.tables), layouts[0].page_size
     every = AllRows(len(devices), rows, page_size)
@@ -54,7 +61,8 @@ def place_replicas(
         pinned, first = any(device.type == "cuda" for device in group), rows * len(placed)
         own = slice(first, first + rows)
         block_rows = BlockRows(every, own, sizes.max_seq_len, page_size, pinned=pinned, tables=count)
-        replica = Replica(params, block_rows, pages)
+        pool = SlabPool(pages, words, slab_pages) if slab_pages else PagePool(pages, words)
+        replica = Replica(params, block_rows, pool)
         if count > 1:
             caching = params.enable_prefix_caching
             replica.further = FurtherTables(tables, replica.pool, block_rows, replica.leases, caching=caching)
@@ -366,5 +374,5 @@ def _fits(replica: Replica, needed: int, hits: NDArray[np.int32], further: Furth
     """Whether a new request of `needed` pages, `hits` of them published, could be claimed and reserved now."""
     if len(replica.rows.row_of) == len(replica.rows.request_ids):
         return False
-    free = replica.pool.free_count - further.cost
+    free = replica.pool.free_count - further.cost - replica.pool.beside
     return needed <= free or needed - len(hits) + replica.pool.would_be_taken(hits) <= free

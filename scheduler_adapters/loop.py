@@ -24,7 +24,7 @@ from kvcache.errors import (
     UnknownRequestError,
 )
 from kvcache.replica.context import Context, TextContext
-from kvcache.types import RaggedKVCacheInputs
+from kvcache.types import Admission, RaggedKVCacheInputs
 from scheduler_adapters.base import Pages
 
 _LONGEST_FETCH_S = 5.0  # that a request waits for pages of its own
@@ -91,6 +91,11 @@ class ServingLoop(Generic[PagesT_co]):
         # A runner without a vocabulary takes every token.
         self.vocab_size: int | None = getattr(runner, "vocab_size", None)
         self._has_windows = len(manager.layer_tables.tables) > 1
+        # A claim takes a state where these share the pages' memory: nothing may go for one whose pages do not fit.
+        shares = getattr(manager, "slab_pages", 0) > 0
+        self._admission: Callable[[TextContext], Admission] | None = (
+            getattr(manager, "admission", None) if shares else None
+        )
         self.preemptions = 0  # requests that had to give way
         self.fetching = False  # whether the first that waits does so for pages of its own, from files or objects
         # Told of a request that runs now, its replica, and how many of its tokens were cached.
@@ -244,6 +249,8 @@ class ServingLoop(Generic[PagesT_co]):
         """A row and pages for a waiting request; False, and nothing taken, where one is short."""
         context = entry.context
         self._choose_chunk(context)
+        if self._admission is not None and not self._admission(context).fits:
+            return False
         entry.replica = self.manager.get_or_recommend_replica(context)
         try:
             self.manager.external_claim(context.request_id, entry.replica)

@@ -30,6 +30,8 @@ PageNews = Callable[[str, Pages, NDArray[Any] | None], None]
 class PagePool:
     """Holders, writers and free order of the pages 1 to `num_pages`, in arrays. The null page, 0, is none of them."""
 
+    beside = 0  # pages that each request takes beside those of its tokens
+
     def __init__(self, num_pages: int, digest_words: int) -> None:
         self.num_pages = num_pages
         self.holders = np.zeros(num_pages + 1, np.int32)

@@ -38,6 +38,10 @@ class TenantQuotas:
         """`pages` have left the pool's cache: what comes into them is nobody's until somebody says whose."""
         self._owner[pages] = _NOBODY
 
+    def moved(self, sources: Pages, targets: Pages) -> None:
+        """What is in `sources`, not idle, is in `targets` by now, whose tenant goes along."""
+        self._owner[targets] = self._owner[sources]
+
     def append(self, pages: Pages | Indices) -> None:
         """`pages` are idle now, the youngest of their tenants'."""
         owners = self._owner[pages]

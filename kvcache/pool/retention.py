@@ -125,6 +125,21 @@ class HintedOrder:
             self._expires = np.zeros(self._num_pages + 1)
         self._expires[pages] = self._clock() + hints.lives
 
+    def forget(self, pages: Pages) -> None:
+        """`pages` left the order as they were evicted: what was said of them is over."""
+        self.codes[pages] = NEUTRAL
+        if self._quotas is not None:
+            self._quotas.disown(pages)
+
+    def moved(self, sources: Pages, targets: Pages) -> None:
+        """The content of `sources`, not idle, is in `targets` by now, and what was said of it goes along."""
+        self.codes[targets] = self.codes[sources]
+        if self._quotas is not None:
+            self._quotas.moved(sources, targets)
+        self.forget(sources)
+        if self._expires is not None:
+            self._expires[targets] = self._expires[sources]
+
     def append(self, pages: Pages | Indices) -> None:
         """Put `pages`, none of them in the order, where their hints want them, the youngest of all."""
         if not len(pages):  # what has just left the order is made up for by who comes, not by who does not

@@ -18,5 +18,8 @@ class PrefixStates(Protocol):
         """Of found pages of these digests, one after another, how many the request, or one to come, may go on after."""
         ...
 
-    def reserved(self, context: Context, cached: int) -> None:
-        """The request has its pages. `cached`: it goes on from the state after so many tokens; 0: from where it was."""
+    def reserved(self, context: Context, digest: Digests | None) -> None:
+        """The request is about to get its pages, and goes on from where it is.
+
+        `digest`, `[1, words]`: of the page after which its state is that of a cached one; None: its state is its own.
+        """

@@ -14,7 +14,7 @@ from kvcache.pool.pages import PagePool
 from kvcache.replica.context import Context, hasher_of, salt_and_keys
 from kvcache.replica.copier import ImportBook
 from kvcache.replica.further_tables import FurtherPlan, FurtherTables
-from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
+from kvcache.replica.hashing import PrefixHasher
 from kvcache.replica.hints import ReplicaHints
 from kvcache.replica.keys import ExtraKeys
 from kvcache.replica.leases import PageLeases
@@ -57,12 +57,12 @@ class Reservation(NamedTuple):
 class Replica:
     """State and rules of one replica; knows nothing of tensors or devices."""
 
-    def __init__(self, params: KVCacheParams, rows: BlockRows, num_pages: int) -> None:
+    def __init__(self, params: KVCacheParams, rows: BlockRows, pool: PagePool) -> None:
         self.page_size = rows.page_size
         self.max_seq_len = rows.max_seq_len
         self.caching = params.enable_prefix_caching
         self.hash_algorithm: HashAlgorithm = params.hash_algorithm
-        self.pool = PagePool(num_pages, DIGEST_BYTES[params.hash_algorithm] // 8)
+        self.pool = pool
         self.rows = rows
         self.imports = ImportBook(self.pool, rows)
         self.leases = PageLeases(self.pool, rows)
@@ -110,12 +110,13 @@ class Replica:
         if plan.cached:
             # First, as a context of the caller's own may refuse: then no page has moved yet.
             self.advance(row, context, plan.cached)
+        if self.states is not None:  # before pages are taken, for which the state that it goes on from may be evicted
+            before = plan.hits if plan.hits.size else self.rows.table[row, : plan.first]
+            self.states.reserved(context, self.pool.index.digests_of(before[-1:]) if plan.cached else None)
         self._take(row, plan)
         self._named[row] = named
         self.hints.come(row, context, len(plan.hits))
         self.counter.admit(row, context.end_idx)
-        if self.states is not None:
-            self.states.reserved(context, plan.cached)
         return plan.new
 
     def pages_needed(self, context: Context, num_steps: int, start: int | None = None) -> int:
@@ -130,7 +131,9 @@ class Replica:
                 f"max_seq_len is {self.max_seq_len}"
             )
         needed = -(-length // self.page_size)
-        in_all = needed if self.further is None else needed + self.further.least(context, num_steps, start)
+        in_all = needed + self.pool.beside
+        if self.further is not None:
+            in_all += self.further.least(context, num_steps, start)
         if in_all > self.pool.num_pages:
             raise PromptTooLongError(
                 f"request {context.request_id!r}: {length} tokens need {in_all} pages, "
@@ -195,7 +198,7 @@ class Replica:
         rows, computed = self.rows, int(self.rows.cached[parent])
         needed, full = self.pages_needed(child, num_steps), computed // self.page_size
         tables = 1 if self.further is None else 1 + self.further.count
-        if (needed - full) * tables > self.pool.free_count:
+        if (needed - full) * tables + self.pool.beside > self.pool.free_count:
             return None
         child.set_token_indices(start_idx=computed, active_idx=child.end_idx)
         shared = rows.pages(parent)[:full].copy()

@@ -12,21 +12,24 @@ import torch
 
 from kvcache import sizing
 from kvcache.arguments import whole
-from kvcache.errors import BlockTableMismatchError, InvalidParamsError
-from kvcache.layout import replica_fingerprint
+from kvcache.errors import BlockTableMismatchError, InvalidParamsError, InvariantError
+from kvcache.layout import replica_fingerprint, shard_layouts
 from kvcache.manager import PagedKVCacheManager
-from kvcache.params import KVCacheParams
+from kvcache.params import KVCacheParams, resolve_page_size
+from kvcache.pool.slabs import SlabPool
 from kvcache.replica.block_table import BlockTable, PageCopy, PendingImport
 from kvcache.replica.context import Context
 from kvcache.replica.copier import ImportProof
 from kvcache.replica.hashing import DIGEST_BYTES
 from kvcache.replica.imports import own_import
 from kvcache.replica.leases import PageLease
+from kvcache.replica.page_moves import ReplicaPageMoves
 from kvcache.types import Admission, RequestID
 from scheduler_adapters.errors import NoFreeStatePageError, StatePageError
 from scheduler_adapters.hf.kept_states import KeptStates
-from scheduler_adapters.hf.state_layout import StateShape
+from scheduler_adapters.hf.state_layout import StateShape, state_layouts
 from scheduler_adapters.hf.state_pages import StatePages
+from scheduler_adapters.hf.state_slabs import StateSlabs, pages_of_slab
 
 
 class HybridKVCacheManager(PagedKVCacheManager):
@@ -50,8 +53,15 @@ class HybridKVCacheManager(PagedKVCacheManager):
 
     `state_every_pages`: pages of tokens between two copies, whatever the prompts; 0: only where `KeptStates` says.
 
-    Raises `InvalidParamsError` also where there are several replicas, or with prefix caching a tier below the pages,
-    reuse of a part of a page, or events; and `PoolTooSmallError` where nothing is left beside the state pages.
+    `share_memory`: states lie among the pages of tokens, each in a slab of `slab_pages` neighbours
+    (`kvcache.pool.slabs`), so that no memory is set apart. Copies and pages are then evicted by their last use.
+    Pages of requests without a lease may be moved when another one is claimed or forked: claim none between `fetch`
+    and the end of the model's run, and read a `block_table` under a lease. `NoFreeStatePageError` also where pages are
+    too few for a state, or leased ones lie in every slab.
+
+    Raises `InvalidParamsError` also where `state_copies` is given with `share_memory`, where there are several
+    replicas, or with prefix caching a tier below the pages, reuse of a part of a page, or events; and
+    `PoolTooSmallError` where nothing is left beside the state pages.
     """
 
     def __init__(
@@ -65,30 +75,55 @@ class HybridKVCacheManager(PagedKVCacheManager):
         available_cache_memory: int,
         state_copies: int | None = None,
         state_every_pages: int = 0,
+        share_memory: bool = False,
         **kwargs: Any,
     ) -> None:
         sizing.check_sizes(params, max_batch_size, max_seq_len, num_layers)  # before state pages are allocated
         sizing.check_devices(params, devices, here=True)
         caching = params.enable_prefix_caching
         _check_params(params)
+        if share_memory and state_copies is not None:
+            raise InvalidParamsError(
+                f"state_copies is {state_copies}: with share_memory there are as many as the memory that is left holds"
+            )
         copies = 2 * max_batch_size * caching if state_copies is None else whole("state_copies", state_copies, 0)
         every = whole("state_every_pages", state_every_pages, 0)
         if not caching and (copies or every):
             raise InvalidParamsError(
                 f"state_copies is {copies}, state_every_pages {every}: there are none, as enable_prefix_caching is off"
             )
-        words = DIGEST_BYTES[params.hash_algorithm] // 8
-        self.states = StatePages(state, max_batch_size + copies, devices, words)
-        self.further_groups = (self.states,)
-        left = available_cache_memory - sum(tensor.nbytes for tensor in chain.from_iterable(self.states.tensors))
+        words, left = DIGEST_BYTES[params.hash_algorithm] // 8, available_cache_memory
+        if share_memory:
+            size = resolve_page_size(params, kwargs.get("page_size", 128))
+            layouts = state_layouts(state, len(devices))
+            self.slab_pages = pages_of_slab(layouts, shard_layouts(params, num_layers, size))
+        else:
+            self.states = StatePages(state, max_batch_size + copies, devices, words)
+            left -= sum(tensor.nbytes for tensor in chain.from_iterable(self.states.tensors))
         super().__init__(
             params, max_batch_size, max_seq_len, num_layers, devices, available_cache_memory=left, **kwargs
         )
+        if share_memory:
+            self.states = self._states_in_slabs(state, words)
+        self.further_groups = (self.states,)
         of_states = chain.from_iterable(kinds.values() for kinds in self.states.layouts)
         self.fingerprint = replica_fingerprint([*self.layouts, *of_states])
         (replica,) = self._replicas.each
         self._kept = KeptStates(self.states, replica, every)
         replica.states = self._kept if caching else None
+
+    def _states_in_slabs(self, state: StateShape, words: int) -> StatePages:
+        """State pages in the memory of the token pages."""
+        (placed,) = self._replicas.placed
+        pool = placed.replica.pool
+        if not isinstance(pool, SlabPool):
+            raise InvariantError("a manager with states in slabs has a pool without")
+        pool.moves = ReplicaPageMoves(
+            placed.replica, lambda sources, targets: placed.copy_pages_of(placed, sources, targets)
+        )
+        (devices,) = self.devices_per_replica
+        slabs = StateSlabs(state_layouts(state, len(devices)), pool, placed.rows)
+        return StatePages(state, pool.num_slabs, devices, words, slabs)
 
     def external_claim(self, request_id: RequestID, replica_idx: int | None = None) -> None:
         """As the base; takes a state page too. `NoFreeStatePageError`: transfers still write too many."""

@@ -36,11 +36,11 @@ class KeptStates:
                 return 0
         return self._pages.longest(digests)
 
-    def reserved(self, context: Context, cached: int) -> None:
+    def reserved(self, context: Context, digest: Digests | None) -> None:
         """As `PrefixStates.reserved`: what was found comes into the request's page, and its chunk is cut."""
         request_id, start, active = context.request_id, context.start_idx, context.active_idx
-        if cached:
-            self._pages.resume(request_id, self.digest_at(request_id, cached))
+        if digest is not None:
+            self._pages.resume(request_id, digest)
         if request_id not in self._ends:
             last = context.current_length - 1
             self._ends[request_id] = (self._shared.get(request_id, 0), last - last % self._replica.page_size)

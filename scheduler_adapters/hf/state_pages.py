@@ -23,6 +23,7 @@ from kvcache.pool.pages import PagePool
 from kvcache.storage import allocate_blocks
 from scheduler_adapters.errors import NoFreeStatePageError, StatePageError
 from scheduler_adapters.hf.state_layout import SSM_KIND, StateShape, state_layouts
+from scheduler_adapters.hf.state_slabs import StateSlabs
 from transfer.plan.boxes import Box, Group, ShardLayout
 from transfer.plan.shapes import dense
 
@@ -38,6 +39,9 @@ class StatePages:
     There are `num_pages`, one for each request that may hold a state at a time and the rest for copies, on a device for
     each shard. Copies are found by digests of `digest_words` words. Raises `InvalidParamsError` for shards that cannot
     share the heads, `PoolTooSmallError` where a device is too small.
+
+    With `slabs` the pages are these slabs of the memory of token pages, and `num_pages` without effect: a slab is taken
+    for a state, and given back when nobody holds the state and it is no copy. What is not taken, pages hold.
     """
 
     def __init__(
@@ -46,18 +50,24 @@ class StatePages:
         num_pages: int,
         devices: Sequence[torch.device | str] = ("cpu",),
         digest_words: int = 1,
+        slabs: StateSlabs | None = None,
     ) -> None:
         self.shape = shape
-        self.num_pages = num_pages
+        self._slabs = slabs
+        self.num_pages = num_pages = num_pages if slabs is None else slabs.num_slabs
         # Of each shard the page of each kind, and its memory, page after page; page 0 is nobody's.
         self.layouts = state_layouts(shape, len(devices))
-        self.tensors = [
-            [allocate_blocks(layout, num_pages + 1, torch.device(device)) for layout in kinds.values()]
-            for kinds, device in zip(self.layouts, devices, strict=True)
-        ]
+        self.blocks = (
+            slabs.blocks
+            if slabs is not None
+            else [
+                [allocate_blocks(layout, num_pages + 1, torch.device(device)) for layout in kinds.values()]
+                for kinds, device in zip(self.layouts, devices, strict=True)
+            ]
+        )
         # Of each kind what every shard holds: `[pages + 1, layers, channels or heads, ...]`.
         self._views: dict[str, list[tuple[PageLayout, torch.Tensor]]] = {}
-        for kinds, tensors in zip(self.layouts, self.tensors, strict=True):
+        for kinds, tensors in zip(self.layouts, self.blocks, strict=True):
             for (kind, layout), blocks in zip(kinds.items(), tensors, strict=True):
                 view = blocks[:, 0, :, 0]
                 if kind == SSM_KIND:
@@ -67,19 +77,31 @@ class StatePages:
         self._page_of: dict[str, int] = {}
         self._leased: dict[object, int] = {}  # by lease
         self._before: dict[int, int] = {}  # of a page that a transfer writes the copy that it came from
+        self._saved: dict[int, list[torch.Tensor]] = {}  # or what was in it, in host memory
         self._passing: dict[str, Digests] = {}  # of a request the copy that its next one takes the place of
         self.hits = 0  # requests that went on from a copy
         self._tokens = np.zeros(num_pages + 1, np.int64)
         self._told = np.zeros(num_pages + 1, np.int64)  # tokens of the state that a table named last
+        self._used = np.zeros(num_pages + 1, np.int64)  # of copies, by the clock of the slabs' pool
+        if slabs is not None:
+            self._pool.allocate(num_pages)  # token pages hold them all
+            slabs.cache(self)
+
+    @property
+    def tensors(self) -> list[list[torch.Tensor]]:
+        """Memory of their own, `[shard][kind]`; none where they lie in the token pages'."""
+        return self.blocks if self._slabs is None else [[] for _ in self.blocks]
 
     @property
     def num_free(self) -> int:
-        """Pages that `allocate` can give: those of copies count."""
-        return self._pool.free_count
+        """Pages that `allocate` can give: those of copies count. Of slabs: whether it can give one."""
+        return self._pool.free_count if self._slabs is None else int(self._slabs.pool.can_take_slab())
 
     @property
     def num_held(self) -> int:
         """Pages that a request or a lease holds, or that a transfer writes."""
+        if self._slabs is not None:
+            return int(np.count_nonzero(self._slabs.pool.taken)) - self.num_idle
         return self.num_pages - self.num_free
 
     @property
@@ -96,7 +118,7 @@ class StatePages:
 
     def allocate(self, request_id: str) -> int:
         """A zeroed page for a request without: the state before its first token. Raises `NoFreeStatePageError`."""
-        if not self.num_free:
+        if not self._has_room(moving=True):
             raise NoFreeStatePageError(f"request {request_id!r}: all {self.num_pages} state pages are held")
         page = self._page_of[request_id] = self._pool.allocate_one()
         self._reset(page)
@@ -107,7 +129,7 @@ class StatePages:
         page = self.page_of(request_id)
         del self._page_of[request_id]
         self._passing.pop(request_id, None)  # what it came to last stays, to be found
-        self._pool.release(_one(page))
+        self._let_go(page)
 
     def page_of(self, request_id: str) -> int:
         """The request's page. Raises `UnknownRequestError` where it holds none."""
@@ -144,12 +166,12 @@ class StatePages:
             return
         if (before := self._passing.pop(request_id, None)) is not None:
             self._forget(before)
-        if self._found(digest) or not pool.free_count:
+        if self._found(digest) or not self._has_room(moving=False):
             return
         copy = pool.allocate_one()
         self._copy(page, copy)
         pool.index.publish(_one(copy), digest)
-        pool.release(_one(copy))
+        self._let_go(copy)
         if passing:
             self._passing[request_id] = digest
 
@@ -164,6 +186,7 @@ class StatePages:
     def forget_copies(self) -> None:
         """Give up every copy."""
         self._pool.forget_idle()
+        self._give_back()
         self._passing.clear()
 
     # ---- pages that a transfer fills
@@ -178,6 +201,8 @@ class StatePages:
         if digest is not None and (copy := self._found(digest)):
             self._pool.hold(_one(copy))
             self._before[page] = copy
+        elif digest is not None and self._slabs is not None:  # evicted for the import's own pages
+            self._saved[page] = [blocks[page].to("cpu", copy=True) for blocks in chain.from_iterable(self.blocks)]
         return page
 
     def commit_import(self, request_id: str, tokens: int) -> None:
@@ -190,14 +215,19 @@ class StatePages:
         """Nothing writes the page any more: it is as before the import, or free if its request is gone."""
         if copy := self._before.get(page):
             self._copy(copy, page)
+        elif saved := self._saved.get(page):
+            for blocks, content in zip(chain.from_iterable(self.blocks), saved, strict=True):
+                blocks[page] = content
         else:
             self._reset(page)
         self._end_import(page)
 
     def _end_import(self, page: int) -> None:
         self._pool.drop_writer(_one(page))
+        self._give_back()
+        self._saved.pop(page, None)
         if copy := self._before.pop(page, None):
-            self._pool.release(_one(copy))
+            self._let_go(copy)
 
     # ---- pages that others read
 
@@ -210,7 +240,7 @@ class StatePages:
         """Nobody reads under the lease any more. Safe twice."""
         page = self._leased.pop(lease, None)
         if page is not None:
-            self._pool.release(_one(page))
+            self._let_go(page)
 
     def tell(self, request_id: str) -> None:
         """A table has named the request's state as it is now: while it is leased it stays so."""
@@ -244,7 +274,7 @@ class StatePages:
                     "end the lease, or release the request and run it from its first token"
                 )
             pages.append(page)
-        return torch.tensor(pages, device=self.tensors[0][0].device)
+        return torch.tensor(pages, device=self.blocks[0][0].device)
 
     def read(self, layer: int, pages: torch.Tensor, kinds: Sequence[str]) -> torch.Tensor:
         """A copy of the states of `kinds`, one after another, of all shards: `[pages, channels or heads, ...]`."""
@@ -273,6 +303,9 @@ class StatePages:
 
     def beside(self, layout: ShardLayout, shard: int) -> ShardLayout:
         """The layout of a shard with its state pages as a further group, whose regions follow: those of `tensors`."""
+        if self._slabs is not None:
+            group = Group(1, self.num_pages + 1, self._slabs.boxes(shard), state=True)
+            return ShardLayout((*layout.groups, group), layout.region_bytes)
         boxes, sizes = list[Box](), list(layout.region_bytes)
         for kind, page in self.layouts[shard].items():
             pages = dense(page, self.num_pages + 1)
@@ -292,10 +325,14 @@ class StatePages:
         holders, writers = (
             np.bincount(np.array(pages, np.int64), minlength=self.num_pages + 1) for pages in (held, written)
         )
+        if self._slabs is not None:
+            holders[1:] += ~self._slabs.pool.taken[1:]
         try:
             self._pool.check(holders, writers)
         except InvariantError as error:
             raise InvariantError(f"state pages: {error}") from error
+        if self._slabs is not None and self._pool.free_count != self.num_idle:
+            raise InvariantError(f"{self._pool.free_count - self.num_idle} state pages are free, and not given back")
         if any(tensor[0].any() for tensor in chain.from_iterable(self.tensors)):
             raise InvariantError("state page 0, which is nobody's, was written")
         own, published = np.array([*self._page_of.values()], np.int64), self._pool.index.published
@@ -306,8 +343,45 @@ class StatePages:
         if not self._passing.keys() <= self._page_of.keys():
             raise InvariantError(f"a copy goes with the next one of {sorted(self._passing)}, not all of them run")
 
+    # ---- slabs of the memory of token pages
+
+    @property
+    def num_idle(self) -> int:
+        """Copies that nobody holds."""
+        return self._pool.idle.count
+
+    @property
+    def oldest_use(self) -> int:
+        """When the first of these was used, by the clock of the slabs' pool."""
+        return int(self._used[self._pool.lru.oldest(1)[0]])
+
+    def give_up_oldest(self) -> None:
+        """Forget the copy that was used longest ago: its slab is token pages."""
+        self._pool.release(_one(self._pool.allocate_one()))
+        self._give_back()
+
+    def _has_room(self, *, moving: bool) -> bool:
+        """Whether a page can be had, of which a copy may have to go. `moving`: token pages may be moved for it."""
+        if self._slabs is not None:
+            pool = self._slabs.pool
+            if slab := pool.take_slab() if moving else pool.take_unheld_slab():
+                self._pool.release(_one(slab))
+        return self._pool.free_count > 0
+
+    def _give_back(self) -> None:
+        """What nobody holds, and is no copy, is token pages again."""
+        if self._slabs is not None and (fresh := self._pool.free_count - self.num_idle):
+            for page in self._pool.allocate(fresh).tolist():
+                self._slabs.pool.give_back(page)
+
+    def _let_go(self, page: int) -> None:
+        self._pool.release(_one(page))
+        if self._slabs is not None:
+            self._used[page] = self._slabs.pool.clock
+            self._give_back()
+
     def _copy(self, source: int, target: int) -> None:
-        for tensor in chain.from_iterable(self.tensors):
+        for tensor in chain.from_iterable(self.blocks):
             tensor[target] = tensor[source]
         self._tokens[target] = self._tokens[source]
 
@@ -316,7 +390,7 @@ class StatePages:
         copy = int(self._pool.index.find(digest)[0])
         if copy != NO_PAGE:
             self._pool.hold(_one(copy))
-            self._pool.release(_one(copy))
+            self._let_go(copy)
         return copy
 
     def _forget(self, digest: Digests) -> None:
@@ -324,10 +398,10 @@ class StatePages:
         if copy := self._found(digest):
             self._pool.hold(_one(copy))
             self._pool.index.withdraw_one(copy)
-            self._pool.release(_one(copy))
+            self._let_go(copy)
 
     def _reset(self, page: int) -> None:
-        for tensor in chain.from_iterable(self.tensors):
+        for tensor in chain.from_iterable(self.blocks):
             tensor[page] = 0
         self._tokens[page] = self._told[page] = 0
 

@@ -93,7 +93,9 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("Replica.match", "kept[:3] == (index.generation, first, last)", "kept[1:3] == (first, last)"),
             Mutation("Replica.fork", "self.pool.hold(shared)", "pass"),
             Mutation("Replica.fork", "min(full, int(rows.committed[parent]))", "full"),
-            Mutation("Replica.fork", "tables > self.pool.free_count", "tables >= self.pool.free_count"),
+            Mutation(
+                "Replica.fork", "self.pool.beside > self.pool.free_count", "self.pool.beside >= self.pool.free_count"
+            ),
             Mutation("Replica.fork", "if not computed % self.page_size:", "if not full:"),
             Mutation("Replica.reserve_decoding", "np.count_nonzero(beyond[short] > self.page_size) or ", "False or "),
             Mutation(

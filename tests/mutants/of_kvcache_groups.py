@@ -259,7 +259,7 @@ KVCACHE_GROUPS: tuple[Module, ...] = (
             Mutation("Replica.match", "pages[: self.further.longest(first, digests[: len(pages)])]", "pages"),
             Mutation("Replica.reserve", "and self.further is None", ""),
             Mutation("Replica.act", "plan.new + plan.further.cost", "plan.new"),
-            Mutation("Replica.pages_needed", "needed + self.further.least(context, num_steps, start)", "needed"),
+            Mutation("Replica.pages_needed", "+= self.further.least(context, num_steps, start)", "+= 0"),
             Mutation("Replica.fork", "else 1 + self.further.count", "else 1"),
             Mutation("Replica._plan", "start=cached", "start=0"),
             Mutation("Replica._publish", "self.further.publish(rows, columns, digests, told)", "pass"),

@@ -3,6 +3,7 @@
 from tests.mutants.mutation import Module, Mutation
 
 _MOVES = ["tests/scheduler_adapters/hf/test_state_moves.py"]
+_SHARED = ["tests/scheduler_adapters/hf/test_one_budget.py", "tests/scheduler_adapters/hf/test_slab_moves.py"]
 _KEPT = ["tests/scheduler_adapters/hf/test_kept_states.py"]
 
 STATES: tuple[Module, ...] = (
@@ -11,9 +12,7 @@ STATES: tuple[Module, ...] = (
         _MOVES,
         [
             Mutation("KeptStates.longest", "return 0", "pass"),
-            Mutation(
-                "KeptStates.reserved", "self._pages.resume(request_id, self.digest_at(request_id, cached))", "pass"
-            ),
+            Mutation("KeptStates.reserved", "self._pages.resume(request_id, digest)", "pass"),
             Mutation("KeptStates.reserved", "if request_id not in self._ends:", "if True:"),
             Mutation("KeptStates.reserved", "context.current_length - 1", "context.current_length"),
             Mutation("KeptStates.reserved", "self._shared.get(request_id, 0)", "0"),
@@ -39,9 +38,9 @@ STATES: tuple[Module, ...] = (
             Mutation("StatePages.keep", "self._tokens[page] != tokens", "False"),
             Mutation("StatePages.keep", "self._forget(before)", "pass"),
             Mutation("StatePages.keep", "self._found(digest) or ", ""),
-            Mutation("StatePages.keep", " or not pool.free_count", ""),
+            Mutation("StatePages.keep", " or not self._has_room(moving=False)", ""),
             Mutation("StatePages.keep", "self._copy(page, copy)", "pass"),
-            Mutation("StatePages.keep", "pool.release(_one(copy))", "pass"),
+            Mutation("StatePages.keep", "self._let_go(copy)", "pass"),
             Mutation("StatePages.resume", "self._copy(copy, page)", "pass"),
             Mutation("StatePages.release", "self._passing.pop(request_id, None)", "pass"),
             Mutation("StatePages.forget_copies", "self._pool.forget_idle()", "pass"),
@@ -49,11 +48,17 @@ STATES: tuple[Module, ...] = (
             Mutation("StatePages.begin_import", "self._before[page] = copy", "pass"),
             Mutation("StatePages.begin_import", "self._pool.hold(_one(copy))", "pass"),
             Mutation("StatePages.cancel_import", "self._copy(copy, page)", "self._reset(page)"),
-            Mutation("StatePages._end_import", "self._pool.release(_one(copy))", "pass"),
+            Mutation("StatePages._end_import", "self._let_go(copy)", "pass"),
             Mutation("StatePages.is_promised", "self._tokens[page] == self._told[page]", "self._tokens[page]"),
-            Mutation("StatePages._found", "self._pool.release(_one(copy))", "pass"),
+            Mutation("StatePages._found", "self._let_go(copy)", "pass"),
             Mutation("StatePages._forget", "self._pool.index.withdraw_one(copy)", "pass"),
             Mutation("StatePages.check", ", *self._before.values()", ""),
+            Mutation("StatePages.begin_import", "digest is not None and self._slabs is not None", "False", _SHARED),
+            Mutation("StatePages.oldest_use", "self._pool.lru.oldest(1)[0]", "1", _SHARED),
+            Mutation("StatePages._end_import", "self._give_back()", "pass", _SHARED),
+            Mutation("StatePages.forget_copies", "self._give_back()", "pass", _SHARED),
+            Mutation("StatePages._let_go", "self._used[page] = self._slabs.pool.clock", "pass", _SHARED),
+            Mutation("StatePages.num_free", "int(self._slabs.pool.can_take_slab())", "1", _SHARED),
         ],
     ),
     Module(
@@ -63,6 +68,7 @@ STATES: tuple[Module, ...] = (
             Mutation("HybridKVCacheManager.__init__", "2 * max_batch_size * caching", "max_batch_size"),
             Mutation("HybridKVCacheManager.__init__", "not caching and (copies or every)", "False"),
             Mutation("HybridKVCacheManager.__init__", "self._kept if caching else None", "None"),
+            Mutation("HybridKVCacheManager.__init__", "share_memory and state_copies is not None", "False"),
             Mutation("HybridKVCacheManager.release", "self._kept.leave(request_id)", "pass"),
             Mutation("HybridKVCacheManager.admission", "if self.states.num_free else", "if True else"),
             Mutation("HybridKVCacheManager.step", "self._kept.computed(gathered)", "pass"),
@@ -105,7 +111,42 @@ STATES: tuple[Module, ...] = (
         _MOVES,
         [
             Mutation("Replica.match", "pages[: self.states.longest(request_id, of_pages)]", "pages"),
-            Mutation("Replica.act", "self.states.reserved(context, plan.cached)", "pass"),
+            Mutation("Replica.act", "if plan.cached else None", "if False else None"),
+            Mutation("Replica.act", "digests_of(before[-1:])", "digests_of(before[:1])"),
+            Mutation("Replica.pages_needed", " + self.pool.beside", "", _SHARED),
+            Mutation("Replica.fork", " + self.pool.beside", "", _SHARED),
+        ],
+    ),
+    Module(
+        "kvcache.replicas",
+        _SHARED,
+        [Mutation("_fits", " - replica.pool.beside", "")],
+    ),
+    Module(
+        "kvcache.replica.page_moves",
+        _SHARED,
+        [
+            Mutation("ReplicaPageMoves.staying", "stays[rows.pages(row)] = True", "pass"),
+            Mutation("ReplicaPageMoves.move", "self._copy(sources, targets)", "pass"),
+            Mutation("ReplicaPageMoves.move", "rows.changed[moved] = True", "pass"),
+            Mutation("ReplicaPageMoves.move", "index.publish(targets[published], digests)", "pass"),
+        ],
+    ),
+    Module(
+        "kvcache.pool.slabs",
+        [],
+        [
+            Mutation("SlabPool.take_slab", "0 < cached.oldest_use <= age", "False"),
+            Mutation("SlabPool.take_unheld_slab", "age == _HELD or ", ""),
+            Mutation("SlabPool._make_room", "cached.oldest_use > self._last_evicted", "True"),
+            Mutation("SlabPool._oldest_slab", "(self.holders > 0) | (self.writers > 0)", "self.writers > 0"),
+            Mutation("SlabPool._oldest_slab", ".max(axis=1)", ".min(axis=1)"),
+            Mutation("SlabPool._cheapest_to_move", "self.moves.staying()", "False"),
+            Mutation("SlabPool._cheapest_to_move", "self._fresh_count + self.idle.count < self.slab_pages", "False"),
+            Mutation("SlabPool._clear", "self.holders[targets] = self.holders[held]", "pass"),
+            Mutation("SlabPool._clear", "self.idle.moved(held, targets)", "pass"),
+            Mutation("SlabPool._evict", "self.idle.forget(pages)", "pass"),
+            Mutation("SlabPool.give_back", "self.taken[slab] = False", "pass"),
         ],
     ),
 )

@@ -164,13 +164,17 @@ class StateMoves(Moves):
         for page, run in zip(pages.tolist(), runs, strict=True):
             values = kv_of(run.tokens, run.named, "state")
             wanted = int(values[run.start - 1]) if run.start else 0
-            for tensor in states.tensors[0]:
+            for tensor in states.blocks[0]:
                 assert (tensor[page] == wanted).all(), f"{run.request_id}: another state after {run.start} tokens"
                 tensor[page] = int(values[run.active - 1])
         states.advance(pages, [run.active for run in runs])
 
     def same_books(self) -> None:
         super().same_books()
+        self.same_states()
+
+    def same_states(self) -> None:
+        """Of states as many are held, kept, found and evicted."""
         ours, theirs = self.manager.states, self.states
         assert ours.num_held == len(theirs.requests)
         if self.caching:

@@ -357,6 +357,8 @@ def test_what_does_not_go_with_states_is_refused_with_the_reason(model: Any) -> 
         HybridKVCacheManager(shape, cache, 0, 128, 2, ["cpu"], 1 << 20)
     with pytest.raises(InvalidParamsError, match="state_every_pages 2: .* enable_prefix_caching is off"):
         HybridKVCacheManager(shape, cache, 4, 128, 2, ["cpu"], 1 << 20, state_every_pages=2)
+    with pytest.raises(InvalidParamsError, match="state_copies is 0: with share_memory"):
+        HybridKVCacheManager(shape, cache, 4, 128, 2, ["cpu"], 1 << 20, state_copies=0, share_memory=True)
 
 
 def test_state_pages_are_part_of_the_budget(model: Any) -> None:

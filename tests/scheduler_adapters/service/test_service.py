@@ -18,6 +18,8 @@ from tests.scheduler_adapters.serving import Unwalked
 HEAD = "What a page holds, who may write to it, and when it may be used again. " * 3
 PROMPTS = [ByteTokenizer().encode(text) for text in (HEAD + "First?", "short", HEAD + "Second?", HEAD + "First?")]
 
+ONE_MEMORY = {"options": {"share_memory": True}}  # for recurrent states and pages of tokens
+
 
 @pytest.fixture(scope="module")
 def model(make_model: Callable[..., Any]) -> Any:
@@ -95,6 +97,8 @@ def test_sides_that_differ_give_the_same_tokens(
         ("gemma3", {"page_size": 64, "pages": 25}, {"tp": 2}),
         ("bamba", {}, {}),
         ("bamba", {"tp": 1}, {"tp": 2, "page_size": 64, "pages": 25}),
+        ("bamba", ONE_MEMORY, ONE_MEMORY),
+        ("bamba", {}, {"tp": 2, **ONE_MEMORY}),
         ("granite", {"tp": 2}, {"tp": 1}),
         ("falcon", {}, {}),
     ],
@@ -103,8 +107,8 @@ def test_windows_and_recurrent_states_are_served_too(
     start: Callable[..., Service],
     make_model: Callable[..., Any],
     kind: str,
-    prefill: dict[str, int],
-    decode: dict[str, int],
+    prefill: dict[str, Any],
+    decode: dict[str, Any],
 ) -> None:
     other = make_model(kind)
     service = start(of=other, prefill={"budget": 48, **prefill}, decode=decode)

@@ -1,0 +1,215 @@
+"""`SlabPool`: pages of tokens, and slabs of neighbouring pages that hold something larger: one memory for both.
+
+A slab is `slab_pages` pages from a multiple of it on, as much as a recurrent state takes. Pages are handed out as ever.
+A slab is taken where its pages cost least: none is used, or all are idle and were used longest ago, in which case they
+are evicted; or held ones are moved elsewhere. A slab that is given back is pages again. So no memory is set apart for
+either, and nothing is lost between them but what a slab is larger than a state.
+
+What is cached in slabs (`CachedSlabs`) and idle pages are evicted by their last use: a slab goes where it was last used
+before the page that was evicted last.
+"""
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.errors import InvariantError
+from kvcache.pool.idle_order import Indices, Pages
+from kvcache.pool.pages import PagePool
+from kvcache.pool.retention import HintedOrder
+
+_HELD = 1 << 62
+
+
+class CachedSlabs(Protocol):
+    """What is kept in slabs that nobody holds, least recently used first."""
+
+    @property
+    def num_idle(self) -> int:
+        """Slabs that may be given up."""
+        ...
+
+    @property
+    def oldest_use(self) -> int:
+        """When the first of them was used, by `SlabPool.clock`."""
+        ...
+
+    def give_up_oldest(self) -> None:
+        """Forget what is in the first of them, and give the slab back."""
+        ...
+
+
+class PageMoves(Protocol):
+    """Who knows where page ids are written down."""
+
+    def staying(self) -> NDArray[np.bool_]:
+        """The held pages that cannot be moved, `[num_pages + 1]`."""
+        ...
+
+    def move(self, sources: Pages, targets: Pages) -> None:
+        """Copy the held `sources` to as many held `targets`, and name these in their place."""
+        ...
+
+
+class SlabPool(PagePool):
+    """A pool some of whose pages are taken as slabs. Slab s is the pages from `s * slab_pages` on, slab 0 never taken.
+
+    The pages of a slab that is taken have one holder. `cached` and `moves` are set by whoever takes slabs.
+    """
+
+    def __init__(self, num_pages: int, digest_words: int, slab_pages: int) -> None:
+        super().__init__(num_pages, digest_words)
+        self.slab_pages = self.beside = slab_pages
+        self.num_slabs = (num_pages + 1) // slab_pages - 1
+        self.taken = np.zeros(self.num_slabs + 1, np.bool_)
+        self.cached: CachedSlabs | None = None
+        self.moves: PageMoves | None = None
+        self.moved = 0  # pages, so far
+        self.clock = 1  # counts the times that pages were let go
+        self._used = np.zeros(num_pages + 1, np.int64)  # of idle pages, by this clock; of fresh ones 0
+        self._last_evicted = 0  # the last use of the page that was evicted last
+
+    @property
+    def free_count(self) -> int:
+        """Pages that `allocate` can hand out: the fresh and the idle ones, and those of slabs that may be given up."""
+        slabs = 0 if self.cached is None else self.cached.num_idle
+        return self._fresh_count + self.idle.count + slabs * self.slab_pages
+
+    def allocate(self, count: int) -> Pages:
+        if count == 1:
+            return np.array([self.allocate_one()], np.int32)
+        self._make_room(count)
+        pages = super().allocate(count)
+        self._last_evicted = max(self._last_evicted, int(self._used[pages].max(initial=0)))
+        return pages
+
+    def allocate_one(self) -> int:
+        if not self._fresh_count:
+            self._make_room(1)
+        page = super().allocate_one()
+        self._last_evicted = max(self._last_evicted, self._used.item(page))
+        return page
+
+    # ---- slabs
+
+    def take_slab(self) -> int:
+        """A slab whose pages nobody holds by now; 0: none, or something cached in a slab would have to go first."""
+        chosen, age = self._oldest_slab()
+        cached = self.cached
+        if cached is not None and cached.num_idle and 0 < cached.oldest_use <= age and age:
+            return 0
+        if age == _HELD:
+            chosen = self._cheapest_to_move()
+        if chosen:
+            self._clear(chosen)
+        return chosen
+
+    def take_unheld_slab(self) -> int:
+        """`take_slab` where it moves no page."""
+        chosen, age = self._oldest_slab()
+        cached = self.cached
+        older = cached is not None and cached.num_idle and cached.oldest_use <= age
+        if age == _HELD or (age and older):
+            return 0
+        self._clear(chosen)
+        return chosen
+
+    def can_take_slab(self) -> bool:
+        """Whether `take_slab` would give one, or could once all that is cached in slabs is given up."""
+        if self.cached is not None and self.cached.num_idle:
+            return True
+        return self._oldest_slab()[1] < _HELD or self._cheapest_to_move() > 0
+
+    def give_back(self, slab: int) -> None:
+        """The slab is pages again, fresh ones."""
+        pages = self._pages_of(slab)
+        self.taken[slab] = False
+        self.holders[pages] = 0
+        self._push_fresh(pages[::-1])
+
+    def check(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
+        """As the base, for the slabs too: nobody else holds their pages."""
+        of_slabs = np.flatnonzero(np.repeat(self.taken, self.slab_pages))
+        holders[of_slabs] += 1
+        super().check(holders, writers)
+        for page in of_slabs[(holders[of_slabs] != 1) | (writers[of_slabs] != 0)][:1]:
+            raise InvariantError(f"page {page} is in slab {page // self.slab_pages}, which is taken, and held besides")
+        for page in self.idle.pages()[self._used[self.idle.pages()] == 0][:1]:
+            raise InvariantError(f"page {page} is idle, but nobody knows since when")
+        for page in self._fresh[: self._fresh_count][self._used[self._fresh[: self._fresh_count]] != 0][:1]:
+            raise InvariantError(f"page {page} is fresh, but was used at {self._used[page]}")
+
+    # ---- inside
+
+    def _free(self, pages: NDArray[np.intp]) -> None:
+        self.clock += 1
+        self._used[pages] = self.clock
+        super()._free(pages)
+
+    def _push_fresh(self, pages: Pages | Indices) -> None:
+        self._used[pages] = 0
+        super()._push_fresh(pages)
+
+    def _make_room(self, count: int) -> None:
+        """Give up cached slabs where idle pages are too few, or younger."""
+        cached = self.cached
+        while cached is not None and count > self._fresh_count and cached.num_idle:
+            if count <= self._fresh_count + self.idle.count and cached.oldest_use > self._last_evicted:
+                return
+            cached.give_up_oldest()
+
+    def _by_slab(self, of_pages: NDArray[np.int64]) -> NDArray[np.int64]:
+        """What is known of each page, by slab from the first on: `[slabs, slab_pages]`."""
+        return of_pages[self.slab_pages : (self.num_slabs + 1) * self.slab_pages].reshape(-1, self.slab_pages)
+
+    def _oldest_slab(self) -> tuple[int, int]:
+        """The slab whose pages were used longest ago, the last of these, and when; `_HELD`: all have held pages."""
+        ages = np.where((self.holders > 0) | (self.writers > 0), _HELD, self._used)
+        of_slabs = self._by_slab(ages).max(axis=1)
+        slab = self.num_slabs - int(of_slabs[::-1].argmin())
+        return slab, int(of_slabs[slab - 1])
+
+    def _cheapest_to_move(self) -> int:
+        """The slab of the fewest held pages, all of which can move to free ones elsewhere; 0: there is none."""
+        if self.moves is None or self._fresh_count + self.idle.count < self.slab_pages:
+            return 0
+        held = np.where(self.moves.staying(), self.num_pages, (self.holders > 0).astype(np.int64))
+        of_slabs = self._by_slab(held).sum(axis=1)
+        slab = self.num_slabs - int(of_slabs[::-1].argmin())
+        return slab if of_slabs[slab - 1] < self.num_pages else 0
+
+    def _clear(self, slab: int) -> None:
+        """Evict, or move away, what is in the pages of a slab, and take it."""
+        pages = self._pages_of(slab)
+        self._evict(pages[self._unused(pages) & self.index.published[pages]])
+        fresh = self._fresh[: self._fresh_count]
+        kept = fresh[fresh // self.slab_pages != slab]
+        self._fresh_count = len(kept)
+        self._fresh[: len(kept)] = kept
+        held = pages[self.holders[pages] > 0]
+        self.holders[pages[self.holders[pages] == 0]] = 1
+        self.taken[slab] = True
+        if held.size and self.moves is not None:
+            targets = self.allocate(len(held))
+            self.holders[targets] = self.holders[held]
+            self.moves.move(held, targets)
+            if isinstance(self.idle, HintedOrder):
+                self.idle.moved(held, targets)
+            self.holders[held] = 1
+            self.moved += len(held)
+
+    def _evict(self, pages: Pages) -> None:
+        """Idle pages go, whichever is next in their order."""
+        if not pages.size:
+            return
+        self.idle.remove(pages)
+        if isinstance(self.idle, HintedOrder):
+            self.idle.forget(pages)
+        self.index.withdraw(pages)
+        self.evictions += len(pages)
+        if (told := self.told) is not None:
+            told("evicted", pages, None)
+
+    def _pages_of(self, slab: int) -> Pages:
+        return np.arange(slab * self.slab_pages, (slab + 1) * self.slab_pages, dtype=np.int32)

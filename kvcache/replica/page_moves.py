@@ -1,0 +1,41 @@
+"""`ReplicaPageMoves`: held pages that give way to a slab are copied elsewhere, and named there by who holds them."""
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.replica.replica import Replica
+from kvcache.replica.rows import Pages
+
+
+class ReplicaPageMoves:
+    """The moves in one replica of one block table. `copy` copies the first pages to the others, on all shards."""
+
+    def __init__(self, replica: Replica, copy: Callable[[Pages, Pages], None]) -> None:
+        self._replica = replica
+        self._copy = copy
+
+    def staying(self) -> NDArray[np.bool_]:
+        """Held pages that not only rows hold, or that others know: of leases, and of requests with one or an import."""
+        pool, rows = self._replica.pool, self._replica.rows
+        by_rows = np.bincount(rows.table.ravel(), minlength=pool.num_pages + 1)
+        stays = (pool.holders != by_rows) | (pool.writers > 0)
+        for row in (*self._replica.leases.of_row, *self._replica.imports.of_row):
+            stays[rows.pages(row)] = True
+        stays &= (pool.holders > 0) | (pool.writers > 0)
+        return stays
+
+    def move(self, sources: Pages, targets: Pages) -> None:
+        """Rows and index name `targets` where they named `sources`, which hold the same."""
+        self._copy(sources, targets)
+        rows, index = self._replica.rows, self._replica.pool.index
+        renamed = np.arange(self._replica.pool.num_pages + 1, dtype=np.int32)
+        renamed[sources] = targets
+        moved = np.flatnonzero((renamed[rows.table] != rows.table).any(axis=1))
+        rows.table[moved] = renamed[rows.table[moved]]
+        rows.changed[moved] = True
+        published = index.published[sources]
+        digests = index.digests_of(sources[published])
+        index.withdraw(sources[published])
+        index.publish(targets[published], digests)

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvcache.errors import InvariantError
+from kvcache.pool.quotas import TenantQuotas
+from kvcache.pool.retention import NEUTRAL, HintedOrder, PageHints
+from kvcache.pool.slabs import SlabPool
+
+
+class Kept:
+    """Slabs that nobody holds: what is cached in them is their number."""
+
+    def __init__(self, pool: SlabPool) -> None:
+        self.pool, self.slabs = pool, list[tuple[int, int]]()
+
+    @property
+    def num_idle(self) -> int:
+        return len(self.slabs)
+
+    @property
+    def oldest_use(self) -> int:
+        return self.slabs[0][1]
+
+    def give_up_oldest(self) -> None:
+        self.pool.give_back(self.slabs.pop(0)[0])
+
+    def keep(self) -> int:
+        slab = self.pool.take_unheld_slab()
+        if slab:
+            self.slabs.append((slab, self.pool.clock))
+        return slab
+
+
+class Elsewhere:
+    """Moves pages by a list of them; `stays`: those that cannot be."""
+
+    def __init__(self, pool: SlabPool) -> None:
+        self.pool, self.stays, self.moved = pool, set[int](), list[tuple[list[int], list[int]]]()
+
+    def staying(self) -> np.ndarray:
+        held = np.zeros(self.pool.num_pages + 1, np.bool_)
+        held[np.flatnonzero(np.repeat(self.pool.taken, self.pool.slab_pages))] = True
+        held[list(self.stays)] = True
+        return held
+
+    def move(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        self.moved.append((sources.tolist(), targets.tolist()))
+
+
+def made(num_pages: int = 15, slab_pages: int = 4) -> tuple[SlabPool, Kept, Elsewhere]:
+    pool = SlabPool(num_pages, 1, slab_pages)
+    pool.cached, pool.moves = Kept(pool), Elsewhere(pool)
+    return pool, pool.cached, pool.moves
+
+
+def publish(pool: SlabPool, pages: np.ndarray) -> None:
+    pool.index.publish(pages, pages.astype(np.uint64).reshape(-1, 1))
+
+
+def recount(pool: SlabPool, *held: np.ndarray) -> None:
+    pages = np.concatenate(held) if held else np.zeros(0, np.int64)
+    pool.check(np.bincount(pages, minlength=pool.num_pages + 1), np.zeros(pool.num_pages + 1, np.int64))
+
+
+def test_slabs_are_the_last_pages_first_and_pages_again_when_given_back() -> None:
+    pool, _, _ = made()
+    assert pool.num_slabs == 3
+    assert [pool.take_slab(), pool.take_slab()] == [3, 2]
+    assert pool.free_count == 15 - 8
+    recount(pool)
+    pool.give_back(3)
+    recount(pool)
+    assert sorted(pool.allocate(11).tolist()) == [1, 2, 3, 4, 5, 6, 7, 12, 13, 14, 15]
+    assert not pool.can_take_slab()
+    assert pool.take_slab() == 0
+
+
+def test_the_slab_whose_pages_were_used_longest_ago_is_taken_and_they_are_evicted() -> None:
+    pool, _, _ = made()
+    pages = pool.allocate(15)
+    publish(pool, pages)
+    pool.release(pages[7:11])  # slab 2
+    pool.release(pages[3:7])  # slab 1
+    pool.release(pages[11:])  # slab 3
+    assert pool.take_slab() == 2
+    assert pool.evictions == 4
+    assert not pool.index.published[8:12].any()
+    recount(pool, pages[:3])
+
+
+def test_of_pages_and_what_is_kept_the_one_goes_that_was_used_first() -> None:
+    pool, kept, _ = made()
+    first = kept.keep()
+    pages = pool.allocate(11)
+    publish(pool, pages)
+    pool.release(pages[3:])
+    assert pool.take_slab() == 0, "the pages are younger than what is kept"
+    assert (kept.keep(), first) == (0, 3)
+    kept.slabs = [(3, pool.clock + 1)]
+    assert pool.take_slab() in (1, 2)
+    recount(pool, pages[:3])
+
+
+def test_what_is_kept_is_given_up_for_pages_where_it_is_older_or_they_are_too_few() -> None:
+    pool, kept, _ = made()
+    kept.keep()
+    pages = pool.allocate(11)
+    publish(pool, pages)
+    pool.release(pages)
+    assert pool.free_count == 15
+    one = pool.allocate_one()  # the first eviction: nothing tells yet how old what goes is
+    assert kept.num_idle == 1
+    two = pool.allocate_one()
+    assert kept.num_idle == 0
+    assert two > 11
+    recount(pool, np.array([one, two]))
+    young, kept, _ = made()
+    kept.keep()
+    kept.slabs = [(3, 1 << 40)]
+    young.allocate(11)
+    assert kept.num_idle == 1
+    assert len(young.allocate(2)) == 2
+    assert kept.num_idle == 0
+
+
+def test_held_pages_are_moved_out_of_the_slab_with_the_fewest() -> None:
+    pool, _, moves = made()
+    pages = pool.allocate(15)
+    publish(pool, pages)
+    held = np.array([1, 5, 9, 10, 13, 14])
+    pool.release(np.setdiff1d(pages, held).astype(np.int32))
+    pool.hold(np.array([5, 13], np.int32))
+    moves.stays = {5}
+    assert pool.take_unheld_slab() == 0
+    assert pool.take_slab() == 3
+    ((sources, targets),) = moves.moved
+    assert sources == [13, 14]
+    assert not set(targets) & {12, 13, 14, 15}
+    pool.index.withdraw(np.array(sources, np.int32))
+    recount(pool, np.array([1, 5, 5, 9, 10, *targets, targets[0]]))
+    assert pool.moved == 2
+
+
+def test_what_was_said_of_a_page_and_its_tenant_go_along_and_end_with_it() -> None:
+    pool, _, _ = made()
+    quotas = TenantQuotas(15, 0.1, {})
+    pool.idle = order = HintedOrder(15, pool.lru, quotas)
+    pages = pool.allocate(15)
+    publish(pool, pages)
+    quotas.own(pages, "tenant")
+    order.hint(pages, PageHints(np.full(15, 3, np.uint8), np.full(15, 60.0)))
+    pool.release(np.setdiff1d(pages, [1, 2, 3, 4, 5, 6, 7, 13]).astype(np.int32))
+    assert pool.take_slab() == 2, "none of its pages is held"
+    assert (order.codes[8:12] == NEUTRAL).all()
+    assert not quotas._owner[8:12].any()
+    pool.give_back(2)
+    assert pool.take_slab() == 2, "fresh ones go before idle ones"
+    pool.release(np.array([1, 2, 3, 4], np.int32))
+    assert pool.take_slab() == 3
+    ((sources, (target,)),) = pool.moves.moved  # type: ignore[union-attr]
+    assert sources == [13]
+    assert (order.codes[target], quotas._owner[target]) == (3, quotas._ids["tenant"])
+    assert order._expires is not None
+    assert order._expires[target] == order._expires[5]
+    assert (order.codes[13], quotas._owner[13]) == (NEUTRAL, 0)
+
+
+def test_pages_that_must_stay_or_have_no_place_to_go_keep_their_slab() -> None:
+    pool, _, moves = made()
+    pages = pool.allocate(15)
+    moves.stays = {4, 9, 14}
+    pool.release(np.setdiff1d(pages, [4, 9, 14]).astype(np.int32))
+    assert not pool.can_take_slab()
+    assert pool.take_slab() == 0
+    moves.stays = {4, 9}
+    assert pool.can_take_slab()
+    full, _, _ = made()
+    held = full.allocate(15)
+    full.release(held[[4, 8, 12]])
+    assert full.take_slab() == 0, "three pages are free, a slab takes four"
+
+
+def test_check_names_a_page_that_a_slab_and_others_hold() -> None:
+    pool, _, _ = made()
+    pool.take_slab()
+    pool.hold(np.array([12], np.int32))
+    with pytest.raises(InvariantError, match="page 12 is in slab 3, which is taken, and held besides"):
+        recount(pool, np.array([12]))
+    pool, _, _ = made()
+    pages = pool.allocate(2)
+    publish(pool, pages)
+    pool.release(pages)
+    pool._used[1] = 0
+    with pytest.raises(InvariantError, match="page 1 is idle, but nobody knows since when"):
+        recount(pool)
+    pool._used[1] = 1
+    pool._used[9] = 1
+    with pytest.raises(InvariantError, match="page 9 is fresh, but was used at 1"):
+        recount(pool)

@@ -1,0 +1,188 @@
+"""The random moves with states in slabs of the token pages' memory: one budget, whose bytes the model counts.
+
+Which page or copy goes for which depends on where pages lie, and no plain model foretells that: it is told what went,
+and sees to it that nobody held it, that as much is findable as was not evicted, and that a request is refused only
+where the pages that are left are too few, whatever lies where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
+from kvcache.pool.slabs import SlabPool
+from scheduler_adapters.errors import NoFreeStatePageError
+from scheduler_adapters.hf.hybrid import HybridKVCacheManager
+from scheduler_adapters.hf.state_layout import StateShape
+from tests.kvcache.model import Content, ModelReplica, Named
+from tests.kvcache.moves import LONGEST, PAGE_SIZE, ROWS, Chooser
+from tests.scheduler_adapters.hf.state_moves import StateMoves, StateReplica
+
+# Of 1, 2, 4 and 7 pages.
+SHAPES = {
+    pages: StateShape(2, heads, 1, 1, 1, 2, torch.int64, torch.int64)
+    for pages, heads in ((1, 2), (2, 5), (4, 9), (7, 20))
+}
+
+
+class SlabReplica(StateReplica):
+    """`manager`: whom to ask what went."""
+
+    def __init__(self, num_pages: int, every: int, manager: HybridKVCacheManager) -> None:
+        super().__init__(num_pages, 0, every)
+        self.manager, self.slab_pages = manager, manager.slab_pages
+        self.digests: dict[Content, Any] = {}
+        self.unkept = 0
+
+    @property
+    def free(self) -> int:
+        return self.num_pages - len(self.holders) - self.slab_pages * len(self.requests)
+
+    def follow(self) -> None:
+        """What the manager evicted by now is not found any more, and nobody held it."""
+        replica = self.manager._replicas.each[0]
+        for content in [content for content in self.page_of if content in self.digests]:
+            if not replica.pool.index.find(self.digests[content])[0]:
+                page = self.page_of.pop(content)
+                self.idle.remove(page)
+                del self.content_of[page]
+                self.evictions += 1
+        for content in [content for content in self.kept if not self.has_state(content)]:
+            self.kept.remove(content)
+            self.state_evictions += 1
+        slabs = len(self.requests) + len(self.kept)
+        assert len(self.holders) + len(self.idle) + self.slab_pages * slabs <= self.num_pages
+
+    def has_slab(self) -> bool:
+        """Whether a request's state has room. The pages before the first slab and behind the last hold none."""
+        return self.free >= self.slab_pages and len(self.requests) < (self.num_pages + 1) // self.slab_pages - 1
+
+    def has_state(self, content: Content) -> bool:
+        return bool(self.manager.states._pool.index.find(self.digests[content])[0])
+
+    def learn(self, name: str) -> None:
+        """The digests of a request's pages that are published."""
+        replica, held = self.manager._replicas.each[0], self.requests[name]
+        pages = replica.rows.pages(replica.rows.row_of[name])
+        for ours, page in zip(pages[: held.committed], held.pages, strict=False):
+            self.digests[self.content_of[page]] = replica.pool.index.digests_of(ours.reshape(1))
+
+    def make_room(self) -> bool:
+        return True  # `step` asks the manager
+
+    def claimed(self) -> None:
+        """Who made room is for `follow` to say."""
+
+    def step(self, name: str, tokens: list[int], named: Named, start: int) -> tuple[int, list[int]]:
+        done = super().step(name, tokens, named, start)
+        self.learn(name)
+        for content in [content for content in self.kept[-1:] if not self.has_state(content)]:
+            self.kept.remove(content)  # there was no room for it, or a request of the same step has taken it
+            self.unkept += 1
+        if name not in self.manager.states._passing:
+            self.passing.pop(name, None)
+        return done
+
+    def fork(self, parent: str, child: str, computed: int, length: int) -> bool:
+        new = -(-length // self.page_size) - computed // self.page_size
+        if not self.has_slab() or new > self.free - self.slab_pages:
+            return False
+        return super().fork(parent, child, computed, length)
+
+    def _take(self) -> int:
+        self._names += 1
+        self.holders[self._names] = 1
+        return self._names
+
+
+class SlabMoves(StateMoves):
+    """A manager of one budget beside its model."""
+
+    def __init__(self, chooser: Chooser, params: dict[str, Any] | None = None) -> None:
+        slab_pages = chooser.pick(list(SHAPES))
+        # So few that no request which they hold is longer than may be.
+        self.shape, self.pages = (
+            SHAPES[slab_pages],
+            slab_pages + chooser.integer(max(12, slab_pages), LONGEST // PAGE_SIZE),
+        )
+        super().__init__(chooser, params)
+
+    def build(self, dp: int, slots: int, params: dict[str, Any] | None) -> PagedKVCacheManager:  # noqa: ARG002 - of one replica
+        every = self.every if self.caching else 0
+        cache = KVCacheParams(torch.int64, 1, 2, enable_prefix_caching=self.caching, page_size=PAGE_SIZE)
+        memory = self.pages * PAGE_SIZE * cache.bytes_per_token(self.layers)
+        sizes = ROWS, LONGEST, self.layers
+        return HybridKVCacheManager(
+            self.shape, cache, *sizes, ["cpu"], memory, state_every_pages=every, share_memory=True
+        )
+
+    def model(self) -> ModelReplica:
+        return SlabReplica(self.pages, self.every, self.manager)
+
+    @property
+    def pool(self) -> SlabPool:
+        pool = self.manager._replicas.each[0].pool
+        assert isinstance(pool, SlabPool)
+        return pool
+
+    def too_long(self, length: int, start: int, active: int, steps: int = 1) -> bool:  # noqa: ARG002 - with one table
+        return -(-(length + steps - 1) // PAGE_SIZE) + self.manager.slab_pages > self.pages
+
+    def claim(self) -> bool:
+        model = self.states
+        room = model.has_slab()
+        made = self.made
+        try:
+            done = super().claim()
+        except NoFreeStatePageError:
+            assert not room, f"{model.free} pages are free, a state takes {model.slab_pages}"
+            self.seen["no state"] += 1
+            assert self.made == made + 1
+            model.follow()
+            return True
+        assert room or not done
+        model.follow()
+        return done
+
+    def reserve_one(self, context: TextContext, steps: int) -> bool:
+        done = super().reserve_one(context, steps)
+        self.states.follow()
+        return done
+
+    def fork(self) -> bool:
+        fork, model = self.manager.fork, self.states
+
+        def refused(parent: TextContext, child: TextContext) -> bool:
+            try:
+                return fork(parent, child)
+            except NoFreeStatePageError:
+                assert not model.has_slab()
+                return False
+
+        self.manager.fork = refused  # type: ignore[method-assign, assignment]
+        try:
+            return super().fork()
+        finally:
+            self.manager.fork = fork  # type: ignore[method-assign]
+            model.follow()
+
+    def batch_step(self, batch: Sequence[TextContext], known: dict[str, list[int]]) -> None:
+        super().batch_step(batch, known)
+        self.states.follow()
+
+    def model_step(self, context: TextContext) -> None:
+        super().model_step(context)
+        self.states.follow()
+
+    def same_books(self) -> None:
+        self.states.follow()
+        super().same_books()
+
+    def same_states(self) -> None:
+        ours, theirs = self.manager.states, self.states
+        assert ours.num_held == len(theirs.requests)
+        if self.caching:
+            assert (ours.num_kept, ours.hits) == (len(theirs.kept), theirs.hits)

@@ -1,0 +1,271 @@
+"""Recurrent states and token pages in one memory: the tokens are the model's own whoever gives way to whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcache.errors import InvariantError, NoFreeRowError, PoolTooSmallError, PromptTooLongError
+from kvcache.replica.context import TextContext
+from scheduler_adapters.hf.runner import (
+    HFRunner,
+    kv_params_of,
+    manager_for,
+    num_layers_of,
+    reference_tokens,
+)
+from scheduler_adapters.hf.tiny import ByteTokenizer
+from scheduler_adapters.loop import Request, ServingLoop
+from tests.kvcache.build import proven
+from tests.scheduler_adapters.serving import assert_nothing_held, requests_of, serve, tokens_of
+
+PAGE, NEW = 8, 20
+SYSTEM = ByteTokenizer().encode("What all of these prompts begin with. ")
+ENDS = ("Who wrote it?", "And who read it, some time later?", "x", "Was it long?")
+PROMPTS = [[*SYSTEM, *ByteTokenizer().encode(text)[1:]] for text in ENDS]
+
+
+@pytest.fixture(scope="module", params=["bamba", "qwen3_next", "lfm2"])
+def each_model(request: pytest.FixtureRequest, make_model: Callable[..., Any]) -> Any:
+    return make_model(request.param)
+
+
+@pytest.fixture(scope="module")
+def model(make_model: Callable[..., Any]) -> Any:
+    return make_model("bamba")
+
+
+def one_budget(
+    model: Any, slabs: int, pages: int = 0, *, rows: int = 8, shards: int = 1, caching: bool = True, checks: bool = True
+) -> Any:
+    """A manager of the memory of so many states and token pages."""
+    cache = kv_params_of(model.config, page_size=PAGE, n_devices=shards, enable_prefix_caching=caching)
+    page = PAGE * cache.bytes_per_token(num_layers_of(model.config))
+    options: dict[str, Any] = {"share_memory": True, "enable_runtime_checks": checks}
+    probe = manager_for(model, cache, rows, 4096, ["cpu"] * shards, **(options | {"available_cache_memory": 4 << 20}))
+    options["available_cache_memory"] = (slabs * probe.slab_pages + pages) * page
+    return manager_for(model, cache, rows, 4096, ["cpu"] * shards, **options)
+
+
+def loop_of(manager: Any, model: Any, budget: int = 64) -> ServingLoop:
+    return ServingLoop(manager, HFRunner(model, manager.states), token_budget=budget)
+
+
+@pytest.mark.parametrize(("budget", "shards"), [(64, 1), (7, 2)])
+def test_tokens_equal_with_hits_and_a_next_turn(each_model: Any, budget: int, shards: int) -> None:
+    expected = [reference_tokens(each_model, prompt, NEW) for prompt in PROMPTS]
+    manager = one_budget(each_model, 13, 40, shards=shards)
+    loop = loop_of(manager, each_model, budget)
+    for prompt, tokens in zip([*PROMPTS, PROMPTS[0]], [*expected, expected[0]], strict=True):
+        assert tokens_of(serve(loop, [Request("r", prompt, NEW)])) == [tokens]
+    turn = [*PROMPTS[0], *expected[0], 1, 2, 3]
+    assert tokens_of(serve(loop, [Request("r", turn, NEW)])) == [reference_tokens(each_model, turn, NEW)]
+    assert manager.states.hits == 4
+    assert_nothing_held(manager)
+
+
+def test_tokens_equal_when_requests_give_way_and_pages_are_moved(each_model: Any) -> None:
+    prompts = [[at, *prompt] for at, prompt in enumerate([*PROMPTS, *PROMPTS])]
+    expected = [reference_tokens(each_model, prompt, NEW) for prompt in prompts]
+    manager = one_budget(each_model, 2, 2 * 8 + 1)  # for two prompts, but not their answers
+    loop = loop_of(manager, each_model, 16)
+    assert tokens_of(serve(loop, requests_of(prompts, NEW))) == expected
+    assert loop.preemptions
+    assert manager.states.evictions
+    assert manager.metrics.evictions
+    assert_nothing_held(manager)
+
+
+def running(manager: Any, name: str, prompt: list[int]) -> TextContext:
+    context = TextContext(prompt, 4096, name)
+    manager.external_claim(name)
+    assert manager.maybe_reserve(context)
+    return context
+
+
+def step(manager: Any, runner: HFRunner, *contexts: TextContext) -> None:
+    assert all(manager.maybe_reserve(context) for context in contexts)
+    tokens = runner.run(contexts, manager.fetch(contexts))
+    for context, token in zip(contexts, tokens, strict=True):
+        context.update(token)
+    manager.step(contexts)
+
+
+def spread(manager: Any) -> tuple[Any, np.ndarray]:
+    """Take pages so that the next request's lie in each slab that is left; gives the pool and what was taken."""
+    pool = manager._replicas.each[0].pool
+    taken = pool.allocate(pool.free_count)
+    keep = taken % pool.slab_pages != 1
+    pool.release(taken[~keep])
+    return pool, taken[keep]
+
+
+@pytest.mark.parametrize("leased", [False, True])
+def test_a_request_runs_on_from_moved_pages_and_leased_ones_stay(model: Any, *, leased: bool) -> None:
+    manager = one_budget(model, 3, 20, caching=False, checks=False)
+    runner = HFRunner(model, manager.states)
+    manager.external_claim("r")
+    pool, taken = spread(manager)
+    pool.moves.staying, staying = lambda: np.ones(pool.num_pages + 1, np.bool_), pool.moves.staying
+    low = taken // pool.slab_pages == 1
+    pool.release(taken[low])
+    context = TextContext(PROMPTS[0][:20], 4096, "r")
+    assert manager.maybe_reserve(context)
+    pool.release(taken[~low])
+    pool.moves.staying = staying
+    manager.check()
+    before = manager.get_req_blocks("r")
+    step(manager, runner, context)
+    lease = manager.lease("r") if leased else None
+    claimed: list[str] = []
+    with pytest.raises(NoFreeRowError):  # noqa: PT012 - some fit
+        for number in range(8):
+            manager.external_claim(f"other {number}")
+            claimed.append(f"other {number}")
+            manager.check()
+    assert (manager.get_req_blocks("r") == before) == leased
+    assert (pool.moved > 0) != leased
+    if lease is not None:
+        manager.end_lease(lease)
+    for name in claimed:
+        manager.release(name)
+    for _ in range(NEW - 1):
+        step(manager, runner, context)
+    assert context.tokens[20:].tolist() == reference_tokens(model, PROMPTS[0][:20], NEW)
+    manager.release("r")
+    assert_nothing_held(manager)
+
+
+def test_a_fork_goes_on_in_a_slab_of_its_own(model: Any) -> None:
+    expected = reference_tokens(model, PROMPTS[0], NEW)
+    manager = one_budget(model, 3, 24)
+    runner = HFRunner(model, manager.states)
+    parent = running(manager, "parent", PROMPTS[0])
+    step(manager, runner, parent)
+    child = parent.fork("child")
+    assert manager.fork(parent, child)
+    third = parent.fork("third")
+    held = manager.num_held_blocks
+    with pytest.raises(NoFreeRowError, match="no state page is free"):  # noqa: PT012 - some fit
+        while manager.fork(parent, third):
+            third = parent.fork(third.request_id + "d")
+    for name in [name for name in manager._claims.places if name.startswith("third")]:
+        manager.release(name)
+    assert manager.num_held_blocks == held
+    while parent.current_length < len(PROMPTS[0]) + NEW:
+        step(manager, runner, parent, child)
+    for context in (parent, child):
+        assert context.tokens[len(PROMPTS[0]) :].tolist()[:NEW] == expected
+        manager.release(context.request_id)
+    assert_nothing_held(manager)
+
+
+def test_a_fork_that_is_refused_evicts_nothing(model: Any) -> None:
+    manager = one_budget(model, 4, 24, checks=False)
+    runner = HFRunner(model, manager.states)
+    serve(loop_of(manager, model), [Request("r", PROMPTS[1], 1)])
+    parent = running(manager, "parent", PROMPTS[0])
+    step(manager, runner, parent)
+    pool, states = manager._replicas.each[0].pool, manager.states
+    others = pool.allocate(pool.free_count - (1 + states.num_idle) * pool.slab_pages)
+    while pool.free_count > pool.slab_pages:
+        others = np.append(others, pool.allocate_one())
+    found = manager.metrics.evictions, states.evictions, states.num_kept, pool.moved
+    child = parent.fork("child")
+    assert manager.states.num_free
+    assert not manager.fork(parent, child), "pages are left for a state alone"
+    assert (manager.metrics.evictions, states.evictions, states.num_kept, pool.moved) == found
+    assert not manager.contains("child")
+    new = len(manager.get_req_blocks("parent")) - parent.start_idx // PAGE
+    pool.release(others[: new - 1])
+    assert not manager.fork(parent, child), "a page is missing"
+    pool.release(others[new - 1 : new])
+    assert manager.fork(parent, child)
+    pool.release(others[new:])
+    for name in ("parent", "child"):
+        manager.release(name)
+    assert_nothing_held(manager)
+
+
+@pytest.mark.parametrize("evicted", [False, True])
+def test_a_cancelled_import_goes_on_from_what_it_found_or_what_it_saved(model: Any, *, evicted: bool) -> None:
+    expected = reference_tokens(model, PROMPTS[0], NEW)
+    source, target = (one_budget(model, 4, 24) for _ in range(2))
+    giver, taker = loop_of(source, model), loop_of(target, model)
+    serve(giver, [Request("r", PROMPTS[0], 1, hold_pages=True)])
+    serve(taker, [Request("r", PROMPTS[0], 1)])
+    context = taker.context_for(Request("r", [*PROMPTS[0], expected[0]], NEW - 1))
+    target.external_claim("r")
+    if evicted:
+        found = target.states._found
+        target.states._found = lambda digest: 0 if target.states.hits else found(digest)
+    pending = target.import_block_table(context, source.block_table("r"))
+    assert pending.tokens[0] > 0
+    ((_, here),) = pending.wholes
+    for blocks in target.states.blocks[0]:
+        blocks[here] = 7
+    target.cancel_import(pending)
+    assert target.states.tokens_of("r") == context.start_idx > 0
+    assert not target.states._saved
+    if evicted:
+        target.states._found = found
+    taker.adopt(Request("r", PROMPTS[0], NEW), context)
+    tokens = expected[:1]
+    while taker.has_work:
+        tokens += [int(output.token or 0) for output in taker.step()]
+    assert tokens == expected
+    assert_nothing_held(target)
+
+
+def test_an_import_takes_pages_and_state(model: Any) -> None:
+    expected = reference_tokens(model, PROMPTS[0], NEW)
+    source, target = one_budget(model, 4, 24), one_budget(model, 5, 30)
+    serve(loop_of(source, model), [Request("r", PROMPTS[0], 1, hold_pages=True)])
+    taker = loop_of(target, model)
+    context = taker.context_for(Request("r", [*PROMPTS[0], expected[0]], NEW - 1))
+    target.external_claim("r")
+    pending = target.import_block_table(context, source.block_table("r"))
+    ((there, here),) = pending.wholes
+    target.device_tensors[0][0][pending.dst_pages] = source.device_tensors[0][0][pending.src_pages]
+    for mine, theirs in zip(target.states.blocks[0], source.states.blocks[0], strict=True):
+        mine[here] = theirs[there]
+    target.commit_import(context, pending, proven(target, pending))
+    taker.adopt(Request("r", PROMPTS[0], NEW), context)
+    tokens = expected[:1]
+    while taker.has_work:
+        tokens += [int(output.token or 0) for output in taker.step()]
+    assert tokens == expected
+
+
+def test_what_a_request_needs_is_its_pages_and_its_state(model: Any) -> None:
+    manager = one_budget(model, 1, 12, caching=False)
+    most = manager.total_num_pages - manager.slab_pages
+    context = TextContext([5] * (most * PAGE), 4096, "r")
+    assert manager.admission(context).fits
+    with pytest.raises(PromptTooLongError, match=f"need {manager.total_num_pages + 1} pages"):
+        manager.admission(TextContext([5] * (most * PAGE + 1), 4096, "longer"))
+    with manager.claim(context):
+        assert manager.maybe_reserve(context)
+        assert not manager.admission(TextContext([5], 4096, "other")).fits
+        with pytest.raises(NoFreeRowError, match="'other'"):
+            manager.external_claim("other")
+    with pytest.raises(PoolTooSmallError, match="twice as many"):
+        one_budget(model, 1, 1)
+
+
+def test_check_counts_slabs_and_states(model: Any) -> None:
+    manager = one_budget(model, 3, 12)
+    manager.external_claim("r")
+    pool = manager._replicas.each[0].pool
+    slab = manager.states.page_of("r")
+    pool.taken[slab] = False
+    with pytest.raises(InvariantError):
+        manager.check()
+    pool.taken[slab] = True
+    manager.check()
+    manager.states._pool.release(np.array([slab - 1], np.int32))
+    with pytest.raises(InvariantError, match="state page"):
+        manager.states.check(["r"])
