@@ -212,8 +212,8 @@ class TextContext:
                 f"request {self.request_id!r}: start {shown(start)}, active {shown(active)}, end {shown(end)} "
                 f"are not ordered within its {self._end} tokens"
             )
-        if end < self._end:
-            self.prefix_hasher = None  # its pages may cover the tokens that go
+        if end < self._end and self.prefix_hasher is not None and self.prefix_hasher.num_tokens > end:
+            self.prefix_hasher = None  # its pages cover tokens that go
         self._start, self._active, self._end = start, active, end
 
     def reset(self) -> None:

@@ -55,6 +55,11 @@ class PrefixHasher:
         # Index → the generation of it, first and last page, and what they were found as (see `Replica.match`).
         self.matches: dict[object, tuple[int, int, int, NDArray[np.int32]]] = {}
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the pages whose digests are known."""
+        return len(self.known) // self.width * self.page_size
+
     def copy(self) -> "PrefixHasher":
         twin = copy(self)
         twin.running, twin.known = self.running.copy(), self.known[:]

@@ -17,6 +17,7 @@ from kvcache.layout import replica_fingerprint, shard_layouts
 from kvcache.manager import PagedKVCacheManager
 from kvcache.params import KVCacheParams, resolve_page_size
 from kvcache.pool.slabs import SlabPool
+from kvcache.replica.batch import Gathered
 from kvcache.replica.block_table import BlockTable, PageCopy, PendingImport
 from kvcache.replica.context import Context
 from kvcache.replica.copier import ImportProof
@@ -48,8 +49,10 @@ class HybridKVCacheManager(PagedKVCacheManager):
     - One replica: its state pages are of one set of devices. `max_batch_size + state_copies` of them come out of
       `available_cache_memory`: a state has as many bytes as some hundred or thousand tokens, so that pages of one size
       for both would be found in steps as long.
-    - A state cannot go back: tokens that ran are not taken away again (speculative decoding), but the request may be
-      released, and then goes on from the newest copy.
+    - A state cannot go back. A run of drafted tokens, which may be taken away again, has a second state page
+      (`states.draft`, out of those that are free or copies), and leaves the state before it as it is. Where some are
+      taken away, `step` sets `start_idx` back to that state, and the tokens that stay run again with the next ones
+      (`drafted_pages`). Without a second page the request may be released, and goes on from the newest copy.
 
     `state_every_pages`: pages of tokens between two copies, whatever the prompts; 0: only where `KeptStates` says.
 
@@ -146,11 +149,40 @@ class HybridKVCacheManager(PagedKVCacheManager):
         return found if self.states.num_free else found._replace(fits=False)
 
     def step(self, batch: Sequence[Context]) -> None:
-        """As the base; keeps copies of the states of requests that are at the end of a page, where these pay."""
+        """As the base; keeps copies of the states of requests that are at the end of a page, where these pay.
+
+        A request that ran drafted tokens, and had some taken away, is set back to where its state is (`start_idx`).
+        `StatePageError`: that is before all that ran, or after.
+        """
         gathered = self._claims.gather(batch, "step")
-        self._replicas.step(gathered)
+        if self.states.drafts.page_of:
+            gathered = self._step_drafted(batch, gathered)
+        else:
+            self._replicas.step(gathered)
         if self.enable_prefix_caching:
             self._kept.computed(gathered)
+
+    def _step_drafted(self, batch: Sequence[Context], gathered: Gathered) -> Gathered:
+        """`step` where requests may be set back; the batch as it is then."""
+        states, of_drafts = self.states, self.states.drafts
+        drafted = [context for context in gathered.contexts if context.request_id in of_drafts.page_of]
+        starts = [context.start_idx for context in drafted]
+        goes_on = [
+            of_drafts.goes_on_from(context.request_id, states.tokens_of(context.request_id), start)
+            for context, start in zip(drafted, starts, strict=True)
+        ]
+        try:
+            for context, at in zip(drafted, goes_on, strict=True):
+                context.set_token_indices(start_idx=at)
+            gathered = self._claims.gather(batch, "step")
+            self._replicas.step(gathered)
+        except BaseException:
+            for context, start in zip(drafted, starts, strict=True):
+                context.set_token_indices(start_idx=start)
+            raise
+        for context, at in zip(drafted, goes_on, strict=True):
+            states.settle(context.request_id, at)
+        return gathered
 
     def reset_prefix_cache(self) -> None:
         """As the base; forgets the copies of states too."""
@@ -159,6 +191,7 @@ class HybridKVCacheManager(PagedKVCacheManager):
 
     def fork(self, parent: Context, child: Context, num_steps: int = 1) -> bool:
         """As the base; copies the state too. `NoFreeStatePageError`: there is no page for it."""
+        self.states.drafts.check_booked(parent.request_id)
         if not self.states.num_free:
             raise NoFreeStatePageError(f"request {child.request_id!r}: no state page is free for this fork")
         if not super().fork(parent, child, num_steps):
@@ -171,6 +204,7 @@ class HybridKVCacheManager(PagedKVCacheManager):
         """As the base, with the state page as the second group. `StatePageError`: a step ran, and was not booked."""
         table = super().block_table(request_id, full_pages=full_pages)
         if not full_pages:
+            self.states.drafts.check_booked(request_id)
             tokens = self.states.tokens_of(request_id)
             if tokens != table.num_tokens:
                 raise StatePageError(
@@ -181,6 +215,7 @@ class HybridKVCacheManager(PagedKVCacheManager):
 
     def lease(self, request_id: RequestID) -> PageLease:
         """As the base, for the state page too: once a table has named its state, the request cannot run on."""
+        self.states.drafts.check_booked(request_id)
         lease = super().lease(request_id)
         self.states.lease(request_id, lease)
         return lease

@@ -131,13 +131,16 @@ class PagedStates:
 
     The mixers change what they are given in place, or hand over a new one: both are kept here. A pass that fails has
     changed no page, and can run again. `places`: of the model's layer the place among the recurrent layers; `pages`:
-    int64 `[requests]`, the state page of each row.
+    int64 `[requests]`, the state page of each row; `written`: where the new states go, if not there.
     """
 
-    def __init__(self, states: StatePages, places: Mapping[int, int], pages: torch.Tensor) -> None:
+    def __init__(
+        self, states: StatePages, places: Mapping[int, int], pages: torch.Tensor, written: torch.Tensor | None = None
+    ) -> None:
         self._states = states
         self._places = places
         self._pages = pages
+        self._written = pages if written is None else written
         self._conv: dict[int, torch.Tensor] = {}
         self._ssm: dict[int, torch.Tensor] = {}
 
@@ -185,7 +188,7 @@ class PagedStates:
                 f"recurrent are {sorted(self._places)}"
             )
         for layer, place in self._places.items():
-            self._states.write(place, self._pages, shape.conv_kinds, self._conv[layer])
+            self._states.write(place, self._written, shape.conv_kinds, self._conv[layer])
             if shape.matrix:
-                self._states.write(place, self._pages, (SSM_KIND,), self._ssm[layer])
-        self._states.advance(self._pages, tokens)
+                self._states.write(place, self._written, (SSM_KIND,), self._ssm[layer])
+        self._states.advance(self._written, tokens)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -101,23 +102,48 @@ class HFRunner:
         """
         return self.logits(batch, inputs).argmax(-1).cpu().numpy().tolist()
 
+    def draft(self, request_id: str) -> bool:
+        """Whether the request's next run may end with drafted tokens: a recurrent state has to have a second page."""
+        return self._states is None or self._states.draft(request_id)
+
+    def verify(
+        self, batch: Sequence[Context], inputs: Sequence[RaggedKVCacheInputs], drafted: Sequence[int]
+    ) -> list[list[int]]:
+        """As `run`, for requests whose last `drafted` active tokens, one number each, are guesses.
+
+        Of each the greedy tokens before and after every guess, `drafted + 1`: the first guesses that are equal to them
+        are right, and the one after these is the next token.
+        """
+        found: list[int] = self.logits(batch, inputs, drafted).argmax(-1).cpu().numpy().tolist()
+        ends = np.cumsum([count + 1 for count in drafted]).tolist()
+        return [found[end - count - 1 : end] for end, count in zip(ends, drafted, strict=True)]
+
     @torch.inference_mode()
-    def logits(self, batch: Sequence[Context], inputs: Sequence[RaggedKVCacheInputs]) -> torch.Tensor:
-        """Logits after the last active token of each request, `[batch, vocabulary]`, in the model's dtype."""
+    def logits(
+        self, batch: Sequence[Context], inputs: Sequence[RaggedKVCacheInputs], drafted: Sequence[int] = ()
+    ) -> torch.Tensor:
+        """Logits after the last active token of each request, `[batch, vocabulary]`, in the model's dtype.
+
+        With `drafted` those before each of its last `drafted` ones too: `[sum(drafted) + batch, vocabulary]`.
+        """
+        before = drafted or [0] * len(batch)
         elsewhere = [shard.blocks.device for shard in inputs if shard.blocks.device != self.model.device]
         if elsewhere:
             raise UnsupportedModelError(f"the model is on {self.model.device}, some of its pages on {elsewhere[0]}")
         if self._states is None:
-            return self._forward(batch, inputs, [(context.start_idx, context.active_idx) for context in batch])
+            return self._forward(batch, inputs, [(context.start_idx, context.active_idx) for context in batch], before)
         # A recurrent layer takes whole rows: those of equal length run together, a row for each request.
-        kinds = [(context.active_length, self._one_by_one and context.start_idx > 0) for context in batch]
+        kinds = [
+            (context.active_length, count, self._one_by_one and context.start_idx > 0)
+            for context, count in zip(batch, before, strict=True)
+        ]
         parts: dict[int, torch.Tensor] = {}
         for kind in set(kinds):
             places = [place for place, other in enumerate(kinds) if other == kind]
             rows = [shard._replace(lookup_table=shard.lookup_table[..., places, :]) for shard in inputs]
             mine = [batch[place] for place in places]
             parts |= zip(places, self._forward_rows(mine, rows, self._states, *kind), strict=True)
-        return torch.stack([parts[place] for place in range(len(batch))])
+        return torch.cat([parts[place] for place in range(len(batch))])
 
     def _forward_rows(
         self,
@@ -125,27 +151,38 @@ class HFRunner:
         inputs: Sequence[RaggedKVCacheInputs],
         states: StatePages,
         length: int,
+        before: int,
         one_by_one: bool,
     ) -> torch.Tensor:
-        """Run `length` tokens of each request, as a row for each, at once or one after another."""
-        starts = [context.start_idx for context in batch]
-        cache = PagedStates(states, self._recurrent, states.pages_at([c.request_id for c in batch], starts))
+        """Run `length` tokens of each request, as a row for each, at once or one after another.
+
+        Logits after the last `before + 1` of them: `[batch, before + 1, vocabulary]`.
+        """
+        starts, names = [context.start_idx for context in batch], [context.request_id for context in batch]
+        pages = states.pages_at(names, starts)
+        cache = PagedStates(states, self._recurrent, pages, states.drafts.written(names, pages))
         step = 1 if one_by_one else length
+        wanted = [0 if one_by_one else before] * len(batch)
         passes = [
-            self._forward(batch, inputs, [(start + done, start + done + step) for start in starts], cache)
+            self._forward(batch, inputs, [(start + done, start + done + step) for start in starts], wanted, cache)
             for done in range(0, length, step)
         ]
         cache.store([context.active_idx for context in batch])
-        return passes[-1]
+        last = [logits.view(len(batch), -1, logits.shape[-1]) for logits in passes[-1 - before :]]
+        return torch.cat(last, dim=1)
 
     def _forward(
         self,
         batch: Sequence[Context],
         inputs: Sequence[RaggedKVCacheInputs],
         spans: Sequence[tuple[int, int]],
+        before: Sequence[int],
         cache: PagedStates | None = None,
     ) -> torch.Tensor:
-        """Run these tokens of the requests as one packed row, or, with a `cache` of states, as a row for each."""
+        """Run these tokens of the requests as one packed row, or, with a `cache` of states, as a row for each.
+
+        Logits after the last `before + 1` tokens of each, which with a `cache` is one number for all.
+        """
         count = inputs[0].lookup_table.shape[0] if inputs[0].lookup_table.ndim == 3 else 1
         if count not in self._layers:
             raise UnsupportedModelError(f"the pages have {count} block tables, the model's layers {max(self._layers)}")
@@ -155,6 +192,10 @@ class HFRunner:
         tokens = np.concatenate([context.tokens[slice(*span)] for context, span in zip(batch, spans, strict=True)])
         rows = 1 if cache is None else len(batch)
         keep = paged.last_rows if cache is None else torch.tensor([-1], device=self.model.device)
+        if any(before):
+            ends: list[int] = keep.cpu().numpy().tolist()
+            places = [range(end - count, end + 1) for end, count in zip(ends, before, strict=False)]
+            keep = torch.tensor([*chain(*places)], device=self.model.device)
         output = self.model(
             input_ids=torch.as_tensor(tokens, dtype=torch.int64, device=self.model.device).view(rows, -1),
             position_ids=paged.positions.view(rows, -1),

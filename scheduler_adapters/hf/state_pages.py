@@ -3,7 +3,7 @@
 `scheduler_adapters.hf.state_layout` says what lies in a page. A state is of all tokens before it, and is written over
 with each that follows: others can go on from it only where a copy was kept. Copies are pages of the same pool, found by
 the digest of the last page of their tokens, held by nobody, and evicted least recently used first: by other copies, and
-by requests that begin. Which states are kept is for `kept_states` to say.
+by requests that begin. Which states are kept is for `kept_states` to say, how guessed tokens run for `drafted_pages`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.pages import PagePool
 from kvcache.storage import allocate_blocks
 from scheduler_adapters.errors import NoFreeStatePageError, StatePageError
+from scheduler_adapters.hf.drafted_pages import DraftedPages
 from scheduler_adapters.hf.state_layout import SSM_KIND, StateShape, state_layouts
 from scheduler_adapters.hf.state_slabs import StateSlabs
 from transfer.plan.boxes import Box, Group, ShardLayout
@@ -82,6 +83,7 @@ class StatePages:
         self.hits = 0  # requests that went on from a copy
         self._tokens = np.zeros(num_pages + 1, np.int64)
         self._told = np.zeros(num_pages + 1, np.int64)  # tokens of the state that a table named last
+        self.drafts = DraftedPages(self._tokens)
         self._used = np.zeros(num_pages + 1, np.int64)  # of copies, by the clock of the slabs' pool
         if slabs is not None:
             self._pool.allocate(num_pages)  # token pages hold them all
@@ -130,6 +132,7 @@ class StatePages:
         del self._page_of[request_id]
         self._passing.pop(request_id, None)  # what it came to last stays, to be found
         self._let_go(page)
+        self._drop_drafted(request_id)
 
     def page_of(self, request_id: str) -> int:
         """The request's page. Raises `UnknownRequestError` where it holds none."""
@@ -181,6 +184,7 @@ class StatePages:
         if not copy:
             raise InvariantError(f"request {request_id!r}: the state that it was to go on from is not kept")
         self._copy(copy, page)
+        self.drafts.forget_run(request_id)
         self.hits += 1
 
     def forget_copies(self) -> None:
@@ -188,6 +192,32 @@ class StatePages:
         self._pool.forget_idle()
         self._give_back()
         self._passing.clear()
+
+    # ---- tokens that may be taken away again
+
+    def draft(self, request_id: str) -> bool:
+        """Have a second page for the request's next run, until `settle`. False: none is left. Raises as `tokens_of`."""
+        self.tokens_of(request_id)
+        if request_id not in self.drafts.page_of:
+            if not self._has_room(moving=False):  # a fetch may have told where the token pages are
+                return False
+            page = self.drafts.page_of[request_id] = self._pool.allocate_one()
+            self._tokens[page] = self._told[page] = 0
+        return True
+
+    def settle(self, request_id: str, start: int) -> None:
+        """The request runs next from `start`, where one of its two states is: it has that page alone."""
+        drafted, page = self.drafts.page_of[request_id], self._page_of[request_id]
+        if self._tokens[drafted] == start:
+            if self._pool.holders[page] > 1:  # leases know the state by this page
+                self._copy(drafted, page)
+            else:
+                self._page_of[request_id], self.drafts.page_of[request_id] = drafted, page
+        self._drop_drafted(request_id)
+
+    def _drop_drafted(self, request_id: str) -> None:
+        if (page := self.drafts.page_of.pop(request_id, None)) is not None:
+            self._let_go(page)
 
     # ---- pages that a transfer fills
 
@@ -197,6 +227,7 @@ class StatePages:
         `digest`: of the copy that the page has, where it has one. It is kept until nothing writes the page any more.
         """
         page = self.page_of(request_id)
+        self._drop_drafted(request_id)
         self._pool.add_writer(_one(page))
         if digest is not None and (copy := self._found(digest)):
             self._pool.hold(_one(copy))
@@ -262,6 +293,7 @@ class StatePages:
         """
         pages: list[int] = []
         for request_id, start in zip(request_ids, tokens, strict=True):
+            self.drafts.check_booked(request_id)
             has, page = self.tokens_of(request_id), self.page_of(request_id)
             if has != start:
                 raise StatePageError(
@@ -321,7 +353,8 @@ class StatePages:
         """
         if wrong := set(request_ids).symmetric_difference(self._page_of):
             raise InvariantError(f"state pages and rows are not of the same requests: {sorted(wrong)}")
-        held = [*self._page_of.values(), *self._leased.values(), *self._before.values()]
+        own = [*self._page_of.values(), *self.drafts.page_of.values()]
+        held = [*own, *self._leased.values(), *self._before.values()]
         holders, writers = (
             np.bincount(np.array(pages, np.int64), minlength=self.num_pages + 1) for pages in (held, written)
         )
@@ -335,11 +368,12 @@ class StatePages:
             raise InvariantError(f"{self._pool.free_count - self.num_idle} state pages are free, and not given back")
         if any(tensor[0].any() for tensor in chain.from_iterable(self.tensors)):
             raise InvariantError("state page 0, which is nobody's, was written")
-        own, published = np.array([*self._page_of.values()], np.int64), self._pool.index.published
-        for page in own[published[own]][:1]:
+        published = self._pool.index.published
+        for page in (page for page in own if published[page]):
             raise InvariantError(f"state page {page} is found by others, and a request writes to it")
         for page in np.flatnonzero(published & (self._tokens == 0))[:1]:
             raise InvariantError(f"state page {page} is found by others, and has taken up no token")
+        self.drafts.check(self._page_of)
         if not self._passing.keys() <= self._page_of.keys():
             raise InvariantError(f"a copy goes with the next one of {sorted(self._passing)}, not all of them run")
 

@@ -200,6 +200,8 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("TextContext.update", "self.leave()", "pass", ["tests/kvcache/replica/test_batch.py"]),
             Mutation("TextContext.set_token_indices", "0 <= start < active", "0 <= start <= active"),
             Mutation("TextContext.set_token_indices", "self.prefix_hasher = None", "pass"),
+            Mutation("TextContext.set_token_indices", "self.prefix_hasher.num_tokens > end", "True"),
+            Mutation("TextContext.set_token_indices", "self.prefix_hasher.num_tokens > end", "False"),
             Mutation("TextContext.fork", "self.prefix_hasher.copy()", "self.prefix_hasher"),
             Mutation("check_fork", "0 < computed < child.end_idx", "0 < computed <= child.end_idx"),
             Mutation("check_fork", '("cache_salt", "extra_keys")', '("cache_salt",)'),

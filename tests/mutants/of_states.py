@@ -5,6 +5,8 @@ from tests.mutants.mutation import Module, Mutation
 _MOVES = ["tests/scheduler_adapters/hf/test_state_moves.py"]
 _SHARED = ["tests/scheduler_adapters/hf/test_one_budget.py", "tests/scheduler_adapters/hf/test_slab_moves.py"]
 _KEPT = ["tests/scheduler_adapters/hf/test_kept_states.py"]
+_DRAFTED = ["tests/scheduler_adapters/hf/test_drafted_pages.py"]
+_SPECULATION = ["tests/scheduler_adapters/hf/test_speculation.py"]
 
 STATES: tuple[Module, ...] = (
     Module(
@@ -34,6 +36,22 @@ STATES: tuple[Module, ...] = (
         "scheduler_adapters.hf.state_pages",
         [*_KEPT, *_MOVES],
         [
+            Mutation("StatePages.draft", "not self._has_room(moving=False)", "False", _MOVES),
+            Mutation("StatePages.draft", "moving=False", "moving=True", _SHARED),
+            Mutation("StatePages.draft", "self.tokens_of(request_id)", "pass", _DRAFTED),
+            Mutation("StatePages.draft", "if request_id not in self.drafts.page_of:", "if True:", _DRAFTED),
+            Mutation("StatePages.draft", "self._tokens[page] = self._told[page] = 0", "pass", _DRAFTED),
+            Mutation("StatePages.settle", "self._tokens[drafted] == start", "True", _DRAFTED),
+            Mutation("StatePages.settle", "self._tokens[drafted] == start", "False", _DRAFTED),
+            Mutation("StatePages.settle", "self._pool.holders[page] > 1", "False", _DRAFTED),
+            Mutation("StatePages.settle", "self._copy(drafted, page)", "pass", _DRAFTED),
+            Mutation("StatePages.settle", "self._drop_drafted(request_id)", "pass", _DRAFTED),
+            Mutation("StatePages.release", "self._drop_drafted(request_id)", "pass", _DRAFTED),
+            Mutation("StatePages.begin_import", "self._drop_drafted(request_id)", "pass", _DRAFTED),
+            Mutation("StatePages.resume", "self.drafts.forget_run(request_id)", "pass", _DRAFTED),
+            Mutation("StatePages.pages_at", "self.drafts.check_booked(request_id)", "pass", _DRAFTED),
+            Mutation("StatePages.check", ", *self.drafts.page_of.values()", "", _DRAFTED),
+            Mutation("StatePages.check", "self.drafts.check(self._page_of)", "pass", _DRAFTED),
             Mutation("StatePages.longest", "int(there[-1]) + 1", "int(there[0]) + 1"),
             Mutation("StatePages.keep", "self._tokens[page] != tokens", "False"),
             Mutation("StatePages.keep", "self._forget(before)", "pass"),
@@ -62,9 +80,42 @@ STATES: tuple[Module, ...] = (
         ],
     ),
     Module(
+        "scheduler_adapters.hf.drafted_pages",
+        _DRAFTED,
+        [
+            Mutation("DraftedPages.goes_on_from", "if not after:", "if False:"),
+            Mutation("DraftedPages.goes_on_from", "before <= start", "0 <= start"),
+            Mutation("DraftedPages.goes_on_from", "start <= after", "True"),
+            Mutation("DraftedPages.goes_on_from", "start if start == after else before", "start"),
+            Mutation("DraftedPages.goes_on_from", "start if start == after else before", "before"),
+            Mutation("DraftedPages.written", "self.page_of.get(request_id, page)", "page"),
+            Mutation("DraftedPages.forget_run", "self._tokens[page] = 0", "pass"),
+            Mutation("DraftedPages.check_booked", " and self._tokens[page]", ""),
+        ],
+    ),
+    Module(
         "scheduler_adapters.hf.hybrid",
         [*_KEPT, *_MOVES],
         [
+            Mutation("HybridKVCacheManager.step", "if self.states.drafts.page_of:", "if False:", _DRAFTED),
+            Mutation(
+                "HybridKVCacheManager._step_drafted",
+                "context.set_token_indices(start_idx=start)",
+                "pass",
+                _DRAFTED,
+            ),
+            Mutation("HybridKVCacheManager._step_drafted", "context.set_token_indices(start_idx=at)", "pass", _DRAFTED),
+            Mutation(
+                "HybridKVCacheManager._step_drafted", 'gathered = self._claims.gather(batch, "step")', "pass", _DRAFTED
+            ),
+            Mutation("HybridKVCacheManager._step_drafted", "states.settle(context.request_id, at)", "pass", _DRAFTED),
+            Mutation(
+                "HybridKVCacheManager.block_table", "self.states.drafts.check_booked(request_id)", "pass", _DRAFTED
+            ),
+            Mutation("HybridKVCacheManager.lease", "self.states.drafts.check_booked(request_id)", "pass", _DRAFTED),
+            Mutation(
+                "HybridKVCacheManager.fork", "self.states.drafts.check_booked(parent.request_id)", "pass", _DRAFTED
+            ),
             Mutation("HybridKVCacheManager.__init__", "2 * max_batch_size * caching", "max_batch_size"),
             Mutation("HybridKVCacheManager.__init__", "not caching and (copies or every)", "False"),
             Mutation("HybridKVCacheManager.__init__", "self._kept if caching else None", "None"),
@@ -95,6 +146,11 @@ STATES: tuple[Module, ...] = (
         [
             Mutation("HFRunner.logits", "self._one_by_one and context.start_idx > 0", "False"),
             Mutation("HFRunner._forward_rows", "1 if one_by_one else length", "length"),
+            Mutation("HFRunner._forward_rows", "0 if one_by_one else before", "before", _SPECULATION),
+            Mutation("HFRunner._forward_rows", "-1 - before :", "-1:", _SPECULATION),
+            Mutation("HFRunner._forward", "end - count, end + 1", "end - count + 1, end + 1", _SPECULATION),
+            Mutation("HFRunner.verify", "end - count - 1 : end", "end - count : end", _SPECULATION),
+            Mutation("HFRunner.draft", "self._states is None or ", "", _SPECULATION),
         ],
     ),
     Module(
@@ -103,6 +159,9 @@ STATES: tuple[Module, ...] = (
         [
             Mutation("PagedStates.store", "shape.matrix and self._ssm.keys() != wanted", "False"),
             Mutation("PagedStates.store", "self._conv.keys() != wanted", "False"),
+            Mutation("PagedStates.store", "self._written, (SSM_KIND,)", "self._pages, (SSM_KIND,)", _DRAFTED),
+            Mutation("PagedStates.store", "self._written, shape.conv_kinds", "self._pages, shape.conv_kinds", _DRAFTED),
+            Mutation("PagedStates.store", "advance(self._written", "advance(self._pages", _DRAFTED),
             Mutation("_shape_of", "mixer.head_v_dim, mixer.num_k_heads", "mixer.head_v_dim, mixer.num_v_heads"),
         ],
     ),

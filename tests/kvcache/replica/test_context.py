@@ -73,11 +73,22 @@ def test_indices_out_of_order_move_nothing(bad: dict[str, int]) -> None:
 
 
 def test_dropped_tokens_are_not_remembered_by_their_hashes() -> None:
-    context = TextContext(range(5), 8)
-    context.prefix_hasher = object()  # type: ignore[assignment]
-    context.set_token_indices(active_idx=3, end_idx=3)
+    """The digests of pages stay where all of their tokens do."""
+    context = TextContext(range(20), 64)
+    context.prefix_hasher = hasher = PrefixHasher("sha256", 8, None)
+    first = hasher.digests(context.tokens, 0, 2).copy()
+    context.set_token_indices(active_idx=16, end_idx=16)
+    assert context.prefix_hasher is hasher
+    for token in range(8):
+        context.update(token)
+    other = PrefixHasher("sha256", 8, None).digests(context.tokens, 0, 3)
+    assert np.array_equal(hasher.digests(context.tokens, 0, 3), other)
+    assert np.array_equal(other[:2], first)
+    context.set_token_indices(start_idx=0, active_idx=23, end_idx=23)
     assert context.prefix_hasher is None
-    assert context.tokens.tolist() == [0, 1, 2]
+    assert context.tokens.tolist() == [*range(16), *range(7)]
+    context.set_token_indices(active_idx=1, end_idx=1)
+    assert context.prefix_hasher is None
 
 
 def test_the_prompt_is_copied_and_ids_are_made() -> None:

@@ -41,8 +41,8 @@ class SlabReplica(StateReplica):
     def free(self) -> int:
         return self.num_pages - len(self.holders) - self.slab_pages * len(self.requests)
 
-    def follow(self) -> None:
-        """What the manager evicted by now is not found any more, and nobody held it."""
+    def follow(self, drafted: int = 0) -> None:
+        """What the manager evicted by now is not found any more, and nobody held it; `drafted`: second pages."""
         replica = self.manager._replicas.each[0]
         for content in [content for content in self.page_of if content in self.digests]:
             if not replica.pool.index.find(self.digests[content])[0]:
@@ -53,7 +53,7 @@ class SlabReplica(StateReplica):
         for content in [content for content in self.kept if not self.has_state(content)]:
             self.kept.remove(content)
             self.state_evictions += 1
-        slabs = len(self.requests) + len(self.kept)
+        slabs = len(self.requests) + len(self.kept) + drafted
         assert len(self.holders) + len(self.idle) + self.slab_pages * slabs <= self.num_pages
 
     def has_slab(self) -> bool:
@@ -146,6 +146,15 @@ class SlabMoves(StateMoves):
         assert room or not done
         model.follow()
         return done
+
+    def draft(self, name: str) -> bool:
+        """No model foretells which slabs have no held pages; that there is one only where as much is free."""
+        room, moved = self.states.has_slab(), self.pool.moved
+        there = self.manager.states.draft(name)
+        assert room or not there
+        assert self.pool.moved == moved
+        self.states.follow(int(there))
+        return there
 
     def reserve_one(self, context: TextContext, steps: int) -> bool:
         done = super().reserve_one(context, steps)

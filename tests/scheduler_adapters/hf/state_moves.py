@@ -71,8 +71,8 @@ class StateReplica(ModelReplica):
             return True
         return False
 
-    def claimed(self) -> None:
-        while len(self.requests) + len(self.kept) > self.state_pages:
+    def claimed(self, drafted: int = 0) -> None:
+        while len(self.requests) + drafted + len(self.kept) > self.state_pages:
             self.kept.pop(0)
             self.state_evictions += 1
 
@@ -142,6 +142,49 @@ class StateMoves(Moves):
             self.states.claimed()
         return done
 
+    def run(self) -> bool:
+        """One run in three ends with guesses."""
+        ready = [self.live[name] for name in sorted(self.reserved)]
+        ready = [context for context in ready if context.active_idx == context.end_idx]
+        if not ready or self.choose.integer(0, 2):
+            return super().run()
+        context = self.choose.pick(ready)
+        most = min(self.states.room(context.request_id), LONGEST - 1) - context.end_idx
+        if most < 1:
+            return False
+        return self.speculate(context, self.choose.integer(1, min(most, 4)))
+
+    def speculate(self, context: TextContext, count: int) -> bool:
+        """Run `count` guesses, of which some are taken away again."""
+        name, start, end = context.request_id, context.start_idx, context.end_idx
+        if not self.draft(name):
+            self.seen["no draft"] += 1
+            return False
+        self.manager.check()
+        for _ in range(count):
+            context.update(self.choose.integer(1, 2))
+        context.set_token_indices(start_idx=start)
+        self.compute([context], [Run.of(self.manager, context)])
+        self.manager.check()
+        right = self.choose.integer(0, count)
+        if right < count:
+            context.set_token_indices(active_idx=end + right, end_idx=end + right)
+        context.update(self.choose.integer(1, 2))
+        self.manager.step([context])
+        assert context.start_idx == (end + count if right == count else start)
+        self.seen["all right" if right == count else "set back"] += 1
+        self.model_step(context)
+        self.drop_short()
+        return True
+
+    def draft(self, name: str) -> bool:
+        """Whether the request has a second state page, as there should be one."""
+        there = len(self.states.requests) < ROWS + self.copies * self.caching
+        assert self.manager.states.draft(name) == there
+        if there:
+            self.states.claimed(1)
+        return there
+
     def lease(self) -> bool:
         return False  # a state that was told under a lease is not run on: tested where the leases are
 
@@ -166,8 +209,11 @@ class StateMoves(Moves):
             wanted = int(values[run.start - 1]) if run.start else 0
             for tensor in states.blocks[0]:
                 assert (tensor[page] == wanted).all(), f"{run.request_id}: another state after {run.start} tokens"
-                tensor[page] = int(values[run.active - 1])
-        states.advance(pages, [run.active for run in runs])
+        written = states.drafts.written([run.request_id for run in runs], pages)
+        for page, run in zip(written.tolist(), runs, strict=True):
+            for tensor in states.blocks[0]:
+                tensor[page] = int(kv_of(run.tokens, run.named, "state")[run.active - 1])
+        states.advance(written, [run.active for run in runs])
 
     def same_books(self) -> None:
         super().same_books()

@@ -20,6 +20,7 @@ from scheduler_adapters.hf.runner import (
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.loop import Request, ServingLoop
 from tests.kvcache.build import proven
+from tests.scheduler_adapters.hf.speculating import Engine, assert_equal
 from tests.scheduler_adapters.serving import assert_nothing_held, requests_of, serve, tokens_of
 
 PAGE, NEW = 8, 20
@@ -77,6 +78,19 @@ def test_tokens_equal_when_requests_give_way_and_pages_are_moved(each_model: Any
     assert manager.states.evictions
     assert manager.metrics.evictions
     assert_nothing_held(manager)
+
+
+@pytest.mark.parametrize("pages", [7, 300])
+def test_tokens_equal_with_guesses_whose_states_are_in_slabs_too(each_model: Any, pages: int) -> None:
+    """Where memory is short some requests run without guesses, and give way."""
+    engine = Engine(each_model, 0.7, manager=one_budget(each_model, 7, pages))
+    answers = engine.knows(PROMPTS)
+    for _ in range(2):
+        assert_equal(each_model, answers, engine.serve(PROMPTS))
+    assert engine.accepted
+    assert engine.set_back
+    assert bool(engine.without) == (pages == 7)
+    assert_nothing_held(engine.manager)
 
 
 def running(manager: Any, name: str, prompt: list[int]) -> TextContext:

@@ -29,6 +29,16 @@ def test_seeded_moves_with_states(seed: int) -> None:
         )
         moves.finish()
         seen["compared"] += moves.kv.compared
-    least = {"hit": 10, "refused": 20, "fork": 20, "run_batch": 50, "reset": 3, "cut": 50}
+    least = {
+        "all right": 20,
+        "set back": 30,
+        "no draft": 1,
+        "hit": 10,
+        "refused": 20,
+        "fork": 20,
+        "run_batch": 50,
+        "reset": 3,
+        "cut": 50,
+    }
     least |= {"state hit": 10, "hit shortened": 10, "state evicted": 50, "replaced": 20}
     assert {event: seen[event] for event, count in least.items() if seen[event] < count} == {}

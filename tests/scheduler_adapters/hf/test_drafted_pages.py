@@ -1,0 +1,201 @@
+"""Second state pages: who has one when, what is told of it, and what is left where a step or a run fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcache.errors import InvariantError
+from kvcache.replica.context import TextContext
+from scheduler_adapters.errors import StatePageError
+from tests.scheduler_adapters.hf.speculating import PAGE, PROMPTS, Engine, assert_equal
+from tests.scheduler_adapters.serving import assert_nothing_held
+
+
+@pytest.fixture(scope="module")
+def model(make_model: Callable[..., Any]) -> Any:
+    return make_model("bamba")
+
+
+def ready(model: Any, wrong: bool = True, **engine: Any) -> tuple[Engine, TextContext, int]:
+    """A request whose drafted tokens ran, not booked; the first is right, another one is not if `wrong`."""
+    made = Engine(model, 1.0, 0, **engine)
+    made.knows(PROMPTS[:1])
+    made.add("r", PROMPTS[0])
+    while "r" not in made.running or made.running["r"].active_length > 1 or made.running["r"].end_idx % PAGE != 2:
+        made.step()
+    context, made.most = made.running["r"], 3
+    count = verified(made, context, wrong=wrong)
+    return made, context, count
+
+
+def verified(engine: Engine, context: TextContext, *, wrong: bool) -> int:
+    """Three guesses, the last one wrong if `wrong`, ran: how many."""
+    start, end, (answer,) = context.start_idx, context.end_idx, engine.answers
+    assert engine.manager.maybe_reserve(context, 4)
+    assert engine.runner.draft(context.request_id)
+    for at in range(3):
+        context.update((answer[end + at] + (wrong and at == 2)) % 259)
+    context.set_token_indices(start_idx=start)
+    (found,) = engine.runner.verify([context], engine.manager.fetch([context]), [3])
+    assert found == [answer[end + at] for at in range(4 - wrong)] + found[4 - wrong :]
+    engine.take_up(context, 3, found)
+    return start
+
+
+def finish(engine: Engine) -> None:
+    while engine.running:
+        engine.step()
+    assert_equal(engine.model, engine.answers, [context.tokens.tolist() for context in engine.done.values()])
+    assert_nothing_held(engine.manager)
+
+
+def test_while_drafted_tokens_are_not_booked_the_state_is_told_to_nobody(model: Any) -> None:
+    engine, context, start = ready(model)
+    manager = engine.manager
+    for call in (
+        lambda: manager.lease("r"),
+        lambda: manager.block_table("r"),
+        lambda: manager.fork(context, context.fork("child")),
+        lambda: engine.runner.run([context], manager.fetch([context])),
+    ):
+        with pytest.raises(StatePageError, match="'r': drafted tokens ran, and no step has booked them"):
+            call()
+        manager.check()
+    assert manager.num_leased_blocks == 0
+    assert context.start_idx == start + 3
+    manager.step([context])
+    assert context.start_idx == start == manager.states.tokens_of("r")
+    lease = manager.lease("r")
+    assert manager.block_table("r").num_tokens == start
+    manager.end_lease(lease)
+    finish(engine)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_leased_page_stays_the_requests(model: Any, wrong: bool) -> None:
+    """A table may name it until the lease ends: what is drafted is copied there."""
+    engine, context, _ = ready(model, wrong)
+    manager = engine.manager
+    manager.step([context])
+    page = manager.states.page_of("r")
+    lease = manager.lease("r")
+    start = verified(engine, context, wrong=wrong)
+    manager.step([context])
+    assert context.start_idx == (start if wrong else start + 4)
+    assert manager.states.page_of("r") == page
+    manager.check()
+    manager.end_lease(lease)
+    finish(engine)
+
+
+def test_a_request_may_be_released_before_its_drafted_tokens_are_booked(model: Any) -> None:
+    engine, context, _ = ready(model)
+    held = engine.manager.states.num_held
+    engine.give_way(context)
+    assert (held, engine.manager.states.num_held) == (2, 0)
+    engine.step()
+    finish(engine)
+
+
+def test_a_step_that_is_refused_sets_nobody_back(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, context, start = ready(model)
+    manager, before = engine.manager, (context.start_idx, context.active_idx, context.end_idx)
+
+    def refuse(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(manager._replicas, "step", refuse)
+        with pytest.raises(KeyboardInterrupt):
+            manager.step([context])
+    assert (context.start_idx, context.active_idx, context.end_idx) == before
+    for odd in (start - 1, start + 5):
+        with pytest.raises(StatePageError, match=rf"'r': {odd} tokens are computed, .* after {start} and {start + 4}"):
+            manager.states.drafts.goes_on_from("r", start, odd)
+    manager.step([context])
+    finish(engine)
+
+
+def test_a_run_that_fails_leaves_the_state_as_it_was(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, context, _ = ready(model)
+    manager = engine.manager
+    manager.step([context])
+    before = (context.start_idx, context.active_idx, context.end_idx)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    assert manager.maybe_reserve(context)
+    assert engine.runner.draft("r")
+    with monkeypatch.context() as patched:
+        patched.setattr(model.lm_head, "forward", fail)
+        with pytest.raises(KeyboardInterrupt):
+            engine.runner.verify([context], manager.fetch([context]), [0])
+    assert (context.start_idx, context.active_idx, context.end_idx) == before
+    finish(engine)
+
+
+def test_a_second_page_that_is_not_run_goes_with_the_next_step(model: Any) -> None:
+    engine, context, _ = ready(model)
+    manager = engine.manager
+    manager.step([context])
+    assert manager.states.num_held == 1
+    assert engine.runner.draft("r")
+    assert engine.runner.draft("r")  # the same one
+    assert manager.states.num_held == 2
+    manager.step([context])
+    assert manager.states.num_held == 1
+    finish(engine)
+
+
+def test_a_batch_is_set_back_too(model: Any) -> None:
+    engine, context, start = ready(model)
+    batch = engine.manager.batch([context])
+    engine.manager.step(batch)
+    assert context.start_idx == start
+    assert batch.starts.tolist() == [start]
+    engine.manager.check()
+    finish(engine)
+
+
+def test_what_is_found_instead_of_what_ran_is_gone_on_from(model: Any) -> None:
+    """A hit puts another state into the request's page: its second page is as if it had not run."""
+    engine, context, start = ready(model)
+    states = engine.manager.states
+    other = PAGE * (start // PAGE)
+    digest = engine.manager._kept.digest_at("r", other)
+    states.resume("r", digest)
+    states.drafts.check_booked("r")
+    assert (states.tokens_of("r"), states.num_held) == (other, 2)
+    assert states.drafts.goes_on_from("r", other, other) == other
+    context.set_token_indices(start_idx=other)
+    engine.manager.step([context])
+    finish(engine)
+
+
+def test_an_import_takes_the_second_page_away(model: Any) -> None:
+    engine, _, _ = ready(model)
+    states = engine.manager.states
+    page = states.begin_import("r")
+    assert not states.drafts.page_of
+    with pytest.raises(StatePageError, match="being written by a transfer"):
+        states.draft("r")
+    states.cancel_import(page)
+
+
+def test_check_names_a_second_page_without_a_first(model: Any) -> None:
+    engine, _, _ = ready(model)
+    states = engine.manager.states
+    states.drafts.page_of["gone"] = states._pool.allocate_one()
+    with pytest.raises(InvariantError, match=r"\['gone'\] have a second state page"):
+        engine.manager.check()
+    words = states._pool.index.digests_of(np.array([1])).shape[1]
+    states._pool.index.publish(np.array([states.drafts.page_of["r"]], np.int32), np.ones((1, words), np.uint64))
+    del states.drafts.page_of["gone"]
+    states._pool.check = lambda *_: None
+    with pytest.raises(InvariantError, match="is found by others, and a request writes to it"):
+        engine.manager.check()
