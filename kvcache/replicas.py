@@ -262,10 +262,10 @@ class Replicas:
         `specs`: of each block table, what its layers keep.
         """
         indexes = {at * len(specs): replica.pool.index for at, replica in enumerate(self.each)}
-        if self.tiers is not None and len(specs) == 1:  # else nobody could tell of which table a page below is
-            indexes[HOST] = self.tiers.host.pool.index
+        if self.tiers is not None:
+            indexes[HOST * len(specs)] = self.tiers.host.pool.index
             if self.tiers.files is not None:
-                indexes[FILES] = self.tiers.files.index
+                indexes[FILES * len(specs)] = self.tiers.files.index
         log, capacity = EventLog(), sum(len(index.published) for index in indexes.values())
         book = EventBook(len(self.each), capacity, self.each[0].page_size, *specs)
         self._events = EventPublisher(options, log, book, len(self.each))

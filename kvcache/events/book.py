@@ -47,7 +47,7 @@ class EventBook:
     """The contents of `ranks` replicas and the tiers that they share, `capacity` pages in all media together.
 
     Not thread-safe. `specs` says what each block table keeps: its number is the group of its events, and the pages of
-    each table of a rank are a source of their own.
+    each table of a rank, and of each shared tier, are a source of their own.
     """
 
     def __init__(self, ranks: int, capacity: int, page_size: int, *specs: CacheSpec) -> None:
@@ -63,7 +63,9 @@ class EventBook:
         self._depth = np.zeros(most + 1, np.int32)  # which page of its prompt
         self._described = np.zeros(most + 1, np.bool_)  # tokens and parent are known; else the hash is all
         self._keys: dict[int, tuple[str | None, BlockKeys | None]] = {}  # adapter and extra keys of those that have any
-        self._present = np.zeros((sources + 2, most + 1), np.bool_)  # by source, the shared ones last
+        # By source, the shared ones, whose numbers are below zero, last.
+        self._shared = range(-len(_SHARED) * len(specs), 0)
+        self._present = np.zeros((sources + len(self._shared), most + 1), np.bool_)
         self._kids = np.zeros((sources, most + 1), np.int32)  # by source, how many that continue it are present
         self._refs = np.zeros(most + 1, np.int32)  # contents that continue it
         self._free = np.arange(most, 0, -1, dtype=np.int32)
@@ -97,7 +99,7 @@ class EventBook:
     def state(self, rank: int) -> Iterator[BlockStored]:
         """All that is there of a rank, as events: what they continue comes before them."""
         tables = len(self._specs)
-        for source in (*range(rank * tables, (rank + 1) * tables), HOST, FILES):
+        for source in (*range(rank * tables, (rank + 1) * tables), *reversed(self._shared)):
             ids = np.flatnonzero(self._present[source]).astype(np.int32)
             known = self._described[ids]
             for run in self._chains(ids[known]):
@@ -148,7 +150,7 @@ class EventBook:
 
     def _tell_known(self, ids: Ids) -> None:
         """These are described by now: of those that are there already the hash alone was told."""
-        for source in (*range(self._sources), HOST, FILES):
+        for source in (*range(self._sources), *reversed(self._shared)):
             there = ids[self._present[source, ids]]
             if source >= 0:
                 np.add.at(self._kids[source], self._parent[there], 1)
@@ -188,7 +190,7 @@ class EventBook:
         if last is not None and last.source == source and isinstance(last.event, BlockRemoved):
             last.event.block_hashes += gone
         else:
-            self._told.append(Told(source, BlockRemoved(gone, _medium(source), group_idx=self._group(source))))
+            self._told.append(Told(source, BlockRemoved(gone, self._medium(source), group_idx=self._group(source))))
 
     # ---- contents
 
@@ -270,7 +272,7 @@ class EventBook:
                     token_ids=tokens[first * size : last * size],
                     block_size=size,
                     lora_id=None,
-                    medium=_medium(source),
+                    medium=self._medium(source),
                     lora_name=names[first][0],
                     extra_keys=[keys for _, keys in names[first:last]],
                     group_idx=group,
@@ -280,12 +282,14 @@ class EventBook:
 
     def _bare(self, source: int, ids: Ids) -> BlockStored:
         """As vLLM's offloading tells of blocks of which it knows but the hash: of files that were there before."""
-        hashes = self._index.words_of(ids).tolist()
-        return BlockStored(hashes, None, [], 0, None, _medium(source), None, group_idx=self._group(source))
+        group, hashes = self._group(source), self._index.words_of(ids).tolist()
+        event = BlockStored(hashes, None, [], 0, None, self._medium(source), None, group_idx=group)
+        if len(self._specs) > 1:  # vLLM has no such event of several groups
+            event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window = self._specs[group]
+        return event
 
     def _group(self, source: int) -> int:
-        return max(source, 0) % len(self._specs)
+        return source % len(self._specs)
 
-
-def _medium(source: int) -> str:
-    return _SHARED.get(source, GPU)
+    def _medium(self, source: int) -> str:
+        return _SHARED.get(source // len(self._specs), GPU)

@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 from kvcache.pool.index import Change, PrefixIndex
 
 HOST, FILES = -1, -2
-"""Sources that all ranks share. A replica's pool is its number, times that of its block tables, plus a page's table."""
+"""Sources that all ranks share. Of several block tables each is a source: of replicas and of these the number of one,
+times that of the tables, plus a page's table.
+"""
 MOST_ENTRIES = 1 << 14
 """Above so many the loop is called to help."""
 
@@ -51,7 +53,8 @@ class EventLog:
         """Write down every change of the index from now on; what is in it by now has come now."""
         index.log, index.number = self.entries.append, source
         if (there := np.flatnonzero(index.published).astype(np.int32)).size:
-            self.entries.append((source, True, index.digests_of(there)))
+            number = source if index.tables is None else source + index.tables[there]
+            self.entries.append((number, True, index.digests_of(there)))
 
     def end_call(self) -> None:
         """A call of the manager is at its end."""

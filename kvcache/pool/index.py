@@ -112,6 +112,15 @@ class PrefixIndex:
         """The published pages whose first word has none of the bits of `mask`."""
         return np.flatnonzero(self.published & ((self._words & mask) == 0))
 
+    def tables_of(self, pages: Pages) -> Buckets | None:
+        """The block table of each of `pages`, None where there is one."""
+        return None if self.tables is None else self.tables[pages]
+
+    def say_tables(self, pages: Pages, tables: Buckets | None) -> None:
+        """Say which block tables `pages` are of, before they are published."""
+        if self.tables is not None and tables is not None:
+            self.tables[pages] = tables
+
     def check(self) -> None:
         linked = np.flatnonzero(self.published).astype(np.int32)
         found = self.find(self._digests[linked])

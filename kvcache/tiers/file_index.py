@@ -74,12 +74,16 @@ class FileIndex:
             self.forget(names[-1])
         return names
 
-    def add(self, name: str, size: int, digests: Digests) -> None:
-        """A file of these pages, distinct, for which there is room. One that is known by this name is replaced."""
+    def add(self, name: str, size: int, digests: Digests, tables: NDArray[np.intp] | None = None) -> None:
+        """A file of these pages, distinct, for which there is room. One that is known by this name is replaced.
+
+        `tables`: of each page its block table, where there are several.
+        """
         self.forget(name)
         count = len(digests)
         self._free_count -= count
         entries = self._free[self._free_count : self._free_count + count].copy()
+        self.pages.say_tables(entries, tables)
         known = self.pages.publish(entries, digests) != entries  # another file has the page, too
         self._give_back(entries[known])
         self._numbers += 1

@@ -45,13 +45,14 @@ class _Read:
     entries: Entries
     slots: Slots
     digests: Digests
+    tables: NDArray[np.intp] | None  # of each page its block table, where there are several
     refusals: Future[list[FileRefusal | None]]  # of each page; None: it is right
 
 
 @dataclass(eq=False, slots=True)
 class _Write:
     slots: Slots
-    digests: Digests
+    names: Digests
     named: Future[tuple[str, int]]
 
 
@@ -76,6 +77,8 @@ class FileTier:
         most = (FILE_BYTES // layout.page_bytes, host.pool.num_pages // 4, layout.most_in(max_bytes))
         self.pages_a_file = max(1, min(most))
         self._index = FileIndex(max_bytes, layout.page_bytes, layout.digest_bytes // 8)
+        if layout.tables > 1:
+            self._index.pages.tables = np.zeros(len(self._index.pages.published), np.intp)
         self._queue: deque[tuple[float, Digests]] = deque()  # when they were offered
         self._reads: list[_Read] = []
         self._write: _Write | None = None
@@ -208,12 +211,14 @@ class FileTier:
         self._index.use(entries)
         for name, first, at in self._index.whereabouts(entries):
             path, parts = self._folder.path / name, self._host.parts(slots[at])
-            refusals = self._reader.submit(self._read_file, path, first, digests[at], parts)
-            self._reads.append(_Read(entries[at], slots[at], digests[at], refusals))
+            tables = self._index.pages.tables_of(entries[at])
+            names = self._layout.names(digests[at], tables)
+            refusals = self._reader.submit(self._read_file, path, first, names, parts)
+            self._reads.append(_Read(entries[at], slots[at], digests[at], tables, refusals))
 
-    def _read_file(self, path: Path, first: int, digests: Digests, pages: list[list[Part]]) -> list[FileRefusal | None]:
+    def _read_file(self, path: Path, first: int, names: Digests, pages: list[list[Part]]) -> list[FileRefusal | None]:
         """In the thread of reads. The file counts as used just now: for other processes, and for the next start."""
-        refusals = read_pages(path, self._layout, first, digests, pages, self._read_io)
+        refusals = read_pages(path, self._layout, first, names, pages, self._read_io)
         with contextlib.suppress(OSError):
             os.utime(path, follow_symlinks=False)
         return refusals
@@ -232,6 +237,7 @@ class FileTier:
             refusals = read.refusals.result()
             right = np.array([refusal is None for refusal in refusals], np.bool_)
             self._index.reading[read.entries] = False
+            self._host.pool.index.say_tables(read.slots, read.tables)
             self._host.pool.index.publish(read.slots[right], read.digests[right])
             self._host.pool.release(read.slots)
             self.read += int(right.sum())
@@ -253,8 +259,9 @@ class FileTier:
         self._host.pool.hold(slots)
         self._make_room(self._layout.size_of(len(slots)))
         parts = self._host.parts(slots)
-        named = self._writer.submit(_write, self._folder, self._layout, digests, parts, self._write_io)
-        self._write = _Write(slots, digests, named)
+        names = self._layout.names(digests, self._host.pool.index.tables_of(slots))
+        named = self._writer.submit(_write, self._folder, self._layout, names, parts, self._write_io)
+        self._write = _Write(slots, names, named)
 
     def _unqueue(self, count: int) -> None:
         while count:
@@ -273,19 +280,19 @@ class FileTier:
             self._paused_until = self._clock() + _PAUSE_S
             self._queue.clear()
             return
-        self.written += len(write.digests)
-        self._add(name, size, write.digests)
+        self.written += len(write.names)
+        self._add(name, size, write.names)
 
     def _take_up_scan(self, scan: Scan) -> None:
         for name in scan.gone:
             self._index.forget(name)
-        for name, size, digests in scan.found:
+        for name, size, names in scan.found:
             if name not in self._index and size <= self._max_bytes:
-                self._add(name, size, digests)
+                self._add(name, size, names)
 
-    def _add(self, name: str, size: int, digests: Digests) -> None:
+    def _add(self, name: str, size: int, names: Digests) -> None:
         self._make_room(size)
-        self._index.add(name, size, digests)
+        self._index.add(name, size, *self._layout.digests_and_tables(names))
 
     def _make_room(self, size: int) -> None:
         for name in self._index.room_for(size):
@@ -293,11 +300,11 @@ class FileTier:
 
 
 def _write(
-    folder: PageFolder, layout: FileFormat, digests: Digests, pages: Sequence[Sequence[Part]], io: PageIO
+    folder: PageFolder, layout: FileFormat, names: Digests, pages: Sequence[Sequence[Part]], io: PageIO
 ) -> tuple[str, int]:
     """Write a file of pages, into a folder that is made again where somebody has deleted or replaced it."""
     try:
-        return write_pages(folder.path, next(folder.drafts), layout, digests, pages, io)
+        return write_pages(folder.path, next(folder.drafts), layout, names, pages, io)
     except (FileNotFoundError, NotADirectoryError):  # or the draft was taken for abandoned: hardly twice
         folder.make_again()
-        return write_pages(folder.path, next(folder.drafts), layout, digests, pages, io)
+        return write_pages(folder.path, next(folder.drafts), layout, names, pages, io)

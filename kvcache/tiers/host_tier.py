@@ -29,11 +29,16 @@ _BROUGHT_BYTES = 8 << 20  # for others than our rows, between two steps
 class HostTier:
     """Slots of host memory, each for one page of any replica: the shards of a page side by side, one array a shard.
 
-    Slot 0 stands for none. `pinned`: a GPU copies from and to the memory. Raises `PoolTooSmallError`.
+    Slot 0 stands for none. `pinned`: a GPU copies from and to the memory. `tables`: the pages are of several block
+    tables, and the index says of which. Raises `PoolTooSmallError`.
     """
 
-    def __init__(self, shard_bytes: Sequence[int], num_slots: int, digest_words: int, *, pinned: bool) -> None:
+    def __init__(
+        self, shard_bytes: Sequence[int], num_slots: int, digest_words: int, *, pinned: bool, tables: bool = False
+    ) -> None:
         self.pool = PagePool(num_slots, digest_words)
+        if tables:
+            self.pool.index.tables = np.zeros(num_slots + 1, np.intp)
         owner = self if pinned else None
         self.memory = [allocate_host_rows(num_slots + 1, size, owner) for size in shard_bytes]
         self._rows = [memory.numpy() for memory in self.memory]
@@ -134,6 +139,7 @@ class ReplicaTier(PagesBelow):
         fits = min(len(new), pool.free_count)  # where copies hold every other slot, the rest is not kept
         if fits:
             slots = pool.allocate(fits)
+            pool.index.say_tables(slots, self.pool.index.tables_of(new[:fits]))
             marks = [mark for mover in self._movers for mark in mover.store(new[:fits], slots)]
             self.stores.append(HostStore(new[:fits], slots, names[:fits], marks))
             self.stored += fits
@@ -248,8 +254,7 @@ class ReplicaTier(PagesBelow):
         self.pool.add_writer(load.pages)
         for mark in self._begin(load):
             mark.order()
-        if (numbers := self.pool.index.tables) is not None:
-            numbers[load.pages] = tables
+        self.pool.index.say_tables(load.pages, tables)
         self.pool.index.publish(load.pages, digests)
         self.pool.release(load.pages)
         self.pool.release(here)

@@ -5,6 +5,8 @@ A file holds a run of pages that were written together, then a row for each page
     page 0 │ page 1 │ … │ row 0 │ row 1 │ … │ footer
                           digest, checksum    magic, namespace, page bytes, count, checksums of rows and footer
 
+Where pages are of several block tables a digest is followed by the number of its page's.
+
 One file a page was rejected: on a local disk a new file costs 15 to 1,000 µs, many pages' worth of writing. The pages
 come first and are of one size, so each can be read alone; a file that was cut short has no footer where one belongs.
 
@@ -26,6 +28,7 @@ from typing import cast
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from kvcache.pool.index import Digests
 from kvcache.tiers.drafts import OWN_FILE, open_draft, opened
@@ -84,10 +87,31 @@ class FileFormat:
     namespace: bytes  # 16 bytes that name all that a page depends on besides its tokens
     page_bytes: int  # of one page, all shards together
     digest_bytes: int  # of one digest
+    tables: int = 1  # block tables that pages are of
+
+    @property
+    def name_bytes(self) -> int:
+        """Of what a row names its page by: its digest, and of several block tables the number of its own."""
+        return self.digest_bytes + (8 if self.tables > 1 else 0)
 
     @property
     def row_bytes(self) -> int:
-        return self.digest_bytes + _SUM_BYTES
+        return self.name_bytes + _SUM_BYTES
+
+    def names(self, digests: Digests, tables: NDArray[np.intp] | None) -> Digests:
+        """What names pages of these digests and block tables, None where there is one: uint64 `[pages, words]`."""
+        return digests if tables is None else np.column_stack((digests, tables.astype(np.uint64)))
+
+    def digests_and_tables(self, names: Digests) -> tuple[Digests, NDArray[np.intp] | None]:
+        """What `names` were made of."""
+        if self.tables == 1:
+            return names, None
+        return np.ascontiguousarray(names[:, :-1]), names[:, -1].astype(np.intp)
+
+    def refuses(self, names: Digests) -> bool:
+        """Whether they name a page twice, or a block table that there is not."""
+        unknown = self.tables > 1 and bool((names[:, -1] >= self.tables).any())
+        return unknown or len({row.tobytes() for row in names}) < len(names)
 
     def size_of(self, count: int) -> int:
         return count * (self.page_bytes + self.row_bytes) + _FOOTER.size
@@ -111,18 +135,18 @@ class FileFormat:
 
     def judge(self, row: bytes, digest: bytes, parts: Sequence[Part]) -> FileRefusal | None:
         """What is wrong with a page that is to have this digest, and was found with this row."""
-        if row[: self.digest_bytes] != digest:
+        if row[: self.name_bytes] != digest:
             return FileRefusal.FOREIGN
         return None if row == self.row(digest, parts) else FileRefusal.CORRUPTED
 
     def footer(self, rows: bytes, count: int) -> bytes:
-        fields = (_MAGIC, self.namespace, self.page_bytes, count, self.digest_bytes)
+        fields = (_MAGIC, self.namespace, self.page_bytes, count, self.name_bytes)
         covered = _FOOTER.pack(*fields, bytes(_SUM_BYTES))[:-_SUM_BYTES]
         return covered + xxhash.xxh3_128_digest(covered + rows)
 
 
 def write_pages(
-    folder: Path, draft: str, layout: FileFormat, digests: Digests, pages: Sequence[Sequence[Part]], io: PageIO
+    folder: Path, draft: str, layout: FileFormat, names: Digests, pages: Sequence[Sequence[Part]], io: PageIO
 ) -> tuple[str, int]:
     """Write a file of pages under a name of its content's own; its name and size. Nobody sees it before it is whole.
 
@@ -130,8 +154,7 @@ def write_pages(
     the checksums tell. Raises `OSError`, and leaves nothing behind then: `FileNotFoundError` where the folder is gone,
     or the draft (see `open_draft`).
     """
-    names = [row.tobytes() for row in digests]
-    rows = b"".join(layout.row(name, parts) for name, parts in zip(names, pages, strict=True))
+    rows = b"".join(layout.row(name.tobytes(), parts) for name, parts in zip(names, pages, strict=True))
     name = xxhash.xxh3_128_hexdigest(layout.namespace + rows) + ".pages"
     path = folder / draft
     try:
@@ -148,7 +171,7 @@ def write_pages(
 
 
 def read_rows(path: Path, layout: FileFormat) -> Digests | FileRefusal:
-    """The digests of the pages of a file, uint64 `[pages, words]`, or why it is not whole, or not of ours.
+    """The names of the pages of a file, uint64 `[pages, words]`, or why it is not whole, or not of ours.
 
     A file that others may read is made its owner's alone. Raises `OSError`.
     """
@@ -162,8 +185,8 @@ def read_rows(path: Path, layout: FileFormat) -> Digests | FileRefusal:
     if refusal := _judge(layout, status, count, end):
         return refusal
     table = np.frombuffer(end[: count * layout.row_bytes], np.uint8).reshape(count, -1)
-    digests = np.ascontiguousarray(table[:, : layout.digest_bytes]).view(np.uint64)
-    return digests if len({row.tobytes() for row in digests}) == count else FileRefusal.FOREIGN
+    names = np.ascontiguousarray(table[:, : layout.name_bytes]).view(np.uint64)
+    return FileRefusal.FOREIGN if layout.refuses(names) else names
 
 
 def _judge(layout: FileFormat, status: os.stat_result, count: int, end: bytes) -> FileRefusal | None:
@@ -180,15 +203,15 @@ def _judge(layout: FileFormat, status: os.stat_result, count: int, end: bytes) -
 
 
 def read_pages(
-    path: Path, layout: FileFormat, first: int, digests: Digests, pages: Sequence[Sequence[Part]], io: PageIO
+    path: Path, layout: FileFormat, first: int, names: Digests, pages: Sequence[Sequence[Part]], io: PageIO
 ) -> list[FileRefusal | None]:
-    """Fill `pages` with those of a file from `first` on, which are to have these digests; what is wrong with each.
+    """Fill `pages` with those of a file from `first` on, which are to have these names; what is wrong with each.
 
     What those that are not right are filled with means nothing. Never raises.
     """
     try:
         with opened(path) as file:
-            return _read_pages(file, layout, first, digests, pages, io)
+            return _read_pages(file, layout, first, names, pages, io)
     except FileNotFoundError:
         return [FileRefusal.GONE] * len(pages)
     except OSError:
@@ -196,7 +219,7 @@ def read_pages(
 
 
 def _read_pages(
-    file: int, layout: FileFormat, first: int, digests: Digests, pages: Sequence[Sequence[Part]], io: PageIO
+    file: int, layout: FileFormat, first: int, names: Digests, pages: Sequence[Sequence[Part]], io: PageIO
 ) -> list[FileRefusal | None]:
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode):
@@ -208,6 +231,6 @@ def _read_pages(
         return [FileRefusal.CUT] * len(pages)
     io.read(file, [part for parts in pages for part in parts], first * layout.page_bytes)
     return [
-        layout.judge(rows[at * width : (at + 1) * width], digest.tobytes(), parts)
-        for at, (digest, parts) in enumerate(zip(digests, pages, strict=True))
+        layout.judge(rows[at * width : (at + 1) * width], name.tobytes(), parts)
+        for at, (name, parts) in enumerate(zip(names, pages, strict=True))
     ]

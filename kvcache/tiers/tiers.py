@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,18 +173,18 @@ def make_tiers(
             f"one page takes {sum(sizes)}"
         )
     on_gpu = any(blocks.device.type != "cpu" for blocks in placed[0].blocks)
-    host = HostTier(sizes, space // sum(sizes), DIGEST_BYTES[params.hash_algorithm] // 8, pinned=on_gpu)
+    words, several = DIGEST_BYTES[params.hash_algorithm] // 8, len(tables.tables) > 1
+    host = HostTier(sizes, space // sum(sizes), words, pinned=on_gpu, tables=several)
     tiers = [ReplicaTier(host, place.replica.pool, place.blocks, stream) for place in placed]
     for place, tier in zip(placed, tiers, strict=True):
         place.replica.tier = tier
         if place.replica.further is not None:
             place.replica.further.published = tier.published
-    groups = tables.described() if params.groups else ""
-    files = _make_file_tier(params, layouts, host, groups)
+    files = _make_file_tier(params, layouts, host, tables)
     return Tiers(host, tiers, files, _make_object_tier(params, layouts, host))
 
 
-def _page_format(params: KVCacheParams, layouts: Sequence[PageLayout], *fields: str, groups: str = "") -> FileFormat:
+def _page_format(params: KVCacheParams, layouts: Sequence[PageLayout], groups: str, *fields: str) -> FileFormat:
     # What a page depends on besides its tokens and their salt, which its digest covers, as does its table's number.
     fingerprint = replica_fingerprint([*layouts], groups)
     namespace = namespace_of(params.hash_algorithm, fingerprint, params.file_tier_key, *fields)
@@ -191,11 +192,13 @@ def _page_format(params: KVCacheParams, layouts: Sequence[PageLayout], *fields: 
 
 
 def _make_file_tier(
-    params: KVCacheParams, layouts: Sequence[PageLayout], host: HostTier, groups: str
+    params: KVCacheParams, layouts: Sequence[PageLayout], host: HostTier, tables: LayerTables
 ) -> FileTier | None:
     if params.file_tier_dir is None:
         return None
-    layout = _page_format(params, layouts, groups=groups)
+    groups, several = tables.described() if params.groups else "", len(tables.tables) > 1
+    layout = _page_format(params, layouts, groups, *["tables named"] * several)
+    layout = replace(layout, tables=len(tables.tables))
     folder = PageFolder(Path(params.file_tier_dir), layout.namespace)
     most = int((params.file_tier_max_gb or 0) * 2**30)
     return FileTier(folder, layout, most, host, params.file_tier_io or (lambda _: SystemIO()))
@@ -205,6 +208,6 @@ def _make_object_tier(params: KVCacheParams, layouts: Sequence[PageLayout], host
     if params.object_tier_io is None:
         return None
     count, speed = params.object_tier_pages, params.object_tier_tokens_per_s
-    layout = ObjectFormat(_page_format(params, layouts, "objects", str(count)), count)
+    layout = ObjectFormat(_page_format(params, layouts, "", "objects", str(count)), count)
     compute_page_s = None if speed is None else layouts[0].page_size / speed
     return ObjectTier(layout, host, params.object_tier_io, params.object_tier_timeout_s, compute_page_s)

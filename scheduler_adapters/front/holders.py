@@ -131,6 +131,9 @@ class _ProcessPages:
         self._socket.close(0)
 
     def _take(self, event: BlockStored | BlockRemoved | AllBlocksCleared) -> None:
+        """Of layers in several groups the first one's pages stand for all: those of a window go while others stay."""
+        if not isinstance(event, AllBlocksCleared) and event.group_idx:
+            return
         match event:
             case BlockStored():
                 self.media.setdefault(event.medium, PageSet()).add(event.block_hashes)

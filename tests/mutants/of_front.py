@@ -11,6 +11,7 @@ _HOLDERS = (
     "who_has_more_of_a_prompt_than_who_computes_it_is_named",
     "a_process_that_goes_is_forgotten_and_one_that_is_back_is_followed_anew",
     "after_a_gap_nothing_is_known_until_all_is_told_anew",
+    "windows_that_go_take_no_page_of_full_layers_along",
 )
 
 FRONT: tuple[Module, ...] = (
@@ -23,6 +24,7 @@ FRONT: tuple[Module, ...] = (
             Mutation("PageSet.remove", "self._come.difference_update(hashes)", "pass"),
             Mutation("PageSet._settle", "64 + len(self._sorted) // 32", "64 + len(self._sorted)"),
             Mutation("_ProcessPages.poll", "number != self._last + 1", "number <= self._last"),
+            Mutation("_ProcessPages._take", "event.group_idx:", "False:"),
             Mutation("PageHolders.follow", "known.ready.incarnation", "there[name].incarnation"),
             Mutation("PageHolders.follow", "len(there) == len(members)", "True"),
             Mutation("PageHolders.sources", "tokens[name] > least", "tokens[name] >= least"),

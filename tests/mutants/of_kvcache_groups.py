@@ -14,6 +14,7 @@ _LIFTED = [
     "tests/kvcache/replica/test_lent_tables.py",
     "tests/kvcache/test_group_moves.py",
 ]
+_TOLD = ["tests/kvcache/events/test_grouped_events.py"]
 _CUT = ["tests/kvcache/test_layer_groups.py"]
 
 KVCACHE_GROUPS: tuple[Module, ...] = (
@@ -168,7 +169,13 @@ KVCACHE_GROUPS: tuple[Module, ...] = (
             Mutation("ReplicaTier.to_host", "lower.promote(absent, 0, wait=wait)", "pass"),
             Mutation("ReplicaTier.lift", "self.host.pool.hold(slots)", "pass"),
             Mutation("ReplicaTier.lift", "self.pool.hold(here)", "pass"),
-            Mutation("ReplicaTier.lift", "numbers[load.pages] = tables", "pass"),
+            Mutation("ReplicaTier.lift", "self.pool.index.say_tables(load.pages, tables)", "pass"),
+            Mutation(
+                "ReplicaTier.store",
+                "pool.index.say_tables(slots, self.pool.index.tables_of(new[:fits]))",
+                "pass",
+                _TOLD,
+            ),
             Mutation("ReplicaTier.lift", "self.pool.index.publish(load.pages, digests)", "pass"),
             Mutation("ReplicaTier.lift", "self.pool.release(here)", "pass"),
         ],
@@ -197,8 +204,35 @@ KVCACHE_GROUPS: tuple[Module, ...] = (
         "kvcache.tiers.tiers",
         _LIFTED,
         [
-            Mutation("make_tiers", 'tables.described() if params.groups else ""', '""'),
+            Mutation("_make_file_tier", 'tables.described() if params.groups else ""', '""'),
+            Mutation("_make_file_tier", "replace(layout, tables=len(tables.tables))", "layout", _TOLD),
             Mutation("make_tiers", "place.replica.further.published = tier.published", "pass"),
+        ],
+    ),
+    Module(
+        "kvcache.tiers.file_tier",
+        _TOLD,
+        [
+            Mutation("FileTier._take_up_reads", "self._host.pool.index.say_tables(read.slots, read.tables)", "pass"),
+            Mutation("FileTier._begin_write", "self._host.pool.index.tables_of(slots)", "0 * slots.astype(np.intp)"),
+        ],
+    ),
+    Module(
+        "kvcache.tiers.file_index", _TOLD, [Mutation("FileIndex.add", "self.pages.say_tables(entries, tables)", "pass")]
+    ),
+    Module(
+        "kvcache.events.log",
+        _TOLD,
+        [Mutation("EventLog.watch", "source if index.tables is None else source + index.tables[there]", "source")],
+    ),
+    Module(
+        "kvcache.events.book",
+        _TOLD,
+        [
+            Mutation("EventBook._medium", "source // len(self._specs)", "source"),
+            Mutation("EventBook._bare", "if len(self._specs) > 1:", "if False:"),
+            Mutation("EventBook.state", "*reversed(self._shared)", "HOST, FILES"),
+            Mutation("EventBook._tell_known", "*reversed(self._shared)", "HOST, FILES"),
         ],
     ),
     Module(

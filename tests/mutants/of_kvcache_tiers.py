@@ -172,10 +172,12 @@ KVCACHE_TIERS: tuple[Module, ...] = (
         "kvcache.tiers.page_files",
         ["tests/kvcache/tiers/test_page_files.py"],
         [
-            Mutation("FileFormat.judge", "if row[: self.digest_bytes] != digest:", "if False:"),
+            Mutation("FileFormat.judge", "if row[: self.name_bytes] != digest:", "if False:"),
             Mutation("FileFormat.judge", "None if row == self.row(digest, parts) else FileRefusal.CORRUPTED", "None"),
             Mutation("_judge", "if footer == wanted:", "if True:"),
-            Mutation("read_rows", " if len({row.tobytes() for row in digests}) == count else FileRefusal.FOREIGN", ""),
+            Mutation("FileFormat.refuses", "len({row.tobytes() for row in names}) < len(names)", "False"),
+            Mutation("FileFormat.refuses", "(names[:, -1] >= self.tables).any()", "False"),
+            Mutation("FileFormat.name_bytes", "8 if self.tables > 1 else 0", "0"),
             Mutation(
                 "FileFormat.count_of",
                 "0 if rest or count < 0 else count",

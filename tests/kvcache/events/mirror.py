@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import msgspec
@@ -11,8 +12,9 @@ import numpy as np
 import zmq
 
 from kvcache import PagedKVCacheManager
+from kvcache.events.book import Told
 from kvcache.events.log import FILES, HOST
-from kvcache.events.wire import END_OF_REPLAY, hashes_of
+from kvcache.events.wire import END_OF_REPLAY, AllBlocksCleared, KVEvent, encode, hashes_of
 from kvcache.pool.index import PrefixIndex
 
 PATIENCE_S = 60.0
@@ -31,6 +33,7 @@ class Known:
         self.tree: dict[int, int | None] = {}
         self.events: list[dict[str, Any]] = []
         self.groups: dict[int, Known] = {}  # of the block tables behind the first
+        self.spec: tuple[str, int | None] | None = None  # what their layers keep, as was told
 
     def take_up(self, events: list[dict[str, Any]]) -> None:
         for event in events:
@@ -49,6 +52,8 @@ class Known:
 
     def store(self, event: dict[str, Any]) -> None:
         size, before, tokens = event["block_size"], event["parent_block_hash"], event["token_ids"]
+        if "kv_cache_spec_kind" in event:
+            self.spec = event["kv_cache_spec_kind"], event.get("kv_cache_spec_sliding_window")
         assert len(tokens) == size * len(event["block_hashes"])
         for at, block in enumerate(event["block_hashes"]):
             mine = tuple(tokens[at * size : (at + 1) * size])
@@ -74,6 +79,46 @@ class Known:
                 way.append(before)
                 before = gpu[before][1]
             assert (block in self.tree) == (before is None), f"block {block} of a way of {len(way)}"
+
+
+class Reader(Known):
+    """What follows from the events of one rank, taken from the log as it is written: nothing is sent.
+
+    `longest` is what somebody can find who knows of a model only how long the chunks of its layers are.
+    """
+
+    def __init__(self, manager: PagedKVCacheManager, rank: int) -> None:
+        super().__init__()
+        worker = worker_of(manager)
+        self._rank, self._book = rank, worker._book
+        self._sizes = [table.group.window for table in manager.layer_tables.tables]
+        self._page_size = manager._replicas.each[rank].page_size
+        self.take_up(_decoded([AllBlocksCleared(), *self._book.state(rank)]))
+
+    def follow(self, told: list[Told]) -> None:
+        self.take_up(_decoded([event for source, event in told if self._book.is_of(source, self._rank)]))
+
+    def longest(self, hashes: list[int], media: tuple[str, ...]) -> int:
+        """Of pages with these hashes how many all tables can go on from with what these media have together."""
+        return next((end for end in range(len(hashes), 0, -1) if self._goes_on(hashes[:end], media)), 0)
+
+    def _goes_on(self, hashes: list[int], media: tuple[str, ...]) -> bool:
+        end = len(hashes) * self._page_size
+        for group, size in enumerate(self._sizes):
+            known = self.groups.get(group, Known()) if group else self
+            spec = known.spec or ("", None)
+            assert spec[1] in (None, size)
+            seen = {"sliding_window": end - size + 1, "chunked_local_attention": end - end % max(size, 1)}
+            # Of a table of which nothing was told yet nothing is known but this.
+            first = seen.get(spec[0], 0 if known.spec or size != 1 else end)
+            needed = hashes[max(0, first) // self._page_size :]
+            if not all(any(one in known.there.get(medium, {}) for medium in media) for one in needed):
+                return False
+        return True
+
+
+def _decoded(events: Sequence[KVEvent]) -> list[dict[str, Any]]:
+    return msgspec.msgpack.decode(encode(list(events)))
 
 
 class Mirror(Known):
@@ -178,6 +223,18 @@ class Mirror(Known):
         assert told <= sizes.keys(), f"rank {rank}: nobody has blocks of {told - sizes.keys()}"
 
 
+def parked(worker: Any) -> None:
+    """The thread takes nothing off the log any more, until `turn` is deleted."""
+    is_parked = threading.Event()
+
+    def turn() -> bool:
+        is_parked.set()
+        return False
+
+    worker.turn = turn
+    assert is_parked.wait(PATIENCE_S)
+
+
 def worker_of(manager: PagedKVCacheManager) -> Any:
     assert manager._replicas._events is not None
     return manager._replicas._events._worker
@@ -199,7 +256,7 @@ def indexes_of(manager: PagedKVCacheManager, rank: int) -> dict[int, PrefixIndex
     """The indexes that a rank's stream tells of."""
     found = {rank: manager._replicas.each[rank].pool.index}
     tiers = manager._replicas.tiers
-    if tiers is not None and len(manager.layer_tables.tables) == 1:  # of several, what lies below is not told
+    if tiers is not None:
         found[HOST] = tiers.host.pool.index
         if tiers.files is not None:
             found[FILES] = tiers.files.index

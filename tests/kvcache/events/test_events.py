@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import threading
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ from kvcache import KVEvents, LayerGroup, PagedKVCacheManager, TextContext
 from kvcache.events.log import Described
 from kvcache.replica.hashing import PrefixHasher
 from tests.kvcache.build import manager_of, proven
-from tests.kvcache.events.mirror import PATIENCE_S, Mirror, settled, worker_of
+from tests.kvcache.events.mirror import Mirror, parked, settled, worker_of
 from tests.kvcache.group_moves import GroupMoves
 from tests.kvcache.moves import Moves, SeededChooser
 
@@ -216,18 +214,6 @@ def test_copies_from_another_replica_are_told_on_its_stream() -> None:
             mirror.same(manager, 1)
             assert len(mirror.there["GPU"]) == 7
     manager.close()
-
-
-def parked(worker: Any) -> None:
-    """The thread takes nothing off the log any more, until `turn` is deleted."""
-    is_parked = threading.Event()
-
-    def turn() -> bool:
-        is_parked.set()
-        return False
-
-    worker.turn = turn
-    assert is_parked.wait(PATIENCE_S)
 
 
 def test_where_nobody_takes_the_log_the_loop_does_and_all_is_told_anew() -> None:

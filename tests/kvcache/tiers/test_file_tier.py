@@ -104,7 +104,7 @@ def test_a_file_that_is_not_full_is_written_late(served: Make) -> None:
     it.tiers.settle()
     files_of(it).tick()
     assert files_of(it)._write is not None  # a full one is written at once
-    assert len(files_of(it)._write.digests) == 10
+    assert len(files_of(it)._write.names) == 10
 
 
 def test_what_the_host_has_lost_comes_back_from_files(served: Make) -> None:

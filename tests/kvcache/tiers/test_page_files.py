@@ -131,6 +131,28 @@ def test_a_file_of_another_kind_is_no_file(tmp_path: Path) -> None:
             assert not it.read().any()
 
 
+def test_of_several_block_tables_a_row_names_the_one_of_its_page(tmp_path: Path) -> None:
+    layout = FileFormat(LAYOUT.namespace, PAGE_BYTES, 8 * WORDS, 3)
+    digests, tables = np.arange(2 * WORDS, dtype=np.uint64).reshape(2, WORDS), np.array([2, 1])
+    pages = [[np.full(PAGE_BYTES, at, np.uint8)] for at in range(2)]
+
+    def written(tables: np.ndarray) -> Path:
+        name, size = write_pages(tmp_path, "t.tmp", layout, layout.names(digests, tables), pages, SystemIO())
+        assert size == layout.size_of(2) == (tmp_path / name).stat().st_size == LAYOUT.size_of(2) + 16
+        return tmp_path / name
+
+    names = read_rows(written(tables), layout)
+    assert not isinstance(names, FileRefusal)
+    found, of_tables = layout.digests_and_tables(names)
+    assert of_tables is not None
+    assert (found.tolist(), of_tables.tolist()) == (digests.tolist(), [2, 1])
+    for asked, refusals in ((tables, [None, None]), (tables[::-1], [FileRefusal.FOREIGN] * 2)):
+        wanted = layout.names(digests, asked)
+        assert read_pages(written(tables), layout, 0, wanted, pages, SystemIO()) == refusals
+    assert read_rows(written(np.array([2, 3])), layout) is FileRefusal.FOREIGN  # there is no such table
+    assert isinstance(read_rows(written(tables), LAYOUT), FileRefusal)
+
+
 def test_a_page_is_refused_under_another_digest(tmp_path: Path) -> None:
     it = Written(tmp_path)
     it.digests = it.digests[::-1].copy()

@@ -14,8 +14,8 @@ import pytest
 import zmq
 
 from kvcache import PagedKVCacheManager, TextContext
-from kvcache.events.wire import BlockStored, EventBatch, encode
-from scheduler_adapters.front.holders import PageHolders, PageSet
+from kvcache.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, encode
+from scheduler_adapters.front.holders import PageHolders, PageSet, _ProcessPages
 from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.service import messages as msg
 from tests.scheduler_adapters.front.served import Served, encoded, tokens_of
@@ -172,6 +172,25 @@ def test_after_a_gap_nothing_is_known_until_all_is_told_anew(holders: PageHolder
         tell(12, [6])
         until(known, 1)
     finally:
+        context.destroy(linger=0)
+
+
+def test_windows_that_go_take_no_page_of_full_layers_along() -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    member = msg.Ready(name="p", page_size=1, kv_events="inproc://p", pulse="at p", engines=("p/0",))
+    known = _ProcessPages(context, member)
+    try:
+        for group in (0, 1):
+            known._take(BlockStored([1, 2, 3], None, [], 1, None, "GPU", None, group_idx=group))
+        known._take(BlockRemoved([1, 2], "GPU", group_idx=1))
+        assert known.tokens_of(np.array([1, 2, 3], np.uint64)) == 3
+        known._take(BlockRemoved([3], "GPU", group_idx=0))
+        known._take(BlockStored([3], None, [], 1, None, "CPU", None, group_idx=1))
+        assert known.tokens_of(np.array([1, 2, 3], np.uint64)) == 2
+        known._take(AllBlocksCleared())
+        assert known.tokens_of(np.array([1, 2, 3], np.uint64)) == 0
+    finally:
+        known.close()
         context.destroy(linger=0)
 
 

@@ -1,0 +1,141 @@
+"""With several block tables a reader of events alone knows how far a prompt is found, in each medium and in all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcache import KVEvents, LayerGroup, PagedKVCacheManager, TextContext
+from kvcache.events.wire import hashes_of
+from kvcache.replica.hashing import PrefixHasher
+from kvcache.replica.replica import Replica
+from tests.kvcache.build import manager_of
+from tests.kvcache.events.mirror import Known, Reader, parked, worker_of
+from tests.kvcache.group_moves import GroupMoves
+from tests.kvcache.moves import SeededChooser
+
+EVENTS = KVEvents("tcp://127.0.0.1:0")
+MEDIA = (("GPU",), ("GPU", "CPU"), ("GPU", "CPU", "STORAGE"))
+PAGE = 4
+GROUPS = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6), LayerGroup("chunked", (2,), 8)
+
+
+class Readers:
+    """One of each rank, who are told of each move when it is over."""
+
+    def __init__(self, manager: PagedKVCacheManager) -> None:
+        self.manager, self.worker = manager, worker_of(manager)
+        parked(self.worker)
+        self.each = [Reader(manager, rank) for rank in range(len(manager._replicas.each))]
+        self.found: Counter[str] = Counter()
+        self.follow()
+
+    def follow(self) -> None:
+        told = self.worker._book.apply(self.worker._take(1 << 30))
+        for reader in self.each:
+            reader.follow(told)
+
+    def agree(self, hasher: PrefixHasher, tokens: Any) -> None:
+        """All readers find of a prompt what the manager does, with the media below it and without."""
+        digests = hasher.digests(np.array(tokens, np.int32), 0, (len(tokens) - 1) // hasher.page_size)
+        for reader, replica in zip(self.each, self.manager._replicas.each, strict=True):
+            of_media = [reader.longest(hashes_of(digests).tolist(), media) for media in MEDIA]
+            assert of_media == longest(replica, digests)
+            self.found["host"] += of_media[1] > of_media[0]
+            self.found["files"] += of_media[2] > of_media[1]
+
+
+def longest(replica: Replica, digests: np.ndarray) -> list[int]:
+    """How many pages of a prompt the manager can go on from, with what the device has, the host, and all."""
+    further, tier = replica.further, replica.tier
+    assert further is not None
+    below = (lambda asked: np.zeros(len(asked), np.bool_)), tier.host_has, tier.has
+    return [further.from_below(digests, one).pages for one in below]
+
+
+def there(reader: Known) -> dict[tuple[int, str], set[int]]:
+    """The hashes of each table and medium."""
+    tables = {0: reader, **reader.groups}
+    found = {(at, medium): set(pages) for at, one in tables.items() for medium, pages in one.there.items()}
+    return {key: pages for key, pages in found.items() if pages}
+
+
+def run(manager: PagedKVCacheManager, tokens: list[int]) -> int:
+    """A request from its claim to its release; of how many tokens it found the pages."""
+    context = TextContext(tokens, 200)
+    with manager.claim(context):
+        assert manager.maybe_reserve(context)
+        found = context.start_idx
+        manager.fetch([context])
+        context.update(1)
+        manager.step([context])
+    return found
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_readers_find_what_the_manager_does_after_every_move(seed: int) -> None:
+    moves = GroupMoves(SeededChooser(seed), {"kv_events": EVENTS})
+    if not moves.caching:
+        assert moves.manager.kv_event_endpoints == []
+        return
+    readers = Readers(moves.manager)
+    for _ in range(120):
+        moves.move()
+        readers.follow()
+        known = [(one.tokens.tolist(), one.cache_salt, one.extra_keys) for one in moves.live.values()]
+        known += [(tokens, None, keys) for tokens, keys in moves.past[-3:]]
+        for tokens, salt, keys in known:
+            readers.agree(PrefixHasher("sha256", 3, salt, keys), tokens)
+    for rank, reader in enumerate(readers.each):
+        newcomer = Reader(moves.manager, rank)
+        assert there(newcomer) == there(reader)
+    moves.finish()
+    readers.follow()
+    assert not moves.host or readers.found["host"] > 0
+    moves.manager.close()
+
+
+def test_of_pages_in_files_the_table_is_told_also_by_the_next_process(tmp_path: Path) -> None:
+    files = {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 1e-4, "file_tier_key": "m"}
+    params = {"kv_events": EVENTS, "groups": GROUPS, **files}
+
+    def made() -> tuple[PagedKVCacheManager, Readers]:
+        manager = manager_of(36, layers=3, host_slots=50, params=params)
+        return manager, Readers(manager)
+
+    manager, readers = made()
+    prompts = [[*range(start, start + 30)] for start in range(1, 601, 100)]
+    for prompt in prompts:
+        run(manager, prompt)
+        manager.flush_tiers()
+        readers.follow()
+        for one in prompts:
+            readers.agree(PrefixHasher("sha256", PAGE, None, ()), one)
+    assert readers.found["host"]
+    assert readers.found["files"]
+    manager.close()
+    manager, readers = made()
+    before = readers.found["files"]
+    for prompt in prompts:
+        readers.agree(PrefixHasher("sha256", PAGE, None, ()), prompt)
+    assert readers.found["files"] == before + len(prompts)
+    tables = [readers.each[0], *(readers.each[0].groups[group] for group in (1, 2))]
+    assert [known.there.keys() for known in tables] == [{"STORAGE"}] * 3
+    specs = [known.spec for known in tables]
+    assert specs == [("full_attention", None), ("chunked_local_attention", None), ("sliding_window", 6)]
+    assert run(manager, prompts[0]) == 28  # and what has come up from them is told as of its table
+    readers.follow()
+    for prompt in prompts:
+        readers.agree(PrefixHasher("sha256", PAGE, None, ()), prompt)
+    for known in tables:  # with the tokens of those that were used, which only now are known
+        told = {tokens for tokens, _ in known.there["STORAGE"].values()}
+        assert known.there["CPU"]
+        assert {(21, 22, 23, 24), ()} <= told
+    manager.reset_prefix_cache()
+    readers.follow()
+    assert not there(readers.each[0])
+    manager.close()
