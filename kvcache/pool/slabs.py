@@ -52,6 +52,11 @@ class PageMoves(Protocol):
         ...
 
 
+def num_slabs(num_pages: int, slab_pages: int) -> int:
+    """The slabs of a pool of so many pages: slab 0, which has the null page, is none."""
+    return (num_pages + 1) // slab_pages - 1
+
+
 class SlabPool(PagePool):
     """A pool some of whose pages are taken as slabs. Slab s is the pages from `s * slab_pages` on, slab 0 never taken.
 
@@ -61,7 +66,7 @@ class SlabPool(PagePool):
     def __init__(self, num_pages: int, digest_words: int, slab_pages: int) -> None:
         super().__init__(num_pages, digest_words)
         self.slab_pages = self.beside = slab_pages
-        self.num_slabs = (num_pages + 1) // slab_pages - 1
+        self.num_slabs = num_slabs(num_pages, slab_pages)
         self.taken = np.zeros(self.num_slabs + 1, np.bool_)
         self.cached: CachedSlabs | None = None
         self.moves: PageMoves | None = None

@@ -13,7 +13,7 @@ import torch
 
 from kvcache.errors import PoolTooSmallError
 from kvcache.layout import PageLayout
-from kvcache.pool.slabs import CachedSlabs, SlabPool
+from kvcache.pool.slabs import CachedSlabs, SlabPool, num_slabs
 from transfer.plan.boxes import Box
 from transfer.plan.shapes import dense
 
@@ -28,6 +28,11 @@ def pages_of_slab(states: StateLayouts, pages: Sequence[PageLayout]) -> int:
     while any(count * page.page_bytes % _ALIGNED for page in pages):
         count += 1
     return count
+
+
+def most_states(num_pages: int, slab_pages: int) -> int:
+    """The states that there may be in so many pages of a replica, if no token had one."""
+    return num_slabs(num_pages, slab_pages)
 
 
 class StateSlabs:

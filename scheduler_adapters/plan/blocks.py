@@ -49,9 +49,9 @@ class VllmBlocks:
         """Blocks that a request of this length holds at most."""
         return sum(of.tables * self._blocks(of, length) for of in self.each)
 
-    def request_bytes(self, length: int) -> int:
-        """Bytes of these blocks on each rank."""
-        return self.request_blocks(length) * self.block_bytes
+    def table_bytes(self, of: BlockTables, length: int) -> int:
+        """Bytes of those of them on each rank that these tables name."""
+        return of.tables * self._blocks(of, length) * self.block_bytes
 
     def _blocks(self, of: BlockTables, length: int) -> int:
         kind, window = of.one.kind, of.one.window

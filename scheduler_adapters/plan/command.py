@@ -17,6 +17,7 @@ from scheduler_adapters.plan.plan import MemoryPlan, plan_memory
 from scheduler_adapters.plan.tables import (
     table_of_choices,
     table_of_kinds,
+    table_of_parts,
     table_of_pulls,
     table_of_rooms,
     table_of_trace,
@@ -41,6 +42,7 @@ def run_plan(options: PlanOptions) -> int:
         table_of_kinds(found),
         table_of_choices(found),
         table_of_rooms(found),
+        table_of_parts(found),
         table_of_pulls(found, options),
     ):
         console.print(title, style="bold", soft_wrap=True)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 
-from kvcache import InvalidParamsError
+from kvcache import InvalidParamsError, PageLayout
 from scheduler_adapters.errors import MissingExtraError, PlanError
-from scheduler_adapters.hf.state_layout import StateShape, page_bytes, state_layouts
+from scheduler_adapters.hf.state_layout import StateForm, StateShape, page_bytes, state_layouts
 
 CacheKind = Literal["full", "window", "chunked", "latent", "state", "conv"]
 
@@ -37,6 +37,7 @@ _STATE_FIELDS = (
     *[("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size")],
 )
 _KERNEL_FIELDS = ("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel")
+_MAMBA1_FIELDS = ("mamba_expand", "mamba_d_state", "mamba_d_conv")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.float8_e4m3fn}
 _MOST = (1 << 31) - 1
 
@@ -50,15 +51,16 @@ class AlikeLayers:
     heads: int = 0  # key/value heads of the whole model; 1 for a latent, 0 for states
     width: int = 0  # elements that a head keeps of a token: key and value together, or the latent
     window: int = 0  # tokens that a layer looks back to; 0: all
-    state: StateShape | None = None
-    conv_bytes: int = 0  # of a request, in all layers
+    state: StateShape | None = None  # of all these layers
 
     def state_bytes(self, tp: int) -> int:
-        """Bytes of a request's state on each of `tp` ranks. Raises `PlanError` for ranks that cannot split it."""
-        if self.state is None:
-            return -(-self.conv_bytes // tp)
+        """Bytes of a request's state on each of `tp` ranks. Raises as `state_layouts`."""
+        return page_bytes(self.state_layouts(tp)) // tp
+
+    def state_layouts(self, tp: int) -> list[Mapping[str, PageLayout]]:
+        """Where a state lies on each of `tp` ranks, if there is one. `PlanError`: ranks that cannot split it."""
         try:
-            return page_bytes(state_layouts(self.state, tp)) // tp
+            return [] if self.state is None else state_layouts(self.state, tp)
         except InvalidParamsError as error:
             raise PlanError(f"tensor parallelism {tp}: {error}") from error
 
@@ -137,11 +139,10 @@ def _each_layer(file: Path, config: Any) -> Iterator[AlikeLayers]:
             raise PlanError(f"{file}: layer_types[{number}] is {kind!r}: one of {', '.join(_KEEPS)} is understood")
         for kept in _KEEPS[kind]:
             if kept == "state":
-                yield AlikeLayers("state", 1, state=_state(file, own, number, _config_dtype(file, config)))
+                yield AlikeLayers("state", 1, state=_state(file, own, number, config))
             elif kept == "conv":
-                inputs = _field(file, own, "conv_L_cache") - 1
-                itemsize = _config_dtype(file, config).itemsize
-                yield AlikeLayers("conv", 1, conv_bytes=_field(file, own, "hidden_size") * inputs * itemsize)
+                channels, kernel = _field(file, own, "hidden_size"), _field(file, own, "conv_L_cache")
+                yield AlikeLayers("conv", 1, state=_of_channels(file, config, "short_conv", channels, 1, kernel))
             else:
                 yield _attention(file, own, kept)
 
@@ -160,22 +161,32 @@ def _attention(file: Path, own: Any, kind: CacheKind) -> AlikeLayers:
     return AlikeLayers(kind, 1, heads=heads, width=wide + values, window=window)
 
 
-def _state(file: Path, own: Any, number: int, dtype: torch.dtype) -> StateShape:
+def _state(file: Path, own: Any, number: int, config: Any) -> StateShape:
+    dtype = _config_dtype(file, config)
     for names, kernel in zip(_STATE_FIELDS, _KERNEL_FIELDS, strict=True):
         if all(hasattr(own, name) for name in (*names, kernel)):
             try:
                 return StateShape(1, *(_field(file, own, name) for name in (*names, kernel)), conv_dtype=dtype)
             except InvalidParamsError as error:
                 raise PlanError(f"{file}: {', '.join((*names, kernel))}: {error}") from error
-    known = "; or ".join(
-        ", ".join((*names, kernel)) for names, kernel in zip(_STATE_FIELDS, _KERNEL_FIELDS, strict=True)
-    )
+    if all(hasattr(own, name) for name in _MAMBA1_FIELDS):
+        expand, elements, kernel = (_field(file, own, name) for name in _MAMBA1_FIELDS)
+        return _of_channels(file, config, "mamba1", expand * _field(file, own, "hidden_size"), elements, kernel)
+    several = [(*names, kernel) for names, kernel in zip(_STATE_FIELDS, _KERNEL_FIELDS, strict=True)]
+    known = "; or ".join(", ".join(names) for names in [*several, _MAMBA1_FIELDS])
     raise PlanError(f"{file}: layer_types[{number}] is recurrent, and its shape is not understood: {known} are needed")
 
 
+def _of_channels(file: Path, config: Any, form: StateForm, channels: int, elements: int, kernel: int) -> StateShape:
+    """A layer each of whose channels is a head, with so many elements of a matrix, if it has one."""
+    try:
+        return StateShape(1, channels, 1, 1, elements, kernel, _config_dtype(file, config), form=form)
+    except InvalidParamsError as error:
+        raise PlanError(f"{file}: {error}") from error
+
+
 def _times(one: AlikeLayers, count: int) -> AlikeLayers:
-    state = None if one.state is None else replace(one.state, layers=count)
-    return replace(one, layers=count, state=state, conv_bytes=one.conv_bytes * count)
+    return replace(one, layers=count, state=None if one.state is None else replace(one.state, layers=count))
 
 
 def _field(file: Path, config: Any, name: str, default: int | None = None) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 from kvcache.layout import shard_layout
 from kvcache.sizing import page_bytes
 from scheduler_adapters.plan.layers import AlikeLayers, CachedModel
-from scheduler_adapters.plan.memory import params_of
+from scheduler_adapters.plan.ways import params_of
 from transfer.plan.plan import plan
 from transfer.plan.shapes import dense
 from transfer.plan.source_ranks import sources

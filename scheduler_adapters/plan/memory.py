@@ -1,38 +1,46 @@
-"""How many pages, tokens and requests the memory of a rank holds, under each way to lay them. Pure arithmetic.
-
-`pagewire`: a page holds all layers, and windows keep theirs to the end of the request, as `PagedKVCacheManager` has it
-without `params.groups`. `vllm`: see `blocks.py`. `least`: what the layers need, were every kind of layer given pages of
-its own and a window only those that it still looks at; what no manager can be below.
-"""
+"""How many pages, tokens and requests the memory of a rank holds, under each way to lay them. Pure arithmetic."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterator
 
 import msgspec
 
-from kvcache import InvalidParamsError, KVCacheParams
-from kvcache.sizing import page_bytes
 from scheduler_adapters.errors import PlanError
-from scheduler_adapters.plan.blocks import vllm_blocks
-from scheduler_adapters.plan.layers import AlikeLayers, CachedModel
+from scheduler_adapters.plan.layers import CachedModel
+from scheduler_adapters.plan.ways import LaidWay, MemoryAsked, Way, laid_ways, params_of
 
-Way = Literal["pagewire", "vllm", "least"]
 _LONGEST = 1 << 40  # tokens: where the search for the longest request ends
+
+
+class RoomPart(msgspec.Struct, frozen=True):
+    """What of a request lies in block tables that are alike, or is its state: `ways.LaidPart`, in figures.
+
+    Attributes:
+        kind: of the layers, and their window; "all" for several kinds in one table.
+        layers: how many.
+        tables: block tables; 0 for a state.
+        request_bytes: of a request of each length on each rank.
+    """
+
+    kind: str
+    layers: int
+    tables: int
+    request_bytes: dict[int, int]
 
 
 class Room(msgspec.Struct, frozen=True):
     """What the memory of a host holds, laid one way.
 
     Attributes:
-        way: how it is laid.
+        way: how it is laid (`ways.py`).
         page_bytes: of one page on each rank; None where there is no common page.
-        pages: of each replica. The null page is one more of `pagewire`, and one of vLLM's.
+        pages: of each replica, if all memory is theirs. The null page is one more of ours, and one of vLLM's.
         longest: tokens of the longest request that a replica holds; None: any, as every layer looks back only so far.
         request_bytes: that a request of each length takes on each rank.
         requests: of each length that all replicas hold at a time.
+        lost_bytes: of `request_bytes` those beyond what the layers need.
+        parts: what a request takes, table by table.
     """
 
     way: Way
@@ -41,6 +49,8 @@ class Room(msgspec.Struct, frozen=True):
     longest: int | None
     request_bytes: dict[int, int]
     requests: dict[int, int]
+    lost_bytes: dict[int, int]
+    parts: tuple[RoomPart, ...]
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -65,32 +75,6 @@ class Choice(msgspec.Struct, frozen=True):
     rooms: tuple[Room, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryAsked:
-    """What is asked of each choice: bytes of a device, tokens of a page and of a step, and lengths of requests."""
-
-    memory: int
-    page_size: int
-    step_tokens: int
-    lengths: Sequence[int]
-
-
-def params_of(model: CachedModel, one: AlikeLayers, tp: int, page_size: int) -> KVCacheParams:
-    """The parameters of a manager of these layers. `PlanError`: ranks that can neither split nor share the heads."""
-    latent = one.kind == "latent"
-    try:
-        return KVCacheParams(
-            dtype=model.dtype,
-            n_kv_heads=one.heads,
-            head_dim=one.width if latent else one.width // 2,
-            is_mla=latent,
-            page_size=page_size,
-            n_devices=tp,
-        )
-    except InvalidParamsError as error:
-        raise PlanError(f"tensor parallelism {tp}: {error}") from error
-
-
 def choices(model: CachedModel, devices: int, asked: MemoryAsked) -> Iterator[Choice]:
     """Every way to divide the devices of a host that the model's heads allow, the widest first."""
     for tp in (tp for tp in range(devices, 0, -1) if devices % tp == 0):
@@ -102,48 +86,31 @@ def choices(model: CachedModel, devices: int, asked: MemoryAsked) -> Iterator[Ch
 
 def choice(model: CachedModel, tp: int, dp: int, asked: MemoryAsked) -> Choice:
     """What the memory holds with `dp` replicas of `tp` ranks. Raises `PlanError` as `params_of`."""
-    size, state = asked.page_size, model.state_bytes(tp)
-    every = [(one, params_of(model, one, tp, size)) for one in model.paged]
-    of_token = [page_bytes(params, one.layers, 1) // tp for one, params in every]
-    page = sum(of_token) * size
+    every, state = list(laid_ways(model, tp, asked)), model.state_bytes(tp)
+    page = every[0].page or 0
     if asked.memory < page + state:
-        raise PlanError(f"memory is {asked.memory:,} bytes: one page of {size} tokens takes {page + state:,} on a rank")
-
-    def whole(length: int) -> int:
-        return -(-length // size) * page + state
-
-    def least(length: int) -> int:
-        kept = (_kept(one, length, size) * of_one for (one, _), of_one in zip(every, of_token, strict=True))
-        return sum(kept) + state
-
-    rooms = [_room("pagewire", page, asked, dp, whole)]
-    if blocks := vllm_blocks(model.paged, of_token, size, asked.step_tokens) if not state else None:
-        rooms.append(_room("vllm", blocks.block_bytes, asked, dp, blocks.request_bytes))
-    rooms.append(_room("least", None, asked, dp, least))
-    held = tuple(params.n_kv_heads_per_device for _, params in every)
-    copies = max(count * tp // one.heads for count, (one, _) in zip(held, every, strict=True))
-    return Choice(tp, dp, held, copies, sum(of_token), state, tuple(rooms))
+        needed = f"one page of {asked.page_size} tokens takes {page + state:,} on a rank"
+        raise PlanError(f"memory is {asked.memory:,} bytes: {needed}")
+    held = tuple(params_of(model, one, tp, asked.page_size).n_kv_heads_per_device for one in model.paged)
+    copies = max(count * tp // one.heads for count, one in zip(held, model.paged, strict=True))
+    rooms = tuple(_room(laid, every[-1], asked, dp) for laid in every)
+    return Choice(tp, dp, held, copies, page // asked.page_size, state, rooms)
 
 
-def _kept(one: AlikeLayers, length: int, size: int) -> int:
-    """Tokens, in whole pages, that a layer still needs of a request: a window begins within a page."""
-    whole = -(-length // size)
-    return size * (min(whole, -(-(one.window - 1) // size) + 1) if one.window else whole)
-
-
-def _room(way: Way, page: int | None, asked: MemoryAsked, dp: int, of_request: Callable[[int], int]) -> Room:
-    pages = None if page is None else asked.memory // page
-    memory = asked.memory if page is None or pages is None else pages * page
-    if way == "pagewire":
-        memory = asked.memory  # states are taken out of it first, and need not end where a page does
+def _room(laid: LaidWay, least: LaidWay, asked: MemoryAsked, dp: int) -> Room:
     lengths = asked.lengths
     return Room(
-        way=way,
-        page_bytes=page,
-        pages=pages,
-        longest=_longest(memory, of_request),
-        request_bytes={length: of_request(length) for length in lengths},
-        requests={length: memory // of_request(length) * dp for length in lengths},
+        way=laid.way,
+        page_bytes=laid.page,
+        pages=None if laid.page is None else asked.memory // laid.page,
+        longest=_longest(laid.memory, laid.of_request),
+        request_bytes={length: laid.of_request(length) for length in lengths},
+        requests={length: laid.requests(length) * dp for length in lengths},
+        lost_bytes={length: laid.of_request(length) - least.of_request(length) for length in lengths},
+        parts=tuple(
+            RoomPart(part.kind, part.layers, part.tables, {length: part.of_length(length) for length in lengths})
+            for part in laid.parts
+        ),
     )
 
 

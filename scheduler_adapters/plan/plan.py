@@ -7,9 +7,10 @@ import msgspec
 from scheduler_adapters.errors import PlanError
 from scheduler_adapters.plan.layers import CachedModel
 from scheduler_adapters.plan.link import LinkLoad, Target, pulls
-from scheduler_adapters.plan.memory import Choice, MemoryAsked, choice, choices
+from scheduler_adapters.plan.memory import Choice, choice, choices
 from scheduler_adapters.plan.options import PlanOptions
 from scheduler_adapters.plan.trace import TracePlan
+from scheduler_adapters.plan.ways import MemoryAsked
 
 
 class KindOfLayer(msgspec.Struct, frozen=True):

@@ -84,6 +84,24 @@ def table_of_rooms(found: MemoryPlan) -> tuple[str, Table]:
     return _table(f"TP {found.chosen.tp} x DP {found.chosen.dp}: how it can be laid", columns, rows)
 
 
+def table_of_parts(found: MemoryPlan) -> tuple[str, Table]:
+    """Of each way what a request takes, table by table, and how much of that no layer needs."""
+    lengths = list(found.chosen.rooms[0].requests)
+    rows: list[tuple[str, ...]] = []
+    for room in found.chosen.rooms[:-1]:
+        way = room.way
+        for part in room.parts:
+            sizes = (_size(part.request_bytes[length]) for length in lengths)
+            rows.append((way, part.kind, f"{part.layers:,}", f"{part.tables or ''}", *sizes))
+            way = ""
+        lost = (
+            f"{_size(room.lost_bytes[length])}, {100 * room.lost_bytes[length] / room.request_bytes[length]:.1f} %"
+            for length in lengths
+        )
+        rows.append(("", "lost", "", "", *lost))
+    return _table("What a request takes", ("laid by", "of", "layers", "tables", *map(_of_length, lengths)), rows, 2)
+
+
 def table_of_pulls(found: MemoryPlan, options: PlanOptions) -> tuple[str, Table]:
     """What moves between prefill and decode, and how fast it has to."""
     rows = [

@@ -85,10 +85,10 @@ def sweep(
     """Replay the trace with what there is, and with less and more of it.
 
     What is too little for the longest request is left out; `ReplayError` where that is what there is. `PlanError` for
-    a model whose prefixes are not cached.
+    a model with recurrent states.
     """
     if question.choice.state_bytes:
-        raise PlanError("--trace: the states of recurrent layers are not cached: every prompt is computed")
+        raise PlanError("--trace: which states of recurrent layers are kept is not replayed: pages alone are")
     if question.block_tokens % question.page_size:
         raise PlanError(f"--block-tokens is {question.block_tokens}: no multiple of the page size {question.page_size}")
     memory, tier = question.memory, question.tier

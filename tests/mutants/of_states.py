@@ -3,7 +3,7 @@
 from tests.mutants.mutation import Module, Mutation
 
 _MOVES = ["tests/scheduler_adapters/hf/test_state_moves.py"]
-_SHARED = ["tests/scheduler_adapters/hf/test_one_budget.py", "tests/scheduler_adapters/hf/test_slab_moves.py"]
+_SHARED = ["tests/scheduler_adapters/hf/test_slab_moves.py", "tests/scheduler_adapters/hf/test_one_budget.py"]
 _KEPT = ["tests/scheduler_adapters/hf/test_kept_states.py"]
 _DRAFTED = ["tests/scheduler_adapters/hf/test_drafted_pages.py"]
 _SPECULATION = ["tests/scheduler_adapters/hf/test_speculation.py"]
@@ -34,7 +34,7 @@ STATES: tuple[Module, ...] = (
     ),
     Module(
         "scheduler_adapters.hf.state_pages",
-        [*_KEPT, *_MOVES],
+        [*_MOVES, *_KEPT],
         [
             Mutation("StatePages.draft", "not self._has_room(moving=False)", "False", _MOVES),
             Mutation("StatePages.draft", "moving=False", "moving=True", _SHARED),
@@ -95,7 +95,7 @@ STATES: tuple[Module, ...] = (
     ),
     Module(
         "scheduler_adapters.hf.hybrid",
-        [*_KEPT, *_MOVES],
+        [*_MOVES, *_KEPT],
         [
             Mutation("HybridKVCacheManager.step", "if self.states.drafts.page_of:", "if False:", _DRAFTED),
             Mutation(
@@ -195,6 +195,7 @@ STATES: tuple[Module, ...] = (
         "kvcache.pool.slabs",
         [],
         [
+            Mutation("num_slabs", " - 1", ""),
             Mutation("SlabPool.take_slab", "0 < cached.oldest_use <= age", "False"),
             Mutation("SlabPool.take_unheld_slab", "age == _HELD or ", ""),
             Mutation("SlabPool._make_room", "cached.oldest_use > self._last_evicted", "True"),

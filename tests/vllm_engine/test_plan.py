@@ -15,7 +15,8 @@ import msgspec
 import pytest
 
 from scheduler_adapters.plan.layers import read_model
-from scheduler_adapters.plan.memory import MemoryAsked, choice
+from scheduler_adapters.plan.memory import choice
+from scheduler_adapters.plan.ways import MemoryAsked
 from tests.scheduler_adapters.plan.test_blocks import CONFIGS, LENGTHS, MEMORY, PUBLIC, STEP, WHOLE
 from tests.vllm_engine.pool import Answer, Question
 

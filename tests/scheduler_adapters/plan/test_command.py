@@ -26,6 +26,15 @@ def test_tables_and_json_say_the_same(
     assert found["made_gbps"] == pytest.approx(5.07904)
     assert "5.08 GB/s" in printed
     assert "too late" in printed
+    (groups,) = [one for one in found["chosen"]["rooms"] if one["way"] == "groups"]
+    assert [part["tables"] for part in groups["parts"]] == [11, 2]
+    rows = printed[printed.index("What a request takes") :].splitlines()
+    assert [row.split() for row in rows if row.split()[:1] in (["groups"], ["full"])][:2] == [
+        ["groups", "window", "1,024", "52", "11", *["55.9", "MiB"] * 2],
+        ["full", "10", "2", "80", "MiB", "640", "MiB"],
+    ]
+    (lost,) = [row for row in rows if "3.05" in row]
+    assert lost.split() == ["lost", "3.05", "MiB,", "2.2", "%", "3.05", "MiB,", "0.4", "%"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What a model keeps, out of its config.json: public models, every kind of layer, and configs that are wrong."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from kvcache.layout import PageLayout
 from scheduler_adapters.errors import MissingExtraError, PlanError
 from scheduler_adapters.hf.recurrent import state_shape_of
-from scheduler_adapters.hf.state_layout import state_layouts
+from scheduler_adapters.hf.state_layout import page_bytes, state_layouts
 from scheduler_adapters.plan.layers import read_model
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -53,6 +54,7 @@ def written(folder: Path, config: object) -> Path:
         ("deepseek-v3", {("latent", 61, 1, 576, 0)}, 70_272),
         ("gemma-3-27b", {("window", 52, 16, 256, 1024), ("full", 10, 16, 256, 0)}, 507_904),
         ("gpt-oss-120b", {("window", 18, 8, 128, 128), ("full", 18, 8, 128, 0)}, 73_728),
+        ("llama-4-scout", {("chunked", 36, 8, 256, 8192), ("full", 12, 8, 256, 0)}, 196_608),
     ],
 )
 def test_public_models(name: str, kinds: set[tuple[object, ...]], token_bytes: int) -> None:
@@ -92,6 +94,34 @@ def test_what_recurrent_layers_keep_is_what_our_state_pages_hold(tmp_path: Path)
         assert model.state_bytes(tp) * tp == sum(page.page_bytes for page in pages)
     with pytest.raises(PlanError, match="tensor parallelism 3: 3 shards can neither split nor share 8 heads"):
         model.state_bytes(3)
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds", "token_bytes", "state_bytes"),
+    [  # matrices in float32, and inputs of convolutions in bfloat16
+        ("qwen3-next-80b", {"state": 36, "full": 12}, 24_576, 36 * (32 * 128 * 128 * 4 + (4096 + 2 * 2048) * 3 * 2)),
+        ("nemotron-h-8b", {"state": 24, "full": 4}, 16_384, 24 * (128 * 64 * 128 * 4 + (8192 + 2 * 1024) * 3 * 2)),
+        ("bamba-9b", {"state": 29, "full": 3}, 12_288, 29 * (128 * 64 * 256 * 4 + (8192 + 2 * 256) * 3 * 2)),
+    ],
+)
+def test_public_recurrent_models(name: str, kinds: dict[str, int], token_bytes: int, state_bytes: int) -> None:
+    model = read_model(CONFIGS / name)
+    assert {one.kind: one.layers for one in model.each} == kinds
+    assert sum(one.layers * one.heads * one.width for one in model.paged) * 2 == token_bytes
+    assert model.state_bytes(1) == state_bytes
+
+
+@pytest.mark.parametrize("kind", ["bamba", "granite", "falcon", "nemotron", "qwen3_next", "qwen3_5", "jamba", "lfm2"])
+def test_recurrent_layers_of_each_model_keep_what_the_model_itself_does(
+    kind: str, make_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    made = make_model(kind)
+    made.config.save_pretrained(tmp_path)
+    (ours,) = (one.state for one in read_model(tmp_path, "float32").each if one.state)
+    theirs = state_shape_of(made)
+    assert ours is not None
+    assert state_layouts(ours, 2)[1].keys() >= state_layouts(theirs, 2)[1].keys()
+    assert page_bytes(state_layouts(ours, 2)) == page_bytes(state_layouts(theirs, 2))
 
 
 def test_gated_delta_networks_and_short_convolutions(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from scheduler_adapters.hf.state_layout import StateShape
 from scheduler_adapters.plan.layers import AlikeLayers, CachedModel, read_model
 from scheduler_adapters.plan.link import Target, pulls
 
@@ -59,11 +60,7 @@ def test_a_prompt_that_takes_too_long_alone_has_no_rate() -> None:
 
 
 def test_states_move_as_they_are() -> None:
-    model = CachedModel(
-        "small",
-        None,
-        torch.bfloat16,
-        (AlikeLayers("full", 1, heads=2, width=32), AlikeLayers("conv", 1, conv_bytes=999)),
-    )
+    convolved = AlikeLayers("conv", 1, state=StateShape(1, 250, 1, 1, 1, 3, torch.bfloat16, form="short_conv"))
+    model = CachedModel("small", None, torch.bfloat16, (AlikeLayers("full", 1, heads=2, width=32), convolved))
     (pull,) = pulls(model, (2, 2), 4, [4], TARGET)
     assert pull.bytes == 4 * 2 * 32 * 2 + 1000

@@ -9,9 +9,10 @@ import pytest
 
 from scheduler_adapters.cli import main
 from scheduler_adapters.errors import PlanError, ReplayError
-from scheduler_adapters.plan.layers import AlikeLayers, CachedModel, read_model
-from scheduler_adapters.plan.memory import MemoryAsked, choice
+from scheduler_adapters.plan.layers import read_model
+from scheduler_adapters.plan.memory import choice
 from scheduler_adapters.plan.trace import TraceQuestion, sweep
+from scheduler_adapters.plan.ways import MemoryAsked
 from scheduler_adapters.replay.replay import optimum_hits, reference_lru_hits
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -66,12 +67,9 @@ def test_what_cannot_be_replayed_is_said() -> None:
         sweep([[*range(60)]], question())
     with pytest.raises(PlanError, match="--block-tokens is 100: no multiple of the page size 16"):
         sweep(sessions(3), question(block=100))
-    model = CachedModel("small", None, read_model(CONFIGS / "llama-3-70b").dtype, (
-        AlikeLayers("full", 1, heads=2, width=32), AlikeLayers("conv", 1, conv_bytes=10)
-    ))  # fmt: skip
-    asked = TraceQuestion(choice(model, 1, 1, MemoryAsked(GIB, 16, 16, (16,))), GIB, 16, 16, 1.0, 0)
-    with pytest.raises(PlanError, match="the states of recurrent layers are not cached"):
-        sweep(sessions(3), asked)
+    bamba = choice(read_model(CONFIGS / "bamba-9b"), 1, 1, MemoryAsked(GIB, 16, 16, (16,)))
+    with pytest.raises(PlanError, match="which states of recurrent layers are kept is not replayed"):
+        sweep(sessions(3), TraceQuestion(bamba, GIB, 16, 16, 1.0, 0))
 
 
 def test_the_command_says_what_more_memory_is_worth_and_draws_it(
