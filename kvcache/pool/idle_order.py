@@ -85,6 +85,14 @@ class IdleOrder:
         """Take the `count` oldest pages out, oldest first. At most `self.count`."""
         if count > self.count:
             raise InvariantError(f"idle order: {count} pages asked for, {self.count} are there")
+        chunk, head = self.chunks[0], self._head
+        left = self._live.item(chunk) - count
+        if left > 0 and left + count == self._end_of(chunk) - head:  # none has left from its middle: half the cost
+            pages = self._log[chunk, head : head + count].copy()
+            self._stamp[pages.astype(np.intp)] = -1
+            self._live[chunk], self._head = left, head + count
+            self.count -= len(pages)
+            return pages
         taken: list[Pages] = []
         missing = count
         while missing:
