@@ -204,19 +204,27 @@ class Replicas:
         start, active, end = context.start_idx, context.active_idx, context.end_idx
         if end > self.capacity[row]:
             return None
+        self.each[0].counter.run_one(row, start, active)
         each = np.array((start, active, end))
         state = BatchState(slice(row, row + 1), each[:1], each[1:2], each[2:], active - start, active, end)
         return self.placed[0].inputs(state, 1)
 
     def step_one(self, one: One | None) -> bool:
-        """`step` of a single request that fills no page now, likewise. False: it takes `step`."""
+        """`step` of a single request, likewise. False: it takes `step`."""
         if one is None or not self._is_plain(one[0]):
             return False
         (row, context), replica = one, self.each[0]
         rows, computed = replica.rows, context.start_idx
-        if computed > self.capacity[row] or (replica.caching and computed >= rows.commit_at.item(row)):
+        if computed > self.capacity[row]:
             return False
+        if replica.caching and computed >= rows.commit_at.item(row):
+            if self._partial is not None:
+                return False
+            first, last = rows.committed.item(row), computed // rows.page_size
+            hasher = self._hasher_of(0, row, context)
+            replica.publish_one(row, first, hasher.digests(context.tokens, first, last))
         rows.cached[row] = computed
+        replica.counter.run_one(row, 0, computed)
         return True
 
     def _is_plain(self, row: int) -> bool:
@@ -224,7 +232,7 @@ class Replicas:
         replica = self.each[0]  # the only one: `Claims.one` has seen to that
         if self.tiers is not None or self._log is not None or replica.further is not None:
             return False
-        return row not in replica.leases.of_row and not replica.counter.is_open
+        return row not in replica.leases.of_row
 
     def step(self, gathered: Gathered) -> None:
         """Publish what is full of computed tokens. Raises before anything is published."""

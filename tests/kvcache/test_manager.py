@@ -398,6 +398,22 @@ def test_the_tail_of_a_prefix_is_evicted_first(make: Any) -> None:
     assert again.start_idx == 24
 
 
+def test_evicted_pages_are_handed_out_ascending(make: Any) -> None:
+    manager = make(12, page_size=4)
+    owners = [claimed(manager, range(start, start + 17)) for start in (0, 100)]
+    run(manager, owners)
+    assert manager.num_free_blocks == 2
+    for owner in owners[::-1]:  # of each the tail goes first, too
+        manager.release(owner.request_id)
+    assert manager.maybe_reserve(claimed(manager, range(300, 316)))  # takes the pages that hold nothing
+    assert manager.metrics.evictions == 0
+    following = claimed(manager, range(200, 220))
+    assert manager.maybe_reserve(following)
+    assert manager.metrics.evictions == 5
+    pages = manager.get_req_blocks(following.request_id)
+    assert pages == sorted(pages)
+
+
 def test_least_recently_used_goes_first_and_a_hit_renews(make: Any) -> None:
     manager = make(6, page_size=4)
     for start in (0, 100, 200):
@@ -603,6 +619,23 @@ def test_metrics_count_each_prompt_token_once(make: Any) -> None:
     manager.reset_metrics()
     assert manager.metrics == KVCacheMetrics()
     assert manager.metrics.cache_hit_rate == 0.0
+
+
+def test_a_prompt_is_counted_as_it_runs_and_no_later_than_by_its_step(make: Any) -> None:
+    manager = make(32, page_size=4)
+    context = claimed(manager, range(10))
+    assert manager.maybe_reserve(context)
+    context.set_token_indices(active_idx=6)
+    manager.fetch([context])
+    assert manager.metrics.input_tokens == 6
+    context.update(0)
+    manager.step([context])
+    assert manager.metrics.input_tokens == 6
+    context.update(7)  # what ran without a `fetch`
+    manager.step([context])
+    assert manager.metrics.input_tokens == 10
+    run(manager, [context])
+    assert manager.metrics.input_tokens == 10
 
 
 def test_tokens_that_are_generated_beside_a_prompt_are_no_prompt_tokens(make: Any) -> None:

@@ -5,6 +5,7 @@
 from tests.mutants.mutation import Module, Mutation
 
 _MANAGER = "tests/kvcache/test_manager.py"
+_PARTIAL = "tests/kvcache/replica/test_partial.py"
 
 KVCACHE: tuple[Module, ...] = (
     Module(
@@ -96,6 +97,7 @@ KVCACHE: tuple[Module, ...] = (
             "tests/kvcache/test_against_model.py::test_seeded_moves",
         ],
         [
+            Mutation("Replica.publish_one", "self.rows.commit(row, first + len(digests))", "pass"),
             Mutation("Replica.reserve", "if not self.pool.free_count:", "if self.pool.free_count < 2:"),
             Mutation("Replica.act", " - self.pool.would_be_freed(plan.replaced[kept:])", ""),
             Mutation("Replica.act", "plan.replaced[kept:]", "plan.replaced", ["tests/kvcache/replica/test_leases.py"]),
@@ -163,6 +165,9 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("BlockRows.commit", "(pages + 1)", "pages"),
             Mutation("PromptCounter.admit", "if self._rows.prompt[row] < 0:", "if True:"),
             Mutation("PromptCounter.run", "np.minimum(ends, prompts)", "ends"),
+            Mutation("PromptCounter.run_one", "max(counted.item(row), start)", "start"),
+            Mutation("PromptCounter.run_one", "min(end, prompt)", "end"),
+            Mutation("PromptCounter.run_one", "self._open.remove(row)", "pass"),
             Mutation(
                 "PromptCounter.ran_elsewhere", "self._rows.prompt[row] = self._rows.counted[row] = tokens", "pass"
             ),
@@ -456,12 +461,20 @@ KVCACHE: tuple[Module, ...] = (
             Mutation(
                 "Replicas.fetch_one", "end > self.capacity[row]", "not row < 1 << 30", ["tests/kvcache/test_manager.py"]
             ),
-            Mutation("Replicas.step_one", "computed > self.capacity[row] or ", "", [_MANAGER]),
+            Mutation("Replicas.fetch_one", "self.each[0].counter.run_one(row, start, active)", "pass", [_MANAGER]),
+            Mutation("Replicas.step_one", "if computed > self.capacity[row]:", "if False:", [_MANAGER]),
+            Mutation("Replicas.step_one", "if self._partial is not None:", "if False:", [_PARTIAL]),
+            Mutation(
+                "Replicas.step_one",
+                "self._hasher_of(0, row, context)",
+                "replica.hasher(row, context)",
+                ["tests/kvcache/replica/test_keys.py"],
+            ),
+            Mutation("Replicas.step_one", "replica.counter.run_one(row, 0, computed)", "pass", [_MANAGER]),
             Mutation("Replicas.step_one", "computed >= rows", "computed > rows", [_MANAGER]),
             Mutation(
                 "Replicas._is_plain", "row not in replica.leases.of_row and ", "", ["tests/kvcache/test_manager.py"]
             ),
-            Mutation("Replicas._is_plain", " and not replica.counter.is_open", "", [_MANAGER]),
             Mutation("Replicas.step", "gathered.slack < -1", "gathered.slack < -2"),
             Mutation("Replicas._reserve_decoding", "gathered.slack = num_steps - 1", "gathered.slack = num_steps"),
             Mutation(
