@@ -34,12 +34,7 @@ KVCACHE: tuple[Module, ...] = (
             ),
             Mutation("PagePool.release", "[::-1]", ""),
             Mutation("PagePool.hold", "np.count_nonzero(holders) or", ""),
-            Mutation(
-                "PagePool.hold",
-                "or np.count_nonzero(self.writers[at])",
-                "",
-                ["tests/kvcache/replica/test_imports.py"],
-            ),
+            Mutation("PagePool.hold", "or np.count_nonzero(self.writers[at])", ""),
             Mutation("PagePool.drop_writer", "self._unused(pages)", "self.writers[pages] == 0"),
             Mutation("PagePool.would_be_taken", "np.count_nonzero(self._unused(pages))", "len(pages)"),
             Mutation(
@@ -62,7 +57,7 @@ KVCACHE: tuple[Module, ...] = (
         ["tests/kvcache/pool/test_index.py", "tests/kvcache/test_against_model.py::test_seeded_moves"],
         [
             Mutation("PrefixIndex._follow", "!= word", "> word"),
-            Mutation("PrefixIndex._find", "word_of(page) != word", "word_of(page) > word"),
+            Mutation("PrefixIndex._find", "page = link_of(page)", "page = NO_PAGE"),
             Mutation("PrefixIndex._find", "left if places is None else places[left]", "left"),
             Mutation("PrefixIndex._find", "hits if places is None else places[hits]", "hits"),
             Mutation("PrefixIndex.match", "pages[: (pages == NO_PAGE).argmax()]", "pages[pages != NO_PAGE]"),

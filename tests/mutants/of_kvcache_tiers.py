@@ -12,7 +12,9 @@ KVCACHE_TIERS: tuple[Module, ...] = (
             Mutation("IdleOrder.pop", "self.count -= count", "self.count -= len(taken)"),
             Mutation("IdleOrder.pop", "self.count -= len(pages)", "pass"),
             Mutation("IdleOrder.pop", "left + count == self._end_of(chunk) - head", "left + count > 0"),
-            Mutation("IdleOrder.pop", "self._live[chunk], self._head = left, head + count", "self._live[chunk] = left"),
+            Mutation(
+                "IdleOrder.pop", "self._live[chunk], self._head = left, head + count", "self._head = head + count"
+            ),
             Mutation("IdleOrder.squeeze", "pairs.min() > CHUNK", "pairs.min() >= CHUNK"),
             Mutation("IdleOrder._give_up", "self._spare.append(chunk)", "pass"),
         ],

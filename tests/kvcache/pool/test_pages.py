@@ -27,3 +27,18 @@ def test_what_a_release_would_free_is_what_it_frees() -> None:
     pool.drop_writer(held[2:6])
     assert pool.would_be_freed(held) == 4
     assert pool.would_be_taken(held) == 4
+
+
+def test_a_page_that_nobody_holds_but_a_transfer_writes_is_not_idle_and_may_be_held() -> None:
+    pool = PagePool(8, 2)
+    held = pool.allocate(3)
+    pool.index.publish(held, np.arange(1, 7, dtype=np.uint64).reshape(3, 2))
+    pool.add_writer(held[1:2])
+    pool.release(held)
+    assert sorted(pool.idle.pages().tolist()) == [held[0], held[2]]
+    pool.hold(held)
+    assert pool.idle.count == 0
+    pool.release(held)
+    pool.drop_writer(held[1:2])
+    pool.check(np.zeros(9, np.int64), np.zeros(9, np.int64))
+    assert pool.idle.count == 3
