@@ -468,7 +468,7 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("Replicas.step_one", "replica.counter.run_one(row, 0, computed)", "pass", [_MANAGER]),
             Mutation("Replicas.step_one", "computed >= rows", "computed > rows", [_MANAGER]),
             Mutation(
-                "Replicas._is_plain", "row not in replica.leases.of_row and ", "", ["tests/kvcache/test_manager.py"]
+                "Replicas._is_plain", "row not in replica.leases.of_row", "True", ["tests/kvcache/test_manager.py"]
             ),
             Mutation("Replicas.step", "gathered.slack < -1", "gathered.slack < -2"),
             Mutation("Replicas._reserve_decoding", "gathered.slack = num_steps - 1", "gathered.slack = num_steps"),
