@@ -287,13 +287,13 @@ class PagedKVCacheManager:
 
     # ---- pages for and from another manager
 
-    def block_table(self, request_id: RequestID, *, full_pages: bool = False) -> BlockTable:
+    def block_table(self, request_id: RequestID, *, full_pages: bool = False, first_page: int = 0) -> BlockTable:
         """The pages of what the request had computed by its last `step`. Good while it is claimed, or a lease is open.
 
-        `full_pages` leaves out the page that is not full. While the prompt still runs, only full ones stay as they are.
+        `full_pages`: no others stay while the prompt runs. `first_page`: of one table, those before it are left out.
         """
-        replica, replica_idx, row = self._claims.locate(request_id, "block_table")
-        return imports.export_table(replica, replica_idx, row, self.fingerprint, full_pages=full_pages)
+        place = self._claims.locate(request_id, "block_table")
+        return imports.export_table(*place, self.fingerprint, full_pages=full_pages, first_page=first_page)
 
     def lease(self, request_id: RequestID) -> PageLease:
         """Hold what a claimed request computes, until `end_lease`; also what it will compute while it stays claimed.

@@ -97,8 +97,11 @@ class Pages(Protocol):
     def step(self, batch: Sequence[Context]) -> None:
         """Publish what is computed by now, after the model ran and `context.update`. Page ids may change."""
 
-    def block_table(self, request_id: RequestID, *, full_pages: bool = False) -> BlockTable:
-        """The pages of what a claimed request computed by its last `step`: for a peer to read under a lease."""
+    def block_table(self, request_id: RequestID, *, full_pages: bool = False, first_page: int = 0) -> BlockTable:
+        """The pages of what a claimed request computed by its last `step`: for a peer to read under a lease.
+
+        Those before `first_page` may be left out: the peer was told of them.
+        """
         ...
 
     def release(self, request_id: RequestID) -> None:

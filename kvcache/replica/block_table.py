@@ -44,6 +44,26 @@ class BlockTable(msgspec.Struct, frozen=True, tag="block_table/1", omit_defaults
         """The ids from a logical page on, which is not before the first."""
         return self.groups[0][page - self.first_page :]
 
+    def follows(self, before: "BlockTable | None") -> bool:
+        """Whether it leaves out no page but such as an earlier table of the same request has told of, if any has."""
+        if self.first_page <= 0:
+            return True
+        if before is None or before.page_size != self.page_size or self.page_size <= 0:
+            return False
+        return self.first_page * self.page_size <= before.num_tokens
+
+    def behind(self, before: "BlockTable") -> "BlockTable":
+        """This table with the pages that it leaves out, which an earlier one that it `follows` names."""
+        if self.first_page <= 0 or before.first_page or not before.groups or not self.groups:
+            return self  # nothing is left out, or one of them is refused when it is taken up
+        width = len(before.digests) // max(1, before.num_tokens // before.page_size)
+        return msgspec.structs.replace(
+            self,
+            groups=(before.groups[0][: self.first_page] + self.groups[0], *self.groups[1:]),
+            digests=before.digests[: self.first_page * width] + self.digests,
+            first_page=0,
+        )
+
 
 class PageDigests(NamedTuple):
     """Names full pages by what they hold: equal digests, equal tokens from the first on, salt and extra keys."""
@@ -117,12 +137,31 @@ class PendingImport:
             return self.dst_pages
         return np.concatenate([self.dst_pages, *(one.dst_pages for one in self.further)])
 
-    def take_up(self, table: BlockTable, *, last: bool) -> None:
-        """The other manager's table covers so many tokens now; `last`: it will not cover more."""
+    def source_pages(self, table: BlockTable) -> Pages | None:
+        """The other manager's pages as a table has them, those that it leaves out as tables before had them.
+
+        None where no table named these, or it names another page than before, or one twice.
+        """
+        first, known = self.tokens[0] // table.page_size, self.src_pages
+        left_out = max(0, table.first_page - first)
+        again = len(known) - left_out
+        if again < 0:
+            return None
+        new = np.array(table.pages_from(first + left_out), np.int32)
+        if not np.array_equal(new[:again], known[left_out:]):
+            return None
+        if not left_out:
+            return new
+        every = np.concatenate([known, new[again:]])
+        ordered = np.sort(every)
+        return None if np.count_nonzero(ordered[1:] == ordered[:-1]) else every
+
+    def take_up(self, table: BlockTable, source_pages: Pages, *, last: bool) -> None:
+        """The other manager's table covers so many tokens now, and these pages; `last`: it will not cover more."""
         first = self.tokens[0]
+        self.src_pages = source_pages
         self.num_tokens = table.num_tokens
         self.tokens = (first, max(first, table.num_tokens))
-        self.src_pages = np.array(table.pages_from(first // table.page_size), np.int32)
         for one, pages in zip(self.further, table.groups[1:], strict=False):
             if last or not one.at_end:
                 one.src_pages = one.named(pages, table.num_tokens, table.page_size)

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.arguments import shown
+from kvcache.arguments import shown, whole
 from kvcache.errors import BlockTableMismatchError, InvalidRequestError, InvariantError
 from kvcache.params import HashAlgorithm, usable_hashes
 from kvcache.replica.block_table import BlockTable, FurtherImport, PageCopy, PendingImport
@@ -27,8 +27,13 @@ from kvcache.replica.replica import Replica, Reservation
 from kvcache.replica.rows import Ints
 
 
-def export_table(replica: Replica, replica_idx: int, row: int, fingerprint: str, *, full_pages: bool) -> BlockTable:
-    """The block table of what the request had computed by its last `step`, or of its full pages only."""
+def export_table(
+    replica: Replica, replica_idx: int, row: int, fingerprint: str, *, full_pages: bool, first_page: int = 0
+) -> BlockTable:
+    """The block table of what the request had computed by its last `step`, or of its full pages only.
+
+    It begins with the first page where there is one table; of several each is named whole.
+    """
     rows, size = replica.rows, replica.page_size
     request_id = rows.request_ids[row] or ""
     replica.refuse_pending(row, "block_table")
@@ -38,8 +43,11 @@ def export_table(replica: Replica, replica_idx: int, row: int, fingerprint: str,
     if full_pages:
         num_tokens -= num_tokens % size
     replica.leases.tell(row, num_tokens, windows=not full_pages)
-    pages, further = rows.pages(row)[: -(-num_tokens // size)], replica.further
-    full = pages[: min(int(rows.committed[row]), num_tokens // size)]
+    further = replica.further
+    first = min(whole("first_page", first_page, 0, error=InvalidRequestError), num_tokens // size)
+    first = first if further is None else 0
+    pages = rows.pages(row)[first : -(-num_tokens // size)]
+    full = pages[: max(0, min(int(rows.committed[row]), num_tokens // size) - first)]
     return BlockTable(
         request_id=request_id,
         replica_idx=replica_idx,
@@ -53,6 +61,7 @@ def export_table(replica: Replica, replica_idx: int, row: int, fingerprint: str,
         fingerprint=fingerprint,
         hash_algorithm=replica.hash_algorithm if replica.caching else "",
         digests=replica.pool.index.digests_of(full).tobytes() if replica.caching else b"",
+        first_page=first,
     )
 
 
@@ -153,6 +162,8 @@ def _check_digests(
     elif hasher is None or (hasher.algorithm, hasher.page_size) != (algorithm, table.page_size):
         hasher = PrefixHasher(algorithm, table.page_size, *salt_and_keys(context))
     own = hasher.digests(context.tokens, first, last)
+    if own.tobytes() == table.digests:
+        return hasher
     theirs = np.frombuffer(table.digests, np.uint64).reshape(own.shape)
     differ = np.flatnonzero((own != theirs).any(axis=1))
     if differ.size:
@@ -207,7 +218,7 @@ def begin_import(
         hasher=hasher,
         further=further,
     )
-    pending.take_up(table, last=not partial)
+    pending.take_up(table, np.array(table.pages_from(have * size // table.page_size), np.int32), last=not partial)
     replica.imports.begin(row, pending)
     return pending
 
@@ -265,15 +276,14 @@ def extend_import(
         raise _mismatch(
             context, f"covers {table.num_tokens} tokens, {pending.num_tokens} to {room * replica.page_size} may be"
         )
-    before, known = pending.tokens, pending.src_pages
-    now = np.array(table.pages_from(before[0] // table.page_size), np.int32)
-    moved = pending.src_replica_idx != table.replica_idx or table.first_page * table.page_size > before[0]
-    same = not moved and np.array_equal(now[: len(known)], known)
+    before = pending.tokens
+    now = pending.source_pages(table) if pending.src_replica_idx == table.replica_idx else None
+    same = now is not None
     for one, pages in zip(pending.further, table.groups[1:], strict=False):
         if last or not one.at_end:
-            now = one.named(pages, table.num_tokens, table.page_size)
-            same &= np.array_equal(now[: len(one.src_pages)], one.src_pages)
-    if not same:
+            further = one.named(pages, table.num_tokens, table.page_size)
+            same &= np.array_equal(further[: len(one.src_pages)], one.src_pages)
+    if now is None or not same:
         raise _mismatch(context, "names other pages than before")
     if last and max(table.num_tokens, pending.tokens[0]) < context.start_idx:
         raise _mismatch(
@@ -283,7 +293,7 @@ def extend_import(
         _check_reach(context, table, [one.first for one in pending.further])
         replica.further.refuse_lost(np.array([row]), np.array([max(table.num_tokens, context.start_idx)]))
     pending.hasher = hasher
-    pending.take_up(table, last=last)
+    pending.take_up(table, now, last=last)
     return pending.copy_from(before[1])
 
 

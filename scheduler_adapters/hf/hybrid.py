@@ -200,9 +200,9 @@ class HybridKVCacheManager(PagedKVCacheManager):
         self.states.fork(parent.request_id, child.request_id)
         return True
 
-    def block_table(self, request_id: RequestID, *, full_pages: bool = False) -> BlockTable:
+    def block_table(self, request_id: RequestID, *, full_pages: bool = False, first_page: int = 0) -> BlockTable:
         """As the base, with the state page as the second group. `StatePageError`: a step ran, and was not booked."""
-        table = super().block_table(request_id, full_pages=full_pages)
+        table = super().block_table(request_id, full_pages=full_pages, first_page=first_page)
         if not full_pages:
             self.states.drafts.check_booked(request_id)
             tokens = self.states.tokens_of(request_id)

@@ -18,6 +18,7 @@ from kvcache.errors import AlreadyClaimedError, KVCacheError
 from scheduler_adapters.errors import RefusedError
 from scheduler_adapters.loop import Output, ServingLoop, finish_reason
 from scheduler_adapters.service import messages as msg
+from scheduler_adapters.service.places import recommended, reserve
 from scheduler_adapters.service.prefill_router import PrefillConnection, own_pages, renewed
 from scheduler_adapters.service.requests import (
     DecodeRequest,
@@ -25,8 +26,6 @@ from scheduler_adapters.service.requests import (
     Importing,
     Recent,
     phases_of,
-    recommended,
-    reserve,
     span_of,
     spec_of,
 )
@@ -258,7 +257,7 @@ class DecodeScheduler:
             self._fail(request, message.reason, final=message.final, tell_prefill=False)
         elif request.offer is not None and request.offer.source != message.source:
             self._fail(request, f"prefill process {prefill.name!r} has offered two leases for one attempt")
-        elif request.has_had(message):
+        elif request.offers.has_had(message):
             self.counts["late"] += 1
         elif foreign := request.foreign(message):
             self._fail(request, f"prefill process {prefill.name!r} has offered the pages of another prompt: {foreign}")
@@ -266,7 +265,9 @@ class DecodeScheduler:
             reason = f"prefill process {prefill.name!r} sent token {message.token}, which the model does not know"
             self._fail(request, reason)
         else:
-            self._on_offer(request, message)
+            request.offers.add(message)
+            while (offer := request.next_offer()) is not None:
+                self._on_offer(request, offer)
 
     def _on_late(self, prefill: PrefillConnection, message: msg.PagesOffer | msg.Failed) -> None:
         self.counts["late"] += 1
@@ -274,7 +275,6 @@ class DecodeScheduler:
             prefill.cancel(message.request_id, message.attempt, "too late")
 
     def _on_offer(self, request: DecodeRequest, offer: msg.PagesOffer) -> None:
-        request.offer = offer
         if request.phase == "asked":
             self._take_over(request, offer)
         if offer.token is not None and not self._on_first_token(request, offer.token):

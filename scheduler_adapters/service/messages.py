@@ -134,6 +134,7 @@ class Prefill(OfAttempt, frozen=True, kw_only=True, tag=True):
     prompt: Prompt  # those tokens included that the client has had already
     within_s: Seconds  # after these nobody waits for it any more
     chunkwise: bool = False  # offer pages while the rest of the prompt still runs
+    new_pages: bool = False  # offers may leave out pages that one before has named
     cache_salt: Salt | None = None
     kv_sources: KVSources = ()  # who may have its pages, in the order in which they are asked
 
@@ -142,7 +143,7 @@ class PagesOffer(OfAttempt, frozen=True, kw_only=True, tag=True):
     """Prefill to decode: pages that may be read. Sent again, with a longer table, while the prompt still runs."""
 
     source: Source  # the same in every offer of an attempt
-    table: BlockTable  # the pages by now
+    table: BlockTable  # the pages by now; those that an offer before has named may be left out
     prompt_digest: bytes  # `Prompt.digest` of the tokens that these hold, as prefill has computed them
     token: Token | None = None  # the first new token; None where the prompt still runs
     cached_tokens: OptionalCount = 0  # of the prompt, that were not computed

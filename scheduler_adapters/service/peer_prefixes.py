@@ -24,8 +24,9 @@ from kvcache.replica.copier import ImportProof
 from scheduler_adapters.base import PulledPages
 from scheduler_adapters.loop import Request
 from scheduler_adapters.service import messages as msg
+from scheduler_adapters.service.places import reserve
 from scheduler_adapters.service.pull_or_compute import PullOrCompute
-from scheduler_adapters.service.requests import Recent, reserve
+from scheduler_adapters.service.requests import Recent
 from transfer.pull.asking import Lent
 from transfer.pull.exchange import ExchangeEvent, PageExchange
 from transfer.pull.pull_state import PullEvent

@@ -242,6 +242,7 @@ class PrefillScheduler:
             reader=sender,
             key=key,
             chunkwise=message.chunkwise,
+            new_pages=message.new_pages,
             prompt=prompt_of(message.prompt, message.cache_salt),
         )
         try:
@@ -297,12 +298,13 @@ class PrefillScheduler:
             self._end(request, output.error.replace(repr(request.key), repr(request.request_id)), final=True)
             return
         computed, took_s = len(request.prompt.token_ids) - request.cached_tokens, self._clock() - request.admitted
-        self.peers.estimate.compute.add(computed, took_s)
         request.token = output.token
-        request.table = self._loop.manager.block_table(request.key)
-        self._loop.free(request.key)
+        request.table = self._loop.manager.block_table(request.key, first_page=self._known_pages(request))
         if request.phase in ("computing", "offered"):
             self._offer(request)
+        # Its reader, who waits, was told before all else. If that is gone the request is given up by now.
+        self._loop.abort(request.key)
+        self.peers.estimate.compute.add(computed, took_s)
 
     def _offer_chunks(self) -> None:
         """Offer the pages that are full by now of prompts that still run."""
@@ -315,10 +317,15 @@ class PrefillScheduler:
         if request.table is not None:
             return request.table
         try:
-            table = self._loop.manager.block_table(request.key, full_pages=True)
+            first = self._known_pages(request)
+            table = self._loop.manager.block_table(request.key, full_pages=True, first_page=first)
         except InvalidRequestError:
             return None  # its first chunk has not run yet
         return table if table.num_tokens > request.told else None
+
+    def _known_pages(self, request: PrefillRequest) -> int:
+        """Pages that the reader was told of, and need not be told of again."""
+        return request.told // self._loop.manager.page_size if request.new_pages else 0
 
     def _take_events(self) -> bool:
         events = self._exchange.poll()
@@ -354,7 +361,6 @@ class PrefillScheduler:
         if request.token is not None:
             request.move("held")
             del self._untold[request.key]
-            self._exchange.start_clock(source)
         elif request.phase == "computing":
             request.move("offered", request.compute_by)
         request.told = table.num_tokens
@@ -371,6 +377,8 @@ class PrefillScheduler:
         self._send(request.reader, offer)
         if request.token is None:
             request.digest_ahead()
+        else:
+            self._exchange.start_clock(source)  # later: it wakes the transfer thread, which would be in the way
 
     # ---- the end
 

@@ -41,13 +41,12 @@ from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.errors import NoFreeRowError
 from kvcache.replica.block_table import BlockTable, PendingImport
 from kvcache.replica.context import TextContext
-from scheduler_adapters.base import PulledPages
 from scheduler_adapters.errors import IllegalMoveError
 from scheduler_adapters.loop import Request
 from scheduler_adapters.service import messages as msg
+from scheduler_adapters.service.offers import Offers
 from scheduler_adapters.service.prefill_router import OwnPages, PrefillConnection, route
 from transfer.pull.pull_state import PullTimes
 from transfer.pull.source import Source
@@ -194,11 +193,12 @@ class PrefillRequest(TrackedRequest):
         reader: identity of the connection that asked.
         key: what the loop and the transfer call it.
         chunkwise: the reader takes pages while the prompt runs.
+        new_pages: it is told of each page once.
         replica: ours that holds the pages, once there is a lease.
         cached_tokens: of the prompt, that were not computed.
         admitted: when it was given pages.
         source: what the reader is told of its pages, once a lease was asked for.
-        table: of the whole prompt, once computed.
+        table: of the prompt's pages that the reader was not told of, once all is computed.
         token: the first new token, likewise.
         told: tokens that the reader has been offered.
         prompt: what it computes.
@@ -213,6 +213,7 @@ class PrefillRequest(TrackedRequest):
     reader: bytes = b""
     key: str = ""
     chunkwise: bool = False
+    new_pages: bool = False
     replica: int = 0
     cached_tokens: int = 0
     admitted: float = 0.0
@@ -278,7 +279,7 @@ class DecodeRequest(TrackedRequest):
         prefill: the process that was asked.
         load: prompt tokens that it has to compute, as far as is known, and that have not come.
         avoid: names of those where an attempt failed.
-        offer: the longest one of this attempt.
+        offers: of this attempt.
         replica: ours, which renews the lease from the first offer on.
         importing: once pages are reserved, until they are committed or given up.
         newest: the context that was made last, whose page hashes the next one goes on from.
@@ -296,7 +297,7 @@ class DecodeRequest(TrackedRequest):
     prefill: PrefillConnection | None = None
     load: int = 0
     avoid: set[str] = field(default_factory=set[str])
-    offer: msg.PagesOffer | None = None
+    offers: Offers = field(default_factory=Offers)
     replica: int = 0
     importing: Importing | None = None
     newest: TextContext | None = None
@@ -321,6 +322,11 @@ class DecodeRequest(TrackedRequest):
         return [*self.spec.prompt, *self.emitted]
 
     @property
+    def offer(self) -> msg.PagesOffer | None:
+        """The longest one of this attempt."""
+        return self.offers.newest
+
+    @property
     def has_ended_prefill(self) -> bool:
         """Whether the first token of this attempt was offered."""
         return self.offer is not None and self.offer.token is not None
@@ -334,6 +340,11 @@ class DecodeRequest(TrackedRequest):
             span.end(error, attempt=self.attempt, prefill=prefill, tokens=tokens, phase=self.phase)
         if self.phase in _PARTS:
             span.begin(_PARTS[self.phase])
+
+    def next_offer(self) -> msg.PagesOffer | None:
+        """The next to take, if there is one: with all its pages, until an import has those before."""
+        is_open = self.phase in ("asked", "offered", "pulling")
+        return self.offers.take(whole=self.importing is None) if is_open else None
 
     def fenced(self, times: PullTimes | None) -> None:
         """Its pull has passed: what was the reading was reading and fence, and what follows is taking the pages up."""
@@ -368,10 +379,13 @@ class DecodeRequest(TrackedRequest):
         known = self.newest  # its tokens are an array: a list takes ten times as long
         if known is None or known.end_idx < count:
             known = self.new_context()
-        prompt = prompt_of(known.tokens, self.spec.cache_salt)
-        own = self.digest[1] if count == self.digest[0] else prompt.digest(count)
-        if offer.token is None and self.digest[0] != known.end_idx:
-            self.digest = known.end_idx, prompt.digest(known.end_idx)
+        if count == self.digest[0]:
+            own = self.digest[1]
+        else:
+            prompt = prompt_of(known.tokens, self.spec.cache_salt)
+            own = prompt.digest(count)
+            if offer.token is None and self.digest[0] != known.end_idx:
+                self.digest = known.end_idx, prompt.digest(known.end_idx)
         if theirs == own:
             return ""
         shown = theirs.hex()[:16], own.hex()[:16]
@@ -392,6 +406,7 @@ class DecodeRequest(TrackedRequest):
             prompt=tuple(self.tokens),
             within_s=within_s,
             chunkwise=chunkwise,
+            new_pages=True,
             cache_salt=self.spec.cache_salt,
             kv_sources=self.sources,
         )
@@ -407,44 +422,10 @@ class DecodeRequest(TrackedRequest):
             self.avoid.add(self.prefill.name)
         self.move("waiting", deadline)
         self.attempt = attempt
-        self.offer = self.prefill = None
+        self.offers, self.prefill = Offers(), None
 
     def relieve(self) -> None:
         """The process that was asked has this prompt no longer before it."""
         if self.prefill is not None:
             self.prefill.load = max(0, self.prefill.load - self.load)
         self.load = 0
-
-    def has_had(self, offer: msg.PagesOffer) -> bool:
-        """Whether an offer of this attempt says nothing new: it comes again, or after a younger one."""
-        before = self.offer
-        if before is None or before.token is not None:
-            return before is not None
-        return offer.token is None and offer.table.num_tokens <= before.table.num_tokens
-
-
-def recommended(manager: PulledPages, context: TextContext) -> int:
-    """The replica that a request whose pages are elsewhere is best claimed on."""
-    context.set_token_indices(active_idx=min(2, context.end_idx))  # no window holds the whole prompt here
-    return manager.get_or_recommend_replica(context)
-
-
-def reserve(
-    manager: PulledPages, context: TextContext, replica: int, table: BlockTable, *, last: bool = True
-) -> PendingImport | None:
-    """A row and pages for what the source has by now; None, and nothing taken, where one is short.
-
-    Raises:
-        BlockTableMismatchError, PromptTooLongError, SequenceTooLongError: it can never be taken over.
-    """
-    try:
-        manager.external_claim(context.request_id, replica)
-    except NoFreeRowError:
-        return None
-    pending = None
-    try:
-        pending = manager.import_block_table(context, table, partial=not last)
-    finally:
-        if pending is None:
-            manager.release(context.request_id)
-    return pending

@@ -112,7 +112,6 @@ EXCHANGE: tuple[Module, ...] = (
             Mutation("begin_import", "if table.first_page:", "if not table:", [_IMPORTS]),
             Mutation("_refuse_hole", "not context.start_idx and ", "", [_IMPORTS]),
             Mutation("_check_pages", " or not pages or table.first_page < 0", "", [_IMPORTS]),
-            Mutation("extend_import", " or table.first_page * table.page_size > before[0]", "", [_IMPORTS]),
         ],
     ),
     Module(

@@ -6,6 +6,8 @@ from tests.mutants.mutation import Module, Mutation
 
 _MANAGER = "tests/kvcache/test_manager.py"
 _PARTIAL = "tests/kvcache/replica/test_partial.py"
+_NEW_PAGES = ["tests/kvcache/replica/test_imports_of_new_pages.py"]
+_OFFERS = ["tests/scheduler_adapters/service/test_offers.py"]
 
 KVCACHE: tuple[Module, ...] = (
     Module(
@@ -270,7 +272,9 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("begin_import", "min(replica.pages_here(row), end)", "replica.pages_here(row)"),
             Mutation("begin_import", "if replica.rows.num_pages[row]:", "if replica.rows.num_pages[row] > 1:"),
             Mutation("extend_import", "if not pending.num_tokens <= table.num_tokens", "if not 0 <= table.num_tokens"),
-            Mutation("extend_import", "np.array_equal(now[: len(known)], known)", "True"),
+            Mutation("extend_import", "if pending.src_replica_idx == table.replica_idx", "if True"),
+            Mutation("export_table", ", num_tokens // size)\n    first", ", num_tokens)\n    first", _NEW_PAGES),
+            Mutation("export_table", "num_tokens // size) - first)", "num_tokens // size))", _NEW_PAGES),
             Mutation(
                 "check_table",
                 "not last and table.num_tokens % table.page_size",
@@ -287,8 +291,20 @@ KVCACHE: tuple[Module, ...] = (
     ),
     Module(
         "kvcache.replica.block_table",
-        ["tests/kvcache/replica/test_imports.py", "tests/kvcache/replica/test_leases.py"],
-        [Mutation("PendingImport.take_up", "max(first, table.num_tokens)", "table.num_tokens")],
+        ["tests/kvcache/replica/test_imports.py", "tests/kvcache/replica/test_leases.py", *_NEW_PAGES],
+        [
+            Mutation("PendingImport.take_up", "max(first, table.num_tokens)", "table.num_tokens"),
+            Mutation("PendingImport.source_pages", "if again < 0:", "if again < -1:"),
+            Mutation("PendingImport.source_pages", "not np.array_equal(new[:again], known[left_out:])", "False"),
+            Mutation("PendingImport.source_pages", "np.concatenate([known, new[again:]])", "new"),
+            Mutation("PendingImport.source_pages", "None if np.count_nonzero(", "None if not len("),
+            Mutation("BlockTable.follows", "if self.first_page <= 0:", "if True:", _OFFERS),
+            Mutation("BlockTable.follows", "before.page_size != self.page_size or ", "", _OFFERS),
+            Mutation("BlockTable.follows", "<= before.num_tokens", "<= before.num_tokens + 1", _OFFERS),
+            Mutation("BlockTable.behind", " or before.first_page or", " or", _OFFERS),
+            Mutation("BlockTable.behind", " or not before.groups", "", _OFFERS),
+            Mutation("BlockTable.behind", "before.digests[: self.first_page * width]", "before.digests", _OFFERS),
+        ],
     ),
     Module(
         "kvcache.replica.copier",

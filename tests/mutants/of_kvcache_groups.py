@@ -252,6 +252,7 @@ KVCACHE_GROUPS: tuple[Module, ...] = (
         _MOVED,
         [
             Mutation("_check_pages", "table.kinds != kinds", "False"),
+            Mutation("export_table", "first if further is None else 0", "first"),
             Mutation("_check_pages", '(kind == "full" or len(pages) > wanted)', "len(pages) > wanted"),
             Mutation("_check_reach", "first < min(begins, table.num_tokens)", "False"),
             Mutation("_check_reach", "min(begins, table.num_tokens)", "begins"),
@@ -259,7 +260,7 @@ KVCACHE_GROUPS: tuple[Module, ...] = (
             Mutation(
                 "_plan_tables", "pages_needed(context, num_steps, num_tokens)", "pages_needed(context, num_steps)"
             ),
-            Mutation("extend_import", "same &= np.array_equal(now[: len(one.src_pages)], one.src_pages)", "pass"),
+            Mutation("extend_import", "same &= np.array_equal(further[: len(one.src_pages)], one.src_pages)", "pass"),
             Mutation("extend_import", "_check_reach(context, table, [one.first for one in pending.further])", "pass"),
             Mutation("begin_import", "lift(replica, row, context, num_steps)", "pass", _LIFTED),
             Mutation("extend_import", "replica.further.refuse_lost(", "len("),

@@ -129,21 +129,30 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
                 ["tests/scheduler_adapters/service/test_repeats.py::test_what_is_remembered_is_bounded"],
             ),
             Mutation(
-                "DecodeRequest.has_had",
+                "DecodeRequest.next_offer",
+                "whole=self.importing is None",
+                "whole=False",
+                ["tests/scheduler_adapters/service/test_offers.py"],
+            ),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.service.offers",
+        ["tests/scheduler_adapters/service/test_offers.py"],
+        [
+            Mutation("Offers.has_had", "if _place(offer) in self._waiting:", "if False:"),
+            Mutation(
+                "Offers.has_had",
                 "return before is not None",
                 "return False",
                 [
                     "tests/scheduler_adapters/service/test_repeats.py::test_a_last_offer_that_comes_again_while_decode_has_no_pages_puts_out_one_token"
                 ],
             ),
-            Mutation(
-                "DecodeRequest.has_had",
-                "offer.table.num_tokens <= before.table.num_tokens",
-                "False",
-                [
-                    "tests/scheduler_adapters/service/test_repeats.py::test_an_offer_that_younger_ones_have_overtaken_is_dropped"
-                ],
-            ),
+            Mutation("Offers.has_had", "offer.table.num_tokens <= before.table.num_tokens", "False"),
+            Mutation("Offers.take", "min(self._waiting", "max(self._waiting"),
+            Mutation("Offers.take", " or not offer.table.follows(before)", ""),
+            Mutation("Offers.take", "whole and ", ""),
         ],
     ),
     Module(
@@ -292,6 +301,18 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
                 ],
             ),
             Mutation("PrefillScheduler._on_event", 'if reason == "read":', "if reason:"),
+            Mutation(
+                "PrefillScheduler._known_pages",
+                "if request.new_pages else 0",
+                "",
+                ["tests/scheduler_adapters/service/test_offers.py"],
+            ),
+            Mutation(
+                "PrefillScheduler._on_output",
+                "self._loop.abort(request.key)\n        self.peers",
+                "self._loop.free(request.key)\n        self.peers",
+                ["tests/scheduler_adapters/service/test_offers.py"],
+            ),
             Mutation(
                 "PrefillScheduler._offer_chunks",
                 "self._untold.values()",

@@ -107,6 +107,7 @@ def test_a_table_names_of_a_window_what_the_next_token_sees() -> None:
     assert table.kinds == ("full", "window 6")
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(table), type=BlockTable) == table
     assert [len(pages) for pages in manager.block_table("p", full_pages=True).groups] == [10, 10, 0]
+    assert manager.block_table("p", first_page=3) == manager.block_table("p"), "several tables are told whole"
 
 
 def test_only_the_last_window_is_copied_and_held() -> None:

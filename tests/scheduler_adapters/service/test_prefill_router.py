@@ -73,7 +73,7 @@ def test_nobody_is_asked_before_it_is_there(fleet: Fleet) -> None:
     assert request.prefill is connections[1]
     (message,) = heard(connections, routers[1])
     assert message == msg.Prefill(
-        request_id="r", attempt=1, prompt=tuple(request.tokens), within_s=2.5, chunkwise=False
+        request_id="r", attempt=1, prompt=tuple(request.tokens), within_s=2.5, chunkwise=False, new_pages=True
     )
 
 

@@ -1,0 +1,211 @@
+"""Offers of new pages are taken in turn, whatever the order in which they come: whole, as long as none was imported."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvcache.replica.block_table import BlockTable
+from scheduler_adapters.hf.runner import reference_tokens
+from scheduler_adapters.service import messages as msg
+from scheduler_adapters.service.offers import Offers
+from tests.scheduler_adapters.service.processes import NEW, Service, Side
+from tests.scheduler_adapters.service.test_faults import OTHER, PROMPT, offered, pulling
+from tests.scheduler_adapters.service.test_messages import SOURCE
+from tests.scheduler_adapters.service.test_repeats import Said, serves_to_the_end
+
+WIDTH = 32
+
+
+@pytest.fixture(scope="module")
+def model(make_model: Callable[..., Any]) -> Any:
+    return make_model("llama")
+
+
+@pytest.fixture(scope="module")
+def expected(model: Any) -> list[int]:
+    return reference_tokens(model, PROMPT, NEW)
+
+
+@pytest.fixture
+def service(model: Any, tmp_path: Path) -> Iterator[Service]:
+    made = Service(model, tmp_path, Side(pages=20, budget=32), Side(pages=20), lease_s=5.0)
+    yield made
+    made.close()
+
+
+def offer_of(tokens: int, first: int = 0, token: int | None = None, **fields: Any) -> msg.PagesOffer:
+    """Pages of 4 tokens: page 0 has id 10, page 1 has id 11."""
+    end = -(-tokens // 4)
+    table = BlockTable(
+        request_id="r",
+        replica_idx=0,
+        num_tokens=tokens,
+        page_size=4,
+        groups=(tuple(range(10 + first, 10 + end)), (7,)),
+        fingerprint="f",
+        hash_algorithm="sha256",
+        digests=b"".join(bytes([page] * WIDTH) for page in range(first, tokens // 4)),
+        first_page=first,
+    )
+    table = msgspec.structs.replace(table, **fields)
+    return msg.PagesOffer(request_id="r", attempt=1, source=SOURCE, table=table, prompt_digest=b"d", token=token)
+
+
+WHOLE = offer_of(18, token=5)
+PARTS = [offer_of(4), offer_of(12, 1), offer_of(16, 3), offer_of(18, 4, 5)]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2), (0, 3, 1, 2)])
+@pytest.mark.parametrize("whole", [True, False])
+def test_offers_are_taken_in_turn_whatever_the_order_in_which_they_come(order: tuple[int, ...], whole: bool) -> None:
+    offers, taken = Offers(), list[msg.PagesOffer]()
+    for at in order:
+        assert not offers.has_had(PARTS[at])
+        offers.add(PARTS[at])
+        while (offer := offers.take(whole=whole)) is not None:
+            assert offers.newest == offer
+            taken.append(offer)
+        assert all(offers.has_had(PARTS[before]) for before in order[: order.index(at) + 1])
+    if whole:
+        assert taken == [offer_of(4), offer_of(12), offer_of(16), WHOLE]
+    else:
+        assert taken == PARTS
+
+
+def test_tables_that_overlap_are_told_of_once() -> None:
+    offers = Offers()
+    for offer in (offer_of(12), offer_of(16, 1), offer_of(18, 0, 5)):
+        offers.add(offer)
+        assert offers.take(whole=True) == offer_of(offer.table.num_tokens, 0, offer.token)
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        None,
+        offer_of(8),
+        offer_of(11),
+        offer_of(24, page_size=8),
+        offer_of(12, page_size=0),
+        offer_of(12, num_tokens=-12),
+    ],
+)
+def test_what_leaves_out_pages_that_nobody_has_told_of_waits(before: msg.PagesOffer | None) -> None:
+    offers = Offers()
+    if before is not None:
+        offers.add(before)
+        assert offers.take(whole=True) == before
+    offers.add(offer_of(30, 3))
+    assert offers.take(whole=True) is None
+    assert offers.newest == before
+
+
+@pytest.mark.parametrize(
+    "before", [offer_of(12, groups=()), offer_of(12, first_page=-1), offer_of(12, digests=b""), offer_of(12, 0)]
+)
+def test_what_fits_nothing_is_left_to_whoever_takes_the_table_up(before: msg.PagesOffer) -> None:
+    offers = Offers()
+    for offer in (before, offer_of(18, 3, 5)):
+        offers.add(offer)
+        taken = offers.take(whole=True)
+        assert taken is not None
+    right = before == offer_of(12)
+    assert (taken.table == WHOLE.table) is right
+    assert taken.table.num_tokens == 18
+
+
+def names(offer: msg.PagesOffer) -> tuple[int, int]:
+    return offer.table.first_page, len(offer.table.groups[0])
+
+
+def test_a_prompt_s_offers_name_each_page_once(
+    service: Service, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = Said(service, monkeypatch)
+    pulling(service)
+    serves_to_the_end(service, expected)
+    assert len(said.offers) > 3
+    named = [names(offer) for offer in said.offers]
+    assert [first for first, _ in named] == [sum(count for _, count in named[:at]) for at in range(len(named))]
+    assert sum(count for _, count in named) == -(-len(PROMPT) // 16)
+    assert [len(offer.table.digests) // WIDTH for offer in said.offers][:-1] == [count for _, count in named][:-1]
+    assert service.decode.counts["retries"] == 0
+
+
+def test_a_request_without_room_keeps_all_that_it_was_told_of(
+    service: Service, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = Said(service, monkeypatch)
+    request = offered(service)
+    assert names(said.offers[-1])[0] > 0
+    assert request.offer is not None
+    assert names(request.offer) == (0, -(-len(PROMPT) // 16))
+    serves_to_the_end(service, expected)
+    assert service.decode.counts["retries"] == 0
+
+
+def test_a_reader_of_an_earlier_version_is_told_of_all_pages_each_time(
+    service: Service, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, start = Said(service, monkeypatch), service.prefill._start
+    monkeypatch.setattr(
+        service.prefill,
+        "_start",
+        lambda sender, reader, message: start(sender, reader, msgspec.structs.replace(message, new_pages=False)),
+    )
+    pulling(service)
+    serves_to_the_end(service, expected)
+    assert len(said.offers) > 3
+    assert {offer.table.first_page for offer in said.offers} == {0}
+
+
+@pytest.mark.parametrize("keep", [0, 1])
+def test_an_offer_that_comes_last_of_all_is_waited_for(
+    service: Service, expected: list[int], monkeypatch: pytest.MonkeyPatch, keep: int
+) -> None:
+    """The token is emitted once, when what is before it is here."""
+    held: list[tuple[bytes, Any]] = []
+    send, sent = service.prefill._send, list[Any]()
+
+    def overtaken(reader: bytes, message: Any) -> None:
+        sent.append(message)
+        if isinstance(message, msg.PagesOffer) and len(sent) == 2 + keep:
+            held.append((reader, message))
+        else:
+            send(reader, message)
+
+    monkeypatch.setattr(service.prefill, "_send", overtaken)
+    service.until(lambda: service.connected, "the connection")
+    request = service.submit_one("r", PROMPT)
+    service.until(lambda: sent and getattr(sent[-1], "token", None) is not None, "the last offer")
+    for _ in range(20):
+        service.poll()
+    service.collect()
+    assert (service.tokens["r"], request.has_ended_prefill) == ([], False)
+    send(*held[0])
+    serves_to_the_end(service, expected)
+    assert service.decode.counts["retries"] == 0
+
+
+def test_a_reader_that_is_gone_as_its_prompt_ends_costs_nobody_a_page(
+    service: Service, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pulling(service)
+    lose, send = service.prefill._lose, service.prefill._send
+
+    def gone(reader: bytes, message: Any) -> None:
+        if getattr(message, "token", None) is not None:
+            lose(reader, "a decode process cannot be reached")
+        else:
+            send(reader, message)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(service.prefill, "_send", gone)
+        service.until(lambda: not service.prefill._readers, "the end of the prompt", poll=service.prefill.poll)
+    service.decode.connections[0].lose("as its monitor would tell")
+    serves_to_the_end(service, reference_tokens(model, PROMPT, NEW))
+    service.submit_one("s", OTHER)
+    service.until(lambda: "s" in service.ended, "another request")
