@@ -136,12 +136,14 @@ def measure(kind: str, lengths: list[int], repeats: int) -> list[Row]:
     spawn, rng, rows = multiprocessing.get_context("spawn"), np.random.default_rng(0), list[Row]()
     with tempfile.TemporaryDirectory() as at:
         pipes: dict[str, Connection] = {}
+        processes: list[Any] = []
         for name in ("p", "whole", "chunkwise"):
             pipes[name], theirs = spawn.Pipe()
             target, args = (
                 (prefill_process, (kind, at, theirs)) if name == "p" else (decode_process, (kind, at, name, theirs))
             )
-            spawn.Process(target=target, args=args, daemon=True).start()
+            processes.append(spawn.Process(target=target, args=args, daemon=True))
+            processes[-1].start()
             theirs.close()  # else a process that dies is waited for without end
         for pipe in pipes.values():
             pipe.recv()
@@ -153,6 +155,8 @@ def measure(kind: str, lengths: list[int], repeats: int) -> list[Row]:
             rows += [row(kind, tokens, name, times[WARM_UP:]) for name, times in found.items()]
         for name, pipe in pipes.items():
             pipe.send("stop" if name == "p" else None)
+        for process in processes:
+            process.join()
     return rows
 
 
