@@ -235,11 +235,10 @@ class KVCacheParams:
             any(group.kind == "full" for group in self.groups),
             f"groups are of {', '.join(group.kind for group in self.groups)}: one group of full attention is needed",
         )
-        for name, given in (
-            ("object_tier_io", self.object_tier_io is not None),
-            ("partial_reuse_min_tokens", self.partial_reuse_min_tokens > 0),
-        ):
-            _check(not given, f"{name} is given, and groups: it holds for layers of one group only")
+        _check(
+            self.partial_reuse_min_tokens == 0,
+            "partial_reuse_min_tokens is given, and groups: it holds for layers of one group only",
+        )
 
 
 @functools.cache

@@ -25,6 +25,7 @@ from kvcache.pool.pages import PagePool
 from kvcache.replica.block_table import FurtherImport
 from kvcache.replica.context import Context
 from kvcache.replica.leases import PageLeases
+from kvcache.replica.pages_below import Below, FromBelow
 from kvcache.replica.rows import BlockRows, Ints, Pages, Rows, as_rows
 
 _NO_PAGES: Pages = np.zeros(0, np.int32)
@@ -41,15 +42,6 @@ class FurtherPlan(NamedTuple):
     end: int = 0  # the column after the last that has a page then
     new: int = 0  # pages to be allocated
     cost: int = 0  # free pages that all this takes: below zero where it gives more back
-
-
-class FromBelow(NamedTuple):
-    """What of a prefix only a tier below has, of the pages that going on from its end needs."""
-
-    pages: int  # of the first table, up to that end
-    digests: Digests  # of what the tier has, by column
-    tables: Ints  # the table of each
-    here: Pages  # what the device has of the rest, by column
 
 
 class FurtherTables:
@@ -89,24 +81,26 @@ class FurtherTables:
             return len(digests)
         return self._longest(self._find(slice(None), digests) != NO_PAGE, first)
 
-    def from_below(self, digests: Digests, below: Callable[[Digests], NDArray[np.bool_]]) -> FromBelow:
+    def every(self, digests: Digests) -> Digests:
+        """The digests of the pages of all tables, `[tables, pages, words]`, given those of the first one."""
+        return np.concatenate((digests[None], self._mix(slice(None), digests)))
+
+    def from_below(self, digests: Digests, below: Below) -> FromBelow:
         """The longest prefix of pages with these digests that all tables can go on from with what `below` has of them.
 
         What a window has let fall is not asked for.
         """
-        every = np.concatenate((digests[None], self._mix(slice(None), digests)))
+        every = self.every(digests)
         pages = self._find_each(every)
         absent = pages == NO_PAGE
-        there = ~absent
-        there[absent] = below(every[absent])
+        there = ~absent | below(every, absent)
         run = len(digests) if there[0].all() else int(there[0].argmin())
         longest = self._longest(there[1:, :run], 0)
         needed = np.zeros_like(there)
         needed[0, :longest] = True
         for group, tables in self._groups:
             needed[1:][tables, self._seen(group, longest * self._page_size) : longest] = True
-        columns, tables = (needed & absent).T.nonzero()
-        return FromBelow(longest, every[tables, columns], tables, pages.T[(needed & ~absent).T])
+        return FromBelow(longest, every, needed & absent, pages.T[(needed & ~absent).T])
 
     def whole(self, digests: Digests, most: int) -> list[Pages]:
         """The pages of each table, the first one's before the others', of the longest prefix that all can go on from.

@@ -9,9 +9,9 @@ import numpy as np
 
 from kvcache.pool.index import Digests
 from kvcache.replica.context import Context
-from kvcache.replica.further_tables import FromBelow
+from kvcache.replica.further_tables import FurtherTables
 from kvcache.replica.hashing import PrefixHasher, token_bytes
-from kvcache.replica.pages_below import NO_SLOTS
+from kvcache.replica.pages_below import NO_SLOTS, FromBelow, PagesBelow
 from kvcache.replica.replica import Replica
 
 
@@ -30,10 +30,7 @@ def lift(replica: Replica, row: int, context: Context, num_steps: int) -> None:
     now = replica.pool.index.generation + tier.generation, 0, last, NO_SLOTS
     if (kept := hasher.matches.get(tier)) is not None and kept[:3] == now[:3]:
         return  # a waiting request is asked again and again: nothing has come or gone since
-    wanted = further.from_below(digests, tier.has)
-    if len(wanted.digests):
-        tier.to_host(wanted.digests, wait=replica.rows.prompt[row] < 0)
-        wanted = further.from_below(digests, tier.host_has)  # not all of it may be there yet
+    _, wanted = _fetched(further, tier, digests, wait=replica.rows.prompt[row] < 0)
     start = wanted.pages * replica.page_size
     if not len(wanted.digests):
         hasher.matches[tier] = now
@@ -59,8 +56,7 @@ def prefetch(replica: Replica, hasher: PrefixHasher, context: Context) -> bool:
     last = (context.current_length - 1) // replica.page_size
     if replica.further is None or not last:
         return False
-    wanted = replica.further.from_below(hasher.digests(context.tokens, 0, last), replica.tier.has)
-    return bool(len(wanted.digests)) and replica.tier.to_host(wanted.digests, wait=False)
+    return _fetched(replica.further, replica.tier, hasher.digests(context.tokens, 0, last), wait=False)[0]
 
 
 def bring(replica: Replica, digests: Digests) -> bool:
@@ -68,11 +64,26 @@ def bring(replica: Replica, digests: Digests) -> bool:
     further, tier, pool = replica.further, replica.tier, replica.pool
     if further is None or not tier.keeps or not len(digests):
         return False
-    wanted = further.from_below(digests, tier.has)
-    coming = bool(len(wanted.digests)) and tier.to_host(wanted.digests, wait=False)
-    wanted = further.from_below(digests, tier.host_has)
+    coming, wanted = _fetched(further, tier, digests, wait=False)
     room = pool.free_count // 2 - pool.would_be_taken(wanted.here)
     count = max(0, min(len(wanted.digests), room, tier.brought_at_once))
     if count:
         tier.lift(wanted.digests[:count], wanted.tables[:count], wanted.here)
     return coming or count > 0
+
+
+def _fetched(further: FurtherTables, tier: PagesBelow, digests: Digests, *, wait: bool) -> tuple[bool, FromBelow]:
+    """Have what the longest prefix needs brought to the host; whether some is on its way, and what can be lifted now.
+
+    Where somebody has to be asked for what lies below, the questions are those of the longest prefix that there may be.
+    """
+    coming, before = False, tier.generation
+    if tier.asks:
+        coming = tier.ask(further.from_below(digests, tier.may_have))
+    wanted = further.from_below(digests, tier.has)
+    if len(wanted.digests):
+        there = further.from_below(digests, tier.host_has)
+        coming |= tier.to_host(wanted, wanted.pages - there.pages, wait=wait)
+        wanted = further.from_below(digests, tier.host_has)  # not all of it may be there yet
+    # An answer that has come just now may be another question.
+    return coming or (tier.asks and tier.generation != before), wanted

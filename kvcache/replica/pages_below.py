@@ -1,5 +1,8 @@
 """`PagesBelow`: what a replica asks of the tier below its pool."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,6 +15,30 @@ Slots = NDArray[np.int32]
 
 NO_SLOTS: Slots = np.zeros(0, np.int32)
 
+Asked = NDArray[np.bool_]
+"""Of the pages of several block tables those that somebody asks for, or that there are: `[tables, pages]`."""
+Below = Callable[[Digests, Asked], Asked]
+"""Given the digests of pages, `[tables, pages, words]`, which of those that are asked for there are."""
+
+
+class FromBelow(NamedTuple):
+    """What of a prefix only a tier below has, of the pages that going on from its end needs."""
+
+    pages: int  # of the first table, up to that end
+    every: Digests  # of each table and page, `[tables, pages, words]`
+    lacking: Asked  # what the tier has
+    here: Pages  # what the device has of the rest, by column
+
+    @property
+    def digests(self) -> Digests:
+        """Of what the tier has, by column."""
+        return self.every.swapaxes(0, 1)[self.lacking.T]
+
+    @property
+    def tables(self) -> Ints:
+        """The table of each of these."""
+        return self.lacking.T.nonzero()[1]
+
 
 class PagesBelow:
     """Pages that a replica has published, kept where an eviction does not reach them. Here: nowhere, so none come back.
@@ -23,18 +50,28 @@ class PagesBelow:
     generation = 0  # counts what has come and gone
     brought_at_once = 0  # pages, for others than rows
 
-    def has(self, digests: Digests) -> NDArray[np.bool_]:
-        """Which of these pages lie below."""
-        return np.zeros(len(digests), np.bool_)
+    asks = False  # whether somebody has to be asked for what lies there
 
-    def host_has(self, digests: Digests) -> NDArray[np.bool_]:
+    def has(self, digests: Digests, asked: Asked) -> Asked:  # noqa: ARG002 - here there is nothing to look in
+        """Which of these pages lie below, `[tables, pages]`, as far as is known."""
+        return np.zeros_like(asked)
+
+    def may_have(self, digests: Digests, asked: Asked) -> Asked:
+        """Those, and those of which nothing is known yet."""
+        return self.has(digests, asked)
+
+    def host_has(self, digests: Digests, asked: Asked) -> Asked:
         """Which of them can be lifted now."""
-        return np.zeros(len(digests), np.bool_)
+        return self.has(digests, asked)
 
-    def to_host(self, digests: Digests, *, wait: bool) -> bool:  # noqa: ARG002 - as above
+    def ask(self, perhaps: FromBelow) -> bool:  # noqa: ARG002 - as above
+        """Begin to ask for those of which nothing is known; whether an answer is on its way."""
+        return False
+
+    def to_host(self, wanted: FromBelow, gain: int, *, wait: bool) -> bool:  # noqa: ARG002 - as above
         """Have these pages, all of them below, where they can be lifted; whether some are on their way.
 
-        `wait`: for a while.
+        `gain`: of how many pages the tokens need not be computed then. `wait`: for a while.
         """
         return False
 
@@ -47,7 +84,7 @@ class PagesBelow:
     def published(self, pages: Pages, digests: Digests) -> None:
         """`pages` were published just now: they are to be copied."""
 
-    def find(self, row: int, context: Context, first: int, hasher_of: HasherOfRow, *, wait: bool) -> Slots:  # noqa: ARG002 - here there is nothing to look in
+    def find(self, row: int, context: Context, first: int, hasher_of: HasherOfRow, *, wait: bool) -> Slots:  # noqa: ARG002 - as above
         """The slots that hold the row's context from page `first` on, without a gap; what was restored before arrives.
 
         The last known token is not covered. `wait`: for a while, where pages are on their way from files.

@@ -16,6 +16,7 @@ from kvcache.replica.context import Context
 from kvcache.replica.devices import PlacedReplica
 from kvcache.replica.further_tables import FurtherTables
 from kvcache.replica.lifts import fits
+from kvcache.replica.pages_below import Asked
 from kvcache.replica.rows import Pages
 
 
@@ -66,28 +67,31 @@ class PeerCopies:
         place = self._placed[replica_idx]
         mine, others = place.replica, [other for other in self._placed if other is not place]
 
-        def found(names: Digests) -> NDArray[np.bool_]:
-            having = [other.replica.pool.index.find(names) != NO_PAGE for other in others]
-            return np.logical_or.reduce(having)
+        def found(names: Digests, asked: Asked) -> Asked:
+            having = [other.replica.pool.index.find(names[asked]) != NO_PAGE for other in others]
+            there = np.zeros_like(asked)
+            there[asked] = np.logical_or.reduce(having)
+            return there
 
         wanted = further.from_below(digests, found)
-        if not len(wanted.digests) or not fits(mine, context, num_steps, wanted):
+        names = wanted.digests
+        if not len(names) or not fits(mine, context, num_steps, wanted):
             return
         mine.pool.hold(wanted.here)
-        brought = mine.pool.allocate(len(wanted.digests))
+        brought = mine.pool.allocate(len(names))
         missing = np.ones(len(brought), np.bool_)
         for other in others:
-            pages = other.replica.pool.index.find(wanted.digests)
+            pages = other.replica.pool.index.find(names)
             taken = missing & (pages != NO_PAGE)
             if taken.any():
                 place.copy_pages_of(other, pages[taken], brought[taken])
                 missing &= ~taken
         if (numbers := mine.pool.index.tables) is not None:
             numbers[brought] = wanted.tables
-        mine.pool.index.publish(brought, wanted.digests)
+        mine.pool.index.publish(brought, names)
         mine.pool.release(brought)
         mine.pool.release(wanted.here)
-        mine.tier.published(brought, wanted.digests)
+        mine.tier.published(brought, names)
         mine.hints.brought(digests[: wanted.pages, 0])
         self.copied += len(brought)
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError, PoolTooSmallError
 from kvcache.pool.index import NO_PAGE, Digests, PrefixIndex
-from kvcache.replica.pages_below import Slots
+from kvcache.replica.pages_below import Asked, Slots
 from kvcache.tiers.file_index import NO_ENTRY, Entries, FileIndex
 from kvcache.tiers.host_tier import HostTier
 from kvcache.tiers.page_files import FileFormat, FileRefusal, FileRefusals, read_pages, write_pages
@@ -108,9 +108,24 @@ class FileTier:
             self._take_up_reads()
         return len(there)
 
-    def has(self, digests: Digests, /) -> NDArray[np.bool_]:
-        """Which of these pages there are in files."""
-        return self._index.find(digests) != NO_ENTRY
+    def has_of(self, digests: Digests, asked: Asked, *, perhaps: bool) -> Asked:  # noqa: ARG002 - what there is, is known
+        """Which of the `asked` pages of several block tables there are in files, `[tables, pages]`."""
+        found = np.zeros_like(asked)
+        found[asked] = self._index.find(digests[asked]) != NO_ENTRY
+        return found
+
+    def ask(self, _digests: Digests, _perhaps: Asked, /) -> bool:
+        """Nobody has to be asked."""
+        return False
+
+    def fetch(self, digests: Digests, wanted: Asked, *, wait: bool, gain: int) -> None:  # noqa: ARG002 - it always pays
+        """`promote` for the `wanted` pages of several block tables, all of which there are, by column."""
+        if wanted.any():
+            self.promote(digests.swapaxes(0, 1)[wanted.T], 0, wait=wait)
+
+    def brings(self, digests: Digests, wanted: Asked, /) -> bool:
+        """Whether some of the `wanted` pages of several block tables are on their way up."""
+        return self.coming(digests[wanted], 0)
 
     @property
     def generation(self) -> int:
@@ -136,6 +151,9 @@ class FileTier:
         self._index.use(entries[known])
         if not known.all():
             self.offer(digests[~known])
+
+    def ended(self, digests: Digests) -> None:
+        """A request of several block tables is over: what it used, `used` has been told."""
 
     def tick(self) -> None:
         """Take up what the threads have done, and give them what is due. Never waits."""

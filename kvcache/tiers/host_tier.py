@@ -6,7 +6,7 @@ a copy, or idle, least recently used first.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -19,7 +19,7 @@ from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.pages import PagePool
 from kvcache.replica.context import Context, HasherOfRow
 from kvcache.replica.hashing import PrefixHasher
-from kvcache.replica.pages_below import NO_SLOTS, PagesBelow, Slots
+from kvcache.replica.pages_below import NO_SLOTS, Asked, FromBelow, PagesBelow, Slots
 from kvcache.replica.rows import Ints, Pages, Rows, as_rows
 from kvcache.storage import allocate_host_rows
 
@@ -73,13 +73,17 @@ class HostStore(NamedTuple):
 
 
 class LowerTier(Protocol):
-    """Where pages are that the host tier does not have: `FileTier` and `ObjectTier`, which say what each means."""
+    """Where pages are that the host tier does not have: `FileTier` and `TableObjects`, which say what each means."""
 
     def offer(self, digests: Digests) -> None: ...
     def used(self, digests: Digests) -> None: ...
-    def has(self, digests: Digests, /) -> NDArray[np.bool_]: ...
     def promote(self, digests: Digests, first: int, /, *, wait: bool) -> int: ...
     def coming(self, digests: Digests, first: int, /) -> bool: ...
+    def has_of(self, digests: Digests, asked: Asked, *, perhaps: bool) -> Asked: ...
+    def ask(self, digests: Digests, perhaps: Asked, /) -> bool: ...
+    def fetch(self, digests: Digests, wanted: Asked, *, wait: bool, gain: int) -> None: ...
+    def brings(self, digests: Digests, wanted: Asked, /) -> bool: ...
+    def ended(self, digests: Digests) -> None: ...
     def tick(self) -> None: ...
     def flush(self) -> None: ...
     def reset(self) -> None: ...
@@ -103,12 +107,14 @@ class ReplicaTier(PagesBelow):
         self.host = host
         self.pool = pool
         self.lower: Sequence[LowerTier] = ()  # where the pages are that left the host tier, the nearest first
+        # Of the first table's digests those of all tables' pages: where there are objects, which are asked for.
+        self.every: Callable[[Digests], Digests] | None = None
         self._movers = [PageMover(shard, memory, stream) for shard, memory in zip(blocks, host.memory, strict=True)]
         self._at_once = all(mover.at_once for mover in self._movers)
         self._no_digests: Digests = pool.index.digests_of(NO_SLOTS)
         self.storing = np.zeros(pool.num_pages + 1, np.bool_)  # whether it waits to be copied, or is being copied
         # Published pages to be copied to the host, oldest first, with their digests; an entry without pages says that
-        # those digests were used.
+        # those digests were used, or of several tables, `[tables, pages, words]`, that their request is over.
         self.waiting: deque[tuple[Pages, Digests]] = deque()
         self._loads: dict[int, list[HostLoad]] = {}  # by row, what is on its way back for it
         self._left: list[HostLoad] = []  # begun, and their rows do not wait for them any more
@@ -191,7 +197,10 @@ class ReplicaTier(PagesBelow):
             else:
                 self._left.append(load)
         if pages.size:
-            self.waiting.append((NO_SLOTS, self.pool.index.digests_of(pages)))
+            digests = self.pool.index.digests_of(pages)
+            self.waiting.append((NO_SLOTS, digests))
+            if self.every is not None and (tables := self.pool.index.tables_of(pages)) is not None:
+                self.waiting.append((NO_SLOTS, self.every(digests[tables == 0])))
             self._pass_uses()
 
     # ---- and back
@@ -227,24 +236,41 @@ class ReplicaTier(PagesBelow):
     def generation(self) -> int:
         return self.host.pool.index.generation + sum(lower.generation for lower in self.lower)
 
-    def has(self, digests: Digests) -> NDArray[np.bool_]:
-        found = self.host_has(digests)
+    @property
+    def asks(self) -> bool:
+        return self.every is not None and bool(self.lower)
+
+    def has(self, digests: Digests, asked: Asked, *, perhaps: bool = False) -> Asked:
+        found = self.host_has(digests, asked)
         for lower in self.lower:
-            found |= lower.has(digests)
+            found |= lower.has_of(digests, asked & ~found, perhaps=perhaps)
         return found
 
-    def host_has(self, digests: Digests) -> NDArray[np.bool_]:
-        return self.host.pool.index.find(digests) != NO_PAGE
+    def may_have(self, digests: Digests, asked: Asked) -> Asked:
+        return self.has(digests, asked, perhaps=True)
 
-    def to_host(self, digests: Digests, *, wait: bool) -> bool:
-        slots = self.host.pool.index.find(digests)
-        absent = digests[slots == NO_PAGE]
-        if not len(absent):
+    def host_has(self, digests: Digests, asked: Asked) -> Asked:
+        found = np.zeros_like(asked)
+        found[asked] = self.host.pool.index.find(digests[asked]) != NO_PAGE
+        return found
+
+    def ask(self, perhaps: FromBelow) -> bool:
+        lacking = perhaps.lacking & ~self.host_has(perhaps.every, perhaps.lacking)
+        return any([lower.ask(perhaps.every, lacking) for lower in self.lower])  # noqa: C419 - each of them
+
+    def to_host(self, wanted: FromBelow, gain: int, *, wait: bool) -> bool:
+        slots = self.host.pool.index.find(wanted.digests)
+        if (slots != NO_PAGE).all():
             return False
         self.host.touch(slots[slots != NO_PAGE])  # what is fetched must not push out what is needed beside it
+        left = wanted.lacking & ~self.host_has(wanted.every, wanted.lacking)
+        coming = False
         for lower in self.lower:
-            lower.promote(absent, 0, wait=wait)
-        return any(lower.coming(absent, 0) for lower in self.lower)
+            there = lower.has_of(wanted.every, left, perhaps=False)
+            lower.fetch(wanted.every, there, wait=wait, gain=gain)
+            coming |= lower.brings(wanted.every, there)
+            left &= ~there
+        return coming
 
     def lift(self, digests: Digests, tables: Ints, here: Pages) -> None:
         slots = self.host.pool.index.find(digests)
@@ -361,6 +387,10 @@ class ReplicaTier(PagesBelow):
         """Let the uses count that no page waits before."""
         while self.waiting and not self.waiting[0][0].size and not self.stores:
             _, digests = self.waiting.popleft()
+            if digests.ndim > 2:
+                for lower in self.lower:
+                    lower.ended(digests)
+                continue
             slots = self.host.pool.index.find(digests)
             self.host.touch(slots[slots != NO_PAGE])
             for lower in self.lower:

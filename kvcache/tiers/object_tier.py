@@ -9,7 +9,6 @@ deleted: the bucket's own rules end them, and one that is gone is a miss.
 """
 
 import logging
-import math
 import secrets
 import time
 from collections import OrderedDict, deque
@@ -20,7 +19,6 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError
 from kvcache.pool.index import NO_PAGE, Digests
@@ -28,29 +26,29 @@ from kvcache.replica.pages_below import NO_SLOTS, Slots
 from kvcache.tiers.host_tier import HostTier
 from kvcache.tiers.page_files import FileRefusal, FileRefusals
 from kvcache.tiers.page_objects import ObjectFormat, PageGroup
+from kvcache.tiers.read_rates import ReadRates
 from kvcache.types import MakeObjectIO, ObjectIO, ObjectRange, Part
 
 MEMORY_BYTES = 16 << 20  # that a thread moves at once, where an object is not larger
 _FIRST_EPOCH = "0" * 16  # of a namespace that was never reset
 _PAUSE_S = 10.0  # after the store failed
 _ABSENT_S = 10.0  # that an object is taken for absent once the store has said so
-_TRY_S = 30.0  # then pages are read that are cheaper to compute: the store may have become faster
 _LONGEST_FLUSH_S = 10.0
 _MOST_KNOWN = 1 << 16  # objects
-_MOST_ASKED = 256  # objects, at once
-_MOST_QUEUED = 256  # objects to be written
-_WEIGHT = 0.25  # of the newest figure in a running mean
+MOST_ASKED = 256  # objects, at once
+MOST_QUEUED = 256  # objects to be written
 
 _log = logging.getLogger("pagewire")
 _T = TypeVar("_T")
 
 
-class _Piece(NamedTuple):
+class ObjectPiece(NamedTuple):
     """Pages of one object that are to be read."""
 
     name: bytes
     skip: int  # pages of the object before them
     digests: Digests
+    table: int = 0  # the block table of its pages
 
 
 @dataclass(eq=False, slots=True)
@@ -66,36 +64,6 @@ class _Job:
 
 class _LeftAloneError(OSError):
     """The store was not called, as it had failed just before."""
-
-
-class ReadRates:
-    """What reading has cost of late, and whether it pays. Figures come from the thread of reads."""
-
-    def __init__(self, compute_page_s: float | None) -> None:
-        self._compute_page_s = compute_page_s
-        self.answer_s = 0.0  # running means of seconds: to be told what there is,
-        self.page_s: float | None = None  # and for each page that is read, beside
-        self._tried = -math.inf  # when reading was tried though it did not pay
-
-    def asked(self, seconds: float) -> None:
-        self.answer_s = _mean(self.answer_s or None, seconds)
-
-    def fetched(self, pages: int, seconds: float) -> None:
-        self.page_s = _mean(self.page_s, max(0.0, seconds - self.answer_s) / pages)
-
-    def pays(self, pages: int, before: int, now: float) -> bool:
-        """Whether `pages` are here sooner than computed, after `before` others that are on their way.
-
-        Now and then also where they are not: the store may have become faster.
-        """
-        if self._compute_page_s is None or self.page_s is None:
-            return True
-        if self.answer_s + (before + pages) * self.page_s < pages * self._compute_page_s:
-            return True
-        if now - self._tried < _TRY_S:
-            return False
-        self._tried = now
-        return True
 
 
 class ObjectTier:
@@ -116,7 +84,7 @@ class ObjectTier:
     ) -> None:
         self._layout = layout
         self._host = host
-        self.generation = 0  # of what `has` says
+        self.generation = 0  # counts the answers that said what there is
         self._timeout_s = timeout_s
         self._clock = time.monotonic
         self.rates = ReadRates(compute_page_s)
@@ -161,14 +129,10 @@ class ObjectTier:
             else:
                 unknown.append(group.name)
         if unknown and unknown[0] not in self._busy:
-            self._ask(unknown[:_MOST_ASKED], digests, first)
+            self._ask(unknown[:MOST_ASKED], digests, first)
         if present and self._epoch is not None:
             self._fetch(self._epoch, present, digests)
         return present[-1].end if present else 0
-
-    def has(self, digests: Digests, /) -> NDArray[np.bool_]:
-        """None: it has to be asked for objects. Several block tables come without this tier."""
-        return np.zeros(len(digests), np.bool_)
 
     def coming(self, digests: Digests, first: int, /) -> bool:
         """Whether some of these pages may be on their way up, and not for too long."""
@@ -187,7 +151,7 @@ class ObjectTier:
             return
         for group in self._layout.groups(digests, 0):
             there = self._known.get(group.name, 0.0) is None
-            if not there and len(self._queue) < _MOST_QUEUED:
+            if not there and len(self._queue) < MOST_QUEUED:
                 self._queue[group.name] = digests[group.begin : group.end]
 
     def tick(self) -> None:
@@ -292,6 +256,7 @@ class ObjectTier:
                 self._host.pool.release(job.slots)
 
     def _know(self, name: bytes, absent_until: float | None) -> None:
+        self.generation += 1
         self._known[name] = absent_until
         self._known.move_to_end(name)
         if len(self._known) > _MOST_KNOWN:
@@ -349,17 +314,21 @@ class ObjectTier:
         """Read the pages of these objects that the host lacks, as many as there is room for, where that pays."""
         pool = self._host.pool
         absent = pool.index.find(digests[: groups[-1].end]) == NO_PAGE
-        room, pieces = pool.free_count // 2, list[_Piece]()
+        room, pieces = pool.free_count // 2, list[ObjectPiece]()
         for name, begin, end, skip in groups:
             if name in self._busy:
                 break  # what follows is worth nothing before it has come
             missing = np.flatnonzero(absent[begin:end])[:room]
             if missing.size:
                 one = slice(begin + int(missing[0]), begin + int(missing[-1]) + 1)
-                pieces.append(_Piece(name, skip + int(missing[0]), digests[one][:room]))
+                pieces.append(ObjectPiece(name, skip + int(missing[0]), digests[one][:room]))
                 room -= len(pieces[-1].digests)
+        self._read_pieces(epoch, pieces)
+
+    def _read_pieces(self, epoch: str, pieces: list[ObjectPiece], gain: int | None = None) -> None:
+        pool = self._host.pool
         before, count = (sum(map(len, each)) for each in (self.held_slots, [piece.digests for piece in pieces]))
-        if not pieces or not self.rates.pays(count, before, self._clock()):
+        if not pieces or not self.rates.pays(count, before, self._clock(), gain):
             return
         for at in range(0, len(pieces), self._objects_at_once):
             batch = pieces[at : at + self._objects_at_once]
@@ -369,7 +338,7 @@ class ObjectTier:
             take = partial(self._take_pages, batch, names, slots)
             self._begin(work, take, [piece.name for piece in batch], slots)
 
-    def _read(self, epoch: str, pieces: list[_Piece], pages: list[list[Part]]) -> list[list[FileRefusal | None]]:
+    def _read(self, epoch: str, pieces: list[ObjectPiece], pages: list[list[Part]]) -> list[list[FileRefusal | None]]:
         """In the thread of reads. Of each piece and page what is wrong with it; None: its slot has it."""
         io, width, began = self._read_io, self._layout.record_bytes, self._clock()
         sizes = [len(piece.digests) * width for piece in pieces]
@@ -391,9 +360,11 @@ class ObjectTier:
         return found
 
     def _take_pages(
-        self, pieces: list[_Piece], digests: Digests, slots: Slots, found: list[list[FileRefusal | None]]
+        self, pieces: list[ObjectPiece], digests: Digests, slots: Slots, found: list[list[FileRefusal | None]]
     ) -> None:
         right = np.array([refusal is None for refusals in found for refusal in refusals], np.bool_)
+        tables = np.repeat([piece.table for piece in pieces], [len(piece.digests) for piece in pieces])
+        self._host.pool.index.say_tables(slots, tables)
         self._host.pool.index.publish(slots[right], digests[right])
         self.read += int(right.sum())
         for piece, refusals in zip(pieces, found, strict=True):
@@ -443,7 +414,3 @@ class ObjectTier:
         self._broken.difference_update(names)
         for name in names:
             self._know(name, None)
-
-
-def _mean(before: float | None, newest: float) -> float:
-    return newest if before is None else before + _WEIGHT * (newest - before)

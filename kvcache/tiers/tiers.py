@@ -18,10 +18,10 @@ from kvcache.replica.devices import PlacedReplica
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
 from kvcache.tiers.file_tier import FileTier
 from kvcache.tiers.host_tier import HostTier, LowerTier, ReplicaTier
-from kvcache.tiers.object_tier import ObjectTier
 from kvcache.tiers.page_files import FileFormat, FileRefusal, SystemIO
 from kvcache.tiers.page_folder import PageFolder, namespace_of
 from kvcache.tiers.page_objects import ObjectFormat
+from kvcache.tiers.table_objects import TableObjects
 
 _SHARE = 0.05  # of the time that passes, for copies that take the loop's own
 _MOST_CREDIT_S = 0.005  # what a long step leaves to spend at once
@@ -40,7 +40,7 @@ class Tiers:
         host: HostTier,
         replicas: Sequence[ReplicaTier],
         files: FileTier | None = None,
-        objects: ObjectTier | None = None,
+        objects: TableObjects | None = None,
     ) -> None:
         self.host = host
         self.replicas = replicas
@@ -180,13 +180,14 @@ def make_tiers(
         place.replica.tier = tier
         if place.replica.further is not None:
             place.replica.further.published = tier.published
+            tier.every = place.replica.further.every if params.object_tier_io is not None else None
     files = _make_file_tier(params, layouts, host, tables)
-    return Tiers(host, tiers, files, _make_object_tier(params, layouts, host))
+    return Tiers(host, tiers, files, _make_object_tier(params, layouts, host, tables))
 
 
-def _page_format(params: KVCacheParams, layouts: Sequence[PageLayout], groups: str, *fields: str) -> FileFormat:
+def _page_format(params: KVCacheParams, layouts: Sequence[PageLayout], tables: LayerTables, *fields: str) -> FileFormat:
     # What a page depends on besides its tokens and their salt, which its digest covers, as does its table's number.
-    fingerprint = replica_fingerprint([*layouts], groups)
+    fingerprint = replica_fingerprint([*layouts], tables.described() if params.groups else "")
     namespace = namespace_of(params.hash_algorithm, fingerprint, params.file_tier_key, *fields)
     return FileFormat(namespace, sum(shard.page_bytes for shard in layouts), DIGEST_BYTES[params.hash_algorithm])
 
@@ -196,18 +197,20 @@ def _make_file_tier(
 ) -> FileTier | None:
     if params.file_tier_dir is None:
         return None
-    groups, several = tables.described() if params.groups else "", len(tables.tables) > 1
-    layout = _page_format(params, layouts, groups, *["tables named"] * several)
+    several = len(tables.tables) > 1
+    layout = _page_format(params, layouts, tables, *["tables named"] * several)
     layout = replace(layout, tables=len(tables.tables))
     folder = PageFolder(Path(params.file_tier_dir), layout.namespace)
     most = int((params.file_tier_max_gb or 0) * 2**30)
     return FileTier(folder, layout, most, host, params.file_tier_io or (lambda _: SystemIO()))
 
 
-def _make_object_tier(params: KVCacheParams, layouts: Sequence[PageLayout], host: HostTier) -> ObjectTier | None:
+def _make_object_tier(
+    params: KVCacheParams, layouts: Sequence[PageLayout], host: HostTier, tables: LayerTables
+) -> TableObjects | None:
     if params.object_tier_io is None:
         return None
     count, speed = params.object_tier_pages, params.object_tier_tokens_per_s
-    layout = ObjectFormat(_page_format(params, layouts, "", "objects", str(count)), count)
+    layout = ObjectFormat(_page_format(params, layouts, tables, "objects", str(count)), count)
     compute_page_s = None if speed is None else layouts[0].page_size / speed
-    return ObjectTier(layout, host, params.object_tier_io, params.object_tier_timeout_s, compute_page_s)
+    return TableObjects(layout, host, params.object_tier_io, params.object_tier_timeout_s, compute_page_s, tables)

@@ -14,6 +14,7 @@ _LIFTED = [
     "tests/kvcache/replica/test_lent_tables.py",
     "tests/kvcache/test_group_moves.py",
 ]
+_OBJECTS = ["tests/kvcache/tiers/test_table_objects.py"]
 _TOLD = ["tests/kvcache/events/test_grouped_events.py"]
 _CUT = ["tests/kvcache/test_layer_groups.py"]
 
@@ -128,11 +129,11 @@ KVCACHE_GROUPS: tuple[Module, ...] = (
         "kvcache.replica.further_tables",
         _LIFTED,
         [
-            Mutation("FurtherTables.from_below", "below(every[absent])", "False"),
+            Mutation("FurtherTables.from_below", " | below(every, absent)", ""),
             Mutation("FurtherTables.from_below", "self._longest(there[1:, :run], 0)", "run"),
             Mutation("FurtherTables.from_below", "self._seen(group, longest * self._page_size) : longest", ": longest"),
             Mutation("FurtherTables.from_below", "needed[0, :longest] = True", "needed[0] = True"),
-            Mutation("FurtherTables.from_below", "(needed & absent)", "needed"),
+            Mutation("FurtherTables.from_below", "needed & absent,", "needed,"),
             Mutation("FurtherTables.from_below", "(needed & ~absent)", "(needed & absent)"),
             Mutation(
                 "FurtherTables.whole", "self._find(tables, digests[first:end])", "self._find(tables, digests[:end])"
@@ -149,24 +150,31 @@ KVCACHE_GROUPS: tuple[Module, ...] = (
         [
             Mutation("lift", "or replica.rows.num_pages[row] or", "or"),
             Mutation("lift", "hasher.matches[tier] = now", "pass"),
-            Mutation("lift", "tier.to_host(wanted.digests, wait=replica.rows.prompt[row] < 0)", "pass"),
-            Mutation("lift", "further.from_below(digests, tier.host_has)", "wanted"),
+            Mutation("_fetched", "coming |= tier.to_host(wanted, wanted.pages - there.pages, wait=wait)", "pass"),
+            Mutation("_fetched", "wanted = further.from_below(digests, tier.host_has)", "pass"),
+            Mutation("_fetched", "tier.ask(further.from_below(digests, tier.may_have))", "False", _OBJECTS),
+            Mutation("_fetched", "tier.generation != before", "False", _OBJECTS),
+            Mutation("_fetched", "wanted.pages - there.pages", "wanted.pages", _OBJECTS),
             Mutation("lift", "start > context.start_idx and ", ""),
             Mutation("fits", " + further.least(context, num_steps, start)", ""),
             Mutation("fits", " + pool.would_be_taken(wanted.here)", ""),
             Mutation("fits", "<= pool.free_count", "< pool.free_count"),
             Mutation("bring", "pool.free_count // 2", "pool.free_count"),
             Mutation("bring", "return coming or count > 0", "return count > 0"),
-            Mutation("prefetch", "replica.tier.to_host(wanted.digests, wait=False)", "True"),
         ],
     ),
     Module(
         "kvcache.tiers.host_tier",
         _LIFTED,
         [
-            Mutation("ReplicaTier.has", "found |= lower.has(digests)", "pass"),
+            Mutation("ReplicaTier.has", "found |= lower.has_of(digests, asked & ~found, perhaps=perhaps)", "pass"),
             Mutation("ReplicaTier.generation", " + sum(lower.generation for lower in self.lower)", ""),
-            Mutation("ReplicaTier.to_host", "lower.promote(absent, 0, wait=wait)", "pass"),
+            Mutation("ReplicaTier.to_host", "lower.fetch(wanted.every, there, wait=wait, gain=gain)", "pass"),
+            Mutation("ReplicaTier.to_host", "left &= ~there", "pass", _OBJECTS),
+            Mutation("ReplicaTier.ask", "& ~self.host_has(perhaps.every, perhaps.lacking)", "", _OBJECTS),
+            Mutation("ReplicaTier.leave", "digests[tables == 0]", "digests", _OBJECTS),
+            Mutation("ReplicaTier._pass_uses", "lower.ended(digests)", "pass", _OBJECTS),
+            Mutation("ReplicaTier._pass_uses", "continue", "pass", _OBJECTS),
             Mutation("ReplicaTier.lift", "self.host.pool.hold(slots)", "pass"),
             Mutation("ReplicaTier.lift", "self.pool.hold(here)", "pass"),
             Mutation("ReplicaTier.lift", "self.pool.index.say_tables(load.pages, tables)", "pass"),
@@ -197,14 +205,20 @@ KVCACHE_GROUPS: tuple[Module, ...] = (
             Mutation("PeerCopies._bring_tables", "missing &= ~taken", "pass"),
             Mutation("PeerCopies._bring_tables", "mine.pool.hold(wanted.here)", "pass"),
             Mutation("PeerCopies._bring_tables", " or not fits(mine, context, num_steps, wanted)", ""),
-            Mutation("PeerCopies._bring_tables", "mine.pool.index.publish(brought, wanted.digests)", "pass"),
+            Mutation("PeerCopies._bring_tables", "mine.pool.index.publish(brought, names)", "pass"),
         ],
     ),
     Module(
         "kvcache.tiers.tiers",
         _LIFTED,
         [
-            Mutation("_make_file_tier", 'tables.described() if params.groups else ""', '""'),
+            Mutation("_page_format", 'tables.described() if params.groups else ""', '""'),
+            Mutation(
+                "_make_object_tier",
+                "_page_format(params, layouts, tables,",
+                "_page_format(replace(params, groups=()), layouts, tables,",
+                _OBJECTS,
+            ),
             Mutation("_make_file_tier", "replace(layout, tables=len(tables.tables))", "layout", _TOLD),
             Mutation("make_tiers", "place.replica.further.published = tier.published", "pass"),
         ],

@@ -53,7 +53,7 @@ def longest(replica: Replica, digests: np.ndarray) -> list[int]:
     """How many pages of a prompt the manager can go on from, with what the device has, the host, and all."""
     further, tier = replica.further, replica.tier
     assert further is not None
-    below = (lambda asked: np.zeros(len(asked), np.bool_)), tier.host_has, tier.has
+    below = (lambda _, asked: np.zeros_like(asked)), tier.host_has, tier.has
     return [further.from_below(digests, one).pages for one in below]
 
 

@@ -8,7 +8,7 @@ from threading import Event
 import numpy as np
 import pytest
 
-from kvcache import InvalidParamsError, LayerGroup, TextContext
+from kvcache import LayerGroup, TextContext
 from kvcache.replica import lifts
 from kvcache.tiers.file_tier import FileTier
 from tests.kvcache.replica import test_further_imports as handed
@@ -269,11 +269,6 @@ def test_a_reset_forgets_what_lies_below(served: Make) -> None:
     it.tiers.flush()
     it.manager.reset_prefix_cache()
     assert it.serve(PROMPT) == 0
-
-
-def test_objects_are_still_refused(served: Make) -> None:
-    with pytest.raises(InvalidParamsError, match="^object_tier_io is given, and groups"):
-        served(params={"object_tier_io": print, "file_tier_key": "model"})
 
 
 def test_nothing_is_asked_for_before_the_first_full_page(served: Make) -> None:

@@ -12,7 +12,8 @@ import pytest
 
 from kvcache import InvariantError
 from kvcache.tiers import object_tier as module
-from kvcache.tiers.object_tier import ObjectTier, ReadRates
+from kvcache.tiers.object_tier import ObjectTier
+from kvcache.tiers.read_rates import ReadRates
 from tests.kvcache.served import Served
 from tests.kvcache.tiers.stored_objects import StoredObjects
 
@@ -495,7 +496,7 @@ def test_a_store_slower_than_the_model_is_not_read(served: Make) -> None:
 
 
 def test_a_store_is_not_flooded(served: Make, store: StoredObjects, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_QUEUED", 3)
+    monkeypatch.setattr(module, "MOST_QUEUED", 3)
     it = served(16, 40)
     settled(it)
     store.may.clear()
