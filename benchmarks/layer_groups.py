@@ -1,4 +1,4 @@
-"""What do layers of several kinds cost, and how many requests fit: Gemma 3 27B and gpt-oss 120B in 40 GiB.
+"""What do layers of several kinds cost, and how many requests fit: four models in 40 GiB.
 
 The pages have one byte an element and head, so that as many as 40 GiB of bfloat16 hold fit on any machine. fit:
 requests of so many tokens that decode at a time; each prompt, of its own tokens, ran in chunks of 2,048. lost: of the
@@ -6,12 +6,14 @@ bytes that such a request holds, those of no layer: places of a page or block th
 update and step of a batch of 256 requests of 2,000 tokens, the mean over the steps in which each crosses a page once;
 in 640 GiB, which hold them all. cached: tokens that were found, of those of the first 2,000 prompts of a public trace
 of conversations (`benchmarks.trace_replay` says where it is), one request after another. `one table` is the same model
-without groups: every layer keeps every page. vLLM's own manager is asked the same by `benchmarks.vllm_groups`, where
-`make test-vllm` has made its environment.
+without groups: every layer keeps every page. Of models with recurrent layers (`benchmarks.recurrent_models`) a step has
+the pages of their states, too; `split memory` is ours with a part for states alone. vLLM's own manager is asked the
+same by `benchmarks.vllm_groups`, where `make test-vllm` has made its environment.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import subprocess
@@ -21,6 +23,7 @@ from itertools import islice
 import numpy as np
 import torch
 
+from benchmarks import recurrent_models as recurrent
 from benchmarks.frame import WARM_UP, Row, now, options, pin, progress, report, settle
 from benchmarks.measured import ROOT
 from benchmarks.pools import expect
@@ -84,7 +87,8 @@ def trace_prompts() -> Iterator[np.ndarray]:
 def prefilled(manager: PagedKVCacheManager, name: str, tokens: np.ndarray) -> tuple[TextContext, int] | None:
     """A request that decodes, and how many of its tokens were found; None: it does not fit."""
     context, found = TextContext(tokens, LONGEST, name), 0
-    manager.external_claim(name)
+    if not recurrent.claimed(manager, context):
+        return None
     while context.start_idx < len(tokens):
         context.set_token_indices(active_idx=min(context.end_idx, context.start_idx + CHUNK))
         before = context.start_idx
@@ -92,6 +96,7 @@ def prefilled(manager: PagedKVCacheManager, name: str, tokens: np.ndarray) -> tu
             manager.release(name)
             return None
         found += context.start_idx - before
+        recurrent.run(manager, [name], [context.start_idx], [context.active_idx])
         context.update(1)
         manager.step([context])
     return context, found
@@ -104,7 +109,7 @@ def fitting(manager: PagedKVCacheManager, length: int) -> tuple[int, int]:
         made[0]
     ):
         count += 1
-        held = held or manager.num_held_blocks
+        held = held or recurrent.held_pages(manager)
     return count, held
 
 
@@ -123,13 +128,14 @@ def step_us(manager: PagedKVCacheManager, repeats: int) -> list[float]:
     """Of each page's worth of steps the mean, in microseconds."""
     made = [prefilled(manager, str(number), prompt(number, LENGTH + number % PAGE)) for number in range(BATCH)]
     batch, tokens = manager.batch([one[0] for one in made if one is not None]), np.ones(BATCH, np.int32)
-    means: list[float] = []
+    names, means = [str(number) for number in range(BATCH)], list[float]()
     settle()
     for _ in range(WARM_UP + repeats):
         start = now()
         for _ in range(PAGE):
             expect(bool(manager.reserve_batch(batch).all()), "every request has its pages")
-            manager.fetch(batch)
+            starts = manager.fetch(batch)[0].cache_lengths.numpy()
+            recurrent.run(manager, names, starts, starts + 1)
             batch.update(tokens)
             manager.step(batch)
         means.append((now() - start) / 1e3 / PAGE)
@@ -155,6 +161,21 @@ def measure(repeats: int) -> Iterable[Row]:
             if grouped:  # one table has no room for the longest of these prompts
                 row["cached tokens"] = cached_tokens(manager_of(name, BUDGET, grouped=True, rows=8))
             yield row
+    yield from measure_recurrent(repeats)
+
+
+def measure_recurrent(repeats: int) -> Iterable[Row]:
+    """A row for each model that has recurrent layers, with one memory and with split memory."""
+    for name in recurrent.RECURRENT:
+        for split in (False, True):
+            made = functools.partial(recurrent.manager_of, name, page=PAGE, longest=LONGEST, split=split)
+            row: Row = {"model": name, "manager": "ours, split memory" if split else "ours", "tables": 1}
+            for length in LENGTHS:
+                row[f"fit {length}"], held = fitting(made(BUDGET, rows=1024), length)
+                row[f"lost % {length}"] = None if split else recurrent.lost_percent(name, length, held, PAGE)
+            times = step_us(made(BUDGET_OF_STEPS, rows=BATCH), repeats)
+            row |= {"step_min": round(min(times), 1), "step_median": round(statistics.median(times), 1)}
+            yield row | {"cached tokens": cached_tokens(made(BUDGET, rows=1024 if split else 8))}
 
 
 def of_vllm(repeats: int) -> list[Row]:

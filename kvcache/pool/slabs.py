@@ -74,6 +74,16 @@ class SlabPool(PagePool):
         self.clock = 1  # counts the times that pages were let go
         self._used = np.zeros(num_pages + 1, np.int64)  # of idle pages, by this clock; of fresh ones 0
         self._last_evicted = 0  # the last use of the page that was evicted last
+        # Of each slab no more than when its youngest page was used, and of these the last slab first: what makes a
+        # slab younger does not look for it, so the oldest is looked at before it is taken.
+        self._ages = np.zeros(num_pages // slab_pages + 1, np.int64)
+        self._ages_back = self._ages[self.num_slabs : 0 : -1]
+        # The fresh pages lie in a part of this that moves up as slabs are taken from below, and down as they come back:
+        # by less than the pages of one more slab than are taken.
+        self._stack = np.concatenate((self._fresh, np.zeros(slab_pages, np.int32)))
+        self._bottom = 0
+        self._place = np.arange(num_pages, -1, -1)  # of each fresh page where it lies
+        self._fresh = self._stack
 
     @property
     def free_count(self) -> int:
@@ -131,7 +141,13 @@ class SlabPool(PagePool):
         pages = self._pages_of(slab)
         self.taken[slab] = False
         self.holders[pages] = 0
-        self._push_fresh(pages[::-1])
+        if self._bottom < self.slab_pages:
+            self._push_fresh(pages[::-1])
+            return
+        self._ages[slab] = self._used[pages] = 0  # below all others: it is the last to be handed out page by page
+        self._lie_from(self._bottom - self.slab_pages, self._fresh_count + self.slab_pages)
+        self._fresh[: self.slab_pages] = pages[::-1]
+        self._place[pages[::-1]] = np.arange(self._bottom, self._bottom + self.slab_pages)
 
     def check(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
         """As the base, for the slabs too: nobody else holds their pages."""
@@ -142,19 +158,42 @@ class SlabPool(PagePool):
             raise InvariantError(f"page {page} is in slab {page // self.slab_pages}, which is taken, and held besides")
         for page in self.idle.pages()[self._used[self.idle.pages()] == 0][:1]:
             raise InvariantError(f"page {page} is idle, but nobody knows since when")
-        for page in self._fresh[: self._fresh_count][self._used[self._fresh[: self._fresh_count]] != 0][:1]:
+        fresh = self._fresh[: self._fresh_count]
+        for page in fresh[self._used[fresh] != 0][:1]:
             raise InvariantError(f"page {page} is fresh, but was used at {self._used[page]}")
+        for page in fresh[self._place[fresh] != self._bottom + np.arange(len(fresh))][:1]:
+            raise InvariantError(f"page {page} is fresh, and lies elsewhere than at {self._place[page]}")
+        for slab in range(1, self.num_slabs + 1):
+            if self._ages[slab] > self._age_of(slab):
+                raise InvariantError(f"slab {slab} was used at {self._age_of(slab)}, and is taken to be younger")
 
     # ---- inside
 
     def _free(self, pages: NDArray[np.intp]) -> None:
         self.clock += 1
-        self._used[pages] = self.clock
+        self._used[pages] = self._ages[pages // self.slab_pages] = self.clock
         super()._free(pages)
 
     def _push_fresh(self, pages: Pages | Indices) -> None:
-        self._used[pages] = 0
+        self._used[pages] = self._ages[pages // self.slab_pages] = 0
+        top = self._bottom + self._fresh_count
+        self._place[pages] = np.arange(top, top + len(pages))
         super()._push_fresh(pages)
+
+    def _lie_from(self, bottom: int, count: int) -> None:
+        """The fresh pages are `count` from `bottom` on."""
+        self._bottom, self._fresh_count = bottom, count
+        self._fresh = self._stack[bottom:]
+
+    def _take_fresh(self, pages: Pages) -> None:
+        """These are fresh no more: from the bottom others come to where they lay."""
+        at, above = self._place[pages], self._bottom + len(pages)
+        lower = np.zeros(len(pages), np.bool_)
+        lower[at[at < above] - self._bottom] = True
+        others, places = self._fresh[: len(pages)][~lower], np.sort(at[at >= above])
+        self._stack[places] = others
+        self._place[others] = places
+        self._lie_from(above, self._fresh_count - len(pages))
 
     def _make_room(self, count: int) -> None:
         """Give up cached slabs where idle pages are too few, or younger."""
@@ -164,34 +203,39 @@ class SlabPool(PagePool):
                 return
             cached.give_up_oldest()
 
-    def _by_slab(self, of_pages: NDArray[np.int64]) -> NDArray[np.int64]:
-        """What is known of each page, by slab from the first on: `[slabs, slab_pages]`."""
-        return of_pages[self.slab_pages : (self.num_slabs + 1) * self.slab_pages].reshape(-1, self.slab_pages)
-
     def _oldest_slab(self) -> tuple[int, int]:
         """The slab whose pages were used longest ago, the last of these, and when; `_HELD`: all have held pages."""
-        ages = np.where((self.holders > 0) | (self.writers > 0), _HELD, self._used)
-        of_slabs = self._by_slab(ages).max(axis=1)
-        slab = self.num_slabs - int(of_slabs[::-1].argmin())
-        return slab, int(of_slabs[slab - 1])
+        while True:
+            slab = self.num_slabs - int(self._ages_back.argmin())
+            age = self._age_of(slab)
+            if age == self._ages[slab]:
+                return slab, age
+            self._ages[slab] = age
+
+    def _age_of(self, slab: int) -> int:
+        """When the youngest page of the slab was used; `_HELD` where one is."""
+        pages = slice(slab * self.slab_pages, (slab + 1) * self.slab_pages)
+        if np.count_nonzero(self.holders[pages]) or np.count_nonzero(self.writers[pages]):
+            return _HELD
+        return int(self._used[pages].max())
 
     def _cheapest_to_move(self) -> int:
         """The slab of the fewest held pages, all of which can move to free ones elsewhere; 0: there is none."""
         if self.moves is None or self._fresh_count + self.idle.count < self.slab_pages:
             return 0
         held = np.where(self.moves.staying(), self.num_pages, (self.holders > 0).astype(np.int64))
-        of_slabs = self._by_slab(held).sum(axis=1)
+        by_slab = held[self.slab_pages : (self.num_slabs + 1) * self.slab_pages].reshape(-1, self.slab_pages)
+        of_slabs = by_slab.sum(axis=1)
         slab = self.num_slabs - int(of_slabs[::-1].argmin())
         return slab if of_slabs[slab - 1] < self.num_pages else 0
 
     def _clear(self, slab: int) -> None:
         """Evict, or move away, what is in the pages of a slab, and take it."""
         pages = self._pages_of(slab)
-        self._evict(pages[self._unused(pages) & self.index.published[pages]])
-        fresh = self._fresh[: self._fresh_count]
-        kept = fresh[fresh // self.slab_pages != slab]
-        self._fresh_count = len(kept)
-        self._fresh[: len(kept)] = kept
+        unused = pages[self._unused(pages)]
+        idle = self.index.published[unused]
+        self._evict(unused[idle])
+        self._take_fresh(unused[~idle])
         held = pages[self.holders[pages] > 0]
         self.holders[pages[self.holders[pages] == 0]] = 1
         self.taken[slab] = True

@@ -19,7 +19,7 @@ class ReplicaPageMoves:
     def staying(self) -> NDArray[np.bool_]:
         """Held pages that not only rows hold, or that others know: of leases, and of requests with one or an import."""
         pool, rows = self._replica.pool, self._replica.rows
-        by_rows = np.bincount(rows.table.ravel(), minlength=pool.num_pages + 1)
+        by_rows = np.bincount(self._pages_of_rows(), minlength=pool.num_pages + 1)
         stays = (pool.holders != by_rows) | (pool.writers > 0)
         for row in (*self._replica.leases.of_row, *self._replica.imports.of_row):
             stays[rows.pages(row)] = True
@@ -32,10 +32,19 @@ class ReplicaPageMoves:
         rows, index = self._replica.rows, self._replica.pool.index
         renamed = np.arange(self._replica.pool.num_pages + 1, dtype=np.int32)
         renamed[sources] = targets
-        moved = np.flatnonzero((renamed[rows.table] != rows.table).any(axis=1))
-        rows.table[moved] = renamed[rows.table[moved]]
+        moves = np.zeros(len(renamed), np.bool_)
+        moves[sources] = True
+        moved = [row for row in rows.row_of.values() if np.count_nonzero(moves[rows.pages(row)])]
+        for row in moved:
+            own = rows.pages(row)
+            own[:] = renamed[own]
         rows.changed[moved] = True
         published = index.published[sources]
         digests = index.digests_of(sources[published])
         index.withdraw(sources[published])
         index.publish(targets[published], digests)
+
+    def _pages_of_rows(self) -> Pages:
+        """Those of each claimed row, one row after another."""
+        rows = self._replica.rows
+        return np.concatenate([np.zeros(0, np.int32), *map(rows.pages, rows.row_of.values())])

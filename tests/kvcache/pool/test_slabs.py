@@ -77,6 +77,55 @@ def test_slabs_are_the_last_pages_first_and_pages_again_when_given_back() -> Non
     assert pool.take_slab() == 0
 
 
+def test_a_slab_that_comes_back_is_the_last_to_be_handed_out_page_by_page() -> None:
+    pool, _, _ = made(31)
+    assert [pool.take_slab() for _ in range(4)] == [7, 6, 5, 4]
+    pool.give_back(5)
+    pages = pool.allocate(10)
+    assert pages.tolist() == list(range(1, 11))
+    recount(pool, pages)
+    assert [pool.take_slab(), pool.take_slab()] == [5, 3]
+    recount(pool, pages)
+
+
+def test_a_slab_is_taken_from_among_fresh_pages_wherever_they_lie() -> None:
+    pool, _, _ = made(31)
+    pages = pool.allocate(31)
+    pool.release(pages[np.r_[8:20, 3:8, 27:31]])  # slabs 1 and 7, then 2 and others upon them
+    for _ in range(3):
+        taken = [pool.take_slab() for _ in range(3)]
+        assert sorted(taken) == [3, 4, 7]
+        recount(pool, np.setdiff1d(pages, np.r_[4:9, 9:21, 28:32]))
+        one = pool.allocate_one()
+        for slab in taken:
+            pool.give_back(slab)
+        pool.release(np.array([one], np.int32))
+
+
+def test_a_slab_is_as_old_as_its_youngest_page_and_free_once_nobody_holds_one() -> None:
+    pool, _, moves = made()
+    pages = pool.allocate(15)
+    moves.stays = set(pages.tolist())
+    publish(pool, pages)
+    assert pool.take_slab() == 0
+    for page in (4, 5, 6, 8, 9, 10, 11, 12, 13, 14, 7, 15):
+        pool.release(np.array([page], np.int32))
+        recount(pool, np.flatnonzero(pool.holders))
+    assert pool.take_slab() == 2
+    assert pool.take_slab() == 1
+
+
+def test_a_page_that_is_written_keeps_its_slab() -> None:
+    pool, _, moves = made()
+    pages = pool.allocate(15)
+    pool.add_writer(pages[3:])
+    pool.release(pages)
+    moves.stays = set(range(4, 16))
+    assert pool.take_slab() == 0
+    pool.drop_writer(pages[3:7])
+    assert pool.take_slab() == 1
+
+
 def test_the_slab_whose_pages_were_used_longest_ago_is_taken_and_they_are_evicted() -> None:
     pool, _, _ = made()
     pages = pool.allocate(15)

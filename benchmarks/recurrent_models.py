@@ -1,0 +1,99 @@
+"""The models of `benchmarks.layer_groups` that have recurrent layers: what a state takes, and our manager of them.
+
+The pages have one byte an element and head, as there, and a state as many of these units as it has bytes. What the
+model does to its states is named only: of each request they are told how far they have come. `split` has a part of the
+memory for states alone: three for each request that may run (its own and two copies), and as many requests as then have
+pages for `FOR` tokens each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
+from scheduler_adapters.errors import NoFreeStatePageError
+from scheduler_adapters.hf.hybrid import HybridKVCacheManager
+from scheduler_adapters.hf.state_layout import StateShape
+
+FOR = 8192
+
+
+class RecurrentModel(NamedTuple):
+    """Layers and the bytes that they keep: `full` ones of each token, `recurrent` ones of each request."""
+
+    full: int
+    heads: int
+    head_dim: int
+    recurrent: int
+    conv: tuple[int, int]  # inputs of a channel that are kept, channels; bfloat16
+    matrix: tuple[int, int, int]  # float32
+
+    @property
+    def of_token(self) -> int:
+        """Bytes in one full layer."""
+        return self.heads * self.head_dim * 2 * 2
+
+    @property
+    def of_state(self) -> int:
+        """Bytes in one recurrent layer."""
+        return int(np.prod(self.conv)) * 2 + int(np.prod(self.matrix)) * 4
+
+    def bytes_of(self, tokens: int) -> int:
+        """What a request of so many tokens has to keep."""
+        return tokens * self.full * self.of_token + self.recurrent * self.of_state
+
+
+RECURRENT = {
+    "Qwen3-Next 80B": RecurrentModel(12, 2, 256, 36, (3, 8192), (32, 128, 128)),
+    "Nemotron-H 47B": RecurrentModel(5, 8, 128, 45, (3, 256 * 64 + 2 * 8 * 256), (256, 64, 256)),
+}
+
+
+def manager_of(
+    name: str, budget: int, *, page: int, longest: int, rows: int, split: bool = False
+) -> HybridKVCacheManager:
+    """A manager with as many bytes, in units of a token in a full layer, as the budget has."""
+    model = RECURRENT[name]
+    unit = model.of_token // 2  # a byte for a key, one for a value
+    params = KVCacheParams(dtype=torch.uint8, n_kv_heads=1, head_dim=1, page_size=page, enable_prefix_caching=True)
+    size = model.recurrent * model.of_state // unit
+    shape = StateShape(1, size, 1, 1, 1, 2, torch.uint8, torch.uint8, "short_conv")
+    if split:
+        states = 2 * model.recurrent * model.of_state
+        rows = min(rows, budget // (model.bytes_of(FOR + 1) + states))
+    return HybridKVCacheManager(
+        shape, params, rows, longest, model.full, ["cpu"], budget // unit, share_memory=not split
+    )
+
+
+def claimed(manager: PagedKVCacheManager, context: TextContext) -> bool:
+    """Claim the request; False: a manager of recurrent states has none left for it."""
+    if isinstance(manager, HybridKVCacheManager) and not manager.admission(context).fits:
+        return False
+    try:
+        manager.external_claim(context.request_id)
+    except NoFreeStatePageError:
+        return False
+    return True
+
+
+def run(manager: PagedKVCacheManager, names: Sequence[str], starts: Sequence[int], ends: Sequence[int]) -> None:
+    """As a model runs these tokens of requests, as far as their states are concerned, where they have any."""
+    if isinstance(manager, HybridKVCacheManager):
+        manager.states.advance(manager.states.pages_at(names, starts), ends)
+
+
+def held_pages(manager: PagedKVCacheManager) -> int:
+    """Pages that are in use, those of states in slabs among them."""
+    states = manager.states.num_held if isinstance(manager, HybridKVCacheManager) else 0
+    return manager.num_held_blocks - states
+
+
+def lost_percent(name: str, length: int, held: int, page: int) -> float:
+    """Of the bytes in `held` pages, those that a request of `length` tokens and the next one does not have to keep."""
+    model = RECURRENT[name]
+    return round(100 * (1 - model.bytes_of(length + 1) / (held * page * model.full * model.of_token)), 2)
