@@ -8,8 +8,6 @@ in chunks that end there, as only then its state is that of these tokens.
 
 from __future__ import annotations
 
-import numpy as np
-
 from kvcache.errors import InvariantError
 from kvcache.pool.index import Digests
 from kvcache.replica.batch import Gathered
@@ -51,12 +49,21 @@ class KeptStates:
     def computed(self, gathered: Gathered) -> None:
         """Keep the states of those requests of a step that are at the end of a page now."""
         size, rows = self._replica.page_size, self._replica.rows
-        at = np.flatnonzero((gathered.starts % size == 0) & (gathered.starts > 0))
-        ended: list[tuple[int, int]] = list(zip(gathered.rows[at].tolist(), gathered.starts[at].tolist(), strict=True))
-        for row, tokens in ended:
-            request_id = rows.request_ids[row] or ""
-            stays = tokens in self._ends.get(request_id, ()) or (self._spacing and tokens % self._spacing == 0)
-            self._pages.keep(request_id, self.digest_at(request_id, tokens), tokens, passing=not stays)
+        at = ((gathered.starts % size == 0) & (gathered.starts > 0)).nonzero()[0]
+        if not at.size:
+            return
+        ended, tokens = gathered.rows[at], gathered.starts[at]
+        names = [rows.request_ids[row] or "" for row in ended.tolist()]
+        stay = [self._stays(name, count) for name, count in zip(names, tokens.tolist(), strict=True)]
+        digests = self._replica.pool.index.digests_of(rows.table[ended, tokens // size - 1])
+        if not any(stay) and self._pages.keep_passing(names, digests, tokens):
+            return
+        for place, (name, count) in enumerate(zip(names, tokens.tolist(), strict=True)):
+            self._pages.keep(name, digests[place : place + 1], count, passing=not stay[place])
+
+    def _stays(self, request_id: str, tokens: int) -> bool:
+        """Whether the copy of a state after so many tokens stays when the request has come further."""
+        return tokens in self._ends.get(request_id, ()) or (self._spacing > 0 and tokens % self._spacing == 0)
 
     def digest_at(self, request_id: str, tokens: int) -> Digests:
         """The digest of a request's first `tokens` tokens, whose pages are published: `[1, words]`."""

@@ -17,14 +17,15 @@ import torch
 from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError, UnknownRequestError
-from kvcache.layout import PageLayout
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.pages import PagePool
 from kvcache.storage import allocate_blocks
 from scheduler_adapters.errors import NoFreeStatePageError, StatePageError
 from scheduler_adapters.hf.drafted_pages import DraftedPages
-from scheduler_adapters.hf.state_layout import SSM_KIND, StateShape, state_layouts
+from scheduler_adapters.hf.passing_copies import PassingCopies
+from scheduler_adapters.hf.state_layout import StateShape, state_layouts
 from scheduler_adapters.hf.state_slabs import StateSlabs
+from scheduler_adapters.hf.state_views import StateViews
 from transfer.plan.boxes import Box, Group, ShardLayout
 from transfer.plan.shapes import dense
 
@@ -66,20 +67,14 @@ class StatePages:
                 for kinds, device in zip(self.layouts, devices, strict=True)
             ]
         )
-        # Of each kind what every shard holds: `[pages + 1, layers, channels or heads, ...]`.
-        self._views: dict[str, list[tuple[PageLayout, torch.Tensor]]] = {}
-        for kinds, tensors in zip(self.layouts, self.blocks, strict=True):
-            for (kind, layout), blocks in zip(kinds.items(), tensors, strict=True):
-                view = blocks[:, 0, :, 0]
-                if kind == SSM_KIND:
-                    view = view.view(*view.shape[:3], *shape.matrix)
-                self._views.setdefault(kind, []).append((layout, view))
+        self._views = views = StateViews(self.layouts, self.blocks, shape.matrix)
+        self.read, self.write = views.read, views.write
         self._pool = PagePool(num_pages, digest_words)
         self._page_of: dict[str, int] = {}
         self._leased: dict[object, int] = {}  # by lease
         self._before: dict[int, int] = {}  # of a page that a transfer writes the copy that it came from
         self._saved: dict[int, list[torch.Tensor]] = {}  # or what was in it, in host memory
-        self._passing: dict[str, Digests] = {}  # of a request the copy that its next one takes the place of
+        self._passing = PassingCopies()
         self.hits = 0  # requests that went on from a copy
         self._tokens = np.zeros(num_pages + 1, np.int64)
         self._told = np.zeros(num_pages + 1, np.int64)  # tokens of the state that a table named last
@@ -177,6 +172,19 @@ class StatePages:
         self._let_go(copy)
         if passing:
             self._passing[request_id] = digest
+
+    def keep_passing(self, request_ids: Sequence[str], digests: Digests, tokens: NDArray[np.int64]) -> bool:
+        """`keep` of several requests whose copies go with the next ones, at once. False: they need it one by one."""
+        pages = [self.page_of(request_id) for request_id in request_ids]
+        if np.count_nonzero(self._tokens[pages] != tokens):
+            return False
+        if (copies := self._passing.renew(self._pool, request_ids, digests)) is None:
+            return False
+        for page, copy in zip(pages, copies.tolist(), strict=True):
+            self._copy(page, copy)
+        if self._slabs is not None:
+            self._used[copies] = self._slabs.pool.clock
+        return True
 
     def resume(self, request_id: str, digest: Digests) -> None:
         """Copy the state that is kept under `digest` into the request's page, where it goes on from."""
@@ -291,7 +299,10 @@ class StatePages:
         And it is written over: one that others were told of, under a lease, cannot run on. Raises
         `UnknownRequestError`, and `StatePageError` for a state that is elsewhere, or leased, or that a transfer writes.
         """
-        pages: list[int] = []
+        pages = [self.page_of(request_id) for request_id in request_ids]
+        if not self.drafts.page_of and self._all_run_on(np.array(pages, np.int64), tokens):
+            return torch.tensor(pages, device=self.blocks[0][0].device)
+        pages = []
         for request_id, start in zip(request_ids, tokens, strict=True):
             self.drafts.check_booked(request_id)
             has, page = self.tokens_of(request_id), self.page_of(request_id)
@@ -308,24 +319,11 @@ class StatePages:
             pages.append(page)
         return torch.tensor(pages, device=self.blocks[0][0].device)
 
-    def read(self, layer: int, pages: torch.Tensor, kinds: Sequence[str]) -> torch.Tensor:
-        """A copy of the states of `kinds`, one after another, of all shards: `[pages, channels or heads, ...]`."""
-        found = list[torch.Tensor]()
-        for kind in kinds:
-            seen = 0
-            for layout, view in self._views[kind]:
-                if _end(layout) > seen:  # with more shards than groups, several hold the same one
-                    found.append(view[pages, layer])
-                    seen = _end(layout)
-        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
-
-    def write(self, layer: int, pages: torch.Tensor, kinds: Sequence[str], states: torch.Tensor) -> None:
-        """Put what `read` gives, changed, back in its place, on every shard that holds it."""
-        before = 0
-        for kind in kinds:
-            for layout, view in self._views[kind]:
-                view[pages, layer] = states[:, before + layout.first_head : before + _end(layout)].to(view.dtype)
-            before += _end(self._views[kind][-1][0])
+    def _all_run_on(self, pages: NDArray[np.int64], tokens: Sequence[int]) -> bool:
+        """Whether none of these is what `pages_at` refuses: what a step of many requests asks."""
+        has, pool = self._tokens[pages], self._pool
+        told = (has > 0) & (has == self._told[pages]) & (pool.holders[pages] > 1)
+        return not np.count_nonzero((has != tokens) | (pool.writers[pages] > 0) | told)
 
     def advance(self, pages: torch.Tensor, tokens: Sequence[int]) -> None:
         """Every layer of `pages` has been written: their states have taken up `tokens`."""
@@ -442,7 +440,3 @@ class StatePages:
 
 def _one(page: int) -> NDArray[np.int32]:
     return np.array([page], np.int32)
-
-
-def _end(layout: PageLayout) -> int:
-    return layout.first_head + layout.num_heads

@@ -8,6 +8,8 @@ _KEPT = ["tests/scheduler_adapters/hf/test_kept_states.py"]
 _DRAFTED = ["tests/scheduler_adapters/hf/test_drafted_pages.py"]
 _SPECULATION = ["tests/scheduler_adapters/hf/test_speculation.py"]
 
+_PASSING = ["tests/scheduler_adapters/hf/test_passing_copies.py"]
+
 STATES: tuple[Module, ...] = (
     Module(
         "scheduler_adapters.hf.kept_states",
@@ -23,9 +25,10 @@ STATES: tuple[Module, ...] = (
             Mutation("KeptStates.reserved", "start < end", "0 < end"),
             Mutation("KeptStates.reserved", "min(later)", "max(later)"),
             Mutation("KeptStates.computed", "gathered.starts % size == 0", "gathered.starts % size == 1"),
-            Mutation("KeptStates.computed", "tokens in self._ends.get(request_id, ()) or ", ""),
-            Mutation("KeptStates.computed", " or (self._spacing and tokens % self._spacing == 0)", ""),
-            Mutation("KeptStates.computed", "passing=not stays", "passing=False"),
+            Mutation("KeptStates.computed", "not any(stay) and ", ""),
+            Mutation("KeptStates.computed", "passing=not stay[place]", "passing=False"),
+            Mutation("KeptStates._stays", "tokens in self._ends.get(request_id, ()) or ", ""),
+            Mutation("KeptStates._stays", " or (self._spacing > 0 and tokens % self._spacing == 0)", ""),
             Mutation("KeptStates.digest_at", "self._replica.page_size - 1", "self._replica.page_size - 2"),
             Mutation("KeptStates.leave", "self._shared.pop(request_id, None)", "pass"),
             Mutation("KeptStates.leave", "self._ends.pop(request_id, None)", "pass"),
@@ -53,6 +56,13 @@ STATES: tuple[Module, ...] = (
             Mutation("StatePages.check", ", *self.drafts.page_of.values()", "", _DRAFTED),
             Mutation("StatePages.check", "self.drafts.check(self._page_of)", "pass", _DRAFTED),
             Mutation("StatePages.longest", "int(there[-1]) + 1", "int(there[0]) + 1"),
+            Mutation("StatePages.keep_passing", "np.count_nonzero(self._tokens[pages] != tokens)", "False", _PASSING),
+            Mutation("StatePages.keep_passing", "self._copy(page, copy)", "pass", _PASSING),
+            Mutation("StatePages.keep_passing", "self._used[copies] = self._slabs.pool.clock", "pass", _PASSING),
+            Mutation("StatePages._all_run_on", "(has != tokens) | ", "", _PASSING),
+            Mutation("StatePages._all_run_on", " | (pool.writers[pages] > 0)", "", _PASSING),
+            Mutation("StatePages._all_run_on", " | told", "", _PASSING),
+            Mutation("StatePages._all_run_on", " & (pool.holders[pages] > 1)", "", _KEPT),
             Mutation("StatePages.keep", "self._tokens[page] != tokens", "False"),
             Mutation("StatePages.keep", "self._forget(before)", "pass"),
             Mutation("StatePages.keep", "self._found(digest) or ", ""),
@@ -180,6 +190,21 @@ STATES: tuple[Module, ...] = (
         "kvcache.replicas",
         _SHARED,
         [Mutation("_fits", " - replica.pool.beside", "")],
+    ),
+    Module(
+        "scheduler_adapters.hf.passing_copies",
+        [],
+        [
+            Mutation("PassingCopies.renew", "len(before) < len(digests)", "False"),
+            Mutation("PassingCopies.renew", "len(set(copies.tolist()))", "len(digests)"),
+            Mutation("PassingCopies.renew", "len(set(digests[:, 0].tolist()))", "len(digests)"),
+            Mutation("PassingCopies.renew", "(copies == NO_PAGE).any() or ", ""),
+            Mutation("PassingCopies.renew", "pool.holders[copies].any() or ", ""),
+            Mutation("PassingCopies.renew", " or index.find(digests).any()", ""),
+            Mutation("PassingCopies.renew", "pool.idle.remove(copies)", "pass"),
+            Mutation("PassingCopies.renew", "index.publish(copies, digests)", "index.publish(copies, digests + 100)"),
+            Mutation("PassingCopies.renew", "self[request_id] = digests[at : at + 1]", "pass"),
+        ],
     ),
     Module(
         "kvcache.replica.page_moves",

@@ -49,8 +49,8 @@ def test_states_come_back_as_written_from_any_number_of_shards(shards: int) -> N
             assert torch.equal(states.read(layer, pages, CONV_KINDS), conv)
             assert torch.equal(states.read(layer, pages, (SSM_KIND,)), ssm)
             assert torch.equal(states.read(layer, pages.flip(0), ("conv.C",)), conv.flip(0)[:, 22:])
-    for kind, parts in split._views.items():  # each shard holds its own part of what the one shard holds
-        ((_, all_of_it),) = whole._views[kind]
+    for kind, parts in split._views.each.items():  # each shard holds its own part of what the one shard holds
+        ((_, all_of_it),) = whole._views.each[kind]
         for layout, held in parts:
             assert torch.equal(held, all_of_it[:, :, layout.first_head : layout.first_head + layout.num_heads])
     for states in (whole, split):

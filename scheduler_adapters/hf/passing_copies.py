@@ -1,0 +1,38 @@
+"""`PassingCopies`: of requests the copies of their states that go along with them, from page to page.
+
+Such a copy is of the last full page that its request has come to, and the next one takes its place. Where nobody holds
+it, the next one is put where it lies: a step of many requests takes no page for that, and asks for none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvcache.pool.index import NO_PAGE, Digests, Pages
+from kvcache.pool.pages import PagePool
+
+
+class PassingCopies(dict[str, Digests]):
+    """By request the digest, `[1, words]`, of the copy in `pool` that its next one takes the place of."""
+
+    def renew(self, pool: PagePool, request_ids: Sequence[str], digests: Digests) -> Pages | None:
+        """The copies of all these requests, found by `digests` from now on, and used last; what is in them is old.
+
+        None, and nothing has changed: one of them has none, or somebody holds it, or one of `digests` is kept by now.
+        """
+        before = [self[request_id] for request_id in request_ids if request_id in self]
+        if not before or len(before) < len(digests):
+            return None
+        index, copies = pool.index, pool.index.find(np.concatenate(before))
+        several = min(len(set(copies.tolist())), len(set(digests[:, 0].tolist()))) < len(digests)
+        if several or (copies == NO_PAGE).any() or pool.holders[copies].any() or index.find(digests).any():
+            return None
+        pool.idle.remove(copies)
+        index.withdraw(copies)
+        index.publish(copies, digests)
+        pool.idle.append(copies)
+        for at, request_id in enumerate(request_ids):
+            self[request_id] = digests[at : at + 1]
+        return copies

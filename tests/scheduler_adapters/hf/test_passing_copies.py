@@ -1,0 +1,152 @@
+"""The copies that go along with their requests: many of a step take the place of those before at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache.pool.slabs import SlabPool
+from scheduler_adapters.errors import StatePageError
+from scheduler_adapters.hf.state_layout import StateShape, state_layouts
+from scheduler_adapters.hf.state_pages import StatePages
+from scheduler_adapters.hf.state_slabs import StateSlabs
+
+SHAPE = StateShape(1, 16, 1, 1, 1, 2, torch.uint8, torch.uint8, "short_conv")
+NAMES = ["a", "b", "c"]
+
+
+def digests(*words: int) -> np.ndarray:
+    return np.array(words, np.uint64).reshape(-1, 1)
+
+
+def made(copies: int = 4, tokens: int = 8) -> StatePages:
+    """Three requests that have come to `tokens` tokens, and a copy of each that goes along with it, 1 to 3."""
+    states = StatePages(SHAPE, len(NAMES) + copies)
+    for at, name in enumerate(NAMES):
+        states.allocate(name)
+        run(states, name, tokens, at)
+        states.keep(name, digests(at + 1), tokens, passing=True)
+    return states
+
+
+def run(states: StatePages, name: str, tokens: int, content: int) -> None:
+    states.blocks[0][0][states.page_of(name)] = content
+    states.advance(torch.tensor([states.page_of(name)]), [tokens])
+
+
+def on(states: StatePages, tokens: int = 16) -> None:
+    for at, name in enumerate(NAMES):
+        run(states, name, tokens, 10 + at)
+
+
+def kept(states: StatePages, *words: int) -> list[int]:
+    """What is in the copies of these digests; 0 for none."""
+    pages = states._pool.index.find(digests(*words)).tolist()
+    return [int(states.blocks[0][0][page].flatten()[0]) if page else 0 for page in pages]
+
+
+def test_each_copy_is_the_next_one_where_it_lies() -> None:
+    states = made(copies=3)
+    on(states)
+    assert states.keep_passing(NAMES, digests(11, 12, 13), np.array([16, 16, 16]))
+    assert kept(states, 1, 2, 3, 11, 12, 13) == [0, 0, 0, 10, 11, 12]
+    assert (states._tokens[states._pool.index.find(digests(11, 12, 13))] == 16).all()
+    assert (states.num_kept, states.evictions) == (3, 0)
+    states.check(NAMES)
+    on(states, 24)
+    assert states.keep_passing(NAMES, digests(21, 22, 23), np.array([24, 24, 24])), "they pass on from these, too"
+    assert states.num_kept == 3
+    states.allocate("d")
+    states.allocate("e")
+    assert kept(states, 21, 22, 23) == [0, 0, 12], "the copy of the first request goes first"
+
+
+def test_they_are_used_last() -> None:
+    states = made()
+    run(states, "a", 9, 50)
+    states.keep("a", digests(9), 9, passing=False)  # the copy 1 goes, and this one stays
+    assert states.num_kept == 3
+    for name in ("b", "c"):
+        run(states, name, 16, 60)
+    assert states.keep_passing(["b", "c"], digests(12, 13), np.array([16, 16]))
+    for name in ("d", "e"):
+        states.allocate(name)
+    assert kept(states, 9, 12, 13) == [0, 60, 60]
+
+
+def held(states: StatePages) -> None:
+    states._pool.hold(states._pool.index.find(digests(2)))
+
+
+def gone(states: StatePages) -> None:
+    states.forget_copies()
+
+
+def evicted(states: StatePages) -> None:
+    while states.num_kept == 3:
+        states.allocate(f"other {states.num_held}")
+
+
+def kept_by_now(states: StatePages) -> None:
+    states.allocate("d")
+    run(states, "d", 16, 70)
+    states.keep("d", digests(12), 16, passing=False)
+
+
+def elsewhere(states: StatePages) -> None:
+    run(states, "b", 17, 70)
+
+
+@pytest.mark.parametrize("happens", [held, gone, evicted, kept_by_now, elsewhere])
+def test_one_by_one_where_they_cannot(happens: Callable[[StatePages], None]) -> None:
+    states = made()
+    on(states)
+    happens(states)
+    before = states._passing.copy(), kept(states, 1, 2, 3, 12), states.num_kept, states._tokens.copy()
+    assert not states.keep_passing(NAMES, digests(11, 12, 13), np.array([16, 16, 16]))
+    after = states._passing, kept(states, 1, 2, 3, 12), states.num_kept
+    assert after == before[:3]
+    assert (states._tokens == before[3]).all()
+
+
+def test_one_by_one_where_two_come_to_the_same_tokens() -> None:
+    states = made()
+    on(states)
+    assert not states.keep_passing(NAMES, digests(11, 11, 13), np.array([16, 16, 16]))
+    states._passing["c"] = states._passing["b"]
+    assert not states.keep_passing(NAMES, digests(11, 12, 13), np.array([16, 16, 16]))
+    assert kept(states, 1, 2, 3, 11, 12, 13) == [0, 1, 2, 0, 0, 0]
+
+
+def test_in_slabs_they_are_as_young_as_what_was_let_go_last() -> None:
+    pool = SlabPool(63, 1, 4)
+    rows = torch.zeros((64, 4), dtype=torch.uint8)
+    states = StatePages(SHAPE, 0, slabs=StateSlabs(state_layouts(SHAPE, 1), pool, [rows]))
+    for at, name in enumerate(NAMES):
+        states.allocate(name)
+        run(states, name, 8, at)
+        states.keep(name, digests(at + 1), 8, passing=True)
+    pool.release(pool.allocate(4))
+    on(states)
+    assert states.keep_passing(NAMES, digests(11, 12, 13), np.array([16, 16, 16]))
+    assert states.oldest_use == pool.clock
+    assert kept(states, 11, 12, 13) == [10, 11, 12]
+    states.check(NAMES)
+
+
+def test_what_of_many_may_not_run_on_is_named() -> None:
+    states = made()
+    with pytest.raises(StatePageError, match="'b' runs from token 7"):
+        states.pages_at(NAMES, [8, 7, 8])
+    states.lease("c", "lease")
+    assert states.pages_at(NAMES, [8, 8, 8]).tolist() == [states.page_of(name) for name in NAMES]
+    states.tell("c")
+    with pytest.raises(StatePageError, match="'c': its state after 8 tokens is leased"):
+        states.pages_at(NAMES, [8, 8, 8])
+    states.end_lease("lease")
+    states.begin_import("a")
+    with pytest.raises(StatePageError, match="written by a transfer"):
+        states.pages_at(NAMES, [8, 8, 8])
