@@ -19,6 +19,7 @@ from kvcache.layer_groups import LayerGroup, LayerTables
 from kvcache.layout import PageLayout
 from kvcache.metrics import KVCacheMetrics
 from kvcache.params import KVCacheParams
+from kvcache.pool.index import PrefixIndex
 from kvcache.pool.pages import PagePool
 from kvcache.pool.slabs import SlabPool
 from kvcache.replica.batch import Batch, BatchState, Gathered
@@ -70,7 +71,7 @@ def place_replicas(
         placed.append(PlacedReplica(replica, layouts, group, stream))
     replicas = Replicas(placed, every, params, make_tiers(params, layouts, placed, stream, tables))
     if params.kv_events is not None and params.enable_prefix_caching:
-        replicas.publish_events(params.kv_events, [_spec_of(table.group, params) for table in tables.tables])
+        replicas.publish_events(params.kv_events, params, tables)
     return replicas
 
 
@@ -264,12 +265,17 @@ class Replicas:
         if self._log is not None:
             self._log.end_call()
 
-    def publish_events(self, options: KVEvents, specs: Sequence[CacheSpec]) -> None:
+    def publish_events(
+        self, options: KVEvents, params: KVCacheParams, tables: LayerTables, states: Sequence[PrefixIndex] = ()
+    ) -> None:
         """Tell subscribers what the pools and the tiers below them hold, from now on; each replica is a rank.
 
-        `specs`: of each block table, what its layers keep.
+        `states`: of each replica the recurrent states that are cached after some of its pages, where it has any. They
+        are told as a further group behind those of the block tables.
         """
+        specs = [_spec_of(table.group, params) for table in tables.tables] + [CacheSpec("mamba")] * bool(states)
         indexes = {at * len(specs): replica.pool.index for at, replica in enumerate(self.each)}
+        indexes |= {at * len(specs) + len(specs) - 1: index for at, index in enumerate(states)}
         if self.tiers is not None:
             indexes[HOST * len(specs)] = self.tiers.host.pool.index
             if self.tiers.files is not None:

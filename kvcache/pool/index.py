@@ -93,6 +93,16 @@ class PrefixIndex:
             before = self._before[at]
         self._unlink(at, before)
 
+    def rename(self, pages: Pages, others: Pages) -> None:
+        """What is found in published `pages` is found in `others` from now on: nothing has come or gone."""
+        log, self.log = self.log, None
+        try:
+            digests = self.digests_of(pages)
+            self.withdraw(pages)
+            self.publish(others, digests)
+        finally:
+            self.log = log
+
     def withdraw_one(self, page: int) -> None:
         """`withdraw` for one page: a fifth of the cost."""
         self._changed(page, False)

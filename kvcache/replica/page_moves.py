@@ -40,9 +40,7 @@ class ReplicaPageMoves:
             own[:] = renamed[own]
         rows.changed[moved] = True
         published = index.published[sources]
-        digests = index.digests_of(sources[published])
-        index.withdraw(sources[published])
-        index.publish(targets[published], digests)
+        index.rename(sources[published], targets[published])
 
     def _pages_of_rows(self) -> Pages:
         """Those of each claimed row, one row after another."""

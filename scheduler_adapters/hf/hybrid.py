@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from itertools import chain
@@ -63,7 +64,7 @@ class HybridKVCacheManager(PagedKVCacheManager):
     too few for a state, or leased ones lie in every slab.
 
     Raises `InvalidParamsError` also where `state_copies` is given with `share_memory`, where there are several
-    replicas, or with prefix caching a tier below the pages, reuse of a part of a page, or events; and
+    replicas, or with prefix caching a tier below the pages, or reuse of a part of a page; and
     `PoolTooSmallError` where nothing is left beside the state pages.
     """
 
@@ -103,9 +104,10 @@ class HybridKVCacheManager(PagedKVCacheManager):
         else:
             self.states = StatePages(state, max_batch_size + copies, devices, words)
             left -= sum(tensor.nbytes for tensor in chain.from_iterable(self.states.tensors))
-        super().__init__(
-            params, max_batch_size, max_seq_len, num_layers, devices, available_cache_memory=left, **kwargs
-        )
+        # What tells of the pages tells of the states, too, once there are some.
+        untold, sizes = dataclasses.replace(params, kv_events=None), (max_batch_size, max_seq_len, num_layers)
+        super().__init__(untold, *sizes, devices, available_cache_memory=left, **kwargs)
+        self.params = params
         if share_memory:
             self.states = self._states_in_slabs(state, words)
         self.further_groups = (self.states,)
@@ -114,6 +116,9 @@ class HybridKVCacheManager(PagedKVCacheManager):
         (replica,) = self._replicas.each
         self._kept = KeptStates(self.states, replica, every)
         replica.states = self._kept if caching else None
+        if params.kv_events is not None:
+            self._replicas.publish_events(params.kv_events, params, self.layer_tables, [self.states.index])
+            self.kv_event_endpoints = self._replicas.event_endpoints
 
     def _states_in_slabs(self, state: StateShape, words: int) -> StatePages:
         """State pages in the memory of the token pages."""
@@ -271,7 +276,7 @@ def _check_params(params: KVCacheParams) -> None:
         )
     if params.groups:
         raise InvalidParamsError("groups are given: a manager with state pages has one group of attention layers")
-    for name in ("enable_kvcache_swapping_to_host", "partial_reuse_min_tokens", "kv_events"):
+    for name in ("enable_kvcache_swapping_to_host", "partial_reuse_min_tokens"):
         if getattr(params, name):
             raise InvalidParamsError(f"{name} is given: pages of a model with recurrent states are not cached that way")
 

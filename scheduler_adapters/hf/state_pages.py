@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError, UnknownRequestError
-from kvcache.pool.index import NO_PAGE, Digests
+from kvcache.pool.index import NO_PAGE, Digests, PrefixIndex
 from kvcache.pool.pages import PagePool
 from kvcache.storage import allocate_blocks
 from scheduler_adapters.errors import NoFreeStatePageError, StatePageError
@@ -100,6 +100,11 @@ class StatePages:
         if self._slabs is not None:
             return int(np.count_nonzero(self._slabs.pool.taken)) - self.num_idle
         return self.num_pages - self.num_free
+
+    @property
+    def index(self) -> PrefixIndex:
+        """The copies that can be found, by the digest of the last page before each."""
+        return self._pool.index
 
     @property
     def num_kept(self) -> int:

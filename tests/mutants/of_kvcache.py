@@ -60,6 +60,9 @@ KVCACHE: tuple[Module, ...] = (
         [
             Mutation("PrefixIndex._follow", "!= word", "> word"),
             Mutation("PrefixIndex._find", "page = link_of(page)", "page = NO_PAGE"),
+            Mutation("PrefixIndex.rename", "self.log, None", "self.log, self.log"),
+            Mutation("PrefixIndex.rename", "self.log = log", "pass"),
+            Mutation("PrefixIndex.rename", "self.withdraw(pages)", "pass"),
             Mutation("PrefixIndex._find", "left if places is None else places[left]", "left"),
             Mutation("PrefixIndex._find", "hits if places is None else places[hits]", "hits"),
             Mutation("PrefixIndex.match", "pages[: (pages == NO_PAGE).argmax()]", "pages[pages != NO_PAGE]"),

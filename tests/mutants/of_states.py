@@ -9,6 +9,7 @@ _DRAFTED = ["tests/scheduler_adapters/hf/test_drafted_pages.py"]
 _SPECULATION = ["tests/scheduler_adapters/hf/test_speculation.py"]
 
 _PASSING = ["tests/scheduler_adapters/hf/test_passing_copies.py"]
+_EVENTS = ["tests/scheduler_adapters/hf/test_state_events.py"]
 
 STATES: tuple[Module, ...] = (
     Module(
@@ -130,6 +131,7 @@ STATES: tuple[Module, ...] = (
             Mutation("HybridKVCacheManager.__init__", "not caching and (copies or every)", "False"),
             Mutation("HybridKVCacheManager.__init__", "self._kept if caching else None", "None"),
             Mutation("HybridKVCacheManager.__init__", "share_memory and state_copies is not None", "False"),
+            Mutation("HybridKVCacheManager.__init__", ", [self.states.index])", ")", _EVENTS),
             Mutation("HybridKVCacheManager.release", "self._kept.leave(request_id)", "pass"),
             Mutation("HybridKVCacheManager.admission", "if self.states.num_free else", "if True else"),
             Mutation("HybridKVCacheManager.step", "self._kept.computed(gathered)", "pass"),
@@ -213,7 +215,7 @@ STATES: tuple[Module, ...] = (
             Mutation("ReplicaPageMoves.staying", "stays[rows.pages(row)] = True", "pass"),
             Mutation("ReplicaPageMoves.move", "self._copy(sources, targets)", "pass"),
             Mutation("ReplicaPageMoves.move", "rows.changed[moved] = True", "pass"),
-            Mutation("ReplicaPageMoves.move", "index.publish(targets[published], digests)", "pass"),
+            Mutation("ReplicaPageMoves.move", "index.rename(sources[published], targets[published])", "pass"),
         ],
     ),
     Module(

@@ -174,3 +174,16 @@ def test_a_page_that_is_not_there_cannot_be_withdrawn() -> None:
             index.withdraw_one(3)
         with pytest.raises(InvariantError, match="page 3 is not in the chain"):
             index.withdraw(gone)
+
+
+def test_what_is_found_elsewhere_has_neither_come_nor_gone() -> None:
+    index, told = PrefixIndex(8, 1), list[object]()
+    digests = np.arange(1, 4, dtype=np.uint64).reshape(-1, 1)
+    index.publish(np.array([1, 2, 3], np.int32), digests)
+    index.log = told.append
+    index.rename(np.array([2, 3], np.int32), np.array([7, 5], np.int32))
+    assert index.find(digests).tolist() == [1, 7, 5]
+    assert told == []
+    index.check()
+    index.withdraw_one(7)
+    assert len(told) == 1

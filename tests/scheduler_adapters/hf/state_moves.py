@@ -120,7 +120,8 @@ class StateMoves(Moves):
 
     def build(self, dp: int, slots: int, params: dict[str, Any] | None) -> PagedKVCacheManager:  # noqa: ARG002 - of one replica
         copies, every = (self.copies, self.every) if self.caching else (0, 0)
-        cache = KVCacheParams(torch.int64, 1, 2, enable_prefix_caching=self.caching, page_size=PAGE_SIZE)
+        told = params or {} if self.caching else {}
+        cache = KVCacheParams(torch.int64, 1, 2, enable_prefix_caching=self.caching, page_size=PAGE_SIZE, **told)
         memory = self.pages * PAGE_SIZE * cache.bytes_per_token(self.layers)
         memory += (ROWS + copies + 1) * page_bytes(state_layouts(SHAPE, 1))
         return HybridKVCacheManager(

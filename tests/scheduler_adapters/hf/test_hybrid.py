@@ -18,7 +18,6 @@ from kvcache.errors import (
     PoolTooSmallError,
     UnknownRequestError,
 )
-from kvcache.kv_events import KVEvents
 from kvcache.manager import PagedKVCacheManager
 from kvcache.replica.context import TextContext
 from scheduler_adapters.errors import StatePageError, UnsupportedModelError
@@ -347,7 +346,6 @@ def test_what_does_not_go_with_states_is_refused_with_the_reason(model: Any) -> 
         ({"data_parallel_degree": 2, "n_devices": 2}, "data_parallel_degree is 2"),
         ({**caching, **host}, "enable_kvcache_swapping_to_host is given"),
         ({**caching, "partial_reuse_min_tokens": 2}, "partial_reuse_min_tokens is given"),
-        ({**caching, "kv_events": KVEvents("tcp://127.0.0.1:0")}, "kv_events is given"),
     ):
         cache = type(kv_params_of(model.config))(**params, **wrong)
         with pytest.raises(InvalidParamsError, match=message):

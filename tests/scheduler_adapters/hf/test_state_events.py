@@ -1,0 +1,74 @@
+"""KV events of managers with recurrent states: a reader can tell how long a prefix would be found."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvcache import KVEvents, TextContext
+from kvcache.events.wire import hashes_of
+from scheduler_adapters.hf.hybrid import HybridKVCacheManager
+from tests.kvcache.events.mirror import Known, Mirror
+from tests.kvcache.moves import SeededChooser
+from tests.scheduler_adapters.hf.slab_moves import SlabMoves
+from tests.scheduler_adapters.hf.state_moves import StateMoves
+
+ANY = "tcp://127.0.0.1:0"
+TOLD = {"kv_events": KVEvents(ANY, ANY)}
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has lost the last message hears of it at once."""
+    monkeypatch.setattr("kvcache.events.publisher._QUIET_S", 0.02)
+
+
+def told_of(known: Known, group: int) -> set[int]:
+    return set((known.groups.get(group, Known()) if group else known).there.get("GPU", {}))
+
+
+def there(index: object) -> set[int]:
+    published = np.flatnonzero(index.published).astype(np.int32)  # type: ignore[attr-defined]
+    return set(hashes_of(index.digests_of(published)).tolist())  # type: ignore[attr-defined]
+
+
+def promised(known: Known, hashes: list[int]) -> int:
+    """Of pages with these hashes how many a reader of the events takes to be found."""
+    pages, states = told_of(known, 0), told_of(known, 1)
+    run = next((at for at, one in enumerate(hashes) if one not in pages), len(hashes))
+    return max((at for at in range(1, run + 1) if hashes[at - 1] in states), default=0)
+
+
+def found(manager: HybridKVCacheManager, context: TextContext) -> tuple[int, list[int]]:
+    """Pages that a new request of these tokens would find, and the hashes of those that it could."""
+    replica = manager._replicas.each[0]
+    hasher = replica.hasher(None, context)
+    digests = hasher.digests(context.tokens, 0, (context.current_length - 1) // replica.page_size)
+    return len(replica.match(context)[1]), hashes_of(digests).tolist()
+
+
+@pytest.mark.parametrize(("seed", "kind"), [(seed, kind) for seed in range(5) for kind in (StateMoves, SlabMoves)])
+def test_what_a_reader_expects_of_a_prompt_is_what_is_found(seed: int, kind: type[StateMoves]) -> None:
+    moves = kind(SeededChooser(seed), TOLD)
+    manager = moves.manager
+    assert isinstance(manager, HybridKVCacheManager)
+    if not moves.caching:
+        assert manager.kv_event_endpoints == []
+        return
+    ((endpoint, replay),) = manager.kv_event_endpoints
+    with Mirror((endpoint, replay)).begin() as mirror:
+        for _ in range(6):
+            for _ in range(20):
+                moves.move()
+            mirror.settle(manager, 0)
+            assert told_of(mirror, 0) == there(manager._replicas.each[0].pool.index)
+            assert told_of(mirror, 1) == there(manager.states.index)
+            for context in moves.live.values():
+                again = TextContext(context.tokens.tolist(), 4096, "again", cache_salt=context.cache_salt)
+                again.extra_keys = context.extra_keys
+                count, hashes = found(manager, again)
+                assert promised(mirror, hashes) == count
+    kinds = {event["kv_cache_spec_kind"] for event in mirror.events if event["type"] == "BlockStored"}
+    assert kinds <= {"full_attention", "mamba"}
+    assert {event["group_idx"] for event in mirror.events if event.get("kv_cache_spec_kind") == "mamba"} <= {1}
+    manager.close()
