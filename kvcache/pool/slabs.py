@@ -80,10 +80,10 @@ class SlabPool(PagePool):
         self._ages_back = self._ages[self.num_slabs : 0 : -1]
         # The fresh pages lie in a part of this that moves up as slabs are taken from below, and down as they come back:
         # by less than the pages of one more slab than are taken.
-        self._stack = np.concatenate((self._fresh, np.zeros(slab_pages, np.int32)))
+        self._stack: Pages = np.concatenate((self._fresh, np.zeros(slab_pages, np.int32)))
         self._bottom = 0
         self._place = np.arange(num_pages, -1, -1)  # of each fresh page where it lies
-        self._fresh = self._stack
+        self._fresh: Pages = self._stack
 
     @property
     def free_count(self) -> int:

@@ -53,12 +53,14 @@ class KeptStates:
         if not at.size:
             return
         ended, tokens = gathered.rows[at], gathered.starts[at]
-        names = [rows.request_ids[row] or "" for row in ended.tolist()]
-        stay = [self._stays(name, count) for name, count in zip(names, tokens.tolist(), strict=True)]
+        of_rows: list[int] = ended.tolist()
+        counts: list[int] = tokens.tolist()
+        names = [rows.request_ids[row] or "" for row in of_rows]
+        stay = [self._stays(name, count) for name, count in zip(names, counts, strict=True)]
         digests = self._replica.pool.index.digests_of(rows.table[ended, tokens // size - 1])
         if not any(stay) and self._pages.keep_passing(names, digests, tokens):
             return
-        for place, (name, count) in enumerate(zip(names, tokens.tolist(), strict=True)):
+        for place, (name, count) in enumerate(zip(names, counts, strict=True)):
             self._pages.keep(name, digests[place : place + 1], count, passing=not stay[place])
 
     def _stays(self, request_id: str, tokens: int) -> bool:

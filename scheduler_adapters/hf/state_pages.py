@@ -307,7 +307,7 @@ class StatePages:
         pages = [self.page_of(request_id) for request_id in request_ids]
         if not self.drafts.page_of and self._all_run_on(np.array(pages, np.int64), tokens):
             return torch.tensor(pages, device=self.blocks[0][0].device)
-        pages = []
+        pages.clear()
         for request_id, start in zip(request_ids, tokens, strict=True):
             self.drafts.check_booked(request_id)
             has, page = self.tokens_of(request_id), self.page_of(request_id)
