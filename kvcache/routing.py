@@ -64,6 +64,8 @@ class Router:
 
     def admitted(self, replica: int, computed: int) -> None:
         """A request was admitted that computes `computed` pages there."""
+        if len(self._loads) == 1:  # there is no choice to make
+            return
         decay = self.routing.load_decay
         self._loads = [load * decay for load in self._loads]
         self._loads[replica] += computed

@@ -170,7 +170,7 @@ class Replica:
         first = 0 if row is None else self.rows.committed.item(row)
         last = (context.current_length - 1) // self.page_size
         if not self.caching or last <= first:
-            return first, np.zeros(0, np.int32)
+            return first, _NO_PAGES
         hasher, index = hasher or self.hasher(row, context), self.pool.index
         kept = hasher.matches.get(index)
         if kept is not None and kept[:3] == (index.generation, first, last):
@@ -178,7 +178,7 @@ class Replica:
         else:
             digests = hasher.digests(context.tokens, first, last)
             # Most lookups of a new prompt end at its first page.
-            pages = index.match(digests) if index.may_have(digests[0]) else np.zeros(0, np.int32)
+            pages = index.match(digests) if index.may_have(digests[0]) else _NO_PAGES
             if pages.size and self.further is not None:
                 pages = pages[: self.further.longest(first, digests[: len(pages)])]
             hasher.matches[index] = (index.generation, first, last, pages)

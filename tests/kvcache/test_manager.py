@@ -638,6 +638,16 @@ def test_a_prompt_is_counted_as_it_runs_and_no_later_than_by_its_step(make: Any)
     assert manager.metrics.input_tokens == 10
 
 
+def test_tokens_that_are_generated_before_a_step_are_no_prompt_tokens(make: Any) -> None:
+    manager = make(32, page_size=4)
+    context = claimed(manager, range(10))
+    assert manager.maybe_reserve(context, num_steps=4)
+    for token in range(4):
+        context.update(token)
+    manager.step([context])
+    assert manager.metrics.input_tokens == 10
+
+
 def test_tokens_that_are_generated_beside_a_prompt_are_no_prompt_tokens(make: Any) -> None:
     manager = make(32, page_size=4)
     decoding = claimed(manager, range(10))
