@@ -86,7 +86,7 @@ class KVCacheParams:
     is_mla: bool = False  # one latent side in place of keys and values
     data_parallel_degree: int = 1  # replicas, each with a pool and an index of its own
     # Of the prefix chain, the same wherever pages are exchanged. blake3, an extra, is as strong as sha256 and quicker
-    # where the processor has no SHA instructions; collisions in xxh3_128 can be crafted.
+    # on some processors without SHA instructions; collisions in xxh3_128 can be crafted.
     hash_algorithm: HashAlgorithm = "sha256"
     # A prompt that shares at least this many tokens of a cached page, but not all, copies the page (see
     # `kvcache.replica.partial`); 0 means never.
