@@ -29,7 +29,7 @@ class StoredObjects:
     @property
     def pages(self) -> dict[str, bytes]:
         """The objects that hold pages."""
-        return {key: content for key, content in self.objects.items() if not key.endswith("/current")}
+        return {key: content for key, content in self.objects.copy().items() if not key.endswith("/current")}
 
 
 class _IO:
