@@ -13,7 +13,7 @@ import torch
 
 from kvcache import sizing
 from kvcache.arguments import whole
-from kvcache.errors import BlockTableMismatchError, InvalidParamsError, InvariantError
+from kvcache.errors import BlockTableMismatchError, InvalidParamsError, InvariantError, PoolTooSmallError
 from kvcache.layout import replica_fingerprint, shard_layouts
 from kvcache.manager import PagedKVCacheManager
 from kvcache.params import KVCacheParams, resolve_page_size
@@ -103,7 +103,7 @@ class HybridKVCacheManager(PagedKVCacheManager):
             self.slab_pages = pages_of_slab(layouts, shard_layouts(params, num_layers, size))
         else:
             self.states = StatePages(state, max_batch_size + copies, devices, words)
-            left -= sum(tensor.nbytes for tensor in chain.from_iterable(self.states.tensors))
+            left -= _state_bytes(self.states, available_cache_memory)
         # What tells of the pages tells of the states, too, once there are some.
         untold, sizes = dataclasses.replace(params, kv_events=None), (max_batch_size, max_seq_len, num_layers)
         super().__init__(untold, *sizes, devices, available_cache_memory=left, **kwargs)
@@ -266,6 +266,17 @@ class HybridKVCacheManager(PagedKVCacheManager):
         self._kept.check()
         imports = self._replicas.each[0].imports.each
         self.states.check(self._claims.places, [page for pending in imports for _, page in pending.wholes])
+
+
+def _state_bytes(states: StatePages, memory: int) -> int:
+    """Bytes of state pages in memory of their own. `PoolTooSmallError`: they leave nothing of `memory` for pages."""
+    taken = sum(tensor.nbytes for tensor in chain.from_iterable(states.tensors))
+    if taken >= memory:
+        raise PoolTooSmallError(
+            f"available_cache_memory is {memory} bytes: {states.num_pages} state pages, and one that is nobody's, take "
+            f"{taken}"
+        )
+    return taken
 
 
 def _check_params(params: KVCacheParams) -> None:

@@ -59,7 +59,7 @@ class LaidWay:
     Attributes:
         way: its name.
         page: bytes of a page; None where there is no common page.
-        memory: bytes that requests share.
+        memory: bytes that requests share; what is left of a page counts for none, as they take whole pages.
         most: requests of a replica, however short they are; None: any number.
         parts: of a request.
     """
@@ -105,12 +105,12 @@ def laid_ways(model: CachedModel, tp: int, asked: MemoryAsked) -> Iterator[LaidW
         LaidPart(one.kind, one.layers, 0, partial(_any_length, one.state_bytes(tp))) for one in model.each if one.state
     )
     page = sum(of_kinds)
-    pages, state = asked.memory // page, model.state_bytes(tp)  # page 0 of states is nobody's
+    own = asked.memory - model.state_bytes(tp)  # page 0 of states is nobody's
     kinds = dict.fromkeys(_name(one) for one in model.paged)
     whole = LaidPart(
         kinds.popitem()[0] if len(kinds) == 1 else "all", sum(layers), 1, partial(_pages, size, page, None)
     )
-    yield LaidWay("pagewire", page, asked.memory - state if states else pages * page, None, (whole, *states))
+    yield LaidWay("pagewire", page, own, None, (whole, *states))
     if len(set(every)) == 1:  # pages of one size
         if len(model.paged) > 1 and not states and any(not one.window for one in model.paged):
             yield _with_groups(model, every[0], asked)
@@ -135,26 +135,25 @@ def _with_groups(model: CachedModel, params: KVCacheParams, asked: MemoryAsked) 
     for one, group in zip(model.paged, groups, strict=True):
         count = sum(table.group is group for table in tables.tables)
         parts.append(LaidPart(_name(one), one.layers, count, partial(_pages, size, count * page, group)))
-    return LaidWay("groups", page, asked.memory // page * page, None, (*parts,))
+    return LaidWay("groups", page, asked.memory, None, (*parts,))
 
 
 def _with_slabs(model: CachedModel, params: KVCacheParams, asked: MemoryAsked, whole: LaidPart) -> Iterator[LaidWay]:
     """A manager of states with `share_memory`, if it has room for a slab."""
     tp, size, layers = params.n_devices, asked.page_size, sum(one.layers for one in model.paged)
     page = page_bytes(params, layers, size) // tp
-    pages, (recurrent,) = asked.memory // page, [one for one in model.each if one.state]
+    (recurrent,) = [one for one in model.each if one.state]
     slab = pages_of_slab(recurrent.state_layouts(tp), shard_layouts(params, layers, size))
-    if (most := most_states(pages, slab)) > 0:
+    if (most := most_states(asked.memory // page, slab)) > 0:
         state = LaidPart(recurrent.kind, recurrent.layers, 0, partial(_any_length, slab * page))
-        yield LaidWay("share_memory", page, pages * page, most, (whole, state))
+        yield LaidWay("share_memory", page, asked.memory, most, (whole, state))
 
 
 def _of_vllm(blocks: VllmBlocks, asked: MemoryAsked, whole: LaidPart) -> LaidWay:
-    size = blocks.block_bytes
     parts = [LaidPart(_name(of.one), of.one.layers, of.tables, partial(blocks.table_bytes, of)) for of in blocks.each]
     if len(parts) == 1:  # of whatever kinds there are
         parts = [replace(parts[0], kind=whole.kind, layers=whole.layers)]
-    return LaidWay("vllm", size, asked.memory // size * size, None, (*parts,))
+    return LaidWay("vllm", blocks.block_bytes, asked.memory, None, (*parts,))
 
 
 def _groups(paged: Sequence[AlikeLayers]) -> tuple[LayerGroup, ...]:

@@ -29,8 +29,7 @@ PLAN: tuple[Module, ...] = (
         "scheduler_adapters.plan.ways",
         ["tests/scheduler_adapters/plan/test_memory.py", "tests/scheduler_adapters/plan/test_blocks.py"],
         [
-            Mutation("laid_ways", "asked.memory - state if states", "asked.memory if states"),
-            Mutation("laid_ways", "else pages * page, None", "else asked.memory, None"),
+            Mutation("laid_ways", "asked.memory - model.state_bytes(tp)", "asked.memory"),
             Mutation("laid_ways", "len(set(every)) == 1", "True"),
             Mutation("laid_ways", "len(model.paged) > 1 and ", ""),
             Mutation("laid_ways", "not states and any(", "any("),
@@ -44,7 +43,7 @@ PLAN: tuple[Module, ...] = (
             Mutation("_with_slabs", "> 0:", ">= 0:"),
             Mutation("_with_slabs", "slab * page)", "recurrent.state_bytes(tp))"),
             Mutation("_groups", '"window" if one.window else "full"', '"full"'),
-            Mutation("_of_vllm", "asked.memory // size * size", "asked.memory"),
+            Mutation("_of_vllm", "if len(parts) == 1:", "if False:"),
         ],
     ),
     Module(

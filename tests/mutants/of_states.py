@@ -139,6 +139,7 @@ STATES: tuple[Module, ...] = (
             Mutation("HybridKVCacheManager.import_block_table", "if had else None", "if False else None"),
             Mutation("HybridKVCacheManager.check", "self._kept.check()", "pass"),
             Mutation("_check_params", "if getattr(params, name):", "if False:"),
+            Mutation("_state_bytes", "taken >= memory", "False", ["tests/scheduler_adapters/hf/test_hybrid.py"]),
         ],
     ),
     Module(

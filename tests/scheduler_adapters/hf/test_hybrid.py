@@ -371,6 +371,9 @@ def test_state_pages_are_part_of_the_budget(model: Any) -> None:
     assert built(states + 20 * page).total_num_pages == 20
     with pytest.raises(PoolTooSmallError):
         built(states + page - 1)
+    for memory in (1, states):
+        with pytest.raises(PoolTooSmallError, match=f"is {memory} bytes: 4 state pages, .* nobody's, take {states}"):
+            built(memory)
 
 
 def test_a_hybrid_without_state_pages_is_refused(model: Any) -> None:

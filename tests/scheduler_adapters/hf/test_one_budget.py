@@ -257,6 +257,21 @@ def test_an_import_takes_pages_and_state(model: Any) -> None:
     assert tokens == expected
 
 
+def test_the_slab_of_an_import_whose_request_is_gone_is_pages_again_once_nothing_writes_it(model: Any) -> None:
+    source, target = one_budget(model, 4, 24), one_budget(model, 5, 30)
+    serve(loop_of(source, model), [Request("r", PROMPTS[0], 1, hold_pages=True)])
+    context = loop_of(target, model).context_for(Request("r", [*PROMPTS[0], 5], NEW))
+    target.external_claim("r")
+    pending = target.import_block_table(context, source.block_table("r"))
+    taken = target._replicas.each[0].pool.taken
+    target.release("r")
+    target.check()
+    assert (np.flatnonzero(taken).tolist(), target.states.num_held) == ([pending.wholes[0][1]], 1)
+    target.cancel_import(pending)
+    assert not taken.any()
+    assert_nothing_held(target)
+
+
 def test_what_a_request_needs_is_its_pages_and_its_state(model: Any) -> None:
     manager = one_budget(model, 1, 12, caching=False)
     most = manager.total_num_pages - manager.slab_pages
