@@ -71,6 +71,8 @@ def test_a_table_that_leaves_out_what_no_other_named_or_names_it_otherwise_is_re
     for wrong in bad:
         with pytest.raises(BlockTableMismatchError, match="names other pages than before"):
             target.extend_import(context, pending, wrong, last=True)
+    with pytest.raises(BlockTableMismatchError, match="names other pages than before"):
+        target.extend_import(context, pending, from_page(beginning(table, 48), 11), last=False)  # one page behind one
     other = change(from_page(table, 10), digests=table.digests[: 7 * 32])
     with pytest.raises(BlockTableMismatchError, match="other tokens .*from page 10 on"):
         target.extend_import(context, pending, other, last=True)
