@@ -288,6 +288,16 @@ def test_what_a_request_needs_is_its_pages_and_its_state(model: Any) -> None:
         one_budget(model, 1, 1)
 
 
+@pytest.mark.parametrize("beside", [0, 1])
+def test_a_request_fits_where_its_pages_are_left_beside_its_slab(model: Any, beside: int) -> None:
+    manager = one_budget(model, 3, 12, caching=False)
+    pages = manager.total_num_pages - 2 * manager.slab_pages - beside
+    with manager.claim(context := TextContext([5] * (pages * PAGE), 4096, "r")):
+        assert manager.maybe_reserve(context)
+        assert manager.states.num_free
+        assert manager.admission(TextContext([5], 4096, "other")).fits == bool(beside)
+
+
 def test_check_counts_slabs_and_states(model: Any) -> None:
     manager = one_budget(model, 3, 12)
     manager.external_claim("r")
