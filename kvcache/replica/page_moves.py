@@ -6,22 +6,44 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.replica.replica import Replica
-from kvcache.replica.rows import Pages
+from kvcache.replica.rows import Pages, Rows
 
 
 class ReplicaPageMoves:
-    """The moves in one replica of one block table. `copy` copies the first pages to the others, on all shards."""
+    """The moves in one replica of one block table. `copy` copies the first pages to the others, on all shards.
+
+    Pages stay where others know them by their ids: a model that runs, or whoever was told of a block table.
+    """
 
     def __init__(self, replica: Replica, copy: Callable[[Pages, Pages], None]) -> None:
         self._replica = replica
         self._copy = copy
+        count = len(replica.rows.request_ids)
+        self._runs, self._told = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
+
+    def claimed(self, row: int) -> None:
+        """The row is a new request's."""
+        self._runs[row] = self._told[row] = False
+
+    def fetched(self, rows: Rows) -> None:
+        """A model reads the pages of these rows, until their `step`."""
+        self._runs[rows] = True
+
+    def stepped(self, rows: Rows) -> None:
+        """It has run."""
+        self._runs[rows] = False
+
+    def told(self, row: int) -> None:
+        """Somebody was told of the row's pages: they stay while it is claimed."""
+        self._told[row] = True
 
     def staying(self) -> NDArray[np.bool_]:
         """Held pages that not only rows hold, or that others know: of leases, and of requests with one or an import."""
         pool, rows = self._replica.pool, self._replica.rows
         by_rows = np.bincount(self._pages_of_rows(), minlength=pool.num_pages + 1)
         stays = (pool.holders != by_rows) | (pool.writers > 0)
-        for row in (*self._replica.leases.of_row, *self._replica.imports.of_row):
+        known = np.flatnonzero(self._runs | self._told).tolist()
+        for row in (*self._replica.leases.of_row, *self._replica.imports.of_row, *known):
             stays[rows.pages(row)] = True
         stays &= (pool.holders > 0) | (pool.writers > 0)
         return stays

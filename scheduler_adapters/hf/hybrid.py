@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from kvcache import sizing
-from kvcache.arguments import whole
+from kvcache.arguments import flag, whole
 from kvcache.errors import BlockTableMismatchError, InvalidParamsError, InvariantError, PoolTooSmallError
 from kvcache.layout import replica_fingerprint, shard_layouts
 from kvcache.manager import PagedKVCacheManager
@@ -26,7 +26,7 @@ from kvcache.replica.hashing import DIGEST_BYTES
 from kvcache.replica.imports import own_import
 from kvcache.replica.leases import PageLease
 from kvcache.replica.page_moves import ReplicaPageMoves
-from kvcache.types import Admission, RequestID
+from kvcache.types import Admission, RaggedKVCacheInputs, RequestID
 from scheduler_adapters.errors import NoFreeStatePageError, StatePageError
 from scheduler_adapters.hf.kept_states import KeptStates
 from scheduler_adapters.hf.state_layout import StateShape, state_layouts
@@ -41,15 +41,12 @@ class HybridKVCacheManager(PagedKVCacheManager):
     layers; `num_layers` counts those that keep keys and values. What differs:
 
     - A prefix is found as far as its pages are cached and a copy of the state after the last of them is: the newest one
-      that is left is copied into the request's state page. Copies are made by `step` where they pay (`KeptStates`), in
-      `state_copies` pages, twice `max_batch_size` where none are named, and evicted on their own, least recently used
-      first. `maybe_reserve` ends a chunk (`active_idx`) where a copy is to be made; a loop that runs it past that makes
-      none there. Hints and quotas are of the pages of tokens alone.
+      that is left is copied into the request's state page. Copies are made by `step` where they pay (`KeptStates`), and
+      evicted on their own, least recently used first. `maybe_reserve` ends a chunk (`active_idx`) where a copy is to be
+      made; a loop that runs it past that makes none there. Hints and quotas are of the pages of tokens alone.
     - `block_table` has a second group, the state page. `import_block_table` takes such a table; the import's copier
       names both, `commit_import` and `cancel_import` are for both. So are leases.
-    - One replica: its state pages are of one set of devices. `max_batch_size + state_copies` of them come out of
-      `available_cache_memory`: a state has as many bytes as some hundred or thousand tokens, so that pages of one size
-      for both would be found in steps as long.
+    - One replica: its state pages are of one set of devices.
     - A state cannot go back. A run of drafted tokens, which may be taken away again, has a second state page
       (`states.draft`, out of those that are free or copies), and leaves the state before it as it is. Where some are
       taken away, `step` sets `start_idx` back to that state, and the tokens that stay run again with the next ones
@@ -57,11 +54,13 @@ class HybridKVCacheManager(PagedKVCacheManager):
 
     `state_every_pages`: pages of tokens between two copies, whatever the prompts; 0: only where `KeptStates` says.
 
-    `share_memory`: states lie among the pages of tokens, each in a slab of `slab_pages` neighbours
-    (`kvcache.pool.slabs`), so that no memory is set apart. Copies and pages are then evicted by their last use.
-    Pages of requests without a lease may be moved when another one is claimed or forked: claim none between `fetch`
-    and the end of the model's run, and read a `block_table` under a lease. `NoFreeStatePageError` also where pages are
-    too few for a state, or leased ones lie in every slab.
+    States lie among the pages of tokens, each in a slab of `slab_pages` neighbours (`kvcache.pool.slabs`), so that no
+    memory is set apart. Copies and pages are then evicted by their last use. Pages of requests may be moved when
+    another one is claimed or forked, but none that a model reads (from `fetch` to `step`), or that a lease, an import
+    or a `block_table` names. `NoFreeStatePageError` also where such pages lie in every slab, or pages are too few.
+
+    `share_memory`: False, or `state_copies` named: `max_batch_size + state_copies` state pages, twice `max_batch_size`
+    copies where none are named, come out of `available_cache_memory` once and for all, and pages are never moved.
 
     Raises `InvalidParamsError` also where `state_copies` is given with `share_memory`, where there are several
     replicas, or with prefix caching a tier below the pages, or reuse of a part of a page; and
@@ -79,13 +78,14 @@ class HybridKVCacheManager(PagedKVCacheManager):
         available_cache_memory: int,
         state_copies: int | None = None,
         state_every_pages: int = 0,
-        share_memory: bool = False,
+        share_memory: bool | None = None,
         **kwargs: Any,
     ) -> None:
         sizing.check_sizes(params, max_batch_size, max_seq_len, num_layers)  # before state pages are allocated
         sizing.check_devices(params, devices, here=True)
         caching = params.enable_prefix_caching
         _check_params(params)
+        share_memory = state_copies is None if share_memory is None else flag("share_memory", share_memory)
         if share_memory and state_copies is not None:
             raise InvalidParamsError(
                 f"state_copies is {state_copies}: with share_memory there are as many as the memory that is left holds"
@@ -108,6 +108,7 @@ class HybridKVCacheManager(PagedKVCacheManager):
         untold, sizes = dataclasses.replace(params, kv_events=None), (max_batch_size, max_seq_len, num_layers)
         super().__init__(untold, *sizes, devices, available_cache_memory=left, **kwargs)
         self.params = params
+        self._moves: ReplicaPageMoves | None = None
         if share_memory:
             self.states = self._states_in_slabs(state, words)
         self.further_groups = (self.states,)
@@ -126,7 +127,7 @@ class HybridKVCacheManager(PagedKVCacheManager):
         pool = placed.replica.pool
         if not isinstance(pool, SlabPool):
             raise InvariantError("a manager with states in slabs has a pool without")
-        pool.moves = ReplicaPageMoves(
+        self._moves = pool.moves = ReplicaPageMoves(
             placed.replica, lambda sources, targets: placed.copy_pages_of(placed, sources, targets)
         )
         (devices,) = self.devices_per_replica
@@ -141,6 +142,8 @@ class HybridKVCacheManager(PagedKVCacheManager):
         except NoFreeStatePageError:
             super().release(request_id)
             raise
+        if self._moves is not None:
+            self._moves.claimed(self._replicas.each[0].rows.row_of[request_id])
 
     def release(self, request_id: RequestID) -> None:
         """As the base; gives the state page back too, unless a transfer still writes it or a lease holds it."""
@@ -153,6 +156,13 @@ class HybridKVCacheManager(PagedKVCacheManager):
         found = super().admission(context, num_steps)
         return found if self.states.num_free else found._replace(fits=False)
 
+    def fetch(self, batch: Sequence[Context], num_steps: int = 1) -> list[RaggedKVCacheInputs]:
+        """As the base; the pages of these requests stay where they are until their `step`."""
+        fetched = super().fetch(batch, num_steps)
+        if self._moves is not None:
+            self._moves.fetched(self._claims.gather(batch, "fetch").rows)
+        return fetched
+
     def step(self, batch: Sequence[Context]) -> None:
         """As the base; keeps copies of the states of requests that are at the end of a page, where these pay.
 
@@ -164,6 +174,8 @@ class HybridKVCacheManager(PagedKVCacheManager):
             gathered = self._step_drafted(batch, gathered)
         else:
             self._replicas.step(gathered)
+        if self._moves is not None:
+            self._moves.stepped(gathered.rows)
         if self.enable_prefix_caching:
             self._kept.computed(gathered)
 
@@ -203,6 +215,8 @@ class HybridKVCacheManager(PagedKVCacheManager):
             return False
         self.states.allocate(child.request_id)
         self.states.fork(parent.request_id, child.request_id)
+        if self._moves is not None:
+            self._moves.claimed(self._replicas.each[0].rows.row_of[child.request_id])
         return True
 
     def block_table(self, request_id: RequestID, *, full_pages: bool = False, first_page: int = 0) -> BlockTable:
@@ -216,6 +230,8 @@ class HybridKVCacheManager(PagedKVCacheManager):
                     f"request {request_id!r}: its pages hold {table.num_tokens} tokens, its state has taken up {tokens}"
                 )
             self.states.tell(request_id)
+        if self._moves is not None:
+            self._moves.told(self._replicas.each[0].rows.row_of[request_id])
         return msgspec.structs.replace(table, groups=(*table.groups, (self.states.page_of(request_id),)))
 
     def lease(self, request_id: RequestID) -> PageLease:

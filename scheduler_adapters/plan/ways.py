@@ -2,8 +2,9 @@
 
 `pagewire`: one table of all layers with keys and values, whose windows keep theirs to the end of the request, and
 recurrent states in memory of their own, as many as there are requests. `groups`: with `params.groups`. `share_memory`:
-states in slabs of the pages, by the parameter of that name. `vllm`: see `blocks.py`. `least`: what the layers need,
-were every kind given pages of its own and a window only those that it still looks at; what no manager can be below.
+states in slabs of the pages, as managers have them unless told otherwise. `vllm`: see `blocks.py`. `least`: what the
+layers need, were every kind given pages of its own and a window only those that it still looks at; what no manager can
+be below.
 """
 
 from __future__ import annotations

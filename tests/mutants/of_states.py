@@ -214,6 +214,10 @@ STATES: tuple[Module, ...] = (
         _SHARED,
         [
             Mutation("ReplicaPageMoves.staying", "stays[rows.pages(row)] = True", "pass"),
+            Mutation("ReplicaPageMoves.staying", "self._runs | self._told", "self._runs"),
+            Mutation("ReplicaPageMoves.staying", "self._runs | self._told", "self._told"),
+            Mutation("ReplicaPageMoves.stepped", "self._runs[rows] = False", "pass"),
+            Mutation("ReplicaPageMoves.claimed", "self._runs[row] = self._told[row] = False", "pass"),
             Mutation("ReplicaPageMoves.move", "self._copy(sources, targets)", "pass"),
             Mutation("ReplicaPageMoves.move", "rows.changed[moved] = True", "pass"),
             Mutation("ReplicaPageMoves.move", "index.rename(sources[published], targets[published])", "pass"),

@@ -34,13 +34,15 @@ def new_manager(
 ) -> Any:
     """The manager that the model needs, with so many pages of tokens in each replica, and state pages beside them.
 
-    `states`: what a manager with state pages is told of copies.
+    `states`: what a manager with state pages is told of copies. They have memory of their own.
     """
     cache = kv_params_of(model.config, page_size=page_size, **params)
     memory = pages * page_bytes(cache, num_layers_of(model.config), page_size) * cache.data_parallel_degree
     memory += state_bytes_of(model, cache.n_devices, rows + (states or {}).get("state_copies", 0))
     devices = ["cpu"] * cache.n_devices
-    options = {"available_cache_memory": memory, "enable_runtime_checks": True, **(states or {})}
+    options: dict[str, Any] = {"available_cache_memory": memory, "enable_runtime_checks": True, **(states or {})}
+    if state_bytes_of(model, cache.n_devices, 1):
+        options["share_memory"] = False
     return manager_for(model, cache, rows, max_seq_len, devices, **options)
 
 

@@ -116,9 +116,7 @@ class SlabMoves(StateMoves):
         cache = KVCacheParams(torch.int64, 1, 2, enable_prefix_caching=self.caching, page_size=PAGE_SIZE, **told)
         memory = self.pages * PAGE_SIZE * cache.bytes_per_token(self.layers)
         sizes = ROWS, LONGEST, self.layers
-        return HybridKVCacheManager(
-            self.shape, cache, *sizes, ["cpu"], memory, state_every_pages=every, share_memory=True
-        )
+        return HybridKVCacheManager(self.shape, cache, *sizes, ["cpu"], memory, state_every_pages=every)
 
     def model(self) -> ModelReplica:
         return SlabReplica(self.pages, self.every, self.manager)

@@ -357,6 +357,8 @@ def test_what_does_not_go_with_states_is_refused_with_the_reason(model: Any) -> 
         HybridKVCacheManager(shape, cache, 4, 128, 2, ["cpu"], 1 << 20, state_every_pages=2)
     with pytest.raises(InvalidParamsError, match="state_copies is 0: with share_memory"):
         HybridKVCacheManager(shape, cache, 4, 128, 2, ["cpu"], 1 << 20, state_copies=0, share_memory=True)
+    with pytest.raises(InvalidParamsError, match="share_memory is 1"):
+        HybridKVCacheManager(shape, cache, 4, 128, 2, ["cpu"], 1 << 20, share_memory=1)
 
 
 def test_state_pages_are_part_of_the_budget(model: Any) -> None:
@@ -365,7 +367,7 @@ def test_state_pages_are_part_of_the_budget(model: Any) -> None:
     state = page_bytes(state_layouts(state_shape_of(model), 1))
 
     def built(memory: int) -> PagedKVCacheManager:
-        return manager_for(model, params, 4, 128, ["cpu"], available_cache_memory=memory)
+        return manager_for(model, params, 4, 128, ["cpu"], available_cache_memory=memory, share_memory=False)
 
     states = 5 * state  # one is nobody's
     assert built(states + 20 * page).total_num_pages == 20

@@ -45,7 +45,7 @@ def one_budget(
     """A manager of the memory of so many states and token pages."""
     cache = kv_params_of(model.config, page_size=PAGE, n_devices=shards, enable_prefix_caching=caching)
     page = PAGE * cache.bytes_per_token(num_layers_of(model.config))
-    options: dict[str, Any] = {"share_memory": True, "enable_runtime_checks": checks}
+    options: dict[str, Any] = {"enable_runtime_checks": checks}
     probe = manager_for(model, cache, rows, 4096, ["cpu"] * shards, **(options | {"available_cache_memory": 4 << 20}))
     options["available_cache_memory"] = (slabs * probe.slab_pages + pages) * page
     return manager_for(model, cache, rows, 4096, ["cpu"] * shards, **options)
@@ -117,8 +117,8 @@ def spread(manager: Any) -> tuple[Any, np.ndarray]:
     return pool, taken[keep]
 
 
-@pytest.mark.parametrize("leased", [False, True])
-def test_a_request_runs_on_from_moved_pages_and_leased_ones_stay(model: Any, *, leased: bool) -> None:
+@pytest.mark.parametrize("known", ["", "lease", "fetch", "table"])
+def test_a_request_runs_on_from_moved_pages_and_those_that_others_know_stay(model: Any, known: str) -> None:
     manager = one_budget(model, 3, 20, caching=False, checks=False)
     runner = HFRunner(model, manager.states)
     manager.external_claim("r")
@@ -133,27 +133,46 @@ def test_a_request_runs_on_from_moved_pages_and_leased_ones_stay(model: Any, *, 
     manager.check()
     before = manager.get_req_blocks("r")
     step(manager, runner, context)
-    lease = manager.lease("r") if leased else None
+    lease = manager.lease("r") if known == "lease" else None
+    if known == "table":
+        assert manager.block_table("r").groups[0] == tuple(before)
+    fetched = None
+    if known == "fetch":
+        assert manager.maybe_reserve(context)
+        fetched = manager.fetch([context])
     rows = manager._replicas.each[0].rows
     rows.changed[:] = False  # as who has copied the table to a device leaves it
+    claim_all(manager)
+    assert (manager.get_req_blocks("r") == before) == bool(known)
+    assert rows.changed[rows.row_of["r"]] != bool(known)
+    assert (pool.moved > 0) != bool(known)
+    if fetched is not None:
+        (token,) = runner.run([context], fetched)
+        context.update(token)
+        manager.step([context])
+        claim_all(manager)
+        assert pool.moved
+    if lease is not None:
+        manager.end_lease(lease)
+    while context.current_length < 20 + NEW:
+        step(manager, runner, context)
+    assert context.tokens[20:].tolist() == reference_tokens(model, PROMPTS[0][:20], NEW)
+    manager.release("r")
+    assert_nothing_held(manager)
+    manager.external_claim("r")
+    assert not (pool.moves._runs | pool.moves._told)[rows.row_of["r"]], "a new request, which nobody was told of"
+
+
+def claim_all(manager: Any) -> None:
+    """Claim as many requests as there is room for, and release them."""
     claimed: list[str] = []
     with pytest.raises(NoFreeRowError):  # noqa: PT012 - some fit
         for number in range(8):
             manager.external_claim(f"other {number}")
             claimed.append(f"other {number}")
             manager.check()
-    assert (manager.get_req_blocks("r") == before) == leased
-    assert rows.changed[rows.row_of["r"]] != leased
-    assert (pool.moved > 0) != leased
-    if lease is not None:
-        manager.end_lease(lease)
     for name in claimed:
         manager.release(name)
-    for _ in range(NEW - 1):
-        step(manager, runner, context)
-    assert context.tokens[20:].tolist() == reference_tokens(model, PROMPTS[0][:20], NEW)
-    manager.release("r")
-    assert_nothing_held(manager)
 
 
 def test_a_fork_goes_on_in_a_slab_of_its_own(model: Any) -> None:
