@@ -23,7 +23,7 @@ class PassingCopies(dict[str, Digests]):
         None, and nothing has changed: one of them has none, or somebody holds it, or one of `digests` is kept by now.
         """
         before = [self[request_id] for request_id in request_ids if request_id in self]
-        if not before or len(before) < len(digests):
+        if not before:
             return None
         index, copies = pool.index, pool.index.find(np.concatenate(before))
         several = min(len(set(copies.tolist())), len(set(digests[:, 0].tolist()))) < len(digests)

@@ -198,7 +198,6 @@ STATES: tuple[Module, ...] = (
         "scheduler_adapters.hf.passing_copies",
         [],
         [
-            Mutation("PassingCopies.renew", "len(before) < len(digests)", "False"),
             Mutation("PassingCopies.renew", "len(set(copies.tolist()))", "len(digests)"),
             Mutation("PassingCopies.renew", "len(set(digests[:, 0].tolist()))", "len(digests)"),
             Mutation("PassingCopies.renew", "(copies == NO_PAGE).any() or ", ""),

@@ -102,7 +102,7 @@ def elsewhere(states: StatePages) -> None:
 
 @pytest.mark.parametrize("happens", [held, gone, evicted, kept_by_now, elsewhere])
 def test_one_by_one_where_they_cannot(happens: Callable[[StatePages], None]) -> None:
-    states = made()
+    states = made(copies=5)  # room for what happens
     on(states)
     happens(states)
     before = states._passing.copy(), kept(states, 1, 2, 3, 12), states.num_kept, states._tokens.copy()
