@@ -101,7 +101,7 @@ def test_what_recurrent_layers_keep_is_what_our_state_pages_hold(tmp_path: Path)
     [  # matrices in float32, and inputs of convolutions in bfloat16
         ("qwen3-next-80b", {"state": 36, "full": 12}, 24_576, 36 * (32 * 128 * 128 * 4 + (4096 + 2 * 2048) * 3 * 2)),
         ("nemotron-h-8b", {"state": 24, "full": 4}, 16_384, 24 * (128 * 64 * 128 * 4 + (8192 + 2 * 1024) * 3 * 2)),
-        ("bamba-9b", {"state": 29, "full": 3}, 12_288, 29 * (128 * 64 * 256 * 4 + (8192 + 2 * 256) * 3 * 2)),
+        ("bamba-9b", {"state": 29, "full": 3}, 12_288, 29 * (128 * 64 * 128 * 4 + (8192 + 2 * 128) * 3 * 2)),
     ],
 )
 def test_public_recurrent_models(name: str, kinds: dict[str, int], token_bytes: int, state_bytes: int) -> None:

@@ -192,7 +192,7 @@ LAID = {
     ("qwen3-next-80b", "pagewire"): ((153, 0.0), (25, 0.0)),
     ("qwen3-next-80b", "share_memory"): ((154, 0.1), (25, 0.0)),
     ("nemotron-h-8b", "share_memory"): ((181, 0.0), (36, 0.0)),
-    ("bamba-9b", "share_memory"): ((124, 0.1), (40, 0.0)),
+    ("bamba-9b", "share_memory"): ((191, 0.1), (46, 0.0)),
 }
 
 
