@@ -325,10 +325,10 @@ class StatePages:
         return torch.tensor(pages, device=self.blocks[0][0].device)
 
     def _all_run_on(self, pages: NDArray[np.int64], tokens: Sequence[int]) -> bool:
-        """Whether none of these is what `pages_at` refuses: what a step of many requests asks."""
-        has, pool = self._tokens[pages], self._pool
-        told = (has > 0) & (has == self._told[pages]) & (pool.holders[pages] > 1)
-        return not np.count_nonzero((has != tokens) | (pool.writers[pages] > 0) | told)
+        """Whether none of these may be what `pages_at` refuses: what a step of many requests asks."""
+        has = self._tokens[pages]
+        told = (has > 0) & (has == self._told[pages])  # under a lease or not: rare enough to look at one by one
+        return not np.count_nonzero((has != tokens) | (self._pool.writers[pages] > 0) | told)
 
     def advance(self, pages: torch.Tensor, tokens: Sequence[int]) -> None:
         """Every layer of `pages` has been written: their states have taken up `tokens`."""
