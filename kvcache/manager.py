@@ -290,7 +290,7 @@ class PagedKVCacheManager:
     def block_table(self, request_id: RequestID, *, full_pages: bool = False, first_page: int = 0) -> BlockTable:
         """The pages of what the request had computed by its last `step`. Good while it is claimed, or a lease is open.
 
-        `full_pages`: no others stay while the prompt runs. `first_page`: of one table, those before it are left out.
+        `full_pages` leaves out a last page that still fills while a prompt runs, `first_page` (one table) those before.
         """
         place = self._claims.locate(request_id, "block_table")
         return imports.export_table(*place, self.fingerprint, full_pages=full_pages, first_page=first_page)

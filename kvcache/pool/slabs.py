@@ -108,26 +108,19 @@ class SlabPool(PagePool):
 
     # ---- slabs
 
-    def take_slab(self) -> int:
-        """A slab whose pages nobody holds by now; 0: none, or something cached in a slab would have to go first."""
+    def take_slab(self, *, moving: bool = True) -> int:
+        """A slab whose pages nobody holds by now; 0: none, or something cached in a slab would have to go first.
+
+        `moving`: held pages may be moved out of it, where every slab has some.
+        """
         chosen, age = self._oldest_slab()
         cached = self.cached
-        if cached is not None and cached.num_idle and 0 < cached.oldest_use <= age and age:
+        if age and cached is not None and cached.num_idle and cached.oldest_use <= age:
             return 0
         if age == _HELD:
-            chosen = self._cheapest_to_move()
+            chosen = self._cheapest_to_move() if moving else 0
         if chosen:
             self._clear(chosen)
-        return chosen
-
-    def take_unheld_slab(self) -> int:
-        """`take_slab` where it moves no page."""
-        chosen, age = self._oldest_slab()
-        cached = self.cached
-        older = cached is not None and cached.num_idle and cached.oldest_use <= age
-        if age == _HELD or (age and older):
-            return 0
-        self._clear(chosen)
         return chosen
 
     def can_take_slab(self) -> bool:

@@ -25,7 +25,7 @@ class ReplicaPageMoves:
         """The row is a new request's."""
         self._runs[row] = self._told[row] = False
 
-    def fetched(self, rows: Rows) -> None:
+    def fetched(self, rows: Rows | list[int]) -> None:
         """A model reads the pages of these rows, until their `step`."""
         self._runs[rows] = True
 

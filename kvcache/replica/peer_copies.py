@@ -86,8 +86,7 @@ class PeerCopies:
             if taken.any():
                 place.copy_pages_of(other, pages[taken], brought[taken])
                 missing &= ~taken
-        if (numbers := mine.pool.index.tables) is not None:
-            numbers[brought] = wanted.tables
+        mine.pool.index.say_tables(brought, wanted.tables)
         mine.pool.index.publish(brought, names)
         mine.pool.release(brought)
         mine.pool.release(wanted.here)

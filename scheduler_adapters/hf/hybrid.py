@@ -160,7 +160,7 @@ class HybridKVCacheManager(PagedKVCacheManager):
         """As the base; the pages of these requests stay where they are until their `step`."""
         fetched = super().fetch(batch, num_steps)
         if self._moves is not None:
-            self._moves.fetched(self._claims.gather(batch, "fetch").rows)
+            self._moves.fetched([self._claims.places[context.request_id] for context in batch])  # rows: of one replica
         return fetched
 
     def step(self, batch: Sequence[Context]) -> None:

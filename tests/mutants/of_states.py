@@ -226,8 +226,9 @@ STATES: tuple[Module, ...] = (
         [],
         [
             Mutation("num_slabs", " - 1", ""),
-            Mutation("SlabPool.take_slab", "0 < cached.oldest_use <= age", "False"),
-            Mutation("SlabPool.take_unheld_slab", "age == _HELD or ", ""),
+            Mutation("SlabPool.take_slab", "cached.oldest_use <= age", "False"),
+            Mutation("SlabPool.take_slab", "if age and cached", "if cached"),
+            Mutation("SlabPool.take_slab", " if moving else 0", ""),
             Mutation("SlabPool._make_room", "cached.oldest_use > self._last_evicted", "True"),
             Mutation("SlabPool._oldest_slab", "age == self._ages[slab]", "True"),
             Mutation("SlabPool._age_of", "np.count_nonzero(self.holders[pages]) or ", ""),

@@ -27,7 +27,7 @@ class Kept:
         self.pool.give_back(self.slabs.pop(0)[0])
 
     def keep(self) -> int:
-        slab = self.pool.take_unheld_slab()
+        slab = self.pool.take_slab(moving=False)
         if slab:
             self.slabs.append((slab, self.pool.clock))
         return slab
@@ -182,7 +182,7 @@ def test_held_pages_are_moved_out_of_the_slab_with_the_fewest() -> None:
     pool.release(np.setdiff1d(pages, held).astype(np.int32))
     pool.hold(np.array([5, 13], np.int32))
     moves.stays = {5}
-    assert pool.take_unheld_slab() == 0
+    assert pool.take_slab(moving=False) == 0
     assert pool.take_slab() == 3
     ((sources, targets),) = moves.moved
     assert sources == [13, 14]
