@@ -399,9 +399,8 @@ class StatePages:
 
     def _has_room(self, *, moving: bool) -> bool:
         """Whether a page can be had, of which a copy may have to go. `moving`: token pages may be moved for it."""
-        if self._slabs is not None:
-            if slab := self._slabs.pool.take_slab(moving=moving):
-                self._pool.release(_one(slab))
+        if self._slabs is not None and (slab := self._slabs.pool.take_slab(moving=moving)):
+            self._pool.release(_one(slab))
         return self._pool.free_count > 0
 
     def _give_back(self) -> None:
