@@ -216,9 +216,10 @@ class SlabPool(PagePool):
         """The slab of the fewest held pages, all of which can move to free ones elsewhere; 0: there is none."""
         if self.moves is None or self._fresh_count + self.idle.count < self.slab_pages:
             return 0
-        held = np.where(self.moves.staying(), self.num_pages, (self.holders > 0).astype(np.int64))
-        by_slab = held[self.slab_pages : (self.num_slabs + 1) * self.slab_pages].reshape(-1, self.slab_pages)
-        of_slabs = by_slab.sum(axis=1)
+        in_slabs = slice(self.slab_pages, (self.num_slabs + 1) * self.slab_pages)
+        held = (self.holders[in_slabs] > 0).reshape(-1, self.slab_pages).sum(axis=1)
+        stays = self.moves.staying()[in_slabs].reshape(-1, self.slab_pages).any(axis=1)
+        of_slabs = np.where(stays, self.num_pages, held)
         slab = self.num_slabs - int(of_slabs[::-1].argmin())
         return slab if of_slabs[slab - 1] < self.num_pages else 0
 

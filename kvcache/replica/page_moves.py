@@ -56,7 +56,10 @@ class ReplicaPageMoves:
         renamed[sources] = targets
         moves = np.zeros(len(renamed), np.bool_)
         moves[sources] = True
-        moved = [row for row in rows.row_of.values() if np.count_nonzero(moves[rows.pages(row)])]
+        claimed = np.array([*rows.row_of.values()], np.int64)
+        ends = np.cumsum(rows.num_pages[claimed])
+        found = np.flatnonzero(moves[self._pages_of_rows()])  # at once: a test for each row takes twice as long as all
+        moved: list[int] = claimed[np.unique(np.searchsorted(ends, found, "right"))].tolist()
         for row in moved:
             own = rows.pages(row)
             own[:] = renamed[own]
