@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
-from scheduler_adapters.errors import NoFreeStatePageError
+from kvcache.errors import NoFreeStatePageError
 from scheduler_adapters.hf.hybrid import HybridKVCacheManager
 from scheduler_adapters.hf.state_layout import StateShape
 

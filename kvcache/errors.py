@@ -33,6 +33,14 @@ class NoFreeRowError(KVCacheError, ValueError):
     """Every row of the block table (one per running request) is claimed."""
 
 
+class NoFreeStatePageError(NoFreeRowError):
+    """Every state page is held by a running request, or written by a transfer."""
+
+
+class StatePageError(KVCacheError, ValueError):
+    """A state page that is not at the token where its request goes on, or that a transfer writes."""
+
+
 class UnknownRequestError(KVCacheError, KeyError):
     """The request id was never claimed, or was released."""
 

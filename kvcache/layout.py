@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -80,6 +81,16 @@ class PageLayout(msgspec.Struct, frozen=True, omit_defaults=True, tag="page_layo
     def fingerprint(self) -> str:
         """Names this geometry: two shards whose fingerprints agree may exchange pages byte for byte."""
         return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()[:16]
+
+
+class KindPages(NamedTuple):
+    """Where the pages of one kind lie on one shard, beside those of tokens: a part of recurrent states, say."""
+
+    kind: str  # name of the logical tensor that they are part of ("ssm")
+    layout: PageLayout  # of one page
+    region: int | None  # the tensor that they lie in, of those that are theirs alone; None: that of the token pages
+    offset: int  # bytes from the start of this tensor to page 0
+    stride: int  # bytes from one page to the next
 
 
 def shard_layout(params: KVCacheParams, num_layers: int, page_size: int, shard: int) -> PageLayout:

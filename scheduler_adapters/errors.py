@@ -1,6 +1,6 @@
 """Errors of the adapters. They belong to the one tree under `kvcache.errors.KVCacheError`."""
 
-from kvcache.errors import KVCacheError, NoFreeRowError
+from kvcache.errors import KVCacheError
 
 
 class AdapterError(KVCacheError):
@@ -17,14 +17,6 @@ class ModelLoadError(AdapterError, ValueError):
 
 class UnsupportedModelError(AdapterError, ValueError):
     """A model whose attention needs something that the paged attention does not compute."""
-
-
-class NoFreeStatePageError(AdapterError, NoFreeRowError):
-    """Every state page is held by a running request, or written by a transfer."""
-
-
-class StatePageError(AdapterError, ValueError):
-    """A state page that is not at the token where its request goes on, or that a transfer writes."""
 
 
 class GenerationError(AdapterError, RuntimeError):

@@ -52,7 +52,7 @@ ROOMS: dict[str, set[str]] = {
         "transfer.connector",
     },
     "scheduler_adapters values": _MANAGER,
-    "scheduler_adapters.hf": {*_MANAGER, "kvcache.pool", "transfer.plan", "scheduler_adapters values"},
+    "scheduler_adapters.hf": {*_MANAGER, "kvcache.pool", "scheduler_adapters values"},
     "scheduler_adapters.service": {
         *_MANAGER,
         "kvcache.watch",

@@ -23,8 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvcache.errors import InvariantError
-from scheduler_adapters.errors import StatePageError
+from kvcache.errors import InvariantError, StatePageError
 
 
 class DraftedPages:

@@ -13,7 +13,14 @@ import torch
 
 from kvcache import sizing
 from kvcache.arguments import flag, whole
-from kvcache.errors import BlockTableMismatchError, InvalidParamsError, InvariantError, PoolTooSmallError
+from kvcache.errors import (
+    BlockTableMismatchError,
+    InvalidParamsError,
+    InvariantError,
+    NoFreeStatePageError,
+    PoolTooSmallError,
+    StatePageError,
+)
 from kvcache.layout import replica_fingerprint, shard_layouts
 from kvcache.manager import PagedKVCacheManager
 from kvcache.params import KVCacheParams, resolve_page_size
@@ -27,7 +34,6 @@ from kvcache.replica.imports import own_import
 from kvcache.replica.leases import PageLease
 from kvcache.replica.page_moves import ReplicaPageMoves
 from kvcache.types import Admission, RaggedKVCacheInputs, RequestID
-from scheduler_adapters.errors import NoFreeStatePageError, StatePageError
 from scheduler_adapters.hf.kept_states import KeptStates
 from scheduler_adapters.hf.state_layout import StateShape, state_layouts
 from scheduler_adapters.hf.state_pages import StatePages

@@ -11,23 +11,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvcache.errors import InvariantError, UnknownRequestError
+from kvcache.errors import InvariantError, NoFreeStatePageError, StatePageError, UnknownRequestError
+from kvcache.layout import KindPages
 from kvcache.pool.index import NO_PAGE, Digests, PrefixIndex
 from kvcache.pool.pages import PagePool
 from kvcache.storage import allocate_blocks
-from scheduler_adapters.errors import NoFreeStatePageError, StatePageError
 from scheduler_adapters.hf.drafted_pages import DraftedPages
 from scheduler_adapters.hf.passing_copies import PassingCopies
 from scheduler_adapters.hf.state_layout import StateShape, state_layouts
 from scheduler_adapters.hf.state_slabs import StateSlabs
 from scheduler_adapters.hf.state_views import StateViews
-from transfer.plan.boxes import Box, Group, ShardLayout
-from transfer.plan.shapes import dense
 
 
 class StatePages:
@@ -336,18 +333,14 @@ class StatePages:
 
     # ---- as others see them
 
-    def beside(self, layout: ShardLayout, shard: int) -> ShardLayout:
-        """The layout of a shard with its state pages as a further group, whose regions follow: those of `tensors`."""
+    def kinds(self, shard: int) -> list[KindPages]:
+        """Where the states of each kind lie on a shard, `num_pages` and page 0."""
         if self._slabs is not None:
-            group = Group(1, self.num_pages + 1, self._slabs.boxes(shard), state=True)
-            return ShardLayout((*layout.groups, group), layout.region_bytes)
-        boxes, sizes = list[Box](), list(layout.region_bytes)
-        for kind, page in self.layouts[shard].items():
-            pages = dense(page, self.num_pages + 1)
-            boxes.append(msgspec.structs.replace(pages.groups[0].boxes[0], kind=kind, region=len(sizes)))
-            sizes += pages.region_bytes
-        group = Group(page_size=1, num_pages=self.num_pages + 1, boxes=tuple(boxes), state=True)
-        return ShardLayout((*layout.groups, group), tuple(sizes))
+            return self._slabs.kinds(shard)
+        return [
+            KindPages(kind, layout, region, offset=0, stride=layout.page_bytes)
+            for region, (kind, layout) in enumerate(self.layouts[shard].items())
+        ]
 
     def check(self, request_ids: Iterable[str], written: Sequence[int] = ()) -> None:
         """Recount: just these requests have a page, transfers write `written`, and page 0 is empty.

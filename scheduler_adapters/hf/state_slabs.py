@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import msgspec
 import torch
 
 from kvcache.errors import PoolTooSmallError
-from kvcache.layout import PageLayout
+from kvcache.layout import KindPages, PageLayout
 from kvcache.pool.slabs import CachedSlabs, SlabPool, num_slabs
-from transfer.plan.boxes import Box
-from transfer.plan.shapes import dense
 
 _ALIGNED = 16  # bytes, of slabs and of the kinds in them
 
@@ -65,15 +62,13 @@ class StateSlabs:
         """These states may be evicted for pages of tokens."""
         self.pool.cached = cached
 
-    def boxes(self, shard: int) -> tuple[Box, ...]:
-        """Where the states of each kind lie in the region of the pages, the first of a shard."""
-        found: list[Box] = []
-        kinds = self._layouts[shard]
-        for (kind, page), offset in zip(kinds.items(), _offsets(kinds), strict=False):
-            (box,) = dense(page, 1).groups[0].boxes
-            stride = self._slab_bytes[shard]
-            found.append(msgspec.structs.replace(box, kind=kind, region=0, offset=offset, page_stride=stride))
-        return (*found,)
+    def kinds(self, shard: int) -> list[KindPages]:
+        """Where the states of each kind lie in the memory of the pages."""
+        kinds, stride = self._layouts[shard], self._slab_bytes[shard]
+        return [
+            KindPages(kind, page, None, offset, stride)
+            for (kind, page), offset in zip(kinds.items(), _offsets(kinds), strict=False)
+        ]
 
 
 def _offsets(kinds: Mapping[str, PageLayout]) -> list[int]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvcache.layer_groups import LayerTables
-from kvcache.layout import PageLayout
+from kvcache.layout import KindPages, PageLayout
 from transfer.errors import InvalidEngineError
 from transfer.plan.boxes import AXES, KV, SCALES, Box, Group, Index, ShardLayout, Sizes
 
@@ -111,6 +111,22 @@ def _box_of(layout: PageLayout, page_bytes: int, first_layer: int) -> Box:
         itemsize=layout.itemsize,
         first=(first_layer, 0, layout.first_head, 0),
     )
+
+
+def with_states(layout: ShardLayout, kinds: Sequence[KindPages], num_pages: int) -> ShardLayout:
+    """The layout of a shard with the states of its requests, `num_pages` of each kind, as a further group.
+
+    `num_pages` counts page 0 too. Tensors that are the states' alone are regions after those that there are.
+    """
+    boxes, sizes = list[Box](), list(layout.region_bytes)
+    for one in kinds:
+        box = _box_of(one.layout, one.stride, 0)
+        region = 0 if one.region is None else len(layout.region_bytes) + one.region
+        boxes.append(msgspec.structs.replace(box, kind=one.kind, region=region, offset=one.offset))
+        if region == len(sizes):
+            sizes.append(num_pages * one.stride)
+    group = Group(page_size=1, num_pages=num_pages, boxes=tuple(boxes), state=True)
+    return ShardLayout((*layout.groups, group), tuple(sizes))
 
 
 def of_tables(layout: ShardLayout, tables: LayerTables) -> ShardLayout:

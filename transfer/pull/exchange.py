@@ -13,7 +13,7 @@ from transfer.errors import InvalidEngineError, InvalidLeaseError
 from transfer.memory import MemoryType
 from transfer.nixl.agent import Agent
 from transfer.plan.boxes import ShardLayout
-from transfer.plan.shapes import dense, of_tables
+from transfer.plan.shapes import dense, of_tables, with_states
 from transfer.pull.asking import Lent, PageAsks
 from transfer.pull.bell import Bell
 from transfer.pull.lease import LeaseRef
@@ -444,7 +444,7 @@ def _shards(manager: PageOwner, replica: int) -> list[tuple[ShardLayout, list[to
     for shard, (page, blocks) in enumerate(zip(manager.layouts, manager.device_tensors[replica], strict=True)):
         layout, tensors = of_tables(dense(page, pages), manager.layer_tables), [blocks]
         for group in manager.further_groups:
-            layout = group.beside(layout, shard)
+            layout = with_states(layout, group.kinds(shard), group.num_pages + 1)
             tensors += group.tensors[shard]
         shards.append((layout, tensors))
     return shards

@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvcache.layer_groups import LayerTables
-    from kvcache.layout import PageLayout
-    from transfer.plan.boxes import ShardLayout
+    from kvcache.layout import KindPages, PageLayout
 
 
 class PendingPages(Protocol):
@@ -26,11 +25,16 @@ class FurtherPages(Protocol):
 
     @property
     def tensors(self) -> Sequence[Sequence[torch.Tensor]]:
-        """`[shard][region]`."""
+        """`[shard][region]`: those that are theirs alone."""
         ...
 
-    def beside(self, layout: ShardLayout, shard: int) -> ShardLayout:
-        """The layout of a shard with this group and its regions after those that it has."""
+    @property
+    def num_pages(self) -> int:
+        """Pages of a shard; page 0 of each, nobody's, is not counted."""
+        ...
+
+    def kinds(self, shard: int) -> Sequence[KindPages]:
+        """Where the pages of each kind lie on a shard, and in which of its tensors."""
         ...
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
+from kvcache.errors import NoFreeStatePageError
 from kvcache.pool.slabs import SlabPool
-from scheduler_adapters.errors import NoFreeStatePageError
 from scheduler_adapters.hf.hybrid import HybridKVCacheManager
 from scheduler_adapters.hf.state_layout import StateShape
 from tests.kvcache.model import Content, ModelReplica, Named

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache.errors import InvariantError
+from kvcache.errors import InvariantError, StatePageError
 from kvcache.replica.context import TextContext
-from scheduler_adapters.errors import StatePageError
 from tests.scheduler_adapters.hf.speculating import PAGE, PROMPTS, Engine, assert_equal
 from tests.scheduler_adapters.serving import assert_nothing_held
 

@@ -16,11 +16,12 @@ from kvcache.errors import (
     NoFreeRowError,
     NotReservedError,
     PoolTooSmallError,
+    StatePageError,
     UnknownRequestError,
 )
 from kvcache.manager import PagedKVCacheManager
 from kvcache.replica.context import TextContext
-from scheduler_adapters.errors import StatePageError, UnsupportedModelError
+from scheduler_adapters.errors import UnsupportedModelError
 from scheduler_adapters.hf.hybrid import HybridKVCacheManager
 from scheduler_adapters.hf.recurrent import PagedStates, state_shape_of
 from scheduler_adapters.hf.runner import (

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache.errors import InvariantError
+from kvcache.errors import InvariantError, StatePageError
 from kvcache.replica.context import TextContext
-from scheduler_adapters.errors import StatePageError
 from scheduler_adapters.hf.runner import HFRunner, is_rounding_tie, reference_tokens
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.loop import Request, ServingLoop

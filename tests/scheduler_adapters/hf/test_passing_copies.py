@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from kvcache.errors import StatePageError
 from kvcache.pool.slabs import SlabPool
-from scheduler_adapters.errors import StatePageError
 from scheduler_adapters.hf.state_layout import StateShape, state_layouts
 from scheduler_adapters.hf.state_pages import StatePages
 from scheduler_adapters.hf.state_slabs import StateSlabs

@@ -1,13 +1,9 @@
-import ctypes
-
 import pytest
 import torch
 
 from kvcache.errors import InvalidParamsError
 from scheduler_adapters.hf.state_layout import CONV_KINDS, SSM_KIND, StateForm, StateShape, page_bytes, state_layouts
 from scheduler_adapters.hf.state_pages import StatePages
-from transfer.plan.boxes import ShardLayout, check
-from transfer.plan.plan import plan
 
 SHAPE = StateShape(layers=3, heads=8, head_dim=5, groups=2, d_state=6, kernel=4, conv_dtype=torch.float32)
 
@@ -104,28 +100,3 @@ def test_shapes_that_cannot_be_are_refused(changes: dict[str, int], message: str
 def test_a_page_has_the_bytes_of_all_states_together(shards: int, copies_of_b: int) -> None:
     conv, ssm = (40 + copies_of_b * (12 + 12)) * 3, 8 * 5 * 6
     assert page_bytes(state_layouts(SHAPE, shards)) == 3 * (conv + ssm) * 4
-
-
-@pytest.mark.parametrize(("there", "here"), [(1, 1), (1, 2), (2, 1), (4, 2), (2, 8)])
-def test_a_transfer_plans_over_the_pages_between_any_numbers_of_shards(there: int, here: int) -> None:
-    """What the plan would copy, copied here with torch, is the state that the reading shards shall hold."""
-    source, target = (StatePages(SHAPE, 3, ["cpu"] * shards) for shards in (there, here))
-    states = [(torch.randn(1, 64, 3), torch.randn(1, 8, 5, 6)) for _ in range(3)]
-    for layer, (conv, ssm) in enumerate(states):
-        source.write(layer, torch.tensor([2]), CONV_KINDS, conv)
-        source.write(layer, torch.tensor([2]), (SSM_KIND,), ssm)
-    alone = ShardLayout((), ())
-    for to, to_tensors in enumerate(target.tensors):
-        for of, of_tensors in enumerate(source.tensors):
-            sides = [check(pages.beside(alone, shard)) for pages, shard in ((target, to), (source, of))]
-            assert [side.region_bytes for side in sides] == [
-                tuple(tensor.nbytes for tensor in tensors) for tensors in (to_tensors, of_tensors)
-            ]
-            bases = [[tensor.data_ptr() for tensor in tensors] for tensors in (to_tensors, of_tensors)]
-            runs = plan(*sides, bases).runs(0, [1], [2], (0, 1))
-            assert len(runs.length) <= 4, "a kind is more than one run"
-            for local, remote, length in zip(runs.local, runs.remote, runs.length, strict=True):
-                ctypes.memmove(int(local), int(remote), int(length))
-    for layer, (conv, ssm) in enumerate(states):
-        assert torch.equal(target.read(layer, torch.tensor([1]), CONV_KINDS), conv)
-        assert torch.equal(target.read(layer, torch.tensor([1]), (SSM_KIND,)), ssm)

@@ -2,9 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvcache.errors import InvariantError, NoFreeRowError, UnknownRequestError
+from kvcache.errors import InvariantError, NoFreeRowError, NoFreeStatePageError, StatePageError, UnknownRequestError
 from kvcache.pool.index import Digests
-from scheduler_adapters.errors import NoFreeStatePageError, StatePageError
 from scheduler_adapters.hf.state_layout import CONV_KINDS, SSM_KIND, StateShape
 from scheduler_adapters.hf.state_pages import StatePages
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from kvcache import KVCacheParams, LayerGroup, PagedKVCacheManager, TextContext
-from kvcache.errors import NoFreeRowError, PoolTooSmallError, PromptTooLongError
+from kvcache.errors import NoFreeRowError, NoFreeStatePageError, PoolTooSmallError, PromptTooLongError
 from kvcache.sizing import max_supported_sequence_length
-from scheduler_adapters.errors import NoFreeStatePageError, PlanError
+from scheduler_adapters.errors import PlanError
 from scheduler_adapters.hf.hybrid import HybridKVCacheManager
 from scheduler_adapters.hf.state_layout import StateShape
 from scheduler_adapters.plan.layers import AlikeLayers, CachedModel, read_model
