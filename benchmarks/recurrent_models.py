@@ -16,8 +16,8 @@ import torch
 
 from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
 from kvcache.errors import NoFreeStatePageError
-from scheduler_adapters.hf.hybrid import HybridKVCacheManager
-from scheduler_adapters.hf.state_layout import StateShape
+from kvcache.states.hybrid import HybridKVCacheManager
+from kvcache.states.state_layout import StateShape
 
 FOR = 8192
 

@@ -36,6 +36,7 @@ ROOMS: dict[str, set[str]] = {
     "kvcache.replica": {"kvcache values", "kvcache.pool", "kvcache.events"},
     "kvcache.tiers": {"kvcache values", "kvcache.pool", "kvcache.replica"},
     "kvcache": {"kvcache values", "kvcache.pool", "kvcache.events", "kvcache.replica", "kvcache.tiers"},
+    "kvcache.states": {"kvcache values", "kvcache.pool", "kvcache.replica", "kvcache"},
     "kvcache.watch": {"kvcache values", "kvcache.pool", "kvcache.replica", "kvcache"},
     "transfer values": {"kvcache values"},
     "transfer.plan": {"kvcache values", "transfer values"},
@@ -52,7 +53,7 @@ ROOMS: dict[str, set[str]] = {
         "transfer.connector",
     },
     "scheduler_adapters values": _MANAGER,
-    "scheduler_adapters.hf": {*_MANAGER, "kvcache.pool", "scheduler_adapters values"},
+    "scheduler_adapters.hf": {*_MANAGER, "kvcache.states", "scheduler_adapters values"},
     "scheduler_adapters.service": {
         *_MANAGER,
         "kvcache.watch",
@@ -69,7 +70,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "scheduler_adapters.replay": {"kvcache values", "kvcache", "kvcache.watch", "scheduler_adapters values"},
     "scheduler_adapters.plan": {
-        *("kvcache values", "kvcache", "transfer.plan"),
+        *("kvcache values", "kvcache.states", "kvcache", "transfer.plan"),
         *("scheduler_adapters values", "scheduler_adapters.hf", "scheduler_adapters.replay"),
     },
     "scheduler_adapters.top": {

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvcache.layer_groups import LayerGroup, LayerKind
+from kvcache.states.state_layout import SSM_KIND, StateForm, StateShape
+from kvcache.states.state_pages import StatePages
 from scheduler_adapters.errors import UnsupportedModelError
-from scheduler_adapters.hf.state_layout import SSM_KIND, StateForm, StateShape
-from scheduler_adapters.hf.state_pages import StatePages
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

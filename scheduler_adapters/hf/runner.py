@@ -21,9 +21,11 @@ from kvcache.manager import PagedKVCacheManager
 from kvcache.params import KVCacheParams
 from kvcache.quantization import KVCacheQuantizationConfig
 from kvcache.replica.context import Context
+from kvcache.states.hybrid import HybridKVCacheManager
+from kvcache.states.state_layout import page_bytes, state_layouts
+from kvcache.states.state_pages import StatePages
 from kvcache.types import RaggedKVCacheInputs
 from scheduler_adapters.errors import MissingExtraError, ModelLoadError, UnsupportedModelError
-from scheduler_adapters.hf.hybrid import HybridKVCacheManager
 from scheduler_adapters.hf.paged_attention import PagedBatch, PagedLatents, no_attention_mask, paged_attention_forward
 from scheduler_adapters.hf.recurrent import (
     NO_MASKS,
@@ -37,8 +39,6 @@ from scheduler_adapters.hf.recurrent import (
     state_shape_of,
     text_config_of,
 )
-from scheduler_adapters.hf.state_layout import page_bytes, state_layouts
-from scheduler_adapters.hf.state_pages import StatePages
 from scheduler_adapters.hf.tiny import VOCAB_SIZE, ByteTokenizer, tiny_llama
 
 if TYPE_CHECKING:

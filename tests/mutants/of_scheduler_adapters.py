@@ -361,47 +361,6 @@ SCHEDULER_ADAPTERS: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "scheduler_adapters.hf.state_pages",
-        ["tests/scheduler_adapters/hf/test_state_pages.py"],
-        [
-            Mutation("StatePages.allocate", "self._reset(page)", "pass"),
-            Mutation("StatePages.begin_import", "self._pool.add_writer(_one(page))", "pass"),
-            Mutation("StatePages.lease", "self._pool.hold(_one(page))", "pass"),
-            Mutation("StatePages.pages_at", "if has != start:", "if has < start:"),
-            Mutation("StatePages._copy", "self._tokens[target] = self._tokens[source]", "pass"),
-            Mutation("StatePages.cancel_import", "self._reset(page)", "pass"),
-            Mutation(
-                "StatePages.beside",
-                "region=len(sizes)",
-                "region=len(layout.region_bytes)",
-                ["tests/scheduler_adapters/hf/test_state_layout.py"],
-            ),
-        ],
-    ),
-    Module(
-        "scheduler_adapters.hf.state_layout",
-        ["tests/scheduler_adapters/hf/test_state_layout.py"],
-        [
-            Mutation("state_layouts", "shard * shape.groups // shards", "shard * groups"),
-            Mutation("state_layouts", "heads * shape.head_dim", "heads * shape.d_state"),
-            Mutation("StateShape.__post_init__", "if self.kernel < 2:", "if self.kernel < 1:"),
-        ],
-    ),
-    Module(
-        "scheduler_adapters.hf.hybrid",
-        ["tests/scheduler_adapters/hf/test_hybrid.py"],
-        [
-            Mutation("HybridKVCacheManager.external_claim", "super().release(request_id)", "pass"),
-            Mutation("HybridKVCacheManager.fork", "self.states.fork(parent.request_id, child.request_id)", "pass"),
-            Mutation("HybridKVCacheManager.extend_import", "if source != before:", "if not source:"),
-            Mutation(
-                "HybridKVCacheManager.import_block_table",
-                "pending.on_free = functools.partial(self.states.cancel_import, page)",
-                "pass",
-            ),
-        ],
-    ),
-    Module(
         "scheduler_adapters.hf.paged_attention",
         ["tests/scheduler_adapters/hf/test_paged_attention.py"],
         [

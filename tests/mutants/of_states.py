@@ -2,18 +2,18 @@
 
 from tests.mutants.mutation import Module, Mutation
 
-_MOVES = ["tests/scheduler_adapters/hf/test_state_moves.py"]
-_SHARED = ["tests/scheduler_adapters/hf/test_slab_moves.py", "tests/scheduler_adapters/hf/test_one_budget.py"]
+_MOVES = ["tests/kvcache/states/test_state_moves.py"]
+_SHARED = ["tests/kvcache/states/test_slab_moves.py", "tests/scheduler_adapters/hf/test_one_budget.py"]
 _KEPT = ["tests/scheduler_adapters/hf/test_kept_states.py"]
 _DRAFTED = ["tests/scheduler_adapters/hf/test_drafted_pages.py"]
 _SPECULATION = ["tests/scheduler_adapters/hf/test_speculation.py"]
 
-_PASSING = ["tests/scheduler_adapters/hf/test_passing_copies.py"]
-_EVENTS = ["tests/scheduler_adapters/hf/test_state_events.py"]
+_PASSING = ["tests/kvcache/states/test_passing_copies.py"]
+_EVENTS = ["tests/kvcache/states/test_state_events.py"]
 
 STATES: tuple[Module, ...] = (
     Module(
-        "scheduler_adapters.hf.kept_states",
+        "kvcache.states.kept_states",
         _MOVES,
         [
             Mutation("KeptStates.longest", "return 0", "pass"),
@@ -37,7 +37,7 @@ STATES: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "scheduler_adapters.hf.state_pages",
+        "kvcache.states.state_pages",
         [*_MOVES, *_KEPT],
         [
             Mutation("StatePages.draft", "not self._has_room(moving=False)", "False", _MOVES),
@@ -90,7 +90,7 @@ STATES: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "scheduler_adapters.hf.drafted_pages",
+        "kvcache.states.drafted_pages",
         _DRAFTED,
         [
             Mutation("DraftedPages.goes_on_from", "if not after:", "if False:"),
@@ -104,7 +104,7 @@ STATES: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "scheduler_adapters.hf.hybrid",
+        "kvcache.states.hybrid",
         [*_MOVES, *_KEPT],
         [
             Mutation("HybridKVCacheManager.step", "if self.states.drafts.page_of:", "if False:", _DRAFTED),
@@ -142,8 +142,8 @@ STATES: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "scheduler_adapters.hf.state_layout",
-        ["tests/scheduler_adapters/hf/test_state_layout.py"],
+        "kvcache.states.state_layout",
+        ["tests/kvcache/states/test_state_layout.py"],
         [
             Mutation("_CONVOLVED", '("conv.B", "conv.C", "conv.x")', '("conv.x", "conv.B", "conv.C")'),
             Mutation("StateShape.matrix", "return (self.d_state,)", "return (self.head_dim,)"),
@@ -194,7 +194,7 @@ STATES: tuple[Module, ...] = (
         [Mutation("_fits", " - replica.pool.beside", "")],
     ),
     Module(
-        "scheduler_adapters.hf.passing_copies",
+        "kvcache.states.passing_copies",
         [],
         [
             Mutation("PassingCopies.renew", "len(set(copies.tolist()))", "len(digests)"),
@@ -247,6 +247,53 @@ STATES: tuple[Module, ...] = (
             Mutation("SlabPool._clear", "self.idle.moved(held, targets)", "pass"),
             Mutation("SlabPool._evict", "self.idle.forget(pages)", "pass"),
             Mutation("SlabPool.give_back", "self.taken[slab] = False", "pass"),
+        ],
+    ),
+    Module(
+        "kvcache.states.state_pages",
+        ["tests/kvcache/states/test_state_pages.py"],
+        [
+            Mutation("StatePages.allocate", "self._reset(page)", "pass"),
+            Mutation("StatePages.begin_import", "self._pool.add_writer(_one(page))", "pass"),
+            Mutation("StatePages.lease", "self._pool.hold(_one(page))", "pass"),
+            Mutation("StatePages.pages_at", "if has != start:", "if has < start:"),
+            Mutation("StatePages._copy", "self._tokens[target] = self._tokens[source]", "pass"),
+            Mutation("StatePages.cancel_import", "self._reset(page)", "pass"),
+        ],
+    ),
+    Module(
+        "kvcache.states.state_layout",
+        ["tests/kvcache/states/test_state_layout.py"],
+        [
+            Mutation("state_layouts", "shard * shape.groups // shards", "shard * groups"),
+            Mutation("state_layouts", "heads * shape.head_dim", "heads * shape.d_state"),
+            Mutation("StateShape.__post_init__", "if self.kernel < 2:", "if self.kernel < 1:"),
+        ],
+    ),
+    Module(
+        "kvcache.states.hybrid",
+        ["tests/scheduler_adapters/hf/test_hybrid.py"],
+        [
+            Mutation("HybridKVCacheManager.external_claim", "super().release(request_id)", "pass"),
+            Mutation("HybridKVCacheManager.fork", "self.states.fork(parent.request_id, child.request_id)", "pass"),
+            Mutation("HybridKVCacheManager.extend_import", "if source != before:", "if not source:"),
+            Mutation(
+                "HybridKVCacheManager.import_block_table",
+                "pending.on_free = functools.partial(self.states.cancel_import, page)",
+                "pass",
+            ),
+        ],
+    ),
+    Module(
+        "transfer.plan.shapes",
+        ["tests/transfer/plan/test_recurrent_states.py"],
+        [
+            Mutation("with_states", "len(layout.region_bytes) + one.region", "len(layout.region_bytes)"),
+            Mutation("with_states", "0 if one.region is None", "1 if one.region is None"),
+            Mutation(
+                "with_states", "_box_of(one.layout, one.stride, 0)", "_box_of(one.layout, one.layout.page_bytes, 0)"
+            ),
+            Mutation("with_states", "num_pages * one.stride", "num_pages"),
         ],
     ),
 )

@@ -9,8 +9,8 @@ from kvcache.layer_groups import LayerTables
 from kvcache.manager import PagedKVCacheManager
 from kvcache.metrics import KVCacheMetrics
 from kvcache.replica.contents import PageContents
+from kvcache.states.hybrid import HybridKVCacheManager
 from scheduler_adapters.base import Pages, PulledPages
-from scheduler_adapters.hf.hybrid import HybridKVCacheManager
 from tests.kvcache.build import manager_of
 
 MEMBERS: dict[str, Any] = {

@@ -21,8 +21,9 @@ from kvcache.errors import (
 )
 from kvcache.manager import PagedKVCacheManager
 from kvcache.replica.context import TextContext
+from kvcache.states.hybrid import HybridKVCacheManager
+from kvcache.states.state_layout import page_bytes, state_layouts
 from scheduler_adapters.errors import UnsupportedModelError
-from scheduler_adapters.hf.hybrid import HybridKVCacheManager
 from scheduler_adapters.hf.recurrent import PagedStates, state_shape_of
 from scheduler_adapters.hf.runner import (
     HFRunner,
@@ -32,7 +33,6 @@ from scheduler_adapters.hf.runner import (
     num_layers_of,
     reference_tokens,
 )
-from scheduler_adapters.hf.state_layout import page_bytes, state_layouts
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.loop import Output, Request, ServingLoop
 from tests.kvcache.build import proven

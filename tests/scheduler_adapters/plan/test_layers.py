@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kvcache.layout import PageLayout
+from kvcache.states.state_layout import page_bytes, state_layouts
 from scheduler_adapters.errors import MissingExtraError, PlanError
 from scheduler_adapters.hf.recurrent import state_shape_of
-from scheduler_adapters.hf.state_layout import page_bytes, state_layouts
 from scheduler_adapters.plan.layers import read_model
 
 CONFIGS = Path(__file__).parent / "configs"

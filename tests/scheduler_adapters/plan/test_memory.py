@@ -8,9 +8,9 @@ import torch
 from kvcache import KVCacheParams, LayerGroup, PagedKVCacheManager, TextContext
 from kvcache.errors import NoFreeRowError, NoFreeStatePageError, PoolTooSmallError, PromptTooLongError
 from kvcache.sizing import max_supported_sequence_length
+from kvcache.states.hybrid import HybridKVCacheManager
+from kvcache.states.state_layout import StateShape
 from scheduler_adapters.errors import PlanError
-from scheduler_adapters.hf.hybrid import HybridKVCacheManager
-from scheduler_adapters.hf.state_layout import StateShape
 from scheduler_adapters.plan.layers import AlikeLayers, CachedModel, read_model
 from scheduler_adapters.plan.memory import Choice, Room, choice, choices
 from scheduler_adapters.plan.ways import MemoryAsked

@@ -5,8 +5,8 @@ import ctypes
 import pytest
 import torch
 
-from scheduler_adapters.hf.state_layout import CONV_KINDS, SSM_KIND, StateShape
-from scheduler_adapters.hf.state_pages import StatePages
+from kvcache.states.state_layout import CONV_KINDS, SSM_KIND, StateShape
+from kvcache.states.state_pages import StatePages
 from transfer.plan.boxes import ShardLayout, check
 from transfer.plan.plan import plan
 from transfer.plan.shapes import dense, with_states

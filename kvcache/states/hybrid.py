@@ -33,11 +33,11 @@ from kvcache.replica.hashing import DIGEST_BYTES
 from kvcache.replica.imports import own_import
 from kvcache.replica.leases import PageLease
 from kvcache.replica.page_moves import ReplicaPageMoves
+from kvcache.states.kept_states import KeptStates
+from kvcache.states.state_layout import StateShape, state_layouts
+from kvcache.states.state_pages import StatePages
+from kvcache.states.state_slabs import StateSlabs, pages_of_slab
 from kvcache.types import Admission, RaggedKVCacheInputs, RequestID
-from scheduler_adapters.hf.kept_states import KeptStates
-from scheduler_adapters.hf.state_layout import StateShape, state_layouts
-from scheduler_adapters.hf.state_pages import StatePages
-from scheduler_adapters.hf.state_slabs import StateSlabs, pages_of_slab
 
 
 class HybridKVCacheManager(PagedKVCacheManager):

@@ -10,9 +10,9 @@ import torch
 
 from kvcache.errors import StatePageError
 from kvcache.pool.slabs import SlabPool
-from scheduler_adapters.hf.state_layout import StateShape, state_layouts
-from scheduler_adapters.hf.state_pages import StatePages
-from scheduler_adapters.hf.state_slabs import StateSlabs
+from kvcache.states.state_layout import StateShape, state_layouts
+from kvcache.states.state_pages import StatePages
+from kvcache.states.state_slabs import StateSlabs
 
 SHAPE = StateShape(1, 16, 1, 1, 1, 2, torch.uint8, torch.uint8, "short_conv")
 NAMES = ["a", "b", "c"]

@@ -1,6 +1,6 @@
 """State pages: what the recurrent layers of a hybrid model keep of a request, one page for each kind of state.
 
-`scheduler_adapters.hf.state_layout` says what lies in a page. A state is of all tokens before it, and is written over
+`kvcache.states.state_layout` says what lies in a page. A state is of all tokens before it, and is written over
 with each that follows: others can go on from it only where a copy was kept. Copies are pages of the same pool, found by
 the digest of the last page of their tokens, held by nobody, and evicted least recently used first: by other copies, and
 by requests that begin. Which states are kept is for `kept_states` to say, how guessed tokens run for `drafted_pages`.
@@ -19,12 +19,12 @@ from kvcache.errors import InvariantError, NoFreeStatePageError, StatePageError,
 from kvcache.layout import KindPages
 from kvcache.pool.index import NO_PAGE, Digests, PrefixIndex
 from kvcache.pool.pages import PagePool
+from kvcache.states.drafted_pages import DraftedPages
+from kvcache.states.passing_copies import PassingCopies
+from kvcache.states.state_layout import StateShape, state_layouts
+from kvcache.states.state_slabs import StateSlabs
+from kvcache.states.state_views import StateViews
 from kvcache.storage import allocate_blocks
-from scheduler_adapters.hf.drafted_pages import DraftedPages
-from scheduler_adapters.hf.passing_copies import PassingCopies
-from scheduler_adapters.hf.state_layout import StateShape, state_layouts
-from scheduler_adapters.hf.state_slabs import StateSlabs
-from scheduler_adapters.hf.state_views import StateViews
 
 
 class StatePages:

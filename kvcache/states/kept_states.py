@@ -13,7 +13,7 @@ from kvcache.pool.index import Digests
 from kvcache.replica.batch import Gathered
 from kvcache.replica.context import Context
 from kvcache.replica.replica import Replica
-from scheduler_adapters.hf.state_pages import StatePages
+from kvcache.states.state_pages import StatePages
 
 
 class KeptStates:

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from tests.kvcache.moves import SeededChooser
-from tests.scheduler_adapters.hf.slab_moves import SlabMoves
+from tests.kvcache.states.slab_moves import SlabMoves
 
 
 @pytest.mark.parametrize("seed", range(3))

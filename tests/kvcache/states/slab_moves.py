@@ -15,11 +15,11 @@ import torch
 from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
 from kvcache.errors import NoFreeStatePageError
 from kvcache.pool.slabs import SlabPool
-from scheduler_adapters.hf.hybrid import HybridKVCacheManager
-from scheduler_adapters.hf.state_layout import StateShape
+from kvcache.states.hybrid import HybridKVCacheManager
+from kvcache.states.state_layout import StateShape
 from tests.kvcache.model import Content, ModelReplica, Named
 from tests.kvcache.moves import LONGEST, PAGE_SIZE, ROWS, Chooser
-from tests.scheduler_adapters.hf.state_moves import StateMoves, StateReplica
+from tests.kvcache.states.state_moves import StateMoves, StateReplica
 
 # Of 1, 2, 4 and 7 pages.
 SHAPES = {

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
-from scheduler_adapters.hf.hybrid import HybridKVCacheManager
-from scheduler_adapters.hf.state_layout import StateShape, page_bytes, state_layouts
+from kvcache.states.hybrid import HybridKVCacheManager
+from kvcache.states.state_layout import StateShape, page_bytes, state_layouts
 from tests.kvcache.kv import Run, kv_of
 from tests.kvcache.model import Content, ModelReplica, Named
 from tests.kvcache.moves import LONGEST, PAGE_SIZE, ROWS, Chooser, Moves

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from tests.kvcache.moves import SeededChooser
-from tests.scheduler_adapters.hf.state_moves import StateMoves
+from tests.kvcache.states.state_moves import StateMoves
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -7,11 +7,11 @@ import pytest
 
 from kvcache import KVEvents, TextContext
 from kvcache.events.wire import hashes_of
-from scheduler_adapters.hf.hybrid import HybridKVCacheManager
+from kvcache.states.hybrid import HybridKVCacheManager
 from tests.kvcache.events.mirror import Known, Mirror
 from tests.kvcache.moves import SeededChooser
-from tests.scheduler_adapters.hf.slab_moves import SlabMoves
-from tests.scheduler_adapters.hf.state_moves import StateMoves
+from tests.kvcache.states.slab_moves import SlabMoves
+from tests.kvcache.states.state_moves import StateMoves
 
 ANY = "tcp://127.0.0.1:0"
 TOLD = {"kv_events": KVEvents(ANY, ANY)}
