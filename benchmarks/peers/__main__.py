@@ -25,7 +25,7 @@ from benchmarks.peers.questions import QUESTIONS, Question
 
 HERE = Path(__file__).resolve().parent
 OURS = "ours"
-DEFAULT = "max257,max267,vllm,nixl"
+DEFAULT = "max257,max267,vllm,sglang,nixl"
 STATISTICS = (
     "columns *_min: least of the minima of all rounds; *_median: median of the medians of the rounds; PEER/ours: the "
     "peer's figure over ours, above 1 ours is cheaper; best: the peer whose minimum is the least"

@@ -6,22 +6,26 @@ This file imports nothing of ours. What is asked beside:
     next turn new    a conversation of 32,768 tokens goes on by 256: a request is hashed, looked up and reserved
     next turn list   the same from its list of tokens on: the request is made, too
     memory, build    of MAX 26.7's pools, by the function of its script that the script does not call
+    decode           of SGLang's allocator, by a function of its script, of which nothing else is run
 """
 
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import os
 import runpy
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
 
 LENGTH, TURN, PAGE = 32_768, 256, 16
 WARM_UP, REPEATS = 3, 40
+TURNS = 9
 _SET_BELOW_PYTHON = ("PYTHONEXECUTABLE", "PYTHONPATH", "PYTHONHOME")
 """MAX's libraries set these for the process, past `os.environ`: a child would not find its environment."""
 Turn = Callable[[list[int]], tuple[int, int, int]]
@@ -120,7 +124,37 @@ def ask_max267(found: dict[str, Any]) -> None:
         found["mem"](kind)  # in a process of its own
 
 
-ASKED = {"bench_vllm.py": ask_vllm, "bench_max257.py": ask_max257, "bench_max.py": ask_max267}
+def ask_sglang(found: dict[str, Any]) -> None:
+    """SGLang's allocator of pages. The function gives medians: of several turns of it these are the figures."""
+    for batch in (1, 1024):
+        took = [found["bench_decode_sgl"](PAGE, batch)["full"] for _ in range(TURNS)]
+        row = {"kind": "sglang", "name": f"decode {PAGE} {batch}", "min": min(took), "med": statistics.median(took)}
+        print(json.dumps(row), flush=True)
+
+
+ASKED = {
+    "bench_vllm.py": ask_vllm,
+    "bench_max257.py": ask_max257,
+    "bench_max.py": ask_max267,
+    "bench_sglang.py": ask_sglang,
+}
+
+
+def run_script(script: str, name: str) -> dict[str, Any]:
+    """What the script defines. Of SGLang's nothing is run, and it finds the package in a folder of this name."""
+    if name != "bench_sglang.py":
+        return runpy.run_path(script, run_name="__main__")
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or not spec.submodule_search_locations:
+        raise RuntimeError("sglang is not installed here")
+    with tempfile.TemporaryDirectory() as folder:
+        site = os.path.join(folder, "sgl-site")  # noqa: PTH118 - as the rest: of the peer's environment
+        os.mkdir(site)  # noqa: PTH102
+        os.symlink(spec.submodule_search_locations[0], os.path.join(site, "sglang"))  # noqa: PTH118, PTH211
+        os.environ["SGLANG_SITE"] = site
+        found = runpy.run_path(script, run_name="asked")
+        found["bench_decode_sgl"](PAGE, 1)  # imports the rest
+    return found
 
 
 def main() -> None:
@@ -131,7 +165,7 @@ def main() -> None:
     sys.argv = sys.argv[2:]
     folder, _, name = script.rpartition("/")
     sys.path.insert(0, folder)
-    found = runpy.run_path(script, run_name="__main__")
+    found = run_script(script, name)
     if name in ASKED:
         ASKED[name](found)
 

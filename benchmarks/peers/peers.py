@@ -33,6 +33,7 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
     quick: tuple[str, ...] = ()
     requirements: str = ""
     packages: tuple[str, ...] = ()
+    environment: str = ""
     kinds: dict[str, str] = {}
 
     @property
@@ -69,7 +70,8 @@ def interpreter(name: str, folder: Path) -> Path:
     peer = PEERS[name]
     if peer.requirements:
         path = needed(folder, peer.requirements)
-        python = python_of(name, ["--no-deps", "--requirement", str(path)], path.read_bytes())
+        wanted = ["--no-deps", "--requirement", str(path), *peer.packages]
+        python = python_of(peer.environment or name, wanted, path.read_bytes() + " ".join(peer.packages).encode())
     elif peer.packages:
         wanted = [f"{peer.package}=={peer.version}", *peer.packages]
         python = python_of(name, wanted, " ".join(wanted).encode())

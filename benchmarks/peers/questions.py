@@ -3,7 +3,8 @@
 What is in a row, where the programs differ:
 
 - A decode step of ours and of MAX is reserve, tables and step, which hashes and publishes; ours takes up the new
-  tokens, too, which MAX's figure leaves out. vLLM's is allocation, append and hash: it builds no table there.
+  tokens, too, which MAX's figure leaves out. vLLM's is allocation, append and hash: it builds no table there. SGLang's
+  is less: a slot for each request's token, written to the request's row; nothing is hashed or cached.
 - Reserving a prompt is its hash, its lookup and its pages, of a request that is made already; ours and vLLM's are
   compared by the same hash function, MAX's is one of 64 bits. vLLM's allocation publishes the pages at once, ours and
   MAX's do so in `step`: for a prompt that nobody has seen, `reserved and published` is what compares like with like.
@@ -32,6 +33,7 @@ class Question(NamedTuple):
         vllm: the name of vLLM's.
         unit: microseconds are divided by it.
         nixl: the name of the figure of NIXL by itself.
+        sglang: the name of SGLang's.
     """
 
     text: str
@@ -41,10 +43,16 @@ class Question(NamedTuple):
     vllm: str = ""
     unit: float = 1.0
     nixl: str = ""
+    sglang: str = ""
 
     def of(self, peer: str) -> str:
         """The name of the peer's figure; empty where it has none."""
-        return self.max if peer.startswith("max") else self.nixl if peer.startswith("nixl") else self.vllm
+        of = {"max": self.max, "nixl": self.nixl, "sglang": self.sglang, "vllm": self.vllm}
+        return next(name for whose, name in of.items() if peer.startswith(whose))
+
+
+def _step(text: str, step: str, how: str, target: float | None = None) -> Question:
+    return Question(text, step + how, target, step, step, sglang=step)
 
 
 def _prompts() -> list[Question]:
@@ -76,17 +84,11 @@ def _pulls() -> list[Question]:
 
 
 QUESTIONS = (
-    Question("decode step, 1,024 requests, Batch", "decode 16 1024 Batch", 150, "decode 16 1024", "decode 16 1024"),
-    Question(
-        "the same, every context read after it",
-        "decode 16 1024 Batch, contexts read",
-        None,
-        "decode 16 1024",
-        "decode 16 1024",
-    ),
-    Question("the same, plain calls", "decode 16 1024 per request", 1500, "decode 16 1024", "decode 16 1024"),
-    Question("decode step, 1 request, Batch", "decode 16 1 Batch", 20, "decode 16 1", "decode 16 1"),
-    Question("decode step, 1 request, plain calls", "decode 16 1 per request", 20, "decode 16 1", "decode 16 1"),
+    _step("decode step, 1,024 requests, Batch", "decode 16 1024", " Batch", 150),
+    _step("the same, every context read after it", "decode 16 1024", " Batch, contexts read"),
+    _step("the same, plain calls", "decode 16 1024", " per request", 1500),
+    _step("decode step, 1 request, Batch", "decode 16 1", " Batch", 20),
+    _step("decode step, 1 request, plain calls", "decode 16 1", " per request", 20),
     Question("decode step, 1,024 requests, Batch, pages of 128", "decode 128 1024 Batch", None, "decode 128 1024"),
     Question("the same, plain calls, pages of 128", "decode 128 1024 per request", None, "decode 128 1024"),
     *_prompts(),

@@ -102,6 +102,18 @@ def test_a_next_turn_is_timed_with_and_without_the_making_of_the_request(capsys:
     assert set(turns) == {7 + aside.TURN}
 
 
+def test_sglangs_steps_are_read_under_their_names(capsys: pytest.CaptureFixture[str]) -> None:
+    took = iter(range(100))
+
+    def step(page: int, batch: int) -> dict[str, float]:
+        return {"full": float(page * batch + next(took))}
+
+    aside.ask_sglang({"bench_decode_sgl": step})
+    figures = peers.PEERS["sglang"].parsers["sglang"](capsys.readouterr().out)
+    assert figures == {"decode 16 1": (16, 16 + 4), "decode 16 1024": (16 * 1024 + 9, 16 * 1024 + 9 + 4)}
+    assert {question.of("sglang") for question in QUESTIONS} == {*figures, ""}
+
+
 def test_every_peer_is_named_with_its_version_and_asked_something() -> None:
     assert set(DEFAULT.split(",")) == set(peers.PEERS)
     for name, peer in peers.PEERS.items():
