@@ -27,11 +27,13 @@ CUDA_PIP := $(CUDA)/bin/python -m pip --quiet --disable-pip-version-check
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
 
-$(STAMP): pyproject.toml constraints.txt Makefile
+CHAINED := kvcache/replica/chained
+$(STAMP): pyproject.toml constraints.txt Makefile hatch_build.py $(CHAINED).c
 	@echo "setting up $(VENV) (once)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(if $(HAS_TORCH),--system-site-packages) $(VENV)
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) $(CONSTRAINTS) '$(TORCH)'
 	@$(PIP) $(CONSTRAINTS) --editable '.[serve,bench,observe,fleet,top,dev]'
+	@test -e $(CHAINED).abi3.so || echo 'no C compiler or Python.h: hashlib computes sha256 (docs/deploy.md, hash_algorithm)'
 	@touch $@
 
 demo: $(STAMP) ## serve prompts across a prefill and a decode process (ARGS="--requests 32 ...")
@@ -153,5 +155,5 @@ first-token: $(STAMP) ## what disaggregation adds to the time to the first and s
 	@$(BIN)/python -m benchmarks.first_token $(ARGS)
 
 clean: ## remove the environment and every cache
-	@rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	@rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist *.egg-info $(CHAINED).abi3.so
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

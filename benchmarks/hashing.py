@@ -4,11 +4,12 @@ prompt: all pages of a prompt that nobody has seen, by `PrefixHasher`. step: one
 decode step hashes them; each has 4,096 tokens before it. Figures are for a page. `without` is a process whose OpenSSL
 is told that the processor has no SHA instructions (`OPENSSL_ia32cap`); it is left out where that cannot be said.
 
-What is no `hash_algorithm` is a candidate, in the same loop. `keyed polynomial` is a universal hash: the tokens are the
-coefficients of a polynomial, its value at a secret place modulo 2**127 - 1 is the digest, which no page size changes.
-numpy does all pages of a prompt, or of a step, at once. Who sees digests can solve them for the key, and ours are told
-to routers and peers; what would hide them costs another hash a page. `blake3, one call` is the bytes of a prompt
-without a digest for each page, which no package computes: what hashing alone takes with all the width of the processor.
+What is no `hash_algorithm` is a candidate, in the same loop. `sha256, hashlib` is sha256 where `chained.c` is not
+compiled. `keyed polynomial` is a universal hash: the tokens are the coefficients of a polynomial, its value at a secret
+place modulo 2**127 - 1 is the digest, which no page size changes. numpy does all pages of a prompt, or of a step, at
+once. Who sees digests can solve them for the key, and ours are told to routers and peers; what would hide them costs
+another hash a page. `blake3, one call` is the bytes of a prompt without a digest for each page, which no package
+computes: what hashing alone takes with all the width of the processor.
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ from numpy.typing import NDArray
 from benchmarks.frame import Row, machine, options, pin, report, samples, summary
 from benchmarks.pools import Prompts
 from kvcache.params import usable_hashes
-from kvcache.replica.hashing import PrefixHasher, next_digests, page_rows
+from kvcache.replica.hashing import PrefixHasher, next_digests
 
 BATCH, BEFORE = 64, 4096
 PRIME = (1 << 127) - 1
-CANDIDATES: dict[str, Callable[[], Any]] = {"blake2b": lambda: hashlib.blake2b(digest_size=32)}
+CANDIDATES: dict[str, Callable[[], Any]] = {
+    "blake2b": lambda: hashlib.blake2b(digest_size=32),
+    "sha256, hashlib": hashlib.sha256,
+}
 _LIMBS = 8  # of 16 bits: their products with half a token, summed over a page, are exact in a float64
 _WITHOUT = {"OPENSSL_ia32cap": ":~0x20000000"}  # bit 29 of EBX of leaf 7 says that there are SHA instructions
 _CHILD = "import json; from benchmarks.hashing import measure; print(json.dumps(measure({lengths}, {repeats})))"
@@ -109,7 +113,7 @@ def _step(page: int, prompts: Prompts, repeats: int) -> dict[str, list[float]]:
             one.digests(prompts.tokens(BEFORE), 0, BEFORE // page)
 
         def step(first: int, hashers: list[PrefixHasher] = hashers) -> None:
-            next_digests(hashers, [first] * BATCH, page_rows(new, page), lambda _: b"")
+            next_digests(hashers, [first] * BATCH, new.reshape(BATCH, page), lambda _: b"")
 
         times[name] = samples(repeats, lambda hashers=hashers: len(hashers[0].known) // hashers[0].width, step)
     polynomial, before = KeyedPolynomial(PRIME // 3, page), [PRIME // 7 + at for at in range(BATCH)]

@@ -31,12 +31,14 @@ from kvcache.replica.batch import Batch
 from kvcache.replica.block_table import BlockTable, PageCopy, PageDigests, PendingImport
 from kvcache.replica.context import Context, TextContext
 from kvcache.replica.copier import ImportCopier, ImportProof
+from kvcache.replica.hashing import SHA256_BY
 from kvcache.replica.inputs import RaggedKVCacheInputSymbols
 from kvcache.replica.leases import PageLease
 from kvcache.routing import Routing
 from kvcache.types import Admission, RaggedKVCacheInputs, RangeRetention, RequestID, Retention
 
 __all__ = [
+    "SHA256_BY",
     "Admission",
     "AlreadyClaimedError",
     "Batch",

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from kvcache.errors import InvalidRequestError, SequenceTooLongError
 from kvcache.events.log import EventLog
 from kvcache.replica.context import Context, TextContext
-from kvcache.replica.hashing import PrefixHasher, next_digests, page_rows, token_bytes
+from kvcache.replica.hashing import PrefixHasher, next_digests, token_bytes
 from kvcache.replica.rows import NEVER, Ints, Rows
 from kvcache.replica.shares import Share, as_run, shares_at, shares_of_all
 
@@ -117,24 +117,24 @@ class Gathered:
                 ]
                 log.describe((hashers, firsts, lasts, runs))
             return digests
-        rows = [
-            page_rows(self.tokens(place)[first * size : last * size], size)[0]
-            for place, (first, last) in zip(at, pages, strict=True)
-        ]
-        digests = self.digest_pages(at, hashers, firsts.tolist(), rows)
+        tokens = np.array(
+            [self.tokens(place)[first * size : last * size] for place, (first, last) in zip(at, pages, strict=True)],
+            np.int32,
+        )
+        digests = self.digest_pages(at, hashers, firsts.tolist(), tokens)
         if log is not None:
-            log.describe((hashers, firsts, lasts, rows))
+            log.describe((hashers, firsts, lasts, tokens))
         return digests
 
     def digest_pages(
-        self, at: list[int], hashers: list[PrefixHasher], firsts: list[int], rows: list[bytes]
+        self, at: list[int], hashers: list[PrefixHasher], firsts: list[int], tokens: NDArray[np.int32]
     ) -> NDArray[np.uint64]:
-        """Of each context at the places `at` the digest of its page `firsts`, whose bytes are `rows`."""
+        """Of each context at the places `at` the digest of its page `firsts`, of `tokens`, `[len(at), page_size]`."""
 
         def from_the_context(nth: int) -> bytes:
             return hashers[nth].digests(self.tokens(at[nth]), firsts[nth], firsts[nth] + 1).tobytes()
 
-        return next_digests(hashers, firsts, rows, from_the_context)
+        return next_digests(hashers, firsts, tokens, from_the_context)
 
     def tokens(self, place: int) -> NDArray[np.integer[Any]]:
         context: Context = self.contexts[place]
@@ -279,7 +279,7 @@ class Batch(Gathered, Sequence[Context]):
         tokens = np.ascontiguousarray(self._log[step : step + self._page_size].take(places, axis=1).T)
         at = places.tolist()
         hashers = self.hashers(at, hasher_of)
-        digests = self.digest_pages(at, hashers, firsts.tolist(), page_rows(tokens, self._page_size))
+        digests = self.digest_pages(at, hashers, firsts.tolist(), tokens)
         if log is not None:
             log.describe((hashers, firsts, lasts, tokens))
         return digests

@@ -2,14 +2,18 @@
 
 One running hash takes the pages in turn and gives its digest after each. That makes the digests a chain (equal digest,
 equal prefix) at the cost of one update and one digest a page; hashing `parent + page` anew takes sha256 60 % longer.
+
+hashlib needs two calls and an allocation for each page. Where `chained.c` was compiled it takes all pages of a call,
+or of a step, at once, with libcrypto's sha256 as hashlib has it: the digests are the same.
 """
 
 import functools
 import hashlib
+import os
 import struct
 from collections.abc import Callable, Sequence
 from copy import copy
-from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -21,6 +25,33 @@ from kvcache.replica.keys import ExtraKeys
 
 DIGEST_BYTES: dict[HashAlgorithm, int] = {"sha256": 32, "blake3": 32, "xxh3_128": 16}
 _TOKEN = np.dtype("<i4")
+_AT_ONCE = 1 << 17
+"""Tokens that C hashes in one go: no other thread runs meanwhile, for less than the 5 ms after which its turn comes."""
+PLAIN = "PAGEWIRE_PLAIN_SHA256"
+"""The environment variable that, set to anything, has hashlib compute every sha256."""
+
+
+def _compiled() -> tuple[type[Any], str]:
+    """The class of `chained.c`, if it is there, wanted, and agrees with hashlib; and what computes sha256 here."""
+    if os.environ.get(PLAIN):
+        return _NotCompiled, f"hashlib: {PLAIN} is set"
+    try:
+        from kvcache.replica.chained import Sha256Chain  # noqa: PLC0415 - there where it could be compiled
+    except ImportError as error:
+        return _NotCompiled, f"hashlib: {error}"
+    text, chain = bytes(range(192)), Sha256Chain(b"seed")
+    chain.extend(text, 96)
+    if bytes(chain.known) != b"".join(hashlib.sha256(b"seed" + text[:length]).digest() for length in (96, 192)):
+        return _NotCompiled, "hashlib: chained.c gives other digests here"
+    return Sha256Chain, "chained.c"
+
+
+class _NotCompiled:
+    """In the place of `Sha256Chain` where that is not used: nothing is one."""
+
+
+_Chain, SHA256_BY = _compiled()
+"""`SHA256_BY`: what computes sha256 in this process, "chained.c", or "hashlib: " and why; the digests are the same."""
 
 
 class PrefixHasher:
@@ -41,7 +72,7 @@ class PrefixHasher:
         self.salt = salt
         self.extra_keys = extra_keys
         self.running: Any = _seeded(algorithm, page_size, salt).copy()  # after the pages whose digests are known
-        self.known = bytearray()  # those digests, one after another
+        self.known = _known(self.running, b"")  # those digests, one after another
         self.width = DIGEST_BYTES[algorithm]
         # The extra keys of pages to come, `(page, bytes to hash)`, the next one last. -1 is no token: where one is due
         # it says that a key follows, and the length says where the key ends.
@@ -62,7 +93,8 @@ class PrefixHasher:
 
     def copy(self) -> "PrefixHasher":
         twin = copy(self)
-        twin.running, twin.known = self.running.copy(), self.known[:]
+        twin.running = self.running.copy()
+        twin.known = _known(twin.running, self.known)
         twin.keys_left, twin.matches = self.keys_left[:], {}
         return twin
 
@@ -76,19 +108,27 @@ class PrefixHasher:
         return np.frombuffer(wanted, np.uint64).reshape(last - first, width // 8)
 
     def _extend(self, tokens: NDArray[np.integer[Any]]) -> None:
-        update, digest, keys = self.running.update, self.running.digest, self.keys_left
-        listed = page_rows(tokens, self.page_size)
-        found: list[bytes] = []
-        page = len(self.known) // self.width
-        last, rows = page + len(listed), iter(listed)
+        size, keys = self.page_size, self.keys_left
+        first = page = len(self.known) // self.width
+        last = first + len(tokens) // size
         while page < last:
             while keys and keys[-1][0] == page:
-                update(keys.pop()[1])
+                self.running.update(keys.pop()[1])
             end = min(last, keys[-1][0]) if keys else last
-            # No step but these two for a page without a key: a prompt has thousands.
-            found += [digest() for _ in map(update, islice(rows, end - page))]
+            self._take(tokens[(page - first) * size : (end - first) * size])
             page = end
-        self.known += b"".join(found)
+
+    def _take(self, tokens: NDArray[np.integer[Any]]) -> None:
+        """Extend `known` by whole pages without a key."""
+        running, size = self.running, self.page_size
+        if type(running) is _Chain:
+            at_once = max(1, _AT_ONCE // size) * size
+            for at in range(0, len(tokens), at_once):
+                running.extend(np.ascontiguousarray(tokens[at : at + at_once], _TOKEN), size * _TOKEN.itemsize)
+            return
+        digest = running.digest
+        # No step but these two for a page: a prompt has thousands.
+        self.known += b"".join([digest() for _ in map(running.update, page_rows(tokens, size))])
 
 
 @functools.lru_cache(maxsize=256)
@@ -101,7 +141,14 @@ def _seeded(algorithm: HashAlgorithm, page_size: int, salt: str | None) -> Any:
         from blake3 import blake3  # noqa: PLC0415 - an extra: see `usable_hashes`
 
         return blake3(seed)
-    return hashlib.sha256(seed) if algorithm == "sha256" else xxhash.xxh3_128(seed)
+    if algorithm == "xxh3_128":
+        return xxhash.xxh3_128(seed)
+    return hashlib.sha256(seed) if _Chain is _NotCompiled else _Chain(seed)
+
+
+def _known(running: Any, digests: bytes | bytearray) -> bytearray:
+    """Where a hasher of `running` has its digests; `digests` are those that it knows by now."""
+    return running.known if type(running) is _Chain else bytearray(digests)
 
 
 def token_bytes(tokens: NDArray[np.integer[Any]]) -> bytes:
@@ -121,14 +168,20 @@ def _page_type(page_size: int) -> np.dtype[Any]:
 
 
 def next_digests(
-    hashers: Sequence[PrefixHasher], firsts: Sequence[int], rows: Sequence[bytes], slow: Callable[[int], bytes]
+    hashers: Sequence[PrefixHasher],
+    firsts: Sequence[int],
+    pages: NDArray[np.integer[Any]],
+    slow: Callable[[int], bytes],
 ) -> NDArray[np.uint64]:
-    """The digest of one page of each request: page `firsts`, whose bytes are `rows`. uint64 `[requests, words]`.
+    """The digest of one page of each request: page `firsts`, of the tokens `pages`. uint64 `[requests, words]`.
 
-    `slow(at)` gives it where pages before that one are not hashed yet, or an extra key is to come.
+    `pages` is `[requests, page_size]`. `slow(at)` gives the digest where pages before that one are not hashed yet, or
+    an extra key is to come.
     """
+    if type(hashers[0].running) is _Chain:
+        return _next_in_c(hashers, firsts, np.ascontiguousarray(pages, _TOKEN), slow)
     found: list[bytes] = []
-    for hasher, first, row in zip(hashers, firsts, rows, strict=True):
+    for hasher, first, row in zip(hashers, firsts, page_rows(pages, pages.shape[1]), strict=True):
         known = hasher.known
         if len(known) != first * hasher.width or hasher.keys_left:
             found.append(slow(len(found)))
@@ -138,4 +191,22 @@ def next_digests(
         digest: bytes = running.digest()
         known += digest
         found.append(digest)
+    return np.frombuffer(b"".join(found), np.uint64).reshape(len(found), -1)
+
+
+_KEYS_LEFT, _RUNNING = attrgetter("keys_left"), attrgetter("running")
+
+
+def _next_in_c(
+    hashers: Sequence[PrefixHasher], firsts: Sequence[int], pages: NDArray[np.int32], slow: Callable[[int], bytes]
+) -> NDArray[np.uint64]:
+    """`next_digests` of chains: usually all of them in one call."""
+    if not any(map(_KEYS_LEFT, hashers)):
+        digests = _Chain.extend_each(list(map(_RUNNING, hashers)), list(firsts), pages)
+        if digests is not None:
+            return np.frombuffer(digests, np.uint64).reshape(len(hashers), -1)
+    found: list[bytes] = []
+    for at, hasher in enumerate(hashers):
+        digest = None if hasher.keys_left else _Chain.extend_each([hasher.running], [firsts[at]], pages[at])
+        found.append(slow(at) if digest is None else digest)
     return np.frombuffer(b"".join(found), np.uint64).reshape(len(found), -1)

@@ -5,6 +5,7 @@
 from tests.mutants.mutation import Module, Mutation
 
 _MANAGER = "tests/kvcache/test_manager.py"
+_CHAINED = "tests/kvcache/replica/test_chained.py"
 _PARTIAL = "tests/kvcache/replica/test_partial.py"
 _NEW_PAGES = ["tests/kvcache/replica/test_imports_of_new_pages.py"]
 _OFFERS = ["tests/scheduler_adapters/service/test_offers.py"]
@@ -241,7 +242,15 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("PrefixHasher.__init__", "sorted(extra_keys)", "list(extra_keys)"),
             Mutation("PrefixHasher.__init__", "position, len(key)", "0, len(key)"),
             Mutation("PrefixHasher.copy", "self.keys_left[:], {}", "self.keys_left, {}"),
-            Mutation("PrefixHasher.copy", "self.running.copy(), self.known[:]", "self.running.copy(), self.known"),
+            Mutation("PrefixHasher.copy", "_known(twin.running, self.known)", "self.known"),
+            Mutation("PrefixHasher.copy", "_known(twin.running, self.known)", "bytearray(self.known)"),
+            Mutation("PrefixHasher._extend", "min(last, keys[-1][0])", "last"),
+            Mutation("PrefixHasher._take", "max(1, _AT_ONCE // size) * size", "_AT_ONCE"),
+            Mutation("_compiled", "os.environ.get(PLAIN)", "False", [_CHAINED]),
+            Mutation("_compiled", "except ImportError", "except OSError", [_CHAINED]),
+            Mutation("_compiled", "bytes(chain.known) !=", "bytes(chain.known) is", [_CHAINED]),
+            Mutation("_next_in_c", "not any(map(_KEYS_LEFT, hashers))", "True"),
+            Mutation("_next_in_c", "None if hasher.keys_left else ", ""),
             Mutation(
                 "PrefixHasher._extend", "while keys and keys[-1][0] == page", "while keys and keys[-1][0] >= page"
             ),

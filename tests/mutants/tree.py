@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tests.mutants.mutation import ROOT
 
-PARTS = ("kvcache", "transfer", "scheduler_adapters", "tests", "docs", "pyproject.toml")
+PARTS = ("kvcache", "transfer", "scheduler_adapters", "tests", "docs", "hatch_build.py", "pyproject.toml")
 NO_CACHES = shutil.ignore_patterns("__pycache__", ".pytest_cache", ".hypothesis")
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 

@@ -2,19 +2,35 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any, get_args
 
 import numpy as np
 import pytest
 from blake3 import blake3
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from kvcache.params import HashAlgorithm
-from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher, next_digests, page_rows
+from kvcache.replica import hashing
+from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher, next_digests
+from kvcache.replica.keys import ExtraKeys
+from tests.kvcache.replica.compiled import compiled_chain
 
 ALGORITHMS: tuple[HashAlgorithm, ...] = get_args(HashAlgorithm)
+
+
+@pytest.fixture(autouse=True, params=["hashlib", "chained.c"])
+def computed_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Every test with each of the two that compute sha256."""
+    monkeypatch.setattr(hashing, "_Chain", hashing._NotCompiled if request.param == "hashlib" else compiled_chain())
+    hashing._seeded.cache_clear()
+    yield request.param
+    hashing._seeded.cache_clear()
 
 
 def tokens(count: int) -> np.ndarray:
@@ -60,19 +76,21 @@ def test_no_two_choices_of_salt_and_page_size_agree() -> None:
     assert len(set(found)) == len(found)
 
 
-def test_digests_are_the_same_in_another_process_and_for_any_integer_dtype() -> None:
+def test_digests_are_the_same_in_another_process_and_for_any_integer_dtype(computed_by: str) -> None:
     code = (
         "import numpy as np; from kvcache.replica.hashing import PrefixHasher;"
         "t = np.arange(40, dtype=np.int64) * 7919 % 50021;"
         "print(PrefixHasher('sha256', 4, 's').digests(t, 0, 10).tobytes().hex())"
     )
-    there = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    # What computes them here or there does not matter: a fleet may have both.
+    other = os.environ | ({} if computed_by == "hashlib" else {hashing.PLAIN: "1"})
+    there = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=other)
     assert there.stdout.strip() == PrefixHasher("sha256", 4, "s").digests(tokens(40), 0, 10).tobytes().hex()
 
 
 def test_one_page_of_many_requests_is_hashed_as_each_alone() -> None:
     """Also where a key is still to come, and where pages before are not hashed yet: those take the slow way."""
-    rows = page_rows(tokens(8), 4)
+    second = np.repeat(tokens(8)[None, 4:], 4, axis=0)
     keys: list[Any] = [None, ((6, b"image"),), ((9, b"late"),), None]
     hashers = [PrefixHasher("sha256", 4, None, key) for key in keys]
     for hasher in hashers[:3]:
@@ -83,7 +101,7 @@ def test_one_page_of_many_requests_is_hashed_as_each_alone() -> None:
         slow.append(at)
         return hashers[at].digests(tokens(8), 1, 2).tobytes()
 
-    found = next_digests(hashers, [1] * 4, [rows[1]] * 4, slowly)
+    found = next_digests(hashers, [1] * 4, second, slowly)
     assert slow == [1, 2, 3]
     for at, key in enumerate(keys):
         assert (found[at] == PrefixHasher("sha256", 4, None, key).digests(tokens(8), 1, 2)[0]).all()
@@ -128,3 +146,79 @@ def test_a_copy_goes_on_by_itself() -> None:
     other[12] += 1
     assert (twin.digests(other, 0, 4)[3] != first.digests(tokens(16), 0, 4)[3]).any()
     assert (twin.digests(other, 0, 3) == first.digests(tokens(16), 0, 3)).all()
+
+
+def test_one_page_more_of_every_request_is_one_call_where_no_key_is_to_come() -> None:
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(0, 1 << 31, (5, 20), dtype=np.int32)
+    hashers = [PrefixHasher("sha256", 4, None, ((1, b"image"),)) for _ in prompts]
+    befores = [1, 4, 2, 1, 3]  # pages, of at most 4
+    for hasher, prompt, before in zip(hashers, prompts, befores, strict=True):
+        hasher.digests(prompt, 0, before)
+    twins = [hasher.copy() for hasher in hashers]
+    pages = np.stack([prompt[4 * at : 4 * at + 4] for prompt, at in zip(prompts, befores, strict=True)])
+    found = next_digests(hashers, befores, pages, pytest.fail)
+    for at, (hasher, twin, before) in enumerate(zip(hashers, twins, befores, strict=True)):
+        assert (found[at] == twin.digests(prompts[at], before, before + 1)[0]).all()
+        assert (found[at] == PrefixHasher("sha256", 4, None, ((1, b"image"),)).digests(prompts[at], before, 5)[0]).all()
+        assert (hasher.digests(prompts[at], 0, 5) == twin.digests(prompts[at], 0, 5)).all()
+
+
+def test_long_prompts_are_hashed_in_parts_that_are_whole_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = PrefixHasher("sha256", 4, None).digests(tokens(80), 0, 20)
+    for at_once in (1, 4, 7, 12, 79, 80):
+        monkeypatch.setattr(hashing, "_AT_ONCE", at_once)
+        assert (PrefixHasher("sha256", 4, None).digests(tokens(80), 0, 20) == whole).all()
+
+
+def walked(steps: list[tuple[str, int]], page_size: int, salt: str | None, keys: ExtraKeys, seed: int) -> None:
+    """Hashers that grow, are copied and take pages together, each beside hashlib over all that it has taken."""
+    rng = np.random.default_rng(seed)
+    marks = [b""] * 64  # what comes before each page
+    for position, key in sorted(keys):
+        marks[position // page_size] += struct.pack("<iII", -1, position, len(key)) + key
+    fields = (b"sha256", str(page_size).encode(), b"" if salt is None else b"=" + salt.encode())
+    head = b"pagewire/1" + b"".join(struct.pack("<I", len(field)) + field for field in fields)
+    hashers, prompts = [PrefixHasher("sha256", page_size, salt, keys)], [np.zeros(0, np.int32)]
+
+    def grown(of: int, count: int) -> np.ndarray:
+        prompts[of] = np.concatenate((prompts[of], rng.integers(0, 1 << 31, count * page_size, dtype=np.int32)))
+        return prompts[of]
+
+    def slow(at: int) -> bytes:
+        last = len(prompts[at]) // page_size
+        return hashers[at].digests(prompts[at], last - 1, last).tobytes()
+
+    for what, count in steps:
+        if what == "extend":
+            at = count % len(hashers)
+            grown(at, count)
+            hashers[at].digests(prompts[at], 0, len(prompts[at]) // page_size)
+        elif what == "copy" and len(hashers) < 4:
+            at = count % len(hashers)
+            hashers.append(hashers[at].copy())
+            prompts.append(prompts[at])
+        elif what == "all":
+            firsts = [len(prompt) // page_size for prompt in prompts]
+            pages = np.stack([grown(at, 1)[-page_size:] for at in range(len(hashers))])
+            next_digests(hashers, firsts, pages, slow)
+    for hasher, prompt in zip(hashers, prompts, strict=True):
+        whole, wanted = hashlib.sha256(head), b""
+        for at in range(len(prompt) // page_size):
+            whole.update(marks[at] + prompt[at * page_size : (at + 1) * page_size].tobytes())
+            wanted += whole.digest()
+        assert bytes(hasher.known) == wanted
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    steps=st.lists(st.tuples(st.sampled_from(("extend", "copy", "all")), st.integers(0, 5)), max_size=9),
+    page_size=st.sampled_from((1, 3, 4, 16, 128)),
+    salt=st.sampled_from((None, "", "tenant")),
+    keys=st.lists(st.tuples(st.integers(0, 60), st.binary(max_size=4)), max_size=3).map(tuple),
+    seed=st.integers(0, 1 << 20),
+)
+def test_whatever_hashers_take_in_whatever_way_agrees_with_hashlib(
+    steps: list[tuple[str, int]], page_size: int, salt: str | None, keys: ExtraKeys, seed: int
+) -> None:
+    walked(steps, page_size, salt, keys, seed)
