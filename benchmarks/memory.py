@@ -1,12 +1,15 @@
 """What do a million pages weigh, every one of them published, and how long does a pool take to build?
 
 Each row is a process of its own: what it has more after than before is the manager's. The pages themselves (a byte a
-token here) are taken off; `arrays` is the sum of the manager's arrays, `rss` what the kernel counts. `gc` is a full
-pass of the garbage collector with the pool full, `gc_before` one before there was a manager.
+token here) are taken off; `arrays` is the sum of the manager's arrays, `rss` what the kernel counts, after malloc has
+given back what is free in it. That is `freed`: tokens and digests of the requests that filled the pool, which are gone;
+malloc keeps that memory for the next ones, more or less of it from run to run. `gc` is a full pass of the garbage
+collector with the pool full, `gc_before` one before there was a manager.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -28,6 +31,13 @@ _CHILD = "import json; from benchmarks.memory import weigh; print(json.dumps(wei
 def resident() -> int:
     """Bytes of this process in memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def trimmed() -> int:
+    """`resident`, once malloc has given back what it can."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # of glibc
+        trim(0)
+    return resident()
 
 
 def arrays_of(manager: PagedKVCacheManager) -> int:
@@ -80,7 +90,7 @@ def weigh(pages: int, algorithm: str) -> Row:
     requests = -(-pages // PROMPT_PAGES)
     small = manager_of(PROMPT_PAGES, rows=requests, max_seq_len=PROMPT_PAGES * 16, algorithm=algorithm)
     fill(small, prompts)  # what the first use of any library allocates is not the pages'
-    before, objects, gc_before = resident(), len(gc.get_objects()), gc_pass()
+    before, objects, gc_before = trimmed(), len(gc.get_objects()), gc_pass()
     start = now()
     manager = manager_of(pages, rows=requests, max_seq_len=PROMPT_PAGES * 16, algorithm=algorithm)
     built = (now() - start) / 1e6
@@ -89,12 +99,14 @@ def weigh(pages: int, algorithm: str) -> Row:
     gc.collect()
     blocks = sum(block.untyped_storage().nbytes() for shards in manager.device_tensors for block in shards)
     table = requests * PROMPT_PAGES * 4  # the running requests' rows: not the pool's, but named
-    grown = resident() - before - blocks
+    kept = resident()
+    grown = trimmed() - before - blocks
     row: Row = {
         "pages": pages,
         "hash": algorithm,
         "arrays_B_per_page": round((arrays_of(manager) - table) / pages, 1),
         "rss_B_per_page": round((grown - table) / pages, 1),
+        "freed_B_per_page": round((kept - before - blocks - grown) / pages, 1),
         "build_ms": round(built, 1),
         "gc_ms": gc_pass(),
         "gc_before_ms": gc_before,

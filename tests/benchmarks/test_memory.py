@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+
+from benchmarks import memory
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="malloc is not glibc's")
+def test_what_malloc_keeps_of_what_is_gone_is_not_weighed() -> None:
+    before = memory.trimmed()
+    held = [bytearray(b"x") * (100 << 10) for _ in range(800)]
+    del held[:-1]  # the last one keeps malloc from giving the others back by itself
+    kept = memory.resident() - before
+    assert kept > 60 << 20
+    assert memory.trimmed() - before < 20 << 20
+    assert len(held) == 1
