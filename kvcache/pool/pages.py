@@ -137,7 +137,8 @@ class PagePool:
     def drop_writer(self, pages: Pages) -> None:
         """That transfer is over for good: what nobody uses is free."""
         self.writers[pages] -= 1
-        self._free(pages[self._unused(pages)][::-1].astype(np.intp))
+        if np.count_nonzero(unused := self._unused(pages)):
+            self._free(pages[unused][::-1].astype(np.intp))
 
     def would_be_taken(self, pages: Pages) -> int:
         """How many of `pages` are free now: `hold` takes them from what `allocate` can hand out."""

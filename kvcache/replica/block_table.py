@@ -148,7 +148,7 @@ class PendingImport:
         if again < 0:
             return None
         new = np.array(table.pages_from(first + left_out), np.int32)
-        if not np.array_equal(new[:again], known[left_out:]):
+        if again and not np.array_equal(new[:again], known[left_out:]):
             return None
         if not left_out:
             return new

@@ -22,7 +22,7 @@ from kvcache.replica.context import Context, hasher_of, salt_and_keys
 from kvcache.replica.copier import ImportProof
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher, token_bytes
 from kvcache.replica.lifts import lift
-from kvcache.replica.pages_below import NO_SLOTS
+from kvcache.replica.pages_below import NO_SLOTS, PagesBelow
 from kvcache.replica.replica import Replica, Reservation
 from kvcache.replica.rows import Ints
 
@@ -343,6 +343,9 @@ def finish_import(
     context.set_token_indices(start_idx=cached, active_idx=context.end_idx)
     replica.imports.commit(pending)
     replica.counter.ran_elsewhere(row, cached)
+    if replica.log is None and type(replica.tier) is PagesBelow:
+        _publish_plain(replica, row, context, cached)
+        return
 
     def digests_of(_at: Ints, firsts: Ints, lasts: Ints) -> NDArray[np.uint64]:
         hasher, first, last = replica.hasher(row, context), int(firsts[0]), int(lasts[0])
@@ -356,3 +359,15 @@ def finish_import(
     replica.publish(rows, computed, replica.filled(rows, computed, digests_of))
     if replica.log is not None:
         replica.log.end_call()
+
+
+def _publish_plain(replica: Replica, row: int, context: Context, cached: int) -> None:
+    """What `publish` does, where nobody but the row is to be told: without arrays of one, in half the time.
+
+    It has no leases, as its import was pending.
+    """
+    rows = replica.rows
+    if replica.caching and cached >= rows.commit_at.item(row):
+        first, last = rows.committed.item(row), cached // rows.page_size
+        replica.publish_one(row, first, replica.hasher(row, context).digests(context.tokens, first, last))
+    rows.cached[row] = cached

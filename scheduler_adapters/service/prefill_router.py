@@ -15,7 +15,7 @@ from kvcache.replica.context import TextContext
 from scheduler_adapters.base import PulledPages
 from scheduler_adapters.errors import MessageError
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.sockets import Context, Pulse, Socket, bounded_socket, monitor_of, received
+from scheduler_adapters.service.sockets import Context, Pulse, Socket, bounded_socket, has_news, monitor_of, received
 from transfer.pull.exchange import PageExchange
 from transfer.wire.keys import Keyring
 
@@ -163,7 +163,7 @@ class PrefillConnection:
             if self._clock() >= self._again_at:
                 self._open()
             return
-        if any(one.poll(0) for one in self.sockets[1:]):
+        if any(has_news(one) for one in self.sockets[1:]):
             self.lose(f"prefill process {self.name!r} is gone, or silent")
             return
         for frames in received(self._socket):

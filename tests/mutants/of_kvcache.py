@@ -39,6 +39,7 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("PagePool.hold", "np.count_nonzero(holders) or", ""),
             Mutation("PagePool.hold", "or np.count_nonzero(self.writers[at])", ""),
             Mutation("PagePool.drop_writer", "self._unused(pages)", "self.writers[pages] == 0"),
+            Mutation("PagePool.drop_writer", "np.count_nonzero(unused := ", "not len(unused := "),
             Mutation("PagePool.would_be_taken", "np.count_nonzero(self._unused(pages))", "len(pages)"),
             Mutation(
                 "PagePool.would_be_freed",
@@ -300,6 +301,9 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("_check_proof", "if pending.needs_copy:", "if False:"),
             Mutation("_check_proof", "copier.proof is not proof", "copier.proof is None"),
             Mutation("_check_proof", "proof.num_tokens < pending.tokens[1]", "proof.num_tokens < 0"),
+            Mutation("finish_import", "replica.log is None and", "True and", ["tests/kvcache/events/test_events.py"]),
+            Mutation("_publish_plain", "cached >= rows.commit_at.item(row)", "cached > rows.commit_at.item(row)"),
+            Mutation("_publish_plain", "rows.cached[row] = cached", "pass"),
         ],
     ),
     Module(

@@ -23,7 +23,6 @@ from transfer.pull.remote import RemoteEngine
 from transfer.stats import PullRecord
 from transfer.wire.messages import ReaderNote, encode_message
 
-_WORDS_IN = (MemoryType.DRAM, MemoryType.DRAM)
 _SLICE_S = 0.3e-3
 _MOST_IN_FLIGHT = 8
 """Transfers of a pull at a time, where posts return before all is copied: 32 MiB on the wire, and the background."""
@@ -74,6 +73,11 @@ class Puller:
     def is_reading(self) -> bool:
         """Whether something is in flight, or about to be: a pull that waits for further pages does not count."""
         return any(pull.in_flight or pull.waiting for pull in self._moving.values())
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether a poll may move anything on."""
+        return bool(self._moving)
 
     def uses(self, engine: RemoteEngine) -> bool:
         """Tells whether a pull still has to do with an engine."""
@@ -341,15 +345,14 @@ class Puller:
             slot = self._free.pop()
             self.words[slot] = CLEARED  # no lease: a fence that delivers nothing must not find an old word
             there = pull.engine.ranks[rank]
-            local = [(self._address + slot * WORD_BYTES, WORD_BYTES, 0)]
-            remote = [(there.words_addr + pull.lease.slot * WORD_BYTES, WORD_BYTES, 0)]
+            word, address = self._address + slot * WORD_BYTES, there.words_addr + pull.lease.slot * WORD_BYTES
             try:
-                handle, done = pull.engine.agent.read(there.agent_name, local, remote, note, _WORDS_IN)
+                handle = pull.engine.agent.read_word(there.agent_name, word, address, note)
             except AgentError as error:
                 self._free.append(slot)
                 self._on_error(pull, error)
                 return
-            pull.fencing.append((handle, rank, slot, done))
+            pull.fencing.append((handle, rank, slot, handle is None))
         if not pull.fencing:
             self._passed(pull)
         elif self.timed:

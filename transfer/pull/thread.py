@@ -36,6 +36,8 @@ POLL_S = 1e-3
 BUSY_POLL_S = 1e-4
 # Without a lease or a pull, nothing is late: notes about leases that have ended, and the ends of peers.
 IDLE_POLL_S = 0.25
+# Where no lease has stood for a while, and pulls wait for their owner to name pages: only their times run.
+AWAIT_POLL_S = 1e-2
 # How long the last lease or pull is over before that counts: a reader may still wait for an answer below NIXL.
 LINGER_S = 1.0
 
@@ -61,6 +63,7 @@ class TransferThread:
         self._ring = ring
         self._woken = 0.0  # when the first of the last commands came
         self._used = time.perf_counter()  # when a lease or a pull was last there
+        self._leased = self._used  # when a lease was
         self._is_resting = False  # there was none for a while
         self._busy, self._since = False, 0.0  # something was under way at that time
         self._early = False  # what commands have brought, a few pages say, was told of before the poll, which is due
@@ -239,12 +242,18 @@ class TransferThread:
         now = time.perf_counter()
         if not self.replica.is_idle:
             self._used = now
+        if self.replica.num_leases:
+            self._leased = now
         self._is_resting = now - self._used >= LINGER_S
         if self.replica.is_copying:
             return 0.0
         if self._busy or self._early:
             return BUSY_POLL_S
-        return IDLE_POLL_S if self._is_resting else POLL_S
+        if self._is_resting:
+            return IDLE_POLL_S
+        if now - self._leased < LINGER_S or any(rank.puller.is_moving for rank in self.replica.ranks):
+            return POLL_S
+        return AWAIT_POLL_S  # say, between two chunks of a prompt: a poll would be in the way of the next one
 
     def _sleep(self) -> None:
         """Sleeps until there is a command, but not longer than a poll may wait."""

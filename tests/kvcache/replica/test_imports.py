@@ -102,6 +102,22 @@ def test_what_is_cached_here_is_not_copied(make: Any) -> None:
     assert whole_source.contains("p")
 
 
+def test_what_was_imported_can_be_found_and_told_of_before_anything_runs(make: Any) -> None:
+    _, table = prefilled(make, PROMPT[:12])
+    target = make(16, page_size=4)
+    first = receiver(target, PROMPT[:12])
+    pending = target.import_block_table(first, beginning(table, 8))
+    target.commit_import(first, pending, proven(target, pending))
+    second = receiver(target, PROMPT[:12], name="e")  # two pages are cached here, one is copied
+    pending = target.import_block_table(second, table)
+    assert pending.tokens == (8, 12)
+    target.commit_import(second, pending, proven(target, pending))
+    told = target.block_table("e")
+    assert (told.num_tokens, len(told.digests)) == (12, 3 * 32)
+    assert target.contents.cached(0, target.contents.digests(second)) == 12
+    target.check()
+
+
 @pytest.mark.parametrize("covers", [4, 8, 12, 14, 16])
 def test_a_table_shorter_than_what_is_cached_here_takes_nothing_back(make: Any, covers: int) -> None:
     _, table = prefilled(make)

@@ -49,6 +49,9 @@ class Agent:
             raise self.raise_at[number]
         return number, False
 
+    def read_word(self, peer: str, local: int, remote: int, note: bytes) -> int:
+        return self.read(peer, [(local, 8, 0)], [(remote, 8, 0)], note)[0]
+
     def end(self, number: int, state: str = "DONE") -> None:
         self.posted[number]["state"] = state
 

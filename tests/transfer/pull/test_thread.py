@@ -13,7 +13,7 @@ from transfer.plan.page_lists import PagesOfGroup
 from transfer.pull.lease import LeaseRef, new_lease_id
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.replica import LeaseOver, ReplicaTransfer
-from transfer.pull.thread import IDLE_POLL_S, LINGER_S, POLL_S, TransferThread
+from transfer.pull.thread import AWAIT_POLL_S, IDLE_POLL_S, LINGER_S, POLL_S, TransferThread
 
 
 class Threaded:
@@ -100,6 +100,32 @@ def test_a_thread_without_leases_and_pulls_comes_to_rest_and_polls_on_while_ther
     p.until(lambda: any(isinstance(event, LeaseOver) for event in p.thread.events))
     at_rest(p)
     at_rest(d)
+
+
+def test_a_pull_that_waits_for_its_owner_to_name_pages_is_polled_seldom(threaded: Callable[[str], Threaded]) -> None:
+    p, d = threaded("p"), threaded("d")
+    lease = p.offer(0)
+    p.until(lambda: bool(p.thread.events))
+    d.thread.pull("r0", p.engine.source(lease), None, 60.0)
+    deadline = time.monotonic() + 20
+    while d.polls_within(20 * AWAIT_POLL_S) > 25:  # a busy machine polls late, and never too often
+        assert time.monotonic() < deadline, "a pull of which no page is named yet is polled as often as any other"
+    assert d.polls_within(2 * IDLE_POLL_S) > 4, "it is renewed, and ends, in time"
+    d.thread.add_pages("r0", [PagesOfGroup([1], [4], (0, TOKENS))], last=True)
+    d.until(lambda: d.ended(0))
+
+
+def test_a_source_that_pulls_as_well_is_polled_for_its_readers(threaded: Callable[[str], Threaded]) -> None:
+    p, d = threaded("p"), threaded("d")
+    lease = p.offer(0)
+    p.until(lambda: bool(p.thread.events))
+    d.thread.pull("r0", p.engine.source(lease), None, 60.0)
+    time.sleep(LINGER_S)
+    d.offer(1)
+    deadline = time.monotonic() + 20
+    while d.polls_within(50 * AWAIT_POLL_S) <= 60:  # of a pull alone there are 50 at most
+        assert time.monotonic() < deadline, "a reader of ours waits for a poll as long as a pull of ours"
+    d.thread.call_soon(ReplicaTransfer.cancel, "r0", "test")
 
 
 def test_what_a_command_brings_is_told_before_the_next_poll(threaded: Callable[[str], Threaded]) -> None:
