@@ -153,7 +153,7 @@ def received(socket: Socket) -> Iterator[list[bytes]]:
 
 def has_news(socket: Socket) -> bool:
     """Whether a message has come. `poll` of pyzmq makes a poller first, and takes five times as long."""
-    return bool(socket.get(zmq.EVENTS) & zmq.POLLIN)
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def wait_for_any(sockets: Sequence[Awaited], timeout_ms: int) -> None:
