@@ -452,6 +452,8 @@ TRANSFER: tuple[Module, ...] = (
         ["tests/transfer/wire/test_handshake.py", "tests/transfer/wire/test_keys.py"],
         [
             Mutation("differences", "{*ours, *theirs}", "ours"),
+            Mutation("HandshakeServer._main", "waited.poll()", "waited.poll(50)"),
+            Mutation("HandshakeServer.close", "os.eventfd_write(self._wake, 1)", "pass"),
             Mutation("HandshakeServer._answer", "if not throttle.admits(identity):", "if not identity:"),
             Mutation("HandshakeServer._answer", "isinstance(query, LeaseQuery | ContentQuery)", "False"),
             Mutation("HandshakeServer._answer_to", "if card.leased is None:", "if query is None:"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import os
 import threading
 import time
 from collections import Counter
@@ -49,7 +50,6 @@ from transfer.wire.messages import (
 log = logging.getLogger("pagewire.handshake")
 
 MAX_QUERY_BYTES = MAX_DIGEST_BYTES + (1 << 16)
-_WAIT_MS = 100
 _BATCH = 64
 # An engine asks a source once, and for a sign of life once a second; a host may run many engines.
 _QUERIES_PER_S = 100
@@ -144,6 +144,7 @@ class HandshakeServer:
             self._socket.close()
             raise HandshakeError(f"handshake server: cannot bind {bind!r}: {error}") from error
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._main, name="handshake", daemon=True)
         self._thread.start()
 
@@ -160,13 +161,24 @@ class HandshakeServer:
     def close(self) -> None:
         """Ends the thread. Safe to call twice."""
         self._stopping = True
-        self._thread.join(10)
+        if self._thread.is_alive():  # else this is a fork, and would wake the server of its parent
+            os.eventfd_write(self._wake, 1)
+            self._thread.join(10)
         self._socket.close()
+        if not self._thread.is_alive() and self._wake >= 0:
+            os.close(self._wake)
+            self._wake = -1
 
     def _main(self) -> None:
+        waited = zmq.Poller()
+        waited.register(self._socket, zmq.POLLIN)
+        waited.register(self._wake, zmq.POLLIN)  # a wait with an end would wake an idle engine again and again
         while not self._stopping:
             try:
-                if self._socket.poll(_WAIT_MS):
+                ready = dict(waited.poll())
+                if self._wake in ready:
+                    os.eventfd_read(self._wake)
+                if self._socket in ready:
                     for _ in range(_BATCH):
                         self._answer(self._socket.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +60,34 @@ def dealer(server: HandshakeServer) -> Iterator[Callable[[], zmq.Socket[bytes]]]
     yield make
     for socket in sockets:
         socket.close()
+
+
+def waits_of(server: HandshakeServer) -> int:
+    """How often the server's thread has gone to sleep."""
+    (waits,) = [
+        line.split()[1]
+        for line in Path(f"/proc/self/task/{server._thread.native_id}/status").read_text().splitlines()
+        if line.startswith("voluntary")
+    ]
+    return int(waits)
+
+
+def test_a_server_that_nobody_asks_sleeps_and_ends_at_once(client: HandshakeClient) -> None:
+    server, answers = HandshakeServer([CARD]), list[Any]()
+    client.ping(server.endpoint, "p", answers.append, 5.0)
+    deadline = time.monotonic() + 10
+    while not answers and time.monotonic() < deadline:
+        client.poll()
+    assert isinstance(answers[0], Pong)
+    time.sleep(0.1)
+    before = waits_of(server)
+    time.sleep(0.5)
+    assert waits_of(server) - before <= 3
+    started = time.monotonic()
+    server.close()
+    server.close()
+    assert time.monotonic() - started < 5
+    assert not server._thread.is_alive()
 
 
 def received(router: zmq.Socket[bytes], client: HandshakeClient, seconds: float = 10.0) -> list[bytes]:
