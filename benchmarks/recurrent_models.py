@@ -16,8 +16,7 @@ import torch
 
 from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
 from kvcache.errors import NoFreeStatePageError
-from kvcache.states.hybrid import HybridKVCacheManager
-from kvcache.states.state_layout import StateShape
+from kvcache.state_shape import StateShape
 
 FOR = 8192
 
@@ -55,24 +54,30 @@ RECURRENT = {
 
 def manager_of(
     name: str, budget: int, *, page: int, longest: int, rows: int, split: bool = False
-) -> HybridKVCacheManager:
+) -> PagedKVCacheManager:
     """A manager with as many bytes, in units of a token in a full layer, as the budget has."""
     model = RECURRENT[name]
     unit = model.of_token // 2  # a byte for a key, one for a value
-    params = KVCacheParams(dtype=torch.uint8, n_kv_heads=1, head_dim=1, page_size=page, enable_prefix_caching=True)
     size = model.recurrent * model.of_state // unit
     shape = StateShape(1, size, 1, 1, 1, 2, torch.uint8, torch.uint8, "short_conv")
     if split:
         states = 2 * model.recurrent * model.of_state
         rows = min(rows, budget // (model.bytes_of(FOR + 1) + states))
-    return HybridKVCacheManager(
-        shape, params, rows, longest, model.full, ["cpu"], budget // unit, share_memory=not split
+    params = KVCacheParams(
+        dtype=torch.uint8,
+        n_kv_heads=1,
+        head_dim=1,
+        page_size=page,
+        enable_prefix_caching=True,
+        states=shape,
+        share_state_memory=not split,
     )
+    return PagedKVCacheManager(params, rows, longest, model.full, ["cpu"], available_cache_memory=budget // unit)
 
 
 def claimed(manager: PagedKVCacheManager, context: TextContext) -> bool:
     """Claim the request; False: a manager of recurrent states has none left for it."""
-    if isinstance(manager, HybridKVCacheManager) and not manager.admission(context).fits:
+    if manager.states and not manager.admission(context).fits:
         return False
     try:
         manager.external_claim(context.request_id)
@@ -83,14 +88,13 @@ def claimed(manager: PagedKVCacheManager, context: TextContext) -> bool:
 
 def run(manager: PagedKVCacheManager, names: Sequence[str], starts: Sequence[int], ends: Sequence[int]) -> None:
     """As a model runs these tokens of requests, as far as their states are concerned, where they have any."""
-    if isinstance(manager, HybridKVCacheManager):
-        manager.states.advance(manager.states.pages_at(names, starts), ends)
+    for states in manager.states:
+        states.advance(states.pages_at(names, starts), ends)
 
 
 def held_pages(manager: PagedKVCacheManager) -> int:
     """Pages that are in use, those of states in slabs among them."""
-    states = manager.states.num_held if isinstance(manager, HybridKVCacheManager) else 0
-    return manager.num_held_blocks - states
+    return manager.num_held_blocks - sum(states.num_held for states in manager.states)
 
 
 def lost_percent(name: str, length: int, held: int, page: int) -> float:

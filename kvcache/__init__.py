@@ -13,10 +13,12 @@ from kvcache.errors import (
     InvariantError,
     KVCacheError,
     NoFreeRowError,
+    NoFreeStatePageError,
     NotReservedError,
     PoolTooSmallError,
     PromptTooLongError,
     SequenceTooLongError,
+    StatePageError,
     UnknownArgumentError,
     UnknownRequestError,
 )
@@ -35,6 +37,8 @@ from kvcache.replica.hashing import SHA256_BY
 from kvcache.replica.inputs import RaggedKVCacheInputSymbols
 from kvcache.replica.leases import PageLease
 from kvcache.routing import Routing
+from kvcache.state_shape import StateShape
+from kvcache.states.state_pages import StatePages
 from kvcache.types import Admission, RaggedKVCacheInputs, RangeRetention, RequestID, Retention
 
 __all__ = [
@@ -59,6 +63,7 @@ __all__ = [
     "LayerGroup",
     "LayerTables",
     "NoFreeRowError",
+    "NoFreeStatePageError",
     "NotReservedError",
     "PageCopy",
     "PageDigests",
@@ -75,6 +80,9 @@ __all__ = [
     "Retention",
     "Routing",
     "SequenceTooLongError",
+    "StatePageError",
+    "StatePages",
+    "StateShape",
     "TextContext",
     "UnknownArgumentError",
     "UnknownRequestError",

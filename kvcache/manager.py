@@ -1,7 +1,9 @@
 """`PagedKVCacheManager`: what a serving loop drives."""
 
+import functools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from numpy.typing import NDArray
 from kvcache import arguments, sizing
 from kvcache.check import check_around_calls
 from kvcache.claims import Claims
+from kvcache.figures import PoolFigures
 from kvcache.layer_groups import layer_tables
 from kvcache.layout import replica_fingerprint, shard_layouts
 from kvcache.metrics import KVCacheMetrics
@@ -24,10 +27,13 @@ from kvcache.replica.copier import ImportCopier, ImportProof
 from kvcache.replica.leases import PageLease, books_of
 from kvcache.replicas import place_replicas
 from kvcache.reset_endpoint import check_endpoint, open_endpoint
+from kvcache.states.drafted_steps import step_with_states
+from kvcache.states.replica_states import ReplicaStates, without_state
+from kvcache.states.state_layout import state_layouts
 from kvcache.types import Admission, RaggedKVCacheInputs, RequestID
 
 
-class PagedKVCacheManager:
+class PagedKVCacheManager(PoolFigures):
     """A paged KV cache over data-parallel replicas of tensor-parallel shards.
 
     The life of a request: `external_claim`, then for each step `maybe_reserve`, `fetch`, the model, `context.update`,
@@ -60,8 +66,6 @@ class PagedKVCacheManager:
         PoolTooSmallError: (a RuntimeError) the budget does not hold a page, or a device or the host not its share.
     """
 
-    further_groups: Sequence[Any] = ()  # pools of pages that requests have beside those of their tokens (states, say)
-    slab_pages = 0  # neighbouring pages that each request takes for these (`kvcache.pool.slabs`); 0: none
     estimated_memory_size = staticmethod(sizing.estimated_memory_size)
     infer_optimal_batch_size = staticmethod(sizing.infer_optimal_batch_size)
     max_supported_sequence_length = staticmethod(sizing.max_supported_sequence_length)
@@ -93,11 +97,14 @@ class PagedKVCacheManager:
         self.devices_per_replica = devices_of = [every[first : first + tp] for first in range(0, len(every), tp)]
         self.layer_tables = tables = layer_tables(params.groups, self.num_layers)  # whose pages are in each block table
         self.layouts = shard_layouts(params, tables.layers_per_page, self.page_size)
-        self.fingerprint = replica_fingerprint(self.layouts, tables.described() if params.groups else "")
+        of_states = [] if params.states is None else state_layouts(params.states, tp)
+        every_layout = [*self.layouts, *chain.from_iterable(kinds.values() for kinds in of_states)]
+        self.fingerprint = replica_fingerprint(every_layout, tables.described() if params.groups else "")
         pages = sizing.pages_per_replica(params, sizes, tables, self.page_size, available_cache_memory, every)
         check_endpoint(zmq_endpoint_base)
         sizing.warn_of_what_falls_short(params, sizes, tables, self.page_size, pages)
-        self._replicas = place_replicas(params, sizes, self.layouts, devices_of, stream, pages, tables, self.slab_pages)
+        self._replicas = place_replicas(params, sizes, self.layouts, devices_of, stream, pages, tables)
+        self._states = self._replicas.states  # of each replica, where there are recurrent layers
         self.kv_event_endpoints: list[tuple[str, str | None]] = self._replicas.event_endpoints
         self._claims = Claims(self._replicas.each)
         self.contents = PageContents(self._replicas.each, self.fingerprint)  # pages by what they hold
@@ -114,9 +121,16 @@ class PagedKVCacheManager:
     def external_claim(self, request_id: RequestID, replica_idx: int | None = None) -> None:
         """Bind a row of a replica to the request; takes no pages. With one replica `replica_idx` may be left out.
 
-        Raises `AlreadyClaimedError`, or `NoFreeRowError` where every row of the replica is claimed (ValueErrors).
+        Raises `AlreadyClaimedError`, or `NoFreeRowError` where every row of the replica is claimed (ValueErrors); of
+        these `NoFreeStatePageError` where the request's recurrent state has no room.
         """
         self._claims.claim(request_id, replica_idx)
+        if self._states:
+            try:
+                self._states_of(request_id).claim(request_id)
+            except BaseException:
+                self._claims.release(request_id)
+                raise
 
     @contextmanager
     def claim(self, context: Context, replica_idx: int | None = None) -> Generator[int]:
@@ -169,7 +183,10 @@ class PagedKVCacheManager:
 
         Pages under a lease stay as they are, for nobody else, until the lease has ended.
         """
+        states = self._states_of(request_id) if self._states else None
         self._claims.release(request_id)
+        if states is not None:
+            states.release(request_id)
 
     # ---- a step of the serving loop
 
@@ -224,9 +241,15 @@ class PagedKVCacheManager:
         replica, replica_idx, parent_row = self._claims.own(parent, "fork")
         check_context(child, "fork")
         check_fork(parent, child, int(replica.rows.cached[parent_row]))
+        states = self._states[replica_idx] if self._states else None
+        if states is not None:
+            states.refuse_fork(parent.request_id, child.request_id)
         row, forked = self._claims.claim(child.request_id, replica_idx), False
         try:
-            forked = self._replicas.fork(replica_idx, parent_row, row, child, num_steps)
+            done = self._replicas.fork(replica_idx, parent_row, row, child, num_steps)
+            if done and states is not None:
+                states.fork(parent.request_id, child.request_id)
+            forked = done
         finally:
             if not forked:
                 self._claims.release(child.request_id)
@@ -254,7 +277,10 @@ class PagedKVCacheManager:
         A request's page ids may change: content that was published before is shared, and the duplicate freed. Raises
         `NotReservedError` where a request computed more tokens than it has pages for.
         """
-        if not self._replicas.step_one(self._claims.one(batch)):
+        if self._states:
+            gather = functools.partial(self._claims.gather, batch, "step")
+            step_with_states(self._states, gather, self._replicas.step)
+        elif not self._replicas.step_one(self._claims.one(batch)):
             self._replicas.step(self._claims.gather(batch, "step"))
 
     def increment_cache_lengths(
@@ -293,7 +319,10 @@ class PagedKVCacheManager:
         `full_pages` leaves out a last page that still fills while a prompt runs, `first_page` (one table) those before.
         """
         place = self._claims.locate(request_id, "block_table")
-        return imports.export_table(*place, self.fingerprint, full_pages=full_pages, first_page=first_page)
+        table = imports.export_table(*place, self.fingerprint, full_pages=full_pages, first_page=first_page)
+        if self._states:
+            table = self._states_of(request_id).name_state(table, full_pages=full_pages)
+        return table
 
     def lease(self, request_id: RequestID) -> PageLease:
         """Hold what a claimed request computes, until `end_lease`; also what it will compute while it stays claimed.
@@ -303,11 +332,18 @@ class PagedKVCacheManager:
         """
         replica, replica_idx, row = self._claims.locate(request_id, "lease")
         replica.refuse_pending(row, "lease")
-        return replica.leases.grant(request_id, replica_idx, row)
+        if self._states:
+            self._states[replica_idx].pages.drafts.check_booked(request_id)
+        lease = replica.leases.grant(request_id, replica_idx, row)
+        if self._states:
+            self._states[replica_idx].lease(request_id, lease)
+        return lease
 
     def end_lease(self, lease: PageLease) -> None:
         """Nobody reads under it any more, as readers were told: pages that nobody else holds are free. Safe twice."""
         books_of(lease, [replica.leases for replica in self._replicas.each]).end(lease)
+        for states in self._states:
+            states.pages.end_lease(lease)
 
     def import_block_table(
         self, context: Context, table: BlockTable, num_steps: int = 1, *, partial: bool = False
@@ -322,9 +358,12 @@ class PagedKVCacheManager:
         num_steps = arguments.steps(num_steps)
         replica, replica_idx, row = self._claims.own(context, "import_block_table")
         self._look_for_reset()
-        pending = imports.begin_import(replica, replica_idx, row, context, table, num_steps, partial=partial)
+        of_tokens = without_state(context, table) if self._states else table
+        pending = imports.begin_import(replica, replica_idx, row, context, of_tokens, num_steps, partial=partial)
         if pending is not None:
             self._claims.bind(context, replica_idx, row)
+            if self._states:
+                self._states[replica_idx].begin_import(context, pending, table)
         return pending
 
     def extend_import(self, context: Context, pending: PendingImport, table: BlockTable, *, last: bool) -> PageCopy:
@@ -332,7 +371,11 @@ class PagedKVCacheManager:
 
         Raises as `import_block_table`, also for pages other than before, or an import that is closed.
         """
-        replica, _, row = self._claims.own(context, "extend_import")
+        replica, replica_idx, row = self._claims.own(context, "extend_import")
+        if self._states:
+            of_tokens = without_state(context, table)
+            self._states[replica_idx].refuse_other(context, pending, table)
+            table = of_tokens
         return imports.extend_import(replica, row, context, pending, table, last=last)
 
     def copier(self, pending: PendingImport) -> ImportCopier:
@@ -345,8 +388,10 @@ class PagedKVCacheManager:
         `proof` is what the import's copier gave: with the event of a pull that passed, where an endpoint reads; None
         where nothing was to be copied (`pending.needs_copy`). It is of this import, and of all that its table covers.
         """
-        replica, _, row = self._claims.own(context, "commit_import")
+        replica, replica_idx, row = self._claims.own(context, "commit_import")
         imports.finish_import(replica, row, context, pending, proof)
+        if self._states:
+            self._states[replica_idx].pages.commit_import(context.request_id, pending.num_tokens)
 
     def cancel_import(self, pending: PendingImport) -> None:
         """The import is given up. Safe twice.
@@ -366,57 +411,6 @@ class PagedKVCacheManager:
         return replica.rows.pages(row).tolist()
 
     @property
-    def device_tensors(self) -> list[list[torch.Tensor]]:
-        """The page tensors, `[replica][shard]`: what a transfer engine registers, of `total pages + 1` pages each."""
-        return [place.blocks for place in self._replicas.placed]
-
-    @property
-    def total_num_pages(self) -> int:
-        """Pages of all replicas; the null page of each is not counted."""
-        return sum(replica.pool.num_pages for replica in self._replicas.each)
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Pages of all replicas that a reservation can take; cached pages that nobody holds count."""
-        return sum(replica.pool.free_count for replica in self._replicas.each)
-
-    @property
-    def num_held_blocks(self) -> int:
-        """Pages of all replicas that somebody holds or a transfer writes; idle cached ones are not counted."""
-        return self.total_num_pages - self.num_free_blocks + sum(group.num_held for group in self.further_groups)
-
-    @property
-    def num_leased_blocks(self) -> int:
-        """Pages of all replicas that leases of released requests hold. Those of claimed ones are their rows' still."""
-        return sum(replica.leases.num_pages for replica in self._replicas.each)
-
-    @property
-    def free_blocks_pct(self) -> float:
-        """Free share of the pages, 0.0 to 1.0, mean over the replicas."""
-        return sum(each.pool.free_count / each.pool.num_pages for each in self._replicas.each) / self.num_replicas
-
-    @property
-    def used_blocks_pct(self) -> float:
-        """Used share of the pages, 0.0 to 1.0, mean over the replicas."""
-        return 1.0 - self.free_blocks_pct
-
-    @property
-    def total_num_host_pages(self) -> int:
-        """Pages of the host tier, which all replicas share: 0 where there is none."""
-        return 0 if self._replicas.tiers is None else self._replicas.tiers.host.pool.num_pages
-
-    @property
-    def host_committed_block_pct(self) -> float:
-        """Share of the host pages that can be found, 0.0 to 1.0: 0.0 where there is no host tier."""
-        tiers = self._replicas.tiers
-        return 0.0 if tiers is None else float(tiers.host.pool.index.published[1:].mean())
-
-    @property
-    def hint_share(self) -> float:
-        """Of the idle pages, how many follow retention hints now, 0.0 to 1.0, mean over the replicas."""
-        return sum(replica.hints.share for replica in self._replicas.each) / self.num_replicas
-
-    @property
     def metrics(self) -> KVCacheMetrics:
         """What was done since the manager was made or `reset_metrics`, over all replicas."""
         return self._replicas.metrics - self._metrics_before
@@ -428,6 +422,10 @@ class PagedKVCacheManager:
     def reset_prefix_cache(self) -> None:
         """Forget every cached page that nobody holds, on all tiers. Pages in use stay findable."""
         self._replicas.forget_idle()
+
+    def _states_of(self, request_id: RequestID) -> ReplicaStates:
+        """Those of the request's replica."""
+        return self._states[self._claims.locate(request_id, "release")[1]]
 
     def _look_for_reset(self) -> None:
         if self._reset_endpoint is not None and self._reset_endpoint.asked():

@@ -16,6 +16,7 @@ from kvcache.kv_events import KVEvents
 from kvcache.layer_groups import LayerGroup
 from kvcache.quantization import KVCacheQuantizationConfig
 from kvcache.routing import Routing
+from kvcache.state_shape import StateShape
 from kvcache.types import MakeObjectIO, PageIO
 
 HashAlgorithm = Literal["sha256", "blake3", "xxh3_128"]
@@ -49,6 +50,10 @@ _RULES: dict[str, Callable[[str, Any], object]] = {
     "kvcache_quant_config": functools.partial(
         of_kind, kind=(NoneType, KVCacheQuantizationConfig), needed="a KVCacheQuantizationConfig"
     ),
+    "states": functools.partial(of_kind, kind=(NoneType, StateShape), needed="a StateShape"),
+    "state_copies": optional(functools.partial(whole, least=0)),
+    "state_every_pages": functools.partial(whole, least=0),
+    "share_state_memory": optional(flag),
     "object_tier_pages": functools.partial(whole, least=1, most=1 << 10),
     "object_tier_timeout_s": functools.partial(number, least=0.01, most=60.0),
     "object_tier_tokens_per_s": optional(functools.partial(number, least=1.0, most=1e12)),
@@ -126,6 +131,17 @@ class KVCacheParams:
     groups: tuple[LayerGroup, ...] = ()
     # Values of 8 bits whose scales stand in the page beside them: shared, copied, evicted and handed over with it.
     kvcache_quant_config: KVCacheQuantizationConfig | None = None
+    # Of recurrent layers what they keep of each request, beside the layers that keep keys and values; None: there are
+    # no such layers. Each claimed request has a state page then, and with prefix caching copies of states are kept:
+    # a prefix is found as far as its pages are cached, and the state after the last of them is (`kvcache.states`).
+    states: StateShape | None = None
+    # Whether states lie among the pages of tokens, each in as many neighbouring pages as hold it, and copies of them
+    # and pages are evicted by their last use. Else a part of each replica's memory is for states alone: its requests'
+    # and `state_copies`. None: yes, unless `state_copies` is given.
+    share_state_memory: bool | None = None
+    state_copies: int | None = None  # of each replica in memory of their own; None: two for each of its requests
+    # Pages of tokens between two copies of a prompt's state, whatever its prompts have in common; 0: none for that.
+    state_every_pages: int = 0
 
     def __post_init__(self) -> None:
         for name, rule in _RULES.items():
@@ -145,6 +161,7 @@ class KVCacheParams:
         )
         self._check_tiers()
         self._check_groups()
+        self._check_states()
         if self.kvcache_quant_config is not None:
             self.kvcache_quant_config.check(self.dtype, self.head_dim)
 
@@ -162,6 +179,20 @@ class KVCacheParams:
     def sides(self) -> int:
         """2 for keys and values, 1 for MLA's latent."""
         return 1 if self.is_mla else 2
+
+    @property
+    def has_states_in_pages(self) -> bool:
+        """Whether there are recurrent states, and they lie in the memory of the pages."""
+        if self.states is None:
+            return False
+        return self.state_copies is None if self.share_state_memory is None else self.share_state_memory
+
+    def states_apart(self, requests: int) -> int:
+        """State pages in memory of their own that a replica of so many requests has."""
+        if self.states is None or self.has_states_in_pages:
+            return 0
+        copies = 2 * requests * self.enable_prefix_caching if self.state_copies is None else self.state_copies
+        return requests + copies
 
     def heads_of_shard(self, shard: int) -> range:
         """The model's heads that shard `shard` of a replica holds."""
@@ -198,6 +229,9 @@ class KVCacheParams:
                 ("routing.copy_pages", self.routing.copy_pages and not caching, _CACHING),
                 ("kv_events", self.kv_events is not None and not caching, _CACHING),
                 ("routing.copy_pages", self.routing.copy_pages and self.data_parallel_degree == 1, "several replicas"),
+                ("state_copies", self.state_copies is not None and self.states is None, "states"),
+                ("state_every_pages", self.state_every_pages > 0 and self.states is None, "states"),
+                ("share_state_memory", self.share_state_memory is not None and self.states is None, "states"),
             )
             if given
         ]
@@ -238,6 +272,28 @@ class KVCacheParams:
         _check(
             self.partial_reuse_min_tokens == 0,
             "partial_reuse_min_tokens is given, and groups: it holds for layers of one group only",
+        )
+
+    def _check_states(self) -> None:
+        """What does not go with recurrent states."""
+        if self.states is None:
+            return
+        copies, every = self.state_copies, self.state_every_pages
+        if self.has_states_in_pages and copies is not None:
+            raise InvalidParamsError(
+                f"state_copies is {copies}: with share_state_memory there are as many as the memory that is left holds"
+            )
+        if not self.enable_prefix_caching and (copies or every):
+            raise InvalidParamsError(
+                f"state_copies is {copies}, state_every_pages {every}: there are none, as enable_prefix_caching is off"
+            )
+        _check(not self.groups, "groups are given, and states: a model with states has one group of attention layers")
+        for name in (_SWAPPING, "partial_reuse_min_tokens"):
+            given = bool(getattr(self, name))
+            _check(not given, f"{name} is given: pages of a model with recurrent states are not cached that way")
+        _check(
+            not self.routing.copy_pages,
+            "routing.copy_pages is given, and states: pages without the state after them are nothing to go on from",
         )
 
 

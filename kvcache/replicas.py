@@ -19,7 +19,6 @@ from kvcache.layer_groups import LayerGroup, LayerTables
 from kvcache.layout import PageLayout
 from kvcache.metrics import KVCacheMetrics
 from kvcache.params import KVCacheParams
-from kvcache.pool.index import PrefixIndex
 from kvcache.pool.pages import PagePool
 from kvcache.pool.slabs import SlabPool
 from kvcache.replica.batch import Batch, BatchState, Gathered
@@ -35,6 +34,7 @@ from kvcache.replica.rows import NEVER, AllRows, BlockRows, Ints, rows_at
 from kvcache.replica.shares import Share
 from kvcache.routing import Router
 from kvcache.sizing import Sizes
+from kvcache.states.replica_states import ReplicaStates, slab_pages_of
 from kvcache.tiers.tiers import Tiers, make_tiers
 from kvcache.types import Admission, RaggedKVCacheInputs
 
@@ -47,15 +47,12 @@ def place_replicas(
     stream: Any,
     pages: int,
     tables: LayerTables,
-    slab_pages: int = 0,
 ) -> "Replicas":
-    """Replicas of `pages` pages each, on the `devices` of each, with block `tables`, and the tiers below them.
-
-    `slab_pages`: neighbouring pages that a request takes for its state; 0: it has none there.
-    """
+    """Replicas of `pages` pages each, on the `devices` of each, with block `tables`, and the tiers below them."""
     words = DIGEST_BYTES[params.hash_algorithm] // 8
     rows = sizes.max_batch_size // len(devices)
     count, page_size = len(tables.tables), layouts[0].page_size
+    slab_pages = slab_pages_of(params, layouts)
     every = AllRows(len(devices), rows, page_size)
     placed: list[PlacedReplica] = []
     for group in devices:
@@ -70,6 +67,10 @@ def place_replicas(
             replica.hints.follow(replica.further)
         placed.append(PlacedReplica(replica, layouts, group, stream))
     replicas = Replicas(placed, every, params, make_tiers(params, layouts, placed, stream, tables))
+    if params.states is not None:
+        replicas.states = [
+            ReplicaStates(place, params, rows, group) for place, group in zip(placed, devices, strict=True)
+        ]
     if params.kv_events is not None and params.enable_prefix_caching:
         replicas.publish_events(params.kv_events, params, tables)
     return replicas
@@ -86,6 +87,7 @@ class Replicas:
         self.capacity = rows.capacity_of  # by place, tokens that its pages hold; place -1, nobody's, holds none
         self.tiers = tiers
         self.each: list[Replica] = [place.replica for place in placed]
+        self.states: Sequence[ReplicaStates] = ()  # of each replica, where there are recurrent layers
         self._most = self.each[0].max_seq_len
         self._router = Router(len(placed), params.routing)
         copies = params.routing.copy_pages and len(placed) > 1
@@ -112,17 +114,16 @@ class Replicas:
             chosen = self._router.without_looking(claimed)
             hits = self.each[chosen].match(context)[1]
             further = self.each[chosen].plan_further(None, context, num_steps, hits, start=len(hits) * one.page_size)
-            fits = _fits(self.each[chosen], needed, hits, further)
+            fits = self._fits(chosen, needed, hits, further)
             return Admission(chosen, len(hits), needed - len(hits) + further.new, fits)
         # One hash of the prompt for all of them, also where the context cannot keep it.
         hasher = hasher_of(context, one.hash_algorithm, one.page_size) if one.caching else None
         found = [replica.match(context, hasher=hasher)[1] for replica in self.each]
-        both = list(zip(self.each, found, strict=True))
         further = [
             replica.plan_further(None, context, num_steps, pages, hasher, start=len(pages) * one.page_size)
-            for replica, pages in both
+            for replica, pages in zip(self.each, found, strict=True)
         ]
-        fits = [_fits(replica, needed, pages, more) for (replica, pages), more in zip(both, further, strict=True)]
+        fits = [self._fits(at, needed, *both) for at, both in enumerate(zip(found, further, strict=True))]
         missing = [needed - len(pages) + more.new for pages, more in zip(found, further, strict=True)]
         chosen = self._router.recommend(missing, claimed, fits)
         return Admission(chosen, len(found[chosen]), missing[chosen], fits[chosen])
@@ -195,6 +196,8 @@ class Replicas:
         for place, state in zip(self.placed, states, strict=True):
             place.replica.counter.run(state.rows, state.starts, state.actives)
             fetched += place.inputs(state, num_steps)
+        for of_replica, state in zip(self.states, states, strict=False):  # none, or one of each replica
+            of_replica.fetched(state.rows)
         return fetched
 
     def fetch_one(self, one: One | None, num_steps: int) -> list[RaggedKVCacheInputs] | None:
@@ -208,7 +211,10 @@ class Replicas:
         self.each[0].counter.run_one(row, start, active)
         each = np.array((start, active, end))
         state = BatchState(slice(row, row + 1), each[:1], each[1:2], each[2:], active - start, active, end)
-        return self.placed[0].inputs(state, 1)
+        inputs = self.placed[0].inputs(state, 1)
+        if self.states:
+            self.states[0].fetched([row])
+        return inputs
 
     def step_one(self, one: One | None) -> bool:
         """`step` of a single request, likewise. False: it takes `step`."""
@@ -265,17 +271,14 @@ class Replicas:
         if self._log is not None:
             self._log.end_call()
 
-    def publish_events(
-        self, options: KVEvents, params: KVCacheParams, tables: LayerTables, states: Sequence[PrefixIndex] = ()
-    ) -> None:
+    def publish_events(self, options: KVEvents, params: KVCacheParams, tables: LayerTables) -> None:
         """Tell subscribers what the pools and the tiers below them hold, from now on; each replica is a rank.
 
-        `states`: of each replica the recurrent states that are cached after some of its pages, where it has any. They
-        are told as a further group behind those of the block tables.
+        Recurrent states, cached after some of the pages, are told as a further group behind those of the block tables.
         """
-        specs = [_spec_of(table.group, params) for table in tables.tables] + [CacheSpec("mamba")] * bool(states)
+        specs = [_spec_of(table.group, params) for table in tables.tables] + [CacheSpec("mamba")] * bool(self.states)
         indexes = {at * len(specs): replica.pool.index for at, replica in enumerate(self.each)}
-        indexes |= {at * len(specs) + len(specs) - 1: index for at, index in enumerate(states)}
+        indexes |= {at * len(specs) + len(specs) - 1: one.pages.index for at, one in enumerate(self.states)}
         if self.tiers is not None:
             indexes[HOST * len(specs)] = self.tiers.host.pool.index
             if self.tiers.files is not None:
@@ -295,6 +298,8 @@ class Replicas:
             self.tiers.reset()
         for replica in self.each:
             replica.forget_idle()
+        for states in self.states:
+            states.pages.forget_copies()
 
     @property
     def event_endpoints(self) -> list[tuple[str, str | None]]:
@@ -317,6 +322,8 @@ class Replicas:
         """Recount every replica, then what lies below. Raises `InvariantError` at the first discrepancy."""
         for replica in self.each:
             check_replica(replica)
+        for states in self.states:
+            states.check()
         if self.tiers is not None:
             self.tiers.check()
 
@@ -363,6 +370,16 @@ class Replicas:
     def _digests(self, gathered: Gathered, share: Share, at: Ints, firsts: Ints, lasts: Ints) -> NDArray[np.uint64]:
         return gathered.digests(rows_at(share.at, at), firsts, lasts, self._hasher_of, self._log)
 
+    def _fits(self, replica_idx: int, needed: int, hits: NDArray[np.int32], further: FurtherPlan) -> bool:
+        """Whether a new request of `needed` pages, `hits` of them published, could be claimed and reserved now."""
+        replica = self.each[replica_idx]
+        if len(replica.rows.row_of) == len(replica.rows.request_ids):
+            return False
+        if self.states and not self.states[replica_idx].has_room:
+            return False
+        free = replica.pool.free_count - further.cost - replica.pool.beside
+        return needed <= free or needed - len(hits) + replica.pool.would_be_taken(hits) <= free
+
     def _hasher_of(self, replica_idx: int, row: int, context: Context) -> PrefixHasher:
         self.each[replica_idx].refuse_renamed(row, context)
         return self.each[replica_idx].hasher(row, context)
@@ -382,11 +399,3 @@ def _learn(partial: Sequence[PartialReuse], gathered: Gathered, full: Sequence[t
     for (replica_idx, _, _), pages in full:
         for row, first, last in zip(pages.rows.tolist(), pages.firsts.tolist(), pages.lasts.tolist(), strict=True):
             partial[replica_idx].learn(row, contexts[replica_idx, row], first, last)
-
-
-def _fits(replica: Replica, needed: int, hits: NDArray[np.int32], further: FurtherPlan) -> bool:
-    """Whether a new request of `needed` pages, `hits` of them published, could be claimed and reserved now."""
-    if len(replica.rows.row_of) == len(replica.rows.request_ids):
-        return False
-    free = replica.pool.free_count - further.cost - replica.pool.beside
-    return needed <= free or needed - len(hits) + replica.pool.would_be_taken(hits) <= free

@@ -5,6 +5,7 @@ are counted as when one token of it runs at a time: what of a prompt runs at onc
 Keywords that the documented API may pass on to some other manager are refused, as nothing here would follow them.
 """
 
+import functools
 import logging
 import os
 from bisect import bisect_right
@@ -18,6 +19,10 @@ from kvcache.errors import InvalidParamsError, PoolTooSmallError, UnknownArgumen
 from kvcache.layer_groups import LayerTables, layer_tables
 from kvcache.layout import shard_layouts
 from kvcache.params import KVCacheParams, resolve_page_size
+from kvcache.pool.slabs import num_slabs
+from kvcache.states.replica_states import slab_pages_of
+from kvcache.states.state_layout import page_bytes as state_bytes
+from kvcache.states.state_layout import state_layouts
 
 MOST_REQUESTS = 512  # of `infer_optimal_batch_size`: what one step of a model still gains from
 MOST_ROWS = 1 << 20
@@ -48,7 +53,7 @@ def estimated_memory_size(
     page_size: int = 128,
     **unknown: Any,
 ) -> int:
-    """Bytes that the pages will take over all devices: the budget, or less where full-length requests need less.
+    """Bytes of pages and states over all devices: the budget, or less where full-length requests need less.
 
     Raises `InvalidParamsError` (a ValueError), and `UnknownArgumentError` (a TypeError) for a keyword that nothing
     uses.
@@ -58,8 +63,8 @@ def estimated_memory_size(
     check_devices(params, devices)
     size, memory = _each_replica(params, page_size, "available_cache_memory", available_cache_memory)
     dp, tables = params.data_parallel_degree, layer_tables(params.groups, layers)
-    pages = tables.most_pages(longest, size) * -(-batch // dp)
-    return min(memory, pages * page_bytes(params, tables.layers_per_page, size)) * dp
+    requests = -(-batch // dp)
+    return min(memory, _bytes_of(params, tables, size, longest, requests)) * dp
 
 
 def infer_optimal_batch_size(
@@ -82,8 +87,9 @@ def infer_optimal_batch_size(
     check_devices(params, devices)
     size, memory = _each_replica(params, page_size, "available_cache_memory", available_cache_memory)
     tables = layer_tables(params.groups, layers)
-    pages = memory // page_bytes(params, tables.layers_per_page, size)
-    return max(dp, min(MOST_REQUESTS, pages // tables.most_pages(longest, size) * dp))
+    needed = functools.partial(_bytes_of, params, tables, size, longest)
+    fits = bisect_right(range(1, MOST_REQUESTS + 1), memory, key=needed)
+    return max(dp, min(MOST_REQUESTS, fits * dp))
 
 
 def max_supported_sequence_length(
@@ -93,7 +99,16 @@ def max_supported_sequence_length(
     check_params(params)
     tables = layer_tables(params.groups, check_layers(num_layers))
     size, memory = _each_replica(params, page_size, "memory_available", memory_available)
-    return _longest(tables, memory // page_bytes(params, tables.layers_per_page, size), size)
+    pages = max(0, memory - _bytes_apart(params, 1)) // page_bytes(params, tables.layers_per_page, size)
+    slab = _slab_pages(params, tables, size)
+    return _longest(tables, pages - slab, size) if not slab or num_slabs(pages, slab) > 0 else 0
+
+
+def _bytes_of(params: KVCacheParams, tables: LayerTables, page_size: int, longest: int, requests: int) -> int:
+    """Bytes of so many requests of this length on a replica, and of their states."""
+    pages, slab = tables.most_pages(longest, page_size), _slab_pages(params, tables, page_size)
+    count = max(requests * (pages + slab), (requests + 1) * slab - 1)  # no slab has page 0
+    return count * page_bytes(params, tables.layers_per_page, page_size) + _bytes_apart(params, requests)
 
 
 def _longest(tables: LayerTables, pages: int, page_size: int) -> int:
@@ -130,6 +145,15 @@ def pages_per_replica(
     budget = whole("available_cache_memory", memory, 0, MOST_BYTES)
     share = budget // params.data_parallel_degree
     size = page_bytes(params, tables.layers_per_page, page_size)
+    rows = sizes.max_batch_size // params.data_parallel_degree
+    apart = _bytes_apart(params, rows)
+    if apart and share <= apart:
+        count = params.states_apart(rows)
+        raise PoolTooSmallError(
+            f"available_cache_memory is {budget} bytes: {count} state pages, and one that is nobody's, take {apart} of "
+            "each replica"
+        )
+    share -= apart
     if share < size:
         raise PoolTooSmallError(
             f"available_cache_memory is {budget} bytes, {share} for each of {params.data_parallel_degree} replicas: "
@@ -141,6 +165,19 @@ def pages_per_replica(
         )
     _refuse_what_no_host_holds(params, sizes, tables, page_size, share // size, devices)
     return share // size
+
+
+def _slab_pages(params: KVCacheParams, tables: LayerTables, page_size: int) -> int:
+    """Pages that a request takes for its state."""
+    return slab_pages_of(params, shard_layouts(params, tables.layers_per_page, page_size))
+
+
+def _bytes_apart(params: KVCacheParams, requests: int) -> int:
+    """Bytes of a replica's states in memory of their own, on all its shards; page 0 is nobody's."""
+    count = params.states_apart(requests)
+    if params.states is None or not count:
+        return 0
+    return (count + 1) * state_bytes(state_layouts(params.states, params.tensor_parallel_degree))
 
 
 def _refuse_what_no_host_holds(
@@ -157,7 +194,9 @@ def _refuse_what_no_host_holds(
     """
     dp = params.data_parallel_degree
     on_host = sum(device.type == "cpu" for device in devices)
-    pool = (pages + 1) * page_bytes(params, tables.layers_per_page, page_size) * dp * on_host // len(devices)
+    pool = (pages + 1) * page_bytes(params, tables.layers_per_page, page_size)
+    pool += _bytes_apart(params, sizes.max_batch_size // dp)
+    pool = pool * dp * on_host // len(devices)
     table = sizes.max_batch_size * -(-sizes.max_seq_len // page_size) * 4 * len(tables.tables)
     tier = int((params.host_kvcache_swap_space_gb or 0) * 2**30) if params.enable_kvcache_swapping_to_host else 0
     needed = pool + table + tier + pages * dp * _BOOK_BYTES
@@ -178,7 +217,8 @@ def warn_of_what_falls_short(
         _log.warning("%s", sentence)
     if pages < rows:
         _log.warning("%d pages a replica for up to %d requests", pages, rows)
-    if (most := _longest(tables, pages, page_size)) < longest:
+    of_tokens = max(0, pages - _slab_pages(params, tables, page_size))
+    if (most := _longest(tables, of_tokens, page_size)) < longest:
         _log.warning(
             "a request of max_seq_len %d cannot run: a replica has %d pages of %d tokens, so that requests of up to %d "
             "tokens can; a larger available_cache_memory, or a smaller max_seq_len, ends this warning",

@@ -22,7 +22,7 @@ MAX_FILE, MAX_FUNCTION = 450, 60  # lines
 VALUES = {
     "kvcache": {
         *("arguments", "copies", "errors", "families", "kv_events", "layer_groups", "layout"),
-        *("metrics", "params", "quantization", "routing", "sockets", "storage", "types", "watched"),
+        *("metrics", "params", "quantization", "routing", "sockets", "state_shape", "storage", "types", "watched"),
     },
     "transfer": {"errors", "memory", "spans", "stats"},
     "scheduler_adapters": {"arguments", "base", "errors", "interrupts", "loop", "plots", "viewer"},
@@ -35,8 +35,10 @@ ROOMS: dict[str, set[str]] = {
     "kvcache.events": {"kvcache values", "kvcache.pool"},
     "kvcache.replica": {"kvcache values", "kvcache.pool", "kvcache.events"},
     "kvcache.tiers": {"kvcache values", "kvcache.pool", "kvcache.replica"},
-    "kvcache": {"kvcache values", "kvcache.pool", "kvcache.events", "kvcache.replica", "kvcache.tiers"},
-    "kvcache.states": {"kvcache values", "kvcache.pool", "kvcache.replica", "kvcache"},
+    "kvcache": {
+        *("kvcache values", "kvcache.pool", "kvcache.events", "kvcache.replica", "kvcache.states", "kvcache.tiers"),
+    },
+    "kvcache.states": {"kvcache values", "kvcache.pool", "kvcache.replica"},
     "kvcache.watch": {"kvcache values", "kvcache.pool", "kvcache.replica", "kvcache"},
     "transfer values": {"kvcache values"},
     "transfer.plan": {"kvcache values", "transfer values"},

@@ -1,4 +1,4 @@
-"""Recurrent states: where they lie, who holds one, which are kept for others, and the manager that has them.
+"""Recurrent states: where they lie, who holds one, and which are kept for others.
 
-Imports `kvcache`, `kvcache.pool`, `kvcache.replica` and the values of `kvcache`. Start reading at `state_pages.py`.
+Imports `kvcache.pool`, `kvcache.replica` and the values of `kvcache`. Start reading at `replica_states.py`.
 """

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from kvcache.errors import InvariantError
 from kvcache.pool.index import Digests
-from kvcache.replica.batch import Gathered
 from kvcache.replica.context import Context
 from kvcache.replica.replica import Replica
+from kvcache.replica.rows import Ints, Rows, rows_at
 from kvcache.states.state_pages import StatePages
 
 
@@ -46,13 +46,13 @@ class KeptStates:
         if later := [end for end in ends if start < end < active]:
             context.set_token_indices(active_idx=min(later))
 
-    def computed(self, gathered: Gathered) -> None:
-        """Keep the states of those requests of a step that are at the end of a page now."""
+    def computed(self, stepped: Rows, computed: Ints) -> None:
+        """Keep the states of those rows of a step that are at the end of a page now: so many tokens are computed."""
         size, rows = self._replica.page_size, self._replica.rows
-        at = ((gathered.starts % size == 0) & (gathered.starts > 0)).nonzero()[0]
+        at = ((computed % size == 0) & (computed > 0)).nonzero()[0]
         if not at.size:
             return
-        ended, tokens = gathered.rows[at], gathered.starts[at]
+        ended, tokens = rows_at(stepped, at), computed[at]
         of_rows: list[int] = ended.tolist()
         counts: list[int] = tokens.tolist()
         names = [rows.request_ids[row] or "" for row in of_rows]

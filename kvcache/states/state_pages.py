@@ -19,9 +19,10 @@ from kvcache.errors import InvariantError, NoFreeStatePageError, StatePageError,
 from kvcache.layout import KindPages
 from kvcache.pool.index import NO_PAGE, Digests, PrefixIndex
 from kvcache.pool.pages import PagePool
+from kvcache.state_shape import StateShape
 from kvcache.states.drafted_pages import DraftedPages
 from kvcache.states.passing_copies import PassingCopies
-from kvcache.states.state_layout import StateShape, state_layouts
+from kvcache.states.state_layout import state_layouts
 from kvcache.states.state_slabs import StateSlabs
 from kvcache.states.state_views import StateViews
 from kvcache.storage import allocate_blocks
@@ -33,7 +34,7 @@ class StatePages:
     Who holds a page, and who may write to it, is known to a `PagePool` as for any other page: its request, and its
     leases, hold it; a transfer writes to it. What is a state's alone is here: it cannot go back, and once leased it is
     not run on from the tokens that were told of it. What a request may do when is for the manager to check
-    (`HybridKVCacheManager`).
+    (`ReplicaStates`).
 
     There are `num_pages`, one for each request that may hold a state at a time and the rest for copies, on a device for
     each shard. Copies are found by digests of `digest_words` words. Raises `InvalidParamsError` for shards that cannot
@@ -130,6 +131,10 @@ class StatePages:
         self._passing.pop(request_id, None)  # what it came to last stays, to be found
         self._let_go(page)
         self._drop_drafted(request_id)
+
+    def holds(self, request_id: str) -> bool:
+        """Whether the request has a page."""
+        return request_id in self._page_of
 
     def page_of(self, request_id: str) -> int:
         """The request's page. Raises `UnknownRequestError` where it holds none."""

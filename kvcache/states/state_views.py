@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from kvcache.layout import PageLayout
-from kvcache.states.state_layout import SSM_KIND
+from kvcache.state_shape import SSM_KIND
 
 
 class StateViews:

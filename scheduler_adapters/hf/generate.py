@@ -44,7 +44,7 @@ class PagedGenerator:
         _check_settings(model)
         _check_pages(model, manager)
         with paged_attention(model):
-            runner = HFRunner(model, *manager.further_groups)
+            runner = HFRunner(model, manager.states)
         self._model = model
         self._manager = manager
         self._loop = ServingLoop(manager, runner, token_budget)

@@ -6,6 +6,7 @@ models (attention and recurrent layers) keep their states in state pages; see `s
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -21,7 +22,6 @@ from kvcache.manager import PagedKVCacheManager
 from kvcache.params import KVCacheParams
 from kvcache.quantization import KVCacheQuantizationConfig
 from kvcache.replica.context import Context
-from kvcache.states.hybrid import HybridKVCacheManager
 from kvcache.states.state_layout import page_bytes, state_layouts
 from kvcache.states.state_pages import StatePages
 from kvcache.types import RaggedKVCacheInputs
@@ -65,11 +65,11 @@ class HFRunner:
 
     From its construction on the model, any causal one of `transformers` whose attention goes through its attention
     interface, attends over pages only; `own_attention` gives it back for a while. A hybrid model needs the `states` of
-    its manager. Raises `UnsupportedModelError` for layers that neither keys and values nor state pages serve, or a
-    model that does not take the interface.
+    its manager, of all replicas. Raises `UnsupportedModelError` for layers that neither keys and values nor state pages
+    serve, or a model that does not take the interface.
     """
 
-    def __init__(self, model: PreTrainedModel, states: StatePages | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, states: Sequence[StatePages] = ()) -> None:
         _register()
         check_supported(model.config)
         self.model = model.eval()
@@ -85,11 +85,11 @@ class HFRunner:
             self._layers[len(tables.tables)] = {layers[at]: place for at, place in tables.places.items()}
         self._has_latents = latent_elements_of(model.config) > 0
         self._recurrent = {layer: place for place, layer in enumerate(recurrent_layers_of(model.config))}
-        if self._recurrent and states is None:
+        if self._recurrent and not states:
             raise UnsupportedModelError(
                 f"{model.config.model_type}: layer {min(self._recurrent)} is recurrent: give the manager's state pages"
             )
-        self._states = states if self._recurrent else None
+        self._states: Sequence[StatePages] = states if self._recurrent else ()
         # Mamba-1 mixers of transformers go on from a state with one token alone: with more they begin anew.
         self._one_by_one = STATE_FORMS.get(text_config_of(model.config).model_type) == "mamba1"
         _set_attention(model, ATTENTION)
@@ -104,7 +104,7 @@ class HFRunner:
 
     def draft(self, request_id: str) -> bool:
         """Whether the request's next run may end with drafted tokens: a recurrent state has to have a second page."""
-        return self._states is None or self._states.draft(request_id)
+        return not self._states or self._states_of(request_id).draft(request_id)
 
     def verify(
         self, batch: Sequence[Context], inputs: Sequence[RaggedKVCacheInputs], drafted: Sequence[int]
@@ -130,8 +130,9 @@ class HFRunner:
         elsewhere = [shard.blocks.device for shard in inputs if shard.blocks.device != self.model.device]
         if elsewhere:
             raise UnsupportedModelError(f"the model is on {self.model.device}, some of its pages on {elsewhere[0]}")
-        if self._states is None:
+        if not self._states:
             return self._forward(batch, inputs, [(context.start_idx, context.active_idx) for context in batch], before)
+        states = self._states_of(batch[0].request_id)
         # A recurrent layer takes whole rows: those of equal length run together, a row for each request.
         kinds = [
             (context.active_length, count, self._one_by_one and context.start_idx > 0)
@@ -142,8 +143,12 @@ class HFRunner:
             places = [place for place, other in enumerate(kinds) if other == kind]
             rows = [shard._replace(lookup_table=shard.lookup_table[..., places, :]) for shard in inputs]
             mine = [batch[place] for place in places]
-            parts |= zip(places, self._forward_rows(mine, rows, self._states, *kind), strict=True)
+            parts |= zip(places, self._forward_rows(mine, rows, states, *kind), strict=True)
         return torch.cat([parts[place] for place in range(len(batch))])
+
+    def _states_of(self, request_id: str) -> StatePages:
+        """Those of the request's replica."""
+        return next((states for states in self._states if states.holds(request_id)), self._states[0])
 
     def _forward_rows(
         self,
@@ -301,17 +306,17 @@ def manager_for(
     devices: Sequence[torch.device | str],
     **kwargs: Any,
 ) -> PagedKVCacheManager:
-    """The manager that a model needs, a `HybridKVCacheManager` where it has recurrent layers; `kwargs` as there."""
+    """The manager that a model needs: its params have the model's states, where it has recurrent layers."""
     layers = num_layers_of(model.config)
-    if not recurrent_layers_of(model.config):
-        return PagedKVCacheManager(params, max_batch_size, max_seq_len, layers, devices, **kwargs)
-    return HybridKVCacheManager(state_shape_of(model), params, max_batch_size, max_seq_len, layers, devices, **kwargs)
+    if recurrent_layers_of(model.config):
+        params = dataclasses.replace(params, states=state_shape_of(model))
+    return PagedKVCacheManager(params, max_batch_size, max_seq_len, layers, devices, **kwargs)
 
 
 def state_bytes_of(model: PreTrainedModel, shards: int, pages: int) -> int:
     """Bytes that so many state pages take out of a manager's budget, on all shards; 0 for models without.
 
-    A `HybridKVCacheManager` has a page for each request that may run, and, with prefix caching, `state_copies` more.
+    Where `params.share_state_memory` is False each replica has one for each request that may run, and `state_copies`.
     """
     if not recurrent_layers_of(model.config):
         return 0

@@ -12,7 +12,8 @@ from typing import Any, Literal, cast
 import torch
 
 from kvcache import InvalidParamsError, PageLayout
-from kvcache.states.state_layout import StateForm, StateShape, page_bytes, state_layouts
+from kvcache.state_shape import StateForm, StateShape
+from kvcache.states.state_layout import page_bytes, state_layouts
 from scheduler_adapters.errors import MissingExtraError, PlanError
 
 CacheKind = Literal["full", "window", "chunked", "latent", "state", "conv"]

@@ -124,7 +124,7 @@ def build_loop(config: ServerConfig) -> tuple[ServingLoop[PagedKVCacheManager], 
     devices = [config.device] * params.n_devices
     sizes = config.max_requests, config.max_seq_len
     manager = manager_for(model, params, *sizes, devices, available_cache_memory=config.cache_bytes)
-    runner = HFRunner(model, *manager.further_groups)
+    runner = HFRunner(model, manager.states)
     return ServingLoop(manager, runner, config.token_budget), {"model": model_name(model)}
 
 

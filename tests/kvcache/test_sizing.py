@@ -5,7 +5,16 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache import InvalidParamsError, KVCacheParams, PagedKVCacheManager
+from kvcache import (
+    InvalidParamsError,
+    KVCacheParams,
+    NoFreeStatePageError,
+    PagedKVCacheManager,
+    PoolTooSmallError,
+    PromptTooLongError,
+    StateShape,
+    TextContext,
+)
 
 
 def params(**changes: Any) -> KVCacheParams:
@@ -62,3 +71,38 @@ def test_a_budget_of_one_page_a_replica_is_enough_and_a_batch_of_fewer_requests_
     assert manager.total_num_pages == 2
     with pytest.raises(InvalidParamsError, match="max_batch_size is 1: an integer from 2 to"):
         PagedKVCacheManager(two, 1, 16, 3, ["cpu"] * 2, available_cache_memory=2 * PAGE)
+
+
+STATE = StateShape(layers=2, heads=40, head_dim=1, groups=1, d_state=1, kernel=200, conv_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("way", [{}, {"share_state_memory": False}, {"state_copies": 3}])
+def test_states_are_counted_as_a_manager_has_them(way: dict[str, Any], dp: int) -> None:
+    made = params(n_devices=dp, data_parallel_degree=dp, states=STATE, enable_prefix_caching=True, **way)
+    devices, rows, length = ["cpu"] * dp, 3 * dp, 33
+    memory = PagedKVCacheManager.estimated_memory_size(made, rows, length, 3, 1 << 40, devices)
+
+    def holds(memory: int, rows: int, length: int) -> bool:
+        """Whether so many requests of this length can run at a time."""
+        try:
+            manager = PagedKVCacheManager(made, rows, length + 16, 3, devices, available_cache_memory=memory)
+            for at in range(rows):
+                context = TextContext(range(length), length + 16, f"r{at}")
+                manager.external_claim(context.request_id, at % dp)
+                if not manager.maybe_reserve(context):
+                    return False
+        except (PoolTooSmallError, PromptTooLongError, NoFreeStatePageError):
+            return False
+        return True
+
+    assert holds(memory, rows, length)
+    assert not holds(memory - dp, rows, length)
+    infer = PagedKVCacheManager.infer_optimal_batch_size
+    assert infer(made, length, 3, memory, devices) == rows
+    assert infer(made, length, 3, memory - dp, devices) == rows - dp
+    longest = PagedKVCacheManager.max_supported_sequence_length(made, 3, memory)
+    assert longest % 16 == 0 < longest
+    assert holds(memory, dp, longest)
+    assert not holds(memory, dp, longest + 1)
+    assert PagedKVCacheManager.max_supported_sequence_length(made, 3, PAGE) == 0

@@ -452,11 +452,11 @@ KVCACHE: tuple[Module, ...] = (
         ],
         [
             Mutation(
-                "_fits",
+                "Replicas._fits",
                 "if len(replica.rows.row_of) == len(replica.rows.request_ids):",
                 "if not replica.rows.request_ids:",
             ),
-            Mutation("_fits", " + replica.pool.would_be_taken(hits)", ""),
+            Mutation("Replicas._fits", " + replica.pool.would_be_taken(hits)", ""),
             Mutation("Replicas.reserve", "and first_time:\n            self._router", ":\n            self._router"),
             Mutation("Replicas.reserve_batch", "gathered.slack >= num_steps - 1", "gathered.slack >= num_steps - 2"),
             Mutation(

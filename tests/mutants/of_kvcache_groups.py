@@ -332,7 +332,7 @@ KVCACHE_GROUPS: tuple[Module, ...] = (
         "kvcache.replicas",
         _TABLES,
         [
-            Mutation("_fits", " - further.cost", ""),
+            Mutation("Replicas._fits", " - further.cost", ""),
             Mutation("Replicas.admission", "needed - len(pages) + more.new", "needed - len(pages)"),
             Mutation("Replicas.reserve", "lift(replica, row, context, num_steps)", "pass", _LIFTED),
             Mutation("Replicas.prefetch", "return prefetch(", "prefetch(", _LIFTED),

@@ -9,6 +9,10 @@ _DRAFTED = ["tests/scheduler_adapters/hf/test_drafted_pages.py"]
 _SPECULATION = ["tests/scheduler_adapters/hf/test_speculation.py"]
 
 _PASSING = ["tests/kvcache/states/test_passing_copies.py"]
+_HYBRID = ["tests/scheduler_adapters/hf/test_hybrid.py"]
+_REPLICAS = ["tests/scheduler_adapters/hf/test_state_replicas.py"]
+_SERVICE = ["tests/scheduler_adapters/service/test_service.py"]
+_PARAMS = "tests/kvcache/test_params.py"
 _EVENTS = ["tests/kvcache/states/test_state_events.py"]
 
 STATES: tuple[Module, ...] = (
@@ -25,7 +29,7 @@ STATES: tuple[Module, ...] = (
             Mutation("KeptStates.reserved", "end < active", "end <= active + 1"),
             Mutation("KeptStates.reserved", "start < end", "0 < end"),
             Mutation("KeptStates.reserved", "min(later)", "max(later)"),
-            Mutation("KeptStates.computed", "gathered.starts % size == 0", "gathered.starts % size == 1"),
+            Mutation("KeptStates.computed", "(computed % size == 0)", "(computed % size == 1)"),
             Mutation("KeptStates.computed", "not any(stay) and ", ""),
             Mutation("KeptStates.computed", "passing=not stay[place]", "passing=False"),
             Mutation("KeptStates._stays", "tokens in self._ends.get(request_id, ()) or ", ""),
@@ -104,52 +108,116 @@ STATES: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.states.hybrid",
-        [*_MOVES, *_KEPT],
+        "kvcache.states.drafted_steps",
+        _DRAFTED,
         [
-            Mutation("HybridKVCacheManager.step", "if self.states.drafts.page_of:", "if False:", _DRAFTED),
-            Mutation(
-                "HybridKVCacheManager._step_drafted",
-                "context.set_token_indices(start_idx=start)",
-                "pass",
-                _DRAFTED,
-            ),
-            Mutation("HybridKVCacheManager._step_drafted", "context.set_token_indices(start_idx=at)", "pass", _DRAFTED),
-            Mutation(
-                "HybridKVCacheManager._step_drafted", 'gathered = self._claims.gather(batch, "step")', "pass", _DRAFTED
-            ),
-            Mutation("HybridKVCacheManager._step_drafted", "states.settle(context.request_id, at)", "pass", _DRAFTED),
-            Mutation(
-                "HybridKVCacheManager.block_table", "self.states.drafts.check_booked(request_id)", "pass", _DRAFTED
-            ),
-            Mutation("HybridKVCacheManager.lease", "self.states.drafts.check_booked(request_id)", "pass", _DRAFTED),
-            Mutation(
-                "HybridKVCacheManager.fork", "self.states.drafts.check_booked(parent.request_id)", "pass", _DRAFTED
-            ),
-            Mutation("HybridKVCacheManager.__init__", "2 * max_batch_size * caching", "max_batch_size"),
-            Mutation("HybridKVCacheManager.__init__", "not caching and (copies or every)", "False"),
-            Mutation("HybridKVCacheManager.__init__", "self._kept if caching else None", "None"),
-            Mutation("HybridKVCacheManager.__init__", "share_memory and state_copies is not None", "False"),
-            Mutation("HybridKVCacheManager.__init__", ", [self.states.index])", ")", _EVENTS),
-            Mutation("HybridKVCacheManager.release", "self._kept.leave(request_id)", "pass"),
-            Mutation("HybridKVCacheManager.admission", "if self.states.num_free else", "if True else"),
-            Mutation("HybridKVCacheManager.step", "self._kept.computed(gathered)", "pass"),
-            Mutation("HybridKVCacheManager.reset_prefix_cache", "self.states.forget_copies()", "pass"),
-            Mutation("HybridKVCacheManager.import_block_table", "if had else None", "if False else None"),
-            Mutation("HybridKVCacheManager.check", "self._kept.check()", "pass"),
-            Mutation("_check_params", "if getattr(params, name):", "if False:"),
-            Mutation("_state_bytes", "taken >= memory", "False", ["tests/scheduler_adapters/hf/test_hybrid.py"]),
+            Mutation("step_with_states", "any(states.pages.drafts.page_of for states in each)", "False"),
+            Mutation("step_with_states", "each[share.replica].stepped", "each[0].stepped", [*_MOVES, *_SHARED]),
+            Mutation("_step_drafted", "each[replica_idx].pages", "each[0].pages", [*_MOVES, *_REPLICAS]),
+            Mutation("_step_drafted", "context.set_token_indices(start_idx=start)", "pass"),
+            Mutation("_step_drafted", "context.set_token_indices(start_idx=at)", "pass"),
+            Mutation("_step_drafted", "gathered = gather()", "pass"),
+            Mutation("_step_drafted", "pages.settle(context.request_id, at)", "pass"),
         ],
     ),
     Module(
-        "kvcache.states.state_layout",
+        "kvcache.states.replica_states",
+        [*_MOVES, *_KEPT],
+        [
+            Mutation("ReplicaStates.name_state", "self.pages.drafts.check_booked(request_id)", "pass", _DRAFTED),
+            Mutation("ReplicaStates.name_state", "if tokens != table.num_tokens:", "if False:", _HYBRID),
+            Mutation("ReplicaStates.refuse_fork", "self.pages.drafts.check_booked(parent_id)", "pass", _DRAFTED),
+            Mutation("ReplicaStates.fork", "self.pages.fork(parent_id, child_id)", "pass", _HYBRID),
+            Mutation("ReplicaStates.refuse_other", "if source != before:", "if not source:", _HYBRID),
+            Mutation("ReplicaStates.begin_import", "if had else None", "if False else None"),
+            Mutation(
+                "ReplicaStates.begin_import",
+                "pending.on_free = functools.partial(self.pages.cancel_import, page)",
+                "pass",
+                _HYBRID,
+            ),
+            Mutation("ReplicaStates.release", "self.kept.leave(request_id)", "pass"),
+            Mutation("ReplicaStates.stepped", "self.kept.computed(rows, computed)", "pass"),
+            Mutation("ReplicaStates.stepped", "self._moves.stepped(rows)", "pass", _SHARED),
+            Mutation("ReplicaStates.fetched", "self._moves.fetched(rows)", "pass", _SHARED),
+            Mutation(
+                "ReplicaStates.claim", "self._moves.claimed(self._replica.rows.row_of[request_id])", "pass", _SHARED
+            ),
+            Mutation("ReplicaStates.check", "self.kept.check()", "pass"),
+            Mutation("without_state", "len(table.groups) != 2 or ", "", _HYBRID),
+        ],
+    ),
+    Module(
+        "kvcache.manager",
+        _REPLICAS,
+        [
+            Mutation("PagedKVCacheManager.external_claim", "self._claims.release(request_id)", "pass"),
+            Mutation("PagedKVCacheManager.release", "states.release(request_id)", "pass"),
+            Mutation("PagedKVCacheManager.lease", ".pages.drafts.check_booked(request_id)", ".pages", _DRAFTED),
+            Mutation(
+                "PagedKVCacheManager.fork", "states.refuse_fork(parent.request_id, child.request_id)", "pass", _DRAFTED
+            ),
+            Mutation("PagedKVCacheManager.fork", "self._states[replica_idx] if", "self._states[0] if"),
+            Mutation(
+                "PagedKVCacheManager.commit_import",
+                "self._states[replica_idx]",
+                "self._states[0]",
+                _SERVICE,
+            ),
+            Mutation(
+                "PagedKVCacheManager.import_block_table",
+                "self._states[replica_idx]",
+                "self._states[0]",
+                _SERVICE,
+            ),
+        ],
+    ),
+    Module(
+        "kvcache.replicas",
+        _REPLICAS,
+        [
+            Mutation("Replicas._fits", "not self.states[replica_idx].has_room", "False"),
+            Mutation("Replicas._fits", "not self.states[replica_idx]", "not self.states[0]"),
+            Mutation("Replicas._fits", " - replica.pool.beside", "", _SHARED),
+            Mutation("Replicas.publish_events", "enumerate(self.states)", "enumerate(self.states[:1])", _EVENTS),
+            Mutation("Replicas.forget_idle", "states.pages.forget_copies()", "pass", _MOVES),
+            Mutation("Replicas.fetch", "of_replica.fetched(state.rows)", "pass", _SHARED),
+            Mutation("Replicas.fetch_one", "self.states[0].fetched([row])", "pass", _SHARED),
+        ],
+    ),
+    Module(
+        "kvcache.params",
+        _HYBRID,
+        [
+            Mutation(
+                "KVCacheParams.states_apart",
+                "2 * requests * self.enable_prefix_caching",
+                "requests",
+                [*_MOVES, *_KEPT, _PARAMS],
+            ),
+            Mutation("KVCacheParams._check_states", "not self.enable_prefix_caching and (copies or every)", "False"),
+            Mutation("KVCacheParams._check_states", "self.has_states_in_pages and copies is not None", "False"),
+            Mutation("KVCacheParams._check_states", "_check(not given,", "_check(True,"),
+            Mutation("KVCacheParams._check_states", "not self.groups", "True"),
+            Mutation("KVCacheParams._check_states", "not self.routing.copy_pages", "True"),
+        ],
+    ),
+    Module(
+        "kvcache.sizing",
+        _HYBRID,
+        [
+            Mutation("pages_per_replica", "share <= apart", "False"),
+            Mutation("pages_per_replica", "share -= apart", "pass"),
+        ],
+    ),
+    Module(
+        "kvcache.state_shape",
         ["tests/kvcache/states/test_state_layout.py"],
         [
             Mutation("_CONVOLVED", '("conv.B", "conv.C", "conv.x")', '("conv.x", "conv.B", "conv.C")'),
             Mutation("StateShape.matrix", "return (self.d_state,)", "return (self.head_dim,)"),
             Mutation("StateShape.matrix", '"gated_delta" else', '"mamba2" else'),
-            Mutation("state_layouts", "if kind in shape.conv_kinds", ""),
-            Mutation("state_layouts", "if shape.matrix:", "if True:"),
+            Mutation("StateShape.__post_init__", "if self.kernel < 2:", "if self.kernel < 1:"),
         ],
     ),
     Module(
@@ -162,7 +230,7 @@ STATES: tuple[Module, ...] = (
             Mutation("HFRunner._forward_rows", "-1 - before :", "-1:", _SPECULATION),
             Mutation("HFRunner._forward", "end - count, end + 1", "end - count + 1, end + 1", _SPECULATION),
             Mutation("HFRunner.verify", "end - count - 1 : end", "end - count : end", _SPECULATION),
-            Mutation("HFRunner.draft", "self._states is None or ", "", _SPECULATION),
+            Mutation("HFRunner.draft", "not self._states or ", "", _SPECULATION),
         ],
     ),
     Module(
@@ -187,11 +255,6 @@ STATES: tuple[Module, ...] = (
             Mutation("Replica.pages_needed", " + self.pool.beside", "", _SHARED),
             Mutation("Replica.fork", " + self.pool.beside", "", _SHARED),
         ],
-    ),
-    Module(
-        "kvcache.replicas",
-        _SHARED,
-        [Mutation("_fits", " - replica.pool.beside", "")],
     ),
     Module(
         "kvcache.states.passing_copies",
@@ -267,21 +330,8 @@ STATES: tuple[Module, ...] = (
         [
             Mutation("state_layouts", "shard * shape.groups // shards", "shard * groups"),
             Mutation("state_layouts", "heads * shape.head_dim", "heads * shape.d_state"),
-            Mutation("StateShape.__post_init__", "if self.kernel < 2:", "if self.kernel < 1:"),
-        ],
-    ),
-    Module(
-        "kvcache.states.hybrid",
-        ["tests/scheduler_adapters/hf/test_hybrid.py"],
-        [
-            Mutation("HybridKVCacheManager.external_claim", "super().release(request_id)", "pass"),
-            Mutation("HybridKVCacheManager.fork", "self.states.fork(parent.request_id, child.request_id)", "pass"),
-            Mutation("HybridKVCacheManager.extend_import", "if source != before:", "if not source:"),
-            Mutation(
-                "HybridKVCacheManager.import_block_table",
-                "pending.on_free = functools.partial(self.states.cancel_import, page)",
-                "pass",
-            ),
+            Mutation("state_layouts", "if kind in shape.conv_kinds", ""),
+            Mutation("state_layouts", "if shape.matrix:", "if True:"),
         ],
     ),
     Module(

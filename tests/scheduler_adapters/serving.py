@@ -1,5 +1,6 @@
 """What tests of served models share: a manager of so many pages, a loop over it, and running the loop to its end."""
 
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -29,26 +30,27 @@ def new_manager(
     page_size: int = 16,
     rows: int = 8,
     max_seq_len: int = 4096,
-    states: dict[str, int] | None = None,
+    states: dict[str, Any] | None = None,
     **params: Any,
 ) -> Any:
     """The manager that the model needs, with so many pages of tokens in each replica, and state pages beside them.
 
-    `states`: what a manager with state pages is told of copies. They have memory of their own.
+    `states`: what the params of a model with recurrent layers say of copies. They have memory of their own.
     """
     cache = kv_params_of(model.config, page_size=page_size, **params)
     memory = pages * page_bytes(cache, num_layers_of(model.config), page_size) * cache.data_parallel_degree
-    memory += state_bytes_of(model, cache.n_devices, rows + (states or {}).get("state_copies", 0))
-    devices = ["cpu"] * cache.n_devices
-    options: dict[str, Any] = {"available_cache_memory": memory, "enable_runtime_checks": True, **(states or {})}
     if state_bytes_of(model, cache.n_devices, 1):
-        options["share_memory"] = False
+        cache = dataclasses.replace(cache, share_state_memory=False, **(states or {}))
+    dp = cache.data_parallel_degree
+    memory += dp * state_bytes_of(model, cache.tensor_parallel_degree, rows // dp + (cache.state_copies or 0))
+    devices = ["cpu"] * cache.n_devices
+    options: dict[str, Any] = {"available_cache_memory": memory, "enable_runtime_checks": True}
     return manager_for(model, cache, rows, max_seq_len, devices, **options)
 
 
 def new_loop(model: Any, pages: int = 200, budget: int = 64, **manager: Any) -> ServingLoop:
     made = new_manager(model, pages, **manager)
-    return ServingLoop(made, HFRunner(model, *made.further_groups), token_budget=budget)
+    return ServingLoop(made, HFRunner(model, made.states), token_budget=budget)
 
 
 def serve(loop: ServingLoop, requests: Sequence[Request], limit: int = 2000) -> dict[str, list[Output]]:
@@ -74,4 +76,4 @@ def tokens_of(outputs: dict[str, list[Output]]) -> list[list[int | None]]:
 def assert_nothing_held(manager: Any) -> None:
     manager.check()
     assert manager.num_free_blocks == manager.total_num_pages
-    assert not any(group.num_held for group in manager.further_groups)
+    assert not any(group.num_held for group in manager.states)

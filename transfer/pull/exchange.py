@@ -443,7 +443,7 @@ def _shards(manager: PageOwner, replica: int) -> list[tuple[ShardLayout, list[to
     shards: list[tuple[ShardLayout, list[torch.Tensor]]] = []
     for shard, (page, blocks) in enumerate(zip(manager.layouts, manager.device_tensors[replica], strict=True)):
         layout, tensors = of_tables(dense(page, pages), manager.layer_tables), [blocks]
-        for group in manager.further_groups:
+        for group in manager.further_groups[replica]:
             layout = with_states(layout, group.kinds(shard), group.num_pages + 1)
             tensors += group.tensors[shard]
         shards.append((layout, tensors))

@@ -141,7 +141,8 @@ class PageLender:
         most = self._most - sum(lent.num_pages for lent in self._lent.values())
         wanted = PageDigests(query.page_size, query.hash_algorithm, query.digests, query.first_page)
         place, found = (query.reader, self._replica), None
-        if not self._manager.further_groups:  # a state is of one place in a prompt: its pages alone do not continue it
+        # A state is of one place in a prompt: its pages alone do not continue it.
+        if not any(self._manager.further_groups):
             if now < until and self._manager.contents.bring(*place, wanted, most):
                 self._loading.append((query, until))
                 self._say(query.ask_id, _LOADING)

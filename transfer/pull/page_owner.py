@@ -70,8 +70,8 @@ class PageOwner(Protocol):
         ...
 
     @property
-    def further_groups(self) -> Sequence[FurtherPages]:
-        """In the order of a block table, after the pages of tokens."""
+    def further_groups(self) -> Sequence[Sequence[FurtherPages]]:
+        """`[replica][group]`, in the order of a block table, after the pages of tokens."""
         ...
 
     def lease(self, request_id: str) -> Any:

@@ -7,18 +7,18 @@ where the pages that are left are too few, whatever lies where.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
+from kvcache import PagedKVCacheManager, TextContext
 from kvcache.errors import NoFreeStatePageError
 from kvcache.pool.slabs import SlabPool
-from kvcache.states.hybrid import HybridKVCacheManager
-from kvcache.states.state_layout import StateShape
+from kvcache.state_shape import StateShape
 from tests.kvcache.model import Content, ModelReplica, Named
-from tests.kvcache.moves import LONGEST, PAGE_SIZE, ROWS, Chooser
+from tests.kvcache.moves import LONGEST, PAGE_SIZE, Chooser
 from tests.kvcache.states.state_moves import StateMoves, StateReplica
 
 # Of 1, 2, 4 and 7 pages.
@@ -31,9 +31,10 @@ SHAPES = {
 class SlabReplica(StateReplica):
     """`manager`: whom to ask what went."""
 
-    def __init__(self, num_pages: int, every: int, manager: HybridKVCacheManager) -> None:
+    def __init__(self, num_pages: int, every: int, manager: PagedKVCacheManager, at: int) -> None:
         super().__init__(num_pages, 0, every)
-        self.manager, self.slab_pages = manager, manager.slab_pages
+        self.ours, self.states = manager._replicas.each[at], manager.states[at]
+        self.slab_pages = manager.slab_pages
         self.digests: dict[Content, Any] = {}
         self.unkept = 0
 
@@ -43,9 +44,8 @@ class SlabReplica(StateReplica):
 
     def follow(self, drafted: int = 0) -> None:
         """What the manager evicted by now is not found any more, and nobody held it; `drafted`: second pages."""
-        replica = self.manager._replicas.each[0]
         for content in [content for content in self.page_of if content in self.digests]:
-            if not replica.pool.index.find(self.digests[content])[0]:
+            if not self.ours.pool.index.find(self.digests[content])[0]:
                 page = self.page_of.pop(content)
                 self.idle.remove(page)
                 del self.content_of[page]
@@ -61,11 +61,11 @@ class SlabReplica(StateReplica):
         return self.free >= self.slab_pages and len(self.requests) < (self.num_pages + 1) // self.slab_pages - 1
 
     def has_state(self, content: Content) -> bool:
-        return bool(self.manager.states._pool.index.find(self.digests[content])[0])
+        return bool(self.states._pool.index.find(self.digests[content])[0])
 
     def learn(self, name: str) -> None:
         """The digests of a request's pages that are published."""
-        replica, held = self.manager._replicas.each[0], self.requests[name]
+        replica, held = self.ours, self.requests[name]
         pages = replica.rows.pages(replica.rows.row_of[name])
         for ours, page in zip(pages[: held.committed], held.pages, strict=False):
             self.digests[self.content_of[page]] = replica.pool.index.digests_of(ours.reshape(1))
@@ -82,7 +82,7 @@ class SlabReplica(StateReplica):
         for content in [content for content in self.kept[-1:] if not self.has_state(content)]:
             self.kept.remove(content)  # there was no room for it, or a request of the same step has taken it
             self.unkept += 1
-        if name not in self.manager.states._passing:
+        if name not in self.states._passing:
             self.passing.pop(name, None)
         return done
 
@@ -110,63 +110,73 @@ class SlabMoves(StateMoves):
         )
         super().__init__(chooser, params)
 
-    def build(self, dp: int, slots: int, params: dict[str, Any] | None) -> PagedKVCacheManager:  # noqa: ARG002 - of one replica
-        every = self.every if self.caching else 0
-        told = params or {} if self.caching else {}
-        cache = KVCacheParams(torch.int64, 1, 2, enable_prefix_caching=self.caching, page_size=PAGE_SIZE, **told)
-        memory = self.pages * PAGE_SIZE * cache.bytes_per_token(self.layers)
-        sizes = ROWS, LONGEST, self.layers
-        return HybridKVCacheManager(self.shape, cache, *sizes, ["cpu"], memory, state_every_pages=every)
+    def build(self, dp: int, slots: int, params: dict[str, Any] | None) -> PagedKVCacheManager:  # noqa: ARG002 - no host
+        every, self.numbers = self.every if self.caching else 0, itertools.count()
+        told = {"states": self.shape, "state_every_pages": every, "page_size": PAGE_SIZE}
+        return self.made_of(dp, told | (params or {} if self.caching else {}), 0)
 
     def model(self) -> ModelReplica:
-        return SlabReplica(self.pages, self.every, self.manager)
+        return SlabReplica(self.pages, self.every, self.manager, next(self.numbers))
 
     @property
-    def pool(self) -> SlabPool:
-        pool = self.manager._replicas.each[0].pool
-        assert isinstance(pool, SlabPool)
-        return pool
+    def slabs(self) -> list[SlabReplica]:
+        return [model for model in self.models if isinstance(model, SlabReplica)]
+
+    def follow(self, drafted: str | None = None) -> None:
+        """What went on each replica; `drafted`: a request with a second state page now."""
+        for model in self.slabs:
+            model.follow(int(drafted in model.requests))
+
+    @property
+    def moved(self) -> int:
+        """Pages of all replicas that were moved so far."""
+        pools = [replica.pool for replica in self.manager._replicas.each]
+        return sum(pool.moved for pool in pools if isinstance(pool, SlabPool))
 
     def too_long(self, length: int, start: int, active: int, steps: int = 1) -> bool:  # noqa: ARG002 - with one table
         return -(-(length + steps - 1) // PAGE_SIZE) + self.manager.slab_pages > self.pages
 
     def claim(self) -> bool:
-        model = self.states
-        room = model.has_slab()
-        made = self.made
+        rooms = [model.has_slab() for model in self.slabs]
+        before, made = self.live.keys() | set(), self.made
         try:
             done = super().claim()
         except NoFreeStatePageError:
-            assert not room, f"{model.free} pages are free, a state takes {model.slab_pages}"
+            assert not all(rooms), "each replica has as much free as a state takes"
             self.seen["no state"] += 1
             assert self.made == made + 1
-            model.follow()
+            self.follow()
             return True
-        assert room or not done
-        model.follow()
+        for name in self.live.keys() - before:
+            assert rooms[self.manager.get_replica(self.live[name])]
+        self.follow()
         return done
 
     def draft(self, name: str) -> bool:
         """No model foretells which slabs have no held pages; that there is one only where as much is free."""
-        room, moved = self.states.has_slab(), self.pool.moved
-        there = self.manager.states.draft(name)
+        model = self.states_of(name)
+        assert isinstance(model, SlabReplica)
+        room, moved = model.has_slab(), self.moved
+        there = self.pages_of(name).draft(name)
         assert room or not there
-        assert self.pool.moved == moved
-        self.states.follow(int(there))
+        assert self.moved == moved
+        self.follow(name if there else None)
         return there
 
     def reserve_one(self, context: TextContext, steps: int) -> bool:
         done = super().reserve_one(context, steps)
-        self.states.follow()
+        self.follow()
         return done
 
     def fork(self) -> bool:
-        fork, model = self.manager.fork, self.states
+        fork = self.manager.fork
 
         def refused(parent: TextContext, child: TextContext) -> bool:
             try:
                 return fork(parent, child)
             except NoFreeStatePageError:
+                model = self.states_of(parent.request_id)
+                assert isinstance(model, SlabReplica)
                 assert not model.has_slab()
                 return False
 
@@ -175,22 +185,22 @@ class SlabMoves(StateMoves):
             return super().fork()
         finally:
             self.manager.fork = fork  # type: ignore[method-assign]
-            model.follow()
+            self.follow()
 
     def batch_step(self, batch: Sequence[TextContext], known: dict[str, list[int]]) -> None:
         super().batch_step(batch, known)
-        self.states.follow()
+        self.follow()
 
     def model_step(self, context: TextContext) -> None:
         super().model_step(context)
-        self.states.follow()
+        self.follow()
 
     def same_books(self) -> None:
-        self.states.follow()
+        self.follow()
         super().same_books()
 
     def same_states(self) -> None:
-        ours, theirs = self.manager.states, self.states
-        assert ours.num_held == len(theirs.requests)
-        if self.caching:
-            assert (ours.num_kept, ours.hits) == (len(theirs.kept), theirs.hits)
+        for ours, theirs in zip(self.manager.states, self.slabs, strict=True):
+            assert ours.num_held == len(theirs.requests)
+            if self.caching:
+                assert (ours.num_kept, ours.hits) == (len(theirs.kept), theirs.hits)

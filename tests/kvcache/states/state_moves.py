@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
-from kvcache.states.hybrid import HybridKVCacheManager
-from kvcache.states.state_layout import StateShape, page_bytes, state_layouts
+from kvcache.state_shape import StateShape
+from kvcache.states.state_layout import page_bytes, state_layouts
+from kvcache.states.state_pages import StatePages
 from tests.kvcache.kv import Run, kv_of
 from tests.kvcache.model import Content, ModelReplica, Named
 from tests.kvcache.moves import LONGEST, PAGE_SIZE, ROWS, Chooser, Moves
@@ -111,36 +112,47 @@ class StateReplica(ModelReplica):
 class StateMoves(Moves):
     """A manager with state pages beside its model. A state is a number that depends on all tokens before it."""
 
-    host_slots, most_replicas = (0,), 1
-    manager: HybridKVCacheManager
+    host_slots = (0,)
 
     def __init__(self, chooser: Chooser, params: dict[str, Any] | None = None) -> None:
         self.copies, self.every = chooser.pick((0, 1, 2, 4, 8)), chooser.pick((0, 0, 1, 2))
         super().__init__(chooser, params)
 
-    def build(self, dp: int, slots: int, params: dict[str, Any] | None) -> PagedKVCacheManager:  # noqa: ARG002 - of one replica
+    def build(self, dp: int, slots: int, params: dict[str, Any] | None) -> PagedKVCacheManager:  # noqa: ARG002 - no host
         copies, every = (self.copies, self.every) if self.caching else (0, 0)
-        told = params or {} if self.caching else {}
-        cache = KVCacheParams(torch.int64, 1, 2, enable_prefix_caching=self.caching, page_size=PAGE_SIZE, **told)
-        memory = self.pages * PAGE_SIZE * cache.bytes_per_token(self.layers)
-        memory += (ROWS + copies + 1) * page_bytes(state_layouts(SHAPE, 1))
-        return HybridKVCacheManager(
-            SHAPE, cache, ROWS, LONGEST, self.layers, ["cpu"], memory, state_copies=copies, state_every_pages=every
+        told = {"states": SHAPE, "state_copies": copies, "state_every_pages": every, "page_size": PAGE_SIZE}
+        return self.made_of(dp, told | (params or {} if self.caching else {}), ROWS + copies + 1)
+
+    def made_of(self, dp: int, told: dict[str, Any], states: int) -> PagedKVCacheManager:
+        """A manager of `dp` replicas, each with memory for the pages and so many states besides."""
+        params = KVCacheParams(
+            torch.int64, 1, 2, enable_prefix_caching=self.caching, n_devices=dp, data_parallel_degree=dp, **told
         )
+        memory = self.pages * PAGE_SIZE * params.bytes_per_token(self.layers)
+        memory += states * page_bytes(state_layouts(SHAPE, 1))
+        sizes = ROWS * dp, LONGEST, self.layers
+        return PagedKVCacheManager(params, *sizes, ["cpu"] * dp, available_cache_memory=memory * dp)
 
     def model(self) -> ModelReplica:
         return StateReplica(self.pages, self.copies, self.every)
 
     @property
-    def states(self) -> StateReplica:
-        (model,) = self.models
-        assert isinstance(model, StateReplica)
-        return model
+    def each_states(self) -> list[StateReplica]:
+        return [model for model in self.models if isinstance(model, StateReplica)]
+
+    def states_of(self, name: str) -> StateReplica:
+        """The model of the replica that the request is claimed on."""
+        return self.each_states[self.manager.get_replica(self.live[name])]
+
+    def pages_of(self, name: str) -> StatePages:
+        """The manager's state pages there."""
+        return self.manager.states[self.manager.get_replica(self.live[name])]
 
     def claim(self) -> bool:
         done = super().claim()
         if self.caching:
-            self.states.claimed()
+            for model in self.each_states:
+                model.claimed()
         return done
 
     def run(self) -> bool:
@@ -150,7 +162,7 @@ class StateMoves(Moves):
         if not ready or self.choose.integer(0, 2):
             return super().run()
         context = self.choose.pick(ready)
-        most = min(self.states.room(context.request_id), LONGEST - 1) - context.end_idx
+        most = min(self.states_of(context.request_id).room(context.request_id), LONGEST - 1) - context.end_idx
         if most < 1:
             return False
         return self.speculate(context, self.choose.integer(1, min(most, 4)))
@@ -180,10 +192,11 @@ class StateMoves(Moves):
 
     def draft(self, name: str) -> bool:
         """Whether the request has a second state page, as there should be one."""
-        there = len(self.states.requests) < ROWS + self.copies * self.caching
-        assert self.manager.states.draft(name) == there
+        model = self.states_of(name)
+        there = len(model.requests) < ROWS + self.copies * self.caching
+        assert self.pages_of(name).draft(name) == there
         if there:
-            self.states.claimed(1)
+            model.claimed(1)
         return there
 
     def lease(self) -> bool:
@@ -196,14 +209,18 @@ class StateMoves(Moves):
         if asked and self.caching and length > 1 and self.seen["refused"] == refused:
             now = context.start_idx
             active = before if now < before else min(context.end_idx, now + length)
-            wanted = self.states.end_of_chunk(context.request_id, now, active)
+            wanted = self.states_of(context.request_id).end_of_chunk(context.request_id, now, active)
             assert context.active_idx == wanted, f"a chunk from {now} (was {start}) ends at {context.active_idx}"
             self.seen["cut"] += wanted < active
         return asked
 
     def compute(self, batch: Sequence[TextContext], runs: Sequence[Run]) -> None:
         super().compute(batch, runs)
-        states = self.manager.states
+        for replica, states in enumerate(self.manager.states):
+            if mine := [run for run in runs if run.replica == replica]:
+                self.compute_states(states, mine)
+
+    def compute_states(self, states: StatePages, runs: Sequence[Run]) -> None:
         pages = states.pages_at([run.request_id for run in runs], [run.start for run in runs])
         for page, run in zip(pages.tolist(), runs, strict=True):
             values = kv_of(run.tokens, run.named, "state")
@@ -222,11 +239,11 @@ class StateMoves(Moves):
 
     def same_states(self) -> None:
         """Of states as many are held, kept, found and evicted."""
-        ours, theirs = self.manager.states, self.states
-        assert ours.num_held == len(theirs.requests)
-        if self.caching:
-            assert (ours.num_kept, ours.evictions, ours.hits) == (
-                len(theirs.kept),
-                theirs.state_evictions,
-                theirs.hits,
-            )
+        for ours, theirs in zip(self.manager.states, self.each_states, strict=True):
+            assert ours.num_held == len(theirs.requests)
+            if self.caching:
+                assert (ours.num_kept, ours.evictions, ours.hits) == (
+                    len(theirs.kept),
+                    theirs.state_evictions,
+                    theirs.hits,
+                )

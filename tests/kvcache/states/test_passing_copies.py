@@ -10,7 +10,8 @@ import torch
 
 from kvcache.errors import StatePageError
 from kvcache.pool.slabs import SlabPool
-from kvcache.states.state_layout import StateShape, state_layouts
+from kvcache.state_shape import StateShape
+from kvcache.states.state_layout import state_layouts
 from kvcache.states.state_pages import StatePages
 from kvcache.states.state_slabs import StateSlabs
 

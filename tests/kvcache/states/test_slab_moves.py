@@ -12,17 +12,25 @@ from tests.kvcache.states.slab_moves import SlabMoves
 
 @pytest.mark.parametrize("seed", range(3))
 def test_seeded_moves_with_states_in_slabs(seed: int) -> None:
-    """4,000 moves, in which what one memory adds happens often enough to be tested."""
+    """6,000 moves, in which what one memory adds happens often enough to be tested."""
     seen: Counter[str] = Counter()
-    for number in range(20):
+    for number in range(30):
         moves = SlabMoves(SeededChooser(seed * 1000 + number))
         for _ in range(200):
             moves.move()
-        model, evicted = moves.states, moves.manager.states.evictions
-        seen += moves.seen + Counter({"state hit": model.hits, "state evicted": evicted, "moved": moves.pool.moved})
-        seen["evicted"] += model.evictions
+        seen += moves.seen + Counter({"moved": moves.moved, "replicas": len(moves.slabs) - 1})
+        for model, states in zip(moves.slabs, moves.manager.states, strict=True):
+            seen += Counter({"state hit": model.hits, "state evicted": states.evictions, "evicted": model.evictions})
         moves.finish()
         seen["compared"] += moves.kv.compared
     least = {"hit": 5, "refused": 20, "no state": 20, "fork": 20, "run_batch": 50, "cut": 50, "state hit": 5}
-    least |= {"state evicted": 50, "moved": 20, "evicted": 100, "compared": 5000, "set back": 10, "all right": 5}
+    least |= {
+        "state evicted": 50,
+        "moved": 20,
+        "evicted": 100,
+        "compared": 5000,
+        "set back": 10,
+        "all right": 5,
+        "replicas": 5,
+    }
     assert {event: seen[event] for event, count in least.items() if seen[event] < count} == {}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import numpy as np
 import pytest
 
-from kvcache import KVEvents, TextContext
+from kvcache import KVEvents, PagedKVCacheManager, TextContext
 from kvcache.events.wire import hashes_of
-from kvcache.states.hybrid import HybridKVCacheManager
 from tests.kvcache.events.mirror import Known, Mirror
 from tests.kvcache.moves import SeededChooser
 from tests.kvcache.states.slab_moves import SlabMoves
@@ -39,9 +40,9 @@ def promised(known: Known, hashes: list[int]) -> int:
     return max((at for at in range(1, run + 1) if hashes[at - 1] in states), default=0)
 
 
-def found(manager: HybridKVCacheManager, context: TextContext) -> tuple[int, list[int]]:
+def found(manager: PagedKVCacheManager, replica_idx: int, context: TextContext) -> tuple[int, list[int]]:
     """Pages that a new request of these tokens would find, and the hashes of those that it could."""
-    replica = manager._replicas.each[0]
+    replica = manager._replicas.each[replica_idx]
     hasher = replica.hasher(None, context)
     digests = hasher.digests(context.tokens, 0, (context.current_length - 1) // replica.page_size)
     return len(replica.match(context)[1]), hashes_of(digests).tolist()
@@ -51,24 +52,26 @@ def found(manager: HybridKVCacheManager, context: TextContext) -> tuple[int, lis
 def test_what_a_reader_expects_of_a_prompt_is_what_is_found(seed: int, kind: type[StateMoves]) -> None:
     moves = kind(SeededChooser(seed), TOLD)
     manager = moves.manager
-    assert isinstance(manager, HybridKVCacheManager)
     if not moves.caching:
         assert manager.kv_event_endpoints == []
         return
-    ((endpoint, replay),) = manager.kv_event_endpoints
-    with Mirror((endpoint, replay)).begin() as mirror:
+    assert len(manager.kv_event_endpoints) == manager.num_replicas
+    with ExitStack() as stack:
+        mirrors = [stack.enter_context(Mirror(ends).begin()) for ends in manager.kv_event_endpoints]
         for _ in range(6):
             for _ in range(20):
                 moves.move()
-            mirror.settle(manager, 0)
-            assert told_of(mirror, 0) == there(manager._replicas.each[0].pool.index)
-            assert told_of(mirror, 1) == there(manager.states.index)
-            for context in moves.live.values():
-                again = TextContext(context.tokens.tolist(), 4096, "again", cache_salt=context.cache_salt)
-                again.extra_keys = context.extra_keys
-                count, hashes = found(manager, again)
-                assert promised(mirror, hashes) == count
-    kinds = {event["kv_cache_spec_kind"] for event in mirror.events if event["type"] == "BlockStored"}
+            for replica, mirror in enumerate(mirrors):
+                mirror.settle(manager, replica)
+                assert told_of(mirror, 0) == there(manager._replicas.each[replica].pool.index)
+                assert told_of(mirror, 1) == there(manager.states[replica].index)
+                for context in moves.live.values():
+                    again = TextContext(context.tokens.tolist(), 4096, "again", cache_salt=context.cache_salt)
+                    again.extra_keys = context.extra_keys
+                    count, hashes = found(manager, replica, again)
+                    assert promised(mirror, hashes) == count
+    every = [event for mirror in mirrors for event in mirror.events]
+    kinds = {event["kv_cache_spec_kind"] for event in every if event["type"] == "BlockStored"}
     assert kinds <= {"full_attention", "mamba"}
-    assert {event["group_idx"] for event in mirror.events if event.get("kv_cache_spec_kind") == "mamba"} <= {1}
+    assert {event["group_idx"] for event in every if event.get("kv_cache_spec_kind") == "mamba"} <= {1}
     manager.close()

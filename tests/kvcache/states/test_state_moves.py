@@ -18,15 +18,16 @@ def test_seeded_moves_with_states(seed: int) -> None:
         moves = StateMoves(SeededChooser(seed * 1000 + number))
         for _ in range(200):
             moves.move()
-        model = moves.states
-        seen += moves.seen + Counter(
-            {
-                "state hit": model.hits,
-                "hit shortened": model.shortened,
-                "state evicted": model.state_evictions,
-                "replaced": model.replaced,
-            }
-        )
+        seen += moves.seen + Counter({"replicas": len(moves.models) - 1})
+        for model in moves.each_states:
+            seen += Counter(
+                {
+                    "state hit": model.hits,
+                    "hit shortened": model.shortened,
+                    "state evicted": model.state_evictions,
+                    "replaced": model.replaced,
+                }
+            )
         moves.finish()
         seen["compared"] += moves.kv.compared
     least = {
@@ -40,5 +41,5 @@ def test_seeded_moves_with_states(seed: int) -> None:
         "reset": 3,
         "cut": 50,
     }
-    least |= {"state hit": 10, "hit shortened": 10, "state evicted": 50, "replaced": 20}
+    least |= {"replicas": 5, "state hit": 10, "hit shortened": 10, "state evicted": 50, "replaced": 20}
     assert {event: seen[event] for event, count in least.items() if seen[event] < count} == {}

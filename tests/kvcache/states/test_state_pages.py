@@ -4,7 +4,7 @@ import torch
 
 from kvcache.errors import InvariantError, NoFreeRowError, NoFreeStatePageError, StatePageError, UnknownRequestError
 from kvcache.pool.index import Digests
-from kvcache.states.state_layout import CONV_KINDS, SSM_KIND, StateShape
+from kvcache.state_shape import CONV_KINDS, SSM_KIND, StateShape
 from kvcache.states.state_pages import StatePages
 
 SHAPE = StateShape(layers=2, heads=4, head_dim=3, groups=2, d_state=5, kernel=4, conv_dtype=torch.float32)

@@ -46,7 +46,7 @@ class Engine:
         self.manager = manager or new_manager(
             model, pages, PAGE, rows, states=options, n_devices=shards, enable_prefix_caching=True
         )
-        self.runner = HFRunner(model, *self.manager.further_groups)
+        self.runner = HFRunner(model, self.manager.states)
         self.random = random.Random(seed)
         self.answers: list[list[int]] = []
         self.waiting: list[TextContext] = []
@@ -56,7 +56,7 @@ class Engine:
 
     @property
     def has_states(self) -> bool:
-        return bool(self.manager.further_groups)
+        return bool(self.manager.states)
 
     def knows(self, prompts: Iterable[list[int]]) -> list[list[int]]:
         """The answers, of which guesses are."""

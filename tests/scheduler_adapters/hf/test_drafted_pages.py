@@ -67,7 +67,7 @@ def test_while_drafted_tokens_are_not_booked_the_state_is_told_to_nobody(model: 
     assert manager.num_leased_blocks == 0
     assert context.start_idx == start + 3
     manager.step([context])
-    assert context.start_idx == start == manager.states.tokens_of("r")
+    assert context.start_idx == start == manager.states[0].tokens_of("r")
     lease = manager.lease("r")
     assert manager.block_table("r").num_tokens == start
     manager.end_lease(lease)
@@ -80,12 +80,12 @@ def test_a_leased_page_stays_the_requests(model: Any, wrong: bool) -> None:
     engine, context, _ = ready(model, wrong)
     manager = engine.manager
     manager.step([context])
-    page = manager.states.page_of("r")
+    page = manager.states[0].page_of("r")
     lease = manager.lease("r")
     start = verified(engine, context, wrong=wrong)
     manager.step([context])
     assert context.start_idx == (start if wrong else start + 4)
-    assert manager.states.page_of("r") == page
+    assert manager.states[0].page_of("r") == page
     manager.check()
     manager.end_lease(lease)
     finish(engine)
@@ -93,9 +93,9 @@ def test_a_leased_page_stays_the_requests(model: Any, wrong: bool) -> None:
 
 def test_a_request_may_be_released_before_its_drafted_tokens_are_booked(model: Any) -> None:
     engine, context, _ = ready(model)
-    held = engine.manager.states.num_held
+    held = engine.manager.states[0].num_held
     engine.give_way(context)
-    assert (held, engine.manager.states.num_held) == (2, 0)
+    assert (held, engine.manager.states[0].num_held) == (2, 0)
     engine.step()
     finish(engine)
 
@@ -114,7 +114,7 @@ def test_a_step_that_is_refused_sets_nobody_back(model: Any, monkeypatch: pytest
     assert (context.start_idx, context.active_idx, context.end_idx) == before
     for odd in (start - 1, start + 5):
         with pytest.raises(StatePageError, match=rf"'r': {odd} tokens are computed, .* after {start} and {start + 4}"):
-            manager.states.drafts.goes_on_from("r", start, odd)
+            manager.states[0].drafts.goes_on_from("r", start, odd)
     manager.step([context])
     finish(engine)
 
@@ -142,12 +142,12 @@ def test_a_second_page_that_is_not_run_goes_with_the_next_step(model: Any) -> No
     engine, context, _ = ready(model)
     manager = engine.manager
     manager.step([context])
-    assert manager.states.num_held == 1
+    assert manager.states[0].num_held == 1
     assert engine.runner.draft("r")
     assert engine.runner.draft("r")  # the same one
-    assert manager.states.num_held == 2
+    assert manager.states[0].num_held == 2
     manager.step([context])
-    assert manager.states.num_held == 1
+    assert manager.states[0].num_held == 1
     finish(engine)
 
 
@@ -164,9 +164,9 @@ def test_a_batch_is_set_back_too(model: Any) -> None:
 def test_what_is_found_instead_of_what_ran_is_gone_on_from(model: Any) -> None:
     """A hit puts another state into the request's page: its second page is as if it had not run."""
     engine, context, start = ready(model)
-    states = engine.manager.states
+    states = engine.manager.states[0]
     other = PAGE * (start // PAGE)
-    digest = engine.manager._kept.digest_at("r", other)
+    digest = engine.manager._replicas.states[0].kept.digest_at("r", other)
     states.resume("r", digest)
     states.drafts.check_booked("r")
     assert (states.tokens_of("r"), states.num_held) == (other, 2)
@@ -178,7 +178,7 @@ def test_what_is_found_instead_of_what_ran_is_gone_on_from(model: Any) -> None:
 
 def test_an_import_takes_the_second_page_away(model: Any) -> None:
     engine, _, _ = ready(model)
-    states = engine.manager.states
+    states = engine.manager.states[0]
     page = states.begin_import("r")
     assert not states.drafts.page_of
     with pytest.raises(StatePageError, match="being written by a transfer"):
@@ -188,7 +188,7 @@ def test_an_import_takes_the_second_page_away(model: Any) -> None:
 
 def test_check_names_a_second_page_without_a_first(model: Any) -> None:
     engine, _, _ = ready(model)
-    states = engine.manager.states
+    states = engine.manager.states[0]
     states.drafts.page_of["gone"] = states._pool.allocate_one()
     with pytest.raises(InvariantError, match=r"\['gone'\] have a second state page"):
         engine.manager.check()

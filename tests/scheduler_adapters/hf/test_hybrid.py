@@ -1,5 +1,6 @@
 """Hybrid models (attention and Mamba-2 layers), served with their recurrent states in state pages."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from kvcache.errors import (
     StatePageError,
     UnknownRequestError,
 )
+from kvcache.layer_groups import LayerGroup
 from kvcache.manager import PagedKVCacheManager
+from kvcache.params import KVCacheParams
 from kvcache.replica.context import TextContext
-from kvcache.states.hybrid import HybridKVCacheManager
+from kvcache.routing import Routing
 from kvcache.states.state_layout import page_bytes, state_layouts
 from scheduler_adapters.errors import UnsupportedModelError
 from scheduler_adapters.hf.recurrent import PagedStates, state_shape_of
@@ -70,7 +73,7 @@ def hybrid_loop(model: Any, budget: int = 64, **manager: Any) -> ServingLoop:
 
 
 def states_of(loop: ServingLoop) -> Any:
-    return loop.manager.states  # type: ignore[attr-defined]
+    return loop.manager.states[0]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("budget", "shards", "rows"), [(64, 1, 8), (7, 2, 3), (3, 1, 8), (500, 4, 8)])
@@ -282,7 +285,7 @@ def test_a_fork_goes_on_with_a_copy_of_the_state(model: Any, expected: list[list
     for context in (parent, child):
         assert context.tokens[len(PROMPTS[0]) :].tolist() == expected[0]
         manager.release(context.request_id)
-    assert manager.states.num_held == 0
+    assert manager.states[0].num_held == 0
 
 
 def test_a_step_that_failed_changed_nothing_and_runs_again(
@@ -315,12 +318,12 @@ def test_a_step_that_was_not_booked_is_refused_when_it_runs_again(model: Any) ->
             runner.run([context], manager.fetch([context]))
         context.update(1)
         manager.step([context])
-        assert manager.block_table("r").groups[1] == (manager.states.page_of("r"),)
+        assert manager.block_table("r").groups[1] == (manager.states[0].page_of("r"),)
         manager.maybe_reserve(context)
         runner.run([context], manager.fetch([context]))
         with pytest.raises(StatePageError, match="its pages hold"):
             manager.block_table("r")
-    assert manager.states.num_held == 0
+    assert manager.states[0].num_held == 0
 
 
 def test_requests_wait_for_a_row_and_its_state_page(model: Any, expected: list[list[int]]) -> None:
@@ -340,35 +343,39 @@ def test_what_does_not_go_with_states_is_refused_with_the_reason(model: Any) -> 
     assert not kv_params_of(model.config).enable_prefix_caching
     assert kv_params_of(model.config, enable_prefix_caching=True).enable_prefix_caching
     shape = state_shape_of(model)
-    params = {"dtype": torch.float32, "n_kv_heads": 2, "head_dim": 16, "page_size": PAGE}
+    params: dict[str, Any] = {
+        "dtype": torch.float32,
+        "n_kv_heads": 2,
+        "head_dim": 16,
+        "page_size": PAGE,
+        "states": shape,
+    }
     caching = {"enable_prefix_caching": True}
+    two: dict[str, Any] = {"data_parallel_degree": 2, "n_devices": 2}
     host = {"enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": 1.0}
     for wrong, message in (
-        ({"data_parallel_degree": 2, "n_devices": 2}, "data_parallel_degree is 2"),
         ({**caching, **host}, "enable_kvcache_swapping_to_host is given"),
         ({**caching, "partial_reuse_min_tokens": 2}, "partial_reuse_min_tokens is given"),
+        ({"groups": (LayerGroup("full", (0,)), LayerGroup("window", (1,), 8))}, "groups are given, and states"),
+        ({**caching, **two, "routing": Routing(copy_pages=True)}, "routing.copy_pages is given, and states"),
+        ({"state_every_pages": 2}, "state_every_pages 2: .* enable_prefix_caching is off"),
+        ({"state_copies": 3}, "state_copies is 3, .* enable_prefix_caching is off"),
+        ({**caching, "state_copies": 0, "share_state_memory": True}, "state_copies is 0: with share_state_memory"),
+        ({"share_state_memory": 1}, "share_state_memory is 1"),
+        ({"state_copies": -1}, "state_copies is -1"),
+        ({"states": 1}, "states is 1: a StateShape is needed"),
     ):
-        cache = type(kv_params_of(model.config))(**params, **wrong)
         with pytest.raises(InvalidParamsError, match=message):
-            HybridKVCacheManager(shape, cache, 4, 128, 2, ["cpu"] * cache.n_devices, 1 << 20)
-    cache = type(cache)(**params)
-    with pytest.raises(InvalidParamsError, match="max_batch_size is 0"):
-        HybridKVCacheManager(shape, cache, 0, 128, 2, ["cpu"], 1 << 20)
-    with pytest.raises(InvalidParamsError, match="state_every_pages 2: .* enable_prefix_caching is off"):
-        HybridKVCacheManager(shape, cache, 4, 128, 2, ["cpu"], 1 << 20, state_every_pages=2)
-    with pytest.raises(InvalidParamsError, match="state_copies is 0: with share_memory"):
-        HybridKVCacheManager(shape, cache, 4, 128, 2, ["cpu"], 1 << 20, state_copies=0, share_memory=True)
-    with pytest.raises(InvalidParamsError, match="share_memory is 1"):
-        HybridKVCacheManager(shape, cache, 4, 128, 2, ["cpu"], 1 << 20, share_memory=1)
+            KVCacheParams(**(params | wrong))
 
 
 def test_state_pages_are_part_of_the_budget(model: Any) -> None:
-    params = kv_params_of(model.config, page_size=PAGE)
+    params = dataclasses.replace(kv_params_of(model.config, page_size=PAGE), share_state_memory=False)
     page = PAGE * params.bytes_per_token(num_layers_of(model.config))
     state = page_bytes(state_layouts(state_shape_of(model), 1))
 
     def built(memory: int) -> PagedKVCacheManager:
-        return manager_for(model, params, 4, 128, ["cpu"], available_cache_memory=memory, share_memory=False)
+        return manager_for(model, params, 4, 128, ["cpu"], available_cache_memory=memory)
 
     states = 5 * state  # one is nobody's
     assert built(states + 20 * page).total_num_pages == 20
@@ -396,7 +403,7 @@ def test_a_pass_that_goes_past_a_recurrent_layer_is_an_error(model: Any) -> None
     manager = hybrid_manager(model)
     manager.external_claim("r")
     for convolved, recurred in (((0,), (0, 2)), ((0, 2), (0,))):
-        states = PagedStates(manager.states, {0: 0, 2: 1}, manager.states.pages_at(["r"], [0]))
+        states = PagedStates(manager.states[0], {0: 0, 2: 1}, manager.states[0].pages_at(["r"], [0]))
         for layer in convolved:
             states.get_conv_state(layer)
         for layer in recurred:

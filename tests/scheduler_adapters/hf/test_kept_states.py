@@ -42,7 +42,7 @@ def cached_loop(
 
 
 def states_of(loop: ServingLoop) -> Any:
-    return loop.manager.states  # type: ignore[attr-defined]
+    return loop.manager.states[0]  # type: ignore[attr-defined]
 
 
 def served(loop: ServingLoop, prompt: list[int], new: int = NEW, name: str = "r") -> tuple[list[int], int]:
@@ -278,19 +278,19 @@ def test_check_names_what_does_not_add_up(model: Any) -> None:
 
     for known in ("_ends", "_shared"):
         manager = broken()
-        getattr(manager._kept, known)["gone"] = ()
+        getattr(manager._replicas.states[0].kept, known)["gone"] = ()
         with pytest.raises(InvariantError, match=r"ends of chunks are known of \['gone'\]"):
             manager.check()
     manager = broken()
-    manager.states._tokens[manager.states._pool.index.published] = 0
+    manager.states[0]._tokens[manager.states[0]._pool.index.published] = 0
     with pytest.raises(InvariantError, match="found by others, and has taken up no token"):
         manager.check()
     manager = broken()
-    manager.states._passing["gone"] = torch.zeros(1)
+    manager.states[0]._passing["gone"] = torch.zeros(1)
     with pytest.raises(InvariantError, match="'gone'"):
         manager.check()
     manager = broken()
-    manager.states._pool.hold(manager.states._pool.idle.pages()[:1])
+    manager.states[0]._pool.hold(manager.states[0]._pool.idle.pages()[:1])
     with pytest.raises(InvariantError, match="state pages: page"):
         manager.check()
 

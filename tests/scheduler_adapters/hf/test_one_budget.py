@@ -64,7 +64,7 @@ def test_tokens_equal_with_hits_and_a_next_turn(each_model: Any, budget: int, sh
         assert tokens_of(serve(loop, [Request("r", prompt, NEW)])) == [tokens]
     turn = [*PROMPTS[0], *expected[0], 1, 2, 3]
     assert tokens_of(serve(loop, [Request("r", turn, NEW)])) == [reference_tokens(each_model, turn, NEW)]
-    assert manager.states.hits == 4
+    assert manager.states[0].hits == 4
     assert_nothing_held(manager)
 
 
@@ -75,7 +75,7 @@ def test_tokens_equal_when_requests_give_way_and_pages_are_moved(each_model: Any
     loop = loop_of(manager, each_model, 16)
     assert tokens_of(serve(loop, requests_of(prompts, NEW))) == expected
     assert loop.preemptions
-    assert manager.states.evictions
+    assert manager.states[0].evictions
     assert manager.metrics.evictions
     assert_nothing_held(manager)
 
@@ -205,13 +205,13 @@ def test_a_fork_that_is_refused_evicts_nothing(model: Any) -> None:
     serve(loop_of(manager, model), [Request("r", PROMPTS[1], 1)])
     parent = running(manager, "parent", PROMPTS[0])
     step(manager, runner, parent)
-    pool, states = manager._replicas.each[0].pool, manager.states
+    pool, states = manager._replicas.each[0].pool, manager.states[0]
     others = pool.allocate(pool.free_count - (1 + states.num_idle) * pool.slab_pages)
     while pool.free_count > pool.slab_pages:
         others = np.append(others, pool.allocate_one())
     found = manager.metrics.evictions, states.evictions, states.num_kept, pool.moved
     child = parent.fork("child")
-    assert manager.states.num_free
+    assert manager.states[0].num_free
     assert not manager.fork(parent, child), "pages are left for a state alone"
     assert (manager.metrics.evictions, states.evictions, states.num_kept, pool.moved) == found
     assert not manager.contains("child")
@@ -236,18 +236,18 @@ def test_a_cancelled_import_goes_on_from_what_it_found_or_what_it_saved(model: A
     context = taker.context_for(Request("r", [*PROMPTS[0], expected[0]], NEW - 1))
     target.external_claim("r")
     if evicted:
-        found = target.states._found
-        target.states._found = lambda digest: 0 if target.states.hits else found(digest)
+        found = target.states[0]._found
+        target.states[0]._found = lambda digest: 0 if target.states[0].hits else found(digest)
     pending = target.import_block_table(context, source.block_table("r"))
     assert pending.tokens[0] > 0
     ((_, here),) = pending.wholes
-    for blocks in target.states.blocks[0]:
+    for blocks in target.states[0].blocks[0]:
         blocks[here] = 7
     target.cancel_import(pending)
-    assert target.states.tokens_of("r") == context.start_idx > 0
-    assert not target.states._saved
+    assert target.states[0].tokens_of("r") == context.start_idx > 0
+    assert not target.states[0]._saved
     if evicted:
-        target.states._found = found
+        target.states[0]._found = found
     taker.adopt(Request("r", PROMPTS[0], NEW), context)
     tokens = expected[:1]
     while taker.has_work:
@@ -266,7 +266,7 @@ def test_an_import_takes_pages_and_state(model: Any) -> None:
     pending = target.import_block_table(context, source.block_table("r"))
     ((there, here),) = pending.wholes
     target.device_tensors[0][0][pending.dst_pages] = source.device_tensors[0][0][pending.src_pages]
-    for mine, theirs in zip(target.states.blocks[0], source.states.blocks[0], strict=True):
+    for mine, theirs in zip(target.states[0].blocks[0], source.states[0].blocks[0], strict=True):
         mine[here] = theirs[there]
     target.commit_import(context, pending, proven(target, pending))
     taker.adopt(Request("r", PROMPTS[0], NEW), context)
@@ -285,7 +285,7 @@ def test_the_slab_of_an_import_whose_request_is_gone_is_pages_again_once_nothing
     taken = target._replicas.each[0].pool.taken
     target.release("r")
     target.check()
-    assert (np.flatnonzero(taken).tolist(), target.states.num_held) == ([pending.wholes[0][1]], 1)
+    assert (np.flatnonzero(taken).tolist(), target.states[0].num_held) == ([pending.wholes[0][1]], 1)
     target.cancel_import(pending)
     assert not taken.any()
     assert_nothing_held(target)
@@ -313,7 +313,7 @@ def test_a_request_fits_where_its_pages_are_left_beside_its_slab(model: Any, bes
     pages = manager.total_num_pages - 2 * manager.slab_pages - beside
     with manager.claim(context := TextContext([5] * (pages * PAGE), 4096, "r")):
         assert manager.maybe_reserve(context)
-        assert manager.states.num_free
+        assert manager.states[0].num_free
         assert manager.admission(TextContext([5], 4096, "other")).fits == bool(beside)
 
 
@@ -321,12 +321,12 @@ def test_check_counts_slabs_and_states(model: Any) -> None:
     manager = one_budget(model, 3, 12)
     manager.external_claim("r")
     pool = manager._replicas.each[0].pool
-    slab = manager.states.page_of("r")
+    slab = manager.states[0].page_of("r")
     pool.taken[slab] = False
     with pytest.raises(InvariantError):
         manager.check()
     pool.taken[slab] = True
     manager.check()
-    manager.states._pool.release(np.array([slab - 1], np.int32))
+    manager.states[0]._pool.release(np.array([slab - 1], np.int32))
     with pytest.raises(InvariantError, match="state page"):
-        manager.states.check(["r"])
+        manager.states[0].check(["r"])

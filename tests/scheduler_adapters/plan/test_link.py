@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcache.states.state_layout import StateShape
+from kvcache.state_shape import StateShape
 from scheduler_adapters.plan.layers import AlikeLayers, CachedModel, read_model
 from scheduler_adapters.plan.link import Target, pulls
 

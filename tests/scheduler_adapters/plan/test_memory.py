@@ -8,8 +8,7 @@ import torch
 from kvcache import KVCacheParams, LayerGroup, PagedKVCacheManager, TextContext
 from kvcache.errors import NoFreeRowError, NoFreeStatePageError, PoolTooSmallError, PromptTooLongError
 from kvcache.sizing import max_supported_sequence_length
-from kvcache.states.hybrid import HybridKVCacheManager
-from kvcache.states.state_layout import StateShape
+from kvcache.state_shape import StateShape
 from scheduler_adapters.errors import PlanError
 from scheduler_adapters.plan.layers import AlikeLayers, CachedModel, read_model
 from scheduler_adapters.plan.memory import Choice, Room, choice, choices
@@ -140,13 +139,12 @@ LARGE = StateShape(10, 4, 6, 2, 8, 4, torch.bfloat16, form="gated_delta")  # 11 
 def test_states_take_what_a_real_manager_of_them_gives_them(shape: StateShape, tp: int, way: str) -> None:
     model, memory = small(FULL, AlikeLayers("state", shape.layers, state=shape)), 41_000
     ours = room(choice(model, tp, 2, asked(memory, 4, lengths=(1, 9, 30))), way)
-    params = KVCacheParams(torch.bfloat16, 2, 16, page_size=4, n_devices=tp)
+    params = KVCacheParams(
+        torch.bfloat16, 2, 16, page_size=4, n_devices=tp, states=shape, share_state_memory=way == "share_memory"
+    )
 
-    def made(rows: int, longest: int = 4096) -> HybridKVCacheManager:
-        shared = way == "share_memory"
-        return HybridKVCacheManager(
-            shape, params, rows, longest, 2, ["cpu"] * tp, available_cache_memory=memory * tp, share_memory=shared
-        )
+    def made(rows: int, longest: int = 4096) -> PagedKVCacheManager:
+        return PagedKVCacheManager(params, rows, longest, 2, ["cpu"] * tp, available_cache_memory=memory * tp)
 
     for length in (1, 9, 30):
         count = ours.requests[length] // 2

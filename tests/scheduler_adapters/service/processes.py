@@ -1,5 +1,6 @@
 """Prefill and decode schedulers in one process, polled in turns; the engines, the sockets and the model are real."""
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +38,7 @@ class Side(NamedTuple):
     budget: int = 128
     groups: bool = False  # a block table for each group of layers
     params: Mapping[str, Any] = MappingProxyType({})  # of the cache, beside what the model says
+    replaced: Mapping[str, Any] = MappingProxyType({})  # in these
     options: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -102,8 +104,9 @@ class Service:
             group_layers=side.groups,
             **side.params,
         )
+        params = dataclasses.replace(params, **side.replaced)
         memory = side.pages * page_bytes(params, num_layers_of(self.model.config), side.page_size) * side.dp
-        memory += state_bytes_of(self.model, side.tp, side.rows)
+        memory += state_bytes_of(self.model, side.tp, side.rows) * side.dp
         manager = manager_for(
             self.model,
             params,
@@ -113,7 +116,7 @@ class Service:
             available_cache_memory=memory,
             **side.options,
         )
-        self.loops[name] = ServingLoop(manager, HFRunner(self.model, *manager.further_groups), side.budget)
+        self.loops[name] = ServingLoop(manager, HFRunner(self.model, manager.states), side.budget)
         self.exchanges[name] = PageExchange(
             manager, name, bind=f"ipc://{self.directory}/{name}.hand", replica_options={**QUICK, "timed": self.trace}
         )

@@ -18,7 +18,7 @@ from tests.scheduler_adapters.serving import Unwalked
 HEAD = "What a page holds, who may write to it, and when it may be used again. " * 3
 PROMPTS = [ByteTokenizer().encode(text) for text in (HEAD + "First?", "short", HEAD + "Second?", HEAD + "First?")]
 
-APART = {"options": {"share_memory": False}}  # memory of their own for recurrent states
+APART = {"replaced": {"share_state_memory": False}}  # memory of their own for recurrent states
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +98,7 @@ def test_sides_that_differ_give_the_same_tokens(
         ("bamba", APART, APART),
         ("bamba", {"tp": 1, **APART}, {"tp": 2, "page_size": 64, "pages": 25, **APART}),
         ("bamba", {}, {}),
+        ("bamba", {"dp": 2}, {"dp": 2, **APART}),
         ("bamba", APART, {"tp": 2}),
         ("granite", {"tp": 2}, {"tp": 1}),
         ("falcon", {}, {}),

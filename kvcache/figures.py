@@ -1,0 +1,81 @@
+"""`PoolFigures`: how much of its memory a manager uses, as properties of it."""
+
+from __future__ import annotations
+
+import torch
+
+from kvcache.replicas import Replicas
+from kvcache.states.state_pages import StatePages
+
+
+class PoolFigures:
+    """What is read of all replicas together; none of these changes anything."""
+
+    _replicas: Replicas
+    num_replicas: int
+
+    @property
+    def states(self) -> tuple[StatePages, ...]:
+        """Of each replica the states of its recurrent layers, with `hits` and `evictions` of copies; none without."""
+        return tuple(states.pages for states in self._replicas.states)
+
+    @property
+    def further_groups(self) -> list[tuple[StatePages, ...]]:
+        """Of each replica the pools of pages that a request has beside those of its tokens: one of states, or none."""
+        return [(pages,) for pages in self.states] or [()] * self.num_replicas
+
+    @property
+    def slab_pages(self) -> int:
+        """Neighbouring pages that each request takes for its state (`kvcache.pool.slabs`); 0: none."""
+        return self._replicas.each[0].pool.beside
+
+    @property
+    def device_tensors(self) -> list[list[torch.Tensor]]:
+        """The page tensors, `[replica][shard]`: what a transfer engine registers, of `total pages + 1` pages each."""
+        return [place.blocks for place in self._replicas.placed]
+
+    @property
+    def total_num_pages(self) -> int:
+        """Pages of all replicas; the null page of each is not counted."""
+        return sum(replica.pool.num_pages for replica in self._replicas.each)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Pages of all replicas that a reservation can take; cached pages that nobody holds count."""
+        return sum(replica.pool.free_count for replica in self._replicas.each)
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Pages of all replicas that somebody holds or a transfer writes; idle cached ones are not counted."""
+        return self.total_num_pages - self.num_free_blocks + sum(states.num_held for states in self.states)
+
+    @property
+    def num_leased_blocks(self) -> int:
+        """Pages of all replicas that leases of released requests hold. Those of claimed ones are their rows' still."""
+        return sum(replica.leases.num_pages for replica in self._replicas.each)
+
+    @property
+    def free_blocks_pct(self) -> float:
+        """Free share of the pages, 0.0 to 1.0, mean over the replicas."""
+        return sum(each.pool.free_count / each.pool.num_pages for each in self._replicas.each) / self.num_replicas
+
+    @property
+    def used_blocks_pct(self) -> float:
+        """Used share of the pages, 0.0 to 1.0, mean over the replicas."""
+        return 1.0 - self.free_blocks_pct
+
+    @property
+    def total_num_host_pages(self) -> int:
+        """Pages of the host tier, which all replicas share: 0 where there is none."""
+        return 0 if self._replicas.tiers is None else self._replicas.tiers.host.pool.num_pages
+
+    @property
+    def host_committed_block_pct(self) -> float:
+        """Share of the host pages that can be found, 0.0 to 1.0: 0.0 where there is no host tier."""
+        tiers = self._replicas.tiers
+        return 0.0 if tiers is None else float(tiers.host.pool.index.published[1:].mean())
+
+    @property
+    def hint_share(self) -> float:
+        """Of the idle pages, how many follow retention hints now, 0.0 to 1.0, mean over the replicas."""
+        return sum(replica.hints.share for replica in self._replicas.each) / self.num_replicas

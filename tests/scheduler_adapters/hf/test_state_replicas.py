@@ -1,0 +1,144 @@
+"""Models with recurrent layers over several replicas: each has the states of its own requests, and tokens are equal."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvcache.errors import NoFreeStatePageError
+from kvcache.replica.context import TextContext
+from scheduler_adapters.hf.runner import HFRunner, kv_params_of, manager_for, num_layers_of, reference_tokens
+from scheduler_adapters.hf.tiny import ByteTokenizer
+from scheduler_adapters.loop import ServingLoop
+from tests.scheduler_adapters.serving import assert_nothing_held, requests_of, serve, tokens_of
+
+PAGE, NEW = 8, 20
+SYSTEM = ByteTokenizer().encode("What all of these prompts begin with. ")
+ENDS = ("Who wrote it?", "And who read it, some time later?", "x", "Was it long?")
+PROMPTS = [[*SYSTEM, *ByteTokenizer().encode(text)[1:]] for text in ENDS]
+WAYS = {"apart": {"share_state_memory": False, "state_copies": 8}, "shared": {}}
+
+
+@pytest.fixture(scope="module", params=["bamba", "qwen3_next"])
+def model(request: pytest.FixtureRequest, make_model: Callable[..., Any]) -> Any:
+    return make_model(request.param)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Any) -> list[list[int]]:
+    return [reference_tokens(model, prompt, NEW) for prompt in PROMPTS]
+
+
+def two_replicas(model: Any, way: str, tokens: int = 600, states: int = 13, tp: int = 1) -> Any:
+    """A manager of two replicas of four requests each, with memory for so many tokens beside so many states."""
+    params = kv_params_of(
+        model.config, page_size=PAGE, n_devices=2 * tp, data_parallel_degree=2, enable_prefix_caching=True
+    )
+    params = dataclasses.replace(params, **WAYS[way])
+    sizes = 8, 4096, ["cpu"] * 2 * tp
+    of_token = params.bytes_per_token(num_layers_of(model.config))
+    probe = manager_for(model, params, *sizes, available_cache_memory=64 << 20)
+    of_state = probe.slab_pages * PAGE * of_token
+    of_state = of_state or sum(blocks[0].nbytes for shard in probe.states[0].blocks for blocks in shard)
+    memory = tokens * of_token + states * of_state
+    return manager_for(model, params, *sizes, available_cache_memory=2 * memory, enable_runtime_checks=True)
+
+
+def loop_of(model: Any, manager: Any, budget: int = 64) -> ServingLoop:
+    return ServingLoop(manager, HFRunner(model, manager.states), token_budget=budget)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_equal_on_both_replicas_with_hits_of_each_own(
+    model: Any, expected: list[list[int]], way: str, tp: int
+) -> None:
+    manager = two_replicas(model, way, tp=tp)
+    loop, on = loop_of(model, manager, 24), list[int]()
+    loop.on_admit = lambda request_id, replica, cached: on.append(replica)
+    assert tokens_of(serve(loop, requests_of(PROMPTS * 2, NEW))) == expected * 2
+    assert set(on) == {0, 1}
+    hits = [states.hits for states in manager.states]
+    assert tokens_of(serve(loop, requests_of(PROMPTS, NEW))) == expected
+    assert sum(states.hits for states in manager.states) == sum(hits) + len(PROMPTS)
+    assert manager.metrics.cache_tokens >= len(PROMPTS) * (len(SYSTEM) // PAGE * PAGE)
+    assert_nothing_held(manager)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_equal_when_requests_of_both_give_way(model: Any, way: str) -> None:
+    prompts = [[at, *prompt] for at, prompt in enumerate(PROMPTS * 2)]
+    manager = two_replicas(model, way, 17 * PAGE, states=2 if way == "shared" else 13)  # for two prompts each
+    loop = loop_of(model, manager, 32)
+    expected = [reference_tokens(model, prompt, NEW) for prompt in prompts]
+    assert tokens_of(serve(loop, requests_of(prompts, NEW))) == expected
+    assert loop.preemptions
+    assert_nothing_held(manager)
+
+
+def run(manager: Any, runner: HFRunner, contexts: list[TextContext]) -> list[int]:
+    """A step of requests of one replica."""
+    assert all(manager.maybe_reserve(context) for context in contexts)
+    replica = manager.get_replica(contexts[0])
+    tokens = runner.run(contexts, [manager.fetch(contexts)[replica]])
+    for context, token in zip(contexts, tokens, strict=True):
+        context.update(token)
+    manager.step(contexts)
+    return tokens
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_fork_and_guesses_stay_on_their_replica(model: Any, expected: list[list[int]], way: str) -> None:
+    manager = two_replicas(model, way)
+    runner = HFRunner(model, manager.states)
+    for replica in (1, 0):
+        parent = TextContext(PROMPTS[0], 4096, "parent")
+        manager.external_claim("parent", replica)
+        assert [pages.holds("parent") for pages in manager.states] == [at == replica for at in range(2)]
+        while parent.current_length < len(PROMPTS[0]) + 5:
+            run(manager, runner, [parent])
+        child = parent.fork("child")
+        assert manager.fork(parent, child)
+        assert manager.get_replica(child) == replica
+        assert runner.draft("child")
+        start = child.start_idx
+        assert manager.maybe_reserve(child, 3)
+        for guess in (300, 300):
+            child.update(guess % 259)
+        child.set_token_indices(start_idx=start)
+        ((first, *_),) = runner.verify([child], [manager.fetch([child])[replica]], [2])
+        child.set_token_indices(active_idx=start + 1, end_idx=start + 1)
+        child.update(first)
+        manager.step([child])
+        while parent.current_length < len(PROMPTS[0]) + NEW:
+            run(manager, runner, [parent])
+        while child.current_length < len(PROMPTS[0]) + NEW:
+            run(manager, runner, [child])
+        assert parent.tokens.tolist() == child.tokens.tolist() == PROMPTS[0] + expected[0]
+        manager.release("parent")
+        manager.release("child")
+        assert_nothing_held(manager)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_replica_without_room_for_a_state_is_not_recommended(model: Any, way: str) -> None:
+    manager = two_replicas(model, way, tokens=120)
+    states, rows, leases = manager.states[0], manager._replicas.each[0].rows, []
+    while states.num_free:  # a lease holds the state when its request is gone
+        manager.external_claim("gone", 0)
+        leases.append(manager.lease("gone"))
+        manager.release("gone")
+    context = TextContext(PROMPTS[0], 4096, "r")
+    assert (manager.admission(context).replica_idx, manager.admission(context).fits) == (1, True)
+    assert not rows.row_of
+    with pytest.raises(NoFreeStatePageError):
+        manager.external_claim("r", 0)
+    assert not manager.contains("r")
+    manager.external_claim("r", 1)
+    manager.release("r")
+    for lease in leases:
+        manager.end_lease(lease)
+    assert_nothing_held(manager)
