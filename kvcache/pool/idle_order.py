@@ -112,15 +112,13 @@ class IdleOrder:
 
     def pop_one(self) -> int:
         """`pop(1)`, where there is a page: a tenth of the cost."""
-        chunk, log, stamp, head = self.chunks[0], self._log, self._stamp, self._head
-        start = chunk * CHUNK
-        # No stamp names a place that is not filled yet: no need to ask where the chunk ends.
-        for at in range(head, min(head + _NEAR, CHUNK)):
-            page: int = log.item(chunk, at)
-            if stamp.item(page) == start + at:
-                break
-        else:  # many that left from the middle
-            return int(self.pop(1)[0])
+        chunk, log, stamp, at = self.chunks[0], self._log, self._stamp, self._head
+        start, last = chunk * CHUNK, at + _NEAR
+        # A page of the chunk is there, or none in the order and its head is 0: no need to ask where the chunk ends.
+        while stamp.item(page := log.item(chunk, at)) != start + at:
+            at += 1
+            if at == last:  # many that left from the middle
+                return int(self.pop(1)[0])
         stamp[page] = -1
         self.count -= 1
         self._live[chunk] = live = self._live.item(chunk) - 1

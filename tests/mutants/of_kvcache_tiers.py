@@ -15,6 +15,9 @@ KVCACHE_TIERS: tuple[Module, ...] = (
             Mutation(
                 "IdleOrder.pop", "self._live[chunk], self._head = left, head + count", "self._head = head + count"
             ),
+            Mutation("IdleOrder.pop_one", "stamp[page] = -1", "pass"),
+            Mutation("IdleOrder.pop_one", "self.count -= 1", "pass"),
+            Mutation("IdleOrder.pop_one", "!= start + at", "== start + at"),
             Mutation("IdleOrder.squeeze", "pairs.min() > CHUNK", "pairs.min() >= CHUNK"),
             Mutation("IdleOrder._give_up", "self._spare.append(chunk)", "pass"),
         ],
