@@ -245,10 +245,11 @@ class PagedKVCacheManager(PoolFigures):
         if states is not None:
             states.refuse_fork(parent.request_id, child.request_id)
         row, forked = self._claims.claim(child.request_id, replica_idx), False
+        indices = child.start_idx, child.active_idx
         try:
             done = self._replicas.fork(replica_idx, parent_row, row, child, num_steps)
             if done and states is not None:
-                states.fork(parent.request_id, child.request_id)
+                states.fork(parent.request_id, child, indices)
             forked = done
         finally:
             if not forked:

@@ -97,10 +97,17 @@ class ReplicaStates:
         if not self.has_room:
             raise NoFreeStatePageError(f"request {child_id!r}: no state page is free for this fork")
 
-    def fork(self, parent_id: str, child_id: str) -> None:
-        """The child's state is the parent's, in a page of its own."""
-        self.claim(child_id)
-        self.pages.fork(parent_id, child_id)
+    def fork(self, parent_id: str, child: Context, indices: tuple[int, int]) -> None:
+        """The child, which has its pages, has the parent's state in a page of its own.
+
+        `NoFreeStatePageError`: its pages lie where there was room; its start and active index are `indices` then.
+        """
+        try:
+            self.claim(child.request_id)
+        except BaseException:
+            child.set_token_indices(start_idx=indices[0], active_idx=indices[1])
+            raise
+        self.pages.fork(parent_id, child.request_id)
 
     def name_state(self, table: BlockTable, *, full_pages: bool) -> BlockTable:
         """The table with the request's state page as a further group, which stays with these tokens while leased.

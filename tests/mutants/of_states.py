@@ -127,7 +127,13 @@ STATES: tuple[Module, ...] = (
             Mutation("ReplicaStates.name_state", "self.pages.drafts.check_booked(request_id)", "pass", _DRAFTED),
             Mutation("ReplicaStates.name_state", "if tokens != table.num_tokens:", "if False:", _HYBRID),
             Mutation("ReplicaStates.refuse_fork", "self.pages.drafts.check_booked(parent_id)", "pass", _DRAFTED),
-            Mutation("ReplicaStates.fork", "self.pages.fork(parent_id, child_id)", "pass", _HYBRID),
+            Mutation("ReplicaStates.fork", "self.pages.fork(parent_id, child.request_id)", "pass", _HYBRID),
+            Mutation(
+                "ReplicaStates.fork",
+                "child.set_token_indices(start_idx=indices[0], active_idx=indices[1])",
+                "pass",
+                _REPLICAS,
+            ),
             Mutation("ReplicaStates.refuse_other", "if source != before:", "if not source:", _HYBRID),
             Mutation("ReplicaStates.begin_import", "if had else None", "if False else None"),
             Mutation(

@@ -123,6 +123,28 @@ def test_a_fork_and_guesses_stay_on_their_replica(model: Any, expected: list[lis
         assert_nothing_held(manager)
 
 
+def test_a_fork_whose_pages_took_the_room_of_its_state_changes_nothing(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = two_replicas(model, "shared")
+    parent = TextContext(PROMPTS[0], 4096, "parent")
+    manager.external_claim("parent", 1)
+    run(manager, HFRunner(model, manager.states), [parent])
+    child = parent.fork("child")
+    manager.reset_prefix_cache()  # no copy is left that could go
+    before = child.start_idx, child.active_idx, manager.num_free_blocks
+    monkeypatch.setattr(manager._replicas.each[1].pool, "take_slab", lambda *, moving: 0)
+    with pytest.raises(NoFreeStatePageError):
+        manager.fork(parent, child)
+    monkeypatch.undo()
+    assert (child.start_idx, child.active_idx, manager.num_free_blocks) == before
+    assert not manager.contains("child")
+    assert manager.fork(parent, child)
+    manager.release("parent")
+    manager.release("child")
+    assert_nothing_held(manager)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_replica_without_room_for_a_state_is_not_recommended(model: Any, way: str) -> None:
     manager = two_replicas(model, way, tokens=120)
