@@ -7,7 +7,8 @@ update and step of a batch of 256 requests of 2,000 tokens, the mean over the st
 in 640 GiB, which hold them all. cached: tokens that were found, of those of the first 2,000 prompts of a public trace
 of conversations (`benchmarks.trace_replay` says where it is), one request after another. `one table` is the same model
 without groups: every layer keeps every page. Of models with recurrent layers (`benchmarks.recurrent_models`) a step has
-the pages of their states, too; `split memory` is ours with a part for states alone. vLLM's own manager is asked the
+the pages of their states, too; `split memory` is ours with a part for states alone. claim: in 40 GiB full of requests
+of 200 to 9,000 tokens that come and go, each of which takes memory for its state. vLLM's own manager is asked the
 same by `benchmarks.vllm_groups`, where `make test-vllm` has made its environment.
 """
 
@@ -30,7 +31,7 @@ from benchmarks.pools import expect
 from benchmarks.trace_replay import FOLDER
 from kvcache import KVCacheParams, LayerGroup, PagedKVCacheManager, TextContext
 
-PAGE, CHUNK, BATCH, LENGTH = 16, 2048, 256, 2000
+PAGE, CHUNK, BATCH, LENGTH, CLAIMS = 16, 2048, 256, 2000, 4000
 BUDGET, BUDGET_OF_STEPS, LENGTHS, LONGEST = 40 << 30, 640 << 30, (8192, 65536), 1 << 17
 TRACE, REQUESTS, TRACE_BLOCK = FOLDER / "conversation_trace.jsonl", 2000, 512
 VLLM = ROOT / ".venvs" / "vllm-engine" / "bin" / "python"
@@ -42,7 +43,8 @@ MODELS = {
 
 
 _STATISTICS = (
-    "columns step_*: minimum and median, in microseconds, of the means over as many steps as a page has tokens"
+    "columns step_*: minimum and median, in microseconds, of the means over as many steps as a page has tokens; "
+    f"claim_*: of {CLAIMS} claims, in microseconds"
 )
 
 
@@ -175,6 +177,9 @@ def measure_recurrent(repeats: int) -> Iterable[Row]:
                 row[f"lost % {length}"] = None if split else recurrent.lost_percent(name, length, held, PAGE)
             times = step_us(made(BUDGET_OF_STEPS, rows=BATCH), repeats)
             row |= {"step_min": round(min(times), 1), "step_median": round(statistics.median(times), 1)}
+            claims = recurrent.claims_us(made(BUDGET, rows=1024), CLAIMS)
+            row |= {"claim_median": round(statistics.median(claims), 1)}
+            row |= {"claim_p99": round(statistics.quantiles(claims, n=100)[-1], 1)}
             yield row | {"cached tokens": cached_tokens(made(BUDGET, rows=1024 if split else 8))}
 
 

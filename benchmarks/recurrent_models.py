@@ -14,11 +14,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from benchmarks.frame import now
 from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
 from kvcache.errors import NoFreeStatePageError
 from kvcache.state_shape import StateShape
 
 FOR = 8192
+MIXED = (200, 1500, 4000, 9000)
 
 
 class RecurrentModel(NamedTuple):
@@ -90,6 +92,26 @@ def run(manager: PagedKVCacheManager, names: Sequence[str], starts: Sequence[int
     """As a model runs these tokens of requests, as far as their states are concerned, where they have any."""
     for states in manager.states:
         states.advance(states.pages_at(names, starts), ends)
+
+
+def claims_us(manager: PagedKVCacheManager, claims: int) -> list[float]:
+    """Microseconds of claims in a memory full of requests of 200 to 9,000 tokens, which come and go at random."""
+    chosen, running, took = np.random.default_rng(1), list[str](), list[float]()
+    while len(took) < claims:
+        name, length = f"c{len(took)}", int(chosen.choice(MIXED))
+        context = TextContext(np.arange(length) + len(took) * MIXED[-1], length + 1, name)
+        while not manager.admission(context).fits:
+            manager.release(running.pop(int(chosen.integers(len(running)))))
+        start = now()
+        manager.external_claim(name)
+        took.append((now() - start) / 1e3)
+        if manager.maybe_reserve(context):  # else the claim has taken the last pages
+            running.append(name)
+        else:
+            manager.release(name)
+    for name in running:
+        manager.release(name)
+    return took
 
 
 def held_pages(manager: PagedKVCacheManager) -> int:

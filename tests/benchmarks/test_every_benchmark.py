@@ -61,7 +61,7 @@ def of_events(patch: Patch, _: Path) -> list[Row]:
 
 
 def of_layer_groups(patch: Patch, _: Path) -> list[Row]:
-    for name, value in {"BATCH": 4, "LENGTH": 64, "LENGTHS": (1024, 4096), "REQUESTS": 3}.items():
+    for name, value in {"BATCH": 4, "LENGTH": 64, "LENGTHS": (1024, 4096), "REQUESTS": 3, "CLAIMS": 9}.items():
         patch.setattr(layer_groups, name, value)
     patch.setattr(layer_groups, "BUDGET", 1 << 32)
     patch.setattr(layer_groups, "BUDGET_OF_STEPS", 1 << 34)
