@@ -246,7 +246,7 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("PrefixHasher.copy", "_known(twin.running, self.known)", "self.known"),
             Mutation("PrefixHasher.copy", "_known(twin.running, self.known)", "bytearray(self.known)"),
             Mutation("PrefixHasher._extend", "min(last, keys[-1][0])", "last"),
-            Mutation("PrefixHasher._take", "max(1, _AT_ONCE // size) * size", "_AT_ONCE"),
+            Mutation("PrefixHasher._take", "max(1, _AT_ONCE // (size + 16)) * size", "_AT_ONCE"),
             Mutation("_compiled", "os.environ.get(PLAIN)", "False", [_CHAINED]),
             Mutation("_compiled", "except ImportError", "except OSError", [_CHAINED]),
             Mutation("_compiled", "bytes(chain.known) !=", "bytes(chain.known) is", [_CHAINED]),
