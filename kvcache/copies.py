@@ -24,8 +24,12 @@ def page_rows(blocks: torch.Tensor) -> torch.Tensor:
 
     A row is a whole page: all from its start to the next one's, what lies behind its values included.
     """
-    elements = blocks.stride(0)
-    rows = blocks.as_strided((blocks.shape[0], elements), (elements, 1)).view(torch.uint8)
+    return _as_words(blocks, blocks.stride(0))
+
+
+def _as_words(blocks: torch.Tensor, elements: int) -> torch.Tensor:
+    """The first `elements` of each page, a view: `[pages, words]`, int64 or, where odd, uint8."""
+    rows = blocks.as_strided((blocks.shape[0], elements), (blocks.stride(0), 1)).view(torch.uint8)
     # A kernel that gathers bytes one by one takes several times as long as one that gathers words.
     return rows if rows.shape[1] % 8 else rows.view(torch.int64)
 
@@ -43,6 +47,10 @@ def copy_pages(source: torch.Tensor, taken: Ids, target: torch.Tensor, given: Id
 
 def copy_rows(source: NDArray[Any], taken: Ids, target: NDArray[Any], given: Ids) -> None:
     """`copy_pages` of host memory."""
+    if not source.flags.c_contiguous:  # `take` would copy all of it first; such rows are large
+        for row, place in zip(taken.tolist(), given.tolist(), strict=True):
+            target[place] = source[row]
+        return
     at = taken.astype(np.intp)
     for first, last in runs(given):
         # One call a run of target rows. Assigning row arrays to row arrays takes three to five times as long.
@@ -106,10 +114,13 @@ class PageMover:
     tick: steps of 0.2 ms had 4.3 ms in one of a hundred (two cores, decode steps of 64 and 1,024 requests). And it
     takes no work away where the model runs on these cores too. A GPU copies from and to pinned slots on a stream of its
     own, in order with `stream` (None: the current one): the calls return marks then, else they are over (`at_once`).
+
+    Of a page so many bytes are copied as a slot has: the pages may lie further apart, and the slots be parts of larger
+    ones, with something else between them.
     """
 
     def __init__(self, blocks: torch.Tensor, host: torch.Tensor, stream: Any) -> None:
-        self._pages = page_rows(blocks)
+        self._pages = _as_words(blocks, host.shape[1] // blocks.element_size())
         self._slots = host.view(self._pages.dtype)
         self._stream = stream
         self._side: Any = None

@@ -35,7 +35,7 @@ _RULES: dict[str, Callable[[str, Any], object]] = {
     "hash_algorithm": functools.partial(one_of, choices=get_args(HashAlgorithm)),
     "page_order": functools.partial(one_of, choices=get_args(PageOrder)),
     "routing": functools.partial(of_kind, kind=Routing, needed="a Routing"),
-    **dict.fromkeys(("max_hint_share", "tenant_quota"), _share),
+    **dict.fromkeys(("max_hint_share", "tenant_quota", "tier_state_share"), _share),
     "tenant_quotas": functools.partial(of_kind, kind=Mapping, needed="a dict of salts and shares"),
     **dict.fromkeys(("host_kvcache_swap_space_gb", "file_tier_max_gb"), optional(number)),
     "file_tier_dir": functools.partial(of_kind, kind=(NoneType, str, PathLike), needed="the name of a folder"),
@@ -59,6 +59,7 @@ _RULES: dict[str, Callable[[str, Any], object]] = {
     "object_tier_tokens_per_s": optional(functools.partial(number, least=1.0, most=1e12)),
 }
 _DEFAULT_PAGE_SIZE = 128
+_STATE_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +143,9 @@ class KVCacheParams:
     state_copies: int | None = None  # of each replica in memory of their own; None: two for each of its requests
     # Pages of tokens between two copies of a prompt's state, whatever its prompts have in common; 0: none for that.
     state_every_pages: int = 0
+    # Of host memory and of files how much is for recurrent states, 0.0 to 1.0, where layers have some (`kvcache.states`
+    # says more); pages have the rest.
+    tier_state_share: float = _STATE_SHARE
 
     def __post_init__(self) -> None:
         for name, rule in _RULES.items():
@@ -231,6 +235,11 @@ class KVCacheParams:
                 ("routing.copy_pages", self.routing.copy_pages and self.data_parallel_degree == 1, "several replicas"),
                 ("state_copies", self.state_copies is not None and self.states is None, "states"),
                 ("state_every_pages", self.state_every_pages > 0 and self.states is None, "states"),
+                (
+                    "tier_state_share",
+                    self.tier_state_share != _STATE_SHARE and not (swapping and self.states is not None),
+                    f"states and {_SWAPPING}",
+                ),
                 ("share_state_memory", self.share_state_memory is not None and self.states is None, "states"),
             )
             if given
@@ -288,7 +297,7 @@ class KVCacheParams:
                 f"state_copies is {copies}, state_every_pages {every}: there are none, as enable_prefix_caching is off"
             )
         _check(not self.groups, "groups are given, and states: a model with states has one group of attention layers")
-        for name in (_SWAPPING, "partial_reuse_min_tokens"):
+        for name in ("object_tier_io", "partial_reuse_min_tokens"):
             given = bool(getattr(self, name))
             _check(not given, f"{name} is given: pages of a model with recurrent states are not cached that way")
         _check(

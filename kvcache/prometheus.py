@@ -181,6 +181,16 @@ FAMILIES = (
         ("reason",),
         _refused_pages,
     ),
+    *(
+        Family(f"pagewire_{what}_states_total", "counter", f"Recurrent states {text}.", (), _total(counter))
+        for what, text, counter in (
+            ("host_stored", "copied to the host tier", "d2h_states_copied"),
+            ("host_loaded", "copied back from the host tier", "h2d_states_copied"),
+            ("file_written", "written to files", "file_states_written"),
+            ("file_read", "read from files into the host tier", "file_states_read"),
+            ("file_refused", "of files that were not taken: wrong, cut short or gone", "file_states_refused"),
+        )
+    ),
     Family(
         "pagewire_object_written_pages_total",
         "counter",

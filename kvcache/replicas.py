@@ -34,7 +34,8 @@ from kvcache.replica.rows import NEVER, AllRows, BlockRows, Ints, rows_at
 from kvcache.replica.shares import Share
 from kvcache.routing import Router
 from kvcache.sizing import Sizes
-from kvcache.states.replica_states import ReplicaStates, slab_pages_of
+from kvcache.states.replica_states import ReplicaStates, slab_pages_of, state_tiers_of
+from kvcache.states.state_tiers import divide_tiers
 from kvcache.tiers.tiers import Tiers, make_tiers
 from kvcache.types import Admission, RaggedKVCacheInputs
 
@@ -52,7 +53,7 @@ def place_replicas(
     words = DIGEST_BYTES[params.hash_algorithm] // 8
     rows = sizes.max_batch_size // len(devices)
     count, page_size = len(tables.tables), layouts[0].page_size
-    slab_pages = slab_pages_of(params, layouts)
+    slab_pages, divided = slab_pages_of(params, layouts), divide_tiers(params, len(layouts))
     every = AllRows(len(devices), rows, page_size)
     placed: list[PlacedReplica] = []
     for group in devices:
@@ -66,11 +67,12 @@ def place_replicas(
             replica.further = FurtherTables(tables, replica.pool, block_rows, replica.leases, caching=caching)
             replica.hints.follow(replica.further)
         placed.append(PlacedReplica(replica, layouts, group, stream))
-    replicas = Replicas(placed, every, params, make_tiers(params, layouts, placed, stream, tables))
+    replicas = Replicas(placed, every, params, make_tiers(divided.pages, layouts, placed, stream, tables))
     if params.states is not None:
         replicas.states = [
             ReplicaStates(place, params, rows, group) for place, group in zip(placed, devices, strict=True)
         ]
+        replicas.state_tiers = state_tiers_of(params, divided, layouts, replicas.states)
     if params.kv_events is not None and params.enable_prefix_caching:
         replicas.publish_events(params.kv_events, params, tables)
     return replicas
@@ -86,6 +88,7 @@ class Replicas:
         self._rows = rows
         self.capacity = rows.capacity_of  # by place, tokens that its pages hold; place -1, nobody's, holds none
         self.tiers = tiers
+        self.state_tiers: Tiers | None = None  # of recurrent states, where layers have some
         self.each: list[Replica] = [place.replica for place in placed]
         self.states: Sequence[ReplicaStates] = ()  # of each replica, where there are recurrent layers
         self._most = self.each[0].max_seq_len
@@ -101,6 +104,8 @@ class Replicas:
     def metrics(self) -> KVCacheMetrics:
         """Counters over all replicas, since they were made."""
         below = KVCacheMetrics() if self.tiers is None else self.tiers.metrics
+        if self.state_tiers is not None:
+            below += self.state_tiers.metrics
         if self._copies is not None:
             below += KVCacheMetrics(d2d_blocks_copied=self._copies.copied)
         return sum((replica.metrics for replica in self.each), below)
@@ -135,8 +140,12 @@ class Replicas:
         hasher = hasher_of(context, self.each[0].hash_algorithm, self.each[0].page_size)
         if self.each[0].further is not None:
             return prefetch(self.each[0], hasher, context)
-        first = max(len(replica.match(context, hasher=hasher)[1]) for replica in self.each)
-        return self.tiers.prefetch(hasher, context, first)
+        first = max(len(replica.published_run(context, hasher=hasher)[1]) for replica in self.each)
+        coming = self.tiers.prefetch(hasher, context, first)
+        states = self.each[0].states
+        if states is not None and (run := self.tiers.run(hasher, context, first)):
+            coming |= states.bring_newest(hasher.digests(context.tokens, 0, run), wait=False)
+        return coming
 
     def reserve(self, replica_idx: int, row: int, context: Context, num_steps: int) -> bool:
         """Pages for one request; False: too few, nothing changed."""
@@ -191,7 +200,7 @@ class Replicas:
         if self.tiers is not None:
             for tier, state in zip(self.tiers.replicas, states, strict=True):
                 tier.arrive(state.rows)  # what is restored from below is there when the model reads it
-            self.tiers.tick()
+            self._tick()
         fetched: list[RaggedKVCacheInputs] = []
         for place, state in zip(self.placed, states, strict=True):
             place.replica.counter.run(state.rows, state.starts, state.actives)
@@ -279,10 +288,11 @@ class Replicas:
         specs = [_spec_of(table.group, params) for table in tables.tables] + [CacheSpec("mamba")] * bool(self.states)
         indexes = {at * len(specs): replica.pool.index for at, replica in enumerate(self.each)}
         indexes |= {at * len(specs) + len(specs) - 1: one.pages.index for at, one in enumerate(self.states)}
-        if self.tiers is not None:
-            indexes[HOST * len(specs)] = self.tiers.host.pool.index
-            if self.tiers.files is not None:
-                indexes[FILES * len(specs)] = self.tiers.files.index
+        for group, tiers in ((0, self.tiers), (len(specs) - 1, self.state_tiers)):
+            if tiers is not None:
+                indexes[HOST * len(specs) + group] = tiers.host.pool.index
+                if tiers.files is not None:
+                    indexes[FILES * len(specs) + group] = tiers.files.index
         log, capacity = EventLog(), sum(len(index.published) for index in indexes.values())
         book = EventBook(len(self.each), capacity, self.each[0].page_size, *specs)
         self._events = EventPublisher(options, log, book, len(self.each))
@@ -294,8 +304,8 @@ class Replicas:
 
     def forget_idle(self) -> None:
         """Forget every page that nobody holds."""
-        if self.tiers is not None:
-            self.tiers.reset()
+        for tiers in self._all_tiers:
+            tiers.reset()
         for replica in self.each:
             replica.forget_idle()
         for states in self.states:
@@ -308,13 +318,21 @@ class Replicas:
 
     def flush(self) -> None:
         """Copy and write what the tiers lack."""
-        if self.tiers is not None:
-            self.tiers.flush()
+        for tiers in self._all_tiers:
+            tiers.flush()
+
+    def _tick(self) -> None:
+        for tiers in self._all_tiers:
+            tiers.tick()
+
+    @property
+    def _all_tiers(self) -> list[Tiers]:
+        return [tiers for tiers in (self.tiers, self.state_tiers) if tiers is not None]
 
     def close(self) -> None:
         """Close the file tier once all that is published is written, and what tells of it. Safe twice."""
-        if self.tiers is not None:
-            self.tiers.close()
+        for tiers in self._all_tiers:
+            tiers.close()
         if self._events is not None:
             self._events.close()
 
@@ -324,8 +342,8 @@ class Replicas:
             check_replica(replica)
         for states in self.states:
             states.check()
-        if self.tiers is not None:
-            self.tiers.check()
+        for tiers in self._all_tiers:
+            tiers.check()
 
     def _reuse_part(self, partial: PartialReuse, replica_idx: int, row: int, context: Context) -> None:
         """Copy a page of which the request shares a part into the request's own."""

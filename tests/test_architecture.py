@@ -38,7 +38,7 @@ ROOMS: dict[str, set[str]] = {
     "kvcache": {
         *("kvcache values", "kvcache.pool", "kvcache.events", "kvcache.replica", "kvcache.states", "kvcache.tiers"),
     },
-    "kvcache.states": {"kvcache values", "kvcache.pool", "kvcache.replica"},
+    "kvcache.states": {"kvcache values", "kvcache.pool", "kvcache.replica", "kvcache.tiers"},
     "kvcache.watch": {"kvcache values", "kvcache.pool", "kvcache.replica", "kvcache"},
     "transfer values": {"kvcache values"},
     "transfer.plan": {"kvcache values", "transfer values"},

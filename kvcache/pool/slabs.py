@@ -234,6 +234,8 @@ class SlabPool(PagePool):
         self.holders[pages[self.holders[pages] == 0]] = 1
         self.taken[slab] = True
         if held.size and self.moves is not None:
+            if self.guard is not None:  # whoever is to copy them knows them by where they lie
+                self.guard(held)
             targets = self.allocate(len(held))
             self.holders[targets] = self.holders[held]
             self.moves.move(held, targets)
@@ -253,6 +255,8 @@ class SlabPool(PagePool):
         self.evictions += len(pages)
         if (told := self.told) is not None:
             told("evicted", pages, None)
+        if self.guard is not None:
+            self.guard(pages)
 
     def _pages_of(self, slab: int) -> Pages:
         return np.arange(slab * self.slab_pages, (slab + 1) * self.slab_pages, dtype=np.int32)

@@ -23,7 +23,8 @@ from kvcache.replica.copier import ImportProof
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher, token_bytes
 from kvcache.replica.lifts import lift
 from kvcache.replica.pages_below import NO_SLOTS, PagesBelow
-from kvcache.replica.replica import Replica, Reservation
+from kvcache.replica.replica import Replica
+from kvcache.replica.reservation import Reservation
 from kvcache.replica.rows import Ints
 
 

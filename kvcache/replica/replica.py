@@ -18,8 +18,9 @@ from kvcache.replica.hashing import PrefixHasher
 from kvcache.replica.hints import ReplicaHints
 from kvcache.replica.keys import ExtraKeys
 from kvcache.replica.leases import PageLeases
-from kvcache.replica.pages_below import NO_SLOTS, PagesBelow, Slots
-from kvcache.replica.prefix_states import PrefixStates
+from kvcache.replica.pages_below import NO_SLOTS, PagesBelow
+from kvcache.replica.prefix_states import PrefixStates, up_to_state
+from kvcache.replica.reservation import Reservation
 from kvcache.replica.rows import BlockRows, Ints, Pages, PromptCounter, Rows, as_rows, rows_at
 
 DigestsOf = Callable[[Ints, Ints, Ints], NDArray[np.uint64]]
@@ -35,23 +36,6 @@ class Filled(NamedTuple):
     firsts: Ints
     lasts: Ints
     digests: NDArray[np.uint64]
-
-
-class Reservation(NamedTuple):
-    """What a reservation takes: `hits` replace the row's logical pages from `first` on, `new` pages are appended.
-
-    Into the logical pages from `restored` on come those of the lower tier's `slots`. `cached` is the token up to which
-    nothing has to run; 0: no news to the context.
-    """
-
-    first: int
-    hits: Pages
-    replaced: Pages
-    new: int
-    cached: int
-    restored: int
-    slots: Slots
-    further: FurtherPlan
 
 
 class Replica:
@@ -111,8 +95,9 @@ class Replica:
             # First, as a context of the caller's own may refuse: then no page has moved yet.
             self.advance(row, context, plan.cached)
         if self.states is not None:  # before pages are taken, for which the state that it goes on from may be evicted
-            before = plan.hits if plan.hits.size else self.rows.table[row, : plan.first]
-            self.states.reserved(context, self.pool.index.digests_of(before[-1:]) if plan.cached else None)
+            last = plan.cached // self.page_size
+            before = self.hasher(row, context).digests(context.tokens, last - 1, last) if last else None
+            self.states.reserved(context, before)
         self._take(row, plan)
         self._named[row] = named
         self.hints.come(row, context, len(plan.hits))
@@ -167,6 +152,16 @@ class Replica:
 
         The last known token is never covered: it has to run, to give the next one. `hasher`: the context's, if known.
         """
+        first, pages = self.published_run(context, row, hasher)
+        if pages.size and self.states is not None:
+            request_id = None if row is None else self.rows.request_ids[row]
+            pages = pages[: self.states.longest(request_id, self.pool.index.digests_of(pages))]
+        return first, pages
+
+    def published_run(
+        self, context: Context, row: int | None = None, hasher: PrefixHasher | None = None
+    ) -> tuple[int, Pages]:
+        """`match`, whether or not there is a state after one of these pages."""
         first = 0 if row is None else self.rows.committed.item(row)
         last = (context.current_length - 1) // self.page_size
         if not self.caching or last <= first:
@@ -182,9 +177,6 @@ class Replica:
             if pages.size and self.further is not None:
                 pages = pages[: self.further.longest(first, digests[: len(pages)])]
             hasher.matches[index] = (index.generation, first, last, pages)
-        if pages.size and self.states is not None:
-            of_pages, request_id = index.digests_of(pages), None if row is None else self.rows.request_ids[row]
-            pages = pages[: self.states.longest(request_id, of_pages)]
         return first, pages
 
     def fork(self, parent: int, row: int, child: Context, num_steps: int) -> list[tuple[int, int]] | None:
@@ -387,12 +379,18 @@ class Replica:
         have = rows.num_pages.item(row)
         # One active token after all others were computed is a decode step: there is nothing to look up.
         looks = context.active_length > 1
-        first, hits = self.match(context, row) if looks else (0, _NO_PAGES)
+        first, hits = self.published_run(context, row) if looks else (0, _NO_PAGES)
         restored = first + len(hits)
         if looks:
+            wait = bool(rows.prompt[row] < 0)
             restored = max(restored, context.start_idx // self.page_size)
             if self.further is None:
-                slots = self.tier.find(row, context, restored, self.hasher, wait=rows.prompt[row] < 0)
+                slots = self.tier.find(row, context, restored, self.hasher, wait=wait)
+            if self.states is not None and (hits.size or slots.size):
+                end = restored + len(slots) if slots.size else first + len(hits)
+                digests = self.hasher(row, context).digests(context.tokens, first, end)
+                end = first + up_to_state(self.states, context.request_id, digests, below=self.tier.keeps, wait=wait)
+                hits, slots = hits[: end - first], slots[: max(0, end - restored)]
         cached = (restored + len(slots) if slots.size else first + len(hits)) * self.page_size
         if cached <= context.start_idx:
             cached, hits, slots = 0, _NO_PAGES, NO_SLOTS  # no token fewer to run: `step` finds the duplicates

@@ -34,11 +34,15 @@ class KeptStates:
                 return 0
         return self._pages.longest(digests)
 
+    def bring_newest(self, digests: Digests, *, wait: bool) -> bool:
+        """As `PrefixStates.bring_newest`."""
+        return self._pages.bring_newest(digests, wait=wait)
+
     def reserved(self, context: Context, digest: Digests | None) -> None:
         """As `PrefixStates.reserved`: what was found comes into the request's page, and its chunk is cut."""
         request_id, start, active = context.request_id, context.start_idx, context.active_idx
         if digest is not None:
-            self._pages.resume(request_id, digest)
+            self._pages.resume(request_id, digest, start)
         if request_id not in self._ends:
             last = context.current_length - 1
             self._ends[request_id] = (self._shared.get(request_id, 0), last - last % self._replica.page_size)
@@ -67,11 +71,11 @@ class KeptStates:
         """Whether the copy of a state after so many tokens stays when the request has come further."""
         return tokens in self._ends.get(request_id, ()) or (self._spacing > 0 and tokens % self._spacing == 0)
 
-    def digest_at(self, request_id: str, tokens: int) -> Digests:
-        """The digest of a request's first `tokens` tokens, whose pages are published: `[1, words]`."""
-        rows, column = self._replica.rows, tokens // self._replica.page_size - 1
-        page = rows.table[rows.row_of[request_id], column : column + 1]
-        return self._replica.pool.index.digests_of(page)
+    def digest_at(self, context: Context, tokens: int) -> Digests:
+        """The digest of a request's first `tokens` tokens, full pages: `[1, words]`."""
+        last = tokens // self._replica.page_size
+        hasher = self._replica.hasher(self._replica.rows.row_of[context.request_id], context)
+        return hasher.digests(context.tokens, last - 1, last)
 
     def leave(self, request_id: str) -> None:
         """The request is released."""

@@ -24,6 +24,7 @@ from kvcache.states.kept_states import KeptStates
 from kvcache.states.state_layout import state_layouts
 from kvcache.states.state_pages import StatePages
 from kvcache.states.state_slabs import StateSlabs, pages_of_slab
+from kvcache.states.state_tiers import Divided, StateTiers, make_state_tiers
 
 
 def slab_pages_of(params: KVCacheParams, layouts: Sequence[PageLayout]) -> int:
@@ -31,6 +32,21 @@ def slab_pages_of(params: KVCacheParams, layouts: Sequence[PageLayout]) -> int:
     if params.states is None or not params.has_states_in_pages:
         return 0
     return pages_of_slab(state_layouts(params.states, len(layouts)), layouts)
+
+
+def state_tiers_of(
+    params: KVCacheParams, divided: Divided, layouts: Sequence[PageLayout], states: Sequence[ReplicaStates]
+) -> StateTiers | None:
+    """The tiers below the states of these replicas, wired to them; None where the params ask for none."""
+    tiers = (
+        make_state_tiers(params, divided, layouts, states[0].pages.layouts, [one.pages.places for one in states])
+        if states
+        else None
+    )
+    if tiers is not None:
+        for one, tier in zip(states, tiers.each, strict=True):
+            one.pages.below = tier
+    return tiers
 
 
 class ReplicaStates:
@@ -132,7 +148,7 @@ class ReplicaStates:
         """The import takes the state that the table names too, last, once all tokens ran."""
         ((source,),) = table.groups[-1:]
         had = context.start_idx
-        digest = self.kept.digest_at(context.request_id, had) if had else None
+        digest = self.kept.digest_at(context, had) if had else None
         page = self.pages.begin_import(context.request_id, digest)
         pending.wholes = ((source, page),)
         pending.on_free = functools.partial(self.pages.cancel_import, page)

@@ -17,18 +17,15 @@ from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError, NoFreeStatePageError, StatePageError, UnknownRequestError
 from kvcache.layout import KindPages
-from kvcache.pool.index import NO_PAGE, Digests, PrefixIndex
-from kvcache.pool.pages import PagePool
+from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.state_shape import StateShape
 from kvcache.states.drafted_pages import DraftedPages
 from kvcache.states.passing_copies import PassingCopies
-from kvcache.states.state_layout import state_layouts
+from kvcache.states.state_memory import StateMemory, one_page
 from kvcache.states.state_slabs import StateSlabs
-from kvcache.states.state_views import StateViews
-from kvcache.storage import allocate_blocks
 
 
-class StatePages:
+class StatePages(StateMemory):
     """The state pages of one process: memory, which page a request has, and how far the state in it has come.
 
     Who holds a page, and who may write to it, is known to a `PagePool` as for any other page: its request, and its
@@ -52,67 +49,15 @@ class StatePages:
         digest_words: int = 1,
         slabs: StateSlabs | None = None,
     ) -> None:
-        self.shape = shape
-        self._slabs = slabs
-        self.num_pages = num_pages = num_pages if slabs is None else slabs.num_slabs
-        # Of each shard the page of each kind, and its memory, page after page; page 0 is nobody's.
-        self.layouts = state_layouts(shape, len(devices))
-        self.blocks = (
-            slabs.blocks
-            if slabs is not None
-            else [
-                [allocate_blocks(layout, num_pages + 1, torch.device(device)) for layout in kinds.values()]
-                for kinds, device in zip(self.layouts, devices, strict=True)
-            ]
-        )
-        self._views = views = StateViews(self.layouts, self.blocks, shape.matrix)
-        self.read, self.write = views.read, views.write
-        self._pool = PagePool(num_pages, digest_words)
+        super().__init__(shape, num_pages, devices, digest_words, slabs)
+        self.read, self.write = self._views.read, self._views.write
         self._page_of: dict[str, int] = {}
         self._leased: dict[object, int] = {}  # by lease
         self._before: dict[int, int] = {}  # of a page that a transfer writes the copy that it came from
         self._saved: dict[int, list[torch.Tensor]] = {}  # or what was in it, in host memory
         self._passing = PassingCopies()
         self.hits = 0  # requests that went on from a copy
-        self._tokens = np.zeros(num_pages + 1, np.int64)
-        self._told = np.zeros(num_pages + 1, np.int64)  # tokens of the state that a table named last
         self.drafts = DraftedPages(self._tokens)
-        self._used = np.zeros(num_pages + 1, np.int64)  # of copies, by the clock of the slabs' pool
-        if slabs is not None:
-            self._pool.allocate(num_pages)  # token pages hold them all
-            slabs.cache(self)
-
-    @property
-    def tensors(self) -> list[list[torch.Tensor]]:
-        """Memory of their own, `[shard][kind]`; none where they lie in the token pages'."""
-        return self.blocks if self._slabs is None else [[] for _ in self.blocks]
-
-    @property
-    def num_free(self) -> int:
-        """Pages that `allocate` can give: those of copies count. Of slabs: whether it can give one."""
-        return self._pool.free_count if self._slabs is None else int(self._slabs.pool.can_take_slab())
-
-    @property
-    def num_held(self) -> int:
-        """Pages that a request or a lease holds, or that a transfer writes."""
-        if self._slabs is not None:
-            return int(np.count_nonzero(self._slabs.pool.taken)) - self.num_idle
-        return self.num_pages - self.num_free
-
-    @property
-    def index(self) -> PrefixIndex:
-        """The copies that can be found, by the digest of the last page before each."""
-        return self._pool.index
-
-    @property
-    def num_kept(self) -> int:
-        """Copies that can be found."""
-        return int(np.count_nonzero(self._pool.index.published))
-
-    @property
-    def evictions(self) -> int:
-        """Copies that were given up for another page."""
-        return self._pool.evictions
 
     # ---- who holds what
 
@@ -128,7 +73,8 @@ class StatePages:
         """Give the request's page back; it is free once no lease holds it, and no transfer writes it."""
         page = self.page_of(request_id)
         del self._page_of[request_id]
-        self._passing.pop(request_id, None)  # what it came to last stays, to be found
+        if (stays := self._passing.pop(request_id, None)) is not None:  # what it came to last stays, to be found
+            self._keep_below(int(self._pool.index.find(stays)[0]), stays)
         self._let_go(page)
         self._drop_drafted(request_id)
 
@@ -157,9 +103,22 @@ class StatePages:
     # ---- copies that others go on from
 
     def longest(self, digests: Digests) -> int:
-        """Of pages of these digests, one after another, how many have a copy of the state after the last of them."""
-        there = np.flatnonzero(self._pool.index.find(digests) != NO_PAGE)
+        """Of pages of these digests, one after another, how many have a copy of the state after the last of them.
+
+        On the device, or in host memory.
+        """
+        found = self._pool.index.find(digests) != NO_PAGE
+        if self.below is not None:
+            found |= self.below.in_host(digests)
+        there = np.flatnonzero(found)
         return int(there[-1]) + 1 if there.size else 0
+
+    def bring_newest(self, digests: Digests, *, wait: bool) -> bool:
+        """Have the last copy that files have of these brought to host memory, where `longest` finds no later one.
+
+        Whether it is on its way. `wait`: for a while.
+        """
+        return self.below is not None and self.below.bring_newest(digests[self.longest(digests) :], wait=wait)
 
     def keep(self, request_id: str, digest: Digests, tokens: int, *, passing: bool) -> None:
         """Keep a copy of the request's state, if it is that after `tokens` tokens and a page is left for it.
@@ -171,14 +130,17 @@ class StatePages:
             return
         if (before := self._passing.pop(request_id, None)) is not None:
             self._forget(before)
-        if self._found(digest) or not self._has_room(moving=False):
-            return
-        copy = pool.allocate_one()
-        self._copy(page, copy)
-        pool.index.publish(_one(copy), digest)
-        self._let_go(copy)
-        if passing:
-            self._passing[request_id] = digest
+        if not (copy := self._found(digest)):
+            if not self._has_room(moving=False):
+                return
+            copy = pool.allocate_one()
+            self._copy(page, copy)
+            pool.index.publish(one_page(copy), digest)
+            self._let_go(copy)
+            if passing:
+                self._passing[request_id] = digest
+        if not passing:
+            self._keep_below(copy, digest)
 
     def keep_passing(self, request_ids: Sequence[str], digests: Digests, tokens: NDArray[np.int64]) -> bool:
         """`keep` of several requests whose copies go with the next ones, at once. False: they need it one by one."""
@@ -187,18 +149,27 @@ class StatePages:
             return False
         if (copies := self._passing.renew(self._pool, request_ids, digests)) is None:
             return False
+        self._spare(copies)
         for page, copy in zip(pages, copies.tolist(), strict=True):
             self._copy(page, copy)
         if self._slabs is not None:
             self._used[copies] = self._slabs.pool.clock
         return True
 
-    def resume(self, request_id: str, digest: Digests) -> None:
-        """Copy the state that is kept under `digest` into the request's page, where it goes on from."""
+    def resume(self, request_id: str, digest: Digests, tokens: int) -> None:
+        """Copy the state that is kept under `digest`, after `tokens`, into the request's page: it goes on from there.
+
+        Raises `InvariantError` where there is none.
+        """
         page, copy = self.page_of(request_id), self._found(digest)
-        if not copy:
+        if copy:
+            self._copy(copy, page)
+        elif self.below is None or not self.below.fill(page, digest):
             raise InvariantError(f"request {request_id!r}: the state that it was to go on from is not kept")
-        self._copy(copy, page)
+        else:
+            self._tokens[page] = tokens
+        if self.below is not None:
+            self.below.used(digest)
         self.drafts.forget_run(request_id)
         self.hits += 1
 
@@ -243,11 +214,11 @@ class StatePages:
         """
         page = self.page_of(request_id)
         self._drop_drafted(request_id)
-        self._pool.add_writer(_one(page))
+        self._pool.add_writer(one_page(page))
         if digest is not None and (copy := self._found(digest)):
-            self._pool.hold(_one(copy))
+            self._pool.hold(one_page(copy))
             self._before[page] = copy
-        elif digest is not None and self._slabs is not None:  # evicted for the import's own pages
+        elif digest is not None:  # evicted for the import's own pages, or it came from below
             self._saved[page] = [blocks[page].to("cpu", copy=True) for blocks in chain.from_iterable(self.blocks)]
         return page
 
@@ -269,7 +240,7 @@ class StatePages:
         self._end_import(page)
 
     def _end_import(self, page: int) -> None:
-        self._pool.drop_writer(_one(page))
+        self._pool.drop_writer(one_page(page))
         self._give_back()
         self._saved.pop(page, None)
         if copy := self._before.pop(page, None):
@@ -280,7 +251,7 @@ class StatePages:
     def lease(self, request_id: str, lease: object) -> None:
         """Hold the request's page until `end_lease`, also when the request is released meanwhile."""
         page = self._leased[lease] = self.page_of(request_id)
-        self._pool.hold(_one(page))
+        self._pool.hold(one_page(page))
 
     def end_lease(self, lease: object) -> None:
         """Nobody reads under the lease any more. Safe twice."""
@@ -355,7 +326,8 @@ class StatePages:
         if wrong := set(request_ids).symmetric_difference(self._page_of):
             raise InvariantError(f"state pages and rows are not of the same requests: {sorted(wrong)}")
         own = [*self._page_of.values(), *self.drafts.page_of.values()]
-        held = [*own, *self._leased.values(), *self._before.values()]
+        coming = [] if self.below is None else [int(pages[0]) for pages in self.below.coming()]
+        held = [*own, *self._leased.values(), *self._before.values(), *coming]
         holders, writers = (
             np.bincount(np.array(pages, np.int64), minlength=self.num_pages + 1) for pages in (held, written)
         )
@@ -377,67 +349,3 @@ class StatePages:
         self.drafts.check(self._page_of)
         if not self._passing.keys() <= self._page_of.keys():
             raise InvariantError(f"a copy goes with the next one of {sorted(self._passing)}, not all of them run")
-
-    # ---- slabs of the memory of token pages
-
-    @property
-    def num_idle(self) -> int:
-        """Copies that nobody holds."""
-        return self._pool.idle.count
-
-    @property
-    def oldest_use(self) -> int:
-        """When the first of these was used, by the clock of the slabs' pool."""
-        return int(self._used[self._pool.lru.oldest(1)[0]])
-
-    def give_up_oldest(self) -> None:
-        """Forget the copy that was used longest ago: its slab is token pages."""
-        self._pool.release(_one(self._pool.allocate_one()))
-        self._give_back()
-
-    def _has_room(self, *, moving: bool) -> bool:
-        """Whether a page can be had, of which a copy may have to go. `moving`: token pages may be moved for it."""
-        if self._slabs is not None and (slab := self._slabs.pool.take_slab(moving=moving)):
-            self._pool.release(_one(slab))
-        return self._pool.free_count > 0
-
-    def _give_back(self) -> None:
-        """What nobody holds, and is no copy, is token pages again."""
-        if self._slabs is not None and (fresh := self._pool.free_count - self.num_idle):
-            for page in self._pool.allocate(fresh).tolist():
-                self._slabs.pool.give_back(page)
-
-    def _let_go(self, page: int) -> None:
-        self._pool.release(_one(page))
-        if self._slabs is not None:
-            self._used[page] = self._slabs.pool.clock
-            self._give_back()
-
-    def _copy(self, source: int, target: int) -> None:
-        for tensor in chain.from_iterable(self.blocks):
-            tensor[target] = tensor[source]
-        self._tokens[target] = self._tokens[source]
-
-    def _found(self, digest: Digests) -> int:
-        """The copy of this digest, which is used now; `NO_PAGE` where there is none."""
-        copy = int(self._pool.index.find(digest)[0])
-        if copy != NO_PAGE:
-            self._pool.hold(_one(copy))
-            self._let_go(copy)
-        return copy
-
-    def _forget(self, digest: Digests) -> None:
-        """The copy of this digest, if there is one, is not found any more; its page is free."""
-        if copy := self._found(digest):
-            self._pool.hold(_one(copy))
-            self._pool.index.withdraw_one(copy)
-            self._let_go(copy)
-
-    def _reset(self, page: int) -> None:
-        for tensor in chain.from_iterable(self.blocks):
-            tensor[page] = 0
-        self._tokens[page] = self._told[page] = 0
-
-
-def _one(page: int) -> NDArray[np.int32]:
-    return np.array([page], np.int32)

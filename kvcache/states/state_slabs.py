@@ -21,7 +21,7 @@ StateLayouts = Sequence[Mapping[str, PageLayout]]
 
 def pages_of_slab(states: StateLayouts, pages: Sequence[PageLayout]) -> int:
     """The least number of pages whose bytes, aligned, hold a state on each shard."""
-    count = max(-(-_offsets(kinds)[-1] // page.page_bytes) for kinds, page in zip(states, pages, strict=True))
+    count = max(-(-kind_offsets(kinds)[-1] // page.page_bytes) for kinds, page in zip(states, pages, strict=True))
     while any(count * page.page_bytes % _ALIGNED for page in pages):
         count += 1
     return count
@@ -67,12 +67,12 @@ class StateSlabs:
         kinds, stride = self._layouts[shard], self._slab_bytes[shard]
         return [
             KindPages(kind, page, None, offset, stride)
-            for (kind, page), offset in zip(kinds.items(), _offsets(kinds), strict=False)
+            for (kind, page), offset in zip(kinds.items(), kind_offsets(kinds), strict=False)
         ]
 
 
-def _offsets(kinds: Mapping[str, PageLayout]) -> list[int]:
-    """Bytes from the start of a slab to each kind, and to the end of the last."""
+def kind_offsets(kinds: Mapping[str, PageLayout]) -> list[int]:
+    """Bytes from the start of a state to each of its kinds, one behind another, and to the end of the last."""
     at = [0]
     for page in kinds.values():
         at.append(-(-(at[-1] + page.page_bytes) // _ALIGNED) * _ALIGNED)
@@ -82,7 +82,7 @@ def _offsets(kinds: Mapping[str, PageLayout]) -> list[int]:
 def _views(kinds: Mapping[str, PageLayout], rows: torch.Tensor, count: int, slab_bytes: int) -> list[torch.Tensor]:
     memory = rows.reshape(-1).view(torch.uint8)[: count * slab_bytes]
     views: list[torch.Tensor] = []
-    for page, offset in zip(kinds.values(), _offsets(kinds), strict=False):
+    for page, offset in zip(kinds.values(), kind_offsets(kinds), strict=False):
         dtype: torch.dtype = getattr(torch, page.dtype)
         items, first = memory.view(dtype), offset // page.itemsize
         strides = (slab_bytes // page.itemsize, *page.shape_strides)

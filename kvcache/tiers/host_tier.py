@@ -8,10 +8,9 @@ a copy, or idle, least recently used first.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from kvcache.copies import CopyMark, PageMover
@@ -103,14 +102,14 @@ class ReplicaTier(PagesBelow):
 
     keeps = True
 
-    def __init__(self, host: HostTier, pool: PagePool, blocks: Sequence[torch.Tensor], stream: Any) -> None:
+    def __init__(self, host: HostTier, pool: PagePool, movers: Sequence[PageMover]) -> None:
         self.host = host
         self.pool = pool
         self.lower: Sequence[LowerTier] = ()  # where the pages are that left the host tier, the nearest first
         # Of the first table's digests those of all tables' pages: where there are objects, which are asked for.
         self.every: Callable[[Digests], Digests] | None = None
-        self._movers = [PageMover(shard, memory, stream) for shard, memory in zip(blocks, host.memory, strict=True)]
-        self._at_once = all(mover.at_once for mover in self._movers)
+        self._movers = movers
+        self._at_once = all(mover.at_once for mover in movers)
         self._no_digests: Digests = pool.index.digests_of(NO_SLOTS)
         self.storing = np.zeros(pool.num_pages + 1, np.bool_)  # whether it waits to be copied, or is being copied
         # Published pages to be copied to the host, oldest first, with their digests; an entry without pages says that

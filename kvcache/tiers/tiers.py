@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kvcache.copies import PageMover
 from kvcache.errors import InvariantError, PoolTooSmallError
 from kvcache.layer_groups import LayerTables
 from kvcache.layout import PageLayout, replica_fingerprint
@@ -94,6 +95,16 @@ class Tiers:
         digests = hasher.digests(context.tokens, first, last)
         return any(lower.coming(digests, first) for lower in self.lower)
 
+    def run(self, hasher: PrefixHasher, context: Context, first: int) -> int:
+        """Of the context's pages, of which the device has the `first` ones, how many there are in all tiers together.
+
+        Without a gap, and without what somebody has to be asked for.
+        """
+        last = (context.current_length - 1) // hasher.page_size
+        digests = hasher.digests(context.tokens, first, last)[None]
+        there = self.replicas[0].has(digests, np.ones((1, max(0, last - first)), np.bool_))[0]
+        return first + int(there.argmin() if not there.all() else len(there))
+
     def settle(self) -> None:
         for tier in self.replicas:
             tier.store_all()
@@ -175,7 +186,14 @@ def make_tiers(
     on_gpu = any(blocks.device.type != "cpu" for blocks in placed[0].blocks)
     words, several = DIGEST_BYTES[params.hash_algorithm] // 8, len(tables.tables) > 1
     host = HostTier(sizes, space // sum(sizes), words, pinned=on_gpu, tables=several)
-    tiers = [ReplicaTier(host, place.replica.pool, place.blocks, stream) for place in placed]
+    tiers = [
+        ReplicaTier(
+            host,
+            place.replica.pool,
+            [PageMover(shard, memory, stream) for shard, memory in zip(place.blocks, host.memory, strict=True)],
+        )
+        for place in placed
+    ]
     for place, tier in zip(placed, tiers, strict=True):
         place.replica.tier = tier
         if place.replica.further is not None:

@@ -116,8 +116,13 @@ class ModelReplica:
                 self.host.drop({name}, arrived=True)
             hits = self.found(name, tokens, named)
         first, end = held.committed, held.committed + len(hits)
-        restored = self.in_host(tokens, named, max(end, start // self.page_size)) if active - start > 1 else []
-        cached = end if not restored else max(end, start // self.page_size) + len(restored)
+        begin = max(end, start // self.page_size)
+        restored = self.in_host(tokens, named, begin) if active - start > 1 else []
+        if hits or restored:
+            most = self.most_pages(name, tokens, named, first, begin + len(restored) if restored else end)
+            hits, restored = hits[: most - first], restored[: max(0, most - begin)]
+            end = first + len(hits)
+        cached = end if not restored else begin + len(restored)
         if cached * self.page_size <= start:
             hits, restored, end, cached = [], [], first, 0
         dropped = held.pages[first:end]
@@ -139,6 +144,10 @@ class ModelReplica:
         held.committed = end
         held.pages += [self._take() for _ in range(fresh)]
         return start
+
+    def most_pages(self, name: str, tokens: list[int], named: Named, first: int, end: int) -> int:  # noqa: ARG002 - of states
+        """Of the pages up to `end`, found from `first` on, how many the request can go on after."""
+        return end
 
     def found(self, name: str, tokens: list[int], named: Named) -> list[int]:
         """The published pages that the request can go on with."""

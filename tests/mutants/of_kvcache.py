@@ -110,8 +110,10 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("Replica.pages_needed", "+ num_steps - 1", "+ num_steps"),
             Mutation("Replica.pages_needed", "length > self.max_seq_len", "length >= self.max_seq_len"),
             Mutation("Replica.pages_needed", "in_all > self.pool.num_pages", "in_all >= self.pool.num_pages"),
-            Mutation("Replica.match", "(context.current_length - 1)", "context.current_length"),
-            Mutation("Replica.match", "kept[:3] == (index.generation, first, last)", "kept[1:3] == (first, last)"),
+            Mutation("Replica.published_run", "(context.current_length - 1)", "context.current_length"),
+            Mutation(
+                "Replica.published_run", "kept[:3] == (index.generation, first, last)", "kept[1:3] == (first, last)"
+            ),
             Mutation("Replica.fork", "self.pool.hold(shared)", "pass"),
             Mutation("Replica.fork", "min(full, int(rows.committed[parent]))", "full"),
             Mutation(

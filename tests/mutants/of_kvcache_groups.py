@@ -305,7 +305,7 @@ KVCACHE_GROUPS: tuple[Module, ...] = (
         "kvcache.replica.replica",
         _TABLES,
         [
-            Mutation("Replica.match", "pages[: self.further.longest(first, digests[: len(pages)])]", "pages"),
+            Mutation("Replica.published_run", "pages[: self.further.longest(first, digests[: len(pages)])]", "pages"),
             Mutation("Replica.reserve", "and self.further is None", ""),
             Mutation("Replica.act", "plan.new + plan.further.cost", "plan.new"),
             Mutation("Replica.pages_needed", "+= self.further.least(context, num_steps, start)", "+= 0"),

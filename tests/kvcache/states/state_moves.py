@@ -32,22 +32,23 @@ class StateReplica(ModelReplica):
         self.ends: dict[str, set[int]] = {}
         self.hits = self.shortened = self.state_evictions = self.replaced = 0
 
-    def found(self, name: str, tokens: list[int], named: Named) -> list[int]:
-        pages, first = super().found(name, tokens, named), self.requests[name].committed
-        longest = len(pages)
-        if pages:
-            self.shared[name] = longest * PAGE_SIZE
-        while pages and self.content(tokens, named, first + len(pages) - 1) not in self.kept:
-            pages.pop()
-        self.shortened += len(pages) < longest
-        return pages
+    def most_pages(self, name: str, tokens: list[int], named: Named, first: int, end: int) -> int:
+        self.shared[name] = (end - first) * PAGE_SIZE
+        most = end
+        while most > first and not self.has_copy(self.content(tokens, named, most - 1)):
+            most -= 1
+        self.shortened += most < end
+        return most
+
+    def has_copy(self, content: Content) -> bool:
+        return content in self.kept
 
     def reserve(self, name: str, tokens: list[int], named: Named, start: int, active: int, steps: int) -> int | None:
         came = super().reserve(name, tokens, named, start, active, steps)
         if came is None or active - start == 1:
             return came
         if came > start:
-            self.touch(self.content(tokens, named, came // PAGE_SIZE - 1))
+            self.resume(self.content(tokens, named, came // PAGE_SIZE - 1))
             self.hits += 1
         last = len(tokens) - 1
         self.ends.setdefault(name, {self.shared.get(name, 0), last - last % PAGE_SIZE})
@@ -58,6 +59,10 @@ class StateReplica(ModelReplica):
         spaced = range(0, active, self.spacing) if self.spacing else ()
         return min((end for end in (*self.ends[name], *spaced) if start < end < active), default=active)
 
+    def resume(self, content: Content) -> None:
+        """A request goes on from this copy."""
+        self.touch(content)
+
     def touch(self, content: Content) -> None:
         self.kept.remove(content)
         self.kept.append(content)
@@ -67,15 +72,18 @@ class StateReplica(ModelReplica):
         if len(self.requests) + len(self.kept) < self.state_pages:
             return True
         if self.kept:
-            self.kept.pop(0)
-            self.state_evictions += 1
+            self.evict_copy()
             return True
         return False
 
+    def evict_copy(self) -> None:
+        self.spare(self.kept[0])
+        self.kept.pop(0)
+        self.state_evictions += 1
+
     def claimed(self, drafted: int = 0) -> None:
         while len(self.requests) + drafted + len(self.kept) > self.state_pages:
-            self.kept.pop(0)
-            self.state_evictions += 1
+            self.evict_copy()
 
     def step(self, name: str, tokens: list[int], named: Named, start: int) -> tuple[int, list[int]]:
         done = super().step(name, tokens, named, start)
@@ -83,15 +91,25 @@ class StateReplica(ModelReplica):
             return done
         content, before = self.content(tokens, named, start // PAGE_SIZE - 1), self.passing.pop(name, None)
         if before in self.kept:
+            self.spare(before)
             self.kept.remove(before)
             self.replaced += 1
+        stays = start in self.ends.get(name, ()) or (self.spacing > 0 and start % self.spacing == 0)
         if content in self.kept:
             self.touch(content)
         elif self.make_room():
             self.kept.append(content)
-            if start not in self.ends.get(name, ()) and (not self.spacing or start % self.spacing):
+            if not stays:
                 self.passing[name] = content
+        if stays and content in self.kept:
+            self.stay(content)
         return done
+
+    def stay(self, content: Content) -> None:
+        """A copy is not taken the place of."""
+
+    def spare(self, content: Content) -> None:
+        """A copy is about to go."""
 
     def fork(self, parent: str, child: str, computed: int, length: int) -> bool:
         done = super().fork(parent, child, computed, length)
@@ -100,6 +118,8 @@ class StateReplica(ModelReplica):
 
     def release(self, name: str) -> None:
         super().release(name)
+        if self.passing.get(name) in self.kept:
+            self.stay(self.passing[name])
         for of_requests in (self.passing, self.shared, self.ends):
             of_requests.pop(name, None)
 
@@ -112,10 +132,10 @@ class StateReplica(ModelReplica):
 class StateMoves(Moves):
     """A manager with state pages beside its model. A state is a number that depends on all tokens before it."""
 
-    host_slots = (0,)
+    host_slots, few_copies = (0,), (0, 1, 2, 4, 8)
 
     def __init__(self, chooser: Chooser, params: dict[str, Any] | None = None) -> None:
-        self.copies, self.every = chooser.pick((0, 1, 2, 4, 8)), chooser.pick((0, 0, 1, 2))
+        self.copies, self.every = chooser.pick(self.few_copies), chooser.pick((0, 0, 1, 2))
         super().__init__(chooser, params)
 
     def build(self, dp: int, slots: int, params: dict[str, Any] | None) -> PagedKVCacheManager:  # noqa: ARG002 - no host

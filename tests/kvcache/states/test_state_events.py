@@ -11,6 +11,7 @@ from kvcache import KVEvents, PagedKVCacheManager, TextContext
 from kvcache.events.wire import hashes_of
 from tests.kvcache.events.mirror import Known, Mirror
 from tests.kvcache.moves import SeededChooser
+from tests.kvcache.states.moves_below import BelowMoves
 from tests.kvcache.states.slab_moves import SlabMoves
 from tests.kvcache.states.state_moves import StateMoves
 
@@ -24,8 +25,8 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcache.events.publisher._QUIET_S", 0.02)
 
 
-def told_of(known: Known, group: int) -> set[int]:
-    return set((known.groups.get(group, Known()) if group else known).there.get("GPU", {}))
+def told_of(known: Known, group: int, medium: str = "GPU") -> set[int]:
+    return set((known.groups.get(group, Known()) if group else known).there.get(medium, {}))
 
 
 def there(index: object) -> set[int]:
@@ -35,7 +36,7 @@ def there(index: object) -> set[int]:
 
 def promised(known: Known, hashes: list[int]) -> int:
     """Of pages with these hashes how many a reader of the events takes to be found."""
-    pages, states = told_of(known, 0), told_of(known, 1)
+    pages, states = told_of(known, 0), told_of(known, 1) | told_of(known, 1, "CPU")
     run = next((at for at, one in enumerate(hashes) if one not in pages), len(hashes))
     return max((at for at in range(1, run + 1) if hashes[at - 1] in states), default=0)
 
@@ -48,7 +49,9 @@ def found(manager: PagedKVCacheManager, replica_idx: int, context: TextContext) 
     return len(replica.match(context)[1]), hashes_of(digests).tolist()
 
 
-@pytest.mark.parametrize(("seed", "kind"), [(seed, kind) for seed in range(5) for kind in (StateMoves, SlabMoves)])
+@pytest.mark.parametrize(
+    ("seed", "kind"), [(seed, kind) for seed in range(5) for kind in (StateMoves, SlabMoves, BelowMoves)]
+)
 def test_what_a_reader_expects_of_a_prompt_is_what_is_found(seed: int, kind: type[StateMoves]) -> None:
     moves = kind(SeededChooser(seed), TOLD)
     manager = moves.manager
@@ -65,6 +68,10 @@ def test_what_a_reader_expects_of_a_prompt_is_what_is_found(seed: int, kind: typ
                 mirror.settle(manager, replica)
                 assert told_of(mirror, 0) == there(manager._replicas.each[replica].pool.index)
                 assert told_of(mirror, 1) == there(manager.states[replica].index)
+                of_groups = (manager._replicas.tiers, manager._replicas.state_tiers) if moves.host else ()
+                for group, tiers in enumerate(of_groups):
+                    assert tiers is not None
+                    assert told_of(mirror, group, "CPU") == there(tiers.host.pool.index)
                 for context in moves.live.values():
                     again = TextContext(context.tokens.tolist(), 4096, "again", cache_salt=context.cache_salt)
                     again.extra_keys = context.extra_keys

@@ -197,11 +197,11 @@ def test_a_copy_is_found_by_its_digest_and_copied_into_the_page_of_who_goes_on()
     states.keep("a", digest(1), 8, passing=False)
     assert (states.num_kept, states.num_held, states.num_free) == (1, 2, 2)
     assert [states.longest(np.concatenate(each)) for each in ([digest(3), digest(1), digest(2)], [digest(2)])] == [2, 0]
-    states.resume("b", digest(1))
+    states.resume("b", digest(1), 8)
     assert states.tokens_of("b") == 8
     assert torch.equal(states.tensors[0][3][first], states.tensors[0][3][second])
     with pytest.raises(InvariantError, match="'b': the state that it was to go on from is not kept"):
-        states.resume("b", digest(2))
+        states.resume("b", digest(2), 16)
     states.check(["a", "b"])
 
 

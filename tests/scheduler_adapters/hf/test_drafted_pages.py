@@ -166,8 +166,8 @@ def test_what_is_found_instead_of_what_ran_is_gone_on_from(model: Any) -> None:
     engine, context, start = ready(model)
     states = engine.manager.states[0]
     other = PAGE * (start // PAGE)
-    digest = engine.manager._replicas.states[0].kept.digest_at("r", other)
-    states.resume("r", digest)
+    digest = engine.manager._replicas.states[0].kept.digest_at(context, other)
+    states.resume("r", digest, other)
     states.drafts.check_booked("r")
     assert (states.tokens_of("r"), states.num_held) == (other, 2)
     assert states.drafts.goes_on_from("r", other, other) == other

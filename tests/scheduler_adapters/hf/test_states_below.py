@@ -1,0 +1,309 @@
+"""Recurrent states in host memory and in files: the device is far too small, and the tokens are the model's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache.errors import PoolTooSmallError
+from kvcache.replica.context import TextContext
+from scheduler_adapters.hf.runner import HFRunner, reference_tokens
+from scheduler_adapters.hf.tiny import ByteTokenizer
+from scheduler_adapters.loop import Request, ServingLoop
+from tests.kvcache.build import proven
+from tests.scheduler_adapters.hf.states_below import below, found_share, state_bytes, turns_of
+from tests.scheduler_adapters.serving import assert_nothing_held, serve, tokens_of
+
+PAGE, NEW = 8, 12
+USERS = ("Who wrote it?", "And who read it, some time later?", "x", "Was it long?")
+PROMPTS = [ByteTokenizer().encode(f"{text} {at} What all of these ask for.") for at, text in enumerate(USERS)]
+
+
+@pytest.fixture(scope="module", params=["bamba", "qwen3_next", "lfm2"])
+def each_model(request: pytest.FixtureRequest, make_model: Callable[..., Any]) -> Any:
+    return make_model(request.param)
+
+
+@pytest.fixture(scope="module")
+def model(make_model: Callable[..., Any]) -> Any:
+    return make_model("bamba")
+
+
+def loop_of(manager: Any, model: Any, budget: int = 64) -> ServingLoop:
+    return ServingLoop(manager, HFRunner(model, manager.states), token_budget=budget)
+
+
+def turns(loop: ServingLoop, model: Any, asked: int = 2) -> None:
+    """Each user asks in turn; all answers are the model's own."""
+    for name, prompt, tokens in turns_of(model, PROMPTS, asked, NEW):
+        assert tokens_of(serve(loop, [Request(name, prompt, NEW)])) == [tokens]
+
+
+@pytest.mark.parametrize(("slabs", "budget", "shards"), [(True, 64, 1), (False, 7, 2)])
+def test_conversations_that_the_device_has_no_room_for_come_back_from_the_host(
+    each_model: Any, slabs: bool, budget: int, shards: int
+) -> None:
+    """Each turn of the four evicts what the other three had, and each but the first is found."""
+    manager = below(each_model, slabs=slabs, shards=shards)
+    loop = loop_of(manager, each_model, budget)
+    turns(loop, each_model)
+    metrics = manager.metrics
+    assert metrics.h2d_states_copied == manager.states[0].hits == 4
+    assert metrics.d2h_states_copied >= 8
+    assert metrics.h2d_blocks_copied
+    assert metrics.evictions
+    # The last page of a turn's answer, of which the last token was never run, and what follows it have to run.
+    asked = [len(prompt) for _, prompt, _ in turns_of(each_model, PROMPTS, 1, NEW)]
+    assert metrics.cache_tokens == sum((count + NEW - 1) // PAGE * PAGE for count in asked)
+    assert_nothing_held(manager)
+
+
+@pytest.mark.parametrize("slabs", [True, False])
+def test_another_process_goes_on_from_files(each_model: Any, slabs: bool, tmp_path: Path) -> None:
+    """Pages and states of the one form are found by a manager of the other."""
+    first = below(each_model, slabs=slabs, folder=tmp_path)
+    asked = list(turns_of(each_model, PROMPTS, 2, NEW))
+    for name, prompt, tokens in asked[: len(PROMPTS)]:
+        assert tokens_of(serve(loop_of(first, each_model), [Request(name, prompt, NEW)])) == [tokens]
+    first.close()
+    assert first.metrics.file_states_written >= len(PROMPTS)
+    again = below(each_model, slabs=not slabs, folder=tmp_path)
+    loop = loop_of(again, each_model)
+    for name, prompt, tokens in asked[len(PROMPTS) :]:
+        assert tokens_of(serve(loop, [Request(name, prompt, NEW)])) == [tokens]
+    metrics = again.metrics
+    assert again.states[0].hits == metrics.h2d_states_copied == metrics.file_states_read == len(PROMPTS)
+    assert metrics.cache_tokens == sum((len(prompt) + NEW - 1) // PAGE * PAGE for _, prompt, _ in asked[: len(PROMPTS)])
+    again.close()
+    assert_nothing_held(again)
+
+
+def test_a_host_tier_finds_what_a_device_with_room_for_all_does(each_model: Any) -> None:
+    swapping = {"enable_kvcache_swapping_to_host": False}
+    alone, tiered, roomy = (
+        found_share(loop_of(manager, each_model), each_model, PROMPTS, 2, NEW)
+        for manager in (
+            below(each_model, over=swapping),
+            below(each_model),
+            below(each_model, pages=400, over=swapping),
+        )
+    )
+    assert alone < tiered == roomy
+
+
+def asked_again(manager: Any, model: Any) -> None:
+    """The first user's prompt, and others that push what the device has of it out; and the first one's again."""
+    loop = loop_of(manager, model)
+    for at in (0, 1, 2, 3, 0):
+        answer = reference_tokens(model, PROMPTS[at], NEW)
+        assert tokens_of(serve(loop, [Request("r", PROMPTS[at], NEW)])) == [answer]
+
+
+def files_of_states(manager: Any) -> list[Path]:
+    folder = manager._replicas.state_tiers.files._folder.path
+    return sorted(folder.glob("*.pages"))
+
+
+@pytest.mark.parametrize("damage", ["corrupted", "cut", "gone"])
+def test_a_damaged_file_of_a_state_is_no_hit(model: Any, tmp_path: Path, damage: str) -> None:
+    first = below(model, folder=tmp_path)
+    asked_again(first, model)
+    first.close()
+    again = below(model, folder=tmp_path)
+    files = files_of_states(again)
+    assert files
+    for file in files:
+        whole = bytearray(file.read_bytes())
+        whole[: state_bytes(model)] = bytes(state_bytes(model))
+        file.unlink() if damage == "gone" else file.write_bytes(whole[: 100 if damage == "cut" else None])
+    loop = loop_of(again, model)
+    assert tokens_of(serve(loop, [Request("r", PROMPTS[0], NEW)])) == [reference_tokens(model, PROMPTS[0], NEW)]
+    metrics = again.metrics
+    assert metrics.file_states_refused
+    assert again.states[0].hits == metrics.cache_tokens == 0
+    again.close()
+    assert_nothing_held(again)
+
+
+def test_a_damaged_newest_state_leaves_the_one_before_it(model: Any, tmp_path: Path) -> None:
+    first = below(model, folder=tmp_path)
+    prompt, answer = PROMPTS[1], reference_tokens(model, PROMPTS[1], NEW)
+    serve(loop_of(first, model), [Request("r", prompt, NEW)])
+    first.close()
+    assert first.metrics.file_states_written == 2  # after the prompt's last full page, and the answer's
+    again = below(model, folder=tmp_path)
+    (file,) = files_of_states(again)
+    whole = bytearray(file.read_bytes())
+    whole[state_bytes(model)] ^= 1
+    file.write_bytes(whole)
+    turn = [*prompt, *answer, 1, 2, 3]
+    loop = loop_of(again, model)
+    assert tokens_of(serve(loop, [Request("r", turn, NEW)])) == [reference_tokens(model, turn, NEW)]
+    assert again.metrics.cache_tokens == (len(prompt) - 1) // PAGE * PAGE
+    assert again.metrics.file_states_refused == 1
+    again.close()
+
+
+def test_a_full_host_keeps_no_state_and_refuses_nothing(model: Any) -> None:
+    manager = below(model, host_states=2, checks=False)  # nobody knows who holds the slots
+    pool = manager._replicas.state_tiers.host.pool
+    slots = pool.allocate(2)
+    asked_again(manager, model)
+    assert manager.metrics.d2h_states_copied == manager.metrics.h2d_states_copied == 0
+    pool.release(slots)
+    asked_again(manager, model)
+    assert manager.metrics.d2h_states_copied
+    assert_nothing_held(manager)
+
+
+class SlowMark:
+    """A copy that is made at once, and is not known to be over."""
+
+    is_over = False
+
+    def over(self) -> bool:
+        return self.is_over
+
+    def wait(self) -> None:
+        SlowMark.is_over = True
+
+    def order(self) -> None:
+        pass
+
+
+def test_a_page_and_a_slot_stay_with_a_slow_copy(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = below(model, rows=1, slabs=False)
+    tier = manager.states[0].below
+    serve(loop_of(manager, model), [Request("r", PROMPTS[1], NEW)])
+    manager.flush_tiers()
+    manager.states[0].forget_copies()
+    for mover in tier._movers:
+        mover.load = lambda *args, load=mover.load: [*load(*args), SlowMark()]
+    context = TextContext(PROMPTS[1], 4096, "a")
+    manager.external_claim("a")
+    assert manager.maybe_reserve(context)
+    manager.check()
+    assert context.start_idx
+    assert manager.states[0].tokens_of("a") == context.start_idx  # the device begins after the copy: it may run
+    manager.release("a")
+    manager.check()
+    assert manager.states[0].num_held == 1
+    assert tier.host.pool.holders.sum() == 1
+    monkeypatch.setattr(SlowMark, "is_over", True)
+    manager._replicas.state_tiers.tick()
+    assert tier.host.pool.holders.sum() == 0
+    assert_nothing_held(manager)
+
+
+def test_copies_that_pass_are_kept_below_once_they_stay(model: Any) -> None:
+    """Of an answer over several pages the last one's alone, when the request has left."""
+    manager, pages = below(model), 6
+    loop = loop_of(manager, model)
+    loop.add(Request("r", PROMPTS[2], pages * PAGE))
+    while loop.has_work:
+        loop.step()
+        manager.flush_tiers()
+        assert manager.metrics.d2h_states_copied <= (1 if loop.has_work else 2)
+    manager.flush_tiers()
+    assert manager.metrics.d2h_states_copied == 2
+    assert_nothing_held(manager)
+
+
+def test_a_request_that_gave_way_goes_on_from_a_state_below(model: Any) -> None:
+    manager = below(model)
+    loop = loop_of(manager, model)
+    loop.add(Request("r", PROMPTS[1], 2 * NEW))
+    outputs = [output for _ in range(NEW) for output in loop.step()]
+    loop._preempt(loop._running["r"])
+    manager.flush_tiers()
+    manager.states[0].forget_copies()
+    while loop.has_work:
+        outputs += loop.step()
+    assert [output.token for output in outputs] == reference_tokens(model, PROMPTS[1], 2 * NEW)
+    assert manager.metrics.h2d_states_copied == 1
+    assert_nothing_held(manager)
+
+
+def test_a_reset_forgets_states_below(model: Any, tmp_path: Path) -> None:
+    manager = below(model, folder=tmp_path)
+    asked_again(manager, model)
+    manager.flush_tiers()
+    manager.reset_prefix_cache()
+    before = manager.metrics.cache_tokens
+    asked_again(manager, model)
+    assert manager.metrics.cache_tokens - before == (len(PROMPTS[0]) - 1) // PAGE * PAGE  # found the second time alone
+    manager.reset_prefix_cache()
+    manager.close()
+    assert not files_of_states_in(tmp_path)
+
+
+def files_of_states_in(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*/epoch-*/*.pages"))
+
+
+@pytest.mark.parametrize("end", ["cancel", "commit", "release"])
+@pytest.mark.parametrize("slabs", [True, False])
+def test_an_import_that_begins_with_a_state_from_below(model: Any, slabs: bool, end: str) -> None:
+    source = below(model, pages=60)
+    prompt, answer = PROMPTS[1], reference_tokens(model, PROMPTS[1], NEW)
+    turn = [*prompt, *answer[:4]]
+    serve(loop_of(source, model), [Request("s", turn, 1, hold_pages=True)])
+    target = below(model, slabs=slabs)
+    loop = loop_of(target, model)
+    serve(loop, [Request("t", prompt, 1)])
+    target.flush_tiers()
+    target.states[0].forget_copies()
+    table = source.block_table("s")
+    context = loop.context_for(Request("r", [*turn, answer[4]], NEW - 5))
+    target.external_claim("r")
+    pending = target.import_block_table(context, table)
+    had = (len(prompt) - 1) // PAGE * PAGE
+    assert context.start_idx == had
+    ((there, here),) = pending.wholes
+    if end == "commit":
+        for mine, theirs in zip(target.states[0].blocks[0], source.states[0].blocks[0], strict=True):
+            mine[here] = theirs[there]
+        target.device_tensors[0][0][pending.dst_pages] = source.device_tensors[0][0][pending.src_pages]
+        target.commit_import(context, pending, proven(target, pending))
+    else:
+        for blocks in target.states[0].blocks[0]:
+            blocks[here] = 7
+        if end == "release":
+            target.release("r")
+        target.cancel_import(pending)
+    if end == "release":
+        assert tokens_of(serve(loop, [Request("r", turn, NEW - 4)])) == [answer[4:]]
+    else:
+        loop.adopt(Request("r", turn, NEW - 4), context)
+        tokens = [answer[4]]
+        while loop.has_work:
+            tokens += [int(output.token or 0) for output in loop.step()]
+        assert tokens == answer[4:]
+    assert_nothing_held(target)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"tier_state_share": 0.0}, "tier_state_share is 0.0: 2 states take"),
+        ({"tier_state_share": 1.0}, "one page takes"),
+    ],
+)
+def test_memory_that_does_not_hold_both_is_refused(model: Any, params: dict[str, Any], message: str) -> None:
+    with pytest.raises(PoolTooSmallError, match=message):
+        below(model, over=params)
+
+
+def test_host_memory_is_divided_exactly(model: Any) -> None:
+    manager = below(model, host_states=7, host_pages=33)
+    assert manager.total_num_host_pages == 33
+    assert manager._replicas.state_tiers.host.pool.num_pages == 7
+    page = manager._replicas.tiers.host.memory[0].shape[1]
+    manager = below(model, host_states=7, host_pages=33, over={"tier_state_share": 0.5})
+    space = 7 * state_bytes(model) + 33 * page
+    states = space // 2 // state_bytes(model)
+    assert manager._replicas.state_tiers.host.pool.num_pages == states
+    assert manager.total_num_host_pages == (space - states * state_bytes(model)) // page
