@@ -2,6 +2,8 @@
 
 from tests.mutants.mutation import Module, Mutation
 
+_MANY = ["tests/transfer/pull/test_many_sources.py"]
+
 TRANSFER: tuple[Module, ...] = (
     Module(
         "transfer.pull.lease",
@@ -87,6 +89,16 @@ TRANSFER: tuple[Module, ...] = (
             Mutation("Puller._collect_reads", "pull.reading.remove(entry)", "pull.reading.clear()"),
             Mutation("Puller._came", " and not pull.error:\n            self._use", ":\n            self._use"),
             Mutation("Puller.withdraw", "event.key == key)]", "event.key)]"),
+            Mutation("Puller.engines_in_use", "self._spoken.lately() | ", "", _MANY),
+            Mutation(
+                "Puller.engines_in_use",
+                " | {pull.engine for pull in self._moving.values()}",
+                "",
+                _MANY,
+            ),
+            Mutation("Puller._opened", "self._spoken.add(engine)", "self._clock()", _MANY),
+            Mutation("Puller._tell", "self._spoken.add(pull.engine)", "pass", _MANY),
+            Mutation("Puller.pull_at_once", "self._spoken.add(engine)", "self._clock()", _MANY),
             Mutation(
                 "Puller.withdraw",
                 "self.fail(key, reason)",
@@ -108,6 +120,11 @@ TRANSFER: tuple[Module, ...] = (
         ["tests/transfer/pull/test_replica.py"],
         [
             Mutation("RankTransfer._give_up_stuck", "self._destroy(remote)", "pass"),
+            Mutation("RankTransfer._to_poll", "if len(known) <= _IN_TURN:", "if known:", _MANY),
+            Mutation("RankTransfer._to_poll", "self._next if self._next < len(known) else 0", "0", _MANY),
+            Mutation("RankTransfer._to_poll", "self._next = first + _IN_TURN", "self._next = first + 9", _MANY),
+            Mutation("RankTransfer._to_poll", ", *used", "", _MANY),
+            Mutation("RankTransfer._to_poll", " if self._remotes.get(remote.engine_id) is remote", "", _MANY),
             Mutation(
                 "RankTransfer._give_up_stuck",
                 "self.puller.stuck(self._stuck_s)",
@@ -452,6 +469,9 @@ TRANSFER: tuple[Module, ...] = (
         ["tests/transfer/wire/test_handshake.py", "tests/transfer/wire/test_keys.py"],
         [
             Mutation("differences", "{*ours, *theirs}", "ours"),
+            Mutation(
+                "HandshakeClient.poll", "{asked.address for asked in self._asked.values()}", "[*self._sockets]", _MANY
+            ),
             Mutation("HandshakeServer._main", "waited.poll()", "waited.poll(50)"),
             Mutation("HandshakeServer.close", "os.eventfd_write(self._wake, 1)", "pass"),
             Mutation("HandshakeServer._answer", "if not throttle.admits(identity):", "if not identity:"),

@@ -16,6 +16,7 @@ from transfer.errors import AgentError, PullFailedError, TransferError
 from transfer.memory import MemoryType
 from transfer.nixl.agent import WORD_BYTES, Handle
 from transfer.pull.at_once import AtOnce, read_and_fence
+from transfer.pull.lately import SpokenTo
 from transfer.pull.lease import CLEARED, LeaseRef, make_words
 from transfer.pull.parts import Part, is_over, release_ended
 from transfer.pull.pull_state import PullEvent, PullTimes, RankPull, check_opening, how_ended
@@ -53,10 +54,9 @@ class Puller:
         self.events: deque[PullEvent] = deque()
         self.ended: deque[PullRecord] = deque(maxlen=4096)
         self._identity = identity
-        self._memory_type = memory_type
-        self._clock = clock
+        self._memory_type, self._clock = memory_type, clock
         self._address = self.words.ctypes.data
-        self._free = list(range(slots))
+        self._free, self._spoken = list(range(slots)), SpokenTo(clock)
         self._pulls: dict[str, RankPull] = {}
         self._moving: dict[str, RankPull] = {}  # of these, those that a poll may move on
         self._due: list[tuple[float, str]] = []  # a heap: when one is to be renewed, or times out, if it is still there
@@ -79,6 +79,10 @@ class Puller:
         """Whether a poll may move anything on."""
         return bool(self._moving)
 
+    def engines_in_use(self) -> set[RemoteEngine]:
+        """Those whose agents need polls: something is in flight of them, or was said to them lately."""
+        return self._spoken.lately() | {pull.engine for pull in self._moving.values()}
+
     def uses(self, engine: RemoteEngine) -> bool:
         """Tells whether a pull still has to do with an engine."""
         return any(pull.engine is engine for pull in self._pulls.values())
@@ -96,7 +100,7 @@ class Puller:
         return pull
 
     def _opened(self, key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: float) -> RankPull:
-        now = self._clock()
+        now = self._spoken.add(engine)
         return RankPull(key, engine, lease, now + timeout_s, now, renew_at=now + lease.duration_s / 3)
 
     def _expect(self, pull: RankPull) -> None:
@@ -138,7 +142,7 @@ class Puller:
             self.open(key, engine, lease, timeout_s)
             self.add(key, [part], last=True)
             return None
-        started, slot = self._clock(), self._free.pop()
+        started, slot = self._spoken.add(engine), self._free.pop()
         self.words[slot] = CLEARED  # as before every fence
         note = encode_message(self._note(lease, "done"))
         found = read_and_fence(engine, part, self._memory_type, lease, self._address + slot * WORD_BYTES, note)
@@ -170,8 +174,7 @@ class Puller:
 
     def fail(self, key: str, reason: str) -> None:
         """Gives a pull up. Nothing happens where there is none, or where it has failed already."""
-        pull = self._pulls.get(key)
-        if pull is not None and not pull.error:
+        if (pull := self._pulls.get(key)) is not None and not pull.error:
             self._fail(pull, reason)
             self._advance(pull)
 
@@ -191,8 +194,7 @@ class Puller:
 
     def passed(self, key: str) -> int:
         """How many calls of `add` a fence has passed; 0 where there is no such pull."""
-        pull = self._pulls.get(key)
-        return 0 if pull is None else pull.passed
+        return 0 if (pull := self._pulls.get(key)) is None else pull.passed
 
     def fail_engine(self, engine: RemoteEngine, reason: str) -> None:
         """Gives up every pull from an engine, and takes no further one from it."""
@@ -412,6 +414,7 @@ class Puller:
         """Sends a note to each rank. One that is lost costs the source time, not pages: its lease runs out."""
         if not ranks:
             return
+        self._spoken.add(pull.engine)
         message = encode_message(self._note(pull.lease, verdict, reason))
         for rank in ranks:
             with suppress(AgentError):
@@ -420,8 +423,7 @@ class Puller:
     def stuck(self, seconds: float) -> list[RemoteEngine]:
         """Engines of pulls that failed so long ago, and whose copies NIXL still has not called ended."""
         before = self._clock() - seconds
-        found = (pull.engine for pull in self._moving.values() if pull.error and pull.failed_at < before)
-        return list({id(engine): engine for engine in found}.values())
+        return list({pull.engine for pull in self._moving.values() if pull.error and pull.failed_at < before})
 
     def abandon(self, engine: RemoteEngine) -> list[RankPull]:
         """Fails an engine's pulls, and releases what is in flight of them without its end being known.

@@ -28,6 +28,8 @@ from transfer.pull.staging_area import StagingArea
 from transfer.wire.messages import RankMetadata, decode_note, open_rank, sealed_rank
 
 log = logging.getLogger("pagewire.transfer")
+_IN_TURN = 8
+"""Agents that a poll serves of sources that nothing is read from: each takes 2 µs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +121,7 @@ class RankTransfer:
         self._make_agent = agent
         self._remotes: dict[str, RemoteEngine] = {}
         self._retiring: list[RemoteEngine] = []
+        self._next = 0  # of the sources that are not in use, the first that the next poll serves
         self._readers: ReaderAgents | None = None
         self._agent: Agent | None = agent(name, memory_type)
         try:
@@ -273,7 +276,7 @@ class RankTransfer:
         self.released.extend(self.leases.expire())
         for engine_id in [key for key, remote in self._remotes.items() if remote.failure]:
             self.disconnect(engine_id, self._remotes[engine_id].failure)
-        for remote in (*self._remotes.values(), *self._retiring):
+        for remote in self._to_poll():
             with suppress(AgentError):  # nobody writes to it; but what it sends, and a dead peer, wait for its polls
                 remote.agent.notifications()
         self.puller.poll()
@@ -282,6 +285,16 @@ class RankTransfer:
             self._reap()
         if not len(self.puller):
             readers.keep_ready()
+
+    def _to_poll(self) -> set[RemoteEngine]:
+        """Sources whose agents are served now: all that are in use, and of hundreds that are not a few, in turn."""
+        known = list(self._remotes.values())
+        if len(known) <= _IN_TURN:
+            return {*known, *self._retiring}
+        first = self._next if self._next < len(known) else 0
+        self._next = first + _IN_TURN
+        used = [remote for remote in self.puller.engines_in_use() if self._remotes.get(remote.engine_id) is remote]
+        return {*known[first : first + _IN_TURN], *used, *self._retiring}
 
     def _give_up_stuck(self) -> None:
         """The barrier of last resort: where NIXL never ends a copy, its agent does by being destroyed."""

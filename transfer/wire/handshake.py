@@ -338,9 +338,10 @@ class HandshakeClient:
         """Hands every answer and every time-out to the `done` of its question."""
         if not self._asked:
             return
-        for address, socket in list(self._sockets.items()):
+        for address in {asked.address for asked in self._asked.values()}:  # of hundreds that are known mostly one
+            socket = self._sockets.get(address)
             for _ in range(_BATCH):
-                if socket.closed:
+                if socket is None or socket.closed:
                     break  # what the last answer said made its asker forget this address
                 try:
                     data = socket.recv(zmq.NOBLOCK)
