@@ -76,6 +76,12 @@ class Agent:
         self.notes.append((peer, decode_note(message)))
 
 
+class Source(SimpleNamespace):
+    """Stands for a `RemoteEngine`: each is itself alone."""
+
+    __hash__ = object.__hash__
+
+
 class Rig:
     def __init__(self, ranks: int = 2, slots: int = 8) -> None:
         self.now = 50.0
@@ -85,7 +91,7 @@ class Rig:
             SimpleNamespace(agent_name=f"p/{rank}", memory_type=MemoryType.DRAM, words_addr=WORDS_AT + rank * 4096)
             for rank in range(ranks)
         ]
-        self.engine: Any = SimpleNamespace(engine_id="p", ranks=there, words=64, failure="", agent=self.agent)
+        self.engine: Any = Source(engine_id="p", ranks=there, words=64, failure="", agent=self.agent)
 
     def open(self, key: str = "r", **options: Any) -> None:
         self.puller.open(key, self.engine, options.get("lease", LEASE), options.get("timeout_s", 100.0))
