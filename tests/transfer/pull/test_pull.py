@@ -76,7 +76,7 @@ class Agent:
         self.notes.append((peer, decode_note(message)))
 
 
-class Source(SimpleNamespace):
+class StandIn(SimpleNamespace):
     """Stands for a `RemoteEngine`: each is itself alone."""
 
     __hash__ = object.__hash__
@@ -91,7 +91,7 @@ class Rig:
             SimpleNamespace(agent_name=f"p/{rank}", memory_type=MemoryType.DRAM, words_addr=WORDS_AT + rank * 4096)
             for rank in range(ranks)
         ]
-        self.engine: Any = Source(engine_id="p", ranks=there, words=64, failure="", agent=self.agent)
+        self.engine: Any = StandIn(engine_id="p", ranks=there, words=64, failure="", agent=self.agent)
 
     def open(self, key: str = "r", **options: Any) -> None:
         self.puller.open(key, self.engine, options.get("lease", LEASE), options.get("timeout_s", 100.0))
