@@ -255,7 +255,7 @@ STATES: tuple[Module, ...] = (
             Mutation("Replicas._fits", " - replica.pool.beside", "", _SHARED),
             Mutation("Replicas.publish_events", "enumerate(self.states)", "enumerate(self.states[:1])", _EVENTS),
             Mutation("Replicas.forget_idle", "states.pages.forget_copies()", "pass", _MOVES),
-            Mutation("Replicas.fetch", "of_replica.fetched(state.rows)", "pass", _SHARED),
+            Mutation("Replicas.fetch", "of_replica.fetched(state.rows)", "pass", _REPLICAS),
             Mutation("Replicas.fetch_one", "self.states[0].fetched([row])", "pass", _SHARED),
         ],
     ),

@@ -165,3 +165,27 @@ def test_a_replica_without_room_for_a_state_is_not_recommended(model: Any, way: 
     for lease in leases:
         manager.end_lease(lease)
     assert_nothing_held(manager)
+
+
+def test_pages_of_requests_on_both_replicas_stay_from_fetch_to_step(model: Any) -> None:
+    manager = two_replicas(model, "shared")
+    contexts = [TextContext(prompt, 4096, f"r{at}") for at, prompt in enumerate(PROMPTS[:2])]
+    for replica, context in enumerate(contexts):
+        manager.external_claim(context.request_id, replica)
+        assert manager.maybe_reserve(context)
+
+    def stay() -> list[bool]:
+        staying = [replica.pool.moves.staying() for replica in manager._replicas.each]
+        own = [manager.get_req_blocks(context.request_id) for context in contexts]
+        return [bool(mask[pages].all()) for mask, pages in zip(staying, own, strict=True)]
+
+    assert stay() == [False, False]
+    manager.fetch(contexts)
+    assert stay() == [True, True]
+    for context in contexts:
+        context.update(1)
+    manager.step(contexts)
+    assert stay() == [False, False]
+    for context in contexts:
+        manager.release(context.request_id)
+    assert_nothing_held(manager)
