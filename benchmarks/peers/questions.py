@@ -12,7 +12,8 @@ What is in a row, where the programs differ:
   compares is `new context`, and, from the list of tokens of an HTTP request on, `from a list`.
 - vLLM's script turns the garbage collector off while it measures (not for `next turn`); ours and MAX's run with it.
 - Pages of ours are released into a pool that was used for long, those of the peers into a new one.
-- vLLM's and MAX's memory is their block pool's alone, ours is the whole manager's.
+- vLLM's and MAX's memory is their block pool's alone, ours is the whole manager's, once malloc has given back what the
+  requests that filled it have freed; the peers' scripts count that in.
 - Ours is a minimum of 15 samples a round (256 steps), vLLM's of 9 to 25 (64), MAX's of 12 to 100 (60 to 300).
 - NIXL by itself reads the same pages without a lease, a fence, or anybody to tell that the pages are good.
 """
