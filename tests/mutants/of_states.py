@@ -14,7 +14,7 @@ _REPLICAS = ["tests/scheduler_adapters/hf/test_state_replicas.py"]
 _SERVICE = ["tests/scheduler_adapters/service/test_service.py"]
 _PARAMS = "tests/kvcache/test_params.py"
 _EVENTS = ["tests/kvcache/states/test_state_events.py"]
-_BELOW = ["tests/kvcache/states/test_moves_below.py"]
+_BELOW = ["tests/kvcache/states/test_state_tiers.py", "tests/kvcache/states/test_moves_below.py"]
 _BELOW_FILES = ["tests/scheduler_adapters/hf/test_states_below.py"]
 
 STATES: tuple[Module, ...] = (

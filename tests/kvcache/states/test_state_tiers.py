@@ -1,0 +1,43 @@
+"""A copy that passes, and that another request lets stay, is copied to the host before it is written over."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache.states.state_pages import StatePages
+from kvcache.states.state_slabs import kind_offsets
+from kvcache.states.state_tiers import StateTier
+from kvcache.tiers.host_tier import HostTier
+from tests.kvcache.states.state_moves import SHAPE
+
+
+def digest(number: int) -> np.ndarray:
+    return np.array([[number]], np.uint64)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_passing_copy_that_another_request_lets_stay(together: bool) -> None:
+    states = StatePages(SHAPE, 5)
+    offsets = [kind_offsets(kinds) for kinds in states.layouts]
+    host = HostTier([offsets[0][-1]], 4, 1, pinned=False)
+    states.below = StateTier(host, states.places, offsets)
+    pages = torch.tensor([states.allocate(name) for name in "ab"])
+    for tensor in states.blocks[0]:
+        tensor[pages] = 5
+    states.advance(pages, [8, 8])
+    states.keep("a", digest(1), 8, passing=True)
+    states.keep("b", digest(1), 8, passing=False)
+    assert not states.below.in_host(digest(1))[0]
+    for tensor in states.blocks[0]:
+        tensor[pages[0]] = 7
+    states.advance(pages[:1], [16])
+    if together:
+        assert states.keep_passing(["a"], digest(2), np.array([16]))
+    else:
+        states.keep("a", digest(2), 16, passing=True)
+    assert states.below.in_host(digest(1))[0]
+    states.resume("b", digest(1), 8)
+    assert all((tensor[pages[1]] == 5).all() for tensor in states.blocks[0])
+    states.check(["a", "b"])
