@@ -29,6 +29,8 @@ class KVCacheMetrics(msgspec.Struct, frozen=True):
     file_states_written: int = 0  # recurrent states written to the file tier
     file_states_read: int = 0  # recurrent states read from the file tier into the host tier
     file_states_refused: int = 0  # recurrent states of the file tier that were not read, for one of the same reasons
+    state_hits: int = 0  # requests that went on from a cached recurrent state
+    state_evictions: int = 0  # cached recurrent states that were given up on the device
     files_refused: int = 0  # files in the file tier's folder that were not taken up: broken, or of another kind
 
     @property

@@ -9,6 +9,7 @@ from kvcache.manager import PagedKVCacheManager
 from kvcache.metrics import KVCacheMetrics
 from kvcache.replica.replica import Replica
 from kvcache.replicas import Replicas
+from kvcache.states.state_pages import StatePages
 from kvcache.tiers.host_tier import ReplicaTier
 from kvcache.tiers.page_files import FileRefusal
 
@@ -44,6 +45,17 @@ def _pages(all_of: Replicas) -> Iterator[Sample]:
         yield (number, "held"), replica.pool.num_pages - free
         yield (number, "idle"), idle
         yield (number, "empty"), free - idle
+
+
+def _states(all_of: Replicas) -> Iterator[Sample]:
+    for number, states in enumerate(all_of.states):
+        yield (number, "held"), states.pages.num_held
+        yield (number, "idle"), states.pages.num_idle
+
+
+def _of_states(read: Callable[[StatePages], float]) -> Callable[[Replicas], Iterator[Sample]]:
+    """Of each replica with recurrent states a figure."""
+    return lambda all_of: (((number,), read(states.pages)) for number, states in enumerate(all_of.states))
 
 
 def _quarantined(replica: Replica) -> int:
@@ -180,6 +192,27 @@ FAMILIES = (
         "Pages of files that were not taken, by reason.",
         ("reason",),
         _refused_pages,
+    ),
+    Family(
+        "pagewire_state_hits_total",
+        "counter",
+        "Requests that went on from a cached recurrent state.",
+        _REPLICA,
+        _of_states(lambda pages: pages.hits),
+    ),
+    Family(
+        "pagewire_evicted_states_total",
+        "counter",
+        "Cached recurrent states that were given up on the device.",
+        _REPLICA,
+        _of_states(lambda pages: pages.evictions),
+    ),
+    Family(
+        "pagewire_states",
+        "gauge",
+        "Recurrent states on the device: held by somebody or being written, or idle and findable by their prefix.",
+        ("replica", "state"),
+        _states,
     ),
     *(
         Family(f"pagewire_{what}_states_total", "counter", f"Recurrent states {text}.", (), _total(counter))

@@ -106,6 +106,8 @@ class Replicas:
         below = KVCacheMetrics() if self.tiers is None else self.tiers.metrics
         if self.state_tiers is not None:
             below += self.state_tiers.metrics
+        for states in self.states:
+            below += KVCacheMetrics(state_hits=states.pages.hits, state_evictions=states.pages.evictions)
         if self._copies is not None:
             below += KVCacheMetrics(d2d_blocks_copied=self._copies.copied)
         return sum((replica.metrics for replica in self.each), below)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache import InvalidParamsError, KVCacheParams
+from kvcache import InvalidParamsError, KVCacheParams, LayerGroup, Routing, StateShape
 from kvcache.params import resolve_page_size, usable_hashes
 
 HOST = {"enable_prefix_caching": True, "enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": 1}
@@ -90,3 +90,49 @@ def test_page_size_comes_from_the_params_then_the_call_then_the_default() -> Non
     assert resolve_page_size(params(), 32) == 32
     with pytest.raises(InvalidParamsError, match="page_size is 0"):
         resolve_page_size(params(), 0)
+
+
+CACHED = {"enable_prefix_caching": True}
+STATES = StateShape(2, 4, 8, 1, 8, 4, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "shared", "apart"),
+    [
+        ({}, True, 0),
+        ({"share_state_memory": False}, False, 5),
+        ({**CACHED, "share_state_memory": False}, False, 15),
+        ({**CACHED, "state_copies": 7}, False, 12),
+        ({"states": None}, False, 0),
+    ],
+)
+def test_states_lie_among_the_pages_or_apart_with_two_copies_each_where_none_are_named(
+    changes: dict[str, Any], shared: bool, apart: int
+) -> None:
+    made = params(**{"states": STATES, **changes})
+    assert (made.has_states_in_pages, made.states_apart(5)) == (shared, apart)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"state_copies": 3},
+            "state_copies is 3, state_every_pages 0: there are none, as",
+        ),
+        ({"state_every_pages": 2}, "state_every_pages 2: there are none, as enable_prefix_caching is off"),
+        (
+            {"state_copies": 3, "share_state_memory": True, "enable_prefix_caching": True},
+            "state_copies is 3: with share",
+        ),
+        ({"groups": (LayerGroup("full", (0,)),)}, "groups are given, and states"),
+        ({**CACHED, "partial_reuse_min_tokens": 2}, "partial_reuse_min_tokens is given"),
+        (
+            {"routing": Routing(copy_pages=True), "enable_prefix_caching": True},
+            "routing.copy_pages is given, and states",
+        ),
+    ],
+)
+def test_what_does_not_go_with_states_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidParamsError, match=message):
+        params(states=STATES, **changes)

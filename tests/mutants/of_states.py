@@ -255,25 +255,29 @@ STATES: tuple[Module, ...] = (
             Mutation("Replicas._fits", " - replica.pool.beside", "", _SHARED),
             Mutation("Replicas.publish_events", "enumerate(self.states)", "enumerate(self.states[:1])", _EVENTS),
             Mutation("Replicas.forget_idle", "states.pages.forget_copies()", "pass", _MOVES),
+            Mutation("Replicas.metrics", "state_evictions=states.pages.evictions", "state_evictions=0", _REPLICAS),
             Mutation("Replicas.fetch", "of_replica.fetched(state.rows)", "pass", _REPLICAS),
             Mutation("Replicas.fetch_one", "self.states[0].fetched([row])", "pass", _SHARED),
         ],
     ),
     Module(
         "kvcache.params",
-        _HYBRID,
+        [_PARAMS],
         [
-            Mutation(
-                "KVCacheParams.states_apart",
-                "2 * requests * self.enable_prefix_caching",
-                "requests",
-                [*_MOVES, *_KEPT, _PARAMS],
-            ),
+            Mutation("KVCacheParams.states_apart", "2 * requests * self.enable_prefix_caching", "requests"),
             Mutation("KVCacheParams._check_states", "not self.enable_prefix_caching and (copies or every)", "False"),
             Mutation("KVCacheParams._check_states", "self.has_states_in_pages and copies is not None", "False"),
             Mutation("KVCacheParams._check_states", "_check(not given,", "_check(True,"),
             Mutation("KVCacheParams._check_states", "not self.groups", "True"),
             Mutation("KVCacheParams._check_states", "not self.routing.copy_pages", "True"),
+        ],
+    ),
+    Module(
+        "kvcache.prometheus",
+        _REPLICAS,
+        [
+            Mutation("_states", "states.pages.num_idle", "states.pages.num_held"),
+            Mutation("_of_states", "read(states.pages)", "read(all_of.states[0].pages)"),
         ],
     ),
     Module(

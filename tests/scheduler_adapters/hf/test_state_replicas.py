@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvcache.errors import NoFreeStatePageError
+from kvcache.prometheus import ManagerCollector
 from kvcache.replica.context import TextContext
 from scheduler_adapters.hf.runner import HFRunner, kv_params_of, manager_for, num_layers_of, reference_tokens
 from scheduler_adapters.hf.tiny import ByteTokenizer
@@ -32,12 +33,12 @@ def expected(model: Any) -> list[list[int]]:
     return [reference_tokens(model, prompt, NEW) for prompt in PROMPTS]
 
 
-def two_replicas(model: Any, way: str, tokens: int = 600, states: int = 13, tp: int = 1) -> Any:
+def two_replicas(model: Any, way: str, tokens: int = 600, states: int = 13, tp: int = 1, **over: Any) -> Any:
     """A manager of two replicas of four requests each, with memory for so many tokens beside so many states."""
     params = kv_params_of(
         model.config, page_size=PAGE, n_devices=2 * tp, data_parallel_degree=2, enable_prefix_caching=True
     )
-    params = dataclasses.replace(params, **WAYS[way])
+    params = dataclasses.replace(params, **WAYS[way], **over)
     sizes = 8, 4096, ["cpu"] * 2 * tp
     of_token = params.bytes_per_token(num_layers_of(model.config))
     probe = manager_for(model, params, *sizes, available_cache_memory=64 << 20)
@@ -65,6 +66,11 @@ def test_tokens_equal_on_both_replicas_with_hits_of_each_own(
     assert tokens_of(serve(loop, requests_of(PROMPTS, NEW))) == expected
     assert sum(states.hits for states in manager.states) == sum(hits) + len(PROMPTS)
     assert manager.metrics.cache_tokens >= len(PROMPTS) * (len(SYSTEM) // PAGE * PAGE)
+    told = figures(manager)
+    assert told["pagewire_state_hits_total"] == [states.hits for states in manager.states]
+    assert told["pagewire_states", "held"] == [0, 0]
+    assert told["pagewire_states", "idle"] == [states.num_idle for states in manager.states] != [0, 0]
+    assert manager.metrics.state_hits == sum(told["pagewire_state_hits_total"])
     assert_nothing_held(manager)
 
 
@@ -79,6 +85,17 @@ def test_tokens_equal_when_requests_of_both_give_way(model: Any, way: str) -> No
     assert_nothing_held(manager)
 
 
+def figures(manager: Any) -> dict[Any, list[float]]:
+    """What Prometheus reads of the states: by name, and what else than the replica it is of, one a replica."""
+    found: dict[Any, list[float]] = {}
+    for family in ManagerCollector(manager, engine="0").collect():
+        for sample in family.samples:
+            if "state" in sample.name and "replica" in sample.labels:
+                name = (sample.name, sample.labels["state"]) if "state" in sample.labels else sample.name
+                found.setdefault(name, []).append(sample.value)
+    return found
+
+
 def run(manager: Any, runner: HFRunner, contexts: list[TextContext]) -> list[int]:
     """A step of requests of one replica."""
     assert all(manager.maybe_reserve(context) for context in contexts)
@@ -88,6 +105,41 @@ def run(manager: Any, runner: HFRunner, contexts: list[TextContext]) -> list[int
         context.update(token)
     manager.step(contexts)
     return tokens
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_one_replica_computed_comes_to_the_other_from_the_host_that_they_share(
+    model: Any, expected: list[list[int]], way: str
+) -> None:
+    manager = two_replicas(model, way, enable_kvcache_swapping_to_host=True, host_kvcache_swap_space_gb=0.05)
+    runner = HFRunner(model, manager.states)
+    for replica in (0, 1):
+        context = TextContext(PROMPTS[1], 4096, f"on {replica}")
+        manager.external_claim(context.request_id, replica)
+        while context.current_length < len(PROMPTS[1]) + NEW:
+            run(manager, runner, [context])
+        assert context.tokens.tolist() == PROMPTS[1] + expected[1]
+        manager.release(context.request_id)
+        manager.flush_tiers()
+    metrics = manager.metrics
+    assert (metrics.h2d_states_copied, metrics.state_hits) == (1, 1)
+    assert metrics.h2d_blocks_copied
+    assert [states.hits for states in manager.states] == [0, 1]
+    assert_nothing_held(manager)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_states_that_give_way_are_counted_on_their_replica(model: Any, way: str) -> None:
+    manager = two_replicas(model, way, 17 * PAGE, states=2 if way == "shared" else 13)
+    runner = HFRunner(model, manager.states)
+    for number in range(14):
+        context = TextContext([number, *PROMPTS[1]], 4096, str(number))
+        manager.external_claim(context.request_id, 1)
+        while context.start_idx < len(PROMPTS[1]):
+            run(manager, runner, [context])
+        manager.release(context.request_id)
+    told = figures(manager)["pagewire_evicted_states_total"]
+    assert told == [0, manager.metrics.state_evictions] != [0, 0]
 
 
 @pytest.mark.parametrize("way", WAYS)
