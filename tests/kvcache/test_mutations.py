@@ -189,7 +189,7 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "pages are freed head first": (PagePool, "release", without_tail_first),
     "a hit adds no holder to a page in use": (PagePool, "hold", without_hold),
     "useful pages go before fresh ones": (PagePool, "allocate", idle_before_fresh),
-    "the last token may be hit": (Replica, "match", full_hits),
+    "the last token may be hit": (Replica, "published_run", full_hits),
     "a duplicate is not shared": (Replica, "_publish", forgets_duplicates),
     "a duplicate is shared but never freed": (Replica, "_publish", keeps_duplicates),
     "a released row keeps its entries": (BlockRows, "unbind", leaves_entries),

@@ -13,6 +13,7 @@ _HYBRID = ["tests/scheduler_adapters/hf/test_hybrid.py"]
 _REPLICAS = ["tests/scheduler_adapters/hf/test_state_replicas.py"]
 _SERVICE = ["tests/scheduler_adapters/service/test_service.py"]
 _PARAMS = "tests/kvcache/test_params.py"
+_PAGES = ["tests/kvcache/states/test_state_pages.py"]
 _EVENTS = ["tests/kvcache/states/test_state_events.py"]
 _BELOW = ["tests/kvcache/states/test_state_tiers.py", "tests/kvcache/states/test_moves_below.py"]
 _BELOW_FILES = ["tests/scheduler_adapters/hf/test_states_below.py"]
@@ -67,7 +68,7 @@ STATES: tuple[Module, ...] = (
             Mutation("StatePages.keep_passing", "self._copy(page, copy)", "pass", _PASSING),
             Mutation("StatePages.keep_passing", "self._used[copies] = self._slabs.pool.clock", "pass", _PASSING),
             Mutation("StatePages._all_run_on", "(has != tokens) | ", "", _PASSING),
-            Mutation("StatePages._all_run_on", " | (self._pool.writers[pages] > 0)", "", _PASSING),
+            Mutation("StatePages._all_run_on", " | (self._pool.writers[pages] > 0)", "", _PAGES),
             Mutation("StatePages._all_run_on", " | told", "", _PASSING),
             Mutation("StatePages.keep", "self._tokens[page] != tokens", "False"),
             Mutation("StatePages.keep", "self._forget(before)", "pass"),
@@ -77,7 +78,7 @@ STATES: tuple[Module, ...] = (
             Mutation("StatePages.keep", "self._keep_below(copy, digest)", "pass", _BELOW),
             Mutation("StatePages.keep_passing", "self._spare(copies)", "pass", _BELOW),
             Mutation("StatePages.longest", "found |= self.below.in_host(digests)", "pass", _BELOW),
-            Mutation("StatePages.bring_newest", "digests[self.longest(digests) :]", "digests", _BELOW_FILES),
+            Mutation("StatePages.bring_newest", "digests[self.longest(digests) :]", "digests", _BELOW),
             Mutation("StatePages.resume", "self._tokens[page] = tokens", "pass", _BELOW),
             Mutation("StatePages.resume", "self.below.used(digest)", "pass", _BELOW),
             Mutation("StatePages.release", "self._keep_below(", "(lambda *_: None)(", _BELOW),
@@ -392,7 +393,7 @@ STATES: tuple[Module, ...] = (
     ),
     Module(
         "kvcache.states.state_pages",
-        ["tests/kvcache/states/test_state_pages.py"],
+        _PAGES,
         [
             Mutation("StatePages.allocate", "self._reset(page)", "pass"),
             Mutation("StatePages.begin_import", "self._pool.add_writer(one_page(page))", "pass"),

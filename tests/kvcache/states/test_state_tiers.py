@@ -41,3 +41,17 @@ def test_a_passing_copy_that_another_request_lets_stay(together: bool) -> None:
     states.resume("b", digest(1), 8)
     assert all((tensor[pages[1]] == 5).all() for tensor in states.blocks[0])
     states.check(["a", "b"])
+
+
+def test_files_are_asked_for_later_states_than_those_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    states, asked = StatePages(SHAPE, 3), list[list[int]]()
+    offsets = [kind_offsets(kinds) for kinds in states.layouts]
+    states.below = below = StateTier(HostTier([offsets[0][-1]], 4, 1, pinned=False), states.places, offsets)
+    monkeypatch.setattr(below, "bring_newest", lambda digests, *, wait: asked.append(digests[:, 0].tolist()) or wait)
+    page = torch.tensor([states.allocate("a")])
+    states.advance(page, [16])
+    prompt = np.concatenate([digest(number) for number in (1, 2, 3)])
+    assert not states.bring_newest(prompt, wait=False)
+    states.keep("a", digest(2), 16, passing=False)
+    assert states.bring_newest(prompt, wait=True)
+    assert asked == [[1, 2, 3], [3]]
