@@ -81,6 +81,19 @@ def test_another_process_goes_on_from_files(each_model: Any, slabs: bool, tmp_pa
     assert_nothing_held(again)
 
 
+def test_a_reservation_that_nobody_announced_waits_for_what_files_have(model: Any, tmp_path: Path) -> None:
+    first = below(model, folder=tmp_path)
+    serve(loop_of(first, model), [Request("first", PROMPTS[1], NEW)])
+    first.close()
+    again = below(model, folder=tmp_path)
+    context = TextContext(PROMPTS[1], 4096, "again")
+    again.external_claim("again")
+    assert again.maybe_reserve(context)
+    assert context.start_idx == (len(PROMPTS[1]) - 1) // PAGE * PAGE
+    assert (again.states[0].hits, again.metrics.file_states_read) == (1, 1)
+    again.close()
+
+
 def test_a_host_tier_finds_what_a_device_with_room_for_all_does(each_model: Any) -> None:
     swapping = {"enable_kvcache_swapping_to_host": False}
     alone, tiered, roomy = (
@@ -128,7 +141,8 @@ def test_a_damaged_file_of_a_state_is_no_hit(model: Any, tmp_path: Path, damage:
     assert_nothing_held(again)
 
 
-def test_a_damaged_newest_state_leaves_the_one_before_it(model: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_damaged_newest_state_leaves_the_one_before_it(model: Any, tmp_path: Path, announced: bool) -> None:
     first = below(model, folder=tmp_path)
     prompt, answer = PROMPTS[1], reference_tokens(model, PROMPTS[1], NEW)
     serve(loop_of(first, model), [Request("r", prompt, NEW)])
@@ -139,10 +153,16 @@ def test_a_damaged_newest_state_leaves_the_one_before_it(model: Any, tmp_path: P
     whole = bytearray(file.read_bytes())
     whole[state_bytes(model)] ^= 1
     file.write_bytes(whole)
-    turn = [*prompt, *answer, 1, 2, 3]
-    loop = loop_of(again, model)
-    assert tokens_of(serve(loop, [Request("r", turn, NEW)])) == [reference_tokens(model, turn, NEW)]
-    assert again.metrics.cache_tokens == (len(prompt) - 1) // PAGE * PAGE
+    turn, left = [*prompt, *answer, 1, 2, 3], (len(prompt) - 1) // PAGE * PAGE
+    if announced:
+        loop = loop_of(again, model)
+        assert tokens_of(serve(loop, [Request("r", turn, NEW)])) == [reference_tokens(model, turn, NEW)]
+        assert again.metrics.cache_tokens == left
+    else:  # it is asked for once
+        context = TextContext(turn, 4096, "r")
+        again.external_claim("r")
+        assert again.maybe_reserve(context)
+        assert context.start_idx == left
     assert again.metrics.file_states_refused == 1
     again.close()
 
