@@ -111,8 +111,13 @@ def test_an_offer_that_younger_ones_have_overtaken_is_dropped(
     service: Service, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = Said(service, monkeypatch)
-    request = service.submit_one("r", PROMPT)
-    service.until(lambda: request.phase == "pulling" and len(said.offers) > 2, "some chunks")
+    request = pulling(service)
+    service.until(lambda: len(said.offers) > 2, "some chunks", poll=service.prefill.poll)  # decode pulls the first
+    service.until(
+        lambda: request.offer is not None and request.offer.table.num_tokens > said.offers[0].table.num_tokens,
+        "a younger one",
+        poll=service.decode.poll,
+    )
     offer = request.offer
     service.decode._on_message(service.decode.connections[0], said.offers[0])
     assert (request.phase, request.offer, service.decode.counts["late"]) == ("pulling", offer, 1)
