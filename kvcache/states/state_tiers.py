@@ -189,7 +189,7 @@ def make_state_tiers(
     if params.file_tier_dir is not None:
         of_states = chain.from_iterable(kinds.values() for kinds in layouts)
         fingerprint = replica_fingerprint([*pages, *of_states])
-        namespace = namespace_of(params.hash_algorithm, fingerprint, params.file_tier_key, "states")
+        namespace = namespace_of(params.hash_algorithm, fingerprint, params.file_tier_key)
         layout = FileFormat(namespace, sum(sizes), DIGEST_BYTES[params.hash_algorithm])
         folder = PageFolder(Path(params.file_tier_dir), namespace)
         files = FileTier(folder, layout, divided.file_bytes, host, params.file_tier_io or (lambda _: SystemIO()))
