@@ -365,7 +365,7 @@ def finish_import(
 def _publish_plain(replica: Replica, row: int, context: Context, cached: int) -> None:
     """What `publish` does, where nobody but the row is to be told: without arrays of one, in half the time.
 
-    It has no leases, as its import was pending.
+    Leases know no page of the row yet: no block table is made of it while its import is pending.
     """
     rows = replica.rows
     if replica.caching and cached >= rows.commit_at.item(row):

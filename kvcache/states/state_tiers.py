@@ -12,7 +12,6 @@ alike.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -32,9 +31,9 @@ from kvcache.states.state_layout import state_layouts
 from kvcache.states.state_slabs import StateLayouts, kind_offsets
 from kvcache.tiers.file_tier import FileTier
 from kvcache.tiers.host_tier import HostLoad, HostTier, ReplicaTier
-from kvcache.tiers.page_files import FileFormat, SystemIO
-from kvcache.tiers.page_folder import PageFolder, namespace_of
-from kvcache.tiers.tiers import Tiers
+from kvcache.tiers.page_files import FileFormat
+from kvcache.tiers.page_folder import namespace_of
+from kvcache.tiers.tiers import Tiers, file_tier_of
 
 _GB = 2**30
 _LEAST_SLOTS = 2  # one is read from a file while another is held
@@ -185,14 +184,11 @@ def make_state_tiers(
     on_gpu = any(blocks.device.type != "cpu" for blocks in chain.from_iterable(replicas[0].blocks))
     words = DIGEST_BYTES[params.hash_algorithm] // 8
     host = HostTier(sizes, divided.slots, words, pinned=on_gpu)
-    files = None
-    if params.file_tier_dir is not None:
-        of_states = chain.from_iterable(kinds.values() for kinds in layouts)
-        fingerprint = replica_fingerprint([*pages, *of_states])
-        namespace = namespace_of(params.hash_algorithm, fingerprint, params.file_tier_key)
-        layout = FileFormat(namespace, sum(sizes), DIGEST_BYTES[params.hash_algorithm])
-        folder = PageFolder(Path(params.file_tier_dir), namespace)
-        files = FileTier(folder, layout, divided.file_bytes, host, params.file_tier_io or (lambda _: SystemIO()))
+    of_states = chain.from_iterable(kinds.values() for kinds in layouts)
+    fingerprint = replica_fingerprint([*pages, *of_states])
+    namespace = namespace_of(params.hash_algorithm, fingerprint, params.file_tier_key)
+    layout = FileFormat(namespace, sum(sizes), DIGEST_BYTES[params.hash_algorithm])
+    files = file_tier_of(params, layout, divided.file_bytes, host)
     tiers = StateTiers(host, [StateTier(host, places, offsets) for places in replicas], files)
     tiers.share = _SHARE
     return tiers

@@ -213,14 +213,18 @@ def _page_format(params: KVCacheParams, layouts: Sequence[PageLayout], tables: L
 def _make_file_tier(
     params: KVCacheParams, layouts: Sequence[PageLayout], host: HostTier, tables: LayerTables
 ) -> FileTier | None:
-    if params.file_tier_dir is None:
-        return None
     several = len(tables.tables) > 1
     layout = _page_format(params, layouts, tables, *["tables named"] * several)
     layout = replace(layout, tables=len(tables.tables))
+    return file_tier_of(params, layout, int((params.file_tier_max_gb or 0) * 2**30), host)
+
+
+def file_tier_of(params: KVCacheParams, layout: FileFormat, max_bytes: int, host: HostTier) -> FileTier | None:
+    """Files of this format below a host tier, of so many bytes at most; None where the params ask for none."""
+    if params.file_tier_dir is None:
+        return None
     folder = PageFolder(Path(params.file_tier_dir), layout.namespace)
-    most = int((params.file_tier_max_gb or 0) * 2**30)
-    return FileTier(folder, layout, most, host, params.file_tier_io or (lambda _: SystemIO()))
+    return FileTier(folder, layout, max_bytes, host, params.file_tier_io or (lambda _: SystemIO()))
 
 
 def _make_object_tier(

@@ -304,6 +304,9 @@ KVCACHE: tuple[Module, ...] = (
             Mutation("_check_proof", "copier.proof is not proof", "copier.proof is None"),
             Mutation("_check_proof", "proof.num_tokens < pending.tokens[1]", "proof.num_tokens < 0"),
             Mutation("finish_import", "replica.log is None and", "True and", ["tests/kvcache/events/test_events.py"]),
+            Mutation(
+                "finish_import", "type(replica.tier) is PagesBelow", "True", ["tests/kvcache/tiers/test_host_tier.py"]
+            ),
             Mutation("_publish_plain", "cached >= rows.commit_at.item(row)", "cached > rows.commit_at.item(row)"),
             Mutation("_publish_plain", "rows.cached[row] = cached", "pass"),
         ],
