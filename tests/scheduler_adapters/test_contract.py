@@ -208,18 +208,30 @@ class PairDriver:
         self._meddle_with_reads()
 
     def _meddle_with_reads(self) -> None:
-        """NIXL reads whatever is asked for; these have some reads refused, or not done until we say so."""
+        """NIXL reads whatever is asked for; these have some READs fail, in flight or posted, or not done until we say so.
+
+        The READ in flight has to fail too: it may be the last one that the victim needs, so that none is refused.
+        """
         read, done = Agent.read, Agent.done
 
-        def meddled_read(*args: Any) -> Any:
+        def fail_one() -> None:
             if self.refusals > 0 and self.victim not in self.service.ended:
                 self.refusals -= 1
-                raise AgentError("the READ is refused, says the test")
+                raise AgentError("the READ fails, says the test")
+
+        def meddled_read(*args: Any) -> Any:
+            fail_one()
             handle, at_once = read(*args)
             return handle, at_once and not self.stalled
 
+        def meddled_done(*args: Any) -> bool:
+            if self.stalled:
+                return False
+            fail_one()
+            return done(*args)
+
         self.patch.setattr(Agent, "read", meddled_read)
-        self.patch.setattr(Agent, "done", lambda *args: not self.stalled and done(*args))
+        self.patch.setattr(Agent, "done", meddled_done)
 
     @property
     def idle(self) -> bool:
