@@ -15,6 +15,7 @@ from kvcache.layer_groups import LayerGroup, LayerKind
 from kvcache.state_shape import SSM_KIND, StateForm, StateShape
 from kvcache.states.state_pages import StatePages
 from scheduler_adapters.errors import UnsupportedModelError
+from scheduler_adapters.hf.paged_attention import PagedLatents
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -26,12 +27,12 @@ _STATELESS_KINDS = {"mlp", "moe"}
 # The models whose recurrent layers are known, and what they keep. Not Zamba2: its attention layers are shared.
 STATE_FORMS: dict[str, StateForm] = {
     **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"), "mamba2"),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), "gated_delta"),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear"), "gated_delta"),
     "jamba": "mamba1",
     **dict.fromkeys(("lfm2", "lfm2_moe"), "short_conv"),
 }
 # Whose attention hands its latents to the cache object, and expands those that it gets back (`expand_kv`).
-LATENT_MODEL_TYPES = {"deepseek_v3"}
+LATENT_MODEL_TYPES = {"deepseek_v3", "kimi_linear"}
 # The mixers multiply padding away with a mask, which without padding is None. Given as a dict, it is not built.
 NO_MASKS = {"full_attention": None, "linear_attention": None, "conv": None}
 
@@ -115,6 +116,8 @@ def _shape_of(mixer: Any, form: StateForm, layers: int) -> StateShape:
     conv = mixer.conv if form == "short_conv" else mixer.conv1d
     if form == "mamba2":
         sizes = (mixer.num_heads, mixer.head_dim, mixer.n_groups, mixer.ssm_state_size)
+    elif hasattr(mixer, "forget_gate"):  # Kimi's delta attention: a decay for each channel of a key, heads all alike
+        sizes = (mixer.num_heads, mixer.head_dim, mixer.num_heads, mixer.head_dim)
     elif form == "gated_delta":
         sizes = (mixer.num_v_heads, mixer.head_v_dim, mixer.num_k_heads, mixer.head_k_dim)
     else:
@@ -141,6 +144,7 @@ class PagedStates:
         self._places = places
         self._pages = pages
         self._written = pages if written is None else written
+        self.latents: PagedLatents | None = None  # of the pass that runs, where attention layers keep latents
         self._conv: dict[int, torch.Tensor] = {}
         self._ssm: dict[int, torch.Tensor] = {}
 
@@ -170,9 +174,11 @@ class PagedStates:
         return recurrent_states
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What attention layers ask for; the paged attention keeps keys and values itself."""
+        """What attention layers ask for: latents go to their pages; keys and values the paged attention keeps."""
+        if self.latents is not None:
+            self.latents.update(key_states, value_states, layer_idx)
         return key_states, value_states
 
     def is_recording_past(self, layer_idx: int) -> bool:  # noqa: ARG002  (of the interface)

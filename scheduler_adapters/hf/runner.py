@@ -201,13 +201,17 @@ class HFRunner:
             ends: list[int] = keep.cpu().numpy().tolist()
             places = [range(end - count, end + 1) for end, count in zip(ends, before, strict=False)]
             keep = torch.tensor([*chain(*places)], device=self.model.device)
+        latents = PagedLatents(paged) if self._has_latents else None
+        if cache is not None:
+            cache.latents = latents
+        past = latents if cache is None else cache
         output = self.model(
             input_ids=torch.as_tensor(tokens, dtype=torch.int64, device=self.model.device).view(rows, -1),
             position_ids=paged.positions.view(rows, -1),
             use_cache=False,
             paged_batch=paged,
-            **({} if cache is None else {"past_key_values": cache, "attention_mask": NO_MASKS}),
-            **({"past_key_values": PagedLatents(paged)} if self._has_latents else {}),
+            **({} if past is None else {"past_key_values": past}),
+            **({} if cache is None else {"attention_mask": NO_MASKS}),
             **({"logits_to_keep": keep} if self._keeps_logits else {}),
         )
         return (output.logits if self._keeps_logits else output.logits[:, keep]).flatten(0, 1)

@@ -31,13 +31,15 @@ _KEEPS: dict[str, tuple[CacheKind, ...]] = {
 }
 _WINDOW_FIELDS = {"window": "sliding_window", "chunked": "attention_chunk_size"}
 # Heads, their width, groups of heads that share a B and a C (queries and keys), the width of these, and the kernel: of
-# gated delta networks; of Mamba-2 as Bamba, Granite 4 and Falcon-H1 spell it; and as Nemotron-H does.
+# gated delta networks; of Mamba-2 as Bamba, Granite 4 and Falcon-H1 spell it; as Nemotron-H does; and of Kimi Linear,
+# whose values, queries and keys are all alike.
 _STATE_FIELDS = (
     *[("linear_num_value_heads", "linear_value_head_dim", "linear_num_key_heads", "linear_key_head_dim")],
     *[("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state")],
     *[("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size")],
+    *[("linear_num_heads", "linear_head_dim", "linear_num_heads", "linear_head_dim")],
 )
-_KERNEL_FIELDS = ("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel")
+_KERNEL_FIELDS = ("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel", "linear_conv_kernel_dim")
 _MAMBA1_FIELDS = ("mamba_expand", "mamba_d_state", "mamba_d_conv")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.float8_e4m3fn}
 _MOST = (1 << 31) - 1

@@ -76,6 +76,28 @@ HYBRIDS = {
             "mamba_dt_rank": 8,
         },
     ),
+    # Latents of 16 elements and 8 that are shared; keys of 16 elements and these, values of 12. The first MLP is dense.
+    "kimi_linear": (
+        "KimiLinearConfig",
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 12,
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 32,
+            "pad_token_id": 258,
+            "bos_token_id": 256,
+            "eos_token_id": None,
+        },
+    ),
     # With tied embeddings a random one repeats its last token.
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"], "tie_word_embeddings": False}),
 }

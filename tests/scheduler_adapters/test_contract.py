@@ -208,7 +208,7 @@ class PairDriver:
         self._meddle_with_reads()
 
     def _meddle_with_reads(self) -> None:
-        """NIXL reads whatever is asked for; these have some READs fail, in flight or posted, or not done until we say so.
+        """NIXL reads whatever is asked for; these have some READs fail, in flight or posted, or not done until told so.
 
         The READ in flight has to fail too: it may be the last one that the victim needs, so that none is refused.
         """

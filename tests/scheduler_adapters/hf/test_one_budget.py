@@ -29,7 +29,7 @@ ENDS = ("Who wrote it?", "And who read it, some time later?", "x", "Was it long?
 PROMPTS = [[*SYSTEM, *ByteTokenizer().encode(text)[1:]] for text in ENDS]
 
 
-@pytest.fixture(scope="module", params=["bamba", "qwen3_next", "lfm2"])
+@pytest.fixture(scope="module", params=["bamba", "qwen3_next", "lfm2", "kimi_linear"])
 def each_model(request: pytest.FixtureRequest, make_model: Callable[..., Any]) -> Any:
     return make_model(request.param)
 

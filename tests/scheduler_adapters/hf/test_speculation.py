@@ -10,7 +10,7 @@ import pytest
 from tests.scheduler_adapters.hf.speculating import NEW, PAGE, PROMPTS, Engine, assert_equal
 from tests.scheduler_adapters.serving import assert_nothing_held
 
-MODELS = ("bamba", "qwen3_next", "granite", "lfm2")
+MODELS = ("bamba", "qwen3_next", "granite", "lfm2", "kimi_linear")
 
 
 @pytest.fixture(scope="module", params=[*MODELS, "jamba", "llama"])

@@ -23,7 +23,7 @@ PROMPTS = [[*SYSTEM, *ByteTokenizer().encode(text)[1:]] for text in ENDS]
 WAYS = {"apart": {"share_state_memory": False, "state_copies": 8}, "shared": {}}
 
 
-@pytest.fixture(scope="module", params=["bamba", "qwen3_next"])
+@pytest.fixture(scope="module", params=["bamba", "qwen3_next", "kimi_linear"])
 def model(request: pytest.FixtureRequest, make_model: Callable[..., Any]) -> Any:
     return make_model(request.param)
 

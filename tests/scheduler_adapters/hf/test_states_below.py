@@ -22,7 +22,7 @@ USERS = ("Who wrote it?", "And who read it, some time later?", "x", "Was it long
 PROMPTS = [ByteTokenizer().encode(f"{text} {at} What all of these ask for.") for at, text in enumerate(USERS)]
 
 
-@pytest.fixture(scope="module", params=["bamba", "qwen3_next", "lfm2"])
+@pytest.fixture(scope="module", params=["bamba", "qwen3_next", "lfm2", "kimi_linear"])
 def each_model(request: pytest.FixtureRequest, make_model: Callable[..., Any]) -> Any:
     return make_model(request.param)
 

@@ -101,6 +101,7 @@ def test_what_recurrent_layers_keep_is_what_our_state_pages_hold(tmp_path: Path)
     [  # matrices in float32, and inputs of convolutions in bfloat16
         ("qwen3-next-80b", {"state": 36, "full": 12}, 24_576, 36 * (32 * 128 * 128 * 4 + (4096 + 2 * 2048) * 3 * 2)),
         ("nemotron-h-8b", {"state": 24, "full": 4}, 16_384, 24 * (128 * 64 * 128 * 4 + (8192 + 2 * 1024) * 3 * 2)),
+        ("kimi-linear-48b-a3b", {"state": 20, "latent": 7}, 8_064, 20 * (32 * 128 * 128 * 4 + 3 * 4096 * 3 * 2)),
         ("bamba-9b", {"state": 29, "full": 3}, 12_288, 29 * (128 * 64 * 128 * 4 + (8192 + 2 * 128) * 3 * 2)),
     ],
 )
@@ -111,7 +112,9 @@ def test_public_recurrent_models(name: str, kinds: dict[str, int], token_bytes: 
     assert model.state_bytes(1) == state_bytes
 
 
-@pytest.mark.parametrize("kind", ["bamba", "granite", "falcon", "nemotron", "qwen3_next", "qwen3_5", "jamba", "lfm2"])
+@pytest.mark.parametrize(
+    "kind", ["bamba", "granite", "falcon", "nemotron", "qwen3_next", "qwen3_5", "kimi_linear", "jamba", "lfm2"]
+)
 def test_recurrent_layers_of_each_model_keep_what_the_model_itself_does(
     kind: str, make_model: Callable[..., Any], tmp_path: Path
 ) -> None:

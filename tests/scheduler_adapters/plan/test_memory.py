@@ -135,12 +135,22 @@ LARGE = StateShape(10, 4, 6, 2, 8, 4, torch.bfloat16, form="gated_delta")  # 11 
 
 
 @pytest.mark.parametrize("way", ["pagewire", "share_memory"])
+@pytest.mark.parametrize("kind", ["full", "latent"])
 @pytest.mark.parametrize(("shape", "tp"), [(CONVOLVED, 1), (CONVOLVED, 2), (DELTA, 1), (DELTA, 2), (LARGE, 1)])
-def test_states_take_what_a_real_manager_of_them_gives_them(shape: StateShape, tp: int, way: str) -> None:
-    model, memory = small(FULL, AlikeLayers("state", shape.layers, state=shape)), 41_000
+def test_states_take_what_a_real_manager_of_them_gives_them(shape: StateShape, tp: int, kind: str, way: str) -> None:
+    attention = FULL if kind == "full" else AlikeLayers("latent", 2, heads=1, width=64)
+    model, memory = small(attention, AlikeLayers("state", shape.layers, state=shape)), 41_000
     ours = room(choice(model, tp, 2, asked(memory, 4, lengths=(1, 9, 30))), way)
+    heads, dim = (2, 16) if kind == "full" else (1, 64)
     params = KVCacheParams(
-        torch.bfloat16, 2, 16, page_size=4, n_devices=tp, states=shape, share_state_memory=way == "share_memory"
+        torch.bfloat16,
+        heads,
+        dim,
+        is_mla=kind == "latent",
+        page_size=4,
+        n_devices=tp,
+        states=shape,
+        share_state_memory=way == "share_memory",
     )
 
     def made(rows: int, longest: int = 4096) -> PagedKVCacheManager:
@@ -161,7 +171,7 @@ def test_states_take_what_a_real_manager_of_them_gives_them(shape: StateShape, t
     with pytest.raises(PromptTooLongError):
         manager.maybe_reserve(TextContext(range((ours.longest or 0) + 1), 4096, "longer"))
     (part, state), page = ours.parts, ours.page_bytes or 1
-    assert (part.kind, part.tables, state.kind, state.tables) == ("full", 1, "state", 0)
+    assert (part.kind, part.tables, state.kind, state.tables) == (kind, 1, "state", 0)
     assert ours.request_bytes[9] == 3 * page + state.request_bytes[9] == sum(one.request_bytes[9] for one in ours.parts)
     own = model.state_bytes(tp)
     assert ours.lost_bytes[9] == state.request_bytes[9] - own
@@ -191,6 +201,7 @@ LAID = {
     ("qwen3-next-80b", "share_memory"): ((154, 0.1), (25, 0.0)),
     ("nemotron-h-8b", "share_memory"): ((181, 0.0), (36, 0.0)),
     ("bamba-9b", "share_memory"): ((191, 0.1), (46, 0.0)),
+    ("kimi-linear-48b-a3b", "share_memory"): ((392, 0.1), (75, 0.0)),
 }
 
 

@@ -102,6 +102,8 @@ def test_sides_that_differ_give_the_same_tokens(
         ("bamba", APART, {"tp": 2}),
         ("granite", {"tp": 2}, {"tp": 1}),
         ("falcon", {}, {}),
+        ("kimi_linear", {}, {"tp": 2, **APART}),
+        ("kimi_linear", {"tp": 2}, {"page_size": 64, "pages": 25}),
     ],
 )
 def test_windows_and_recurrent_states_are_served_too(
