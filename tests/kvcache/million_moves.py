@@ -1,7 +1,7 @@
 """The random moves, as many as one likes: `python -m tests.kvcache.million_moves --seed 1 --moves 1000000`.
 
 Each seed makes a manager of its own and 200 moves; a seed that fails is printed, and fails again when it is run again.
-With `--hostile` a wrong call follows each move, and how often each was made is printed too. With `--states` the managers
+With `--hostile` a wrong call follows each move, and how often each was made is printed too. With `--states` managers
 have recurrent states: in the memory of pages, apart from it, or apart with a host tier below.
 """
 
