@@ -359,7 +359,7 @@ class PagedKVCacheManager(PoolFigures):
         num_steps = arguments.steps(num_steps)
         replica, replica_idx, row = self._claims.own(context, "import_block_table")
         self._look_for_reset()
-        of_tokens = without_state(context, table) if self._states else table
+        of_tokens = without_state(context, table, len(self.layer_tables.tables)) if self._states else table
         pending = imports.begin_import(replica, replica_idx, row, context, of_tokens, num_steps, partial=partial)
         if pending is not None:
             self._claims.bind(context, replica_idx, row)
@@ -374,7 +374,7 @@ class PagedKVCacheManager(PoolFigures):
         """
         replica, replica_idx, row = self._claims.own(context, "extend_import")
         if self._states:
-            of_tokens = without_state(context, table)
+            of_tokens = without_state(context, table, len(self.layer_tables.tables))
             self._states[replica_idx].refuse_other(context, pending, table)
             table = of_tokens
         return imports.extend_import(replica, row, context, pending, table, last=last)

@@ -296,7 +296,10 @@ class KVCacheParams:
             raise InvalidParamsError(
                 f"state_copies is {copies}, state_every_pages {every}: there are none, as enable_prefix_caching is off"
             )
-        _check(not self.groups, "groups are given, and states: a model with states has one group of attention layers")
+        _check(
+            not (self.groups and self.enable_kvcache_swapping_to_host),
+            f"groups are given, and states, and {_SWAPPING}: of these two together nothing is kept below the device",
+        )
         for name in ("object_tier_io", "partial_reuse_min_tokens"):
             given = bool(getattr(self, name))
             _check(not given, f"{name} is given: pages of a model with recurrent states are not cached that way")

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvcache.errors import InvalidRequestError, InvariantError
 from kvcache.layer_groups import LayerGroup, LayerTables
@@ -25,7 +24,7 @@ from kvcache.pool.pages import PagePool
 from kvcache.replica.block_table import FurtherImport
 from kvcache.replica.context import Context
 from kvcache.replica.leases import PageLeases
-from kvcache.replica.pages_below import Below, FromBelow
+from kvcache.replica.pages_below import Asked, Below, FromBelow, last_end
 from kvcache.replica.rows import BlockRows, Ints, Pages, Rows, as_rows
 
 _NO_PAGES: Pages = np.zeros(0, np.int32)
@@ -73,13 +72,17 @@ class FurtherTables:
         self._numbers = pool.index.tables = np.zeros(len(pool.index.published), np.intp)
         self._mixed = np.array([number * _MIX % (1 << 64) for number in range(1, self.count + 1)], np.uint64)
 
-    def longest(self, first: int, digests: Digests) -> int:
-        """Of pages that the first table has found, after `first` published ones, how many all tables can go on from."""
+    def longest(self, first: int, digests: Digests, ends: Asked | None = None) -> int:
+        """Of pages that the first table has found, after `first` published ones, how many all tables can go on from.
+
+        `ends`: of each page whether a request may go on after it for the sake of all else; None: after each.
+        """
+        digests = digests if ends is None else digests[: last_end(ends)]
         size, end = self._page_size, first + len(digests)
         needed = [(tables, max(0, self._seen(group, end * size) - first)) for group, tables in self._groups]
         if all((self._find(tables, digests[least:]) != NO_PAGE).all() for tables, least in needed):
             return len(digests)
-        return self._longest(self._find(slice(None), digests) != NO_PAGE, first)
+        return self._longest(self._find(slice(None), digests) != NO_PAGE, first, ends)
 
     def every(self, digests: Digests) -> Digests:
         """The digests of the pages of all tables, `[tables, pages, words]`, given those of the first one."""
@@ -407,19 +410,19 @@ class FurtherTables:
         """The first column that the query at `position` sees."""
         return int(group.first_seen(np.array(position))) // self._page_size
 
-    def _longest(self, there: NDArray[np.bool_], first: int) -> int:
+    def _longest(self, there: Asked, first: int, ends: Asked | None = None) -> int:
         """Of pages after `first` ones, all of them in the first table, how many all tables can go on from.
 
-        `there`: which of them each further table has, `[tables, pages]`.
+        `there`: which of them each further table has, `[tables, pages]`; `ends` as in `longest`.
         """
         columns: Ints = np.arange(first, first + int(there.shape[1]))
         size = self._page_size
-        fits = np.ones(len(columns), np.bool_)  # of each page whether a request may go on after it
+        # Of each page whether a request may go on after it.
+        fits = np.ones(len(columns), np.bool_) if ends is None else ends[: len(columns)].copy()
         for group, tables in self._groups:
             last_missing = np.maximum.accumulate(np.where(there[tables].all(axis=0), -1, columns))
             fits &= last_missing < group.first_seen((columns + 1) * size) // size
-        found = np.flatnonzero(fits)
-        return int(found[-1]) + 1 if found.size else 0
+        return last_end(fits)
 
     def _find(self, tables: slice, digests: Digests) -> Pages:
         """The published page of each digest in each of `tables`: int32 `[tables, len(digests)]`."""

@@ -10,7 +10,7 @@ from kvcache.replica.rows import Pages, Rows
 
 
 class ReplicaPageMoves:
-    """The moves in one replica of one block table. `copy` copies the first pages to the others, on all shards.
+    """The moves in one replica, of all its block tables. `copy` copies the first pages to the others, on all shards.
 
     Pages stay where others know them by their ids: a model that runs, or whoever was told of a block table.
     """
@@ -39,12 +39,12 @@ class ReplicaPageMoves:
 
     def staying(self) -> NDArray[np.bool_]:
         """Held pages that not only rows hold, or that others know: of leases, and of requests with one or an import."""
-        pool, rows = self._replica.pool, self._replica.rows
-        by_rows = np.bincount(self._pages_of_rows(), minlength=pool.num_pages + 1)
+        pool = self._replica.pool
+        by_rows = np.bincount(np.concatenate(self._pages_of_rows()), minlength=pool.num_pages + 1)
         stays = (pool.holders != by_rows) | (pool.writers > 0)
         known = np.flatnonzero(self._runs | self._told).tolist()
         for row in (*self._replica.leases.of_row, *self._replica.imports.of_row, *known):
-            stays[rows.pages(row)] = True
+            stays[self._pages_of(row)] = True
         stays &= (pool.holders > 0) | (pool.writers > 0)
         return stays
 
@@ -56,18 +56,29 @@ class ReplicaPageMoves:
         renamed[sources] = targets
         moves = np.zeros(len(renamed), np.bool_)
         moves[sources] = True
-        claimed = np.array([*rows.row_of.values()], np.int64)
-        ends = np.cumsum(rows.num_pages[claimed])
-        found = np.flatnonzero(moves[self._pages_of_rows()])  # at once: a test for each row takes twice as long as all
+        claimed = np.array([-1, *rows.row_of.values()], np.int64)
+        of_rows = self._pages_of_rows()
+        ends = np.cumsum([*map(len, of_rows)])
+        found = np.flatnonzero(moves[np.concatenate(of_rows)])  # at once: a test for each row takes twice as long
         moved: list[int] = claimed[np.unique(np.searchsorted(ends, found, "right"))].tolist()
         for row in moved:
             own = rows.pages(row)
             own[:] = renamed[own]
+            if self._replica.further is not None:
+                others = rows.further[:, row]
+                others[:] = renamed[others]
         rows.changed[moved] = True
+        index.say_tables(targets, index.tables_of(sources))
         published = index.published[sources]
         index.rename(sources[published], targets[published])
 
-    def _pages_of_rows(self) -> Pages:
-        """Those of each claimed row, one row after another."""
-        rows = self._replica.rows
-        return np.concatenate([np.zeros(0, np.int32), *map(rows.pages, rows.row_of.values())])
+    def _pages_of_rows(self) -> list[Pages]:
+        """Those of each claimed row, behind none of nobody's."""
+        return [np.zeros(0, np.int32), *map(self._pages_of, self._replica.rows.row_of.values())]
+
+    def _pages_of(self, row: int) -> Pages:
+        """Those of a row in all tables."""
+        rows, further = self._replica.rows, self._replica.further
+        if further is None:
+            return rows.pages(row)
+        return np.concatenate((rows.pages(row), further.computed(row, int(further.ends[row]))))

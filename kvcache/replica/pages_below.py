@@ -21,6 +21,12 @@ Below = Callable[[Digests, Asked], Asked]
 """Given the digests of pages, `[tables, pages, words]`, which of those that are asked for there are."""
 
 
+def last_end(ends: Asked) -> int:
+    """How many pages there are up to the last one after which a request may go on, `[pages]`."""
+    found = ends.nonzero()[0]
+    return int(found[-1]) + 1 if found.size else 0
+
+
 class FromBelow(NamedTuple):
     """What of a prefix only a tier below has, of the pages that going on from its end needs."""
 

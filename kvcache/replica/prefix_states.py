@@ -1,13 +1,16 @@
 """`PrefixStates`: what a replica asks where cached pages alone do not let a request go on from the end of a prefix.
 
 Recurrent layers keep one state of all tokens so far. It is cached after some pages only, so a prefix is found as far as
-the last of its pages after which there is one.
+the last of its pages after which there is one. Where there are several block tables that is the last of those after
+which all of them can go on: a state is of no use where a window is gone, nor a window where there is no state.
 """
 
 from typing import Protocol
 
 from kvcache.pool.index import Digests
 from kvcache.replica.context import Context
+from kvcache.replica.further_tables import FurtherTables
+from kvcache.replica.pages_below import Asked, last_end
 from kvcache.types import RequestID
 
 
@@ -21,8 +24,8 @@ class PrefixStates(Protocol):
         """
         ...
 
-    def longest(self, request_id: RequestID | None, digests: Digests) -> int:
-        """Of found pages of these digests, one after another, how many the request, or one to come, may go on after."""
+    def ends(self, request_id: RequestID | None, digests: Digests) -> Asked:
+        """Of found pages of these digests, one after another, after which the request, or one to come, may go on."""
         ...
 
     def reserved(self, context: Context, digest: Digests | None) -> None:
@@ -32,8 +35,9 @@ class PrefixStates(Protocol):
         """
 
 
-def up_to_state(states: PrefixStates, request_id: RequestID, digests: Digests, *, below: bool, wait: bool) -> int:
-    """`PrefixStates.longest`, for a request that is about to go on. `below`: states may be in files, too."""
-    if below:
-        states.bring_newest(digests, wait=wait)
-    return states.longest(request_id, digests)
+def up_to_state(
+    states: PrefixStates, further: FurtherTables | None, request_id: RequestID | None, first: int, digests: Digests
+) -> int:
+    """Of pages that the first table has found, after `first` published ones, how many a request may go on after."""
+    ends = states.ends(request_id, digests)
+    return last_end(ends) if further is None else further.longest(first, digests, ends)

@@ -155,26 +155,26 @@ class Replica:
         first, pages = self.published_run(context, row, hasher)
         if pages.size and self.states is not None:
             request_id = None if row is None else self.rows.request_ids[row]
-            pages = pages[: self.states.longest(request_id, self.pool.index.digests_of(pages))]
+            digests = self.pool.index.digests_of(pages)
+            pages = pages[: up_to_state(self.states, self.further, request_id, first, digests)]
         return first, pages
 
     def published_run(
         self, context: Context, row: int | None = None, hasher: PrefixHasher | None = None
     ) -> tuple[int, Pages]:
-        """`match`, whether or not there is a state after one of these pages."""
+        """`match`, whether or not there is a state after one of these pages; with states those of the first table."""
         first = 0 if row is None else self.rows.committed.item(row)
         last = (context.current_length - 1) // self.page_size
         if not self.caching or last <= first:
             return first, _NO_PAGES
         hasher, index = hasher or self.hasher(row, context), self.pool.index
-        kept = hasher.matches.get(index)
-        if kept is not None and kept[:3] == (index.generation, first, last):
+        if (kept := hasher.matches.get(index)) is not None and kept[:3] == (index.generation, first, last):
             pages = kept[3]  # a waiting request is asked again and again: nothing was published or evicted since
         else:
             digests = hasher.digests(context.tokens, first, last)
             # Most lookups of a new prompt end at its first page.
             pages = index.match(digests) if index.may_have(digests[0]) else _NO_PAGES
-            if pages.size and self.further is not None:
+            if pages.size and self.further is not None and self.states is None:
                 pages = pages[: self.further.longest(first, digests[: len(pages)])]
             hasher.matches[index] = (index.generation, first, last, pages)
         return first, pages
@@ -389,7 +389,9 @@ class Replica:
             if self.states is not None and (hits.size or slots.size):
                 end = restored + len(slots) if slots.size else first + len(hits)
                 digests = self.hasher(row, context).digests(context.tokens, first, end)
-                end = first + up_to_state(self.states, context.request_id, digests, below=self.tier.keeps, wait=wait)
+                if self.tier.keeps:
+                    self.states.bring_newest(digests, wait=wait)
+                end = first + up_to_state(self.states, self.further, context.request_id, first, digests)
                 hits, slots = hits[: end - first], slots[: max(0, end - restored)]
         cached = (restored + len(slots) if slots.size else first + len(hits)) * self.page_size
         if cached <= context.start_idx:

@@ -8,6 +8,9 @@ in chunks that end there, as only then its state is that of these tokens.
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvcache.errors import InvariantError
 from kvcache.pool.index import Digests
 from kvcache.replica.context import Context
@@ -26,13 +29,13 @@ class KeptStates:
         self._shared: dict[str, int] = {}
         self._ends: dict[str, tuple[int, ...]] = {}  # tokens after which chunks of its prompt end
 
-    def longest(self, request_id: str | None, digests: Digests) -> int:
-        """As `PrefixStates.longest`: up to the newest copy. None for a state that others were promised."""
+    def ends(self, request_id: str | None, digests: Digests) -> NDArray[np.bool_]:
+        """As `PrefixStates.ends`: where there is a copy. Nowhere for a state that others were promised."""
         if request_id is not None:
             self._shared[request_id] = len(digests) * self._replica.page_size
             if self._pages.is_promised(request_id):
-                return 0
-        return self._pages.longest(digests)
+                return np.zeros(len(digests), np.bool_)
+        return self._pages.kept_after(digests)
 
     def bring_newest(self, digests: Digests, *, wait: bool) -> bool:
         """As `PrefixStates.bring_newest`."""
@@ -43,10 +46,11 @@ class KeptStates:
         request_id, start, active = context.request_id, context.start_idx, context.active_idx
         if digest is not None:
             self._pages.resume(request_id, digest, start)
-        if request_id not in self._ends:
+        # Not of one token, for which nothing was looked up: a chunk that comes first, or a fork that decodes.
+        if request_id not in self._ends and (digest is not None or active - start > 1):
             last = context.current_length - 1
             self._ends[request_id] = (self._shared.get(request_id, 0), last - last % self._replica.page_size)
-        ends = [*self._ends[request_id], start - start % self._spacing + self._spacing if self._spacing else 0]
+        ends = [*self._ends.get(request_id, ()), start - start % self._spacing + self._spacing if self._spacing else 0]
         if later := [end for end in ends if start < end < active]:
             context.set_token_indices(active_idx=min(later))
 

@@ -174,14 +174,17 @@ class ReplicaStates:
         self.pages.check(self._replica.rows.row_of, written)
 
 
-def without_state(context: Context, table: BlockTable) -> BlockTable:
-    """The table without the group of its state, which has one page; else `BlockTableMismatchError`."""
-    if len(table.groups) != 2 or len(table.groups[1]) != 1:
+def without_state(context: Context, table: BlockTable, count: int) -> BlockTable:
+    """The table without the group of its state, which has one page, behind the `count` groups of its tokens.
+
+    Raises `BlockTableMismatchError` where it has others.
+    """
+    if len(table.groups) != count + 1 or len(table.groups[-1]) != 1:
         raise BlockTableMismatchError(
-            f"request {context.request_id!r}: the block table has {len(table.groups)} page groups, this manager 2, "
-            "the second of one state page"
+            f"request {context.request_id!r}: the block table has {len(table.groups)} page groups, this manager "
+            f"{count + 1}, the last of one state page"
         )
-    (source,) = table.groups[1]
+    (source,) = table.groups[-1]
     if not 0 < source < 1 << 31:
         raise BlockTableMismatchError(f"request {context.request_id!r}: the block table names state page {source}")
-    return msgspec.structs.replace(table, groups=table.groups[:1])
+    return msgspec.structs.replace(table, groups=table.groups[:-1])

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from kvcache.errors import InvariantError, NoFreeStatePageError, StatePageError, UnknownRequestError
 from kvcache.layout import KindPages
 from kvcache.pool.index import NO_PAGE, Digests
+from kvcache.replica.pages_below import last_end
 from kvcache.state_shape import StateShape
 from kvcache.states.drafted_pages import DraftedPages
 from kvcache.states.passing_copies import PassingCopies
@@ -102,16 +103,16 @@ class StatePages(StateMemory):
 
     # ---- copies that others go on from
 
-    def longest(self, digests: Digests) -> int:
-        """Of pages of these digests, one after another, how many have a copy of the state after the last of them.
-
-        On the device, or in host memory.
-        """
+    def kept_after(self, digests: Digests) -> NDArray[np.bool_]:
+        """Of pages of these digests, after which there is a copy of the state, on the device or in host memory."""
         found = self._pool.index.find(digests) != NO_PAGE
         if self.below is not None:
             found |= self.below.in_host(digests)
-        there = np.flatnonzero(found)
-        return int(there[-1]) + 1 if there.size else 0
+        return found
+
+    def longest(self, digests: Digests) -> int:
+        """Of pages of these digests, one after another, how many have a copy of the state after the last of them."""
+        return last_end(self.kept_after(digests))
 
     def bring_newest(self, digests: Digests, *, wait: bool) -> bool:
         """Have the last copy that files have of these brought to host memory, where `longest` finds no later one.

@@ -29,12 +29,12 @@ STATE_FORMS: dict[str, StateForm] = {
     **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"), "mamba2"),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear"), "gated_delta"),
     "jamba": "mamba1",
-    **dict.fromkeys(("lfm2", "lfm2_moe"), "short_conv"),
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), "short_conv"),
 }
 # Whose attention hands its latents to the cache object, and expands those that it gets back (`expand_kv`).
 LATENT_MODEL_TYPES = {"deepseek_v3", "kimi_linear"}
 # The mixers multiply padding away with a mask, which without padding is None. Given as a dict, it is not built.
-NO_MASKS = {"full_attention": None, "linear_attention": None, "conv": None}
+NO_MASKS = {"full_attention": None, "sliding_attention": None, "linear_attention": None, "conv": None}
 
 
 def text_config_of(config: Any) -> Any:

@@ -63,7 +63,7 @@ class GroupedReplica(ModelReplica):
             return start
         if self.host and not held.pages and active - start > 1:
             self.lift(tokens, named, start, active, steps)
-        hits = self.hits(held, tokens, named, start, active)
+        hits = self.found_in_all(held, tokens, named, start, active)
         first, found = held.committed, held.committed + len(hits)
         if hits:
             length, start = active - start, found * size
@@ -199,7 +199,7 @@ class GroupedReplica(ModelReplica):
     def columns_told(self, mine: Further, table: int) -> int:
         return 1 << 40 if mine.kept is None else self.seen(table, mine.kept)
 
-    def hits(self, held: Held, tokens: list[int], named: Named, start: int, active: int) -> list[int]:
+    def found_in_all(self, held: Held, tokens: list[int], named: Named, start: int, active: int) -> list[int]:
         hits: list[int] = []
         for page in range(held.committed, (len(tokens) - 1) // self.page_size if active - start > 1 else 0):
             found = self.page_of.get(self.content(tokens, named, page)) if self.caching else None
@@ -337,9 +337,13 @@ class GroupMoves(Moves):
         return [model for model in self.models if isinstance(model, GroupedReplica)]
 
     def too_long(self, length: int, start: int, active: int, steps: int = 1) -> bool:
+        return self.least_pages(length, start, active, steps) > self.pages
+
+    def least_pages(self, length: int, start: int, active: int, steps: int) -> int:
+        """Pages that a request which finds nothing takes."""
         model, until = self.grouped[0], active if active < length else length + steps - 1
         pages, columns = -(-(length + steps - 1) // PAGE_SIZE), -(-until // PAGE_SIZE)
-        return pages + sum(columns - model.seen(table, start) for table in range(len(model.tables))) > self.pages
+        return pages + sum(columns - model.seen(table, start) for table in range(len(model.tables)))
 
     def reserve_one(self, context: TextContext, steps: int) -> bool:
         """Now and then only a chunk is to run: windows have pages for that alone."""

@@ -354,7 +354,7 @@ class Moves:
         parent = self.live[self.choose.pick(names)]
         replica = self.manager.get_replica(parent)
         room = not self.too_long(parent.end_idx, 0, parent.end_idx) and len(self.models[replica].requests) < ROWS
-        if not room or self.stepped.get(parent.request_id) != parent.start_idx:
+        if not room or not parent.start_idx or self.stepped.get(parent.request_id) != parent.start_idx:
             return False
         child = parent.fork(self.name())
         wanted = self.models[replica].fork(parent.request_id, child.request_id, parent.start_idx, parent.end_idx)

@@ -125,7 +125,15 @@ def test_states_lie_among_the_pages_or_apart_with_two_copies_each_where_none_are
             {"state_copies": 3, "share_state_memory": True, "enable_prefix_caching": True},
             "state_copies is 3: with share",
         ),
-        ({"groups": (LayerGroup("full", (0,)),)}, "groups are given, and states"),
+        (
+            {
+                **CACHED,
+                "groups": (LayerGroup("full", (0,)),),
+                "enable_kvcache_swapping_to_host": True,
+                "host_kvcache_swap_space_gb": 1.0,
+            },
+            "groups are given, and states, and enable_kvcache_swapping_to_host: of these two together",
+        ),
         ({**CACHED, "partial_reuse_min_tokens": 2}, "partial_reuse_min_tokens is given"),
         (
             {"routing": Routing(copy_pages=True), "enable_prefix_caching": True},

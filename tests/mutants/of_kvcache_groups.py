@@ -8,6 +8,7 @@ _MOVED = [
     "tests/kvcache/replica/test_further_tables.py",
     "tests/kvcache/test_group_moves.py",
 ]
+_WITH_STATES = ["tests/kvcache/states/test_grouped_states.py"]
 _HINTED = ["tests/kvcache/replica/test_further_hints.py", "tests/kvcache/test_group_moves.py"]
 _LIFTED = [
     "tests/kvcache/replica/test_lifts.py",
@@ -37,6 +38,8 @@ KVCACHE_GROUPS: tuple[Module, ...] = (
         _TABLES,
         [
             Mutation("FurtherTables.longest", "digests[least:]", "digests[-1:]"),
+            Mutation("FurtherTables.longest", "digests[: last_end(ends)]", "digests", _WITH_STATES),
+            Mutation("FurtherTables.longest", "!= NO_PAGE, first, ends)", "!= NO_PAGE, first)", _WITH_STATES),
             Mutation("FurtherTables._longest", ".all(axis=0)", ".any(axis=0)"),
             Mutation("FurtherTables._longest", "last_missing < ", "last_missing <= "),
             Mutation("FurtherTables._longest", "columns + 1", "columns"),
@@ -305,6 +308,7 @@ KVCACHE_GROUPS: tuple[Module, ...] = (
         "kvcache.replica.replica",
         _TABLES,
         [
+            Mutation("Replica.published_run", " and self.states is None", "", _WITH_STATES),
             Mutation("Replica.published_run", "pages[: self.further.longest(first, digests[: len(pages)])]", "pages"),
             Mutation("Replica.reserve", "and self.further is None", ""),
             Mutation("Replica.act", "plan.new + plan.further.cost", "plan.new"),

@@ -14,6 +14,7 @@ _REPLICAS = ["tests/scheduler_adapters/hf/test_state_replicas.py"]
 _SERVICE = ["tests/scheduler_adapters/service/test_service.py"]
 _PARAMS = "tests/kvcache/test_params.py"
 _PAGES = ["tests/kvcache/states/test_state_pages.py"]
+_GROUPED = ["tests/kvcache/states/test_grouped_states.py", "tests/kvcache/states/test_group_state_moves.py"]
 _EVENTS = ["tests/kvcache/states/test_state_events.py"]
 _BELOW = ["tests/kvcache/states/test_state_tiers.py", "tests/kvcache/states/test_moves_below.py"]
 _BELOW_FILES = ["tests/scheduler_adapters/hf/test_states_below.py"]
@@ -23,9 +24,10 @@ STATES: tuple[Module, ...] = (
         "kvcache.states.kept_states",
         _MOVES,
         [
-            Mutation("KeptStates.longest", "return 0", "pass"),
+            Mutation("KeptStates.ends", "return np.zeros(len(digests), np.bool_)", "pass"),
             Mutation("KeptStates.reserved", "self._pages.resume(request_id, digest, start)", "pass"),
-            Mutation("KeptStates.reserved", "if request_id not in self._ends:", "if True:"),
+            Mutation("KeptStates.reserved", "request_id not in self._ends and ", ""),
+            Mutation("KeptStates.reserved", " and (digest is not None or active - start > 1)", "", _GROUPED),
             Mutation("KeptStates.reserved", "context.current_length - 1", "context.current_length"),
             Mutation("KeptStates.reserved", "self._shared.get(request_id, 0)", "0"),
             Mutation("KeptStates.reserved", " + self._spacing if self._spacing else 0", " if self._spacing else 0"),
@@ -63,7 +65,6 @@ STATES: tuple[Module, ...] = (
             Mutation("StatePages.pages_at", "self.drafts.check_booked(request_id)", "pass", _DRAFTED),
             Mutation("StatePages.check", ", *self.drafts.page_of.values()", "", _DRAFTED),
             Mutation("StatePages.check", "self.drafts.check(self._page_of)", "pass", _DRAFTED),
-            Mutation("StatePages.longest", "int(there[-1]) + 1", "int(there[0]) + 1"),
             Mutation("StatePages.keep_passing", "np.count_nonzero(self._tokens[pages] != tokens)", "False", _PASSING),
             Mutation("StatePages.keep_passing", "self._copy(page, copy)", "pass", _PASSING),
             Mutation("StatePages.keep_passing", "self._used[copies] = self._slabs.pool.clock", "pass", _PASSING),
@@ -77,7 +78,7 @@ STATES: tuple[Module, ...] = (
             Mutation("StatePages.keep", "if not passing:", "if True:", _BELOW),
             Mutation("StatePages.keep", "self._keep_below(copy, digest)", "pass", _BELOW),
             Mutation("StatePages.keep_passing", "self._spare(copies)", "pass", _BELOW),
-            Mutation("StatePages.longest", "found |= self.below.in_host(digests)", "pass", _BELOW),
+            Mutation("StatePages.kept_after", "found |= self.below.in_host(digests)", "pass", _BELOW),
             Mutation("StatePages.bring_newest", "digests[self.longest(digests) :]", "digests", _BELOW),
             Mutation("StatePages.resume", "self._tokens[page] = tokens", "pass", _BELOW),
             Mutation("StatePages.resume", "self.below.used(digest)", "pass", _BELOW),
@@ -216,7 +217,8 @@ STATES: tuple[Module, ...] = (
                 "ReplicaStates.claim", "self._moves.claimed(self._replica.rows.row_of[request_id])", "pass", _SHARED
             ),
             Mutation("ReplicaStates.check", "self.kept.check()", "pass"),
-            Mutation("without_state", "len(table.groups) != 2 or ", "", _HYBRID),
+            Mutation("without_state", "len(table.groups) != count + 1 or ", "", [*_HYBRID, *_GROUPED]),
+            Mutation("without_state", "groups=table.groups[:-1]", "groups=table.groups[:1]", _GROUPED),
         ],
     ),
     Module(
@@ -266,7 +268,10 @@ STATES: tuple[Module, ...] = (
             Mutation("KVCacheParams._check_states", "not self.enable_prefix_caching and (copies or every)", "False"),
             Mutation("KVCacheParams._check_states", "self.has_states_in_pages and copies is not None", "False"),
             Mutation("KVCacheParams._check_states", "_check(not given,", "_check(True,"),
-            Mutation("KVCacheParams._check_states", "not self.groups", "True"),
+            Mutation(
+                "KVCacheParams._check_states", "not (self.groups and self.enable_kvcache_swapping_to_host)", "True"
+            ),
+            Mutation("KVCacheParams._check_states", "self.groups and self.enable_kvcache", "self.enable_kvcache"),
             Mutation("KVCacheParams._check_states", "not self.routing.copy_pages", "True"),
         ],
     ),
@@ -350,10 +355,19 @@ STATES: tuple[Module, ...] = (
         ],
     ),
     Module(
+        "kvcache.replica.prefix_states",
+        _GROUPED,
+        [Mutation("up_to_state", "further.longest(first, digests, ends)", "last_end(ends)")],
+    ),
+    Module(
         "kvcache.replica.page_moves",
         _SHARED,
         [
-            Mutation("ReplicaPageMoves.staying", "stays[rows.pages(row)] = True", "pass"),
+            Mutation("ReplicaPageMoves.staying", "stays[self._pages_of(row)] = True", "pass"),
+            Mutation("ReplicaPageMoves.staying", "self._pages_of(row)", "self._replica.rows.pages(row)", _GROUPED),
+            Mutation("ReplicaPageMoves.move", "others[:] = renamed[others]", "pass", _GROUPED),
+            Mutation("ReplicaPageMoves.move", "index.say_tables(targets, index.tables_of(sources))", "pass", _GROUPED),
+            Mutation("ReplicaPageMoves._pages_of", "if further is None:", "if True:", _GROUPED),
             Mutation("ReplicaPageMoves.staying", "self._runs | self._told", "self._runs"),
             Mutation("ReplicaPageMoves.staying", "self._runs | self._told", "self._told"),
             Mutation("ReplicaPageMoves.stepped", "self._runs[rows] = False", "pass"),

@@ -100,6 +100,18 @@ HYBRIDS = {
     ),
     # With tied embeddings a random one repeats its last token.
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"], "tie_word_embeddings": False}),
+    "lfm3": (
+        "Lfm3Config",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": ["conv", "sliding_attention", "full_attention", "conv", "sliding_attention", "conv"],
+            "sliding_window": 20,
+            "tie_word_embeddings": False,
+            "pad_token_id": None,
+            "bos_token_id": None,
+            "eos_token_id": 257,
+        },
+    ),
 }
 
 
@@ -138,6 +150,7 @@ def _make_model(kind: str, **changes: Any) -> Any:
                 "first_k_dense_replace": 1,
             },
         ),
+        "minimax": ("MiniMaxConfig", {"num_local_experts": 4}),
         "gpt_oss": ("GptOssConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
         "llama4": (
             "Llama4TextConfig",

@@ -17,6 +17,7 @@ from kvcache import PagedKVCacheManager, TextContext
 from kvcache.errors import NoFreeStatePageError
 from kvcache.pool.slabs import SlabPool
 from kvcache.state_shape import StateShape
+from tests.kvcache.kv import Run
 from tests.kvcache.model import Content, ModelReplica, Named
 from tests.kvcache.moves import LONGEST, PAGE_SIZE, Chooser
 from tests.kvcache.states.state_moves import StateMoves, StateReplica
@@ -31,8 +32,10 @@ SHAPES = {
 class SlabReplica(StateReplica):
     """`manager`: whom to ask what went."""
 
-    def __init__(self, num_pages: int, every: int, manager: PagedKVCacheManager, at: int) -> None:
-        super().__init__(num_pages, 0, every)
+    width = 1  # block tables
+
+    def __init__(self, num_pages: int, every: int, manager: PagedKVCacheManager, at: int, **more: Any) -> None:
+        super().__init__(num_pages, 0, every, **more)
         self.ours, self.states = manager._replicas.each[at], manager.states[at]
         self.slab_pages = manager.slab_pages
         self.digests: dict[Content, Any] = {}
@@ -88,7 +91,7 @@ class SlabReplica(StateReplica):
 
     def fork(self, parent: str, child: str, computed: int, length: int) -> bool:
         new = -(-length // self.page_size) - computed // self.page_size
-        if not self.has_slab() or new > self.free - self.slab_pages:
+        if not self.has_slab() or new * self.width > self.free - self.slab_pages:
             return False
         return super().fork(parent, child, computed, length)
 
@@ -105,12 +108,12 @@ class SlabMoves(StateMoves):
 
     def __init__(self, chooser: Chooser, params: dict[str, Any] | None = None) -> None:
         slab_pages = chooser.pick(self.slab_sizes)
-        # So few that no request which they hold is longer than may be.
-        self.shape, self.pages = (
-            SHAPES[slab_pages],
-            slab_pages + chooser.integer(max(12, slab_pages), LONGEST // PAGE_SIZE),
-        )
+        self.shape, self.pages = SHAPES[slab_pages], slab_pages + self.more_pages(chooser, slab_pages)
         super().__init__(chooser, params)
+
+    def more_pages(self, chooser: Chooser, slab_pages: int) -> int:
+        """So few that no request which they hold is longer than may be."""
+        return chooser.integer(max(12, slab_pages), LONGEST // PAGE_SIZE)
 
     def build(self, dp: int, slots: int, params: dict[str, Any] | None) -> PagedKVCacheManager:  # noqa: ARG002 - no host
         every, self.numbers = self.every if self.caching else 0, itertools.count()
@@ -192,6 +195,10 @@ class SlabMoves(StateMoves):
         finally:
             self.manager.fork = fork  # type: ignore[method-assign]
             self.follow()
+
+    def compute(self, batch: Sequence[TextContext], runs: Sequence[Run]) -> None:
+        self.follow()  # before the step publishes anew what was evicted
+        super().compute(batch, runs)
 
     def batch_step(self, batch: Sequence[TextContext], known: dict[str, list[int]]) -> None:
         super().batch_step(batch, known)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
+from kvcache.layer_groups import layer_tables
 from kvcache.state_shape import StateShape
 from kvcache.states.state_layout import page_bytes, state_layouts
 from kvcache.states.state_pages import StatePages
@@ -23,8 +24,8 @@ SHAPE = StateShape(2, 2, 1, 1, 1, 2, torch.int64, torch.int64)
 
 
 class StateReplica(ModelReplica):
-    def __init__(self, num_pages: int, copies: int, every: int) -> None:
-        super().__init__(num_pages, PAGE_SIZE)
+    def __init__(self, num_pages: int, copies: int, every: int, **more: Any) -> None:
+        super().__init__(num_pages, PAGE_SIZE, **more)
         self.state_pages, self.spacing = ROWS + copies, every * PAGE_SIZE
         self.kept: list[Content] = []  # least recently used first
         self.passing: dict[str, Content] = {}
@@ -57,7 +58,7 @@ class StateReplica(ModelReplica):
     def end_of_chunk(self, name: str, start: int, active: int) -> int:
         """Where a chunk that would run up to `active` ends."""
         spaced = range(0, active, self.spacing) if self.spacing else ()
-        return min((end for end in (*self.ends[name], *spaced) if start < end < active), default=active)
+        return min((end for end in (*self.ends.get(name, ()), *spaced) if start < end < active), default=active)
 
     def resume(self, content: Content) -> None:
         """A request goes on from this copy."""
@@ -148,7 +149,8 @@ class StateMoves(Moves):
         params = KVCacheParams(
             torch.int64, 1, 2, enable_prefix_caching=self.caching, n_devices=dp, data_parallel_degree=dp, **told
         )
-        memory = self.pages * PAGE_SIZE * params.bytes_per_token(self.layers)
+        per_page = layer_tables(params.groups, self.layers).layers_per_page
+        memory = self.pages * PAGE_SIZE * params.bytes_per_token(per_page)
         memory += states * page_bytes(state_layouts(SHAPE, 1))
         sizes = ROWS * dp, LONGEST, self.layers
         return PagedKVCacheManager(params, *sizes, ["cpu"] * dp, available_cache_memory=memory * dp)

@@ -242,7 +242,7 @@ def test_tables_that_do_not_fit_are_refused_and_nothing_is_taken(model: Any) -> 
     replace = msgspec.structs.replace
     for wrong, message in (
         (replace(table, groups=table.groups[:1]), "1 page groups, this manager 2"),
-        (replace(table, groups=(table.groups[0], (1, 2))), "second of one state page"),
+        (replace(table, groups=(table.groups[0], (1, 2))), "last of one state page"),
         (replace(table, groups=(table.groups[0], (0,))), "state page 0"),
     ):
         with pytest.raises(BlockTableMismatchError, match=message):
@@ -356,7 +356,7 @@ def test_what_does_not_go_with_states_is_refused_with_the_reason(model: Any) -> 
     for wrong, message in (
         ({**caching, **host, "object_tier_io": print, "file_tier_key": "a"}, "object_tier_io is given"),
         ({**caching, "partial_reuse_min_tokens": 2}, "partial_reuse_min_tokens is given"),
-        ({"groups": (LayerGroup("full", (0,)), LayerGroup("window", (1,), 8))}, "groups are given, and states"),
+        ({"groups": (LayerGroup("window", (1,), 8),)}, "one group of full attention is needed"),
         ({**caching, **two, "routing": Routing(copy_pages=True)}, "routing.copy_pages is given, and states"),
         ({"state_every_pages": 2}, "state_every_pages 2: .* enable_prefix_caching is off"),
         ({"state_copies": 3}, "state_copies is 3, .* enable_prefix_caching is off"),

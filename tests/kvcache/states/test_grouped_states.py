@@ -1,0 +1,239 @@
+"""Windows and recurrent states in one manager: from where a prompt is found, what moves, and what is handed over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from kvcache import (
+    BlockTable,
+    BlockTableMismatchError,
+    LayerGroup,
+    PagedKVCacheManager,
+    TextContext,
+)
+from kvcache.errors import NoFreeStatePageError
+from kvcache.state_shape import StateShape
+from tests.kvcache.build import manager_of, proven
+from tests.kvcache.kv import KVTokens, kv_of
+from tests.kvcache.replica.test_further_tables import gone
+
+SIZE, NEXT = 4, 7
+GROUPS = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6)  # the query after a page sees it and the one before
+SHAPE = StateShape(2, 2, 1, 1, 1, 2, torch.int64, torch.int64)
+LARGE = StateShape(2, 20, 1, 1, 1, 2, torch.int64, torch.int64)  # of 6 pages
+PROMPT = [*range(100, 140)]
+
+
+def make(
+    pages: int = 100, copies: int | None = 20, every: int = 1, shape: StateShape = SHAPE, **options: Any
+) -> PagedKVCacheManager:
+    """`copies` None: the states lie among the pages."""
+    told = {"groups": GROUPS, "states": shape, "state_copies": copies, "state_every_pages": every}
+    own = 0 if copies is None else (options.get("rows", 8) + copies + 1) * 8  # more pages than these states take
+    return manager_of(pages + own, page_size=SIZE, layers=2, dtype=torch.int64, params=told, **options)
+
+
+def run(manager: PagedKVCacheManager, context: TextContext) -> None:
+    """A chunk of a model whose state is a number that depends on all tokens so far."""
+    name = context.request_id
+    KVTokens(manager).run_contexts([context], manager.fetch([context]))
+    states = manager.states[manager.get_replica(context)]
+    pages = states.pages_at([name], [context.start_idx])
+    values = kv_of(context.tokens.tolist(), (context.cache_salt, context.extra_keys), "state")
+    for tensor in states.blocks[0]:
+        wanted = int(values[context.start_idx - 1]) if context.start_idx else 0
+        assert (tensor[pages] == wanted).all(), f"another state after {context.start_idx} tokens"
+        tensor[pages] = int(values[context.active_idx - 1])
+    states.advance(pages, [context.active_idx])
+    context.update(NEXT)
+    manager.step([context])
+    manager.check()
+
+
+def start(manager: PagedKVCacheManager, tokens: list[int], name: str = "r") -> TextContext:
+    context = TextContext(tokens, 256, name)
+    manager.external_claim(name, 0)
+    assert manager.maybe_reserve(context)
+    return context
+
+
+def served(manager: PagedKVCacheManager, tokens: list[int], name: str = "r", *, release: bool = True) -> list[int]:
+    """The ends of the chunks in which the request ran, behind where it was found from."""
+    context = start(manager, tokens, name)
+    ends = [context.start_idx]
+    while context.start_idx < len(tokens):
+        assert manager.maybe_reserve(context)
+        run(manager, context)
+        ends.append(context.start_idx)
+    if release:
+        manager.release(name)
+    return ends
+
+
+def without_state_at(manager: PagedKVCacheManager, pages: int) -> None:
+    replica = manager._replicas.each[0]
+    digests = replica.hasher(None, TextContext(PROMPT, 256)).digests(np.array(PROMPT, np.int32), pages - 1, pages)
+    manager.states[0]._forget(digests)
+
+
+@pytest.mark.parametrize("copies", [60, None])
+@pytest.mark.parametrize(
+    ("windows", "states", "found"),
+    [
+        ((), (), 9),
+        ((8,), (), 8),  # of the window after page 9 page 8 is gone
+        ((), (9,), 8),
+        ((7,), (), 7),
+        ((7,), (7,), 6),  # each alone would end later
+        ((8,), (8, 7), 6),
+        ((8, 5), (8, 7, 5), 4),
+        ((4, 7), (7, 4), 3),
+        ((), (9, 8, 7, 6, 5, 4, 3, 2, 1), 0),
+    ],
+)
+def test_a_prompt_is_found_up_to_the_last_end_at_which_all_can_go_on(
+    copies: int | None, windows: tuple[int, ...], states: tuple[int, ...], found: int
+) -> None:
+    manager = make(copies=copies)
+    served(manager, PROMPT)
+    for column in windows:
+        gone(manager, PROMPT, 0, column)
+    for pages in states:
+        without_state_at(manager, pages)
+    admitted = manager.admission(TextContext(PROMPT, 256, "asked"))
+    assert (admitted.fits, admitted.cached_pages) == (True, found)
+    assert served(manager, PROMPT, "again")[0] == found * SIZE
+
+
+def test_where_a_prompt_leaves_what_others_have_a_state_is_kept_although_the_windows_are_gone() -> None:
+    manager = make(every=0)
+    served(manager, PROMPT)
+    for column in range(9):
+        gone(manager, PROMPT, 0, column)
+    other = [*PROMPT[: 5 * SIZE + 1], *[1] * 10]
+    assert served(manager, other, "second") == [0, 5 * SIZE, 7 * SIZE, len(other)]
+    third = [*PROMPT[: 5 * SIZE + 1], *[2] * 10]
+    assert served(manager, third, "third")[0] == 5 * SIZE
+
+
+def handed(source: PagedKVCacheManager, target: PagedKVCacheManager, table: BlockTable) -> tuple[TextContext, Any]:
+    context = TextContext([*PROMPT, NEXT], 256, "d")
+    target.external_claim("d", 0)
+    pending = target.import_block_table(context, table)
+    assert pending is not None
+    target.check()
+    for dst, src, (first, stop) in pending.copies(pending.tokens[0], last=True)[:-1]:
+        count = -(-stop // SIZE) - first // SIZE if first < stop else 0
+        theirs, ours = np.asarray(src)[:count], np.asarray(dst)[:count]
+        target.device_tensors[0][0][ours] = source.device_tensors[0][0][theirs]
+    ((there, here),) = pending.wholes
+    for mine, theirs in zip(target.states[0].blocks[0], source.states[0].blocks[0], strict=True):
+        mine[here] = theirs[there]
+    return context, pending
+
+
+@pytest.mark.parametrize("copies", [20, None])
+@pytest.mark.parametrize("here", ["nothing", "all", "no window", "no state"])
+def test_an_import_takes_what_lacks_in_each_table_and_the_state(copies: int | None, here: str) -> None:
+    source, target = make(copies=copies), make(copies=copies)
+    served(source, PROMPT, release=False)
+    table = source.block_table("r")
+    assert [len(pages) for pages in table.groups] == [10, 2, 1]
+    assert table.kinds == ("window 6",)
+    if here != "nothing":
+        served(target, PROMPT)
+    if here == "no window":
+        for column in range(10):
+            gone(target, PROMPT, 0, column)
+    if here == "no state":
+        for pages in range(1, 11):
+            without_state_at(target, pages)
+    context, pending = handed(source, target, table)
+    assert pending.tokens == ((0 if here == "nothing" else 40), 40)
+    assert [one.first for one in pending.further] == [{"nothing": 32, "no window": 32}.get(here, 40)]
+    assert context.start_idx == (40 if here == "all" else 0)
+    target.commit_import(context, pending, proven(target, pending))
+    for _ in range(9):
+        assert target.maybe_reserve(context)
+        run(target, context)
+    target.release("d")
+    assert served(target, [*PROMPT, *[NEXT] * 5], "again")[0] == 44
+
+
+def test_a_cancelled_import_begins_anew() -> None:
+    source, target = make(), make()
+    served(source, PROMPT, release=False)
+    _, pending = handed(source, target, source.block_table("r"))
+    target.cancel_import(pending)
+    target.check()
+    target.release("d")
+    assert served(target, PROMPT, "again")[0] == 0
+    assert target.num_held_blocks == 0
+
+
+def test_tables_of_another_number_are_refused_by_name() -> None:
+    source, target = make(), make()
+    served(source, PROMPT, release=False)
+    table = source.block_table("r")
+    plain = manager_of(20, page_size=SIZE, layers=2, dtype=torch.int64, params={"states": SHAPE, "state_copies": 0})
+    for manager, count in ((target, 2), (plain, 3)):
+        fewer = msgspec.structs.replace(table, groups=table.groups[3 - count :])
+        manager.external_claim("d", 0)
+        with pytest.raises(BlockTableMismatchError, match=f"has {len(fewer.groups)} page groups, this manager"):
+            manager.import_block_table(TextContext([*PROMPT, NEXT], 256, "d"), fewer)
+        manager.release("d")
+
+
+def in_each_slab(manager: PagedKVCacheManager) -> TextContext:
+    """A request that ran in turns with another, which has left: it has pages in each slab."""
+    context, other = TextContext(PROMPT[:20], 256, "r"), TextContext([1] * 20, 256, "other")
+    for one in (context, other):
+        manager.external_claim(one.request_id, 0)
+    while context.start_idx < 50:
+        for one in (context, other):
+            assert manager.maybe_reserve(one)
+            run(manager, one)
+    manager.release("other")
+    assert manager.maybe_reserve(context)
+    return context
+
+
+@pytest.mark.parametrize("known", ["", "lease", "fetch", "table"])
+def test_pages_of_a_window_are_moved_for_a_state_but_not_those_that_others_know(known: str) -> None:
+    manager = make(pages=60, copies=None, every=0, rows=16, checks=False, shape=LARGE)
+    pool: Any = manager._replicas.each[0].pool
+    context = in_each_slab(manager)
+    further = manager._replicas.each[0].further
+    assert further is not None
+
+    def own() -> tuple[list[int], list[int]]:
+        return manager.get_req_blocks("r"), further.computed(0, int(further.ends[0])).tolist()
+
+    before, lease = own(), manager.lease("r") if known == "lease" else None
+    if known == "table":
+        manager.block_table("r")
+    if known == "fetch":
+        manager.fetch([context])
+    claimed = 0
+    with pytest.raises(NoFreeStatePageError):  # noqa: PT012 - some fit
+        for claimed in range(16):
+            manager.external_claim(f"other {claimed}", 0)
+            manager.check()
+    assert [ours == pages for ours, pages in zip(own(), before, strict=True)] == [bool(known)] * 2
+    assert (pool.moved > 0) != bool(known)
+    for number in range(claimed):
+        manager.release(f"other {number}")
+    if lease is not None:
+        manager.end_lease(lease)
+    for _ in range(9):
+        run(manager, context)
+        assert manager.maybe_reserve(context)
+    manager.release("r")
+    manager.check()
+    tokens = context.tokens.tolist()
+    assert served(manager, tokens, "again")[0] == (len(tokens) - 1) // SIZE * SIZE

@@ -1,0 +1,191 @@
+"""LFM3: windows, full attention and short convolutions in one model, over tables of their own and kept states."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvcache import LayerGroup, TextContext
+from kvcache.sizing import page_bytes
+from scheduler_adapters.errors import UnsupportedModelError
+from scheduler_adapters.hf.recurrent import groups_of
+from scheduler_adapters.hf.runner import (
+    HFRunner,
+    kv_params_of,
+    manager_for,
+    num_layers_of,
+    reference_tokens,
+    state_bytes_of,
+)
+from scheduler_adapters.loop import Request, ServingLoop
+from tests.kvcache.build import proven
+from tests.scheduler_adapters.hf.speculating import Engine, assert_equal
+from tests.scheduler_adapters.hf.test_groups import PROMPTS, SYSTEM
+from tests.scheduler_adapters.serving import assert_nothing_held, requests_of, serve, tokens_of
+
+PAGE, NEW, COPIES = 8, 20, 16
+SHARED = pytest.mark.parametrize("shared", [True, False], ids=["among-pages", "apart"])
+
+
+@pytest.fixture(scope="module")
+def model(make_model: Callable[..., Any]) -> Any:
+    return make_model("lfm3")
+
+
+@pytest.fixture(scope="module")
+def expected(model: Any) -> Any:
+    return [reference_tokens(model, prompt, NEW) for prompt in PROMPTS]
+
+
+def manager_of_pages(model: Any, pages: int, shared: bool, rows: int = 8, **params: Any) -> Any:
+    """A manager of so many pages of one layer each, and of states among them or beside them."""
+    cache = kv_params_of(
+        model.config, page_size=PAGE, **{"group_layers": True, "enable_prefix_caching": True, **params}
+    )
+    caching = cache.enable_prefix_caching
+    copies = None if shared or not caching else COPIES
+    cache = dataclasses.replace(cache, share_state_memory=shared, state_copies=copies)
+    memory = pages * page_bytes(cache, 1 if cache.groups else num_layers_of(model.config), PAGE)
+    memory += 0 if shared else state_bytes_of(model, cache.n_devices, rows + (copies or 0))
+    devices = ["cpu"] * cache.n_devices
+    return manager_for(model, cache, rows, 512, devices, available_cache_memory=memory, enable_runtime_checks=True)
+
+
+def loop_of(manager: Any, model: Any, budget: int = 64) -> ServingLoop:
+    return ServingLoop(manager, HFRunner(model, manager.states), token_budget=budget)
+
+
+def test_the_groups_are_of_the_layers_that_attend(model: Any, make_model: Callable[..., Any]) -> None:
+    assert groups_of(model.config) == (LayerGroup("full", (1,)), LayerGroup("window", (0, 2), 20))
+    named = {"layers_block_type": ["linear_attention", "full_attention"], "sliding_window": 8}
+    assert groups_of(make_model("nemotron", **named).config) == ()
+
+
+@SHARED
+@pytest.mark.parametrize(("budget", "tp"), [(512, 1), (16, 2)])
+def test_tokens_equal_with_hits_chunks_and_shards(
+    model: Any, expected: Any, budget: int, tp: int, shared: bool
+) -> None:
+    manager = manager_of_pages(model, 400, shared, n_devices=tp)
+    assert len(manager.layer_tables.tables) == 3
+    loop = loop_of(manager, model, budget)
+    for prompt, tokens in zip(PROMPTS, expected, strict=True):
+        assert tokens_of(serve(loop, [Request("r", prompt, NEW)])) == [tokens]
+    assert manager.metrics.cache_tokens >= 2 * (len(SYSTEM) // PAGE - 1) * PAGE
+    again = tokens_of(serve(loop, requests_of([[*PROMPTS[0], *expected[0][:-1]]], 1)))
+    assert again == [expected[0][-1:]]
+    assert manager.states[0].hits >= 3
+    assert_nothing_held(manager)
+
+
+@SHARED
+@pytest.mark.parametrize("caching", [True, False])
+def test_tokens_equal_when_requests_give_way(model: Any, shared: bool, caching: bool) -> None:
+    manager = manager_of_pages(model, 66, shared, enable_prefix_caching=caching)
+    loop = loop_of(manager, model, 16)
+    prompts = [[at, *prompt] for at, prompt in enumerate(PROMPTS)]  # none shares a page with another
+    wanted = [reference_tokens(model, prompt, NEW) for prompt in prompts]
+    assert tokens_of(serve(loop, requests_of(prompts, NEW))) == wanted
+    assert loop.preemptions
+    assert bool(manager.metrics.evictions) == caching
+    assert_nothing_held(manager)
+
+
+@SHARED
+def test_tokens_equal_after_a_hit_and_a_fork(model: Any, expected: Any, shared: bool) -> None:
+    manager = manager_of_pages(model, 400, shared)
+    loop = loop_of(manager, model)
+    serve(loop, [Request("r", PROMPTS[0], 1)])
+    runner, parent = loop.runner, TextContext(PROMPTS[0], 512, "parent")
+    manager.external_claim("parent")
+    contexts = [parent]
+    for step in range(NEW):
+        assert all(manager.maybe_reserve(context) for context in contexts)
+        tokens = runner.run(contexts, manager.fetch(contexts))
+        for context, token in zip(contexts, tokens, strict=True):
+            context.update(token)
+        manager.step(contexts)
+        if step == 5:
+            contexts.append(parent.fork("child"))
+            assert manager.fork(parent, contexts[1])
+    assert manager.states[0].hits == 1
+    for context in contexts:
+        assert context.tokens[len(PROMPTS[0]) :].tolist() == expected[0]
+        manager.release(context.request_id)
+    assert_nothing_held(manager)
+
+
+@SHARED
+def test_tokens_equal_with_guesses(model: Any, shared: bool) -> None:
+    engine = Engine(model, 0.7, manager=manager_of_pages(model, 400, shared))
+    answers = engine.knows(PROMPTS)
+    for _ in range(2):
+        assert_equal(model, answers, engine.serve(PROMPTS))
+    assert engine.accepted
+    assert engine.set_back
+    assert_nothing_held(engine.manager)
+
+
+@SHARED
+@pytest.mark.parametrize("had", [False, True])
+def test_tokens_equal_behind_an_import_of_pages_and_state(model: Any, expected: Any, shared: bool, had: bool) -> None:
+    source, target = (manager_of_pages(model, 400, shared) for _ in range(2))
+    serve(loop_of(source, model, 16), [Request("r", PROMPTS[0], 1, hold_pages=True)])
+    taker = loop_of(target, model)
+    if had:
+        serve(taker, [Request("r", PROMPTS[1], 1)])
+    context = taker.context_for(Request("r", [*PROMPTS[0], expected[0][0]], NEW - 1))
+    target.external_claim("r")
+    pending = target.import_block_table(context, source.block_table("r"))
+    assert bool(pending.tokens[0]) == had
+    ((there, here),) = pending.wholes
+    for dst, src, (first, stop) in pending.copies(pending.tokens[0], last=True)[:-1]:
+        count = -(-stop // PAGE) - first // PAGE if first < stop else 0
+        target.device_tensors[0][0][dst[:count]] = source.device_tensors[0][0][src[:count]]
+    for mine, theirs in zip(target.states[0].blocks[0], source.states[0].blocks[0], strict=True):
+        mine[here] = theirs[there]
+    target.commit_import(context, pending, proven(target, pending))
+    taker.adopt(Request("r", PROMPTS[0], NEW), context)
+    tokens = expected[0][:1]
+    while taker.has_work:
+        tokens += [int(output.token or 0) for output in taker.step()]
+    assert tokens == expected[0]
+    assert_nothing_held(target)
+
+
+def longest_held(model: Any, **params: Any) -> int:
+    """Bytes that a request of 400 tokens holds at the most beside its state, its prompt in chunks of 16."""
+    manager = manager_of_pages(model, 400, shared=False, **params)
+    loop = loop_of(manager, model, 16)
+    for request in requests_of([(SYSTEM * 3)[:380]], NEW):
+        loop.add(request)
+    held = 0
+    while loop.has_work:
+        loop.step()
+        held = max(held, manager.total_num_pages - manager.num_free_blocks)
+    return held * manager.layouts[0].page_bytes
+
+
+def test_fewer_pages_are_held(model: Any) -> None:
+    grouped, whole = longest_held(model), longest_held(model, group_layers=False)
+    page = whole // 50 // 3
+    assert whole == 3 * 50 * page
+    assert grouped <= (50 + 2 * 7) * page
+
+
+def test_a_window_in_a_nemotron_changes_nothing_as_its_layers_do_not_look_at_it(make_model: Callable[..., Any]) -> None:
+    model = make_model("nemotron", sliding_window=8)
+    manager = manager_of_pages(model, 200, shared=True)
+    assert not manager.params.groups
+    wanted = [reference_tokens(model, prompt, NEW) for prompt in PROMPTS]
+    assert tokens_of(serve(loop_of(manager, model), requests_of(PROMPTS, NEW))) == wanted
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_a_minimax_is_refused_by_name(make_model: Callable[..., Any], window: int | None) -> None:
+    config = make_model("minimax", sliding_window=window).config
+    with pytest.raises(UnsupportedModelError, match="minimax: layer 1 is 'linear_attention'"):
+        kv_params_of(config, group_layers=True)
