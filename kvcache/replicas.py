@@ -152,7 +152,7 @@ class Replicas:
     def reserve(self, replica_idx: int, row: int, context: Context, num_steps: int) -> bool:
         """Pages for one request; False: too few, nothing changed."""
         replica = self.each[replica_idx]
-        first_time = replica.rows.prompt[row] < 0
+        first_time = replica.rows.prompt.item(row) < 0
         if self._copies is not None and first_time:
             self._copies.bring(replica_idx, row, context, num_steps)
         if replica.further is not None:

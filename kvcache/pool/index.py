@@ -24,6 +24,9 @@ Where the pages of several block tables are in one index a number of each page.
 
 NO_PAGE = 0  # the null page is never published
 _FEW = 16  # chains that are followed one by one
+_SIGNED = np.dtype(np.int64)
+INDEX = np.dtype(np.intp)
+"""Of what numpy follows as an index; another kind takes it about twice as long."""
 
 
 class PrefixIndex:
@@ -32,6 +35,7 @@ class PrefixIndex:
     def __init__(self, num_pages: int, digest_words: int) -> None:
         buckets = 1 << max(3, (num_pages - 1).bit_length())
         self._bucket_mask = buckets - 1
+        self._bucket_masks = np.array(self._bucket_mask)  # for arrays: a number takes twice as long
         # The link of each page, then that of each bucket: the page that follows it in its chain, `NO_PAGE` at the end.
         self._links = np.zeros(num_pages + 1 + buckets, np.int32)
         self._before = np.zeros(num_pages + 1, np.int32)  # of each published page, which link names it
@@ -53,9 +57,9 @@ class PrefixIndex:
         """The published page of each digest, `NO_PAGE` where there is none. int32 `[len(digests)]`."""
         return self._find(digests, self._buckets(digests))
 
-    def may_have(self, digest: NDArray[np.uint64]) -> bool:
-        """Whether a published page has the digest's first word: a cheap question before a costly one."""
-        word = digest.item(0)
+    def may_have(self, digests: Digests) -> bool:
+        """Whether a published page has the first word of the first digest: a cheap question before a costly one."""
+        word = digests.item(0)
         return self._follow(self._heads.item(word & self._bucket_mask), word) != NO_PAGE
 
     def match(self, digests: Digests) -> Pages:
@@ -81,23 +85,23 @@ class PrefixIndex:
         """Remove published `pages`, all distinct."""
         if not pages.size:
             return
-        at = pages.astype(np.intp)
+        at = pages.astype(INDEX)
         self._changed(at, False, self.digests_of(at) if self.log is not None else None)
         before = self._before[at]
         # A page behind one that goes, too, waits for it: each of the two would rewrite a link that the other has read.
-        while (first := np.count_nonzero(linked := self._linked[before.astype(np.intp)])) < len(before):
+        while (first := np.count_nonzero(linked := self._linked[link := before.astype(INDEX)])) < len(link):
             if not first:
                 raise InvariantError(f"page {at[0]} is not in the chain of its digest")
             others = at[~linked]
             if len(others) > _FEW:
-                self._unlink(at[linked], before[linked])
+                self._unlink(at[linked], before[linked], link[linked])
                 at, before = others, self._before[others]
                 continue
             for page in others.tolist():  # one by one the order does not matter
                 self._unlink_one(page)
-            at, before = at[linked], before[linked]
+            at, before, link = at[linked], before[linked], link[linked]
             break
-        self._unlink(at, before)
+        self._unlink(at, before, link)
 
     def rename(self, pages: Pages, others: Pages) -> None:
         """What is found in published `pages` is found in `others` from now on: nothing has come or gone."""
@@ -163,7 +167,7 @@ class PrefixIndex:
         found = np.zeros(len(digests), np.int32)
         wanted, places, current = digests[:, 0], None, self._heads[buckets]
         while len(current) > _FEW:
-            at = current.astype(np.intp)
+            at = current.astype(INDEX)
             equal = self._words[at] == wanted
             if np.count_nonzero(equal):
                 hits = equal.nonzero()[0]  # half the cost of `flatnonzero`
@@ -203,7 +207,7 @@ class PrefixIndex:
     def _insert(self, pages: Pages, digests: Digests, buckets: Buckets) -> None:
         if not pages.size:
             return
-        at = pages.astype(np.intp)
+        at = pages.astype(INDEX)
         self._records.put(at, digests.view(self._records.dtype).reshape(-1))
         self._changed(at, True, digests)
         while True:
@@ -212,7 +216,7 @@ class PrefixIndex:
             self._links[at] = heads
             # Where several pages go to one bucket one of them was written: it links to the old head, the rest go again.
             written = self._heads[buckets]
-            self._before[heads.astype(np.intp)] = written  # that of the null page is written, and never read
+            self._before[heads.astype(INDEX)] = written  # that of the null page is written, and never read
             self._before[at] = buckets + self._first
             lost = (written != pages).nonzero()[0]
             if not lost.size:
@@ -227,15 +231,14 @@ class PrefixIndex:
             number = self.number if self.tables is None else self.number + self.tables[pages]
             log((number, come, self._digests.item(pages, -1) if digests is None else digests))
 
-    def _unlink(self, at: Buckets, before: Pages) -> None:
-        link = before.astype(np.intp)
-        if np.count_nonzero(astray := self._links[link] != at):
-            raise InvariantError(f"page {at[astray][0]} is not in the chain of its digest")
+    def _unlink(self, at: Buckets, before: Pages, link: Buckets) -> None:
+        """Take `at` out of their chains; `before` is the link of each that names it, and so is `link`, as an index."""
+        if self._links[link].astype(INDEX).tobytes() != at.tobytes():  # for few pages a third of a comparison
+            raise InvariantError(f"page {at[self._links[link] != at][0]} is not in the chain of its digest")
         after = self._links[at]
         self._links[link] = after
-        self._before[after.astype(np.intp)] = before
+        self._before[after.astype(INDEX)] = before
 
     def _buckets(self, digests: Digests) -> Buckets:
-        """The buckets of `digests`."""
-        # Signed, as numpy takes about twice as long to follow an index of another kind than intp, here and above.
-        return digests.view(np.int64)[:, 0] & self._bucket_mask
+        """The buckets of `digests`, signed: an `INDEX`."""
+        return digests.view(_SIGNED)[:, 0] & self._bucket_masks

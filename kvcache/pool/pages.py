@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError
 from kvcache.pool.idle_order import MOST_ORDERS, IdleOrder, OrderLog, Pages
-from kvcache.pool.index import PrefixIndex
+from kvcache.pool.index import INDEX, PrefixIndex
 from kvcache.pool.retention import HintedOrder
 
+_ONE = np.array(1, np.int32)  # numpy takes twice as long for a number of Python's
 PageNews = Callable[[str, Pages, NDArray[Any] | None], None]
 """What happened to pages, and of each why it was evicted, or which page comes before it where it was published."""
 
@@ -36,6 +37,7 @@ class PagePool:
         self.num_pages = num_pages
         self.holders = np.zeros(num_pages + 1, np.int32)
         self.writers = np.zeros(num_pages + 1, np.int16)
+        self._writing = 0  # the sum of them: while it is 0, as mostly, no page need be asked
         self.index = PrefixIndex(num_pages, digest_words)
         self.lru = IdleOrder(num_pages, OrderLog(num_pages, MOST_ORDERS))
         self.idle: IdleOrder | HintedOrder = self.lru  # the other one where there are hints or quotas
@@ -74,7 +76,7 @@ class PagePool:
         else:
             pages = pages.copy()
             pages.sort()  # half of what `np.sort` takes
-        self.holders[pages.astype(np.intp)] = 1
+        self.holders[pages.astype(INDEX)] = _ONE
         return pages
 
     def allocate_one(self) -> int:
@@ -97,13 +99,13 @@ class PagePool:
 
     def hold(self, pages: Pages) -> None:
         """Add a holder to each of `pages`, which are distinct and published or held."""
-        at = pages.astype(np.intp)  # numpy takes twice as long to follow int32
+        at = pages.astype(INDEX)
         holders = self.holders[at]
-        if np.count_nonzero(holders) or np.count_nonzero(self.writers[at]):
+        if np.count_nonzero(holders) or (self._writing and np.count_nonzero(self.writers[at])):
             idle = at[(holders == 0) & (self.writers[at] == 0)]
             self.holders[at] = holders + 1
         else:  # as those of a prompt that nobody runs: a comparison takes three times as long as a count
-            idle, self.holders[at] = at, 1
+            idle, self.holders[at] = at, _ONE
         if idle.size:
             self.idle.remove(idle)
 
@@ -112,33 +114,35 @@ class PagePool:
 
         The tail goes first: of a prefix, the last pages are worth the least, as a hit needs all pages before them.
         """
-        at = pages.astype(np.intp)
-        holders = self.holders[at] - 1
+        at = pages.astype(INDEX)
+        holders = self.holders[at] - _ONE
         self.holders[at] = holders
-        if np.count_nonzero(holders) or np.count_nonzero(self.writers[at]):
+        if np.count_nonzero(holders) or (self._writing and np.count_nonzero(self.writers[at])):
             at = at[(holders == 0) & (self.writers[at] == 0)]
         self._free(at[::-1])
 
     def release_each(self, pages: Pages) -> None:
         """`release` for pages that may be named several times, once for each holder that goes."""
-        at = pages.astype(np.intp)
+        at = pages.astype(INDEX)
         first = np.unique(at, return_index=True)[1]
         if len(first) == len(at):
             self.release(pages)
             return
         np.subtract.at(self.holders, at, 1)
         pages = pages[np.sort(first)]
-        self._free(pages[self._unused(pages)][::-1].astype(np.intp))
+        self._free(pages[self._unused(pages)][::-1].astype(INDEX))
 
     def add_writer(self, pages: Pages) -> None:
         """A transfer may write to `pages`, which are held, until `drop_writer`."""
         self.writers[pages] += 1
+        self._writing += len(pages)
 
     def drop_writer(self, pages: Pages) -> None:
         """That transfer is over for good: what nobody uses is free."""
         self.writers[pages] -= 1
+        self._writing -= len(pages)
         if np.count_nonzero(unused := self._unused(pages)):
-            self._free(pages[unused][::-1].astype(np.intp))
+            self._free(pages[unused][::-1].astype(INDEX))
 
     def would_be_taken(self, pages: Pages) -> int:
         """How many of `pages` are free now: `hold` takes them from what `allocate` can hand out."""
@@ -162,6 +166,8 @@ class PagePool:
         for name, have, want in (("holders", self.holders, holders), ("writers", self.writers, writers)):
             for page in np.flatnonzero(have != want)[:1]:
                 raise InvariantError(f"page {page} has {have[page]} {name}, but {want[page]} are counted")
+        if self._writing != writers.sum():
+            raise InvariantError(f"pages have {writers.sum()} writers, but {self._writing} are counted")
         fresh, idle = self._fresh[: self._fresh_count], self.idle.pages()
         state = np.bincount(fresh, minlength=self.num_pages + 1) + np.bincount(idle, minlength=self.num_pages + 1)
         state += (holders > 0) | (writers > 0)
@@ -177,7 +183,7 @@ class PagePool:
         self.index.check()
 
     def _unused(self, pages: Pages) -> NDArray[np.bool_]:
-        at = pages.astype(np.intp)
+        at = pages.astype(INDEX)
         return (self.holders[at] == 0) & (self.writers[at] == 0)
 
     def _free(self, pages: NDArray[np.intp]) -> None:

@@ -315,12 +315,13 @@ def hasher_of(
 
     `named`: the salt and keys that count, where these are known.
     """
-    salt, keys = named = named or salt_and_keys(context)
+    salt, keys = named or salt_and_keys(context)
     kept: object = getattr(context, "prefix_hasher", None)
-    wanted = (algorithm, page_size, salt, keys)
-    if isinstance(kept, PrefixHasher) and (kept.algorithm, kept.page_size, kept.salt, kept.extra_keys) == wanted:
-        return kept
-    made = PrefixHasher(algorithm, page_size, *named)
+    if isinstance(kept, PrefixHasher):
+        wanted = (algorithm, page_size, salt, keys)
+        if (kept.algorithm, kept.page_size, kept.salt, kept.extra_keys) == wanted:
+            return kept
+    made = PrefixHasher(algorithm, page_size, salt, keys)
     if hasattr(context, "prefix_hasher"):
         context.prefix_hasher = made  # pyright: ignore[reportAttributeAccessIssue] - an optional attribute
     return made

@@ -24,7 +24,7 @@ from kvcache.params import HashAlgorithm
 from kvcache.replica.keys import ExtraKeys
 
 DIGEST_BYTES: dict[HashAlgorithm, int] = {"sha256": 32, "blake3": 32, "xxh3_128": 16}
-_TOKEN = np.dtype("<i4")
+_TOKEN, _WORD = np.dtype("<i4"), np.dtype(np.uint64)
 _AT_ONCE = 1 << 17
 """Tokens that C hashes in one go, a digest counted as 16. No other thread runs meanwhile: that is less than the 5 ms
 after which its turn comes, without SHA instructions, too.
@@ -105,19 +105,18 @@ class PrefixHasher:
         width = self.width
         known = len(self.known) // width
         if known < last:
-            self._extend(tokens[known * self.page_size : last * self.page_size])
+            self._extend(tokens, known, last)
         wanted = bytes(self.known[first * width : last * width])
-        return np.frombuffer(wanted, np.uint64).reshape(last - first, width // 8)
+        return np.ndarray((last - first, width // 8), _WORD, wanted)
 
-    def _extend(self, tokens: NDArray[np.integer[Any]]) -> None:
+    def _extend(self, tokens: NDArray[np.integer[Any]], page: int, last: int) -> None:
+        """Take the pages from `page`, the first one that is not known, to `last` of all known `tokens`."""
         size, keys = self.page_size, self.keys_left
-        first = page = len(self.known) // self.width
-        last = first + len(tokens) // size
         while page < last:
             while keys and keys[-1][0] == page:
                 self.running.update(keys.pop()[1])
             end = min(last, keys[-1][0]) if keys else last
-            self._take(tokens[(page - first) * size : (end - first) * size])
+            self._take(tokens[page * size : end * size])
             page = end
 
     def _take(self, tokens: NDArray[np.integer[Any]]) -> None:
@@ -125,8 +124,10 @@ class PrefixHasher:
         running, size = self.running, self.page_size
         if type(running) is _Chain:
             at_once = max(1, _AT_ONCE // (size + 16)) * size
-            for at in range(0, len(tokens), at_once):
-                running.extend(np.ascontiguousarray(tokens[at : at + at_once], _TOKEN), size * _TOKEN.itemsize)
+            while len(tokens) > at_once:
+                running.extend(np.ascontiguousarray(tokens[:at_once], _TOKEN), size * _TOKEN.itemsize)
+                tokens = tokens[at_once:]
+            running.extend(np.ascontiguousarray(tokens, _TOKEN), size * _TOKEN.itemsize)
             return
         digest = running.digest
         # No step but these two for a page: a prompt has thousands.

@@ -77,7 +77,7 @@ class ReplicaHints:
         """The row's request has come for pages, and has found so many of them published."""
         if found:
             self._found[row] += found
-        if self._rows.prompt[row] >= 0:  # not for the first time
+        if self._rows.prompt.item(row) >= 0:  # not for the first time
             return
         if not self._baselines and getattr(context, "retention", None) is not None:
             self._start()

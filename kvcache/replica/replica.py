@@ -70,27 +70,27 @@ class Replica:
         """
         self.refuse_pending(row, "maybe_reserve")
         needed = self.pages_needed(context, num_steps)
-        one_more = context.active_length == 1 and 1 < needed == self.rows.num_pages[row] + 1
-        if one_more and self.further is None:  # a decode step onto a new page
-            if not self.pool.free_count:
-                return None
-            self.counter.admit(row, context.end_idx)
-            self.rows.append_one(row, self.pool.allocate_one())
-            return 1
-        if context.active_length == 1 and context.current_length + num_steps - 1 <= self.rows.capacity[row]:
-            return 0  # a decode step on a page that the row has; what it may not do is for `fetch` and `step` to refuse
+        if context.active_length == 1:  # a decode step
+            if 1 < needed == self.rows.num_pages.item(row) + 1 and self.further is None:  # onto a new page
+                if not self.pool.free_count:
+                    return None
+                self.counter.admit(row, context.end_idx)
+                self.rows.append_one(row, self.pool.allocate_one())
+                return 1
+            if context.current_length + num_steps - 1 <= self.rows.capacity[row]:
+                return 0  # on a page that the row has; what it may not do is for `fetch` and `step` to refuse
         named = self.refuse_renamed(row, context)
         self.refuse_rewrite(row, context)
         return self.act(row, context, named, self._plan(row, context, needed, num_steps))
 
     def act(self, row: int, context: Context, named: tuple[str | None, ExtraKeys], plan: Reservation) -> int | None:
         """Take what a reservation says; returns the pages taken anew, or None: too few, and nothing has changed."""
-        taken = plan.new + plan.further.cost
-        if taken + len(plan.hits) > self.pool.free_count:  # else it does not matter how many of them are idle
+        taken, free = plan.new + plan.further.cost, self.pool.free_count
+        if taken + len(plan.hits) > free:  # else it does not matter how many of them are idle
             kept = max(0, self.leases.last_read(row) - plan.first)
             taken += self.pool.would_be_taken(plan.hits) - self.pool.would_be_freed(plan.replaced[kept:])
-        if taken > self.pool.free_count:
-            return None
+            if taken > free:
+                return None
         if plan.cached:
             # First, as a context of the caller's own may refuse: then no page has moved yet.
             self.advance(row, context, plan.cached)
@@ -173,7 +173,7 @@ class Replica:
         else:
             digests = hasher.digests(context.tokens, first, last)
             # Most lookups of a new prompt end at its first page.
-            pages = index.match(digests) if index.may_have(digests[0]) else _NO_PAGES
+            pages = index.match(digests) if index.may_have(digests) else _NO_PAGES
             if pages.size and self.further is not None and self.states is None:
                 pages = pages[: self.further.longest(first, digests[: len(pages)])]
             hasher.matches[index] = (index.generation, first, last, pages)
@@ -376,14 +376,14 @@ class Replica:
 
     def _plan(self, row: int, context: Context, needed: int, num_steps: int) -> Reservation:
         rows, slots = self.rows, NO_SLOTS
-        have = rows.num_pages.item(row)
+        have, start = rows.num_pages.item(row), context.start_idx
         # One active token after all others were computed is a decode step: there is nothing to look up.
         looks = context.active_length > 1
         first, hits = self.published_run(context, row) if looks else (0, _NO_PAGES)
         restored = first + len(hits)
         if looks:
-            wait = bool(rows.prompt[row] < 0)
-            restored = max(restored, context.start_idx // self.page_size)
+            wait = rows.prompt.item(row) < 0
+            restored = max(restored, start // self.page_size)
             if self.further is None:
                 slots = self.tier.find(row, context, restored, self.hasher, wait=wait)
             if self.states is not None and (hits.size or slots.size):
@@ -394,7 +394,7 @@ class Replica:
                 end = first + up_to_state(self.states, self.further, context.request_id, first, digests)
                 hits, slots = hits[: end - first], slots[: max(0, end - restored)]
         cached = (restored + len(slots) if slots.size else first + len(hits)) * self.page_size
-        if cached <= context.start_idx:
+        if cached <= start:
             cached, hits, slots = 0, _NO_PAGES, NO_SLOTS  # no token fewer to run: `step` finds the duplicates
         has_others = hits.size and have > first
         replaced = rows.table[row, first : min(have, first + len(hits))].copy() if has_others else _NO_PAGES

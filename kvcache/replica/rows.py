@@ -154,16 +154,16 @@ class PromptCounter:
 
     def admit(self, row: int, known: int) -> None:
         """What a request knows when it is first reserved is its prompt."""
-        if self._rows.prompt[row] < 0:
+        if self._rows.prompt.item(row) < 0:
             self._rows.prompt[row] = known
             self._open.add(row)
 
     def hit(self, row: int, known: int, start: int, cached: int) -> None:
         """The tokens from `start` to `cached` of a request of `known` tokens do not have to run."""
         rows = self._rows
-        prompt = known if rows.prompt[row] < 0 else int(rows.prompt[row])
-        self.found += max(0, min(cached, prompt) - max(start, int(rows.counted[row])))
-        rows.counted[row] = max(cached, int(rows.counted[row]))
+        prompt, counted = rows.prompt.item(row), rows.counted.item(row)
+        self.found += max(0, min(cached, known if prompt < 0 else prompt) - max(start, counted))
+        rows.counted[row] = max(cached, counted)
 
     def run(self, rows: Rows, starts: Ints | int, ends: Ints) -> None:
         """The tokens from `starts` to `ends` of `rows` run, or ran."""

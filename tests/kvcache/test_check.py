@@ -41,6 +41,7 @@ BREAKS: dict[str, tuple[Callable[[PagedKVCacheManager, Replica], Any], str]] = {
         lambda m, r: set_entry(r.pool.writers, r.imports.each[0].dst_pages, 0),
         "has 0 writers, but 1",
     ),
+    "writers counted wrongly": (lambda m, r: setattr(r.pool, "_writing", 0), "have 1 writers, but 0 are counted"),
     "a page lost": (lambda m, r: setattr(r.pool, "_fresh_count", r.pool._fresh_count - 1), "in 0 of the states"),
     "a page twice fresh": (lambda m, r: set_entry(r.pool._fresh, 0, r.pool._fresh[1]), "of the states"),
     "a held page in the idle order": (

@@ -7,8 +7,9 @@ KVCACHE_TIERS: tuple[Module, ...] = (
         "kvcache.pool.idle_order",
         ["tests/kvcache/pool/test_idle_order.py"],
         [
-            Mutation("IdleOrder.remove", "self._stamp[pages] = -1", "pass"),
+            Mutation("IdleOrder.remove", "self._stamp[pages] = _NOWHERE", "pass"),
             Mutation("IdleOrder.remove", "self._give_up(first)", "pass"),
+            Mutation("IdleOrder.remove", "each[:4] * len(pages)", "each"),
             Mutation("IdleOrder.pop", "self.count -= count", "self.count -= len(taken)"),
             Mutation("IdleOrder.pop", "self.count -= len(pages)", "pass"),
             Mutation("IdleOrder.pop", "left + count == self._end_of(chunk) - head", "left + count > 0"),

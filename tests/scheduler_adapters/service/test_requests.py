@@ -86,7 +86,7 @@ def test_a_request_that_asks_again_hashes_no_page_anew(monkeypatch: pytest.Monke
     hashed = list[int]()
     extend = PrefixHasher._extend
     monkeypatch.setattr(
-        PrefixHasher, "_extend", lambda self, tokens: (hashed.append(len(tokens) // 16), extend(self, tokens))[1]
+        PrefixHasher, "_extend", lambda self, *pages: (hashed.append(pages[2] - pages[1]), extend(self, *pages))[1]
     )
     for token in range(70, 82):
         for _ in range(2):
