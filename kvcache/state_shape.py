@@ -9,13 +9,14 @@ from kvcache.errors import InvalidParamsError
 
 CONV_KINDS = ("conv.x", "conv.B", "conv.C")
 SSM_KIND = "ssm"
-StateForm = Literal["mamba2", "gated_delta", "mamba1", "short_conv"]
+StateForm = Literal["mamba2", "gated_delta", "mamba1", "short_conv", "linear"]
 # What the mixers of each form convolve, in their order.
 _CONVOLVED: dict[StateForm, tuple[str, ...]] = {
     "mamba2": CONV_KINDS,
     "gated_delta": ("conv.B", "conv.C", "conv.x"),
     "mamba1": ("conv.x",),
     "short_conv": ("conv.x",),
+    "linear": (),
 }
 
 
@@ -23,7 +24,8 @@ _CONVOLVED: dict[StateForm, tuple[str, ...]] = {
 class StateShape:
     """The recurrent layers of a model, all alike.
 
-    Raises `InvalidParamsError` for a number below 1, a kernel below 2, or heads that are no multiple of the groups.
+    Raises `InvalidParamsError` for a number below 1, a kernel below 2 where there is a convolution, or heads that are
+    no multiple of the groups.
     """
 
     layers: int  # recurrent ones
@@ -31,7 +33,7 @@ class StateShape:
     head_dim: int  # channels of x for each head
     groups: int  # of heads that share one B and one C; 1 where these are not convolved
     d_state: int  # elements of the state for each channel of x, and channels of B, and of C, for each group
-    kernel: int  # width of the convolution, which keeps one input less
+    kernel: int  # width of the convolution, which keeps one input less; 1 where there is none
     conv_dtype: torch.dtype  # of the convolution's inputs
     ssm_dtype: torch.dtype = torch.float32  # of the matrices
     form: StateForm = "mamba2"
@@ -48,13 +50,14 @@ class StateShape:
             return ()
         if self.form == "mamba1":
             return (self.d_state,)
-        return (self.d_state, self.head_dim) if self.form == "gated_delta" else (self.head_dim, self.d_state)
+        keys_first = self.form in {"gated_delta", "linear"}
+        return (self.d_state, self.head_dim) if keys_first else (self.head_dim, self.d_state)
 
     def __post_init__(self) -> None:
-        for name in ("layers", "heads", "head_dim", "groups", "d_state"):
+        for name in ("layers", "heads", "head_dim", "groups", "d_state", "kernel"):
             if getattr(self, name) < 1:
                 raise InvalidParamsError(f"{name} is {getattr(self, name)}: at least 1 is needed")
-        if self.kernel < 2:
+        if self.conv_kinds and self.kernel < 2:
             raise InvalidParamsError(f"kernel is {self.kernel}: at least 2 is needed, or no input is kept")
         if self.heads % self.groups:
             raise InvalidParamsError(f"heads is {self.heads}: no multiple of the {self.groups} groups")

@@ -8,7 +8,8 @@ head, and overwrites both with every token. So a state is a page of one token, i
     ssm      a head for each head: `head_dim × d_state` elements
 
 These are the names of Mamba-2. A gated delta network has values for x, queries for B, keys for C. Mamba-1 convolves x
-alone, and each of its channels is a head; so does a short convolution, which has no matrices.
+alone, and each of its channels is a head; so does a short convolution, which has no matrices. Linear attention without
+a convolution has matrices alone.
 
 A shard holds a range of the heads, the channels of x that belong to these heads, and the channels of B and C that
 belong to their groups. All layers of a request lie in one page of each pool, head-major as pages of keys and values

@@ -74,6 +74,7 @@ class PagedBatch:
         for request, count in enumerate(counts):
             self._by_count[count].append(request)
         self._groups: dict[tuple[int, LayerGroup | None], list[_EqualCounts]] = {}
+        self.attending = -1  # the layer that attends, where one module does so for several, and none is its own
 
     def place_of(self, layer: int) -> tuple[int, int]:
         """A layer's table, and its place in the pages of that; `UnsupportedModelError` where these do not keep it."""
@@ -228,6 +229,7 @@ def paged_attention_forward(
         )
     query, key, value = (states.transpose(1, 2) for states in (query, key, value))
     layer = int(module.layer_idx)  # type: ignore[arg-type]
+    layer = paged_batch.attending if layer < 0 else layer
     if hasattr(module, "expand_kv"):  # its latents went to the pages as it told `PagedLatents` of them
         of_latents = cast("Any", module)
         rank, expand = int(of_latents.kv_lora_rank), of_latents.expand_kv

@@ -15,7 +15,7 @@ from kvcache.layer_groups import LayerGroup, LayerKind
 from kvcache.state_shape import SSM_KIND, StateForm, StateShape
 from kvcache.states.state_pages import StatePages
 from scheduler_adapters.errors import UnsupportedModelError
-from scheduler_adapters.hf.paged_attention import PagedLatents
+from scheduler_adapters.hf.paged_attention import PagedBatch, PagedLatents
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -24,15 +24,27 @@ ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 _BOTH_KINDS = {"hybrid"}  # attention and recurrent, side by side in one layer
 _RECURRENT_KINDS = {"linear_attention", "conv"}
 _STATELESS_KINDS = {"mlp", "moe"}
-# The models whose recurrent layers are known, and what they keep. Not Zamba2: its attention layers are shared.
+# The models whose recurrent layers are known, and what they keep.
 STATE_FORMS: dict[str, StateForm] = {
-    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"), "mamba2"),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear"), "gated_delta"),
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2"), "mamba2"),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), "gated_delta"),
+    **dict.fromkeys(("kimi_linear", "bailing_hybrid"), "gated_delta"),
     "jamba": "mamba1",
     **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), "short_conv"),
+    "minimax": "linear",
+}
+_NO_ATTENTION = "no layer attends, so there is nothing to keep in pages"
+# Of those that are not served, why.
+_UNSERVED: dict[str, str] = {
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"), _NO_ATTENTION),
+    "recurrent_gemma": "its recurrent layers keep their state in themselves, not in the cache that they are given",
+    "zamba": "its Mamba-1 layers divide their channels into heads, each with a projection of its own",
+    "zaya": "its attention layers keep a token's values for the next one, and inputs of two convolutions",
+    **dict.fromkeys(("inkling_text", "inkling2_text"), "each of its layers keeps the inputs of several convolutions"),
+    **dict.fromkeys(("glm5_next_text", "qwen4_exp_text"), "its attention layers keep keys of an indexer besides"),
 }
 # Whose attention hands its latents to the cache object, and expands those that it gets back (`expand_kv`).
-LATENT_MODEL_TYPES = {"deepseek_v3", "kimi_linear"}
+LATENT_MODEL_TYPES = {"deepseek_v3", "kimi_linear", "bailing_hybrid"}
 # The mixers multiply padding away with a mask, which without padding is None. Given as a dict, it is not built.
 NO_MASKS = {"full_attention": None, "sliding_attention": None, "linear_attention": None, "conv": None}
 
@@ -85,21 +97,36 @@ def latent_elements_of(config: PretrainedConfig) -> int:
 def check_supported(config: PretrainedConfig) -> None:
     """Refuse models that keep more of a layer than keys and values, or a known state: `UnsupportedModelError`."""
     known, text = ATTENTION_KINDS, text_config_of(config)
+    if text.model_type in _UNSERVED:
+        raise UnsupportedModelError(f"{config.model_type}: not supported over pages: {_UNSERVED[text.model_type]}")
     if text.model_type in STATE_FORMS:
         known = known | _BOTH_KINDS | _RECURRENT_KINDS | _STATELESS_KINDS
     for layer, kind in enumerate(_kinds_of(config) or ()):
         if kind not in known:
             raise UnsupportedModelError(f"{config.model_type}: layer {layer} is {kind!r}: not supported over pages")
+    if not kv_layers_of(config):
+        raise UnsupportedModelError(f"{config.model_type}: not supported over pages: {_NO_ATTENTION}")
     # Temperature tuning counts a layer's rows as positions: those of the packed batch are others.
     for name in ("kv_lora_rank", "num_kv_shared_layers", "attn_temperature_tuning"):
         if getattr(text, name, None) and not (name == "kv_lora_rank" and latent_elements_of(config)):
             raise UnsupportedModelError(f"{config.model_type}: {name} is set: not supported over pages")
 
 
+def check_states_known(model: PreTrainedModel) -> None:
+    """Refuse a model that says of itself that it has a state, of a type not known here: `UnsupportedModelError`.
+
+    It would run, and forget between two chunks what its configuration does not tell of.
+    """
+    kind = text_config_of(model.config).model_type
+    if getattr(model, "_is_stateful", False) and kind not in STATE_FORMS:
+        raise UnsupportedModelError(f"{kind}: it keeps a state of each request, of what form is not known here")
+
+
 def state_shape_of(model: PreTrainedModel) -> StateShape:
     """The shape of a hybrid's recurrent states, read from its mixers, which must be alike."""
     layers = recurrent_layers_of(model.config)
-    found: list[Any] = [module for module in model.modules() if hasattr(module, "conv_kernel_size")]
+    named = "slope_rate" if STATE_FORMS[text_config_of(model.config).model_type] == "linear" else "conv_kernel_size"
+    found: list[Any] = [module for module in model.modules() if hasattr(module, named)]
     mixers: dict[int, Any] = {mixer.layer_idx: mixer for mixer in found}
     if not layers or sorted(mixers) != layers:
         raise UnsupportedModelError(
@@ -113,16 +140,20 @@ def state_shape_of(model: PreTrainedModel) -> StateShape:
 
 
 def _shape_of(mixer: Any, form: StateForm, layers: int) -> StateShape:
+    if form == "linear":  # a head's decayed sum of keys and values, in the element type that the layers compute in
+        sizes, dtype = (mixer.num_attention_heads, mixer.head_dim) * 2, mixer.qkv_proj.weight.dtype
+        return StateShape(layers, *sizes, kernel=1, conv_dtype=dtype, ssm_dtype=dtype, form=form)
     conv = mixer.conv if form == "short_conv" else mixer.conv1d
+    dtype = conv.weight.dtype
     if form == "mamba2":
         sizes = (mixer.num_heads, mixer.head_dim, mixer.n_groups, mixer.ssm_state_size)
     elif hasattr(mixer, "forget_gate"):  # Kimi's delta attention: a decay for each channel of a key, heads all alike
-        sizes = (mixer.num_heads, mixer.head_dim, mixer.num_heads, mixer.head_dim)
+        sizes, dtype = (mixer.num_heads, mixer.head_dim) * 2, mixer.q_proj.weight.dtype
     elif form == "gated_delta":
         sizes = (mixer.num_v_heads, mixer.head_v_dim, mixer.num_k_heads, mixer.head_k_dim)
     else:
         sizes = (conv.in_channels, 1, 1, mixer.ssm_state_size if form == "mamba1" else 1)
-    return StateShape(layers, *sizes, kernel=mixer.conv_kernel_size, conv_dtype=conv.weight.dtype, form=form)
+    return StateShape(layers, *sizes, kernel=mixer.conv_kernel_size, conv_dtype=dtype, form=form)
 
 
 def _kinds_of(config: PretrainedConfig) -> Sequence[str] | None:
@@ -144,9 +175,14 @@ class PagedStates:
         self._places = places
         self._pages = pages
         self._written = pages if written is None else written
-        self.latents: PagedLatents | None = None  # of the pass that runs, where attention layers keep latents
+        self._batch: PagedBatch | None = None
+        self._latents: PagedLatents | None = None
         self._conv: dict[int, torch.Tensor] = {}
         self._ssm: dict[int, torch.Tensor] = {}
+
+    def begin(self, batch: PagedBatch, *, latents: bool) -> None:
+        """Take up the tokens of a pass, whose attention layers keep `latents`, or keys and values."""
+        self._batch, self._latents = batch, PagedLatents(batch) if latents else None
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:  # noqa: ARG002  (of the interface)
         """The last inputs of each channel that is convolved, `[requests, channels, kernel - 1]`."""
@@ -173,12 +209,23 @@ class PagedStates:
         self._ssm[layer_idx] = recurrent_states
         return recurrent_states
 
+    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
+        """As `get_recurrent_state`; None where no request has one yet, so that the layer takes its tokens in blocks."""
+        state = self.get_recurrent_state(layer_idx)
+        return state if state.any() else None
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
+        """Take up new matrices."""
+        self._ssm[layer_idx] = linear_cache
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What attention layers ask for: latents go to their pages; keys and values the paged attention keeps."""
-        if self.latents is not None:
-            self.latents.update(key_states, value_states, layer_idx)
+        if self._batch is not None:
+            self._batch.attending = layer_idx
+        if self._latents is not None:
+            self._latents.update(key_states, value_states, layer_idx)
         return key_states, value_states
 
     def is_recording_past(self, layer_idx: int) -> bool:  # noqa: ARG002  (of the interface)
@@ -187,14 +234,15 @@ class PagedStates:
 
     def store(self, tokens: Sequence[int]) -> None:
         """Write every layer's state to its pages: they have taken up `tokens`, one number for each request."""
-        shape, wanted = self._states.shape, self._places.keys()
-        if self._conv.keys() != wanted or (shape.matrix and self._ssm.keys() != wanted):
+        shape = self._states.shape
+        parts = ((shape.conv_kinds, self._conv), ((SSM_KIND,) if shape.matrix else (), self._ssm))
+        kept = [(kinds, states) for kinds, states in parts if kinds]
+        used = [layer for layer in self._places if all(layer in states for _, states in kept)]
+        if len(used) != len(self._places):
             raise UnsupportedModelError(
-                f"the pass used the states of layers {sorted(self._conv.keys() & (self._ssm.keys() or wanted))}, "
-                f"recurrent are {sorted(self._places)}"
+                f"the pass used the states of layers {used}, recurrent are {sorted(self._places)}"
             )
         for layer, place in self._places.items():
-            self._states.write(place, self._written, shape.conv_kinds, self._conv[layer])
-            if shape.matrix:
-                self._states.write(place, self._written, (SSM_KIND,), self._ssm[layer])
+            for kinds, states in kept:
+                self._states.write(place, self._written, kinds, states[layer])
         self._states.advance(self._written, tokens)

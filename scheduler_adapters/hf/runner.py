@@ -31,6 +31,7 @@ from scheduler_adapters.hf.recurrent import (
     NO_MASKS,
     STATE_FORMS,
     PagedStates,
+    check_states_known,
     check_supported,
     groups_of,
     kv_layers_of,
@@ -72,6 +73,7 @@ class HFRunner:
     def __init__(self, model: PreTrainedModel, states: Sequence[StatePages] = ()) -> None:
         _register()
         check_supported(model.config)
+        check_states_known(model)
         self.model = model.eval()
         self.eos_token_ids = eos_token_ids_of(model)
         embeddings: Any = model.get_input_embeddings()
@@ -201,10 +203,10 @@ class HFRunner:
             ends: list[int] = keep.cpu().numpy().tolist()
             places = [range(end - count, end + 1) for end, count in zip(ends, before, strict=False)]
             keep = torch.tensor([*chain(*places)], device=self.model.device)
-        latents = PagedLatents(paged) if self._has_latents else None
+        past = PagedLatents(paged) if self._has_latents else None
         if cache is not None:
-            cache.latents = latents
-        past = latents if cache is None else cache
+            cache.begin(paged, latents=self._has_latents)
+            past = cache
         output = self.model(
             input_ids=torch.as_tensor(tokens, dtype=torch.int64, device=self.model.device).view(rows, -1),
             position_ids=paged.positions.view(rows, -1),

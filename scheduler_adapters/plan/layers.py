@@ -31,15 +31,16 @@ _KEEPS: dict[str, tuple[CacheKind, ...]] = {
 }
 _WINDOW_FIELDS = {"window": "sliding_window", "chunked": "attention_chunk_size"}
 # Heads, their width, groups of heads that share a B and a C (queries and keys), the width of these, and the kernel: of
-# gated delta networks; of Mamba-2 as Bamba, Granite 4 and Falcon-H1 spell it; as Nemotron-H does; and of Kimi Linear,
-# whose values, queries and keys are all alike.
+# gated delta networks; of Mamba-2 as Bamba, Granite 4 and Falcon-H1 spell it; as Nemotron-H does; as Zamba2 does; and
+# of Kimi Linear, whose values, queries and keys are all alike.
 _STATE_FIELDS = (
     *[("linear_num_value_heads", "linear_value_head_dim", "linear_num_key_heads", "linear_key_head_dim")],
     *[("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state")],
     *[("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size")],
+    *[("n_mamba_heads", "mamba_headdim", "mamba_ngroups", "mamba_d_state")],
     *[("linear_num_heads", "linear_head_dim", "linear_num_heads", "linear_head_dim")],
 )
-_KERNEL_FIELDS = ("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel", "linear_conv_kernel_dim")
+_KERNEL_FIELDS = ("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel", "mamba_d_conv", "linear_conv_kernel_dim")
 _MAMBA1_FIELDS = ("mamba_expand", "mamba_d_state", "mamba_d_conv")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.float8_e4m3fn}
 _MOST = (1 << 31) - 1
@@ -166,6 +167,10 @@ def _attention(file: Path, own: Any, kind: CacheKind) -> AlikeLayers:
 
 def _state(file: Path, own: Any, number: int, config: Any) -> StateShape:
     dtype = _config_dtype(file, config)
+    if hasattr(own, "linear_attn_alpha_factor"):  # MiniMax's lightning attention has heads as its attention does
+        heads = _field(file, own, "num_attention_heads")
+        width = _field(file, own, "head_dim", _field(file, own, "hidden_size", heads) // heads)
+        return StateShape(1, heads, width, heads, width, 1, dtype, dtype, form="linear")
     for names, kernel in zip(_STATE_FIELDS, _KERNEL_FIELDS, strict=True):
         if all(hasattr(own, name) for name in (*names, kernel)):
             try:

@@ -10,6 +10,7 @@ PLAN: tuple[Module, ...] = (
             Mutation("_attention", 'getattr(own, "kv_lora_rank", None)', "False"),
             Mutation("_attention", ' + _field(file, own, "qk_rope_head_dim")', ""),
             Mutation("AlikeLayers.state_bytes", " // tp", ""),
+            Mutation("_state", "1, dtype, dtype, form", "1, dtype, form"),
             Mutation("_times", "replace(one.state, layers=count)", "one.state"),
             Mutation("_state", 'expand * _field(file, own, "hidden_size"), elements', "expand, elements"),
             Mutation("_each_layer", '"short_conv", channels', '"mamba1", channels'),

@@ -10,6 +10,7 @@ _SPECULATION = ["tests/scheduler_adapters/hf/test_speculation.py"]
 
 _PASSING = ["tests/kvcache/states/test_passing_copies.py"]
 _HYBRID = ["tests/scheduler_adapters/hf/test_hybrid.py"]
+_STATE_MODELS = ["tests/scheduler_adapters/hf/test_state_models.py"]
 _REPLICAS = ["tests/scheduler_adapters/hf/test_state_replicas.py"]
 _SERVICE = ["tests/scheduler_adapters/service/test_service.py"]
 _PARAMS = "tests/kvcache/test_params.py"
@@ -297,8 +298,9 @@ STATES: tuple[Module, ...] = (
         [
             Mutation("_CONVOLVED", '("conv.B", "conv.C", "conv.x")', '("conv.x", "conv.B", "conv.C")'),
             Mutation("StateShape.matrix", "return (self.d_state,)", "return (self.head_dim,)"),
-            Mutation("StateShape.matrix", '"gated_delta" else', '"mamba2" else'),
-            Mutation("StateShape.__post_init__", "if self.kernel < 2:", "if self.kernel < 1:"),
+            Mutation("StateShape.matrix", '{"gated_delta", "linear"}', '{"mamba2", "linear"}'),
+            Mutation("StateShape.__post_init__", "self.kernel < 2:", "self.kernel < 1:"),
+            Mutation("StateShape.__post_init__", "self.conv_kinds and ", "", _HYBRID),
         ],
     ),
     Module(
@@ -312,20 +314,26 @@ STATES: tuple[Module, ...] = (
             Mutation("HFRunner._forward", "end - count, end + 1", "end - count + 1, end + 1", _SPECULATION),
             Mutation("HFRunner.verify", "end - count - 1 : end", "end - count : end", _SPECULATION),
             Mutation("HFRunner.draft", "not self._states or ", "", _SPECULATION),
-            Mutation("HFRunner._forward", "cache.latents = latents", "pass"),
+            Mutation("HFRunner._forward", "cache.begin(paged, latents=self._has_latents)", "pass"),
         ],
     ),
     Module(
         "scheduler_adapters.hf.recurrent",
         ["tests/scheduler_adapters/hf/test_hybrid.py"],
         [
-            Mutation("PagedStates.update", "self.latents is not None", "False"),
-            Mutation("PagedStates.store", "shape.matrix and self._ssm.keys() != wanted", "False"),
-            Mutation("PagedStates.store", "self._conv.keys() != wanted", "False"),
-            Mutation("PagedStates.store", "self._written, (SSM_KIND,)", "self._pages, (SSM_KIND,)", _DRAFTED),
-            Mutation("PagedStates.store", "self._written, shape.conv_kinds", "self._pages, shape.conv_kinds", _DRAFTED),
+            Mutation("check_supported", "not kv_layers_of(config)", "False", _STATE_MODELS),
+            Mutation("check_supported", "text.model_type in _UNSERVED", "False", _STATE_MODELS),
+            Mutation("check_states_known", "kind not in STATE_FORMS", "False", _STATE_MODELS),
+            Mutation("PagedStates.begin", "PagedLatents(batch) if latents else None", "None"),
+            Mutation("PagedStates.update", "self._batch.attending = layer_idx", "pass"),
+            Mutation("PagedStates.get_linear_cache", "state if state.any() else None", "None"),
+            Mutation("PagedStates.store", "len(used) != len(self._places)", "False"),
+            Mutation("PagedStates.store", "all(layer in states", "any(layer in states"),
+            Mutation("PagedStates.store", "self._written, kinds", "self._pages, kinds", _DRAFTED),
             Mutation("PagedStates.store", "advance(self._written", "advance(self._pages", _DRAFTED),
-            Mutation("_shape_of", "mixer.head_dim, mixer.num_heads", "mixer.head_dim, 1"),
+            Mutation(
+                "_shape_of", "mixer.head_dim) * 2, mixer.q_proj", "mixer.head_dim, 1, mixer.head_dim), mixer.q_proj"
+            ),
             Mutation("_shape_of", "mixer.head_v_dim, mixer.num_k_heads", "mixer.head_v_dim, mixer.num_v_heads"),
         ],
     ),

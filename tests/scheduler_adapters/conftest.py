@@ -36,6 +36,22 @@ DELTA = {
     "linear_value_head_dim": 16,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# Latents of 16 elements and 8 that are shared; keys of 16 elements and these, values of 12. The first MLP is dense.
+LATENTS = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "pad_token_id": 258,
+    "bos_token_id": 256,
+    "eos_token_id": None,
+}
 HYBRIDS = {
     "bamba": ("BambaConfig", MAMBA | {"attn_layer_indices": [1, 3]}),
     "granite": (
@@ -76,30 +92,50 @@ HYBRIDS = {
             "mamba_dt_rank": 8,
         },
     ),
-    # Latents of 16 elements and 8 that are shared; keys of 16 elements and these, values of 12. The first MLP is dense.
     "kimi_linear": (
         "KimiLinearConfig",
-        {
+        LATENTS
+        | {
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-            "num_key_value_heads": 4,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 16,
-            "v_head_dim": 12,
             "linear_head_dim": 8,
             "linear_num_heads": 4,
+        },
+    ),
+    # With tied embeddings a random one repeats its last token.
+    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"], "tie_word_embeddings": False}),
+    "minimax": (
+        "MiniMaxConfig",
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "block_size": 16,
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
-            "n_group": 1,
-            "topk_group": 1,
-            "moe_intermediate_size": 32,
+            "bos_token_id": 256,
+            "eos_token_id": None,
+        },
+    ),
+    # One attention layer for two places, with adapters of each. Steps of one token know no least dt, those of more do.
+    "zamba2": (
+        "Zamba2Config",
+        {
+            "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+            "num_hidden_layers": 4,
+            "num_mem_blocks": 1,
+            "time_step_min": 1e-6,
+            "head_dim": 32,
+            "num_key_value_heads": 4,
+            "use_shared_attention_adapter": True,
+            "adapter_rank": 8,
+            "n_mamba_heads": 8,
+            "mamba_ngroups": 2,
+            "mamba_d_state": 16,
+            "chunk_size": 8,
+            "tie_word_embeddings": False,
             "pad_token_id": 258,
             "bos_token_id": 256,
             "eos_token_id": None,
         },
     ),
-    # With tied embeddings a random one repeats its last token.
-    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"], "tie_word_embeddings": False}),
     "lfm3": (
         "Lfm3Config",
         {
@@ -110,6 +146,25 @@ HYBRIDS = {
             "pad_token_id": None,
             "bos_token_id": None,
             "eos_token_id": 257,
+        },
+    ),
+}
+# Of forms that others have, too.
+MORE_HYBRIDS = {
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        EXPERTS
+        | {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1, "tie_word_embeddings": False},
+    ),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", DELTA | EXPERTS | {"shared_expert_intermediate_size": 32}),
+    "bailing_hybrid": (
+        "BailingHybridConfig",
+        LATENTS
+        | {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "head_dim": 8,
+            "first_k_dense_replace": 1,
+            "num_mtp_layers": 0,
         },
     ),
 }
@@ -157,6 +212,7 @@ def _make_model(kind: str, **changes: Any) -> Any:
             {"intermediate_size_mlp": 128, "num_local_experts": 4, "attn_temperature_tuning": False},
         ),
         **HYBRIDS,
+        **MORE_HYBRIDS,
     }[kind]
     config_class = getattr(transformers, name)
     with torch.random.fork_rng(devices=[]):

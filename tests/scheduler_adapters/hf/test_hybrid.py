@@ -87,12 +87,13 @@ def test_every_request_gets_the_models_own_tokens(each_model: Any, budget: int, 
 def test_a_forgotten_state_changes_the_tokens(each_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """So equal tokens above say something of the states."""
     expected = reference_tokens(each_model, PROMPTS[0], NEW)
-    for kept in ("conv.", "ssm") if state_shape_of(each_model).matrix else ("ssm",):
+    shape = state_shape_of(each_model)
+    for forgotten in [part for part, kept in (("conv.", shape.conv_kinds), ("ssm", shape.matrix)) if kept]:
         loop = hybrid_loop(each_model)
         write = states_of(loop).write
 
-        def forget(layer: int, pages: Any, kinds: Any, states: Any, kept: str = kept, write: Any = write) -> None:
-            write(layer, pages, kinds, states if kinds[0].startswith(kept) else torch.zeros_like(states))
+        def forget(layer: int, pages: Any, kinds: Any, states: Any, part: str = forgotten, write: Any = write) -> None:
+            write(layer, pages, kinds, torch.zeros_like(states) if kinds[0].startswith(part) else states)
 
         monkeypatch.setattr(states_of(loop), "write", forget)
         assert tokens_of(serve(loop, requests_of(PROMPTS[:1], NEW))) != [expected]
@@ -389,13 +390,6 @@ def test_state_pages_are_part_of_the_budget(model: Any) -> None:
 def test_a_hybrid_without_state_pages_is_refused(model: Any) -> None:
     with pytest.raises(UnsupportedModelError, match="bamba: layer 0 is recurrent: give"):
         HFRunner(model)
-
-
-def test_models_whose_states_are_kept_otherwise_are_refused() -> None:
-    import transformers
-
-    with pytest.raises(UnsupportedModelError, match="zamba2: layer 0 is 'linear_attention'"):
-        kv_params_of(transformers.Zamba2Config())
 
 
 def test_a_pass_that_goes_past_a_recurrent_layer_is_an_error(model: Any) -> None:

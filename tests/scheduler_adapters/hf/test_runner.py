@@ -101,14 +101,6 @@ def test_soft_capped_scores_are_refused(make_model: Callable[..., Any], hand_poo
         HFRunner(model).run([context], hand_pool(model, [8]).inputs([context]))
 
 
-def test_recurrent_layers_that_are_not_known_are_refused() -> None:
-    import transformers
-
-    config = transformers.Zamba2Config()
-    with pytest.raises(UnsupportedModelError, match="layer 0"):
-        kv_params_of(config)
-
-
 def test_params_follow_the_config(make_model: Callable[..., Any]) -> None:
     config = make_model("qwen3").config
     params = kv_params_of(config, page_size=16, n_devices=2)

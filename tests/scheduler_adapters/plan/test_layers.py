@@ -13,6 +13,7 @@ from kvcache.states.state_layout import page_bytes, state_layouts
 from scheduler_adapters.errors import MissingExtraError, PlanError
 from scheduler_adapters.hf.recurrent import state_shape_of
 from scheduler_adapters.plan.layers import read_model
+from tests.scheduler_adapters.conftest import HYBRIDS
 
 CONFIGS = Path(__file__).parent / "configs"
 LLAMA: dict[str, Any] = {
@@ -112,9 +113,7 @@ def test_public_recurrent_models(name: str, kinds: dict[str, int], token_bytes: 
     assert model.state_bytes(1) == state_bytes
 
 
-@pytest.mark.parametrize(
-    "kind", ["bamba", "granite", "falcon", "nemotron", "qwen3_next", "qwen3_5", "kimi_linear", "jamba", "lfm2"]
-)
+@pytest.mark.parametrize("kind", HYBRIDS)
 def test_recurrent_layers_of_each_model_keep_what_the_model_itself_does(
     kind: str, make_model: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -145,6 +144,14 @@ def test_gated_delta_networks_and_short_convolutions(tmp_path: Path) -> None:
     assert {one.kind: one.layers for one in model.each} == {"conv": 3, "full": 1}
     assert model.state_bytes(1) == 3 * 256 * 2 * 2
     assert model.state_bytes(2) == 3 * 256 * 2
+
+
+def test_linear_attention_keeps_matrices_in_the_models_own_type(tmp_path: Path) -> None:
+    lightning = {**LLAMA, "model_type": "minimax", "head_dim": None}
+    model = read_model(written(tmp_path, lightning))
+    assert {one.kind: one.layers for one in model.each} == {"state": 2, "full": 2}
+    assert model.state_bytes(1) == 2 * 8 * 32 * 32 * 2
+    assert model.state_bytes(4) == 2 * 2 * 32 * 32 * 2
 
 
 @pytest.mark.parametrize(
