@@ -117,7 +117,7 @@ class KVCacheParams:
     # threads: `transfer.NixlObjects(bucket)`. None: no objects. Without `file_tier_dir` it takes `file_tier_key`, too.
     object_tier_io: MakeObjectIO | None = None
     # Pages of an object, which are written and found together; the last pages of a prompt, where they are fewer, are
-    # not. The same wherever objects are to be found.
+    # not, but with `states` where a state is kept after them. The same wherever objects are to be found.
     object_tier_pages: int = 8
     # Seconds that a call of the object store may take before the store is left alone for 10 s: a request waits until
     # it is told what there is, and then for its pages, each no longer than that.
@@ -300,9 +300,10 @@ class KVCacheParams:
             not (self.groups and self.enable_kvcache_swapping_to_host),
             f"groups are given, and states, and {_SWAPPING}: of these two together nothing is kept below the device",
         )
-        for name in ("object_tier_io", "partial_reuse_min_tokens"):
-            given = bool(getattr(self, name))
-            _check(not given, f"{name} is given: pages of a model with recurrent states are not cached that way")
+        _check(
+            self.partial_reuse_min_tokens == 0,
+            "partial_reuse_min_tokens is given: pages of a model with recurrent states are not cached that way",
+        )
         _check(
             not self.routing.copy_pages,
             "routing.copy_pages is given, and states: pages without the state after them are nothing to go on from",

@@ -222,6 +222,9 @@ FAMILIES = (
             ("file_written", "written to files", "file_states_written"),
             ("file_read", "read from files into the host tier", "file_states_read"),
             ("file_refused", "of files that were not taken: wrong, cut short or gone", "file_states_refused"),
+            ("object_written", "written to the object store", "object_states_written"),
+            ("object_read", "read from the object store into the host tier", "object_states_read"),
+            ("object_refused", "of objects that were not taken: wrong, cut short or gone", "object_states_refused"),
         )
     ),
     Family(

@@ -143,11 +143,9 @@ class Replicas:
         if self.each[0].further is not None:
             return prefetch(self.each[0], hasher, context)
         first = max(len(replica.published_run(context, hasher=hasher)[1]) for replica in self.each)
-        coming = self.tiers.prefetch(hasher, context, first)
-        states = self.each[0].states
-        if states is not None and (run := self.tiers.run(hasher, context, first)):
-            coming |= states.bring_newest(hasher.digests(context.tokens, 0, run), wait=False)
-        return coming
+        if (states := self.each[0].states) is not None:
+            return self.tiers.prefetch_to_state(states, hasher, context, first)
+        return self.tiers.prefetch(hasher, context, first)
 
     def reserve(self, replica_idx: int, row: int, context: Context, num_steps: int) -> bool:
         """Pages for one request; False: too few, nothing changed."""

@@ -7,6 +7,9 @@ which all of them can go on: a state is of no use where a window is gone, nor a 
 
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvcache.pool.index import Digests
 from kvcache.replica.context import Context
 from kvcache.replica.further_tables import FurtherTables
@@ -17,8 +20,16 @@ from kvcache.types import RequestID
 class PrefixStates(Protocol):
     """The cached states of one replica. Where they lie the replica does not know."""
 
+    def there(self, digests: Digests) -> NDArray[np.bool_]:
+        """After which of these pages there is a state, on any tier, as far as is known."""
+        ...
+
+    def ask(self, digests: Digests) -> bool:
+        """Have asked for states after the last of these pages, where nothing is known; is an answer on its way?"""
+        ...
+
     def bring_newest(self, digests: Digests, *, wait: bool) -> bool:
-        """Have the state after the last of these pages, one after another, for which files have one, where it is found.
+        """Have the state after the last of these pages, of those after which one lies below, where it is found.
 
         Whether it is on its way. `wait`: for a while.
         """

@@ -37,6 +37,14 @@ class KeptStates:
                 return np.zeros(len(digests), np.bool_)
         return self._pages.kept_after(digests)
 
+    def there(self, digests: Digests) -> NDArray[np.bool_]:
+        """As `PrefixStates.there`."""
+        return self._pages.there(digests)
+
+    def ask(self, digests: Digests) -> bool:
+        """As `PrefixStates.ask`."""
+        return self._pages.ask(digests)
+
     def bring_newest(self, digests: Digests, *, wait: bool) -> bool:
         """As `PrefixStates.bring_newest`."""
         return self._pages.bring_newest(digests, wait=wait)

@@ -114,8 +114,17 @@ class StatePages(StateMemory):
         """Of pages of these digests, one after another, how many have a copy of the state after the last of them."""
         return last_end(self.kept_after(digests))
 
+    def there(self, digests: Digests) -> NDArray[np.bool_]:
+        """`kept_after`, and those that are known to lie in files or objects."""
+        found = self.kept_after(digests)
+        return found if self.below is None else found | self.below.has(digests[None], ~found[None])[0]
+
+    def ask(self, digests: Digests) -> bool:
+        """Have asked for the last copies of these of which nothing is known; whether an answer is on its way."""
+        return self.below is not None and self.below.ask_newest(digests[self.longest(digests) :])
+
     def bring_newest(self, digests: Digests, *, wait: bool) -> bool:
-        """Have the last copy that files have of these brought to host memory, where `longest` finds no later one.
+        """Have the last copy of these that lies below host memory brought there, where `longest` finds no later one.
 
         Whether it is on its way. `wait`: for a while.
         """

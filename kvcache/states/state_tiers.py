@@ -1,4 +1,4 @@
-"""Recurrent states below the device: copies that stay are kept in host memory and in files, as pages are.
+"""Recurrent states below the device: copies that stay are kept in host memory, files and objects, as pages are.
 
 A state lies below under the digest of the last page of its tokens. It is large, and is asked for one at a time: so it
 comes from the host right into the state page of the request that goes on from it, when this is reserved. Of a request
@@ -6,7 +6,7 @@ nobody waits for a copy beside the device: what the device is told to do from th
 
 The memory of the host tier is divided beforehand: a state takes as much as hundreds of pages, so slots of one size for
 both would waste it, and pages that are being written to files cannot be moved to make room for one. Files are divided
-alike.
+alike. What of a store is asked for is what the newest state needs: from the last page on backwards, some at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,8 +26,9 @@ from kvcache.params import KVCacheParams
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.pages import PagePool
 from kvcache.replica.hashing import DIGEST_BYTES
-from kvcache.replica.pages_below import NO_SLOTS
+from kvcache.replica.pages_below import NO_SLOTS, Asked
 from kvcache.states.state_layout import state_layouts
+from kvcache.states.state_objects import StateObjects, make_state_objects
 from kvcache.states.state_slabs import StateLayouts, kind_offsets
 from kvcache.tiers.file_tier import FileTier
 from kvcache.tiers.host_tier import HostLoad, HostTier, ReplicaTier
@@ -37,6 +38,7 @@ from kvcache.tiers.tiers import Tiers, file_tier_of
 
 _GB = 2**30
 _LEAST_SLOTS = 2  # one is read from a file while another is held
+_LOOKED_AT = 128  # of a prompt's pages, at once, for the newest state after one of them
 _SHARE = 0.025  # of the time that passes, for copies that take the loop's own
 
 
@@ -67,20 +69,56 @@ class StateTier(ReplicaTier):
         """Which of these states the host has."""
         return self.host.pool.index.find(digests) != NO_PAGE
 
-    def bring_newest(self, digests: Digests, *, wait: bool) -> bool:
-        """Have the last of these states that there is in files brought to the host, which has none; is it on its way?
+    def ask_newest(self, digests: Digests) -> bool:
+        """Have asked for the last of these states of which nothing is known; whether an answer is on its way."""
+        some, before = digests[None, -_LOOKED_AT:], self._answers
+        return self._ask(some, self.has(some, np.ones(some.shape[:2], np.bool_))) or self._answers != before
 
-        Where it cannot be read the one before it, and so on. `wait`: for a while.
+    def bring_newest(self, digests: Digests, *, wait: bool) -> bool:
+        """Have the last of these states that there is brought to the host, which has none; is it on its way?
+
+        Where it cannot be read the one before it, and so on. `wait`: for a while, and not for answers.
         """
-        for lower in self.lower:
-            there = lower.has_of(digests[None], np.ones((1, len(digests)), np.bool_), perhaps=False)[0]
-            for at in np.flatnonzero(there)[::-1].tolist():
-                one = digests[at : at + 1]
-                lower.promote(one, 0, wait=wait)
-                if lower.coming(one, 0):  # takes up what has come
+        before = self._answers
+        for end in range(len(digests), 0, -_LOOKED_AT):
+            first = max(0, end - _LOOKED_AT)
+            some = digests[None, first:end]
+            there = self.has(some, np.ones(some.shape[:2], np.bool_))
+            if self._ask(some, there) and not wait:
+                return True
+            for at in np.flatnonzero(there[0])[::-1].tolist():
+                if self._bring(some, at, first + at + 1, wait=wait):
                     return True
-                if self.in_host(one)[0]:
+                if self.in_host(some[0, at : at + 1])[0]:
                     return False
+        return self._answers != before  # an answer that has come just now may lead to more
+
+    @property
+    def _answers(self) -> int:
+        """Counts what is known anew of what lies below."""
+        return sum(lower.generation for lower in self.lower)
+
+    def _ask(self, digests: Digests, there: Asked) -> bool:
+        """Have asked for those that are later than what is `there`; whether an answer is on its way."""
+        later = np.ones_like(there)
+        later[:, : there.shape[1] - int(there[0, ::-1].argmax()) if there.any() else 0] = False
+        asked = [lower.ask(digests, lower.has_of(digests, later, perhaps=True)) for lower in self.lower]
+        return any(asked)
+
+    def _bring(self, digests: Digests, at: int, gain: int, *, wait: bool) -> bool:
+        """Have this one of the states brought to the host; whether it is on its way.
+
+        `gain`: pages that need not be computed then.
+        """
+        one = np.zeros(digests.shape[:2], np.bool_)
+        one[0, at] = True
+        for lower in self.lower:
+            there = lower.has_of(digests, one, perhaps=False)
+            if self.in_host(digests[one])[0]:  # it has come just now
+                return False
+            lower.fetch(digests, there, wait=wait, gain=gain)
+            if lower.brings(digests, one):  # takes up what has come
+                return True
         return False
 
     def used(self, digest: Digests) -> None:
@@ -111,10 +149,12 @@ class StateTier(ReplicaTier):
 
 
 class StateTiers(Tiers):
-    """The host tier of a manager's states, and files below it."""
+    """The host tier of a manager's states, and files and objects below it."""
 
-    def __init__(self, host: HostTier, replicas: Sequence[StateTier], files: FileTier | None) -> None:
-        super().__init__(host, replicas, files)
+    def __init__(
+        self, host: HostTier, replicas: Sequence[StateTier], files: FileTier | None, objects: StateObjects | None
+    ) -> None:
+        super().__init__(host, replicas, files, objects)
         self.each = replicas
 
     def tick(self) -> None:
@@ -133,6 +173,10 @@ class StateTiers(Tiers):
             file_states_read=pages.file_blocks_read,
             file_states_refused=pages.file_blocks_refused,
             files_refused=pages.files_refused,
+            object_states_written=pages.object_blocks_written,
+            object_states_read=pages.object_blocks_read,
+            object_states_refused=pages.object_blocks_refused,
+            object_store_failures=pages.object_store_failures,
         )
 
 
@@ -188,8 +232,10 @@ def make_state_tiers(
     fingerprint = replica_fingerprint([*pages, *of_states])
     namespace = namespace_of(params.hash_algorithm, fingerprint, params.file_tier_key)
     layout = FileFormat(namespace, sum(sizes), DIGEST_BYTES[params.hash_algorithm])
+    objects_name = namespace_of(params.hash_algorithm, fingerprint, params.file_tier_key, "objects of states")
     files = file_tier_of(params, layout, divided.file_bytes, host)
-    tiers = StateTiers(host, [StateTier(host, places, offsets) for places in replicas], files)
+    objects = make_state_objects(params, replace(layout, namespace=objects_name), host, pages[0])
+    tiers = StateTiers(host, [StateTier(host, places, offsets) for places in replicas], files, objects)
     tiers.share = _SHARE
     return tiers
 

@@ -108,6 +108,8 @@ class ReplicaTier(PagesBelow):
         self.lower: Sequence[LowerTier] = ()  # where the pages are that left the host tier, the nearest first
         # Of the first table's digests those of all tables' pages: where there are objects, which are asked for.
         self.every: Callable[[Digests], Digests] | None = None
+        # Of a run of pages the numbers of those from the first on that others may go on after, where not all: as above.
+        self.ends: Callable[[Digests], Sequence[int]] | None = None
         self._movers = movers
         self._at_once = all(mover.at_once for mover in movers)
         self._no_digests: Digests = pool.index.digests_of(NO_SLOTS)
@@ -198,6 +200,8 @@ class ReplicaTier(PagesBelow):
         if pages.size:
             digests = self.pool.index.digests_of(pages)
             self.waiting.append((NO_SLOTS, digests))
+            for end in () if self.ends is None else self.ends(digests):
+                self.waiting.append((NO_SLOTS, digests[None, :end]))
             if self.every is not None and (tables := self.pool.index.tables_of(pages)) is not None:
                 self.waiting.append((NO_SLOTS, self.every(digests[tables == 0])))
             self._pass_uses()
@@ -218,6 +222,11 @@ class ReplicaTier(PagesBelow):
         if self._promote(slots, digests, first, wait=wait):
             slots = self._match(hasher, digests, first, last)
         return slots
+
+    def begin(self, digests: Digests, first: int) -> bool:
+        """Begin to bring these pages, from page `first` of a prompt on, to the host; whether some are on their way."""
+        self._promote(self.host.pool.index.match(digests), digests, first, wait=False)
+        return any(lower.coming(digests, first) for lower in self.lower)
 
     def hold(self, slots: Slots) -> None:
         self.host.pool.hold(slots)

@@ -117,7 +117,9 @@ class ObjectTier:
             return 0
         # Of a prompt that is larger than the host tier, what comes later would push out what came before, and be asked
         # for again and again.
-        digests = digests[: max(0, self._host.pool.num_pages // 2 - first)]
+        most = max(0, self._host.pool.num_pages // 2 - first)
+        if len(digests) > most:
+            digests = digests[: max(0, most - (first + most) % self._layout.count)]
         present, unknown = list[PageGroup](), list[bytes]()
         for group in self._layout.groups(digests, first):
             absent_until = self._known.get(group.name, 0.0)
@@ -202,6 +204,11 @@ class ObjectTier:
     def held_slots(self) -> list[Slots]:
         """The host slots of each open read and write: recounted by `check`."""
         return [job.slots for job in (*self._jobs, *([self._writing] if self._writing else ()))]
+
+    @property
+    def longest_tail(self) -> int:
+        """Most pages of an object that has not all."""
+        return self._layout.count - 1 if self._layout.tails else 0
 
     def check(self) -> None:
         busy = {name for job in self._jobs if job.era == self._era for name in job.names}
@@ -387,7 +394,7 @@ class ObjectTier:
                 batch[name] = digests
                 held.append(slots)
         if batch:
-            slots = np.concatenate(held)
+            slots = np.unique(np.concatenate(held))  # some pages are in a tail, and in an object
             pool.hold(slots)
             pages = [self._host.parts(each) for each in held]
             work = partial(self._write, epoch, batch, pages, frozenset(self._broken & batch.keys()))
@@ -396,21 +403,22 @@ class ObjectTier:
     def _write(
         self, epoch: str, batch: dict[bytes, Digests], pages: list[list[list[Part]]], broken: frozenset[bytes]
     ) -> int:
-        """In the thread of writes: write the objects that are not there, or broken; how many."""
-        io, size, ranges = self._write_io, self._layout.object_bytes, list[ObjectRange]()
+        """In the thread of writes: write the objects that are not there, or broken; how many pages."""
+        io, size, ranges, count = self._write_io, self._layout.object_bytes, list[ObjectRange](), 0
         keys = [self._layout.key(epoch, name) for name in batch]
         there = io.exist(keys)
         for (name, digests), key, known, parts in zip(batch.items(), keys, there, pages, strict=True):
             if not known or name in broken:
-                start = len(ranges) * size
-                self._layout.pack(io.memory[start : start + size], digests, parts)
-                ranges.append(ObjectRange(key, 0, start, size))
+                start, length = len(ranges) * size, len(digests) * self._layout.record_bytes
+                self._layout.pack(io.memory[start : start + length], digests, parts)
+                ranges.append(ObjectRange(key, 0, start, length))
+                count += len(digests)
         if ranges:
             io.write(ranges)
-        return len(ranges)
+        return count
 
     def _take_written(self, names: list[bytes], count: int) -> None:
-        self.written += count * self._layout.count
+        self.written += count
         self._broken.difference_update(names)
         for name in names:
             self._know(name, None)

@@ -5,9 +5,10 @@ An object holds `count` pages that follow each other in a prompt, each with its 
     page 0 │ row 0 │ page 1 │ row 1 │ …
              digest, checksum
 
-The prompt's pages 0 to `count` are one, the next `count` another, and its last pages, where they are fewer, are none.
-An object is named by the digest of its last page, which covers the tokens of all: so a prompt alone says which objects
-to ask for, and no list of them is kept or read. Some of its pages that lie side by side are one range.
+The prompt's pages 0 to `count` are one, the next `count` another, and its last pages, where they are fewer, are none,
+or with `tails` one of fewer pages: where others go on only from the end of a run, whichever page that is. An object is
+named by the digest of its last page, which covers the tokens of all: so a prompt alone says which objects to ask for,
+and no list of them is kept or read. Some of its pages that lie side by side are one range.
 """
 
 import re
@@ -41,6 +42,7 @@ class ObjectFormat:
 
     page: FileFormat
     count: int  # pages of an object
+    tails: bool = False  # whether the last pages of a run, where they are fewer, are an object, too
 
     @property
     def record_bytes(self) -> int:
@@ -53,7 +55,9 @@ class ObjectFormat:
 
     def groups(self, digests: Digests, first: int) -> list[PageGroup]:
         """The objects of a prompt's pages, of which `digests` are those from page `first` on."""
-        ends = range((first // self.count + 1) * self.count - first, len(digests) + 1, self.count)
+        ends = [*range((first // self.count + 1) * self.count - first, len(digests) + 1, self.count)]
+        if self.tails and len(digests) and (not ends or ends[-1] < len(digests)):
+            ends.append(len(digests))
         skips = [first % self.count, *(0 for _ in ends[1:])]
         begins = [0, *ends]
         return [

@@ -50,7 +50,8 @@ class TableObjects(ObjectTier):
             over = self._over(asked)
             states = self._states(digests, over)
             there = over & (states >= (_UNKNOWN if perhaps else _PRESENT))
-            found[:, : there.shape[1] * self._layout.count] = there.repeat(self._layout.count, axis=1)
+            pages = there.repeat(self._layout.count, axis=1)[:, : asked.shape[1]]
+            found[:, : pages.shape[1]] = pages
         return found & asked
 
     def ask(self, digests: Digests, perhaps: Asked) -> bool:
@@ -74,10 +75,11 @@ class TableObjects(ObjectTier):
             return
         count, room, pieces = self._layout.count, self._host.pool.free_count // 2, list[ObjectPiece]()
         for at, table in np.argwhere(self._over(wanted).T).tolist():
-            end = (at + 1) * count
-            name = digests[table, end - 1].tobytes()
-            missing = wanted[table, end - count : end].nonzero()[0]
-            run = digests[table, end - count + missing[0] : end - count + missing[-1] + 1][:room]
+            begin = at * count
+            pages = digests[table, begin : begin + count]
+            name = pages[-1].tobytes()
+            missing = wanted[table, begin : begin + count].nonzero()[0]
+            run = pages[missing[0] : missing[-1] + 1][:room]
             if len(run) and name not in self._busy:
                 pieces.append(ObjectPiece(name, int(missing[0]), run, table))
                 room -= len(run)
@@ -91,6 +93,9 @@ class TableObjects(ObjectTier):
 
     def ended(self, digests: Digests) -> None:
         """A request of these pages, `[tables, pages, words]`, is over: what the host has of them is written."""
+        if self._tables == 1:
+            super().used(digests[0])
+            return
         if self._clock() < self._paused_until:
             return
         count = self._layout.count
@@ -113,14 +118,17 @@ class TableObjects(ObjectTier):
 
         Of a prompt that is larger than the host tier what comes later would push out what came before: it is left out.
         """
-        count = self._layout.count
-        objects = min(pages.shape[1], self._host.pool.num_pages // 2 // self._tables) // count
-        return np.logical_or.reduce(pages[:, : objects * count].reshape(self._tables, objects, count), axis=2)
+        count, most = self._layout.count, self._host.pool.num_pages // 2 // self._tables
+        objects, rest = divmod(min(pages.shape[1], most), count)
+        objects += self._layout.tails and rest > 0 and pages.shape[1] <= most
+        covered = np.zeros((self._tables, objects * count), np.bool_)
+        covered[:, : pages.shape[1]] = pages[:, : objects * count]
+        return np.logical_or.reduce(covered.reshape(self._tables, objects, count), axis=2)
 
     def _names(self, digests: Digests, objects: Asked) -> list[bytes]:
         """By page, then by table."""
-        count = self._layout.count
-        last = digests[:, count - 1 :: count][:, : objects.shape[1]]
+        count, pages = self._layout.count, digests.shape[1]
+        last = digests[:, [min((at + 1) * count, pages) - 1 for at in range(objects.shape[1])]]
         return [name.tobytes() for name in last.swapaxes(0, 1)[objects.T]]
 
     def _states(self, digests: Digests, objects: Asked) -> _States:

@@ -14,9 +14,11 @@ from kvcache.layer_groups import LayerTables
 from kvcache.layout import PageLayout, replica_fingerprint
 from kvcache.metrics import KVCacheMetrics
 from kvcache.params import KVCacheParams
+from kvcache.pool.index import Digests
 from kvcache.replica.context import Context
 from kvcache.replica.devices import PlacedReplica
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
+from kvcache.replica.prefix_states import PrefixStates
 from kvcache.tiers.file_tier import FileTier
 from kvcache.tiers.host_tier import HostTier, LowerTier, ReplicaTier
 from kvcache.tiers.page_files import FileFormat, FileRefusal, SystemIO
@@ -50,6 +52,7 @@ class Tiers:
         # These also when they are closed.
         self._counted = [] if files is None else [files]
         self._counted_objects = [] if objects is None else [objects]
+        self._longest_tail = 0 if objects is None else objects.longest_tail
         for tier in replicas:
             tier.lower = self.lower
         self._batch = max(1, _BATCH_BYTES // sum(memory.shape[1] for memory in host.memory))
@@ -95,15 +98,42 @@ class Tiers:
         digests = hasher.digests(context.tokens, first, last)
         return any(lower.coming(digests, first) for lower in self.lower)
 
-    def run(self, hasher: PrefixHasher, context: Context, first: int) -> int:
-        """Of the context's pages, of which the device has the `first` ones, how many there are in all tiers together.
+    def prefetch_to_state(self, states: PrefixStates, hasher: PrefixHasher, context: Context, first: int) -> bool:
+        """`prefetch`, and begin to bring the newest state that the context can go on from: where there are `states`.
 
-        Without a gap, and without what somebody has to be asked for.
+        A run of pages whose end is in an object of its own ends with a state: so it is looked for where one is.
         """
-        last = (context.current_length - 1) // hasher.page_size
-        digests = hasher.digests(context.tokens, first, last)[None]
-        there = self.replicas[0].has(digests, np.ones((1, max(0, last - first)), np.bool_))[0]
-        return first + int(there.argmin() if not there.all() else len(there))
+        before = self.replicas[0].generation
+        coming = self.prefetch(hasher, context, first)
+        digests = hasher.digests(context.tokens, 0, (context.current_length - 1) // hasher.page_size)
+        run = self._run(digests, first)
+        if coming and self._run(digests, first, perhaps=True) > run:
+            return True  # which pages there are, is being asked
+        behind = digests[: run + self._longest_tail]
+        if len(behind) > run and states.ask(behind):
+            return True
+        for end in (run + 1 + np.flatnonzero(states.there(behind[run:])))[::-1].tolist():
+            asking = self.replicas[0].begin(digests[first:end], first)
+            if self._run(digests[:end], first) == end:
+                run = end
+                break
+            if asking and self._run(digests[:end], first, perhaps=True) == end:
+                return True
+        if run:
+            coming |= states.bring_newest(digests[:run], wait=False)
+        coming |= any(lower.coming(digests[first:run], first) for lower in self.lower)
+        return coming or self.replicas[0].generation != before  # what has come just now may lead to more
+
+    def _run(self, digests: Digests, first: int, *, perhaps: bool = False) -> int:
+        """Of these pages, of which the device has the `first` ones, how many there are in all tiers together.
+
+        Without a gap, and without what somebody has to be asked for; `perhaps`: with it.
+        """
+        asked = np.ones((1, len(digests)), np.bool_)
+        asked[:, :first] = False
+        there = self.replicas[0].has(digests[None], asked, perhaps=perhaps)[0]
+        there[:first] = True
+        return int(there.argmin() if not there.all() else len(there))
 
     def settle(self) -> None:
         for tier in self.replicas:
@@ -232,7 +262,14 @@ def _make_object_tier(
 ) -> TableObjects | None:
     if params.object_tier_io is None:
         return None
-    count, speed = params.object_tier_pages, params.object_tier_tokens_per_s
-    layout = ObjectFormat(_page_format(params, layouts, tables, "objects", str(count)), count)
-    compute_page_s = None if speed is None else layouts[0].page_size / speed
-    return TableObjects(layout, host, params.object_tier_io, params.object_tier_timeout_s, compute_page_s, tables)
+    count = params.object_tier_pages
+    page = _page_format(params, layouts, tables, "objects", str(count))
+    layout = ObjectFormat(page, count, tails=params.states is not None and count > 1)
+    seconds = compute_page_s(params, layouts[0])
+    return TableObjects(layout, host, params.object_tier_io, params.object_tier_timeout_s, seconds, tables)
+
+
+def compute_page_s(params: KVCacheParams, layout: PageLayout) -> float | None:
+    """Seconds that the model computes for the tokens of a page of this layout; None where the params do not say."""
+    speed = params.object_tier_tokens_per_s
+    return None if speed is None else layout.page_size / speed

@@ -2,6 +2,9 @@
 
 from tests.mutants.mutation import Module, Mutation
 
+_STATES = ["tests/kvcache/states/test_state_objects.py"]
+_TABLES = ["tests/kvcache/tiers/test_table_objects.py"]
+
 KVCACHE_TIERS: tuple[Module, ...] = (
     Module(
         "kvcache.pool.idle_order",
@@ -209,7 +212,10 @@ KVCACHE_TIERS: tuple[Module, ...] = (
         "kvcache.tiers.object_tier",
         [],
         [
-            Mutation("ObjectTier.promote", "digests[: max(0, self._host.pool.num_pages // 2 - first)]", "digests"),
+            Mutation("ObjectTier.promote", "self._host.pool.num_pages // 2 - first", "1 << 30"),
+            Mutation("ObjectTier._begin_write", "np.unique(np.concatenate(held))", "np.concatenate(held)", _STATES),
+            Mutation("ObjectTier._write", "len(digests) * self._layout.record_bytes", "size", _STATES),
+            Mutation("ObjectTier._write", "count += len(digests)", "count += self._layout.count", _STATES),
             Mutation("ObjectTier.promote", "if unknown and unknown[0] not in self._busy:", "if unknown:"),
             Mutation("ObjectTier.coming", "> now for", ">= now - 1e9 and group.name in self._busy for"),
             Mutation("ObjectTier.reset", "self._era += 1", "pass"),
@@ -270,6 +276,11 @@ KVCACHE_TIERS: tuple[Module, ...] = (
             Mutation("TableObjects.used", "if self._tables == 1:", "if True:"),
             Mutation("TableObjects._over", "self._host.pool.num_pages // 2 // self._tables", "1 << 30"),
             Mutation("TableObjects._over", "// 2 // self._tables", "// 2"),
+            Mutation("TableObjects._over", "self._layout.tails and ", "", [*_TABLES, *_STATES]),
+            Mutation("TableObjects._over", "self._layout.tails and ", "False and ", _STATES),
+            Mutation("TableObjects._over", " and pages.shape[1] <= most", "", _STATES),
+            Mutation("TableObjects._names", "min((at + 1) * count, pages)", "(at + 1) * count", _STATES),
+            Mutation("TableObjects.ended", "super().used(digests[0])", "pass", _STATES),
             Mutation("TableObjects._over", "np.logical_or.reduce(", "np.logical_and.reduce("),
             Mutation("TableObjects._names", "last.swapaxes(0, 1)[objects.T]", "last[objects]"),
             Mutation("TableObjects._waits", "> now for", "> now - 1e9 and name in self._busy for"),
@@ -280,6 +291,8 @@ KVCACHE_TIERS: tuple[Module, ...] = (
         ["tests/kvcache/tiers/test_object_tier.py"],
         [
             Mutation("ObjectFormat.groups", "first % self.count", "0"),
+            Mutation("ObjectFormat.groups", "self.tails and ", "", ["tests/kvcache/tiers/test_object_tier.py"]),
+            Mutation("ObjectFormat.groups", "self.tails and ", "False and ", _STATES),
             Mutation("ObjectFormat.unpack", " if row.any() else FileRefusal.CUT", ""),
             Mutation("ObjectFormat.epoch_of", "and content == self.epoch_object(text.decode())", ""),
         ],

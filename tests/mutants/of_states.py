@@ -18,6 +18,7 @@ _PAGES = ["tests/kvcache/states/test_state_pages.py"]
 _GROUPED = ["tests/kvcache/states/test_grouped_states.py", "tests/kvcache/states/test_group_state_moves.py"]
 _EVENTS = ["tests/kvcache/states/test_state_events.py"]
 _BELOW = ["tests/kvcache/states/test_state_tiers.py", "tests/kvcache/states/test_moves_below.py"]
+_OBJECTS = ["tests/kvcache/states/test_state_objects.py"]
 _BELOW_FILES = ["tests/scheduler_adapters/hf/test_states_below.py"]
 
 STATES: tuple[Module, ...] = (
@@ -127,10 +128,19 @@ STATES: tuple[Module, ...] = (
             Mutation(
                 "StateTier.in_host", "self.host.pool.index.find(digests) != NO_PAGE", "np.zeros(len(digests), np.bool_)"
             ),
-            Mutation("StateTier.bring_newest", "np.flatnonzero(there)[::-1]", "np.flatnonzero(there)", _BELOW_FILES),
-            Mutation("StateTier.bring_newest", "lower.promote(one, 0, wait=wait)", "pass"),
+            Mutation("StateTier.bring_newest", "np.flatnonzero(there[0])[::-1]", "np.flatnonzero(there[0])", _OBJECTS),
             Mutation("StateTier.bring_newest", "wait=wait", "wait=False", _BELOW_FILES),
-            Mutation("StateTier.bring_newest", "if self.in_host(one)[0]:", "if True:", _BELOW_FILES),
+            Mutation("StateTier.bring_newest", "if self.in_host(some[0, at : at + 1])[0]:", "if True:", _BELOW_FILES),
+            Mutation("StateTier.bring_newest", "range(len(digests), 0, -_LOOKED_AT)", "(len(digests),)", _OBJECTS),
+            Mutation("StateTier.bring_newest", "self._ask(some, there) and not wait", "False", _OBJECTS),
+            Mutation("StateTier.bring_newest", "first + at + 1", "1", _OBJECTS),
+            Mutation("StateTier.bring_newest", "return self._answers != before", "return False", _OBJECTS),
+            Mutation("StateTier.ask_newest", " or self._answers != before", "", _OBJECTS),
+            Mutation("StateTier._ask", "if there.any() else 0] = False", "if there.any() else 0] = True", _OBJECTS),
+            Mutation("StateTier._ask", "lower.has_of(digests, later, perhaps=True)", "later", _OBJECTS),
+            Mutation("StateTier._bring", "lower.fetch(digests, there, wait=wait, gain=gain)", "pass"),
+            Mutation("StateTier._bring", "if self.in_host(digests[one])[0]:", "if False:", _OBJECTS),
+            Mutation("StateTier._bring", "if lower.brings(digests, one):", "if False:", _OBJECTS),
             Mutation("StateTier.used", "self.waiting.append((NO_SLOTS, digest))", "pass"),
             Mutation("StateTier.fill", "self.host.pool.hold(slots)", "pass"),
             Mutation("StateTier.fill", "self.pool.hold(load.pages)", "pass"),
@@ -147,10 +157,41 @@ STATES: tuple[Module, ...] = (
         "kvcache.replicas",
         [*_BELOW, *_BELOW_FILES],
         [
-            Mutation("Replicas.prefetch", "coming |= states.bring_newest(", "states.bring_newest("),
+            Mutation("Replicas.prefetch", "(states := self.each[0].states) is not None", "False"),
             Mutation("Replicas._tick", "self._all_tiers", "(self.tiers,)"),
             Mutation("Replicas._all_tiers", "(self.tiers, self.state_tiers)", "(self.tiers,)"),
             Mutation("Replicas.publish_events", "(len(specs) - 1, self.state_tiers)", "(0, None)", _EVENTS),
+        ],
+    ),
+    Module(
+        "kvcache.states.state_objects",
+        _OBJECTS,
+        [
+            Mutation("StateObjects.offer", "self.used(digests)", "pass"),
+            Mutation("StateObjects._over", "return pages", "return super()._over(pages)"),
+        ],
+    ),
+    Module(
+        "kvcache.states.replica_states",
+        _OBJECTS,
+        [
+            Mutation("ReplicaStates.say_ends", "np.flatnonzero(self.pages.kept_after(digests)) + 1", "np.zeros(0)"),
+            Mutation("state_tiers_of", "one.say_ends(objects=params.object_tier_io is not None)", "pass"),
+        ],
+    ),
+    Module(
+        "kvcache.tiers.tiers",
+        _OBJECTS,
+        [
+            Mutation("Tiers.prefetch_to_state", "if coming and self._run", "if False and self._run"),
+            Mutation("Tiers.prefetch_to_state", "run + self._longest_tail", "run"),
+            Mutation("Tiers.prefetch_to_state", "if len(behind) > run and states.ask(behind):", "if False:"),
+            Mutation("Tiers.prefetch_to_state", "run = end", "pass"),
+            Mutation("Tiers.prefetch_to_state", "coming |= states.bring_newest(", "states.bring_newest("),
+            Mutation("Tiers._run", "asked[:, :first] = False", "pass"),
+            Mutation(
+                "_make_object_tier", "params.states is not None and ", "", ["tests/kvcache/tiers/test_object_tier.py"]
+            ),
         ],
     ),
     Module(
@@ -268,7 +309,7 @@ STATES: tuple[Module, ...] = (
             Mutation("KVCacheParams.states_apart", "2 * requests * self.enable_prefix_caching", "requests"),
             Mutation("KVCacheParams._check_states", "not self.enable_prefix_caching and (copies or every)", "False"),
             Mutation("KVCacheParams._check_states", "self.has_states_in_pages and copies is not None", "False"),
-            Mutation("KVCacheParams._check_states", "_check(not given,", "_check(True,"),
+            Mutation("KVCacheParams._check_states", "self.partial_reuse_min_tokens == 0,", "True,"),
             Mutation(
                 "KVCacheParams._check_states", "not (self.groups and self.enable_kvcache_swapping_to_host)", "True"
             ),

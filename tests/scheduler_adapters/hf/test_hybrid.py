@@ -353,9 +353,7 @@ def test_what_does_not_go_with_states_is_refused_with_the_reason(model: Any) -> 
     }
     caching = {"enable_prefix_caching": True}
     two: dict[str, Any] = {"data_parallel_degree": 2, "n_devices": 2}
-    host = {"enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": 1.0}
     for wrong, message in (
-        ({**caching, **host, "object_tier_io": print, "file_tier_key": "a"}, "object_tier_io is given"),
         ({**caching, "partial_reuse_min_tokens": 2}, "partial_reuse_min_tokens is given"),
         ({"groups": (LayerGroup("window", (1,), 8),)}, "one group of full attention is needed"),
         ({**caching, **two, "routing": Routing(copy_pages=True)}, "routing.copy_pages is given, and states"),

@@ -14,6 +14,7 @@ from scheduler_adapters.hf.runner import HFRunner, reference_tokens
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.loop import Request, ServingLoop
 from tests.kvcache.build import proven
+from tests.kvcache.tiers.stored_objects import StoredObjects
 from tests.scheduler_adapters.hf.states_below import below, found_share, state_bytes, turns_of
 from tests.scheduler_adapters.serving import assert_nothing_held, serve, tokens_of
 
@@ -79,6 +80,39 @@ def test_another_process_goes_on_from_files(each_model: Any, slabs: bool, tmp_pa
     assert metrics.cache_tokens == sum((len(prompt) + NEW - 1) // PAGE * PAGE for _, prompt, _ in asked[: len(PROMPTS)])
     again.close()
     assert_nothing_held(again)
+
+
+@pytest.mark.parametrize("slabs", [True, False])
+def test_another_machine_goes_on_from_a_store(each_model: Any, slabs: bool) -> None:
+    """Also where what is found ends within an object of pages. What is damaged is no hit."""
+    store = StoredObjects()
+    over = {"object_tier_io": store, "file_tier_key": "a model", "object_tier_pages": 4}
+    first = below(each_model, slabs=slabs, over=over)
+    asked = list(turns_of(each_model, PROMPTS, 2, NEW))
+    for name, prompt, tokens in asked[: len(PROMPTS)]:
+        assert tokens_of(serve(loop_of(first, each_model), [Request(name, prompt, NEW)])) == [tokens]
+    first.close()
+    assert first.metrics.object_states_written >= len(PROMPTS)
+    found = [(len(prompt) + NEW - 1) // PAGE for _, prompt, _ in asked[: len(PROMPTS)]]
+    assert any(pages % 4 for pages in found)
+    again = below(each_model, slabs=not slabs, over=over)
+    loop = loop_of(again, each_model, 7)
+    for name, prompt, tokens in asked[len(PROMPTS) :]:
+        assert tokens_of(serve(loop, [Request(name, prompt, NEW)])) == [tokens]
+    metrics = again.metrics
+    assert again.states[0].hits == metrics.h2d_states_copied == metrics.object_states_read == len(PROMPTS)
+    assert metrics.cache_tokens == sum(found) * PAGE
+    again.close()
+    assert_nothing_held(again)
+    for key, content in store.pages.items():
+        store.objects[key] = content[: len(content) // 2] + bytes(len(content) - len(content) // 2)
+    last = below(each_model, slabs=slabs, over=over)
+    name, prompt, tokens = asked[-1]
+    assert tokens_of(serve(loop_of(last, each_model), [Request(name, prompt, NEW)])) == [tokens]
+    assert last.metrics.object_blocks_refused
+    assert last.states[0].hits == 0
+    last.close()
+    assert store.open == 0
 
 
 def test_a_reservation_that_nobody_announced_waits_for_what_files_have(model: Any, tmp_path: Path) -> None:

@@ -1,0 +1,536 @@
+"""Recurrent states over an object store: each an object, and pages up to where one is."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcache.states import state_tiers as module
+from kvcache.tiers.object_tier import ObjectTier
+from tests.kvcache.served import SIZE
+from tests.kvcache.states.served_states import STATE_BYTES, ServedStates
+from tests.kvcache.tiers.stored_objects import StoredObjects
+from tests.kvcache.tiers.test_object_tier import DAMAGE, damaged
+
+COUNT = 4  # pages of an object
+PROMPT = range(43)  # ten full pages and some tokens: two objects, and one of two pages
+Make = Callable[..., ServedStates]
+
+
+@pytest.fixture
+def store() -> Iterable[StoredObjects]:
+    made = StoredObjects()
+    yield made
+    assert made.open == 0
+
+
+@pytest.fixture
+def served(store: StoredObjects) -> Iterable[Make]:
+    made: list[ServedStates] = []
+
+    def make(*sizes: int, **options: Any) -> ServedStates:
+        given = {"file_tier_key": "model", "object_tier_io": store, "object_tier_pages": COUNT}
+        params = {**given, **options.pop("params", {})}
+        made.append(ServedStates(*sizes, params=params, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.manager.check()
+        one.manager.close()
+
+
+def tiers_of(it: ServedStates) -> list[ObjectTier]:
+    """Of pages, and of states."""
+    return [tiers._counted_objects[0] for tiers in (it.tiers, it.state_tiers)]
+
+
+def settled(it: ServedStates) -> None:
+    """Wait until no thread has anything to do."""
+    for _ in range(10_000):
+        for tier in tiers_of(it):
+            tier.tick()
+        if not any(tier._jobs or tier._writing or tier._queue for tier in tiers_of(it)):
+            return
+        time.sleep(0.001)
+    raise AssertionError("the threads are at work still")
+
+
+def key_of(it: ServedStates, prompt: Iterable[int], pages: int, *, state: bool) -> str:
+    """The key of the state after so many pages of a prompt, or of the object of pages that ends there."""
+    tier = tiers_of(it)[state]
+    if tier._epoch is None:
+        settled(it)
+    assert tier._epoch is not None
+    return tier._layout.key(tier._epoch, it.digests(prompt)[pages - 1].tobytes())
+
+
+def written(served: Make, *prompts: Iterable[int], new: int = 1, **options: Any) -> ServedStates:
+    """Who has served these prompts, and is closed."""
+    it = served(**options)
+    for prompt in prompts or [PROMPT]:
+        it.serve(prompt, new=new)
+    it.manager.close()
+    return it
+
+
+@pytest.mark.parametrize("slabs", [True, False])
+@pytest.mark.parametrize("length", [3, 4, 5, 16, 17, 20, 21, 33, 43])
+def test_a_new_machine_goes_on_from_the_store_alone(served: Make, slabs: bool, length: int) -> None:
+    """The one form of memory finds what the other has written."""
+    pages, full = (length - 1) // SIZE, length // SIZE
+    wrote = written(served, range(length), slabs=slabs).manager.metrics
+    places = {pages, full} - {0}  # after the prompt's last page that others go on after, and the last that is full
+    assert wrote.object_states_written == len(places)
+    assert wrote.object_blocks_written == full // COUNT * COUNT + sum(place % COUNT for place in places)
+    again = served(slabs=not slabs)
+    assert again.again(range(length)) == pages * SIZE
+    metrics = again.manager.metrics
+    assert (metrics.object_states_read, metrics.object_blocks_read) == (pages > 0, pages)
+    assert (metrics.h2d_states_copied, metrics.state_hits) == (pages > 0, pages > 0)
+    assert metrics.object_states_refused == metrics.object_blocks_refused == metrics.object_store_failures == 0
+    assert again.compared == (pages > 0)
+    again.manager.check()
+
+
+def test_conversations_and_what_prompts_have_in_common_are_found(served: Make) -> None:
+    system, new = [*range(50, 80)], 12
+    asked = [[*system, *range(at * 10, at * 10 + 7)] for at in range(3)]
+    written(served, *asked[:2], new=new)  # the second one leaves what it has in common with the first: a state is kept
+    again = served()
+    turn = [*asked[0], *[1] * new, 5, 6, 7]
+    assert again.again(turn) == (len(asked[0]) + new - 1) // SIZE * SIZE  # the answer's last token was never run
+    assert again.again(asked[1]) == (len(asked[1]) - 1) // SIZE * SIZE
+    assert again.again([*asked[1], 3, 3, 3]) == len(asked[1]) // SIZE * SIZE
+    assert again.again(asked[2]) == len(system) // SIZE * SIZE
+    assert again.manager.metrics.object_states_read == 3  # of the second prompt the one that its answer ends with, too
+
+
+def test_states_between_are_found_where_the_rest_is_another(served: Make) -> None:
+    written(served, PROMPT, every=3)
+    again = served()
+    other = [*range(39), 99, 98, 97, 96]  # nine pages, and there are states after three, six and nine of them
+    assert again.again(other) == 36
+    assert again.again([*range(35), 99, 98, 97]) == 24  # eight pages, an object's end, and no state after them
+    assert again.again([*range(23), 99, 98, 97]) == 12  # five pages, in no object that ends there
+
+
+def test_pages_without_a_state_and_states_without_pages_are_nothing_to_go_on_from(
+    served: Make, store: StoredObjects
+) -> None:
+    it = written(served)
+    for state in (True, False):
+        gone = key_of(it, PROMPT, 10, state=state)
+        kept = store.objects.pop(gone)
+        again = served()
+        assert again.again(PROMPT) == 0
+        assert again.manager.metrics.object_states_read == 0
+        again.manager.close()
+        assert gone in store.objects  # it was computed
+        store.objects[gone] = kept
+
+
+def test_states_are_not_taken_for_pages(served: Make, store: StoredObjects) -> None:
+    """With one page an object, an object of each kind has the same digest for a name."""
+    written(served, params={"object_tier_pages": 1})
+    namespaces = Counter(key.split("/")[0] for key in store.pages)
+    assert sorted(namespaces.values()) == [1, 10]
+    again = served(params={"object_tier_pages": 1})
+    assert again.again(PROMPT) == 40
+    other = served()
+    other.fetch(PROMPT)  # the state is found, and no page
+    assert other.serve(PROMPT) == 0
+    assert other.manager.metrics.object_states_read == 0
+
+
+def test_nothing_of_states_is_asked_for_a_prompt_that_nobody_has(served: Make, store: StoredObjects) -> None:
+    it = served(params={"object_tier_pages": 1})
+    settled(it)
+    store.calls.clear()
+    assert it.again(PROMPT) == 0
+    settled(it)
+    assert store.calls[0] == "exist"
+    assert "read" not in store.calls
+    assert tiers_of(it)[1].rates.answer_s == 0.0
+
+
+def test_what_there_is_is_asked_in_few_rounds(served: Make, store: StoredObjects) -> None:
+    written(served)
+    again = served()
+    settled(again)
+    store.calls.clear()
+    again.fetch(PROMPT)
+    assert sorted(store.calls) == ["exist", "exist", "read", "read"]  # of pages and of states
+    again.fetch(PROMPT)
+    assert len(store.calls) == 4
+
+
+def test_older_states_are_asked_for_some_at_a_time(
+    served: Make, store: StoredObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_LOOKED_AT", 4)
+    written(served, range(9))
+    it = written(served, PROMPT)
+    del store.objects[key_of(it, PROMPT, 10, state=True)]
+    again = served()
+    settled(again)
+    store.calls.clear()
+    assert again.again(PROMPT) == 8
+    asked = [call for call in store.calls if call != "read"]
+    assert len(asked) >= 4  # of pages; of the states after pages 7 to 10, 3 to 6, and the first ones
+
+
+def test_a_state_far_behind_what_the_host_has_room_for_is_found(served: Make) -> None:
+    """States are read one at a time, so that it does not matter how many of a prompt's pages come before."""
+    prompt = range(203)
+    written(served, prompt)
+    again = served(80, 120, 2)
+    assert again.again(prompt) == 200
+
+
+def test_the_newest_state_of_files_and_store_is_taken(served: Make, tmp_path: Path) -> None:
+    files = {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 1e-3}
+    early, late = PROMPT[:19], PROMPT
+    for in_files, in_store, found in ((early, late, 40), (late, early, 40)):
+        one = {"file_tier_key": f"{len(in_files)}"}
+        only_files = files | one | {"object_tier_io": None}
+        written(served, in_files, params=only_files)
+        written(served, in_store, params=one)
+        again = served(params=files | one)
+        assert again.again(late) == found
+        metrics = again.manager.metrics
+        assert (metrics.file_states_read, metrics.object_states_read) == ((0, 1) if in_files is early else (1, 0))
+        again.manager.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [("gone", "gone"), ("empty", "gone"), ("cut", "cut"), ("noise", "foreign"), ("flipped", "corrupted")],
+)
+def test_a_damaged_newest_state_leaves_the_one_before_it_and_is_written_again(
+    served: Make, store: StoredObjects, how: str, why: str
+) -> None:
+    written(served, PROMPT[:21])
+    it = written(served)
+    right, key = dict(store.pages), key_of(it, PROMPT, 10, state=True)
+    again = served()
+    again.fetch(PROMPT)
+    again.state_tiers.host.pool.forget_idle()  # it is known to be there
+    if how == "gone":
+        del store.objects[key]
+    else:
+        content = bytearray(right[key])
+        content[0] ^= 1
+        broken = {"empty": b"", "cut": content[:100], "noise": bytes([7]) * len(content), "flipped": content}
+        store.objects[key] = bytes(broken[how])
+    assert again.again(PROMPT) == 20
+    assert again.manager.metrics.object_states_refused == 1
+    assert tiers_of(again)[1].refusals == {why: 1}
+    again.manager.close()
+    assert (store.pages == right) == (how != "empty")  # which is there, and nobody has seen that it is wrong
+
+
+def test_damaged_pages_at_a_runs_end_leave_the_state_before_it(served: Make, store: StoredObjects) -> None:
+    written(served, PROMPT[:37])  # nine pages
+    it = written(served)
+    right, key = dict(store.pages), key_of(it, PROMPT, 10, state=False)
+    again = served()
+    settled(again)
+    store.objects[key] = bytes(len(right[key]))
+    assert again.again(PROMPT) == 36
+    assert again.manager.metrics.object_blocks_refused == 2
+    again.manager.close()
+    assert store.pages == right
+
+
+def test_a_store_that_is_slow_is_waited_for_no_longer_than_its_time(served: Make, store: StoredObjects) -> None:
+    written(served)
+    again = served(params={"object_tier_timeout_s": 0.2})
+    settled(again)
+    store.may.clear()
+    began = time.monotonic()
+    context = again.claim(PROMPT)
+    assert again.manager.maybe_reserve(context)  # it never waits
+    assert time.monotonic() - began < 0.15
+    again.manager.release(context.request_id)
+    again.fetch(PROMPT, seconds=0.2 + 0.3)
+    assert again.serve(PROMPT) == 0
+    store.may.set()
+    for tier in tiers_of(again):
+        for job in tier._jobs:
+            job.done.exception()
+    settled(again)
+
+
+@pytest.mark.parametrize("which", ["states", "pages", "both"])
+def test_a_store_that_dies_between_is_left_alone(served: Make, store: StoredObjects, which: str) -> None:
+    written(served)
+    again = served()
+    again.fetch(PROMPT)  # what there is, is known
+    for tiers, name in ((again.tiers, "pages"), (again.state_tiers, "states")):
+        if which in (name, "both"):
+            tiers.host.pool.forget_idle()
+    store.fails = True
+    calls = len(store.calls)
+    again.fetch(PROMPT, seconds=2.0)
+    again.fetch(PROMPT, seconds=2.0)
+    tried = store.calls[calls:]  # where both fail a state may be begun to be read before the pages have failed
+    assert set(tried) == {"read"}
+    assert len(tried) == 1 or (which == "both" and len(tried) == 2)
+    assert again.serve(PROMPT) == 0
+    assert again.manager.metrics.object_store_failures == len(tried)
+    again.manager.close()
+
+
+def test_files_serve_while_the_store_is_dead(served: Make, store: StoredObjects, tmp_path: Path) -> None:
+    files = {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 1e-3}
+    written(served, params=files)
+    store.fails = True
+    again = served(params=files)
+    assert again.again(PROMPT) == 40
+    assert again.manager.metrics.file_states_read == 1
+
+
+def test_a_full_host_reads_no_state_and_refuses_nothing(served: Make) -> None:
+    written(served)
+    again = served(80, 120, 2, checks=False)  # nobody knows who holds the slots
+    pool = again.state_tiers.host.pool
+    slots = pool.allocate(2)
+    assert again.again(PROMPT) == 0
+    assert again.manager.metrics.object_states_read == 0
+    pool.release(slots)
+    again.manager.reset_prefix_cache()
+
+
+def test_a_full_host_for_a_while(served: Make) -> None:
+    written(served)
+    again = served(80, 120, 2, checks=False)
+    pool = again.state_tiers.host.pool
+    slots = pool.allocate(2)
+    again.fetch(PROMPT)
+    pool.release(slots)
+    assert again.again(PROMPT) == 40
+
+
+def test_replicas_share_what_comes_from_the_store(served: Make) -> None:
+    written(served)
+    again = served(dp=2)
+    again.fetch(PROMPT)
+    assert again.serve(PROMPT, replica=1) == 40
+    assert again.serve(PROMPT, replica=0) == 40
+    assert again.manager.metrics.object_states_read == 1
+    assert again.manager.metrics.h2d_states_copied == 2
+
+
+def test_a_reset_finds_no_object_of_before_here_or_after_a_restart(served: Make) -> None:
+    it = served()
+    it.serve(PROMPT)
+    it.manager.flush_tiers()
+    it.manager.reset_prefix_cache()
+    assert it.again(PROMPT) == 0
+    it.manager.close()
+    again = served()
+    assert again.again(PROMPT) == 40
+    again.manager.reset_prefix_cache()
+    again.manager.close()
+    last = served()
+    assert last.again(PROMPT) == 0
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_a_state_is_read_where_the_pages_before_it_take_longer_to_compute(served: Make, pays: bool) -> None:
+    """A read takes half a second: ten pages are computed in one second, or in a tenth of one."""
+    it = written(served)
+    again = served(params={"object_tier_tokens_per_s": 40.0 if pays else 400.0})
+    pages, states = tiers_of(again)
+    settled(again)
+    pages.rates.page_s, states.rates.page_s = 0.0, 0.5
+    states.rates._tried = time.monotonic()
+    assert again.again(PROMPT) == (40 if pays else 0)
+    assert again.manager.metrics.object_states_read == pays
+    assert it.manager.metrics.object_states_written == 1
+
+
+def test_an_object_is_as_large_as_a_state_and_its_row(served: Make, store: StoredObjects) -> None:
+    it = written(served)
+    states, pages = (tiers_of(it)[at]._layout for at in (1, 0))
+    sizes = sorted(map(len, store.pages.values()))
+    assert sizes == sorted([STATE_BYTES + states.page.row_bytes, *[4 * pages.record_bytes] * 2, 2 * pages.record_bytes])
+
+
+def longest(it: ServedStates, prompt: list[int], store: StoredObjects) -> int:
+    """By the contract, the tokens of a prompt that are found: its pages, and a state after them, lie anywhere."""
+    last = (len(prompt) - 1) // SIZE
+    digests, (pages, states) = it.digests(prompt)[:last], tiers_of(it)
+    assert it.tiers.host.pool.num_pages // 2 >= last
+
+    def there(tiers: Any, on_device: Any, at: int) -> bool:
+        indexes = [on_device, tiers.host.pool.index] + ([tiers.files.index] if tiers.files is not None else [])
+        return any(index.find(digests[at : at + 1])[0] for index in indexes)
+
+    def stored(tier: ObjectTier, end: int) -> bool:
+        assert tier._epoch is not None
+        return end <= last and tier._layout.key(tier._epoch, digests[end - 1].tobytes()) in store.objects
+
+    def has_page(at: int, end: int) -> bool:
+        whole, of_pages = (at // COUNT + 1) * COUNT, it.manager._replicas.each[0].pool.index
+        return there(it.tiers, of_pages, at) or stored(pages, whole) or (end < whole and stored(pages, end))
+
+    for end in range(last, 0, -1):
+        has_state = there(it.state_tiers, it.manager.states[0].index, end - 1) or stored(states, end)
+        if has_state and all(has_page(at, end) for at in range(end)):
+            return end * SIZE
+    return 0
+
+
+@pytest.mark.parametrize("slabs", [True, False])
+def test_random_prompts_over_four_tiers(served: Make, store: StoredObjects, tmp_path: Path, slabs: bool) -> None:
+    """Two managers on one store, small on every tier: what is found is what the model finds, and it is compared."""
+    rng, seen, now = np.random.default_rng(9), Counter[str](), time.monotonic()
+    files = {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 30_000 / 2**30}
+    both = [
+        served(64, 70, 5, slabs=slabs, params=one, checks=False, every=every) for one, every in (({}, 0), (files, 3))
+    ]
+    for it in both:
+        for tier in tiers_of(it):
+            tier._clock = lambda: now
+    for move in range(200):
+        now += 11.0  # what was absent is asked for again
+        for it in both:
+            it.manager.flush_tiers()
+            settled(it)
+        it = both[int(rng.integers(2))]
+        prompt = [int(rng.integers(9)), *range(int(rng.integers(1, 60)))]
+        if rng.random() < 0.3:
+            prompt += [int(rng.integers(3))] * int(rng.integers(1, 20))
+        expected = longest(it, prompt, store)
+        before, gone = it.manager.metrics, sum(tier.refusals.total() for tier in tiers_of(it))
+        found = it.again(prompt, chunk=int(rng.integers(1, 80)), new=int(rng.integers(1, 9)))
+        refused = sum(tier.refusals.total() for tier in tiers_of(it)) > gone
+        # What was read for a prefix that has just been shortened may have pushed out what the shorter one needs.
+        assert found == expected or (refused and found < expected), (move, prompt)
+        after = it.manager.metrics
+        seen["as expected"] += found == expected > 0
+        seen["within an object"] += found // SIZE % COUNT > 0
+        seen["with states of objects"] += after.object_states_read > before.object_states_read
+        seen["with states of files"] += after.file_states_read > before.file_states_read
+        seen["with pages of objects"] += after.object_blocks_read > before.object_blocks_read
+        seen["refused"] += refused
+        it.manager.check()
+        if rng.random() < 0.3:
+            it.fill(30)
+        if rng.random() < 0.3 and store.pages:
+            del store.objects[sorted(store.pages)[int(rng.integers(len(store.pages)))]]
+        if rng.random() < 0.02:
+            it.manager.reset_prefix_cache()
+            seen["reset"] += 1
+    least = {"as expected": 50, "within an object": 30, "with states of objects": 20, "with pages of objects": 20}
+    least |= {"with states of files": 1, "refused": 1, "reset": 1}
+    assert {event: seen[event] for event, count in least.items() if seen[event] < count} == {}
+    assert all(it.compared > 20 and it.kv.compared > 300 for it in both)
+
+
+def test_damaged_objects_are_misses(served: Make, store: StoredObjects) -> None:
+    """Most states and few pages are damaged after they were written; all that is read of them is compared."""
+    rng, seen = np.random.default_rng(5), [set[str](), set[str]()]
+    for number in range(12):
+        params = {"file_tier_key": f"{number}"}
+        it, prompts = served(160, 240, 30, params=params), [[first, *range(38)] for first in range(4)]
+        for prompt in prompts:
+            it.serve(prompt)
+        it.manager.close()
+        of_states = tiers_of(it)[1]._layout.page.namespace.hex()
+        for key in sorted(store.pages):
+            if rng.random() > (0.9 if key.startswith(of_states) else 0.15):
+                continue
+            content = damaged(store, key, DAMAGE[int(rng.integers(len(DAMAGE)))], rng)
+            store.objects.pop(key) if content is None else store.objects.update({key: content})
+        again = served(160, 240, 30, params=params)
+        for prompt in prompts * 2:
+            again.again(prompt)
+        again.manager.check()
+        for mine, tier in zip(seen, tiers_of(again), strict=True):
+            mine |= {refusal.value for refusal in tier.refusals}
+        assert again.manager.metrics.object_store_failures == 0
+        again.manager.close()
+        store.objects.clear()
+    assert seen[0]
+    assert seen[1] == {"gone", "cut", "foreign", "corrupted"}
+
+
+class Late:
+    """Whoever asks a tier what there may be, takes up what its threads were at just before."""
+
+    def __init__(self, tier: ObjectTier, store: StoredObjects, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._tier, self._store, self._has_of = tier, store, tier.has_of  # type: ignore[attr-defined]
+        monkeypatch.setattr(tier, "has_of", self)
+
+    def __call__(self, digests: Any, asked: Any, *, perhaps: bool) -> Any:
+        if perhaps:
+            self._store.may.set()
+            for job in [*self._tier._jobs]:
+                job.done.exception()
+        return self._has_of(digests, asked, perhaps=perhaps)
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_an_answer_that_comes_between_two_looks_is_looked_at(
+    served: Make, store: StoredObjects, monkeypatch: pytest.MonkeyPatch, announced: bool
+) -> None:
+    written(served)
+    again = served()
+    settled(again)
+    states, digests = again.manager.states[0], again.digests(PROMPT)
+    look = states.ask if announced else lambda some: states.bring_newest(some, wait=False)
+    store.may.clear()
+    assert look(digests)
+    with monkeypatch.context() as patched:
+        Late(tiers_of(again)[1], store, patched)
+        assert look(digests)
+    assert again.again(PROMPT) == 40
+
+
+def test_a_state_that_comes_between_two_looks_is_not_read_again(
+    served: Make, store: StoredObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(served)
+    again = served()
+    again.fetch(PROMPT)
+    again.state_tiers.host.pool.forget_idle()  # it is known to be there
+    states, digests = again.manager.states[0], again.digests(PROMPT)
+    store.may.clear()
+    assert states.bring_newest(digests, wait=False)
+    with monkeypatch.context() as patched:
+        Late(tiers_of(again)[1], store, patched)
+        states.bring_newest(digests, wait=False)
+    settled(again)
+    assert again.again(PROMPT) == 40
+    assert again.manager.metrics.object_states_read == 2
+
+
+def test_only_states_later_than_what_is_known_are_asked_for(served: Make, store: StoredObjects) -> None:
+    written(served)
+    again = served()
+    settled(again)
+    states, (_, tier) = again.manager.states[0], tiers_of(again)
+    digests = again.digests(PROMPT)
+    assert states.ask(digests[9:])
+    settled(again)
+    keys, exist = list[str](), tier._read_io.exist
+    tier._read_io.exist = lambda asked: keys.extend(asked) or exist(asked)  # type: ignore[method-assign]
+    assert not states.ask(digests)  # the last one is there
+    settled(again)
+    assert keys == []
+    del store.objects[key_of(again, PROMPT, 10, state=True)]
+    store.fails = True
+    tier._known.clear()
+    assert states.ask(digests)
+    settled(again)
+    assert not states.ask(digests)  # it is left alone
+    assert again.manager.metrics.object_store_failures == 1
