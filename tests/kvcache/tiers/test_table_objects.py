@@ -265,15 +265,21 @@ def test_a_prompt_larger_than_the_host_tier_is_not_read_again_and_again(served: 
 
 def test_a_store_that_is_slow_is_waited_for_no_longer_than_its_time(served: Make, store: StoredObjects) -> None:
     written(served)
+    patient = served(params={"object_tier_timeout_s": 60.0})
+    settled(patient)
+    store.may.clear()
+    began = time.monotonic()
+    assert patient.manager.maybe_reserve(patient.claim(PROMPT))  # it never waits
+    assert time.monotonic() - began < 30
+    store.may.set()
+    patient.manager.close()
     again = served(params={"object_tier_timeout_s": 0.2})
     settled(again)
     store.may.clear()
-    began = time.monotonic()
     context = again.claim(PROMPT)
-    assert again.manager.maybe_reserve(context)  # it never waits
-    assert time.monotonic() - began < 0.15
+    assert again.manager.maybe_reserve(context)
     again.manager.release(context.request_id)
-    fetch(again, PROMPT, seconds=0.2 + 0.3)
+    fetch(again, PROMPT, seconds=1.5)  # the default is 2
     assert again.serve(PROMPT) == 0
     settled(again)
     store.may.set()

@@ -4,7 +4,7 @@ import random
 import signal
 import time
 import urllib.error
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -48,6 +48,16 @@ def test_prompts_go_to_the_fleet_that_has_them(fleets: list[Served], tmp_path: P
         send(router, fleets)
 
 
+def until_it_follows(router: Router, compute: Callable[[], list[int]], found: Callable[[list[int]], int]) -> None:
+    """Computes prompts until the router has found so many in a row that it must have heard of both sources."""
+    deadline, right = time.monotonic() + WITHIN_S, 0
+    while right < 8:
+        assert time.monotonic() < deadline, router.log.read_text()[-2000:]
+        prompt = compute()
+        time.sleep(0.2)
+        right = right + 1 if found(prompt) else 0
+
+
 def send(router: Router, fleets: list[Served]) -> None:
     rng = random.Random(0)
     router.begin()
@@ -62,14 +72,9 @@ def send(router: Router, fleets: list[Served]) -> None:
         """Tokens of it that were cached where the router has sent it."""
         return router.complete([*prompt, 7])["usage"]["prompt_tokens_details"]["cached_tokens"]
 
-    deadline, right = time.monotonic() + WITHIN_S, 0
-    while right < 8:  # in a row: by then it follows both
-        assert time.monotonic() < deadline, router.log.read_text()[-2000:]
-        prompt = at_one_of_them()
-        time.sleep(0.2)
-        right = right + 1 if found(prompt) else 0
+    until_it_follows(router, at_one_of_them, found)
     prompts = [at_one_of_them() for _ in range(24)]
-    time.sleep(1.0)
+    until_it_follows(router, at_one_of_them, found)  # events come in order: it knows of these, too
     assert [found(prompt) for prompt in prompts] == [LENGTH // PAGE * PAGE] * 24
     served = [sum(one["prompt_tokens"] for one in each.get("/fleet").values()) for each in fleets]
     assert min(served) > 0, "both"
@@ -131,14 +136,9 @@ def follows_both(router: Router, apart: Served) -> None:
         stats = apart.get("/fleet")
         return sum(stats[name]["cached_tokens"] for name in ("p1", "p2"))
 
-    deadline, right = time.monotonic() + WITHIN_S, 0
-    while right < 8:  # in a row: by then it follows both
-        assert time.monotonic() < deadline, router.log.read_text()[-2000:]
-        prompt = at_one_of_them()
-        time.sleep(0.2)
-        right = right + 1 if found(prompt) else 0
+    until_it_follows(router, at_one_of_them, found)
     prompts = [at_one_of_them() for _ in range(12)]
-    time.sleep(1.0)
+    until_it_follows(router, at_one_of_them, found)  # events come in order: it knows of these, too
     assert [found(prompt) for prompt in prompts] == [LENGTH // PAGE * PAGE] * 12
     for text in (*prompts[:4], "A text goes the same way."):
         assert router.complete(text, 12)["choices"][0]["text"] == complete(apart.client, text, 12).choices[0].text

@@ -246,7 +246,16 @@ def test_prefill_notices_a_dead_decode_process_when_it_has_something_to_say(
     service = start(lease_s=1000.0)
     PHASES[phase](service)
     service.stop_decode("d0")
-    time.sleep(0.2)  # the end of the connection is on its way
+    (reader,) = service.prefill._readers
+
+    def is_gone() -> bool:
+        try:
+            service.prefill._socket.send_multipart([reader, b""], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            return error.errno == zmq.EHOSTUNREACH
+        return False
+
+    service.until(is_gone, "the end of the connection", poll=lambda: time.sleep(1e-3))
     empty(service)
     service.until(lambda: not service.prefill.open_requests, "the failed message", timeout_s=10)
     assert not service.prefill._readers
