@@ -140,6 +140,10 @@ class IdleOrder:
                 return live
             self._head = end
 
+    def first(self) -> int:
+        """The page that goes next, where there is one; it stays."""
+        return int(self.oldest(1)[0])
+
     def by_age(self, pages: Indices) -> Indices:
         """`pages`, all of them in the order, oldest first."""
         places = np.zeros(len(self._live), np.int64)

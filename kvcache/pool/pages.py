@@ -32,6 +32,7 @@ class PagePool:
     """Holders, writers and free order of the pages 1 to `num_pages`, in arrays. The null page, 0, is none of them."""
 
     beside = 0  # pages that each request takes beside those of its tokens
+    width = 1.0  # pages that are cached, for each that is published
 
     def __init__(self, num_pages: int, digest_words: int) -> None:
         self.num_pages = num_pages

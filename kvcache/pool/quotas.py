@@ -2,11 +2,15 @@
 
 A tenant is a `cache_salt`; requests without one are nobody's. A quota bounds idle pages alone: what runs is the
 scheduler's to admit, and an idle page above its quota stays findable until its place is needed.
+
+Where slabs of pages hold something that is cached, too, each counts as all its pages, and is named by the first.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError
 from kvcache.pool.idle_order import IdleOrder, Indices, OrderLog, Pages
@@ -29,10 +33,17 @@ class TenantQuotas:
         self._orders = {_OTHERS: IdleOrder(num_pages, self._log)}
         self._quotas = {_OTHERS: int(share * num_pages)}
         self._over: set[int] = set()
+        self.slab_pages = 1
+        self._is_slab = np.zeros(num_pages + 1, np.bool_)
+        self._slabs: Counter[int] = Counter()  # of each tenant
 
     def own(self, pages: Pages, salt: str | None) -> None:
         """`pages`, not idle, are the tenant's."""
         self._owner[pages] = _NOBODY if salt is None else self._id_of(salt)
+
+    def owned(self, pages: Pages) -> NDArray[np.bool_]:
+        """Which of `pages` are a tenant's."""
+        return self._owner[pages] != _NOBODY
 
     def disown(self, pages: Pages) -> None:
         """`pages` have left the pool's cache: what comes into them is nobody's until somebody says whose."""
@@ -42,43 +53,77 @@ class TenantQuotas:
         """What is in `sources`, not idle, is in `targets` by now, whose tenant goes along."""
         self._owner[targets] = self._owner[sources]
 
-    def append(self, pages: Pages | Indices) -> None:
-        """`pages` are idle now, the youngest of their tenants'."""
+    def append(self, pages: Pages | Indices, *, slabs: bool = False) -> None:
+        """`pages`, or `slabs`, are idle now, the youngest of their tenants'."""
         owners = self._owner[pages]
         for owner in set(owners.tolist()) - {_NOBODY}:
-            self._orders[owner].append(pages[owners == owner])
+            mine = pages[owners == owner]
+            self._orders[owner].append(mine)
+            if slabs:
+                self._is_slab[mine] = True
+                self._slabs[owner] += len(mine)
             self._weigh(owner)
 
     def remove(self, pages: Pages | Indices) -> None:
         owners = self._owner[pages]
         for owner in set(owners.tolist()) - {_NOBODY}:
-            self._orders[owner].remove(pages[owners == owner])
+            mine = pages[owners == owner]
+            self._orders[owner].remove(mine)
+            self._forget_slabs(owner, mine)
             self._weigh(owner)
 
-    def pop_surplus(self, most: int) -> Pages:
-        """Take out pages above their tenants' quotas, each tenant's oldest first, `most` at most."""
+    def pop_surplus(self, most: int, *, slabs: bool = False) -> Pages:
+        """Take out pages above their tenants' quotas, each tenant's oldest first, `most` at most.
+
+        Of a tenant whose oldest is a slab none. `slabs`: these, and of a tenant whose oldest is a page none.
+        """
         taken: list[Pages] = []
         for owner in sorted(self._over):
             order = self._orders[owner]
-            taken.append(order.pop(min(most, order.count - self._quotas[owner])))
-            most -= len(taken[-1])
+            if slabs or self._slabs[owner]:
+                taken += self._pop_each(owner, most - sum(map(len, taken)), slabs=slabs)
+            else:
+                taken.append(order.pop(min(most - sum(map(len, taken)), order.count - self._quotas[owner])))
             self._weigh(owner)
         return np.concatenate(taken) if taken else np.zeros(0, np.int32)
 
-    def check(self, idle: Pages) -> None:
+    def _pop_each(self, owner: int, most: int, *, slabs: bool) -> list[Pages]:
+        """Of a tenant with both, up to the first of the other kind."""
+        order, taken = self._orders[owner], list[Pages]()
+        while len(taken) < most and self._surplus(owner) > 0 and self._is_slab[order.first()] == slabs:
+            taken.append(order.pop(1))
+            self._forget_slabs(owner, taken[-1])
+        return taken
+
+    def first(self, *, slabs: bool = False) -> int:
+        """The page, or slab, that `pop_surplus` would take out first; 0: none."""
+        firsts = (self._orders[owner].first() for owner in sorted(self._over))
+        return next((page for page in firsts if self._is_slab[page] == slabs), 0)
+
+    def check(self, idle: Pages, *, slabs: bool = False) -> None:
         owned = idle[self._owner[idle] != _NOBODY]
         found = np.concatenate([order.pages() for order in self._orders.values()])
+        found = found[self._is_slab[found] == slabs]
         if not np.array_equal(np.sort(owned), np.sort(found)):
             raise InvariantError(f"quotas: {len(owned)} idle pages have a tenant, {len(found)} are counted")
         for owner, order in self._orders.items():
-            if (self._owner[order.pages()] != owner).any() or (order.count > self._quotas[owner]) != (
-                owner in self._over
-            ):
+            pages = order.pages()
+            wrong = (self._owner[pages] != owner).any() or self._slabs[owner] != np.count_nonzero(self._is_slab[pages])
+            if wrong or (self._surplus(owner) > 0) != (owner in self._over):
                 raise InvariantError(f"quotas: the books of tenant {self._salts[owner]!r} are wrong")
         self._orders[_OTHERS].check()
 
+    def _surplus(self, owner: int) -> int:
+        return self._orders[owner].count + self._slabs[owner] * (self.slab_pages - 1) - self._quotas[owner]
+
+    def _forget_slabs(self, owner: int, gone: Pages | Indices) -> None:
+        """Those of these that are slabs are none of the tenant's any more."""
+        if self._slabs[owner]:
+            self._slabs[owner] -= int(np.count_nonzero(self._is_slab[gone]))
+            self._is_slab[gone] = False
+
     def _weigh(self, owner: int) -> None:
-        if self._orders[owner].count > self._quotas[owner]:
+        if self._surplus(owner) > 0:
             self._over.add(owner)
         else:
             self._over.discard(owner)
@@ -103,3 +148,39 @@ class TenantQuotas:
         if free != _OTHERS:
             del self._ids[self._salts[free]]
         return free
+
+
+class SlabQuotas:
+    """The quotas of what is cached in slabs, by their numbers, in one with those of the pages beside them."""
+
+    def __init__(self, quotas: TenantQuotas, slab_pages: int) -> None:
+        self._quotas, self._slab_pages = quotas, slab_pages
+        quotas.slab_pages = slab_pages
+
+    def own(self, slabs: Pages, salt: str | None) -> None:
+        """As `TenantQuotas.own`, and so on for the other calls."""
+        self._quotas.own(slabs * self._slab_pages, salt)
+
+    def owned(self, slabs: Pages) -> NDArray[np.bool_]:
+        return self._quotas.owned(slabs * self._slab_pages)
+
+    def disown(self, slabs: Pages) -> None:
+        self._quotas.disown(slabs * self._slab_pages)
+
+    def moved(self, sources: Pages, targets: Pages) -> None:
+        self._quotas.moved(sources * self._slab_pages, targets * self._slab_pages)
+
+    def append(self, slabs: Pages | Indices) -> None:
+        self._quotas.append(slabs * self._slab_pages, slabs=True)
+
+    def remove(self, slabs: Pages | Indices) -> None:
+        self._quotas.remove(slabs * self._slab_pages)
+
+    def pop_surplus(self, most: int) -> Pages:
+        return self._quotas.pop_surplus(most, slabs=True) // np.int32(self._slab_pages)
+
+    def first(self) -> int:
+        return self._quotas.first(slabs=True) // self._slab_pages
+
+    def check(self, idle: Pages) -> None:
+        self._quotas.check(idle * self._slab_pages, slabs=True)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError
 from kvcache.pool.idle_order import IdleOrder, Indices, Pages
-from kvcache.pool.quotas import TenantQuotas
+from kvcache.pool.quotas import SlabQuotas, TenantQuotas
 from kvcache.types import RangeRetention, Retention
 
 Codes = NDArray[np.uint8]
@@ -94,7 +94,7 @@ class HintedOrder:
         self,
         num_pages: int,
         recent: IdleOrder,
-        quotas: TenantQuotas | None = None,
+        quotas: TenantQuotas | SlabQuotas | None = None,
         on_surplus: Callable[[Pages], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -112,6 +112,7 @@ class HintedOrder:
         self._since = np.zeros(num_pages + 1, np.int64)  # of each page of `_older`, its place in the LRU order
         self._expires: Times | None = None
         self._places = 0
+        self._renewed = 0  # of the pages to be settled, in place of how many others left the order
         self.count = recent.count
         self.explains = False  # whether `pop` says why, and what it said: of each page that it gave
         self.reasons: Codes | None = None
@@ -130,6 +131,10 @@ class HintedOrder:
         self.codes[pages] = NEUTRAL
         if self._quotas is not None:
             self._quotas.disown(pages)
+
+    def renew(self, pages: Pages) -> None:
+        """`pages`, idle, are about to leave the order for others in their place: a hint does not wear off by that."""
+        self._renewed += int(np.count_nonzero(self._settled[pages]))
 
     def moved(self, sources: Pages, targets: Pages) -> None:
         """The content of `sources`, not idle, is in `targets` by now, and what was said of it goes along."""
@@ -189,6 +194,27 @@ class HintedOrder:
     def pop_one(self) -> int:
         return int(self.pop(1)[0])
 
+    def due(self) -> int:
+        """The page that goes next as its tenant has more than its quota; 0: none."""
+        return 0 if self._quotas is None else self._quotas.first()
+
+    def leads(self, pages: Pages | Indices) -> NDArray[np.float64]:
+        """By how many pools' pages the hints of `pages` have them live longer, as far as hints are trusted."""
+        return (LEVEL_OF[self.codes[pages]].astype(np.float64) - NEUTRAL) * (_LEAD * self.share)
+
+    def first_lead(self) -> float:
+        """`leads` of the page that goes next, 0.0 once its time is over."""
+        page = np.array([self.first()], np.int32)
+        over = self._expires is not None and self._expired(int(self.codes[page[0]]), page, self._clock())
+        return 0.0 if over else float(self.leads(page)[0])
+
+    def first(self) -> int:
+        if page := self.due():
+            return page
+        if self.count == self._recent.count:
+            return self._recent.first()
+        return self._older[self._lowest()[0]].first()
+
     def positions(self) -> Indices:
         """As `IdleOrder.positions`: settled pages by their place in the LRU order, below 0, then the recent ones."""
         return np.where(self._settled, self._since - self._places, self._recent.positions())
@@ -204,15 +230,17 @@ class HintedOrder:
             pages = order.pages()
             if not (self._settled[pages].all() and (self.codes[pages] == code).all()):
                 raise InvariantError(f"idle order: a page of another kind is in the order of kind {code}")
-            if (np.diff(self._since[pages]) <= 0).any():
+            if (np.diff(self._since[pages]) < 0).any():
                 raise InvariantError(f"idle order: the pages of kind {code} are not in their order")
         if self._quotas is not None:
             self._quotas.check(self.pages())
 
     def _settle(self, pages: Pages) -> None:
         """The oldest of the recent pages go to the orders of their hints."""
-        self._since[pages] = np.arange(self._places, self._places + len(pages))
-        self._places += len(pages)
+        renewed = min(self._renewed, len(pages))
+        self._renewed -= renewed
+        self._since[pages] = self._places + np.maximum(0, np.arange(len(pages)) - renewed)
+        self._places += len(pages) - renewed
         self._settled[pages] = True
         codes = self.codes[pages]
         for code in set(codes.tolist()):
@@ -235,14 +263,7 @@ class HintedOrder:
 
     def _pop_older(self, most: int) -> Pages:
         """The pages of the lowest rank, of one kind, as many as are below all others, `most` at most."""
-        now = self._clock() if self._expires is not None else 0.0
-        ranks: list[tuple[int, int]] = []
-        for code, order in self._older.items():
-            if order.count:
-                head = order.oldest(1)
-                lead = 0 if self._expired(code, head, now) else self._lead(code)
-                ranks.append((int(self._since[head[0]]) + lead, code))
-        (_, chosen), (bound, _) = sorted([*ranks, (_LAST, 0)])[:2]
+        chosen, bound, now = self._lowest()
         order = self._older[chosen]
         pages = order.oldest(most)
         lead = self._lead(chosen)
@@ -253,6 +274,18 @@ class HintedOrder:
         self._settled[pages] = False
         self.count -= len(pages)
         return pages
+
+    def _lowest(self) -> tuple[int, int, float]:
+        """The kind whose oldest page has the lowest rank, the lowest rank of another, and what time it is."""
+        now = self._clock() if self._expires is not None else 0.0
+        ranks: list[tuple[int, int]] = []
+        for code, order in self._older.items():
+            if order.count:
+                head = order.oldest(1)
+                lead = 0 if self._expired(code, head, now) else self._lead(code)
+                ranks.append((int(self._since[head[0]]) + lead, code))
+        (_, chosen), (bound, _) = sorted([*ranks, (_LAST, 0)])[:2]
+        return chosen, bound, now
 
     def _lead(self, code: int) -> int:
         return (int(LEVEL_OF[code]) - NEUTRAL) * _LEAD * self.lead_pages

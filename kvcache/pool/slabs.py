@@ -6,7 +6,9 @@ are evicted; or held ones are moved elsewhere. A slab that is given back is page
 either, and nothing is lost between them but what a slab is larger than a state.
 
 What is cached in slabs (`CachedSlabs`) and idle pages are evicted by their last use: a slab goes where it was last used
-before the page that was evicted last.
+before the page that was evicted last. Where there are hints, both were used so much later, or earlier, as their hints
+say, as far as these are trusted, and a slab goes before the page that would go next. What a tenant has above its quota
+goes before all others.
 """
 
 from typing import Protocol
@@ -15,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError
-from kvcache.pool.idle_order import Indices, Pages
+from kvcache.pool.idle_order import IdleOrder, Indices, Pages
 from kvcache.pool.pages import PagePool
 from kvcache.pool.retention import HintedOrder
 
@@ -32,7 +34,7 @@ class CachedSlabs(Protocol):
 
     @property
     def oldest_use(self) -> int:
-        """When the first of them was used, by `SlabPool.clock`."""
+        """When the first of them was used, as `SlabPool.use_of` says."""
         ...
 
     def give_up_oldest(self) -> None:
@@ -71,8 +73,10 @@ class SlabPool(PagePool):
         self.cached: CachedSlabs | None = None
         self.moves: PageMoves | None = None
         self.moved = 0  # pages, so far
-        self.clock = 1  # counts the times that pages were let go
+        self.clock = 1  # counts the pages that were let go
         self._used = np.zeros(num_pages + 1, np.int64)  # of idle pages, by this clock; of fresh ones 0
+        # How much later they were used, by what was said of them when they were let go; None without hints.
+        self._later: Indices | None = None
         self._last_evicted = 0  # the last use of the page that was evicted last
         # Of each slab no more than when its youngest page was used, and of these the last slab first: what makes a
         # slab younger does not look for it, so the oldest is looked at before it is taken.
@@ -114,6 +118,8 @@ class SlabPool(PagePool):
         `moving`: held pages may be moved out of it, where every slab has some.
         """
         chosen, age = self._oldest_slab()
+        if age and isinstance(self.idle, HintedOrder) and self._evict_due(self.idle):
+            chosen, age = self._oldest_slab()
         cached = self.cached
         if age and cached is not None and cached.num_idle and cached.oldest_use <= age:
             return 0
@@ -129,6 +135,24 @@ class SlabPool(PagePool):
             return True
         return self._oldest_slab()[1] < _HELD or self._cheapest_to_move() > 0
 
+    def use_of(self, order: IdleOrder | HintedOrder, used: Indices) -> int:
+        """When what goes next of an order was used, later or earlier as its hint says; below 0 where a quota is full.
+
+        `used`: by the clock. A hint counts as it stands now, and not once its time is over.
+        """
+        if not isinstance(order, HintedOrder):
+            return int(used[order.first()])
+        if due := order.due():
+            return int(used[due]) - _HELD
+        return int(used[order.first()]) + int(order.first_lead() * self.num_pages)
+
+    @property
+    def width(self) -> float:
+        """Pages that are cached, those of slabs with them, for each that is published."""
+        published = np.count_nonzero(self.index.published)
+        slabs = 0 if self.cached is None else self.cached.num_idle
+        return 1.0 + slabs * self.slab_pages / published if published else 1.0
+
     def give_back(self, slab: int) -> None:
         """The slab is pages again, fresh ones."""
         pages = self._pages_of(slab)
@@ -137,6 +161,8 @@ class SlabPool(PagePool):
         if self._bottom < self.slab_pages:
             self._push_fresh(pages[::-1])
             return
+        if self._later is not None:
+            self._later[pages] = 0
         self._ages[slab] = self._used[pages] = 0  # below all others: it is the last to be handed out page by page
         self._lie_from(self._bottom - self.slab_pages, self._fresh_count + self.slab_pages)
         self._fresh[: self.slab_pages] = pages[::-1]
@@ -163,12 +189,20 @@ class SlabPool(PagePool):
     # ---- inside
 
     def _free(self, pages: NDArray[np.intp]) -> None:
-        self.clock += 1
+        self.clock += max(1, len(pages))
         self._used[pages] = self._ages[pages // self.slab_pages] = self.clock
+        if isinstance(self.idle, HintedOrder):
+            if self._later is None:
+                self._later = np.zeros(self.num_pages + 1, np.int64)
+            leads = (self.idle.leads(pages) * self.num_pages).astype(np.int64)
+            self._later[pages] = np.maximum(leads, 1 - self.clock)
+            self._ages[pages // self.slab_pages] = self.clock + self._later[pages]
         super()._free(pages)
 
     def _push_fresh(self, pages: Pages | Indices) -> None:
         self._used[pages] = self._ages[pages // self.slab_pages] = 0
+        if self._later is not None:
+            self._later[pages] = 0
         top = self._bottom + self._fresh_count
         self._place[pages] = np.arange(top, top + len(pages))
         super()._push_fresh(pages)
@@ -192,9 +226,13 @@ class SlabPool(PagePool):
         """Give up cached slabs where idle pages are too few, or younger."""
         cached = self.cached
         while cached is not None and count > self._fresh_count and cached.num_idle:
-            if count <= self._fresh_count + self.idle.count and cached.oldest_use > self._last_evicted:
+            if count <= self._fresh_count + self.idle.count and cached.oldest_use > self._next_use():
                 return
             cached.give_up_oldest()
+
+    def _next_use(self) -> int:
+        """When the page that goes next was used; without hints the one that went last tells it well enough."""
+        return self.use_of(self.idle, self._used) if self._later is not None else self._last_evicted
 
     def _oldest_slab(self) -> tuple[int, int]:
         """The slab whose pages were used longest ago, the last of these, and when; `_HELD`: all have held pages."""
@@ -210,7 +248,8 @@ class SlabPool(PagePool):
         pages = slice(slab * self.slab_pages, (slab + 1) * self.slab_pages)
         if np.count_nonzero(self.holders[pages]) or np.count_nonzero(self.writers[pages]):
             return _HELD
-        return int(self._used[pages].max())
+        used = self._used[pages] if self._later is None else self._used[pages] + self._later[pages]
+        return int(used.max())
 
     def _cheapest_to_move(self) -> int:
         """The slab of the fewest held pages, all of which can move to free ones elsewhere; 0: there is none."""
@@ -251,6 +290,20 @@ class SlabPool(PagePool):
         self.idle.remove(pages)
         if isinstance(self.idle, HintedOrder):
             self.idle.forget(pages)
+        self._drop(pages)
+
+    def _evict_due(self, order: HintedOrder) -> bool:
+        """Evict the pages that tenants have above their quotas, up to the first slab; whether there were some."""
+        evicted = False
+        while order.due():
+            pages = order.pop(1)
+            self._drop(pages)
+            self._push_fresh(pages)
+            evicted = True
+        return evicted
+
+    def _drop(self, pages: Pages) -> None:
+        """These left the order: they are found no more."""
         self.index.withdraw(pages)
         self.evictions += len(pages)
         if (told := self.told) is not None:

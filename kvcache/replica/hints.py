@@ -8,9 +8,10 @@ from kvcache.params import KVCacheParams
 from kvcache.pool.baselines import HintedBaseline, HintShare, LruBaseline, Words
 from kvcache.pool.pages import PagePool
 from kvcache.pool.quotas import TenantQuotas
-from kvcache.pool.retention import HintedOrder, page_hints
+from kvcache.pool.retention import HintedOrder, PageHints, page_hints
 from kvcache.replica.context import Context, HasherOfRow
 from kvcache.replica.further_tables import FurtherTables
+from kvcache.replica.hinted_states import HintedStates, LeftPrefix
 from kvcache.replica.rows import BlockRows, Ints, Pages
 from kvcache.types import Retention
 
@@ -26,7 +27,8 @@ class ReplicaHints:
 
     Where there are further tables, what is said of a prefix is said of every page that it takes to go on from its end:
     of a window the last ones. The baselines know the pages of the first table alone, in a pool that is smaller by as
-    many as the others have of it.
+    many as the others have of it. What is said of a prefix is said of the cached recurrent states after it, too, in as
+    far as hints prove right for pages.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class ReplicaHints:
         caching = params.enable_prefix_caching
         self._most_hinted = params.max_hint_share if caching else 0.0
         self._further: FurtherTables | None = None
+        self._states: HintedStates | None = None
         # By row, pages that plain LRU would have found, and hints at their largest share; and those looked for.
         self._expected: dict[int, tuple[int, int, int]] = {}
         # What plain LRU, and hints at their largest share, would hold; from the first hint on.
@@ -68,6 +71,12 @@ class ReplicaHints:
 
         further.leaving = own
 
+    def follow_states(self, states: HintedStates) -> None:
+        """Hints and quotas hold for these states, too."""
+        self._states = states
+        if self._order is not None:
+            states.begin(self._quotas)
+
     @property
     def share(self) -> float:
         """Of the idle pages, how many follow the hints: 0.0 before there was one."""
@@ -86,9 +95,8 @@ class ReplicaHints:
             last = (context.current_length - 1) // self._rows.page_size
             words = self._hasher_of(row, context).digests(context.tokens, 0, last)[:, 0]
             room = self._pool.num_pages - self._unfindable()
-            if self._further is not None:
-                hinted.widen(width := self._further.width())
-                room = int(room / width)
+            hinted.widen(width := self._width())
+            room = int(room / width)
             room += last - int(self._rows.committed[row])
             self._expected[row] = (plain.visit(words, room), hinted.visit(words, room), len(words))
 
@@ -124,6 +132,7 @@ class ReplicaHints:
         self._pool.hold(further)
         if self._quotas is not None:
             self._quotas.own(np.concatenate((pages, further)), self._salt_of(row))
+        hints = None
         if self._baselines:
             plain, hinted = self._baselines
             words = self._pool.index.words_of(pages)
@@ -135,6 +144,17 @@ class ReplicaHints:
             plain.touch(words)
             hinted.leave(words, hints)
         self._pool.release(further)
+        if self._states is not None and pages.size:
+            self._leave_states(self._states, row, pages, hints, ends)
+
+    def _leave_states(
+        self, states: HintedStates, row: int, pages: Pages, hints: PageHints | None, ends: Sequence[int | None]
+    ) -> None:
+        size = self._rows.page_size
+        prompt = (int(self._rows.prompt[row]) - 1) // size
+        of_ranges = [end // size for end in ends if end is not None]
+        digests = self._pool.index.digests_of(pages)
+        states.leave(LeftPrefix(digests, hints, (*of_ranges, prompt, len(pages)), self._salt_of(row)), self.share)
 
     def _further_pages(self, row: int, pages: Pages, ends: Sequence[int]) -> tuple[Ints, Pages]:
         """What the row, and the prefixes of it that have these `ends`, need beside its published `pages`, by column."""
@@ -150,7 +170,7 @@ class ReplicaHints:
             return
         by_plain, by_hinted, looked = expected
         gained, promised = plain.count(found) - by_plain, by_hinted - by_plain
-        scale = plain.rate if self._further is None else int(plain.rate * self._further.width())
+        scale = int(plain.rate * self._width())
         self._share.learn(gained * scale, promised * scale, looked)
         order.share = self._share.value
 
@@ -169,7 +189,11 @@ class ReplicaHints:
         rows = self._rows
         findable = np.maximum(rows.committed, (rows.prompt - 1) // rows.page_size)
         tables = 1 if self._further is None else 1 + self._further.count
-        return int(np.maximum(rows.num_pages - findable, 0).sum()) * tables
+        return int(np.maximum(rows.num_pages - findable, 0).sum()) * tables + len(rows.row_of) * self._pool.beside
+
+    def _width(self) -> float:
+        """Pages of the pool that are cached for each of the first table: those of other tables, and of states."""
+        return self._pool.width * (1.0 if self._further is None else self._further.width())
 
     def _start(self) -> None:
         """The first hint."""
@@ -201,4 +225,6 @@ class ReplicaHints:
         self._order = pool.idle = HintedOrder(
             pool.num_pages, pool.lru, self._quotas, lambda surplus: self._forget(pool.index.words_of(surplus))
         )
+        if self._states is not None:
+            self._states.begin(self._quotas)
         return self._order

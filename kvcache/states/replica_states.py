@@ -22,6 +22,7 @@ from kvcache.replica.leases import PageLease
 from kvcache.replica.page_moves import ReplicaPageMoves
 from kvcache.replica.rows import Ints, Rows
 from kvcache.states.kept_states import KeptStates
+from kvcache.states.state_hints import StateHints
 from kvcache.states.state_layout import state_layouts
 from kvcache.states.state_pages import StatePages
 from kvcache.states.state_slabs import StateSlabs, pages_of_slab
@@ -81,6 +82,7 @@ class ReplicaStates:
         self.kept = KeptStates(self.pages, replica, params.state_every_pages)
         if params.enable_prefix_caching:
             replica.states = self.kept
+            replica.hints.follow_states(StateHints(self.pages, params, pool.beside))
 
     def say_ends(self, *, objects: bool) -> None:
         """Where there are `objects`, the tier of pages is to know after which of them there is a copy of the state."""

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvcache.pool.index import NO_PAGE, Digests, PrefixIndex
 from kvcache.pool.pages import PagePool
+from kvcache.pool.retention import HintedOrder
 from kvcache.state_shape import StateShape
 from kvcache.states.state_layout import state_layouts
 from kvcache.states.state_slabs import StateSlabs
@@ -102,8 +103,9 @@ class StateMemory:
 
     @property
     def oldest_use(self) -> int:
-        """When the first of these was used, by the clock of the slabs' pool."""
-        return int(self._used[self._pool.lru.oldest(1)[0]])
+        """When the first of these was used, by the clock of the slabs' pool, as hints and quotas have it."""
+        order, used = self._pool.idle, self._used
+        return int(used[order.first()]) if self._slabs is None else self._slabs.pool.use_of(order, used)
 
     def give_up_oldest(self) -> None:
         """Forget the copy that was used longest ago: its slab is token pages."""
@@ -128,6 +130,12 @@ class StateMemory:
             self._used[page] = self._slabs.pool.clock
             self._give_back()
 
+    def drop_hold(self, copies: NDArray[np.int32]) -> None:
+        """Somebody who held these copies lets go of them: they were used now, the first of them last."""
+        self._pool.release(copies)
+        if self._slabs is not None:
+            self._used[copies] = self._slabs.pool.clock
+
     def _copy(self, source: int, target: int) -> None:
         for tensor in chain.from_iterable(self.blocks):
             tensor[target] = tensor[source]
@@ -138,16 +146,24 @@ class StateMemory:
         copy = int(self._pool.index.find(digest)[0])
         if copy != NO_PAGE:
             self._pool.hold(one_page(copy))
+            if isinstance(self._pool.idle, HintedOrder):  # whoever said that it goes first was wrong
+                self._pool.idle.hint(one_page(copy), None)
             self._let_go(copy)
         return copy
 
     def _forget(self, digest: Digests) -> None:
         """The copy of this digest, if there is one, is not found any more; its page is free."""
-        if copy := self._found(digest):
-            self._spare(one_page(copy))
-            self._pool.hold(one_page(copy))
-            self._pool.index.withdraw_one(copy)
-            self._let_go(copy)
+        copy, order = int(self._pool.index.find(digest)[0]), self._pool.idle
+        if copy == NO_PAGE:
+            return
+        self._spare(one_page(copy))
+        if isinstance(order, HintedOrder):
+            order.renew(one_page(copy))
+        self._pool.hold(one_page(copy))
+        self._pool.index.withdraw_one(copy)
+        if isinstance(order, HintedOrder):
+            order.forget(one_page(copy))
+        self._let_go(copy)
 
     def _keep_below(self, copy: int, digest: Digests) -> None:
         """The copy of this digest, `NO_PAGE` for none, stays: it is to be kept below, too."""

@@ -56,7 +56,7 @@ class HintedIdle(list[int]):
         self.quota = 1.0
         self.said: dict[int, Said] = {}
         self.older: dict[int, int] = {}  # the pages that follow hints, and their places among all that ever did
-        self.places = 0
+        self.places = self.renewed = 0
         self.seen: Counter[str] = Counter()
 
     def hint(self, page: int, said: Said | None) -> None:
@@ -73,7 +73,12 @@ class HintedIdle(list[int]):
         recent = [one for one in self if one not in self.older]
         for oldest in recent[: max(0, len(recent) - int((1.0 - self.share()) * len(self)))]:
             self.older[oldest] = self.places
-            self.places += 1
+            self.places += not self.renewed
+            self.renewed = max(0, self.renewed - 1)
+
+    def renew(self, pages: list[int]) -> None:
+        """These are about to leave for others in their place."""
+        self.renewed += sum(page in self.older for page in pages)
 
     def remove(self, page: int) -> None:
         super().remove(page)

@@ -4,6 +4,7 @@ from tests.mutants.mutation import Module, Mutation
 
 _STATES = ["tests/kvcache/states/test_state_objects.py"]
 _TABLES = ["tests/kvcache/tiers/test_table_objects.py"]
+_STATE_HINTS = ["tests/kvcache/states/test_state_hints.py"]
 
 KVCACHE_TIERS: tuple[Module, ...] = (
     Module(
@@ -28,7 +29,7 @@ KVCACHE_TIERS: tuple[Module, ...] = (
     ),
     Module(
         "kvcache.pool.retention",
-        ["tests/kvcache/pool/test_retention.py"],
+        ["tests/kvcache/pool/test_hinted_order.py", "tests/kvcache/pool/test_retention.py"],
         [
             Mutation("page_hints", "(retention, *retention.ranges)", "(retention,)"),
             Mutation("page_hints", "-(-hint.start // page_size)", "hint.start // page_size"),
@@ -38,6 +39,8 @@ KVCACHE_TIERS: tuple[Module, ...] = (
             Mutation("HintedOrder.pop", "self._quotas.disown(gone)", "pass", ["tests/kvcache/replica/test_hints.py"]),
             Mutation("HintedOrder.pop", "self.codes[gone] = NEUTRAL", "pass"),
             Mutation("HintedOrder.pop", "self._on_surplus(taken[0])", "pass", ["tests/kvcache/replica/test_hints.py"]),
+            Mutation("HintedOrder._settle", "len(pages) - renewed", "len(pages)", _STATE_HINTS),
+            Mutation("HintedOrder._settle", "self._renewed -= renewed", "pass", _STATE_HINTS),
             Mutation("HintedOrder._pop_older", "pages, lead = pages[:expired], 0", "pages = pages[:expired]"),
             Mutation("HintedOrder._pop_older", "bound - lead", "bound"),
             Mutation("HintedOrder._expired", "> now", ">= 0"),
@@ -70,7 +73,11 @@ KVCACHE_TIERS: tuple[Module, ...] = (
         "kvcache.pool.quotas",
         ["tests/kvcache/pool/test_retention.py", "tests/kvcache/replica/test_hints.py"],
         [
-            Mutation("TenantQuotas._weigh", "> self._quotas[owner]", ">= self._quotas[owner]"),
+            Mutation("TenantQuotas._weigh", "> 0", ">= 0"),
+            Mutation("TenantQuotas._surplus", " + self._slabs[owner] * (self.slab_pages - 1)", "", _STATE_HINTS),
+            Mutation("TenantQuotas._forget_slabs", "self._is_slab[gone] = False", "pass", _STATE_HINTS),
+            Mutation("TenantQuotas.first", "self._is_slab[page] == slabs", "True", _STATE_HINTS),
+            Mutation("TenantQuotas.pop_surplus", "slabs or self._slabs[owner]", "False", _STATE_HINTS),
             Mutation("TenantQuotas._id_of", "self._shares.get(salt, self._share)", "self._share"),
             Mutation("TenantQuotas._new_id", "if not order.count and", "if"),
         ],

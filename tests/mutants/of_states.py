@@ -14,6 +14,7 @@ _STATE_MODELS = ["tests/scheduler_adapters/hf/test_state_models.py"]
 _REPLICAS = ["tests/scheduler_adapters/hf/test_state_replicas.py"]
 _SERVICE = ["tests/scheduler_adapters/service/test_service.py"]
 _PARAMS = "tests/kvcache/test_params.py"
+_HINTS = ["tests/kvcache/states/test_state_hints.py"]
 _PAGES = ["tests/kvcache/states/test_state_pages.py"]
 _GROUPED = ["tests/kvcache/states/test_grouped_states.py", "tests/kvcache/states/test_group_state_moves.py"]
 _EVENTS = ["tests/kvcache/states/test_state_events.py"]
@@ -103,12 +104,42 @@ STATES: tuple[Module, ...] = (
         ],
     ),
     Module(
+        "kvcache.replica.hints",
+        [],
+        [
+            Mutation("ReplicaHints._width", "self._pool.width", "1.0", _HINTS),
+            Mutation("ReplicaHints._leave_states", "*of_ranges, ", "", _HINTS),
+            Mutation("ReplicaHints._leave_states", "prompt, len(pages)", "len(pages)", _HINTS),
+            Mutation("ReplicaHints._order_pages", "self._states.begin(self._quotas)", "pass", _HINTS),
+            Mutation("ReplicaHints.follow_states", "states.begin(self._quotas)", "pass", _HINTS),
+        ],
+    ),
+    Module(
+        "kvcache.states.state_hints",
+        [],
+        [
+            Mutation("StateHints.begin", "self._quotas = TenantQuotas", "_ = TenantQuotas"),
+            Mutation("StateHints.begin", "self._quotas = SlabQuotas", "_ = SlabQuotas"),
+            Mutation("StateHints.leave", "self._order.share = share", "pass"),
+            Mutation("StateHints.leave", "[::-1]", ""),
+            Mutation("StateHints.leave", "self._order.hint(", "(lambda *_: None)("),
+            Mutation("StateHints.leave", "self._quotas.own(", "(lambda *_: None)("),
+            Mutation("StateHints._said_of", "< NEUTRAL", "< 0"),
+            Mutation("StateHints._said_of", "said[newest[newest >= 0]] = True", "said[:] = True"),
+            Mutation("StateHints._said_of", "leaving.ends) - 1", "leaving.ends[-1:]) - 1"),
+            Mutation("StateHints._owned", "~self._quotas.owned(copies)", "np.ones(len(copies), np.bool_)"),
+        ],
+    ),
+    Module(
         "kvcache.states.state_memory",
         [*_MOVES, *_KEPT],
         [
             Mutation("StateMemory._found", "self._let_go(copy)", "pass"),
             Mutation("StateMemory._forget", "self._pool.index.withdraw_one(copy)", "pass"),
-            Mutation("StateMemory.oldest_use", "self._pool.lru.oldest(1)[0]", "1", _SHARED),
+            Mutation("StateMemory.oldest_use", "self._slabs.pool.use_of(order, used)", "1", _SHARED),
+            Mutation("StateMemory._found", "self._pool.idle.hint(one_page(copy), None)", "pass", _HINTS),
+            Mutation("StateMemory._forget", "order.renew(one_page(copy))", "pass", _HINTS),
+            Mutation("StateMemory._forget", "order.forget(one_page(copy))", "pass", _HINTS),
             Mutation("StateMemory._let_go", "self._used[page] = self._slabs.pool.clock", "pass", _SHARED),
             Mutation("StateMemory.num_free", "int(self._slabs.pool.can_take_slab())", "1", _SHARED),
             Mutation(
@@ -199,7 +230,7 @@ STATES: tuple[Module, ...] = (
         _BELOW,
         [
             Mutation("SlabPool._clear", "self.guard(held)", "pass"),
-            Mutation("SlabPool._evict", "self.guard(pages)", "pass"),
+            Mutation("SlabPool._drop", "self.guard(pages)", "pass"),
         ],
     ),
     Module(
@@ -399,6 +430,8 @@ STATES: tuple[Module, ...] = (
             Mutation("PassingCopies.renew", "pool.holders[copies].any() or ", ""),
             Mutation("PassingCopies.renew", " or index.find(digests).any()", ""),
             Mutation("PassingCopies.renew", "pool.idle.remove(copies)", "pass"),
+            Mutation("PassingCopies.renew", "pool.idle.renew(copies)", "pass", _HINTS),
+            Mutation("PassingCopies.renew", "pool.idle.forget(copies)", "pass", _HINTS),
             Mutation("PassingCopies.renew", "index.publish(copies, digests)", "index.publish(copies, digests + 100)"),
             Mutation("PassingCopies.renew", "self[request_id] = digests[at : at + 1]", "pass"),
         ],
@@ -435,12 +468,16 @@ STATES: tuple[Module, ...] = (
             Mutation("SlabPool.take_slab", "cached.oldest_use <= age", "False"),
             Mutation("SlabPool.take_slab", "if age and cached", "if cached"),
             Mutation("SlabPool.take_slab", " if moving else 0", ""),
-            Mutation("SlabPool._make_room", "cached.oldest_use > self._last_evicted", "True"),
+            Mutation("SlabPool._make_room", "cached.oldest_use > self._next_use()", "True"),
+            Mutation("SlabPool.take_slab", "self._evict_due(self.idle)", "False", _HINTS),
+            Mutation("SlabPool.use_of", " - _HELD", "", _HINTS),
             Mutation("SlabPool._oldest_slab", "age == self._ages[slab]", "True"),
             Mutation("SlabPool._age_of", "np.count_nonzero(self.holders[pages]) or ", ""),
             Mutation("SlabPool._age_of", " or np.count_nonzero(self.writers[pages])", ""),
             Mutation("SlabPool._age_of", ".max()", ".min()"),
-            Mutation("SlabPool._free", "self._ages[pages // self.slab_pages] = ", ""),
+            Mutation(
+                "SlabPool._free", "self._used[pages] = self._ages[pages // self.slab_pages] = ", "self._used[pages] = "
+            ),
             Mutation("SlabPool._push_fresh", "self._ages[pages // self.slab_pages] = ", ""),
             Mutation("SlabPool._take_fresh", "self._stack[places] = others", "pass"),
             Mutation("SlabPool._take_fresh", "self._place[others] = places", "pass"),

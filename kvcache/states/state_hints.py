@@ -1,0 +1,81 @@
+"""`StateHints`: retention hints and tenant quotas, as they hold for copies of recurrent states.
+
+A prefix is found only up to a copy, so a hint that keeps its pages has to keep one. A copy has the hint of the last
+page of its tokens. That it stays longer is said of those alone that a request would go on from which comes for what the
+hint is for: the newest copy before the end of each range, of all that the request has come to (the next turn of its
+conversation), and of its prompt (the same again, or a next turn without what the model thought in between). A copy is
+as large as thousands of tokens' pages, and nobody goes on from those before the newest. That it goes first is said of
+all of them: nobody will come.
+
+The copies are in an order of their own, such a one as pages have; in one memory with these `SlabPool` says whether a
+copy or a page goes next. In memory of their own a tenant's quota is a share of the state pages; in one memory its pages
+and its copies, each as large as its slab, count together. The baselines know no copies: whether hints are worth
+anything shows in pages.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.params import KVCacheParams
+from kvcache.pool.index import NO_PAGE
+from kvcache.pool.quotas import SlabQuotas, TenantQuotas
+from kvcache.pool.retention import LEVEL_OF, NEUTRAL, HintedOrder
+from kvcache.replica.hinted_states import LeftPrefix
+from kvcache.states.state_pages import StatePages
+
+
+class StateHints:
+    """The rule for the copies of one replica's states; as `HintedStates`. `slab_pages`: of a slab, 0 for none."""
+
+    def __init__(self, pages: StatePages, params: KVCacheParams, slab_pages: int) -> None:
+        self._slab_pages = slab_pages
+        self._pages = pages
+        self._pool = pages.places.pool
+        self._params = params
+        self._order: HintedOrder | None = None
+        self._quotas: TenantQuotas | SlabQuotas | None = None
+
+    def begin(self, quotas: TenantQuotas | None) -> None:
+        """As `HintedStates.begin`: the copies are in such an order, too, from now on."""
+        pool, params = self._pool, self._params
+        if quotas is not None and self._slab_pages:
+            self._quotas = SlabQuotas(quotas, self._slab_pages)
+        elif quotas is not None:
+            self._quotas = TenantQuotas(pool.num_pages, params.tenant_quota, params.tenant_quotas)
+        self._order = pool.idle = HintedOrder(pool.num_pages, pool.lru, self._quotas)
+
+    def leave(self, leaving: LeftPrefix, share: float) -> None:
+        """As `HintedStates.leave`."""
+        if self._order is None:
+            return
+        self._order.share = share
+        copies = self._pool.index.find(leaving.digests)
+        columns = np.flatnonzero(copies != NO_PAGE)
+        copies = copies[columns]
+        said, owned = self._said_of(leaving, columns), self._owned(leaving, copies)
+        if not np.count_nonzero(touched := said | owned):
+            return
+        at = np.flatnonzero(touched)[::-1]  # the newest copy first: what is released last goes first
+        self._pool.hold(copies[at])
+        if self._quotas is not None:
+            self._quotas.own(copies[owned], leaving.salt)
+        if leaving.hints is not None:
+            self._order.hint(copies[said], leaving.hints.of(columns[said]))
+        self._pages.drop_hold(copies[at])
+
+    def _said_of(self, leaving: LeftPrefix, columns: NDArray[np.intp]) -> NDArray[np.bool_]:
+        """Of which copies, after the pages of these columns, the request says something."""
+        if leaving.hints is None:
+            return np.zeros(len(columns), np.bool_)
+        said = LEVEL_OF[leaving.hints.codes[columns]] < NEUTRAL
+        newest = np.searchsorted(columns, leaving.ends) - 1
+        said[newest[newest >= 0]] = True
+        return said
+
+    def _owned(self, leaving: LeftPrefix, copies: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Which copies are to be the tenant's, and are nobody's yet."""
+        if self._quotas is None or leaving.salt is None:
+            return np.zeros(len(copies), np.bool_)
+        return ~self._quotas.owned(copies)

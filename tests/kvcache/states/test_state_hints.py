@@ -1,0 +1,331 @@
+"""Hints and quotas hold for the copies of states that a prefix needs: with both forms of memory."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from kvcache import KVCacheParams, PagedKVCacheManager, RangeRetention, Retention, TextContext
+from kvcache.pool.retention import HintedOrder
+from kvcache.state_shape import StateShape
+from kvcache.states.state_layout import page_bytes, state_layouts
+from tests.kvcache.replica.test_hints import evidence
+from tests.kvcache.states.slab_moves import SHAPES
+from tests.kvcache.states.state_moves import SHAPE
+
+LAST, FIRST = Retention(session_continues=True), Retention(session_continues=False)
+SIZE = 4
+
+
+def made(pages: int, copies: int, shape: StateShape = SHAPE, rows: int = 2, **params: Any) -> PagedKVCacheManager:
+    """A manager with room for so many pages and, beside those of its requests, `copies` states."""
+    made = KVCacheParams(
+        torch.int64, 1, 2, enable_prefix_caching=True, page_size=SIZE, states=shape, state_copies=copies, **params
+    )
+    memory = pages * SIZE * made.bytes_per_token(1) + (rows + copies + 1) * page_bytes(state_layouts(shape, 1))
+    return PagedKVCacheManager(made, rows, 4096, 1, ["cpu"], available_cache_memory=memory)
+
+
+def shared(pages: int, slab_pages: int = 4, rows: int = 2, **params: Any) -> PagedKVCacheManager:
+    """A manager of so many pages, `slab_pages` of which hold a state where one is needed."""
+    made = KVCacheParams(
+        torch.int64, 1, 2, enable_prefix_caching=True, page_size=SIZE, states=SHAPES[slab_pages], **params
+    )
+    memory = pages * SIZE * made.bytes_per_token(1)
+    return PagedKVCacheManager(made, rows, 4096, 1, ["cpu"], available_cache_memory=memory)
+
+
+def run(manager: PagedKVCacheManager, contexts: Sequence[TextContext], token: int = 0) -> None:
+    """A step of these, whose states are told to be those of all tokens that ran."""
+    (states,) = manager.states
+    manager.fetch(contexts)
+    names = [context.request_id for context in contexts]
+    pages = states.pages_at(names, [context.start_idx for context in contexts])
+    states.advance(pages, [context.active_idx for context in contexts])
+    for context in contexts:
+        context.update(token)
+    manager.step(contexts)
+
+
+def serve(
+    manager: PagedKVCacheManager, tokens: list[int], said: Retention | None = None, more: int = 0, **options: Any
+) -> int:
+    """Run one request to its first token and `more`; the tokens that it found cached."""
+    context = TextContext(tokens, len(tokens) + more + 1, retention=said, **options)
+    with manager.claim(context):
+        assert manager.maybe_reserve(context)
+        found = context.start_idx
+        while context.end_idx <= len(tokens) + more:
+            assert manager.maybe_reserve(context)
+            run(manager, [context])
+    manager.check()
+    return found
+
+
+def prompt(name: int, pages: int = 2) -> list[int]:
+    return [*[name] * (SIZE * pages), 0]
+
+
+def trusting(manager: PagedKVCacheManager) -> PagedKVCacheManager:
+    """All that is idle follows hints, as after a time of right ones."""
+    serve(manager, prompt(10_000), LAST)
+    for replica in manager._replicas.each:
+        replica.hints._share.value = replica.hints._order.share = 0.95  # type: ignore[union-attr]
+    manager.reset_prefix_cache()
+    return manager
+
+
+def found(manager: PagedKVCacheManager, tokens: list[int], **options: Any) -> int:
+    """Pages of the prompt that a request would find. Asking changes nothing."""
+    return len(manager._replicas.each[0].match(TextContext(tokens, 4096, **options))[1])
+
+
+def copies_of(manager: PagedKVCacheManager, tokens: list[int], **options: Any) -> list[int]:
+    """After how many of the prompt's pages there is a copy. Asking changes nothing."""
+    replica = manager._replicas.each[0]
+    last = len(tokens) // SIZE
+    digests = replica.hasher(None, TextContext(tokens, 4096, **options)).digests(tokens, 0, last)
+    return (manager.states[0].index.find(digests).nonzero()[0] + 1).tolist()
+
+
+@pytest.mark.parametrize("said", [LAST, Retention(priority=100), None])
+def test_a_hinted_prefix_is_found_after_a_flood_with_its_state(said: Retention | None) -> None:
+    manager = trusting(made(400, 10))
+    serve(manager, prompt(1), said)
+    for name in range(100, 140):  # pages for all of them, copies for ten
+        serve(manager, prompt(name))
+    assert found(manager, prompt(1)) == (0 if said is None else 2)
+    assert serve(manager, prompt(1)) == (0 if said is None else 8)
+
+
+def test_what_is_said_to_go_first_goes_first() -> None:
+    manager = trusting(made(400, 10))
+    for name in range(6):
+        serve(manager, prompt(name), FIRST if name % 2 else None)
+    for name in range(100, 108):
+        serve(manager, prompt(name))
+    assert [found(manager, prompt(name)) for name in range(6)] == [2, 0] * 3
+
+
+def test_that_it_stays_is_said_of_the_newest_copies_alone() -> None:
+    """With a copy after every page: those at the end of the answer, of the prompt and of the range."""
+    manager = trusting(made(400, 14, state_every_pages=1))
+    tokens = prompt(1, 8)
+    said = Retention(session_continues=True, ranges=(RangeRetention(0, 3 * SIZE + 2, priority=100),))
+    serve(manager, tokens, said, more=10)
+    whole = [*tokens, *[0] * 11]
+    assert copies_of(manager, whole) == [*range(1, 11)]
+    for name in range(100, 130):
+        serve(manager, prompt(name))
+    assert copies_of(manager, whole) == [3, 8, 10]
+
+
+def test_that_it_goes_first_is_said_of_all_copies() -> None:
+    manager = trusting(made(400, 9, state_every_pages=1))
+    serve(manager, prompt(1, 6), FIRST)
+    serve(manager, prompt(2, 2))
+    for name in range(100, 104):
+        serve(manager, prompt(name))
+        if name == 102:
+            assert copies_of(manager, prompt(1, 6)) == [5, 6]  # the newest is worth most here, too
+    assert copies_of(manager, prompt(1, 6)) == []
+    assert copies_of(manager, prompt(2, 2)) == [1, 2]
+
+
+@pytest.mark.parametrize("again", [None, FIRST])
+def test_a_copy_that_was_to_go_first_and_is_used_is_not_put_first_again(again: Retention | None) -> None:
+    manager = trusting(made(400, 6))
+    serve(manager, prompt(1), FIRST)
+    for name in range(100, 104):
+        serve(manager, prompt(name))
+    if again is None:
+        assert serve(manager, [*prompt(1)[:8], *prompt(2)]) == 8
+    else:
+        assert serve(manager, prompt(1), again) == 8
+    for name in range(110, 114):
+        serve(manager, prompt(name))
+    assert found(manager, prompt(1)) == 2
+
+
+def one_by_one(manager: PagedKVCacheManager) -> None:
+    """Copies of a step's requests are made one after another, as where one of them stays."""
+    manager.states[0].keep_passing = lambda *_: False  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_what_comes_into_a_copys_place_has_no_hint_of_it(*, together: bool) -> None:
+    """A child's hint is for a copy that still goes along with its parent, which puts the next one in its place."""
+    manager = trusting(made(400, 8, rows=3))
+    if not together:
+        one_by_one(manager)
+    order = manager.states[0]._pool.idle
+    assert isinstance(order, HintedOrder)
+    parent = TextContext(prompt(1, 1)[:3], 99)
+    manager.external_claim(parent.request_id)
+    while parent.end_idx < 5:
+        assert manager.maybe_reserve(parent)
+        run(manager, [parent])
+    child = parent.fork()
+    child.retention = LAST
+    assert manager.fork(parent, child)
+    manager.release(child.request_id)
+    (copy,) = manager.states[0].index.published.nonzero()[0].tolist()
+    assert order.codes[copy] == 4
+    while parent.end_idx < 13:
+        assert manager.maybe_reserve(parent)
+        run(manager, [parent])
+    assert not order.codes[manager.states[0].index.published.nonzero()[0]].tolist().count(4)
+    manager.release(parent.request_id)
+    manager.check()
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_hint_does_not_wear_off_by_requests_that_come_further(*, together: bool) -> None:
+    """Each takes the place of its own last copy: nothing has gone for that, however often it happens."""
+    manager = trusting(made(400, 8))
+    if not together:
+        one_by_one(manager)
+    serve(manager, prompt(1), LAST)
+    for name in range(2):
+        serve(manager, prompt(100 + name), more=1000)
+    for name in range(110, 124):
+        serve(manager, prompt(name))
+    assert found(manager, prompt(1)) == 2
+
+
+def test_without_hints_and_quotas_copies_are_in_the_plain_order() -> None:
+    manager = made(40, 4)
+    serve(manager, prompt(1))
+    assert type(manager.states[0]._pool.idle).__name__ == "IdleOrder"
+
+
+def test_a_tenant_above_its_quota_gives_up_its_own_copies() -> None:
+    manager = made(400, 18, tenant_quota=0.2)  # of 20 state pages four
+    for name in range(4):
+        serve(manager, prompt(name))
+    for name in range(100, 130):
+        serve(manager, prompt(name), cache_salt="small")
+    assert [found(manager, prompt(name)) for name in range(4)] == [2] * 4
+    theirs = [found(manager, prompt(name), cache_salt="small") for name in range(100, 130)]
+    assert theirs == [0] * 15 + [2] * 15  # what is above a quota is found until its place is needed
+    for name in range(200, 211):
+        serve(manager, prompt(name))
+    theirs = [found(manager, prompt(name), cache_salt="small") for name in range(100, 130)]
+    assert theirs == [0] * 26 + [2] * 4
+    assert [found(manager, prompt(name)) for name in (*range(4), *range(200, 211))] == [2] * 15
+
+
+def test_copies_of_a_tenant_are_as_old_as_their_last_use() -> None:
+    """A request of the tenant makes its new copies the tenant's, and none of the others younger."""
+    manager = made(400, 10, tenant_quota=0.9, state_every_pages=1)
+    serve(manager, prompt(1, 6), cache_salt="a")
+    serve(manager, prompt(2))
+    assert serve(manager, prompt(1, 6), cache_salt="a") == 24
+    for name in range(100, 104):
+        serve(manager, prompt(name))
+    assert copies_of(manager, prompt(2)) == [1, 2]
+    assert copies_of(manager, prompt(1, 6), cache_salt="a") == [6]
+
+
+# ---- one memory for pages and states
+
+
+@pytest.mark.parametrize("said", [LAST, Retention(priority=100), None])
+def test_in_one_memory_a_hinted_prefix_is_found_after_a_flood(said: Retention | None) -> None:
+    manager = trusting(shared(60))
+    serve(manager, prompt(1), said)
+    for name in range(100, 120):  # each of six pages, four of which are the copy
+        serve(manager, prompt(name))
+    assert found(manager, prompt(1)) == (0 if said is None else 2)
+
+
+def test_in_one_memory_what_goes_first_goes_first_with_its_copy() -> None:
+    manager = trusting(shared(80))
+    for name in range(8):
+        serve(manager, prompt(name), FIRST if name % 2 else LAST)
+    for name in range(100, 110):
+        serve(manager, prompt(name))
+    assert [copies_of(manager, prompt(name)) for name in range(8)] == [[2], []] * 4
+    assert [found(manager, prompt(name)) for name in range(8)] == [2, 0] * 4
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_in_one_memory_a_hint_that_keeps_pages_keeps_them_from_slabs_too(*, long: bool) -> None:
+    """Long prompts take pages, short ones slabs."""
+    manager = trusting(shared(100))
+    serve(manager, prompt(1, 20), LAST)
+    for name in range(100, 130):
+        serve(manager, prompt(name, 12 if long else 1))
+    assert found(manager, prompt(1, 20)) == 20
+
+
+def test_in_one_memory_a_hint_whose_time_is_over_keeps_no_copy() -> None:
+    manager = trusting(shared(60))
+    now = [0.0]
+    for order in (manager._replicas.each[0].pool.idle, manager.states[0]._pool.idle):
+        assert isinstance(order, HintedOrder)
+        order._clock = lambda: now[0]
+    for name in (1, 2):
+        serve(manager, prompt(name), Retention(session_continues=True, ttl_s=50.0 * name))
+    now[0] = 60.0
+    for name in range(100, 112):
+        serve(manager, prompt(name))
+    assert [copies_of(manager, prompt(name)) for name in (1, 2)] == [[], [2]]
+
+
+@pytest.mark.parametrize("slab_pages", [1, 4])
+def test_in_one_memory_a_tenants_copies_count_as_many_pages_as_they_take(slab_pages: int) -> None:
+    manager = shared(90, slab_pages, tenant_quota=0.15)  # 13 pages
+    for name in range(3):
+        serve(manager, prompt(name))
+    for name in range(100, 130):
+        serve(manager, prompt(name), cache_salt="small")
+    assert [found(manager, prompt(name)) for name in range(3)] == [2] * 3
+    quotas = manager._replicas.each[0].hints._quotas
+    assert quotas is not None
+    mine, more = quotas._ids["small"], 200
+    while quotas._surplus(mine) > 0:
+        serve(manager, prompt(more := more + 1))
+    assert more < 230
+    most = 13 // (2 + manager.slab_pages)
+    kept = [found(manager, prompt(name), cache_salt="small") for name in range(100, 130)]
+    assert kept == [0] * (30 - most) + [2] * most
+    assert [found(manager, prompt(name)) for name in (*range(3), *range(201, more + 1))] == [2] * (3 + more - 200)
+
+
+def rounds(manager: PagedKVCacheManager, first: Retention | None, last: Retention | None) -> list[int]:
+    """A few prompts that come again and again, between those that never do; the tokens found in each half."""
+    halves = []
+    for half in range(2):
+        hits = 0
+        for number in range(120):
+            hits += serve(manager, prompt(number % 6), last)
+            for once in range(2):
+                serve(manager, prompt(10_000 * (half + 1) + 2 * number + once), first)
+        halves.append(hits)
+    return halves
+
+
+@pytest.mark.parametrize("slabs", [True, False])
+def test_the_share_grows_while_hints_are_right(*, slabs: bool) -> None:
+    """Six prompts of six pages with their copies, or of two beside ten copies: plain LRU finds none."""
+    manager = shared(60) if slabs else made(24, 10)
+    assert rounds(manager, None, None) == [0, 0]
+    manager = shared(60) if slabs else made(24, 10)
+    assert rounds(manager, FIRST, LAST)[1] > 0.9 * 120 * 8
+    assert manager.hint_share == 0.95
+
+
+def test_in_one_memory_plain_lru_is_counted_as_it_would_have_hit() -> None:
+    """With hints that say nothing the cache hits about as much as the baseline, which knows no copies."""
+    manager, rng = shared(80), random.Random(0)
+    serve(manager, prompt(0), Retention())
+    learned, hits = evidence(manager), 0
+    for _ in range(300):
+        hits += serve(manager, prompt(rng.randint(1, 16)), Retention()) // SIZE
+    assert hits > 200
+    assert abs(sum(learned[::2])) < 0.15 * hits
