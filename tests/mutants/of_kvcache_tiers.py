@@ -5,6 +5,7 @@ from tests.mutants.mutation import Module, Mutation
 _STATES = ["tests/kvcache/states/test_state_objects.py"]
 _TABLES = ["tests/kvcache/tiers/test_table_objects.py"]
 _STATE_HINTS = ["tests/kvcache/states/test_state_hints.py"]
+_SLABS = ["tests/kvcache/pool/test_slabs.py"]
 
 KVCACHE_TIERS: tuple[Module, ...] = (
     Module(
@@ -39,6 +40,8 @@ KVCACHE_TIERS: tuple[Module, ...] = (
             Mutation("HintedOrder.pop", "self._quotas.disown(gone)", "pass", ["tests/kvcache/replica/test_hints.py"]),
             Mutation("HintedOrder.pop", "self.codes[gone] = NEUTRAL", "pass"),
             Mutation("HintedOrder.pop", "self._on_surplus(taken[0])", "pass", ["tests/kvcache/replica/test_hints.py"]),
+            Mutation("HintedOrder.first_lead", "0.0 if over else ", "", _SLABS),
+            Mutation("HintedOrder.leads", " * self.share", "", _SLABS),
             Mutation("HintedOrder._settle", "len(pages) - renewed", "len(pages)", _STATE_HINTS),
             Mutation("HintedOrder._settle", "self._renewed -= renewed", "pass", _STATE_HINTS),
             Mutation("HintedOrder._pop_older", "pages, lead = pages[:expired], 0", "pages = pages[:expired]"),

@@ -216,6 +216,59 @@ def test_what_was_said_of_a_page_and_its_tenant_go_along_and_end_with_it() -> No
     assert (order.codes[13], quotas._owner[13]) == (NEUTRAL, 0)
 
 
+def hinted(code: int, share: float = 0.5) -> tuple[SlabPool, Kept, HintedOrder]:
+    """Something kept in slab 3, and then idle pages in slabs 1 and 2 of which that was said; time goes by `now`."""
+    pool, kept, _ = made()
+    pool.idle = order = HintedOrder(15, pool.lru, clock=lambda: 100.0)
+    kept.keep()
+    order.share = share
+    pages = pool.allocate(11)
+    publish(pool, pages)
+    order.hint(pages, PageHints(np.full(11, code, np.uint8), np.full(11, np.inf)))
+    pool.release(pages)
+    return pool, kept, order
+
+
+@pytest.mark.parametrize(("code", "share"), [(0, 0.5), (0, 0.0), (4, 0.5)])
+def test_a_page_was_used_so_much_earlier_or_later_as_its_hint_says_and_is_trusted(code: int, share: float) -> None:
+    pool, _, order = hinted(code, share)
+    lead = round((code - 2) * 2 * share * 15)
+    assert pool.use_of(order, pool._used) == pool.clock + lead
+    assert pool.use_of(pool.lru, pool._used) == pool.clock
+    assert pool._age_of(1) == max(1, pool.clock + lead)
+    recount(pool)
+    pool.idle.remove(np.array([1], np.int32))
+    pool.index.withdraw(np.array([1], np.int32))
+    pool._push_fresh(np.array([1], np.int32))
+    assert pool._later is not None
+    assert pool._later[1] == 0
+
+
+def test_a_hint_whose_time_is_over_makes_a_page_no_younger() -> None:
+    pool, _, order = hinted(4 + 5)  # for four seconds at most
+    assert pool.use_of(order, pool._used) > pool.clock
+    assert order._expires is not None
+    order._expires[:] = 99.0
+    assert pool.use_of(order, pool._used) == pool.clock
+
+
+def test_with_hints_what_goes_next_is_compared_and_not_what_went_last() -> None:
+    pool, kept, _ = hinted(4)
+    kept.slabs = [(3, pool.clock + 1)]
+    pool.allocate(1)
+    assert kept.num_idle == 0, "it was used later than the pages, but these are to stay"
+    pool, kept, _ = hinted(0)
+    kept.slabs = [(3, 2)]
+    pool._last_evicted = pool.clock
+    pool.allocate(1)
+    assert kept.num_idle == 1
+
+
+def test_pages_of_slabs_are_pages_that_are_cached_beside_those_published() -> None:
+    pool, _, _ = hinted(2)
+    assert pool.width == 1 + 4 / 11
+
+
 def test_pages_that_must_stay_or_have_no_place_to_go_keep_their_slab() -> None:
     pool, _, moves = made()
     pages = pool.allocate(15)
