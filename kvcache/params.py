@@ -297,8 +297,8 @@ class KVCacheParams:
                 f"state_copies is {copies}, state_every_pages {every}: there are none, as enable_prefix_caching is off"
             )
         _check(
-            not (self.groups and self.enable_kvcache_swapping_to_host),
-            f"groups are given, and states, and {_SWAPPING}: of these two together nothing is kept below the device",
+            not (self.groups and self.object_tier_io is not None),
+            "groups are given, and states, and object_tier_io: of these two together nothing is kept in a store",
         )
         _check(
             self.partial_reuse_min_tokens == 0,

@@ -88,17 +88,17 @@ class FurtherTables:
         """The digests of the pages of all tables, `[tables, pages, words]`, given those of the first one."""
         return np.concatenate((digests[None], self._mix(slice(None), digests)))
 
-    def from_below(self, digests: Digests, below: Below) -> FromBelow:
+    def from_below(self, digests: Digests, below: Below, ends: Asked | None = None) -> FromBelow:
         """The longest prefix of pages with these digests that all tables can go on from with what `below` has of them.
 
-        What a window has let fall is not asked for.
+        What a window has let fall is not asked for. `ends` as in `longest`.
         """
         every = self.every(digests)
         pages = self._find_each(every)
         absent = pages == NO_PAGE
         there = ~absent | below(every, absent)
         run = len(digests) if there[0].all() else int(there[0].argmin())
-        longest = self._longest(there[1:, :run], 0)
+        longest = self._longest(there[1:, :run], 0, ends)
         needed = np.zeros_like(there)
         needed[0, :longest] = True
         for group, tables in self._groups:

@@ -11,7 +11,7 @@ from kvcache.pool.index import Digests
 from kvcache.replica.context import Context
 from kvcache.replica.further_tables import FurtherTables
 from kvcache.replica.hashing import PrefixHasher, token_bytes
-from kvcache.replica.pages_below import NO_SLOTS, FromBelow, PagesBelow
+from kvcache.replica.pages_below import NO_SLOTS, FromBelow
 from kvcache.replica.replica import Replica
 
 
@@ -27,10 +27,12 @@ def lift(replica: Replica, row: int, context: Context, num_steps: int) -> None:
     replica.pages_needed(context, num_steps)  # raises as the reservation will, before anything moves
     hasher = replica.hasher(row, context)
     digests = hasher.digests(context.tokens, 0, last)
-    now = replica.pool.index.generation + tier.generation, 0, last, NO_SLOTS
+    states = replica.states
+    changed = replica.pool.index.generation + tier.generation + (0 if states is None else states.generation)
+    now = changed, 0, last, NO_SLOTS
     if (kept := hasher.matches.get(tier)) is not None and kept[:3] == now[:3]:
         return  # a waiting request is asked again and again: nothing has come or gone since
-    _, wanted = _fetched(further, tier, digests, wait=replica.rows.prompt[row] < 0)
+    _, wanted = _fetched(replica, further, digests, wait=replica.rows.prompt[row] < 0)
     start = wanted.pages * replica.page_size
     if not len(wanted.digests):
         hasher.matches[tier] = now
@@ -56,7 +58,7 @@ def prefetch(replica: Replica, hasher: PrefixHasher, context: Context) -> bool:
     last = (context.current_length - 1) // replica.page_size
     if replica.further is None or not last:
         return False
-    return _fetched(replica.further, replica.tier, hasher.digests(context.tokens, 0, last), wait=False)[0]
+    return _fetched(replica, replica.further, hasher.digests(context.tokens, 0, last), wait=False)[0]
 
 
 def bring(replica: Replica, digests: Digests) -> bool:
@@ -64,7 +66,7 @@ def bring(replica: Replica, digests: Digests) -> bool:
     further, tier, pool = replica.further, replica.tier, replica.pool
     if further is None or not tier.keeps or not len(digests):
         return False
-    coming, wanted = _fetched(further, tier, digests, wait=False)
+    coming, wanted = _fetched(replica, further, digests, wait=False)
     room = pool.free_count // 2 - pool.would_be_taken(wanted.here)
     count = max(0, min(len(wanted.digests), room, tier.brought_at_once))
     if count:
@@ -72,18 +74,24 @@ def bring(replica: Replica, digests: Digests) -> bool:
     return coming or count > 0
 
 
-def _fetched(further: FurtherTables, tier: PagesBelow, digests: Digests, *, wait: bool) -> tuple[bool, FromBelow]:
+def _fetched(replica: Replica, further: FurtherTables, digests: Digests, *, wait: bool) -> tuple[bool, FromBelow]:
     """Have what the longest prefix needs brought to the host; whether some is on its way, and what can be lifted now.
 
+    With recurrent states that prefix ends after a page after which there is one, anywhere, which is brought as well.
     Where somebody has to be asked for what lies below, the questions are those of the longest prefix that there may be.
     """
-    coming, before = False, tier.generation
+    tier, states = replica.tier, replica.states
+    coming, before, ends = False, tier.generation, None
     if tier.asks:
         coming = tier.ask(further.from_below(digests, tier.may_have))
-    wanted = further.from_below(digests, tier.has)
+    wanted = further.from_below(digests, tier.has, None if states is None else states.anywhere(digests))
+    if states is not None:
+        coming |= states.bring_newest(digests[: wanted.pages], wait=wait)
+        ends = states.ends(None, digests)
     if len(wanted.digests):
-        there = further.from_below(digests, tier.host_has)
+        there = further.from_below(digests, tier.host_has, ends)
         coming |= tier.to_host(wanted, wanted.pages - there.pages, wait=wait)
-        wanted = further.from_below(digests, tier.host_has)  # not all of it may be there yet
+    if len(wanted.digests) or states is not None:  # not all of it may be there yet
+        wanted = further.from_below(digests, tier.host_has, ends)
     # An answer that has come just now may be another question.
     return coming or (tier.asks and tier.generation != before), wanted

@@ -39,6 +39,15 @@ class PrefixStates(Protocol):
         """Of found pages of these digests, one after another, after which the request, or one to come, may go on."""
         ...
 
+    def anywhere(self, digests: Digests) -> Asked:
+        """Of these pages after which there is a state, on the device or below it."""
+        ...
+
+    @property
+    def generation(self) -> int:
+        """Counts what has come and gone, on the device and below it."""
+        ...
+
     def reserved(self, context: Context, digest: Digests | None) -> None:
         """The request is about to get its pages, and goes on from where it is.
 

@@ -389,7 +389,7 @@ class Replica:
             if self.states is not None and (hits.size or slots.size):
                 end = restored + len(slots) if slots.size else first + len(hits)
                 digests = self.hasher(row, context).digests(context.tokens, first, end)
-                if self.tier.keeps:
+                if self.tier.keeps and self.further is None:  # else `lift` has brought what all can go on from
                     self.states.bring_newest(digests, wait=wait)
                 end = first + up_to_state(self.states, self.further, context.request_id, first, digests)
                 hits, slots = hits[: end - first], slots[: max(0, end - restored)]

@@ -49,6 +49,15 @@ class KeptStates:
         """As `PrefixStates.bring_newest`."""
         return self._pages.bring_newest(digests, wait=wait)
 
+    def anywhere(self, digests: Digests) -> NDArray[np.bool_]:
+        """As `PrefixStates.anywhere`."""
+        return self._pages.anywhere(digests)
+
+    @property
+    def generation(self) -> int:
+        """As `PrefixStates.generation`."""
+        return self._pages.generation
+
     def reserved(self, context: Context, digest: Digests | None) -> None:
         """As `PrefixStates.reserved`: what was found comes into the request's page, and its chunk is cut."""
         request_id, start, active = context.request_id, context.start_idx, context.active_idx

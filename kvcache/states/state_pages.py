@@ -110,6 +110,16 @@ class StatePages(StateMemory):
             found |= self.below.in_host(digests)
         return found
 
+    def anywhere(self, digests: Digests) -> NDArray[np.bool_]:
+        """`kept_after`, and those in files."""
+        found = self.kept_after(digests)
+        return found if self.below is None else found | self.below.in_files(digests)
+
+    @property
+    def generation(self) -> int:
+        """Counts the copies that have come and gone, on the device and below it."""
+        return self._pool.index.generation + (0 if self.below is None else self.below.generation)
+
     def longest(self, digests: Digests) -> int:
         """Of pages of these digests, one after another, how many have a copy of the state after the last of them."""
         return last_end(self.kept_after(digests))

@@ -31,7 +31,7 @@ class Further:
 
 class GroupedReplica(ModelReplica):
     def __init__(
-        self, num_pages: int, page_size: int, tables: list[Seen], host: ModelHost | None, *, caching: bool
+        self, num_pages: int, page_size: int, tables: list[Seen], host: ModelHost | None = None, *, caching: bool
     ) -> None:
         super().__init__(num_pages, page_size, host)
         self.tables, self.caching = tables, caching
@@ -133,7 +133,8 @@ class GroupedReplica(ModelReplica):
             ]
 
         ends = range((len(tokens) - 1) // size, 0, -1)
-        fits = (end for end in ends if all(one in self.page_of or host.has(one) for one in wanted(end)))
+        ends_here = (end for end in ends if self.may_end(key(-1, end - 1)))
+        fits = (end for end in ends_here if all(one in self.page_of or host.has(one) for one in wanted(end)))
         end = next(fits, 0)
         contents = wanted(end)
         here = [self.page_of[one] for one in contents if one in self.page_of]
@@ -159,6 +160,10 @@ class GroupedReplica(ModelReplica):
         for page in [*reversed(here), *reversed(brought)]:
             self._drop(page)
         host.drop({"lift"}, arrived=True)
+
+    def may_end(self, content: Content) -> bool:  # noqa: ARG002 - of states
+        """Whether a request may go on after this page for the sake of all else."""
+        return True
 
     def queue(self, pages: list[int]) -> None:
         """Those of the further tables, table by table, are published before those of the first one."""

@@ -126,13 +126,8 @@ def test_states_lie_among_the_pages_or_apart_with_two_copies_each_where_none_are
             "state_copies is 3: with share",
         ),
         (
-            {
-                **CACHED,
-                "groups": (LayerGroup("full", (0,)),),
-                "enable_kvcache_swapping_to_host": True,
-                "host_kvcache_swap_space_gb": 1.0,
-            },
-            "groups are given, and states, and enable_kvcache_swapping_to_host: of these two together",
+            {**HOST, "file_tier_key": "m", "object_tier_io": print, "groups": (LayerGroup("full", (0,)),)},
+            "groups are given, and states, and object_tier_io: of these two together",
         ),
         ({**CACHED, "partial_reuse_min_tokens": 2}, "partial_reuse_min_tokens is given"),
         (

@@ -9,6 +9,7 @@ _MOVED = [
     "tests/kvcache/test_group_moves.py",
 ]
 _WITH_STATES = ["tests/kvcache/states/test_grouped_states.py"]
+_STATES_BELOW = ["tests/kvcache/states/test_grouped_states_below.py"]
 _HINTED = ["tests/kvcache/replica/test_further_hints.py", "tests/kvcache/test_group_moves.py"]
 _LIFTED = [
     "tests/kvcache/replica/test_lifts.py",
@@ -133,7 +134,8 @@ KVCACHE_GROUPS: tuple[Module, ...] = (
         _LIFTED,
         [
             Mutation("FurtherTables.from_below", " | below(every, absent)", ""),
-            Mutation("FurtherTables.from_below", "self._longest(there[1:, :run], 0)", "run"),
+            Mutation("FurtherTables.from_below", "self._longest(there[1:, :run], 0, ends)", "run"),
+            Mutation("FurtherTables.from_below", ":run], 0, ends)", ":run], 0)", _STATES_BELOW),
             Mutation("FurtherTables.from_below", "self._seen(group, longest * self._page_size) : longest", ": longest"),
             Mutation("FurtherTables.from_below", "needed[0, :longest] = True", "needed[0] = True"),
             Mutation("FurtherTables.from_below", "needed & absent,", "needed,"),
@@ -154,7 +156,15 @@ KVCACHE_GROUPS: tuple[Module, ...] = (
             Mutation("lift", "or replica.rows.num_pages[row] or", "or"),
             Mutation("lift", "hasher.matches[tier] = now", "pass"),
             Mutation("_fetched", "coming |= tier.to_host(wanted, wanted.pages - there.pages, wait=wait)", "pass"),
-            Mutation("_fetched", "wanted = further.from_below(digests, tier.host_has)", "pass"),
+            Mutation("_fetched", "wanted = further.from_below(digests, tier.host_has, ends)", "pass"),
+            Mutation(
+                "_fetched", "tier.has, None if states is None else states.anywhere(digests)", "tier.has", _STATES_BELOW
+            ),
+            Mutation(
+                "_fetched", "coming |= states.bring_newest(digests[: wanted.pages], wait=wait)", "pass", _STATES_BELOW
+            ),
+            Mutation("_fetched", "ends = states.ends(None, digests)", "pass", _STATES_BELOW),
+            Mutation("lift", "0 if states is None else states.generation", "0", _STATES_BELOW),
             Mutation("_fetched", "tier.ask(further.from_below(digests, tier.may_have))", "False", _OBJECTS),
             Mutation("_fetched", "tier.generation != before", "False", _OBJECTS),
             Mutation("_fetched", "wanted.pages - there.pages", "wanted.pages", _OBJECTS),

@@ -27,7 +27,7 @@ STATES: tuple[Module, ...] = (
         "kvcache.states.kept_states",
         _MOVES,
         [
-            Mutation("KeptStates.ends", "return np.zeros(len(digests), np.bool_)", "pass"),
+            Mutation("KeptStates.ends", "return np.zeros(len(digests), np.bool_)", "pass", _KEPT),
             Mutation("KeptStates.reserved", "self._pages.resume(request_id, digest, start)", "pass"),
             Mutation("KeptStates.reserved", "request_id not in self._ends and ", ""),
             Mutation("KeptStates.reserved", " and (digest is not None or active - start > 1)", "", _GROUPED),
@@ -290,7 +290,7 @@ STATES: tuple[Module, ...] = (
                 "ReplicaStates.claim", "self._moves.claimed(self._replica.rows.row_of[request_id])", "pass", _SHARED
             ),
             Mutation("ReplicaStates.check", "self.kept.check()", "pass"),
-            Mutation("without_state", "len(table.groups) != count + 1 or ", "", [*_HYBRID, *_GROUPED]),
+            Mutation("without_state", "len(table.groups) != count + 1 or ", "", _GROUPED),
             Mutation("without_state", "groups=table.groups[:-1]", "groups=table.groups[:1]", _GROUPED),
         ],
     ),
@@ -341,10 +341,7 @@ STATES: tuple[Module, ...] = (
             Mutation("KVCacheParams._check_states", "not self.enable_prefix_caching and (copies or every)", "False"),
             Mutation("KVCacheParams._check_states", "self.has_states_in_pages and copies is not None", "False"),
             Mutation("KVCacheParams._check_states", "self.partial_reuse_min_tokens == 0,", "True,"),
-            Mutation(
-                "KVCacheParams._check_states", "not (self.groups and self.enable_kvcache_swapping_to_host)", "True"
-            ),
-            Mutation("KVCacheParams._check_states", "self.groups and self.enable_kvcache", "self.enable_kvcache"),
+            Mutation("KVCacheParams._check_states", "not (self.groups and self.object_tier_io is not None)", "True"),
             Mutation("KVCacheParams._check_states", "not self.routing.copy_pages", "True"),
         ],
     ),

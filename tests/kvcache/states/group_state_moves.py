@@ -14,6 +14,7 @@ from kvcache import PagedKVCacheManager
 from tests.kvcache.group_moves import GroupedReplica, GroupMoves
 from tests.kvcache.model import Content, Held, ModelReplica, Named
 from tests.kvcache.moves import PAGE_SIZE, ROWS, Chooser
+from tests.kvcache.states.moves_below import BelowMoves, BelowReplica, with_tiers
 from tests.kvcache.states.slab_moves import SlabMoves, SlabReplica
 from tests.kvcache.states.state_moves import SHAPE, StateMoves, StateReplica
 
@@ -81,7 +82,7 @@ class GroupStateMoves(GroupMoves, StateMoves):
         return [(one.group.kind, one.group.window) for one in self.manager.layer_tables.tables[1:]]
 
     def model(self) -> ModelReplica:
-        more = {"tables": self.seen_tables(), "host": None, "caching": self.caching}
+        more = {"tables": self.seen_tables(), "caching": self.caching}
         return GroupedStates(self.pages, self.copies, self.every, **more)
 
     def of_groups(self) -> Counter[str]:
@@ -106,7 +107,7 @@ class GroupSlabMoves(GroupStateMoves, SlabMoves):
         return self.made_of(dp, told | (params or {}), 0)
 
     def model(self) -> ModelReplica:
-        more = {"tables": self.seen_tables(), "host": None, "caching": self.caching}
+        more = {"tables": self.seen_tables(), "caching": self.caching}
         return SlabGroups(self.pages, self.every, self.manager, next(self.numbers), **more)
 
     def too_long(self, length: int, start: int, active: int, steps: int = 1) -> bool:
@@ -114,3 +115,32 @@ class GroupSlabMoves(GroupStateMoves, SlabMoves):
 
     def of_groups(self) -> Counter[str]:
         return super().of_groups() + Counter({"moved": self.moved})
+
+
+class GroupsBelow(GroupedStates, BelowReplica):
+    """The same with pages and states in host memory, too."""
+
+    def may_end(self, content: Content) -> bool:
+        return self.has_copy(content)
+
+
+class GroupBelowMoves(GroupStateMoves, BelowMoves):
+    """A manager of groups and states, and a host tier."""
+
+    host_slots = (12, 40, 120)
+
+    def build(self, dp: int, slots: int, params: dict[str, Any] | None) -> PagedKVCacheManager:
+        copies, every = (self.copies, self.every) if self.caching else (0, 0)
+        told = {"states": SHAPE, "state_copies": copies, "state_every_pages": every, "page_size": PAGE_SIZE}
+        told |= params or {}
+        if slots:
+            told |= with_tiers(SHAPE, 1, slots, self.host_states)
+        return self.made_of(dp, told, ROWS + copies + 1)
+
+    def model(self) -> ModelReplica:
+        more = {"tables": self.seen_tables(), "caching": self.caching}
+        return GroupsBelow(self.pages, self.copies, self.every, self.host, self.host_states, **more)
+
+    def of_groups(self) -> Counter[str]:
+        metrics = self.manager.metrics
+        return super().of_groups() + Counter({"state from the host": metrics.h2d_states_copied})

@@ -88,8 +88,10 @@ class StatesInHost:
 class BelowReplica(StateReplica):
     """A model whose states go to the host, too."""
 
-    def __init__(self, num_pages: int, copies: int, every: int, host: ModelHost | None, states: int) -> None:
-        super().__init__(num_pages, copies, every)
+    def __init__(
+        self, num_pages: int, copies: int, every: int, host: ModelHost | None, states: int, **more: Any
+    ) -> None:
+        super().__init__(num_pages, copies, every, **more)
         self.host = host
         self.below = StatesInHost(states if host else 0)
 

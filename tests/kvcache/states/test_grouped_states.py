@@ -30,10 +30,15 @@ PROMPT = [*range(100, 140)]
 
 
 def make(
-    pages: int = 100, copies: int | None = 20, every: int = 1, shape: StateShape = SHAPE, **options: Any
+    pages: int = 100,
+    copies: int | None = 20,
+    every: int = 1,
+    shape: StateShape = SHAPE,
+    files: dict[str, Any] | None = None,
+    **options: Any,
 ) -> PagedKVCacheManager:
-    """`copies` None: the states lie among the pages."""
-    told = {"groups": GROUPS, "states": shape, "state_copies": copies, "state_every_pages": every}
+    """`copies` None: the states lie among the pages. `files`: params of a file tier below `host_slots`."""
+    told = (files or {}) | {"groups": GROUPS, "states": shape, "state_copies": copies, "state_every_pages": every}
     own = 0 if copies is None else (options.get("rows", 8) + copies + 1) * 8  # more pages than these states take
     return manager_of(pages + own, page_size=SIZE, layers=2, dtype=torch.int64, params=told, **options)
 
@@ -219,6 +224,7 @@ def test_pages_of_a_window_are_moved_for_a_state_but_not_those_that_others_know(
         manager.block_table("r")
     if known == "fetch":
         manager.fetch([context])
+    assert pool.moves.staying()[[*before[0], *before[1]]].tolist() == [bool(known)] * sum(map(len, before))
     claimed = 0
     with pytest.raises(NoFreeStatePageError):  # noqa: PT012 - some fit
         for claimed in range(16):
@@ -226,6 +232,10 @@ def test_pages_of_a_window_are_moved_for_a_state_but_not_those_that_others_know(
             manager.check()
     assert [ours == pages for ours, pages in zip(own(), before, strict=True)] == [bool(known)] * 2
     assert (pool.moved > 0) != bool(known)
+    for number, pages in enumerate(own()):
+        of_tables = pool.index.tables[pages][pool.index.published[pages]]
+        assert of_tables.size
+        assert (of_tables == number).all(), "who follows the events knows whose they are"
     for number in range(claimed):
         manager.release(f"other {number}")
     if lease is not None:

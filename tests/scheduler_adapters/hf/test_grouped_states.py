@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,14 +41,16 @@ def expected(model: Any) -> Any:
     return [reference_tokens(model, prompt, NEW) for prompt in PROMPTS]
 
 
-def manager_of_pages(model: Any, pages: int, shared: bool, rows: int = 8, **params: Any) -> Any:
+def manager_of_pages(
+    model: Any, pages: int, shared: bool, rows: int = 8, tiers: dict[str, Any] | None = None, **params: Any
+) -> Any:
     """A manager of so many pages of one layer each, and of states among them or beside them."""
     cache = kv_params_of(
         model.config, page_size=PAGE, **{"group_layers": True, "enable_prefix_caching": True, **params}
     )
     caching = cache.enable_prefix_caching
     copies = None if shared or not caching else COPIES
-    cache = dataclasses.replace(cache, share_state_memory=shared, state_copies=copies)
+    cache = dataclasses.replace(cache, share_state_memory=shared, state_copies=copies, **(tiers or {}))
     memory = pages * page_bytes(cache, 1 if cache.groups else num_layers_of(model.config), PAGE)
     memory += 0 if shared else state_bytes_of(model, cache.n_devices, rows + (copies or 0))
     devices = ["cpu"] * cache.n_devices
@@ -189,3 +192,29 @@ def test_a_minimax_is_refused_by_name(make_model: Callable[..., Any], window: in
     config = make_model("minimax", sliding_window=window).config
     with pytest.raises(UnsupportedModelError, match="minimax: layer 1 is 'linear_attention'"):
         kv_params_of(config, group_layers=True)
+
+
+@SHARED
+def test_tokens_equal_with_hits_from_the_host_and_from_files(
+    model: Any, expected: Any, shared: bool, tmp_path: Path
+) -> None:
+    tiers: dict[str, Any] = {"enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": 1e-2}
+    tiers |= {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 1e-1, "file_tier_key": "model"}
+    manager = manager_of_pages(model, 100, shared, tiers=tiers)
+    loop = loop_of(manager, model)
+    others = [[at, *prompt] for at, prompt in enumerate([*PROMPTS, *PROMPTS])]
+    for prompt in (PROMPTS[0], *others):  # each takes the place of what was before
+        serve(loop, [Request("r", prompt, NEW)])
+    found = manager.metrics.cache_tokens
+    assert [tokens_of(serve(loop, [one]))[0] for one in requests_of(PROMPTS, NEW)] == expected
+    assert manager.metrics.h2d_blocks_copied > len(SYSTEM) // PAGE
+    assert manager.metrics.cache_tokens - found >= 3 * (len(SYSTEM) // PAGE - 1) * PAGE
+    manager.close()
+    again = manager_of_pages(model, 100, shared, tiers=tiers)
+    loop = loop_of(again, model)
+    assert [tokens_of(serve(loop, [one]))[0] for one in requests_of(PROMPTS, NEW)] == expected
+    assert again.metrics.file_states_read
+    assert again.metrics.file_blocks_read > len(SYSTEM) // PAGE
+    assert again.metrics.cache_tokens >= 3 * (len(SYSTEM) // PAGE - 1) * PAGE
+    again.close()
+    assert_nothing_held(again)

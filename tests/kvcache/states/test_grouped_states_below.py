@@ -1,0 +1,126 @@
+"""Windows and recurrent states in one manager, with host memory and files below it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache import PagedKVCacheManager, TextContext
+from tests.kvcache.moves import SeededChooser
+from tests.kvcache.states.group_state_moves import GroupBelowMoves
+from tests.kvcache.states.test_grouped_states import PROMPT, SIZE, make, served, start, without_state_at
+
+FOUND = 9 * SIZE  # of the prompt, whose last token has to run
+FORMS = pytest.mark.parametrize("copies", [20, None], ids=["apart", "among-pages"])
+
+
+def below(copies: int | None, folder: Path | None = None, **options: Any) -> PagedKVCacheManager:
+    files = {} if folder is None else {"file_tier_dir": str(folder), "file_tier_max_gb": 1e-2, "file_tier_key": "m"}
+    return make(copies=copies, files=files, host_slots=400, **{"every": 0, **options})
+
+
+def evict_all(manager: PagedKVCacheManager) -> None:
+    """The device has nothing any more, and the host what it had."""
+    manager.flush_tiers()
+    pools = [manager._replicas.each[0].pool]
+    pools += [manager.states[0]._pool] if not manager.slab_pages else []
+    for pool in pools:
+        pool.release(pool.allocate(pool.free_count))
+    manager.check()
+    assert manager.admission(TextContext(PROMPT, 256, "asked")).cached_pages == 0
+    assert manager.states[0].num_kept == 0
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_seeded_moves_with_groups_and_states_below(seed: int) -> None:
+    seen: Counter[str] = Counter()
+    for number in range(20):
+        moves = GroupBelowMoves(SeededChooser(seed * 1000 + number))
+        for _ in range(200):
+            moves.move()
+        seen += moves.seen + moves.of_groups()
+        moves.finish()
+    least = {"hit": 20, "slid": 100, "state hit": 20, "state from the host": 5, "came back beyond the first table": 5}
+    assert {event: seen[event] for event, count in least.items() if seen[event] < count} == {}
+
+
+@FORMS
+def test_what_was_evicted_comes_back_with_its_state(copies: int | None) -> None:
+    manager = below(copies)
+    served(manager, PROMPT)
+    evict_all(manager)
+    assert served(manager, PROMPT, "again")[0] == FOUND
+    metrics = manager.metrics
+    assert (metrics.h2d_states_copied, metrics.h2d_blocks_copied) == (1, 9 + 2)  # of the window its last two pages
+
+
+@FORMS
+def test_another_process_finds_it_in_files(copies: int | None, tmp_path: Path) -> None:
+    first = below(copies, tmp_path)
+    served(first, PROMPT)
+    first.close()
+    again = below(copies, tmp_path)
+    assert served(again, PROMPT)[0] == FOUND
+    metrics = again.metrics
+    assert (metrics.file_states_read, metrics.file_blocks_read) == (1, 9 + 2)
+    again.close()
+
+
+@pytest.mark.parametrize("where", ["host", "files"])
+def test_pages_of_the_device_go_with_a_state_from_below(where: str, tmp_path: Path) -> None:
+    manager = below(20, tmp_path)
+    served(manager, PROMPT)
+    manager.flush_tiers()
+    without_state_at(manager, 9)
+    if where == "files":
+        tiers = manager._replicas.state_tiers
+        assert tiers is not None
+        tiers.host.pool.forget_idle()
+    again = start(manager, PROMPT, "again")
+    assert again.start_idx == FOUND
+    assert (manager.metrics.h2d_states_copied, manager.metrics.h2d_blocks_copied) == (1, 0)
+    assert manager.metrics.file_states_read == (where == "files")
+    manager.close()
+
+
+def gone_from_host(manager: PagedKVCacheManager, pages: int) -> tuple[Any, Any, Any]:
+    """The host has no state after so many pages any more: its index, and where and under which digest it was."""
+    tiers = manager._replicas.state_tiers
+    assert tiers is not None
+    pool, context = tiers.host.pool, TextContext(PROMPT, 256)
+    digest = manager._replicas.each[0].hasher(None, context).digests(context.tokens, pages - 1, pages)
+    slot = pool.index.find(digest)
+    pool.hold(slot)
+    pool.index.withdraw(slot)
+    pool.release(slot)
+    return pool.index, slot, digest
+
+
+def test_an_end_without_a_state_anywhere_brings_nothing_up_behind_it() -> None:
+    manager = below(20, every=2)
+    served(manager, PROMPT)
+    evict_all(manager)
+    gone_from_host(manager, 9)
+    again = start(manager, PROMPT, "again")
+    assert again.start_idx == 8 * SIZE  # a state is kept after each second page
+    assert manager.metrics.h2d_blocks_copied == 8 + 2
+
+
+def test_a_state_that_comes_while_a_request_waits_is_seen() -> None:
+    manager = below(20, checks=False)
+    served(manager, PROMPT)
+    evict_all(manager)
+    index, slot, digest = gone_from_host(manager, 9)
+    pool = manager._replicas.each[0].pool
+    taken = pool.allocate(pool.free_count)
+    context = TextContext(PROMPT, 256, "waits")
+    manager.external_claim("waits", 0)
+    for _ in range(2):
+        assert not manager.maybe_reserve(context)
+    index.publish(slot, digest)
+    pool.release(taken)
+    assert manager.maybe_reserve(context)
+    assert context.start_idx == FOUND
