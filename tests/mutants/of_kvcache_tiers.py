@@ -81,6 +81,7 @@ KVCACHE_TIERS: tuple[Module, ...] = (
             Mutation("TenantQuotas._forget_slabs", "self._is_slab[gone] = False", "pass", _STATE_HINTS),
             Mutation("TenantQuotas.first", "self._is_slab[page] == slabs", "True", _STATE_HINTS),
             Mutation("TenantQuotas.pop_surplus", "slabs or self._slabs[owner]", "False", _STATE_HINTS),
+            Mutation("TenantQuotas._pop_each", " and self._is_slab[order.first()] == slabs", ""),
             Mutation("TenantQuotas._id_of", "self._shares.get(salt, self._share)", "self._share"),
             Mutation("TenantQuotas._new_id", "if not order.count and", "if"),
         ],

@@ -108,6 +108,7 @@ STATES: tuple[Module, ...] = (
         [],
         [
             Mutation("ReplicaHints._width", "self._pool.width", "1.0", _HINTS),
+            Mutation("ReplicaHints._unfindable", " + len(rows.row_of) * self._pool.beside", "", _HINTS),
             Mutation("ReplicaHints._leave_states", "*of_ranges, ", "", _HINTS),
             Mutation("ReplicaHints._leave_states", "prompt, len(pages)", "len(pages)", _HINTS),
             Mutation("ReplicaHints._order_pages", "self._states.begin(self._quotas)", "pass", _HINTS),
@@ -223,14 +224,6 @@ STATES: tuple[Module, ...] = (
             Mutation(
                 "_make_object_tier", "params.states is not None and ", "", ["tests/kvcache/tiers/test_object_tier.py"]
             ),
-        ],
-    ),
-    Module(
-        "kvcache.pool.slabs",
-        _BELOW,
-        [
-            Mutation("SlabPool._clear", "self.guard(held)", "pass"),
-            Mutation("SlabPool._drop", "self.guard(pages)", "pass"),
         ],
     ),
     Module(
@@ -491,6 +484,16 @@ STATES: tuple[Module, ...] = (
             Mutation("SlabPool._clear", "self.idle.moved(held, targets)", "pass"),
             Mutation("SlabPool._evict", "self.idle.forget(pages)", "pass"),
             Mutation("SlabPool.give_back", "self.taken[slab] = False", "pass"),
+            Mutation("SlabPool.give_back", "self._later[pages] = 0", "pass"),
+            Mutation("SlabPool.take_slab", "if age and isinstance", "if isinstance"),
+            Mutation("SlabPool._clear", "self.guard(held)", "pass"),
+            Mutation("SlabPool._evict", "self.idle.remove(pages)", "pass"),
+            Mutation("SlabPool._evict_due", "self._drop(pages)", "pass"),
+            Mutation("SlabPool._evict_due", "self._push_fresh(pages)", "pass"),
+            Mutation("SlabPool._drop", "self.index.withdraw(pages)", "pass"),
+            Mutation("SlabPool._drop", "self.evictions += len(pages)", "pass"),
+            Mutation("SlabPool._drop", 'told("evicted", pages, None)', "pass"),
+            Mutation("SlabPool._drop", "self.guard(pages)", "pass"),
         ],
     ),
     Module(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvcache import InvalidRequestError, InvariantError, RangeRetention, Retention
 from kvcache.pool.idle_order import MOST_ORDERS, IdleOrder, OrderLog
-from kvcache.pool.quotas import TenantQuotas
+from kvcache.pool.quotas import SlabQuotas, TenantQuotas
 from kvcache.pool.retention import LEVEL_OF, NEUTRAL, SHARED, HintedOrder, PageHints, merge_codes, page_hints
 
 POOL = 30
@@ -357,6 +357,21 @@ def test_pages_in_use_count_for_no_quota() -> None:
     assert order.pop(1).tolist() == [4]
     assert gone == [4]
     order.check()
+
+
+def test_of_a_tenants_pages_and_slabs_those_go_that_are_older_than_its_first_of_the_other_kind() -> None:
+    quotas = TenantQuotas(POOL, 0.0, {})
+    slabs = SlabQuotas(quotas, 4)
+    quotas.own(pages(1, 2, 3), "a")
+    slabs.own(pages(2), "a")
+    quotas.append(pages(1, 2))
+    slabs.append(pages(2))
+    quotas.append(pages(3))
+    assert slabs.pop_surplus(10).size == 0
+    assert quotas.pop_surplus(10).tolist() == [1, 2]
+    assert quotas.pop_surplus(10).size == 0
+    assert slabs.pop_surplus(10).tolist() == [2]
+    assert quotas.pop_surplus(10).tolist() == [3]
 
 
 def test_more_tenants_than_there_are_places_share_one_quota(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,6 +152,59 @@ def test_of_pages_and_what_is_kept_the_one_goes_that_was_used_first() -> None:
     recount(pool, pages[:3])
 
 
+def test_nothing_is_given_up_for_a_slab_while_fresh_pages_make_one_not_even_what_is_above_a_quota() -> None:
+    pool, kept, _ = made()
+    quotas = TenantQuotas(15, 0.1, {})
+    pool.idle = HintedOrder(15, pool.lru, quotas)
+    assert kept.keep() == 3
+    kept.slabs = [(3, -5)]  # as a tenant's that has too much
+    pages = pool.allocate(4)
+    publish(pool, pages)
+    quotas.own(pages, "tenant")
+    pool.release(pages)
+    assert pool.take_slab() == 2
+    assert (pool.evictions, kept.num_idle) == (0, 1)
+    assert pool.take_slab() == 1, "what is above its quota goes before what is kept"
+    assert (pool.evictions, kept.num_idle) == (3, 1)
+
+
+def test_what_is_evicted_for_a_slab_is_told_and_kept_below_and_found_no_more() -> None:
+    pool, _, _ = made()
+    news, guarded = list[tuple[str, list[int]]](), list[list[int]]()
+    pages = pool.allocate(15)
+    publish(pool, pages)
+    pool.release(pages)
+    pool.told = lambda what, which, _: news.append((what, which.tolist()))
+    pool.guard = lambda which: guarded.append(which.tolist())
+    assert pool.take_slab() == 3
+    assert news == [("evicted", [12, 13, 14, 15])]
+    assert guarded == [[12, 13, 14, 15]]
+    assert pool.evictions == 4
+    recount(pool)
+    assert pool.index.published.nonzero()[0].tolist() == [*range(1, 12)]
+
+
+def test_a_slab_is_made_room_for_by_what_a_tenant_has_above_its_quota() -> None:
+    """Pages 8 to 15 of two slabs are somebody's; a tenant has too many in the slab below, which are younger."""
+    pool, _, _ = made()
+    quotas = TenantQuotas(15, 0.1, {})
+    pool.idle = HintedOrder(15, pool.lru, quotas)
+    pages = pool.allocate(15)
+    publish(pool, pages)
+    quotas.own(pages[3:7], "tenant")
+    pool.release(pages[7:])
+    pool.release(pages[3:7])
+    guarded = list[int]()
+    pool.guard = lambda which: guarded.extend(which.tolist())
+    assert pool.take_slab() == 3, "one page of the tenant's stays, and keeps its slab as young as it is"
+    assert guarded[:3] == [7, 6, 5]
+    assert not pool.index.published[5:8].any()
+    assert pool.evictions == 3 + 4
+    recount(pool, pages[:3])
+    assert sorted(pool.allocate(3).tolist()) == [5, 6, 7]
+    recount(pool, pages[:3], np.array([5, 6, 7]))
+
+
 def test_what_is_kept_is_given_up_for_pages_where_it_is_older_or_they_are_too_few() -> None:
     pool, kept, _ = made()
     kept.keep()
@@ -183,9 +236,12 @@ def test_held_pages_are_moved_out_of_the_slab_with_the_fewest() -> None:
     pool.hold(np.array([5, 13], np.int32))
     moves.stays = {5}
     assert pool.take_slab(moving=False) == 0
+    guarded = list[list[int]]()
+    pool.guard = lambda which: guarded.append(which.tolist())
     assert pool.take_slab() == 3
     ((sources, targets),) = moves.moved
     assert sources == [13, 14]
+    assert guarded[:2] == [[12, 15], sources]  # then what is evicted for them to have a place
     assert not set(targets) & {12, 13, 14, 15}
     pool.index.withdraw(np.array(sources, np.int32))
     recount(pool, np.array([1, 5, 5, 9, 10, *targets, targets[0]]))
@@ -242,6 +298,22 @@ def test_a_page_was_used_so_much_earlier_or_later_as_its_hint_says_and_is_truste
     pool._push_fresh(np.array([1], np.int32))
     assert pool._later is not None
     assert pool._later[1] == 0
+
+
+def test_the_pages_of_a_slab_that_comes_back_are_fresh_whatever_was_said_of_them_before() -> None:
+    pool, kept, _ = made(31)
+    pool.idle = order = HintedOrder(31, pool.lru)
+    order.share = 0.5
+    assert pool.take_slab() == 7
+    pages = pool.allocate(27)
+    publish(pool, pages)
+    order.hint(pages, PageHints(np.full(27, 4, np.uint8), np.full(27, np.inf)))
+    pool.release(pages[3:])
+    assert pool.take_slab() == 6
+    pool.give_back(6)
+    recount(pool, pages[:3])
+    kept.slabs = [(7, 1)]
+    assert pool.take_slab() == 6, "fresh pages go before what is kept, however old this is"
 
 
 def test_a_hint_whose_time_is_over_makes_a_page_no_younger() -> None:

@@ -320,6 +320,20 @@ def test_the_share_grows_while_hints_are_right(*, slabs: bool) -> None:
     assert manager.hint_share == 0.95
 
 
+def test_in_one_memory_what_runs_leaves_plain_lru_no_room_for_its_slabs() -> None:
+    manager, rooms = shared(60, rows=3), list[int]()
+    serve(manager, prompt(0), Retention())
+    manager.reset_prefix_cache()
+    plain = manager._replicas.each[0].hints._baselines[0]  # type: ignore[misc]
+    for name in range(3):
+        context = TextContext(prompt(name), 64)
+        manager.external_claim(context.request_id, 0)
+        assert manager.maybe_reserve(context)
+        rooms.append(plain._room)
+    # Each has a slab, and beside the pages of its prompt that are full one that is not.
+    assert rooms == [60 - running * (manager.slab_pages + 1) for running in (1, 2, 3)]
+
+
 def test_in_one_memory_plain_lru_is_counted_as_it_would_have_hit() -> None:
     """With hints that say nothing the cache hits about as much as the baseline, which knows no copies."""
     manager, rng = shared(80), random.Random(0)

@@ -171,6 +171,35 @@ def test_what_there_is_is_asked_in_few_rounds(served: Make, store: StoredObjects
     assert len(store.calls) == 4
 
 
+def test_pages_that_end_in_an_object_of_fewer_come_together_with_the_state_after_them(
+    served: Make, store: StoredObjects
+) -> None:
+    written(served)
+    again = served()
+    again.fetch(PROMPT)
+    for tiers in (again.tiers, again.state_tiers):
+        tiers.host.pool.forget_idle()  # what there is in the store, is known
+    store.may.clear()
+    assert again.manager.prefetch(again.waiting(PROMPT))
+    assert [[len(slots) for slots in tier.held_slots] for tier in tiers_of(again)] == [[10], [1]]
+    store.may.set()
+    settled(again)
+    assert again.again(PROMPT) == 40
+
+
+def test_of_a_prompt_larger_than_the_host_the_state_that_its_first_pages_lead_to_is_read(served: Make) -> None:
+    """Six pages may be read, which is one object; seven were written, with states after four and seven of them."""
+    it, prompt = served(80, 12, slabs=False, every=4), PROMPT[:29]
+    assert it.serve(prompt) == 0
+    it.manager.flush_tiers()
+    for pool in (it.manager._replicas.each[0].pool, it.manager.states[0]._pool):
+        pool.release(pool.allocate(pool.free_count))
+    for tiers in (it.tiers, it.state_tiers):
+        tiers.host.pool.forget_idle()  # who has written the objects knows them all
+    assert it.again(prompt) == 16
+    assert (it.manager.metrics.object_blocks_read, it.manager.metrics.object_states_read) == (4, 1)
+
+
 def test_older_states_are_asked_for_some_at_a_time(
     served: Make, store: StoredObjects, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,13 +122,17 @@ def test_what_there_is_is_asked_in_few_rounds(served: Make, store: StoredObjects
     assert store.calls == []  # all is known
 
 
-def test_nothing_of_windows_is_asked_for_a_prompt_that_nobody_has(served: Make, store: StoredObjects) -> None:
+@pytest.mark.parametrize("length", [51, 59])
+def test_nothing_of_windows_is_asked_for_a_prompt_that_nobody_has(
+    served: Make, store: StoredObjects, length: int
+) -> None:
+    """Nor of pages that are too few for an object: nobody could have written them."""
     it, keys = served(), list[str]()
     settled(it)
     io, tier = objects_of(it)._read_io, objects_of(it)
     exist = io.exist
     io.exist = lambda asked: keys.extend(asked) or exist(asked)  # type: ignore[method-assign]
-    fetch(it, PROMPT)
+    fetch(it, range(length))
     assert keys == [key_of(it, 0, number) for number in range(3)]
     assert tier.generation
     assert store.calls.count("read") == 0
