@@ -11,7 +11,6 @@ import pytest
 
 from kvcache import LayerGroup, TextContext
 from kvcache.sizing import page_bytes
-from scheduler_adapters.errors import UnsupportedModelError
 from scheduler_adapters.hf.recurrent import groups_of
 from scheduler_adapters.hf.runner import (
     HFRunner,
@@ -187,11 +186,36 @@ def test_a_window_in_a_nemotron_changes_nothing_as_its_layers_do_not_look_at_it(
     assert tokens_of(serve(loop_of(manager, model), requests_of(PROMPTS, NEW))) == wanted
 
 
-@pytest.mark.parametrize("window", [None, 8])
-def test_a_minimax_is_refused_by_name(make_model: Callable[..., Any], window: int | None) -> None:
-    config = make_model("minimax", sliding_window=window).config
-    with pytest.raises(UnsupportedModelError, match="minimax: layer 1 is 'linear_attention'"):
-        kv_params_of(config, group_layers=True)
+@SHARED
+@pytest.mark.parametrize(("budget", "tp"), [(512, 1), (16, 2)])
+def test_a_minimax_with_a_window_has_one_table(
+    make_model: Callable[..., Any], budget: int, tp: int, shared: bool
+) -> None:
+    """Its window is that of all its attention layers, so every page is kept, and each layer sees the last tokens."""
+    kinds = ["full_attention", "linear_attention", "full_attention"]
+    model, unbounded = (make_model("minimax", layer_types=kinds, sliding_window=tokens) for tokens in (8, None))
+    wanted = [reference_tokens(model, prompt, NEW) for prompt in PROMPTS]
+    assert wanted[0] != reference_tokens(unbounded, PROMPTS[0], NEW)
+    manager = manager_of_pages(model, 400, shared, n_devices=tp)
+    assert not manager.params.groups
+    loop = loop_of(manager, model, budget)
+    assert [tokens_of(serve(loop, [Request("r", prompt, NEW)]))[0] for prompt in PROMPTS] == wanted
+    assert tokens_of(serve(loop, [Request("r", PROMPTS[0], NEW)])) == wanted[:1]
+    assert manager.states[0].hits == 3
+    assert_nothing_held(manager)
+
+
+@pytest.mark.parametrize("budget", [512, 16])
+def test_a_minimax_with_a_window_and_a_recurrent_layer_first_gives_its_own_logits(
+    make_model: Callable[..., Any], own_logits: Callable[..., Any], budget: int
+) -> None:
+    """`generate` takes the length of its mask from the first layer, which has no keys; its steps are others."""
+    model = make_model("minimax", sliding_window=8)
+    manager = manager_of_pages(model, 400, shared=True)
+    (tokens,) = tokens_of(serve(loop_of(manager, model, budget), [Request("r", PROMPTS[0], NEW)]))
+    wanted = [int(own_logits(model, [*PROMPTS[0], *tokens[:at]]).argmax()) for at in range(NEW)]
+    assert tokens == wanted
+    assert tokens != reference_tokens(model, PROMPTS[0], NEW)
 
 
 @SHARED
