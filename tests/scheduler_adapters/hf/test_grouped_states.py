@@ -24,6 +24,7 @@ from scheduler_adapters.loop import Request, ServingLoop
 from tests.kvcache.build import proven
 from tests.scheduler_adapters.hf.speculating import Engine, assert_equal
 from tests.scheduler_adapters.hf.test_groups import PROMPTS, SYSTEM
+from tests.scheduler_adapters.hf.test_kept_states import conversations
 from tests.scheduler_adapters.serving import assert_nothing_held, requests_of, serve, tokens_of
 
 PAGE, NEW, COPIES = 8, 20, 16
@@ -156,6 +157,17 @@ def test_tokens_equal_behind_an_import_of_pages_and_state(model: Any, expected: 
         tokens += [int(output.token or 0) for output in taker.step()]
     assert tokens == expected[0]
     assert_nothing_held(target)
+
+
+@SHARED
+def test_conversations_find_all_that_went_before(model: Any, shared: bool) -> None:
+    manager = manager_of_pages(model, 600, shared)
+    answered = conversations(loop_of(manager, model), 4, 3)
+    assert [answer for _, answer in answered] == [reference_tokens(model, prompt, NEW) for prompt, _ in answered]
+    found = sum((len(prompt) + len(answer) - 1) // PAGE * PAGE for prompt, answer in answered[:8])
+    assert manager.metrics.cache_tokens >= found
+    assert manager.states[0].num_kept <= 4 * (3 + 3)  # after each prompt, and each answer
+    assert_nothing_held(manager)
 
 
 def longest_held(model: Any, **params: Any) -> int:
