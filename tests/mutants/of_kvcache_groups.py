@@ -164,6 +164,7 @@ KVCACHE_GROUPS: tuple[Module, ...] = (
                 "_fetched", "coming |= states.bring_newest(digests[: wanted.pages], wait=wait)", "pass", _STATES_BELOW
             ),
             Mutation("_fetched", "ends = states.ends(None, digests)", "pass", _STATES_BELOW),
+            Mutation("_fetched", " or states is not None", "", _STATES_BELOW),
             Mutation("lift", "0 if states is None else states.generation", "0", _STATES_BELOW),
             Mutation("_fetched", "tier.ask(further.from_below(digests, tier.may_have))", "False", _OBJECTS),
             Mutation("_fetched", "tier.generation != before", "False", _OBJECTS),
@@ -325,6 +326,7 @@ KVCACHE_GROUPS: tuple[Module, ...] = (
             Mutation("Replica.pages_needed", "+= self.further.least(context, num_steps, start)", "+= 0"),
             Mutation("Replica.fork", "else 1 + self.further.count", "else 1"),
             Mutation("Replica._plan", "start=cached", "start=0"),
+            Mutation("Replica._plan", " and self.further is None", "", _STATES_BELOW),
             Mutation("Replica._publish", "self.further.publish(rows, columns, digests, told)", "pass"),
             Mutation("Replica._published_pages", "self.further.computed(row, committed)", "pages[:0]", _LIFTED),
             Mutation("Replica.release", "None if self.further is None else self.further.computed", "None", _MOVED),

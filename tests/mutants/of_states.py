@@ -17,6 +17,7 @@ _PARAMS = "tests/kvcache/test_params.py"
 _HINTS = ["tests/kvcache/states/test_state_hints.py"]
 _PAGES = ["tests/kvcache/states/test_state_pages.py"]
 _GROUPED = ["tests/kvcache/states/test_grouped_states.py", "tests/kvcache/states/test_group_state_moves.py"]
+_GROUPED_BELOW = ["tests/kvcache/states/test_grouped_states_below.py"]
 _EVENTS = ["tests/kvcache/states/test_state_events.py"]
 _BELOW = ["tests/kvcache/states/test_state_tiers.py", "tests/kvcache/states/test_moves_below.py"]
 _OBJECTS = ["tests/kvcache/states/test_state_objects.py"]
@@ -82,6 +83,9 @@ STATES: tuple[Module, ...] = (
             Mutation("StatePages.keep", "self._keep_below(copy, digest)", "pass", _BELOW),
             Mutation("StatePages.keep_passing", "self._spare(copies)", "pass", _BELOW),
             Mutation("StatePages.kept_after", "found |= self.below.in_host(digests)", "pass", _BELOW),
+            Mutation("StatePages.anywhere", " | self.below.in_files(digests)", "", _GROUPED_BELOW),
+            Mutation("StatePages.generation", "self._pool.index.generation + ", "", _GROUPED_BELOW),
+            Mutation("StatePages.generation", "else self.below.generation", "else 0", _GROUPED_BELOW),
             Mutation("StatePages.bring_newest", "digests[self.longest(digests) :]", "digests", _BELOW),
             Mutation("StatePages.resume", "self._tokens[page] = tokens", "pass", _BELOW),
             Mutation("StatePages.resume", "self.below.used(digest)", "pass", _BELOW),
@@ -362,7 +366,8 @@ STATES: tuple[Module, ...] = (
             Mutation("StateShape.matrix", "return (self.d_state,)", "return (self.head_dim,)"),
             Mutation("StateShape.matrix", '{"gated_delta", "linear"}', '{"mamba2", "linear"}'),
             Mutation("StateShape.__post_init__", "self.kernel < 2:", "self.kernel < 1:"),
-            Mutation("StateShape.__post_init__", "self.conv_kinds and ", "", _HYBRID),
+            Mutation("StateShape.matrix", ', "linear"}', "}"),
+            Mutation("StateShape.__post_init__", "self.conv_kinds and ", ""),
         ],
     ),
     Module(

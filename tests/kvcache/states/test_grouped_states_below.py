@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from kvcache import PagedKVCacheManager, TextContext
+from kvcache.states.state_tiers import StateTier
 from tests.kvcache.moves import SeededChooser
+from tests.kvcache.replica.test_further_tables import gone
 from tests.kvcache.states.group_state_moves import GroupBelowMoves
 from tests.kvcache.states.test_grouped_states import PROMPT, SIZE, make, served, start, without_state_at
 
@@ -69,6 +71,17 @@ def test_another_process_finds_it_in_files(copies: int | None, tmp_path: Path) -
     again.close()
 
 
+def test_of_files_is_read_what_the_last_end_with_a_state_needs(tmp_path: Path) -> None:
+    first = below(20, tmp_path, every=2)
+    served(first, PROMPT)
+    first.close()
+    again = below(20, tmp_path, every=2)
+    assert served(again, PROMPT[:30])[0] == 6 * SIZE  # seven pages are there, and no state after the last of them
+    metrics = again.metrics
+    assert (metrics.file_states_read, metrics.file_blocks_read) == (1, 6 + 2)
+    again.close()
+
+
 @pytest.mark.parametrize("where", ["host", "files"])
 def test_pages_of_the_device_go_with_a_state_from_below(where: str, tmp_path: Path) -> None:
     manager = below(20, tmp_path)
@@ -124,3 +137,57 @@ def test_a_state_that_comes_while_a_request_waits_is_seen() -> None:
     pool.release(taken)
     assert manager.maybe_reserve(context)
     assert context.start_idx == FOUND
+
+
+def test_a_state_that_comes_on_the_device_while_a_request_waits_is_seen() -> None:
+    manager = below(20, checks=False)
+    served(manager, PROMPT)
+    manager.flush_tiers()
+    pool, states = manager._replicas.each[0].pool, manager.states[0].index
+    pool.release(pool.allocate(pool.free_count))  # the pages are in the host alone
+    _, _, digest = gone_from_host(manager, 9)
+    page = states.find(digest)
+    states.withdraw(page)
+    taken = pool.allocate(pool.free_count)
+    context = TextContext(PROMPT, 256, "waits")
+    manager.external_claim("waits", 0)
+    for _ in range(2):
+        assert not manager.maybe_reserve(context)
+    states.publish(page, digest)
+    pool.release(taken)
+    assert manager.maybe_reserve(context)
+    assert context.start_idx == FOUND
+    assert manager.metrics.h2d_states_copied == 0
+
+
+def test_a_state_behind_what_all_tables_can_go_on_from_is_not_read(tmp_path: Path) -> None:
+    manager = below(20, tmp_path, every=2)
+    served(manager, PROMPT)
+    manager.flush_tiers()
+    tiers = manager._replicas.tiers
+    assert tiers is not None
+    tiers.close()  # files have the states alone, after each second page and after nine
+    for of_host in (tiers, manager._replicas.state_tiers):
+        assert of_host is not None
+        of_host.host.pool.forget_idle()
+    for pages in (2, 4, 6, 8, 9):
+        without_state_at(manager, pages)
+    gone(manager, PROMPT, 0, 8)  # the window's, which a request after page 9 sees
+    assert start(manager, PROMPT, "again").start_idx == 8 * SIZE
+    assert manager.metrics.file_states_read == 1
+    manager.close()
+
+
+def test_behind_a_state_that_cannot_be_read_a_window_comes_up_to_the_state_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = below(20, tmp_path, every=2)
+    served(manager, PROMPT)
+    manager.flush_tiers()
+    gone_from_host(manager, 9)
+    without_state_at(manager, 9)  # files alone have it
+    gone(manager, PROMPT, 0, 6)  # the window's, which a request after page 8 sees, and one after page 9 does not
+    monkeypatch.setattr(StateTier, "_bring", lambda *_, **__: False)
+    assert start(manager, PROMPT, "again").start_idx == 8 * SIZE
+    assert manager.metrics.h2d_blocks_copied == 1
+    manager.close()

@@ -24,18 +24,20 @@ def test_a_page_has_all_layers_and_of_each_kind_its_own_heads_and_elements() -> 
         ("gated_delta", ("conv.B", "conv.C", "conv.x"), (6, 5)),
         ("mamba1", ("conv.x",), (6,)),
         ("short_conv", ("conv.x",), ()),
+        ("linear", (), (6, 5)),
     ],
 )
 def test_each_form_has_what_its_mixers_keep(form: StateForm, kinds: tuple[str, ...], matrix: tuple[int, ...]) -> None:
-    dim = 5 if form in {"mamba2", "gated_delta"} else 1
-    shape = StateShape(3, 8, dim, 2, 6, 4, torch.float32, form=form)
+    dim = 5 if form in {"mamba2", "gated_delta", "linear"} else 1
+    shape = StateShape(3, 8, dim, 2, 6, 4 if kinds else 1, torch.float32, form=form)
     (layout,) = state_layouts(shape, 1)
     assert (shape.conv_kinds, shape.matrix) == (kinds, matrix)
     assert set(layout) == {*kinds, *([SSM_KIND] if matrix else [])}
     pages = StatePages(shape, 1, ["cpu", "cpu"])
-    conv = torch.randn(1, dim * 8 + (24 if len(kinds) > 1 else 0), 3)
-    pages.write(2, torch.tensor([1]), kinds, conv)
-    assert torch.equal(pages.read(2, torch.tensor([1]), kinds), conv)
+    if kinds:
+        conv = torch.randn(1, dim * 8 + (24 if len(kinds) > 1 else 0), 3)
+        pages.write(2, torch.tensor([1]), kinds, conv)
+        assert torch.equal(pages.read(2, torch.tensor([1]), kinds), conv)
     if matrix:
         states = torch.randn(1, 8, *matrix)
         pages.write(2, torch.tensor([1]), (SSM_KIND,), states)
