@@ -5,6 +5,7 @@ from tests.mutants.mutation import Module, Mutation
 _MOVES = ["tests/kvcache/states/test_state_moves.py"]
 _SHARED = ["tests/kvcache/states/test_slab_moves.py", "tests/scheduler_adapters/hf/test_one_budget.py"]
 _KEPT = ["tests/scheduler_adapters/hf/test_kept_states.py"]
+_PROMISED = [f"{_KEPT[0]}::test_a_state_that_others_were_promised_is_not_written_over_by_a_hit"]
 _DRAFTED = ["tests/scheduler_adapters/hf/test_drafted_pages.py"]
 _SPECULATION = ["tests/scheduler_adapters/hf/test_speculation.py"]
 
@@ -28,7 +29,7 @@ STATES: tuple[Module, ...] = (
         "kvcache.states.kept_states",
         _MOVES,
         [
-            Mutation("KeptStates.ends", "return np.zeros(len(digests), np.bool_)", "pass", _KEPT),
+            Mutation("KeptStates.ends", "return np.zeros(len(digests), np.bool_)", "pass", _PROMISED),
             Mutation("KeptStates.reserved", "self._pages.resume(request_id, digest, start)", "pass"),
             Mutation("KeptStates.reserved", "request_id not in self._ends and ", ""),
             Mutation("KeptStates.reserved", " and (digest is not None or active - start > 1)", "", _GROUPED),
@@ -224,7 +225,7 @@ STATES: tuple[Module, ...] = (
             Mutation("Tiers.prefetch_to_state", "if len(behind) > run and states.ask(behind):", "if False:"),
             Mutation("Tiers.prefetch_to_state", "run = end", "pass"),
             Mutation("Tiers.prefetch_to_state", "coming |= states.bring_newest(", "states.bring_newest("),
-            Mutation("Tiers._run", "asked[:, :first] = False", "pass"),
+            Mutation("Tiers._run", "there[:first] = True", "pass"),
             Mutation(
                 "_make_object_tier", "params.states is not None and ", "", ["tests/kvcache/tiers/test_object_tier.py"]
             ),
@@ -440,7 +441,7 @@ STATES: tuple[Module, ...] = (
         "kvcache.replica.page_moves",
         _SHARED,
         [
-            Mutation("ReplicaPageMoves.staying", "stays[self._pages_of(row)] = True", "pass"),
+            Mutation("ReplicaPageMoves.staying", "stays[self._pages_of(row)] = True", "pass", _GROUPED),
             Mutation("ReplicaPageMoves.staying", "self._pages_of(row)", "self._replica.rows.pages(row)", _GROUPED),
             Mutation("ReplicaPageMoves.move", "others[:] = renamed[others]", "pass", _GROUPED),
             Mutation("ReplicaPageMoves.move", "index.say_tables(targets, index.tables_of(sources))", "pass", _GROUPED),
