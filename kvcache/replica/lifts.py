@@ -84,7 +84,7 @@ def _fetched(replica: Replica, further: FurtherTables, digests: Digests, *, wait
     coming, before, ends = False, tier.generation, None
     if tier.asks:
         coming = tier.ask(further.from_below(digests, tier.may_have))
-    wanted = further.from_below(digests, tier.has, None if states is None else states.anywhere(digests))
+    wanted = further.from_below(digests, tier.has, None if states is None else states.there(digests))
     if states is not None:
         coming |= states.bring_newest(digests[: wanted.pages], wait=wait)
         ends = states.ends(None, digests)

@@ -7,9 +7,6 @@ which all of them can go on: a state is of no use where a window is gone, nor a 
 
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvcache.pool.index import Digests
 from kvcache.replica.context import Context
 from kvcache.replica.further_tables import FurtherTables
@@ -20,7 +17,7 @@ from kvcache.types import RequestID
 class PrefixStates(Protocol):
     """The cached states of one replica. Where they lie the replica does not know."""
 
-    def there(self, digests: Digests) -> NDArray[np.bool_]:
+    def there(self, digests: Digests) -> Asked:
         """After which of these pages there is a state, on any tier, as far as is known."""
         ...
 
@@ -37,10 +34,6 @@ class PrefixStates(Protocol):
 
     def ends(self, request_id: RequestID | None, digests: Digests) -> Asked:
         """Of found pages of these digests, one after another, after which the request, or one to come, may go on."""
-        ...
-
-    def anywhere(self, digests: Digests) -> Asked:
-        """Of these pages after which there is a state, on the device or below it."""
         ...
 
     @property

@@ -49,10 +49,6 @@ class KeptStates:
         """As `PrefixStates.bring_newest`."""
         return self._pages.bring_newest(digests, wait=wait)
 
-    def anywhere(self, digests: Digests) -> NDArray[np.bool_]:
-        """As `PrefixStates.anywhere`."""
-        return self._pages.anywhere(digests)
-
     @property
     def generation(self) -> int:
         """As `PrefixStates.generation`."""

@@ -110,11 +110,6 @@ class StatePages(StateMemory):
             found |= self.below.in_host(digests)
         return found
 
-    def anywhere(self, digests: Digests) -> NDArray[np.bool_]:
-        """`kept_after`, and those in files."""
-        found = self.kept_after(digests)
-        return found if self.below is None else found | self.below.in_files(digests)
-
     @property
     def generation(self) -> int:
         """Counts the copies that have come and gone, on the device and below it."""

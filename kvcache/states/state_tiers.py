@@ -74,10 +74,6 @@ class StateTier(ReplicaTier):
         some, before = digests[None, -_LOOKED_AT:], self._answers
         return self._ask(some, self.has(some, np.ones(some.shape[:2], np.bool_))) or self._answers != before
 
-    def in_files(self, digests: Digests) -> NDArray[np.bool_]:
-        """Which of these states the host has, or files."""
-        return self.has(digests[None], np.ones((1, len(digests)), np.bool_))[0]
-
     def bring_newest(self, digests: Digests, *, wait: bool) -> bool:
         """Have the last of these states that there is brought to the host, which has none; is it on its way?
 

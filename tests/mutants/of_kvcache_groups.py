@@ -158,7 +158,7 @@ KVCACHE_GROUPS: tuple[Module, ...] = (
             Mutation("_fetched", "coming |= tier.to_host(wanted, wanted.pages - there.pages, wait=wait)", "pass"),
             Mutation("_fetched", "wanted = further.from_below(digests, tier.host_has, ends)", "pass"),
             Mutation(
-                "_fetched", "tier.has, None if states is None else states.anywhere(digests)", "tier.has", _STATES_BELOW
+                "_fetched", "tier.has, None if states is None else states.there(digests)", "tier.has", _STATES_BELOW
             ),
             Mutation(
                 "_fetched", "coming |= states.bring_newest(digests[: wanted.pages], wait=wait)", "pass", _STATES_BELOW

@@ -84,7 +84,7 @@ STATES: tuple[Module, ...] = (
             Mutation("StatePages.keep", "self._keep_below(copy, digest)", "pass", _BELOW),
             Mutation("StatePages.keep_passing", "self._spare(copies)", "pass", _BELOW),
             Mutation("StatePages.kept_after", "found |= self.below.in_host(digests)", "pass", _BELOW),
-            Mutation("StatePages.anywhere", " | self.below.in_files(digests)", "", _GROUPED_BELOW),
+            Mutation("StatePages.there", " | self.below.has(digests[None], ~found[None])[0]", "", _GROUPED_BELOW),
             Mutation("StatePages.generation", "self._pool.index.generation + ", "", _GROUPED_BELOW),
             Mutation("StatePages.generation", "else self.below.generation", "else 0", _GROUPED_BELOW),
             Mutation("StatePages.bring_newest", "digests[self.longest(digests) :]", "digests", _BELOW),

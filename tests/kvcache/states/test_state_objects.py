@@ -280,13 +280,19 @@ def test_damaged_pages_at_a_runs_end_leave_the_state_before_it(served: Make, sto
 
 def test_a_store_that_is_slow_is_waited_for_no_longer_than_its_time(served: Make, store: StoredObjects) -> None:
     written(served)
+    patient = served(params={"object_tier_timeout_s": 60.0})
+    settled(patient)
+    store.may.clear()
+    began = time.monotonic()
+    assert patient.manager.maybe_reserve(patient.claim(PROMPT))  # it never waits
+    assert time.monotonic() - began < 30
+    store.may.set()
+    patient.manager.close()
     again = served(params={"object_tier_timeout_s": 0.2})
     settled(again)
     store.may.clear()
-    began = time.monotonic()
     context = again.claim(PROMPT)
-    assert again.manager.maybe_reserve(context)  # it never waits
-    assert time.monotonic() - began < 0.15
+    assert again.manager.maybe_reserve(context)
     again.manager.release(context.request_id)
     again.fetch(PROMPT, seconds=0.2 + 0.3)
     assert again.serve(PROMPT) == 0
