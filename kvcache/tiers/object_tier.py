@@ -95,6 +95,7 @@ class ObjectTier:
         self._writer = ThreadPoolExecutor(1, "pagewire-object-writes")
         self._era = 0  # resets so far
         self._epoch: str | None = None  # None: not known yet
+        self._closed = False
         self._untold = False  # whether the store has still to be told of a new epoch
         self._known: OrderedDict[bytes, float | None] = OrderedDict()  # until when it is absent; None: it is there
         self._broken: set[bytes] = set()  # objects to be written over
@@ -194,6 +195,7 @@ class ObjectTier:
 
     def close(self) -> None:
         """End the threads, once what they are at is done. Safe twice."""
+        self._closed = True  # an answer that comes now asks for no pages any more
         self._reader.shutdown(cancel_futures=True)
         self._writer.shutdown(cancel_futures=True)
         self._take_up()
@@ -283,7 +285,7 @@ class ObjectTier:
             self._epoch, there = answer
             for name, known in zip(names, there, strict=True):
                 self._know(name, None if known else self._clock() + _ABSENT_S)
-            if digests is not None:
+            if digests is not None and not self._closed:
                 self.promote(digests, first)
 
         self._begin(partial(self._asked, self._epoch, names), take, names, NO_SLOTS)

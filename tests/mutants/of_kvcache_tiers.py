@@ -224,6 +224,7 @@ KVCACHE_TIERS: tuple[Module, ...] = (
         [],
         [
             Mutation("ObjectTier.promote", "self._host.pool.num_pages // 2 - first", "1 << 30"),
+            Mutation("ObjectTier._ask", " and not self._closed", "", _STATES),
             Mutation("ObjectTier._begin_write", "np.unique(np.concatenate(held))", "np.concatenate(held)", _STATES),
             Mutation("ObjectTier._write", "len(digests) * self._layout.record_bytes", "size", _STATES),
             Mutation("ObjectTier._write", "count += len(digests)", "count += self._layout.count", _STATES),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -301,6 +302,19 @@ def test_a_store_that_is_slow_is_waited_for_no_longer_than_its_time(served: Make
         for job in tier._jobs:
             job.done.exception()
     settled(again)
+
+
+def test_a_manager_closes_while_an_answer_is_on_its_way(served: Make, store: StoredObjects) -> None:
+    written(served)
+    again = served()
+    settled(again)
+    store.may.clear()
+    assert again.manager.maybe_reserve(again.claim(PROMPT))
+    (job,) = tiers_of(again)[0]._jobs
+    while not job.done.running():
+        time.sleep(0.001)
+    threading.Timer(0.05, store.may.set).start()
+    again.manager.close()  # waits for the answer, which would have had pages read
 
 
 @pytest.mark.parametrize("which", ["states", "pages", "both"])
