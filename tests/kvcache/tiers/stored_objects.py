@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -30,6 +31,14 @@ class StoredObjects:
     def pages(self) -> dict[str, bytes]:
         """The objects that hold pages."""
         return {key: content for key, content in self.objects.copy().items() if not key.endswith("/current")}
+
+    def is_not_waited_for(self, reserve: Callable[[], bool]) -> None:
+        """`reserve`, of a manager that gives a call a minute, says True although no call comes to its end."""
+        self.may.clear()
+        began = time.monotonic()
+        assert reserve()
+        assert time.monotonic() - began < 30
+        self.may.set()
 
 
 class _IO:
